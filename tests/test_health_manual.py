@@ -15,7 +15,8 @@ import yaml
 from dra_driver.health import kubelet_stream as healthstream
 from dra_driver.health import monitor
 from dra_driver.health.kubelet_stream import HealthStream
-from dra_driver.health.rules.state import DEFAULT_POLICY, observe
+from dra_driver.health.rules import state as rules
+from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import PREFIX, TaintPolicy, taints_of
 from dra_driver.health.rules.xids import CATALOG, is_decided
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as pb
@@ -99,8 +100,7 @@ def signal_rows() -> Iterator[str]:
     ]
     stories += [[PollResult(PolledHealth(ecc_uncorrected=0)), PollResult(PolledHealth(ecc_uncorrected=2))]]
     stories += [
-        [PollResult(PolledHealth(fabric="broken")), PollResult(PolledHealth(fabric="ready"))]
-        * DEFAULT_POLICY.flaps
+        [PollResult(PolledHealth(fabric="broken")), PollResult(PolledHealth(fabric="ready"))] * rules.FLAPS
     ]
     reasons = {reason.name: reason for story in stories for reason in told(*story)}
     tainted = {reason.key for reason in reasons.values() if taints_of([reason], TaintPolicy())}
@@ -217,16 +217,15 @@ def test_examples_of_the_manuals_are_right() -> None:
 
 def test_times_in_the_manual_are_those_of_the_driver() -> None:
     text = " ".join(MANUAL.read_text().split())
-    policy = DEFAULT_POLICY
     for sentence in (
         f"looks at every GPU every {monitor._POLL_EVERY_S:.0f} s",
         f"older than {monitor._FRESH_S:.0f} s: NVML hangs",
-        f"kept as information for {policy.remember_s // 60} minutes",
-        f"{policy.settle_s} s have passed since the last such event",
-        f"does not tell the recovery action, {policy.settle_unsure_s // 60} minutes",
-        f"when no such event came for {policy.settle_unsure_s // 60} minutes, the GPU answers",
-        f"went bad {policy.flaps} times within an hour is held back for {policy.hold_s // 60} minutes",
-        f"at most {policy.hold_most_s // 3600} hours",
+        f"kept as information for {rules.REMEMBER_S // 60} minutes",
+        f"{rules.SETTLE_S} s have passed since the last such event",
+        f"does not tell the recovery action, {rules.SETTLE_UNSURE_S // 60} minutes",
+        f"when no such event came for {rules.SETTLE_UNSURE_S // 60} minutes, the GPU answers",
+        f"went bad {rules.FLAPS} times within an hour is held back for {rules.HOLD_S // 60} minutes",
+        f"at most {rules.HOLD_MOST_S // 3600} hours",
     ):
         assert sentence in text
-    assert (policy.flap_window_s, healthstream._TIMEOUT_S) == (3600, monitor._FRESH_S)
+    assert (rules.FLAP_WINDOW_S, healthstream._TIMEOUT_S) == (3600, monitor._FRESH_S)

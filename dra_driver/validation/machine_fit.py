@@ -133,7 +133,9 @@ class MachineFit:
             number, value = largest_group(attribute, self.devices, matching)
             if number < count:
                 largest = (
-                    f"the largest group has {number} ({value})" if number else "no matching device has one"
+                    f"the largest group has {number} ({value})"
+                    if number
+                    else "no matching device has this attribute"
                 )
                 return f"constraint matchAttribute {attribute}: {count} devices are wanted with one value, {largest}"
         if len(entries) == 1 and entries[0].count == 1:

@@ -11,50 +11,22 @@ from dra_driver.diagnostics.rules.admission import Refusal, refusal
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.model.claim import ClaimRef
 from tests.diagnostics.test_doctor import DRIVER, NODE, says
+from tests.fakes.tables import data_of, tabled
 
 Json = dict[str, Any]
 
-# As Kubernetes 1.36.3 writes them.
-_DENIED = (
-    "resourceslices.resource.k8s.io \"probe\" is forbidden: ValidatingAdmissionPolicy 'team-a-own-node' with binding "
-    "'team-a-own-node' denied request: "
-)
-BY_POLICY = (
-    f"{_DENIED}this user running on node 'a' may not modify resource slices of another node (HTTP 403)"
-)
-NO_NODE = f"{_DENIED}this user's token names no node, so it may not modify resource slices (HTTP 403)"
-BY_OTHERS = f"{_DENIED}no slices on Sundays (HTTP 403)"
-BY_RBAC = (
-    'resourceslices.resource.k8s.io is forbidden: User "system:serviceaccount:a:b" cannot create resource '
-    '"resourceslices" in API group "resource.k8s.io" at the cluster scope (HTTP 403)'
-)
-BY_SERVER = (
-    'ResourceClaim.resource.k8s.io "c1" is invalid: status.allocation: Forbidden: changing status.allocation or '
-    'status.reservedFor requires resource="resourceclaims/binding", verb="patch" permission: '
-    'resourceclaims.resource.k8s.io is forbidden: User "system:serviceaccount:a:b" cannot patch resource '
-    '"resourceclaims/binding" in API group "resource.k8s.io" at the cluster scope (HTTP 422)'
-)
-BY_WEBHOOK = 'admission webhook "guard.example.com" denied the request: no (HTTP 403)'
+
+def answer_of(name: str) -> ApiRejectedError:
+    answer = data_of(__file__)["answers"][name]
+    return ApiRejectedError(answer["text"], status=answer["status"])
 
 
-@pytest.mark.parametrize(
-    ("text", "status", "found"),
-    [
-        (BY_POLICY, 403, Refusal("ours", "the policy team-a-own-node")),
-        (NO_NODE, 403, Refusal("ours", "the policy team-a-own-node", lacks_node=True)),
-        (BY_OTHERS, 403, Refusal("other", "the policy team-a-own-node")),
-        (BY_RBAC, 403, Refusal("rbac", "RBAC")),
-        (BY_SERVER, 422, Refusal("server", "the API server itself")),
-        ("too large", 413, Refusal("other", "the API server (too large)")),
-        (BY_WEBHOOK, 403, Refusal("other", 'the webhook "guard.example.com"')),
-    ],
-)
-def test_who_refused(text: str, status: int, found: Refusal) -> None:
-    assert refusal(ApiRejectedError(text, status=status)) == found
+@tabled("answer", "found")
+def test_who_refused(answer: Json, found: Json) -> None:
+    assert refusal(ApiRejectedError(answer["text"], status=answer["status"])) == Refusal(**found)
 
 
-FORBIDDEN = ApiRejectedError("forbidden", status=403)
-TAKEN = ApiRejectedError(BY_POLICY, status=403)
+FORBIDDEN = answer_of("forbidden")
 CLAIM = {
     "kind": "ResourceClaim",
     "metadata": {"name": "c1", "namespace": "default"},
@@ -96,26 +68,11 @@ def proof(server: Server, *claims: str) -> AdmissionProof:
     return AdmissionProof(server, DRIVER, lambda: refs)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("rights", "answer", "status", "parts"),
-    [
-        (("confine",), TAKEN, "OK", ("team-a-own-node refused this account",)),
-        (
-            ("confine",),
-            None,
-            "WARN",
-            ("could publish slices of other nodes", "missing, not bound", "apply -k"),
-        ),
-        ((), None, "WARN", ("its role lacks the mark (confine drivers.gpu.nvidia.com)",)),
-        (("confine",), ApiRejectedError(BY_RBAC, status=403), "SKIP", ("RBAC lets", "the driver's pod")),
-        (("confine",), ApiRejectedError(BY_OTHERS, status=403), "SKIP", ("before the driver's policy",)),
-        (("confine",), ApiRejectedError(NO_NODE, status=403), "FAIL", ("names no node", "api-token")),
-    ],
-)
+@tabled("rights", "answer", "status", "parts")
 def test_with_the_pods_own_token(
-    rights: tuple[str, ...], answer: Exception | None, status: str, parts: tuple[str, ...]
+    rights: list[str], answer: str | None, status: str, parts: list[str]
 ) -> None:
-    says(proof(Server(*rights, post=answer)).slices(), status, *parts)
+    says(proof(Server(*rights, post=answer_of(answer) if answer else None)).slices(), status, *parts)
 
 
 def test_an_api_server_that_is_away_is_nobodys_fault() -> None:
@@ -131,13 +88,13 @@ def test_an_account_to_which_the_policies_do_not_apply_proves_nothing() -> None:
 
 def test_the_status_of_claims_in_the_pod() -> None:
     """Where RBAC lets it: on a claim of the node, which the driver knows by name."""
-    old = Server("confine", patch=ApiRejectedError(BY_POLICY.replace("modify", "x"), status=403))
+    old = Server("confine", patch=answer_of("policy"))
     says(proof(old).claim_status(), "SKIP", "no claim with a device is known here")
     path = "resource.k8s.io/v1/namespaces/default/resourceclaims"
     gone = ApiRejectedError("not found", status=404)
     for server, status, parts in (
         (Server("confine", patch=None), "WARN", ("could change who gets which device",)),
-        (Server("confine", patch=ApiRejectedError(BY_SERVER, status=422)), "OK", ("the API server itself",)),
+        (Server("confine", patch=answer_of("server")), "OK", ("the API server itself",)),
         (Server("confine", patch=FORBIDDEN), "SKIP", ("before the driver's policy was asked",)),
     ):
         server.objects = {f"{path}/gone": gone, f"{path}/c1": CLAIM}

@@ -25,6 +25,7 @@ from dra_driver.diagnostics.rules.waiting_pods import WaitingPod, pods_by_claim
 from dra_driver.validation.pending_claims import pending_claims
 from dra_driver.validation.rules.extended_resources import extended_claims
 from dra_driver.validation.rules.standard_classes import standard_classes
+from tests.fakes.tables import tabled
 
 DRIVER = "gpu.nvidia.com"
 Json = dict[str, Any]
@@ -206,16 +207,7 @@ def test_users() -> None:
     assert rows("claim")[0] == ("ml", "train", 1, 2, 0)
 
 
-@pytest.mark.parametrize(
-    ("owner", "expected"),
-    [
-        (None, "Pod/p"),
-        ({"kind": "ReplicaSet", "name": "web-7d9c5b8f64", "controller": True}, "Deployment/web"),
-        ({"kind": "ReplicaSet", "name": "mine", "controller": True}, "ReplicaSet/mine"),
-        ({"kind": "Job", "name": "train", "controller": True}, "Job/train"),
-        ({"kind": "Job", "name": "train"}, "Pod/p"),
-    ],
-)
+@tabled("owner", "expected")
 def test_workloads(owner: Json | None, expected: str) -> None:
     assert workload_of({"name": "p", "ownerReferences": [owner] if owner else []}) == expected
 
@@ -444,16 +436,8 @@ def test_pods_wait_for_claims_by_name_and_of_templates() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("limits", "expected"),
-    [
-        ({"nvidia.com/gpu": "2", "memory": "1Gi"}, [("gpu.nvidia.com", 2)]),
-        ({"deviceclass.resource.kubernetes.io/mig.nvidia.com": "1"}, [("mig.nvidia.com", 1)]),
-        ({"nvidia.com/gpu": "0"}, []),
-        ({"example.com/other": "1"}, []),
-    ],
-)
-def test_extended_resources_are_claims_to_be(limits: Json, expected: list[tuple[str, int]]) -> None:
+@tabled("limits", "expected")
+def test_extended_resources_are_claims_to_be(limits: Json, expected: list[Any]) -> None:
     classes = [*standard_classes(DRIVER).values()]
     classes = [
         {**one, "spec": {**one["spec"], "extendedResourceName": "nvidia.com/gpu"}}
@@ -463,7 +447,7 @@ def test_extended_resources_are_claims_to_be(limits: Json, expected: list[tuple[
     ]
     waits = pod("p", containers=[{"name": "main", "resources": {"limits": limits}}])
     made = [
-        (request["exactly"]["deviceClassName"], request["exactly"]["count"])
+        [request["exactly"]["deviceClassName"], request["exactly"]["count"]]
         for one in extended_claims([waits], classes)
         for request in one["spec"]["devices"]["requests"]
     ]

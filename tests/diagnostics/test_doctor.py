@@ -41,6 +41,7 @@ from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.record import ClaimRecord
 from dra_driver.simulator import device_node_reader
 from tests.fakes.machines import SimulatedNode
+from tests.fakes.tables import tabled
 
 ROOT = Path(__file__).parents[2]
 DRIVER, NODE = "gpu.nvidia.com", "node-a"
@@ -228,15 +229,7 @@ def test_a_node_without_gpu_misses_nothing(host: Host, tmp_path: Path) -> None:
     says(found["driver root"], "SKIP", "this node has no GPU")
 
 
-@pytest.mark.parametrize(
-    ("users", "on_demand", "status", "parts"),
-    [
-        (["nv-hostengine (process 812)"], True, "WARN", ("nv-hostengine (process 812)", "docs/mig.md")),
-        ([], True, "OK", ("no other program",)),
-        (None, True, "SKIP", ("hostPID",)),
-        (["nv-hostengine (process 812)"], False, "SKIP", ("not made on demand",)),
-    ],
-)
+@tabled("users", "on_demand", "status", "parts")
 def test_agents_that_keep_gpus_from_mig_mode(
     host: Host, users: list[str] | None, on_demand: bool, status: str, parts: tuple[str, ...]
 ) -> None:
@@ -273,17 +266,7 @@ def test_imex_in_order(tray: Host) -> None:
     assert "IMEX" not in [check.name for check in tray.checks().all()]
 
 
-@pytest.mark.parametrize(
-    ("state", "channels", "parts"),
-    [
-        ("stopped", 2048, ("does not run: its control socket", "systemctl status nvidia-imex")),
-        ("killed", 2048, ("Connection refused", "nvidia-imex-ctl -N")),
-        ("initializing", 2048, ("INITIALIZING", "systemctl status nvidia-imex")),
-        ("hung", 2048, ("does not answer", "systemctl status nvidia-imex")),
-        ("ready", 0, ("the NVIDIA driver has no IMEX channels", "NVreg_ImexChannelCount=2048")),
-        ("ready", 2, ("gives channel 2, the NVIDIA driver has 0 to 1", "NVreg_ImexChannelCount")),
-    ],
-)
+@tabled("state", "channels", "parts")
 def test_imex_that_claims_would_wait_for(
     tray: Host, state: str, channels: int, parts: tuple[str, ...]
 ) -> None:
@@ -334,14 +317,7 @@ def test_a_library_that_cannot_be_loaded_is_told_on_a_node_without_gpu(host: Hos
     says(found["NVML"], "FAIL", "cannot load the NVML library")
 
 
-@pytest.mark.parametrize(
-    ("driver", "status", "parts"),
-    [
-        ("vfio-pci", "WARN", ("bound to vfio-pci", "driverctl unset-override 0000:")),
-        ("nouveau", "FAIL", ("bound to another driver: 0000:", "(nouveau)", "blacklist")),
-        (None, "FAIL", ("bound to no driver: 0000:", "modprobe nvidia")),
-    ],
-)
+@tabled("driver", "status", "parts")
 def test_gpus_that_are_bound_elsewhere(
     host: Host, tmp_path: Path, driver: str | None, status: str, parts: tuple[str, ...]
 ) -> None:
@@ -413,15 +389,7 @@ def test_nvml(host: Host, tmp_path: Path) -> None:
     says(other, "FAIL", "NVML is 580.95.05, the kernel module 570.1.1", "reboot")
 
 
-@pytest.mark.parametrize(
-    ("gone", "status", "parts"),
-    [
-        ((), "OK", ("and 8 GPUs",)),
-        (("nvidiactl",), "FAIL", ("/dev/nvidiactl is missing", "nvidia-modprobe")),
-        (("nvidia-uvm",), "FAIL", ("/dev/nvidia-uvm is missing", "nvidia-modprobe -u -c=0")),
-        (("nvidia3", "nvidia5"), "FAIL", ("/dev/nvidia3, /dev/nvidia5", "nvidia-modprobe -c=3")),
-    ],
-)
+@tabled("gone", "status", "parts")
 def test_device_nodes(host: Host, gone: tuple[str, ...], status: str, parts: tuple[str, ...]) -> None:
     nodes = Hiding(device_node_reader(host.node.machine), gone)
     says(host.checks(nodes=nodes).device_nodes(), status, *parts)
@@ -486,37 +454,8 @@ def test_memory_of_gpus_that_is_memory_of_the_host(host: Host, tmp_path: Path) -
 
 # --- the container runtime ----------------------------------------------------------------------
 
-V2 = 'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\n'
-V3 = "version = 3\n"
-CRI3 = "[plugins.'io.containerd.cri.v1.runtime']\n"
-K3S = "var/lib/rancher/k3s/agent/etc/containerd/config.toml"
-CONTAINERD, CRIO = "etc/containerd/config.toml", "etc/crio/crio.conf.d/10-x.conf"
 
-
-@pytest.mark.parametrize(
-    ("files", "cdi_root", "status", "parts"),
-    [
-        ({}, "/var/run/cdi", "OK", ("by default",)),
-        ({}, "/opt/cdi", "WARN", ("not /opt/cdi", "--cdi-root /var/run/cdi")),
-        ({CONTAINERD: V3}, "/etc/cdi", "OK", ("containerd reads /etc/cdi, /var/run/cdi",)),
-        ({CONTAINERD: V3}, "/run/cdi", "OK", ()),
-        ({CONTAINERD: V3 + CRI3 + "enable_cdi = false"}, "/etc/cdi", "FAIL", ("CDI is off", "enable_cdi = true")),
-        ({CONTAINERD: V2}, "/etc/cdi", "WARN", ("enable_cdi is not set", "containerd --version")),
-        ({CONTAINERD: V2 + "enable_cdi = true"}, "/etc/cdi", "OK", ()),
-        ({CONTAINERD: V2 + "enable_cdi = false"}, "/etc/cdi", "FAIL", ("CDI is off (/etc/containerd/config.toml)",)),
-        ({CONTAINERD: V2 + 'enable_cdi = true\ncdi_spec_dirs = ["/a/cdi"]'}, "/etc/cdi", "FAIL",
-         ("containerd reads /a/cdi, the driver writes to /etc/cdi", "--cdi-root /a/cdi")),
-        ({CONTAINERD: V3 + CRI3 + 'cdi_spec_dirs = ["/a/cdi/"]'}, "/a/cdi", "OK", ()),
-        ({CONTAINERD: 'imports = ["/etc/containerd/conf.d/*.toml"]\n' + V3,
-          "etc/containerd/conf.d/9.toml": CRI3 + 'enable_cdi = false'}, "/etc/cdi", "FAIL", ("conf.d/9.toml",)),
-        ({K3S: V2 + "enable_cdi = true"}, "/etc/cdi", "OK", ("k3s",)),
-        ({CONTAINERD: "version = ["}, "/etc/cdi", "FAIL", ("is not valid TOML", "repair")),
-        ({CRIO: '[crio.runtime]\ncdi_spec_dirs = ["/b"]'}, "/etc/cdi", "FAIL", ("crio reads /b", "--cdi-root /b")),
-        ({CRIO: "[crio.runtime]\nenable_cdi = false"}, "/etc/cdi", "FAIL", ("crio: CDI is off",)),
-        ({CRIO: "[crio.image]"}, "/etc/cdi", "OK", ("crio reads /etc/cdi",)),
-        ({CRIO: "[crio.runtime]\nenable_cdi = false", CONTAINERD: V3}, "/etc/cdi", "FAIL", ("crio: CDI is off",)),
-    ],
-)  # fmt: skip
+@tabled("files", "cdi_root", "status", "parts")
 def test_what_the_runtime_reads(
     tmp_path: Path, files: dict[str, str], cdi_root: str, status: str, parts: tuple[str, ...]
 ) -> None:
@@ -705,19 +644,7 @@ def cluster(answers: Answers) -> ClusterChecks:
     return ClusterChecks(Shared(lambda: answers), DRIVER, NODE)  # type: ignore[arg-type, return-value]
 
 
-FORBIDDEN = ApiRejectedError("forbidden", status=403)
-SERVED = {"versions": [{"groupVersion": "resource.k8s.io/v1", "version": "v1"}]}
-
-
-@pytest.mark.parametrize(
-    ("versions", "status", "parts"),
-    [
-        (("v1", "v1beta1"), "OK", ("Kubernetes v1.36.0 at https://api:6443, resource.k8s.io/v1 is used",)),
-        (("v1beta1",), "OK", ("v1beta1 is used",)),
-        (("v1alpha3",), "FAIL", ("(served: v1alpha3;", "--runtime-config for that group")),
-        (None, "FAIL", ("(served: none;", "DynamicResourceAllocation")),
-    ],
-)
+@tabled("versions", "status", "parts")
 def test_the_api_server(
     cluster: ClusterChecks,
     answers: Answers,
@@ -833,32 +760,7 @@ def test_classes_and_slices(server: PlaygroundApiServer, tmp_path: Path) -> None
     says(checks.slices(), "WARN", "pools that are not this driver's: other", "grep manager")
 
 
-@pytest.mark.parametrize(
-    ("off", "options", "status", "parts"),
-    [
-        ((), {"dynamic_mig": True, "sharing": True}, "OK", ("partitions, shares and taints are kept",)),
-        (
-            ("DRAPartitionableDevices",),
-            {},
-            "OK",
-            ("not needed as the driver is configured: DRAPartitionableDevices",),
-        ),
-        (
-            ("DRAPartitionableDevices",),
-            {"dynamic_mig": True},
-            "FAIL",
-            ("--dynamic-mig does nothing", "use Kubernetes"),
-        ),
-        (("DRAConsumableCapacity",), {"dynamic_mig": True}, "OK", ("DRAConsumableCapacity",)),
-        (
-            ("DRAConsumableCapacity",),
-            {"sharing": True},
-            "FAIL",
-            ("no device is shared", "DRAConsumableCapacity=true"),
-        ),
-        (("DRADeviceTaints",), {}, "WARN", ("GPUs that are broken", "DRADeviceTaints=true")),
-    ],
-)
+@tabled("off", "options", "status", "parts")
 def test_feature_gates(
     tmp_path: Path, off: tuple[str, ...], options: dict[str, bool], status: str, parts: tuple[str, ...]
 ) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
-
-import pytest
 
 from dra_driver.diagnostics.rules.findings import Finding
 from dra_driver.diagnostics.rules.health_findings import health_findings
 from dra_driver.diagnostics.rules.node_view import SeenGpu, SeenReason
 from dra_driver.diagnostics.rules.top_data import NodeHealth
+from tests.fakes.tables import tabled
 
 ONE = SeenGpu("gpu-1", "GPU-1", health="ok", pci_bus_id="0000:1b:00.0")
 TWO = SeenGpu("gpu-2", "GPU-2", health="ok", pci_bus_id="0000:43:00.0")
@@ -34,36 +35,18 @@ def test_one_line_says_so_when_all_are_well() -> None:
     assert of(has_nvml=False) == [Finding("SKIP", "not known without NVML")]
 
 
-def test_each_device_has_a_line_with_its_reasons_when_several_are_ill() -> None:
-    assert of(
+def test_each_device_has_a_line_with_its_reasons_when_several_are_ill(
+    is_golden: Callable[[Path, str], None],
+) -> None:
+    found = of(
         seen("information", "slowdown thermal", since_s=None),
         seen("unhealthy", "xid 95", "gpu-2"),
         seen("degraded", "row-remap pending", "gpu-2", since_s=5.0),
         seen("unhealthy", "xid 62", "gpu-2 GI 7 CI 0", devices=("gpu-2-mig-1g10gb-19-0",)),
         seen("degraded", "xid 94", "gpu-2 GI 1"),
-    ) == [
-        Finding(
-            "FAIL",
-            "gpu-2 (0000:43:00.0) is unhealthy: text of xid 95 (for 12m); text of row-remap pending (for 5s)",
-            RESET.replace("1b", "43"),
-        ),
-        Finding(
-            "FAIL",
-            "gpu-2-mig-1g10gb-19-0 (0000:43:00.0, GI 7 CI 0) is unhealthy: text of xid 62 (for 12m)",
-            "wait: it ends by itself if NVML asks for no action; if it stays, " + RESET.replace("1b", "43"),
-        ),
-        Finding(
-            "WARN",
-            "gpu-2 GI 1 (0000:43:00.0) is degraded: text of xid 94 (for 12m)",
-            "wait: it ends by itself if NVML asks for no action; if it stays, " + RESET.replace("1b", "43"),
-        ),
-        Finding(
-            "WARN",
-            "gpu-1 (0000:1b:00.0): text of slowdown thermal",
-            "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i 0000:1b:00.0`: look at the cooling and the power "
-            "supply",
-        ),
-    ]
+    )
+    lines = [f"{one.status} {one.seen}\n  {one.remedy}\n" for one in found]
+    is_golden(Path(__file__).with_name("golden") / "several-ill.txt", "".join(lines))
 
 
 def test_a_gpu_is_well_when_nvml_does_not_show_its_reasons_any_more() -> None:
@@ -75,25 +58,7 @@ def test_a_gpu_is_well_when_nvml_does_not_show_its_reasons_any_more() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("reasons", "status", "part"),
-    [
-        (["lost gpu-lost", "unhealthy row-remap failure"], "FAIL", "detach 0000:1b:00.0`, then `nvidia-smi"),
-        (["unhealthy xid 95", "unhealthy row-remap failure"], "FAIL", "have the GPU replaced"),
-        (["unhealthy row-remap failure", "unhealthy xid 95"], "FAIL", "have the GPU replaced"),
-        (["degraded row-remap pending", "unhealthy recovery-action reset"], "FAIL", RESET),
-        (["unhealthy xid 95", "degraded row-remap pending"], "FAIL", RESET),
-        (["unhealthy xid 95", "degraded fabric pending"], "FAIL", f"if it stays, {RESET}"),
-        (["unhealthy recovery-action reboot"], "FAIL", "kubectl drain"),
-        (["unhealthy recovery-action 9"], "FAIL", RESET),
-        (["degraded recovery-action drain-p2p"], "WARN", "end the pods that use the GPU together"),
-        (["degraded fabric pending"], "WARN", "wait; if it stays, "),
-        (["unhealthy fabric broken"], "FAIL", "nvidia-fabricmanager"),
-        (["degraded flapping"], "WARN", "have the GPU tested"),
-        (["information unmonitored"], "WARN", "does not hear"),
-        (["degraded of-a-newer-release x"], "WARN", "`nvidia-smi -q -i 0000:1b:00.0`"),
-    ],
-)  # fmt: skip
+@tabled("reasons", "status", "part")
 def test_the_remedy_is_that_of_the_reason_that_weighs_most(
     reasons: list[str], status: str, part: str
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,11 +25,11 @@ from tests.fakes.samples import GPU_0, h100, inventory, mig, uuid
 from tests.mig.migtables import MODELS, Silicon, table
 
 H100 = table(MODELS["h100-sxm"])
-PROFILES = {row.profile.name: row.profile for row in H100.profiles}
 BOOT = "boot-1"
+GOLDEN = Path(__file__).with_name("golden")
 
 
-def test_drawing() -> None:
+def test_drawing(is_golden: Callable[[Path, str], None]) -> None:
     drawn = draw_gpu(
         GpuMap(
             "gpu-4cf8db2d",
@@ -42,33 +44,13 @@ def test_drawing() -> None:
             (("1g.10gb", 1), ("3g.40gb", 0)),
         )
     )
-    assert drawn == (
-        "gpu-4cf8db2d  NVIDIA H100 80GB HBM3  MIG mode on, MIG devices on demand\n"
-        "  0           1           2           3           4           5           6           7\n"
-        "+-----------+-----------+-----------------------+-----------------------------------------------+\n"
-        "| 1g.10gb+me| free      | 2g.20gb               | 3g.40gb                                       |\n"
-        "| GI13 CI0,1|           | GI 4                  | GI 2 CI 0                                     |\n"
-        "+-----------+-----------+-----------------------+-----------------------------------------------+\n"
-        "  slice 0, 1g.10gb+me, GI 13 CI 0,1: not ours\n"
-        "  slices 2-3, 2g.20gb, GI 4 without compute instance: not ours\n"
-        "  slices 4-7, 3g.40gb, GI 2 CI 0: claim ml/training\n"
-        "  room for: 1g.10gb x1\n"
-    )
+    is_golden(GOLDEN / "mig-gpu.txt", drawn)
 
 
-def test_whole_gpu_and_several_gpus() -> None:
+def test_whole_gpu_and_several_gpus(is_golden: Callable[[Path, str], None]) -> None:
     whole = GpuMap("gpu-1", None, "off", 4, whole_owner="claim default/all")
     drawn = draw_gpus([whole, replace(whole, name="gpu-2")])
-    assert drawn.split("\n\n")[0] == (
-        "gpu-1  unknown product  MIG mode off\n"
-        "  0                 1                 2                 3\n"
-        "+-----------------------------------------------------------------------+\n"
-        "| whole GPU                                                             |\n"
-        "|                                                                       |\n"
-        "+-----------------------------------------------------------------------+\n"
-        "  whole GPU: claim default/all\n"
-        "  room for: nothing"
-    )
+    is_golden(GOLDEN / "whole-gpus.txt", drawn)
     assert draw_gpus([]) == ""
 
 

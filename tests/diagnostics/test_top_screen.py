@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -20,6 +22,7 @@ from dra_driver.diagnostics.rules.node_view import (
 from dra_driver.diagnostics.rules.top_screen import NARROWEST, Order, node_lines
 from dra_driver.model.gpu import GpuLoad
 
+GOLDEN = Path(__file__).with_name("golden")
 H100 = "NVIDIA H100 80GB HBM3"
 MIG = "gpu-6b45fc99-mig-1g10gb-19-0"
 VIEW = NodeView(
@@ -65,38 +68,8 @@ def draw_node(view: NodeView, width: int = 120, order: Order = "index") -> str:
     )
 
 
-def test_everything_is_said() -> None:
-    assert draw_node(VIEW, 100) == (
-        "node-a  NVIDIA driver 580.95.05  CUDA 13.0  gpu.nvidia.com  2026-01-05 09:30:00 UTC\n"
-        "\n"
-        "#  GPU           MIG  MEMORY        USED MiB   UTIL          %   TEMP  POWER W  HEALTH\n"
-        "0  gpu-6b45fc99  on   [|         ]  512/81559  -             -   30C   70/700   ok\n"
-        "   `- 1g.10gb  slices 0  GI 7 CI 0  claim ml/small\n"
-        "   `- 3g.40gb  slices 4-7  not there  claim ml/large\n"
-        "   `- 2g.20gb  slices 2-3  GI 3  not ours\n"
-        "1  gpu-cbe0e302  off  -             -          [||||      ]  40  -     120      information\n"
-        "-  gpu-fe441430  -    -             -          -             -   -     -        LOST\n"
-        "\n"
-        "HEALTH        SEVERITY     REASON            SINCE\n"
-        "gpu-fe441430  LOST         gpu-lost          12m    the GPU does not answer\n"
-        "gpu-cbe0e302  information  slowdown thermal  now    the GPU is too hot and slows down\n"
-        "\n"
-        "CLAIM        SINCE    DEVICE                        USE\n"
-        "ml/training  2h00m    gpu-fe441430                  LOST\n"
-        "ml/notebook  unknown  gpu-cbe0e302                  PREPARING; EARLIER BOOT; MPS, at most 10240 Mi..\n"
-        "ml/small     5s       gpu-6b45fc99-mig-1g10gb-19-0  1g.10gb at 0, created GI 7 CI 0\n"
-        "\n"
-        "PROCESS  GPU           GI  MEMORY MiB  POD         COMMAND\n"
-        "4711     gpu-6b45fc99  7   512         ml/small-0  python3 train.py\n"
-        "\n"
-        "MPS DAEMON    STATE   SINCE  CLIENTS  PID  PROBLEM\n"
-        "gpu-cbe0e302  FAILED  1m     -        -    it did not start\n"
-        "\n"
-        "NVLINK DOMAIN    GPUS  #\n"
-        "nvlink-222f6340  2     1 gpu-fe441430\n"
-        "\n"
-        "note: NVML index 2 does not answer\n"
-    )
+def test_everything_is_said(is_golden: Callable[[Path, str], None]) -> None:
+    is_golden(GOLDEN / "node.txt", draw_node(VIEW, 100))
 
 
 def with_pods(*pods: tuple[str, ...] | None) -> NodeView:

@@ -17,6 +17,7 @@ from dra_driver.host import hook as hook_module
 from dra_driver.host.hook import Hook, HookFinder
 from dra_driver.model.driver_files import BASE_HOOK_VERBS
 from dra_driver.model.host import HostPaths
+from tests.fakes.tables import tabled
 from tests.host.trees import HOOK_VERBS, link, put, put_hook, put_program
 
 TOOLKIT = "/usr/local/nvidia/toolkit/nvidia-cdi-hook"
@@ -143,17 +144,7 @@ def test_a_hook_that_cannot_be_run_gets_the_base_verbs_and_a_note(driver: Path) 
     assert "Permission denied" in hook.notes[0]
 
 
-@pytest.mark.parametrize(
-    ("version", "has_it"),
-    [
-        ("1.20.1", True),
-        ("v1.21.0", True),
-        ("1.20.0", False),
-        ("1.20.1-rc.1", False),
-        ("unknown", False),
-        ("", False),
-    ],
-)
+@tabled("version", "has_it")
 def test_a_verb_whose_first_release_was_bad_needs_a_later_one(
     driver: Path, version: str, has_it: bool
 ) -> None:
@@ -261,17 +252,7 @@ def test_a_hook_that_answered_badly_is_not_asked_again(
     assert (finds.find(), finds.doubts(), calls.read_text()) == (first, 0, asked)
 
 
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [
-        (
-            "echo first >&2; echo 'nvidia-cdi-hook: GLIBC_2.34 not found' >&2; exit 1",
-            ": nvidia-cdi-hook: GLIBC_2.34 not found",
-        ),
-        ("printf 'no such \\033[1mfile\\n\\n' >&2; exit 1", ": no such [1mfile"),
-        ("echo said; exit 1", ": said"),
-    ],
-)
+@tabled("script", "reason")
 def test_the_cause_is_the_last_line_that_a_hook_says_when_it_does_not_run(
     driver: Path, plugin: Path, script: str, reason: str
 ) -> None:

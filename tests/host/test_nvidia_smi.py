@@ -17,6 +17,7 @@ from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.simulator import create_machine
+from tests.fakes.tables import tabled
 from tests.host.trees import VERSION, put_libraries, put_program
 
 
@@ -120,19 +121,7 @@ def test_one_that_cannot_be_started_is_told_as_that(smi, tmp_path, code):
     assert not isinstance(caught.value, NvmlUnavailableError)
 
 
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        (6, "No devices were found"),
-        (9, "NVIDIA-SMI has failed"),
-        (15, "whatever"),
-        (15, "not supported while it is lost"),
-        (1, "GPU is lost.  Reboot the system to recover this GPU"),
-        (255, "Unable to determine the device handle for GPU0: 0000:01:00.0: Unknown Error"),
-        (1, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver."),
-        (1, "GPU GPU-1 was not found"),
-    ],
-)
+@tabled("code", "text")
 @pytest.mark.parametrize("stream", [1, 2])
 def test_no_gpu_or_no_driver(smi, code, text, stream):
     with pytest.raises(NvmlUnavailableError, match="set the time slice of GPU GPU-1: "):

@@ -6,7 +6,7 @@ import copy
 import io
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,7 +20,9 @@ from dra_driver.cli.commands import call
 from dra_driver.cli.output import Output
 from dra_driver.errors import DraDriverError
 from dra_driver.validation.rules.standard_classes import standard_classes
+from tests.fakes.tables import data_of, tabled
 
+DATA = data_of(__file__)
 DRIVER = "gpu.nvidia.com"
 GROUP = "/apis/resource.k8s.io"
 Json = dict[str, Any]
@@ -107,21 +109,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OddServer]:
 
 
 def device(name: str, **more: Any) -> Json:
-    return {
-        "name": name,
-        "attributes": {
-            "type": {"string": "gpu"},
-            "productName": {"string": "H100"},
-            "uuid": {"string": f"GPU-{name}"},
-            "driverVersion": {"version": "580.1.0"},
-            "index": {"int": 0},
-            "example.com/ready": {"bool": True},
-        },
-        "capacity": {"memory": {"value": "80Gi"}},
-        "consumesCounters": [{"counterSet": "set", "counters": {"slices": {"value": "1"}}}],
-        "taints": [{"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}],
-        **more,
-    }
+    made = copy.deepcopy(DATA["device"]) | {"name": name}
+    made["attributes"]["uuid"] = {"string": f"GPU-{name}"}
+    return made | more  # type: ignore[no-any-return]
 
 
 def slice_of(node: str, *devices: Json, **spec: Any) -> Json:
@@ -138,44 +128,13 @@ def slice_of(node: str, *devices: Json, **spec: Any) -> Json:
 
 
 def claim(name: str, *devices: tuple[str, str]) -> Json:
-    exactly = {
-        "deviceClassName": DRIVER,
-        "allocationMode": "ExactCount",
-        "count": 1,
-        "selectors": [{"cel": {"expression": f'device.attributes["{DRIVER}"].productName == "H100"'}}],
-        "tolerations": [{"key": "gpu.nvidia.com/xid", "operator": "Exists", "effect": "NoSchedule"}],
-        "capacity": {"requests": {"memory": "10Gi"}},
-    }
-    wanted = {
-        "requests": [{"name": "gpu", "exactly": exactly}],
-        "constraints": [{"requests": ["gpu"], "matchAttribute": f"{DRIVER}/productName"}],
-        "config": [
-            {
-                "requests": ["gpu"],
-                "opaque": {
-                    "driver": DRIVER,
-                    "parameters": {"apiVersion": f"{DRIVER}/v1alpha1", "kind": "GpuConfig"},
-                },
-            }
-        ],
-    }
     made: Json = {
         "metadata": {"namespace": "ml", "name": name, "uid": f"uid-{name}"},
-        "spec": {"devices": wanted},
+        "spec": {"devices": copy.deepcopy(DATA["devices of a claim"])},
         "status": {},
     }
     if devices:
-        results = [
-            {
-                "request": "gpu",
-                "driver": DRIVER,
-                "pool": pool,
-                "device": one,
-                "shareID": "s",
-                "consumedCapacity": {"memory": "10Gi"},
-            }
-            for pool, one in devices
-        ]
+        results = [{**copy.deepcopy(DATA["result"]), "pool": pool, "device": one} for pool, one in devices]
         made["status"] = {
             "allocation": {"devices": {"results": results}},
             "reservedFor": [{"resource": "pods", "name": "train-0", "uid": "u"}],
@@ -184,7 +143,6 @@ def claim(name: str, *devices: tuple[str, str]) -> Json:
 
 
 def good_objects() -> Json:
-    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "train", "uid": "u", "controller": True}
     classes = copy.deepcopy(list(standard_classes(DRIVER).values())[:2])
     classes[0]["spec"]["extendedResourceName"] = "nvidia.com/gpu"
     shared = device("s", allowMultipleAllocations=True)
@@ -195,20 +153,7 @@ def good_objects() -> Json:
         ],
         "resourceclaims": [claim("held", ("node-a", "a"), ("node-a", "s")), claim("waits")],
         "deviceclasses": classes,
-        "pods": [
-            {
-                "metadata": {"namespace": "ml", "name": "train-0", "ownerReferences": [owner]},
-                "spec": {
-                    "resourceClaims": [{"name": "gpu", "resourceClaimName": "waits"}],
-                    "containers": [{"name": "c", "resources": {"limits": {"nvidia.com/gpu": "1"}}}],
-                },
-                "status": {
-                    "phase": "Pending",
-                    "resourceClaimStatuses": [{"name": "gpu", "resourceClaimName": "waits"}],
-                    "conditions": [{"type": "PodScheduled", "status": "False", "message": "0/2 nodes"}],
-                },
-            }
-        ],
+        "pods": [copy.deepcopy(DATA["pod"])],
     }
 
 
@@ -223,32 +168,14 @@ def paths(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 GOOD = good_objects()
 PATHS = sorted((path for path in paths(GOOD) if len(path) > 1), key=str)
-REMOVED = object()
-ODD = st.sampled_from(
-    [
-        *(
-            REMOVED,
-            None,
-            {},
-            [],
-            "",
-            "x",
-            7,
-            -1,
-            10**40,
-            1.5,
-            True,
-            [None],
-            [[]],
-            {"later": None},
-            {"later": {}},
-        ),
-        *("\ud800\x1b[2J", {"ints": [1, 2]}, [{"name": "x"}], ["x", 7]),
-    ]
-)
+REMOVED = "removed"
+ODD = st.sampled_from([
+    REMOVED, None, {}, [], "", "x", 7, -1, 10**40, 1.5, True, [None], [[]], {"later": None}, {"later": {}},
+    "\ud800\x1b[2J", {"ints": [1, 2]}, [{"name": "x"}], ["x", 7],
+])  # fmt: skip
 
 
-def mutated(objects: Json, path: tuple[Any, ...], odd: Any) -> None:
+def mutated(objects: Json, path: Sequence[Any], odd: Any) -> None:
     *way, last = path
     inside = objects
     for key in way:
@@ -261,7 +188,7 @@ def mutated(objects: Json, path: tuple[Any, ...], odd: Any) -> None:
         or (isinstance(inside, list) and isinstance(last, int) and last < len(inside))
     ):
         return
-    if odd is REMOVED:
+    if odd == REMOVED:
         inside.pop(last, None) if isinstance(inside, dict) else inside.pop(last)
     else:
         inside[last] = copy.deepcopy(odd)
@@ -286,60 +213,17 @@ def test_any_object_is_shown_or_told_when_it_breaks_the_rules(
     assert all(line.startswith("gpu-dra-driver: ") for line in err.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("plural", "path", "odd", "why"),
-    [
-        ("resourceslices", (1, "spec"), REMOVED, "ResourceSlice node-b-slice {}: spec: is required"),
-        (
-            "resourceslices",
-            (1, "spec", "pool"),
-            REMOVED,
-            "ResourceSlice node-b-slice {}: spec.pool: is required",
-        ),
-        (
-            "resourceslices",
-            (1, "spec", "devices", 0, "taints", 0, "key"),
-            7,
-            "ResourceSlice node-b-slice {}: spec.devices[0].taints[0].key: must be a string, not the number 7",
-        ),
-        (
-            "resourceslices",
-            (1, "spec", "devices", 0, "attributes", "index"),
-            {},
-            "ResourceSlice node-b-slice {}: spec.devices[0].attributes.index: must have one value, not 0",
-        ),
-        (
-            "resourceclaims",
-            (0, "status", "reservedFor"),
-            "x",
-            "ResourceClaim ml/held {}: status.reservedFor: must be",
-        ),
-        ("resourceclaims", (1, "spec"), None, "ResourceClaim ml/waits {}: spec: is required"),
-        (
-            "deviceclasses",
-            (0, "metadata", "name"),
-            REMOVED,
-            "DeviceClass without a name {}: metadata.name: is required",
-        ),
-        (
-            "pods",
-            (0, "status", "conditions", 0),
-            None,
-            "Pod ml/train-0 {}: status.conditions[0]: must be an object, not",
-        ),
-        ("resourceslices", (1,), 7, "ResourceSlice without a name {}: must be an object, not the number 7"),
-    ],
-)
+@tabled("plural", "path", "odd", "why")
 @pytest.mark.parametrize("version", ["v1", "v1beta1"])
 def test_what_cannot_be_read_is_named_and_the_rest_shown(
-    server: OddServer, version: str, plural: str, path: tuple[Any, ...], odd: Any, why: str
+    server: OddServer, version: str, plural: str, path: list[Any], odd: Any, why: str
 ) -> None:
     objects = good_objects()
     mutated(objects[plural], path, odd)
     server.serve(objects, version)
     table, told = server.shown(output=Output.table)
     [line] = told.splitlines()
-    assert line.startswith(f"gpu-dra-driver: {why.format('is left out, it cannot be read')}")
+    assert line.startswith(f"gpu-dra-driver: {why}")
     assert table.splitlines()[1].startswith("node-a ")
     assert [f"gpu-dra-driver: {text}" for text in server.rows()["unreadable"]] == [line]
 
@@ -382,76 +266,26 @@ def test_no_items_is_an_empty_list(server: OddServer) -> None:
 # --- pools that nodes share ---------------------------------------------------------------------
 
 
-def shared_slice(name: str, *devices: Json, **spec: Any) -> Json:
-    made = slice_of(name, *devices, **spec)
+def shared_slice(of: str, devices: list[Json], **spec: Any) -> Json:
+    bare = [{"attributes": {"productName": {"string": "H100"}}, **one} for one in devices]
+    made = slice_of(of, *bare, **spec)
     if "nodeName" not in spec:
         del made["spec"]["nodeName"]
-    made["metadata"]["name"] = f"{name}-{len(json.dumps(made))}"
+    made["metadata"]["name"] = f"{of}-{len(json.dumps(made))}"
     return made
 
 
-def bare(name: str, **more: Any) -> Json:
-    return {"name": name, "attributes": {"productName": {"string": "H100"}}, **more}
-
-
-@pytest.mark.parametrize(
-    ("slices", "rows"),
-    [
-        ([shared_slice("net", bare("x"), allNodes=True)], [("(all nodes)", 1, None)]),
-        (
-            [shared_slice("net", bare("x"), nodeSelector={"nodeSelectorTerms": []})],
-            [("(some nodes)", 1, None)],
-        ),
-        (
-            [
-                shared_slice(
-                    "switch",
-                    bare("x", nodeName="node-x"),
-                    bare("y", nodeName="node-y"),
-                    bare("z", allNodes=True),
-                    bare("s", nodeSelector={"nodeSelectorTerms": []}),
-                    perDeviceNodeSelection=True,
-                )
-            ],
-            [("(all nodes)", 1, None), ("(some nodes)", 1, None), ("node-x", 1, None), ("node-y", 1, None)],
-        ),
-        (  # One pool with slices of two nodes, of which a third is missing.
-            [
-                shared_slice(
-                    "rack",
-                    bare("x"),
-                    nodeName="node-x",
-                    pool={"name": "rack", "generation": 1, "resourceSliceCount": 3},
-                ),
-                shared_slice(
-                    "rack",
-                    bare("yy"),
-                    nodeName="node-y",
-                    pool={"name": "rack", "generation": 1, "resourceSliceCount": 3},
-                ),
-            ],
-            [
-                ("node-x", 1, "pool rack: 2 of 3 slices are there"),
-                ("node-y", 1, "pool rack: 2 of 3 slices are there"),
-            ],
-        ),
-        # A pool of which there are counters only.
-        ([shared_slice("empty", allNodes=True)], [("(all nodes)", 0, None)]),
-        # The pool's name is not the node's.
-        ([shared_slice("pool-1", bare("x"), nodeName="node-x")], [("node-x", 1, None)]),
-    ],
-)
-def test_rows_of_pools_that_nodes_share(
-    server: OddServer, slices: list[Json], rows: list[tuple[str, int, str | None]]
-) -> None:
-    server.serve({**good_objects(), "resourceslices": slices})
+@tabled("slices", "rows")
+def test_rows_of_pools_that_nodes_share(server: OddServer, slices: list[Json], rows: list[list[Any]]) -> None:
+    made = [shared_slice(**one) for one in slices]
+    server.serve({**good_objects(), "resourceslices": made})
     shown = server.rows()["rows"]
-    assert [(row["node"], row["count"]["gpus"], row["problem"]) for row in shown] == rows
+    assert [[row["node"], row["count"]["gpus"], row["problem"]] for row in shown] == rows
 
 
 def test_who_waits_hears_of_pools_that_were_not_looked_at(server: OddServer) -> None:
     objects = good_objects()
-    objects["resourceslices"] = [shared_slice("net", device("x"), allNodes=True)]
+    objects["resourceslices"] = [shared_slice("net", [device("x")], allNodes=True)]
     server.serve(objects)
     assert (
         "\nclaim ml/waits has no devices:\n  1 pool that nodes share was not looked at\n"

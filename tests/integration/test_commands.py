@@ -16,7 +16,6 @@ import yaml
 
 from dra_driver.cli.claims import pods_text
 from dra_driver.diagnostics.rules.prepared_claims import age_text, usage_text
-from dra_driver.errors import InvalidConfigError
 from dra_driver.health.store import KeptHealth, encode
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.ledger import MigLedger
@@ -28,11 +27,11 @@ from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing_mode import LostMps, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.steps import CreateMig, RunMps, WriteCdiSpec
 from dra_driver.slices.rules.build import build_pool
-from dra_driver.validation.documents import read_documents
 from dra_driver.validation.machine_fit import MachineFit
 from dra_driver.validation.rules.standard_classes import standard_classes
 from tests.api.parameter_table import parameters
 from tests.fakes.samples import MIXED, h100, inventory
+from tests.fakes.tables import data_of, tabled
 from tests.integration.conftest import DRIVER, NODE, Node, eventually
 from tests.integration.test_process import call, environment
 
@@ -372,33 +371,12 @@ def test_claims_of_a_driver_at_work(node: Node) -> None:
     assert claim["devices"][0]["uuid"].startswith("GPU-")
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.4, "0s"),
-        (59, "59s"),
-        (60, "1m"),
-        (3599, "59m"),
-        (3600, "1h00m"),
-        (7500, "2h05m"),
-        (86400 * 3 + 7200, "3d2h"),
-    ],
-)
+@tabled("seconds", "text")
 def test_ages(seconds: float, text: str) -> None:
     assert age_text(seconds) == text
 
 
-@pytest.mark.parametrize(
-    ("names", "text"),
-    [
-        (None, "pods unknown"),
-        ("", "no pod"),
-        ("a", "pod a"),
-        ("ab", "pods a, b"),
-        ("abcd", "pods a, b, c, d"),
-        ("abcde", "pods a, b, c, d and 1 more"),
-    ],
-)
+@tabled("names", "text")
 def test_pods_as_text(names: str | None, text: str) -> None:
     assert pods_text(None if names is None else tuple(PodRef(name, "uid") for name in names)) == text
 
@@ -459,10 +437,7 @@ def test_all_examples_are_right() -> None:
     ] == []
 
 
-@pytest.mark.parametrize(
-    ("configuration", "code"),
-    [("{}", 1), ("claimHostDevices: [gds]", 0), ("hostDevices: [gds]", 0), ("claimHostDevices: [mofed]", 1)],
-)
+@tabled("configuration", "code")
 def test_nodes_of_the_host_that_the_configuration_does_not_allow_are_a_fault(
     tmp_path: Path, configuration: str, code: int
 ) -> None:
@@ -539,15 +514,7 @@ def test_shared_examples_fit_with_the_configuration_of_their_readme(name: str) -
     assert len(reports[1]["devices"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("machine", "options", "wish"),
-    [
-        ("h100-mig-static", (), "mig"),
-        ("dgx-h100", (), "share"),
-        ("dgx-h100", ("--dynamic-mig",), "mig"),
-        ("dgx-b200", ("--dynamic-mig",), "share"),  # with other profiles
-    ],
-)
+@tabled("machine", "options", "wish")
 def test_first_available_takes_a_mig_device_or_else_a_share(
     machine: str, options: tuple[str, ...], wish: str
 ) -> None:
@@ -648,102 +615,49 @@ def request(**exactly: Any) -> Json:
     return {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"} | exactly}]}
 
 
-def claim(name: str, devices: Json) -> Json:
+def claim(name: str, devices: Json, version: str = "resource.k8s.io/v1") -> Json:
     metadata = {"name": name}
     return {
-        "apiVersion": "resource.k8s.io/v1",
+        "apiVersion": version,
         "kind": "ResourceClaim",
         "metadata": metadata,
         "spec": {"devices": devices},
     }
 
 
-def selector(expression: str) -> Json:
-    return request(selectors=[{"cel": {"expression": expression}}])
-
-
-A, C = 'device.attributes["gpu.nvidia.com"]', 'device.capacity["gpu.nvidia.com"]'
-PARAMETERS = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "MigDeviceConfig"}
-CONFIG = [{"requests": ["gpu"], "opaque": {"driver": DRIVER, "parameters": PARAMETERS}}]
-MATCH = [{"requests": ["gpu"], "matchAttribute": "gpu.nvidia.com/index"}]
-NOWHERE = [{"requests": ["gpu"], "matchAttribute": "gpu.nvidia.com/rack"}]
-DISTINCT = [{"requests": ["gpu"], "distinctAttribute": "gpu.nvidia.com/architecture"}]
 POD = {"containers": [{"name": "c", "resources": {"claims": [{"name": "x"}]}}]}
 
 
-def pod(name: str, *entries: Json) -> Json:
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name},
-        "spec": POD | {"resourceClaims": list(entries)},
-    }
-
-
-WRONG: list[tuple[Json, str, str]] = [
-    (claim("big", selector(f'{C}.memory.compareTo(quantity("100Gi")) >= 0')), "faults",
-     "does not fit dgx-h100: request gpu: 8 devices of driver gpu.nvidia.com, 8 of class gpu.nvidia.com, 0 match "
-     "selector 1: "),
-    (claim("nine", request(count=9)), "faults", "request gpu: wants 9, but of 8 devices"),
-    (claim("key", selector(f'{A}.profile == "1g.10gb"')), "faults", "no such key: profile; test `\"profile\" in"),
-    (claim("kind", request() | {"config": CONFIG}), "faults",
-     "spec.devices.config[0].requests[0]: MigDeviceConfig does not fit request 'gpu' of class gpu.nvidia.com"),
-    (claim("kind-on-node", {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "h100.example.com"}}],
-                            "config": CONFIG}), "faults",
-     "allocated on dgx-h100, Prepare would refuse it: allocation config 0 from the claim, requests gpu: Mig"),
-    (claim("match", request(count=2) | {"constraints": MATCH}), "faults",
-     "constraint matchAttribute gpu.nvidia.com/index: 2 devices are wanted with one value, the largest group has 1"),
-    (claim("nowhere", request(count=2) | {"constraints": NOWHERE}), "faults", "matchAttribute gpu.nvidia.com/rack"),
-    (claim("distinct", request(count=2) | {"constraints": DISTINCT}), "faults", "distinctAttribute gpu.nvidia.com"),
-    (claim("class", {"requests": [{"name": "a", "exactly": {"deviceClassName": "no.example.com"}}]}), "notes",
-     "DeviceClass no.example.com is neither among the files nor one of this driver's"),
-    (claim("admin", request(adminAccess=True)), "hints", 'admin-access: "true" on namespace default'),
-    (claim("beta", request()) | {"apiVersion": "resource.k8s.io/v1beta2"}, "hints", "v1beta2 goes away"),
-    (claim("shared", {"requests": [{"name": "a", "exactly": {"deviceClassName": "shares.gpu.nvidia.com"}}]}), "faults",
-     "0 of class shares.gpu.nvidia.com"),
-    (claim("all", request(allocationMode="All")), "notes", "and 4 more"),
-    (claim("tolerant", request(count=4)), "notes", "fits, for example: gpu-"),
-    ({"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": "empty.example.com"},
-      "spec": {"selectors": [{"cel": {"expression": f'{A}.type == "mig"'}}]}}, "notes",
-     "no device of dgx-h100 matches"),
-    ({"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": "h100.example.com"},
-      "spec": {"selectors": [{"cel": {"expression": f'{A}.productName.contains("H100")'}}]}}, "notes",
-     "8 of 8 devices match"),
-    ({"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": "nic.example.com"},
-      "spec": {"selectors": [{"cel": {"expression": 'device.driver == "dra.example.com"'}}]}}, "notes",
-     "is for devices of dra.example.com; not tried"),
-    (claim("nic", {"requests": [{"name": "a", "exactly": {"deviceClassName": "nic.example.com"}}]}), "notes",
-     "DeviceClass nic.example.com is for devices of dra.example.com"),
-    (claim("own", {"requests": [{"name": "a", "exactly": {"deviceClassName": "h100.example.com"}}]}), "notes", "fits"),
-    ({"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": {"strategy": "Magic"}}, "faults",
-     "sharing.strategy: "),
-    (pod("absent", {"name": "x", "resourceClaimName": "gone"}), "notes", "ResourceClaim default/gone is not among"),
-    (pod("unused", {"name": "x", "resourceClaimName": "all"}, {"name": "y", "resourceClaimName": "beta"}), "hints",
-     "no container uses the claim y"),
-    (pod("greedy", {"name": "x", "resourceClaimName": "all"}, {"name": "y", "resourceClaimName": "beta"}), "faults",
-     "its 2 claims do not fit on dgx-h100 at one time, though each does alone: request gpu: wants 1, other claims have "
-     "them (0 of 8 matching devices are free)"),
-    ({"kind": "Deployment", "metadata": {"name": "d"}, "spec": {"template": {"spec": POD}}}, "faults",
-     "spec.template.spec.containers[0].resources.claims[0].name: there is no entry 'x'"),
-    ({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "old"}, "spec": {
-        "containers": [{"name": "c", "resources": {"limits": {"nvidia.com/gpu": 1}}}]}}, "hints",
-     "extendedResourceName: nvidia.com/gpu"),
-    ({"sharing": [{"mode": "share"}]}, "faults", "sharing.0.mode: "),
-    ({"kind": "ConfigMap", "metadata": {"name": "x"}}, "notes", "nothing in it concerns this driver"),
-]  # fmt: skip
+def written_out(short: Json) -> Json:
+    """A document of the table of mistakes as a user writes it."""
+    more = dict(short)
+    selectors = [{"cel": {"expression": more.pop("selector")}}] if "selector" in more else []
+    if "claim" in more:
+        exactly = more.pop("exactly", {}) | ({"selectors": selectors} if selectors else {})
+        name, version = more.pop("claim"), more.pop("apiVersion", "resource.k8s.io/v1")
+        return claim(name, request(**exactly) | more, version)
+    if "class" in more:
+        own = {"metadata": {"name": more["class"]}, "spec": {"selectors": selectors}}
+        return {"apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", **own}
+    if "pod" in more:
+        entries = [{"name": name, "resourceClaimName": of} for name, of in more["claims"].items()]
+        own = {"metadata": {"name": more["pod"]}, "spec": POD | {"resourceClaims": entries}}
+        return {"apiVersion": "v1", "kind": "Pod", **own}
+    return more
 
 
 def test_each_mistake_has_its_sentence() -> None:
-    text = yaml.safe_dump_all([document for document, _, _ in WRONG])
+    wrong = data_of(__file__)["test_each_mistake_has_its_sentence"]
+    text = yaml.safe_dump_all([written_out(document) for document, _, _ in wrong])
     text += "---\na: 1\na: 2\n---\n- 1\n---\nx: [\n"
     code, reports, error = validate("-", "--simulate", "dgx-h100", stdin=text)
     assert (code, error) == (1, "")
-    for (_, kind, expected), report in zip(WRONG, reports, strict=False):
+    for (_, kind, expected), report in zip(wrong, reports, strict=False):
         assert any(expected in entry for entry in report[kind]), (report["name"], report)
         assert (report["verdict"] == "FAULT") == bool(report["faults"])
         if kind != "faults" and report["name"] != "Pod unused":
             assert report["faults"] == [], report
-    rest = [report["faults"] for report in reports[len(WRONG) :]]
+    rest = [report["faults"] for report in reports[len(wrong) :]]
     assert rest[0] == ["a is written twice"]
     assert rest[1] == ["is not an object"]
     assert rest[2][0].startswith("is not valid YAML: ")
@@ -762,19 +676,7 @@ def test_the_table_shows_file_and_line(tmp_path: Path) -> None:
     assert lines[-1] == "2 documents, 1 with faults; tried on t4-4 as it is empty: 4 devices"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (("/nope.yaml",), "cannot read /nope.yaml: No such file or directory"),
-        (("-",), "there are no documents in -"),
-        (("-", "--simulate", "dgx-h1000"), "dgx-h1000"),
-        (("-", "--context", "x"), "--kubeconfig and --context are for --server"),
-        (
-            ("-", "--simulate", "t4-4", "--simulate", "a30-4", "--simulator-dir", "/nope"),
-            "give --simulate once",
-        ),
-    ],
-)
+@tabled("arguments", "part")
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments: tuple[str, ...], part: str) -> None:
     code, _, error = validate(*arguments, stdin="" if len(arguments) == 1 else "a: 1")
     assert code == 2
@@ -819,44 +721,3 @@ def make_slices() -> Callable[[], list[Json]]:
         ]
 
     return make
-
-
-# --- documents ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("---\n---\n# nothing\n", []),
-        ("a: 1\n---\nkind: List\nitems: [{kind: Pod, metadata: {name: x, namespace: y}}, 3]\n",
-         [(1, "configuration", None), (3, "Pod y/x", None), (3, "document", None)]),
-        ("kind: Pod\nspec: {containers: [{name: a, name: b}]}",
-         [(1, "document", "spec.containers[0].name is written twice")]),
-        ("base: &b {x: 1}\nkind: A\nmore: {<<: *b, y: *b}\n", [(1, "A", None)]),
-        ("kind: A\nmetadata: {generateName: g-}\n---\n\t", [(1, "A g-", None), (4, "document", "is not valid YAML: ")]),
-        ("a: &x [*x]", [(1, "configuration", None)]),
-        ("a: &x0 [1]\n" + "".join(f"b{n}: &x{n + 1} [{', '.join([f'*x{n}'] * 10)}]\n" for n in range(9)),
-         [(1, "document", "its aliases stand for too many values")]),
-        (f"a: &x {'x' * 100_000}\nb: [{', '.join(['*x'] * 1000)}]\n",
-         [(1, "document", "its aliases stand for too many values")]),
-        ("'{': '" + "{" * 3000, [(1, "document", "is not valid YAML: ")]),
-        ("[" * 5000, [(1, "document", "is nested too deep")]),
-    ],
-)  # fmt: skip
-def test_documents(tmp_path: Path, text: str, expected: list[tuple[int, str, str | None]]) -> None:
-    (tmp_path / "d.yaml").write_text(text)
-    found = list(read_documents([str(tmp_path)]))
-    assert [(document.line, document.name) for document in found] == [
-        (line, name) for line, name, _ in expected
-    ]
-    for document, (_, _, problem) in zip(found, expected, strict=True):
-        assert (document.problem or "").startswith(problem or "")
-        assert (document.problem is None) == (problem is None)
-
-
-def test_a_directory_without_documents_and_a_file_that_is_no_text(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfigError, match="there are no YAML files in"):
-        list(read_documents([str(tmp_path)]))
-    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InvalidConfigError, match="is UTF-16; save it as UTF-8"):
-        list(read_documents([str(tmp_path)]))

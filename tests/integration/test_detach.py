@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
+from dra_driver.app import daemon
+from dra_driver.claims.waiting_line import WaitTimeouts
 from tests.integration.conftest import Node, eventually
 from tests.integration.test_process import call
 from tests.integration.test_sharing import parameters
@@ -137,8 +140,11 @@ def test_a_time_of_another_form_is_refused(detach: Callable[..., Any], time: str
     assert (done.returncode, "give a time from 10s to 24h" in done.stderr) == (2, True)
 
 
-def test_an_agent_that_keeps_nvml_open_keeps_a_gpu_from_mig_mode(make_node: Callable[..., Node]) -> None:
+def test_an_agent_that_keeps_nvml_open_keeps_a_gpu_from_mig_mode(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first MIG device of a GPU needs the mode; with the agent gone, or the mode on, it works."""
+    monkeypatch.setattr(daemon, "WaitTimeouts", partial(WaitTimeouts, busy_s=0.6))
     node = make_node()
     node.start_driver(dynamic_mig=True)
     eventually(lambda: len(node.devices()) > 8)

@@ -17,6 +17,7 @@ import pytest
 
 from dra_driver.cli import commands
 from dra_driver.cli import main as main_module
+from tests.fakes.tables import tabled
 from tests.integration.conftest import DRIVER, Node, eventually
 
 
@@ -119,17 +120,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "env", "words"),
-    [
-        (["run"], {}, ["NODE_NAME"]),
-        (["run", "--node-name", "n", "--kubeconfig", "/no/such/file"], {}, ["/no/such/file"]),
-        (["run", "--node-name", "n"], {}, ["--kubeconfig"]),
-        (["run", "--node-name", "n", "--config", "/no/such.yaml"], {}, ["/no/such.yaml"]),
-        (["run", "--node-name", "n", "--log-level", "loud"], {}, ["loud", "debug"]),
-        (["inspect", "--simulate", "dgx-h900"], {}, ["dgx-h900"]),
-    ],
-)
+@tabled("arguments", "env", "words")
 def test_wrong_configuration_is_one_line_and_exit_code_two(
     arguments: list[str], env: dict[str, str], words: list[str]
 ) -> None:

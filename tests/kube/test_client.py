@@ -21,6 +21,7 @@ from dra_driver.kube.api_errors import PathNotFoundError, WatchExpiredError
 from dra_driver.kube.client import MERGE_PATCH, ApiClient, is_not_found
 from dra_driver.kube.credentials import FileToken
 from dra_driver.kube.endpoint import Endpoint
+from tests.fakes.tables import tabled
 
 NODES = "/api/v1/nodes"
 
@@ -41,19 +42,7 @@ def test_error_is_retryable_when_server_cannot_answer_now(server, client, status
     assert client.request("GET", NODES, action="list nodes")["items"] == []
 
 
-@pytest.mark.parametrize(
-    ("status", "reason"),
-    [
-        (400, "BadRequest"),
-        (401, "Unauthorized"),
-        (403, "Forbidden"),
-        (404, "NotFound"),
-        (409, "Conflict"),
-        (410, "Expired"),
-        (413, "RequestEntityTooLarge"),
-        (422, "Invalid"),
-    ],
-)
+@tabled("status", "reason")
 def test_error_is_permanent_when_server_refuses(server, client, status, reason):
     server.faults.fail(1, status, reason=reason)
     with pytest.raises(ApiRejectedError) as caught:

@@ -20,6 +20,7 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError, InvalidConf
 from dra_driver.kube import kubeconfig as kubeconfig_module
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
+from tests.fakes.tables import tabled
 
 NODES = "/api/v1/nodes"
 VERSION = "client.authentication.k8s.io/v1"
@@ -109,28 +110,9 @@ def test_kubeconfig_is_refused_when_it_may_not_be_read(tmp_path, monkeypatch):
 
 
 TLS = {"server": "https://x"}
-NOT_PEM = base64.b64encode(b"no").decode()
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"cluster": {"server": "127.0.0.1:1"}}, "cluster 'c' has no http(s) `server`"),
-        ({"cluster": {"server": ""}}, "cluster 'c' has no http(s) `server`"),
-        ({"cluster": {"server": 5}}, "its cluster or user cannot be used: AttributeError("),
-        ({"cluster": {"insecure-skip-tls-verify": "false"}}, "insecure-skip-tls-verify is neither true nor false"),
-        ({"contexts": [{"name": "x", "context": {"cluster": "d"}}]}, "clusters has no entry 'd'; it has: c"),
-        ({"contexts": [{"name": "x", "context": {"cluster": "c", "user": "v"}}]}, "users has no entry 'v'; it has: u"),
-        ({"user": {"tokenFile": "absent"}}, "absent cannot be read"),
-        ({"cluster": TLS | {"certificate-authority": "ca.pem"}}, "File does not exist: "),
-        ({"cluster": TLS | {"certificate-authority-data": "A"}}, "cannot be used: Error('Invalid base64"),
-        ({"cluster": TLS | {"certificate-authority-data": NOT_PEM}}, "the CA, the client certificate or its key"),
-        ({"user": {"as": "root"}}, "user 'u' acts as another one (`as`), which gpu-dra-driver cannot; choose"),
-        ({"user": {"auth-provider": {"name": "azure"}}}, "its auth-provider gave no credentials; log in with it"),
-        ({"user": {"exec": {"command": "true"}}}, "the credential plugin 'true' failed: exec: malformed request"),
-        ({"user": {"exec": {"command": "/absent", "apiVersion": VERSION}}}, "the credential plugin '/absent' failed: "),
-    ],
-)  # fmt: skip
+@tabled("change", "text")
 def test_kubeconfig_is_refused_when_a_part_is_wrong(tmp_path, change, text):
     _refused(write(tmp_path / "kubeconfig", **change), text)
 
@@ -152,15 +134,7 @@ def _named(directory, name, server, **changes):
     )
 
 
-@pytest.mark.parametrize(
-    ("context", "server", "user"),
-    [
-        (None, "http://second:1", "second"),
-        ("first", "http://first:1", "first"),
-        ("third", "https://third:1", "third"),
-        ("mixed", "https://third:1", "first"),
-    ],
-)
+@tabled("context", "server", "user")
 def test_several_files_are_merged_as_kubectl_does(tmp_path, certificate, context, server, user):
     mixed = {"name": "mixed", "context": {"cluster": "third", "user": "first"}}
     first = {"name": "first", "context": {"cluster": "first", "user": "first"}}
@@ -246,21 +220,7 @@ def test_verification_can_be_skipped_and_the_name_of_the_certificate_given(certi
 # --- credentials --------------------------------------------------------------------------------------
 
 
-JWT = "e30.eyJleHAiOiA0MTAyNDQ0ODAwfQ.c2ln"  # it expires in 2100
-
-
-@pytest.mark.parametrize(
-    ("user", "header"),
-    [
-        (None, None),
-        ({"token": "abc"}, "Bearer abc"),
-        ({"token": "abc", "tokenFile": "token"}, "Bearer of-file"),
-        ({"token": "abc", "exec": {"command": "/absent"}}, "Bearer abc"),
-        ({"tokenFile": "token", "exec": {"command": "/absent"}}, "Bearer of-file"),
-        ({"username": "me", "password": "secret"}, f"Basic {base64.b64encode(b'me:secret').decode()}"),
-        ({"auth-provider": {"name": "oidc", "config": {"id-token": JWT}}}, f"Bearer {JWT}"),
-    ],
-)
+@tabled("user", "header")
 def test_credentials_become_a_header(tmp_path, user, header):
     (tmp_path / "token").write_text("of-file\n")
     endpoint = load_endpoint(write(tmp_path / "kubeconfig", users=[{"name": "u", "user": user}]))
@@ -356,16 +316,7 @@ def test_exec_plugin_gives_a_certificate_and_later_another_one(
         assert "root" not in {record.name for record in caplog.records}, "where the package would complain"
 
 
-@pytest.mark.parametrize(
-    ("script", "said"),
-    [
-        ("echo log in first >&2; exit 3", "failed: exec: process returned 3. log in first; run it by hand"),
-        ("echo hello", "failed: exec: failed to decode process output: Expecting value"),
-        ("""echo '{"apiVersion": "v0", "kind": "x", "status": {}}'""", "failed: exec: plugin api version v0 does not"),
-        (f"""echo '{{"apiVersion": "{VERSION}", "kind": "x", "status": null}}'""", "gave no credentials; run it by"),
-        ("sleep 1000 & sleep 1000", "failed: exec: it has not ended for more than 1 s; run it by hand"),
-    ],
-)  # fmt: skip
+@tabled("script", "said")
 def test_exec_plugin_that_fails_is_told_in_a_sentence(tmp_path, plugin, monkeypatch, script, said):
     monkeypatch.setattr(kubeconfig_module, "_PLUGIN_S", 1)
     plugin.does(script)

@@ -18,6 +18,7 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import Endpoint, load_endpoint
 from dra_driver.kube.proxies import Proxy, proxy_of_environment, proxy_of_url
 from tests.fakes.connect_proxy import ConnectProxy
+from tests.fakes.tables import tabled
 
 NODES = "/api/v1/nodes"
 SECRET = "p@ss word"
@@ -72,22 +73,7 @@ def test_the_environment_means_what_it_means_to_go(server: str, exceptions: str,
     assert (proxy_of_environment(server, environ) is not None) is through
 
 
-@pytest.mark.parametrize(
-    ("environ", "url"),
-    [
-        ({"https_proxy": "http://low:1"}, "http://low:1"),
-        ({"HTTPS_PROXY": "http://up:1", "https_proxy": "http://low:1"}, "http://up:1"),
-        ({"HTTPS_PROXY": "", "https_proxy": "http://low:1"}, "http://low:1"),
-        ({"HTTPS_PROXY": "http://up:1", "no_proxy": "example.com"}, None),
-        ({"HTTPS_PROXY": "http://up:1", "NO_PROXY": "other", "no_proxy": "example.com"}, "http://up:1"),
-        ({"HTTP_PROXY": "http://up:1"}, None),
-        ({"ALL_PROXY": "http://up:1"}, None),
-        ({"HTTPS_PROXY": "proxy:3128"}, "http://proxy:3128"),
-        ({"HTTPS_PROXY": "https://proxy"}, "https://proxy:443"),
-        ({"HTTPS_PROXY": "http://[fd00::9]"}, "http://[fd00::9]:80"),
-        ({}, None),
-    ],
-)
+@tabled("environ", "url")
 def test_the_variables_in_turn(environ: dict[str, str], url: str | None) -> None:
     found = proxy_of_environment("https://api.example.com:6443", environ)
     assert (None if found is None else found.url) == url
@@ -99,15 +85,7 @@ def test_credentials_are_decoded_and_not_shown() -> None:
     assert "ss" not in repr(proxy).replace("Proxy", "")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("socks5://me:secret@proxy:1080", "a proxy of the kind socks5 cannot be used"),
-        ("http://me:secret@", "the proxy's URL is not valid"),
-        ("http://me:secret@proxy:port", "the proxy's URL is not valid"),
-        ("http://me:secret@[::1", "the proxy's URL is not valid"),
-    ],
-)
+@tabled("text", "said")
 def test_a_proxy_that_cannot_be_used_is_told_at_start(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(InvalidConfigError) as caught:
         load_endpoint(kubeconfig(tmp_path, {"server": "https://api.test", "proxy-url": text}))

@@ -7,25 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.machines import SimulatedNode
+from tests.fakes.tables import tabled
 
 
-@pytest.mark.parametrize(
-    ("machine", "count"),
-    [
-        ("t4-4", 40),
-        ("dgx-1v", 80),
-        ("a10-8", 72),
-        ("a30-4", 56),
-        ("dgx-a100-80gb", 108),
-        ("l40s-8", 142),
-        ("dgx-h100", 132),
-        ("h100-mig-static", 132),
-        ("dgx-b200", 148),
-        ("gb200-nvl72-tray", 152),
-        ("rtx-pro-6000-8", 188),
-        ("gb10", 48),
-    ],
-)
+@tabled("machine", "count")
 def test_multiprocessors_of_the_machines_gpus(machine: str, count: int, tmp_path: Path) -> None:
     node = SimulatedNode(machine, tmp_path)
     try:

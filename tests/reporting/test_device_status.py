@@ -9,6 +9,7 @@ from dra_driver.model.inventory import DynamicMigDevice
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.reporting.rules.device_status import device_statuses, is_hit
 from tests.fakes.samples import GPU_0, MIG_1G, MIG_3G, MIXED, ONE_G, h100, hold, inventory, record, uuid
+from tests.fakes.tables import tabled
 
 ON_DEMAND = "gpu-00000001-mig-1g10gb-19-2"
 MADE = OwnedInstance(
@@ -27,7 +28,11 @@ XID = Reason("xid", "95", Severity.UNHEALTHY, 10, 10, "not contained")
 LOST = Reason("gpu-lost", "", Severity.LOST, 20, 20, "does not answer", "poll")
 ECC = Reason("ecc", "uncorrected", Severity.DEGRADED, 5, 5, "3 errors", "poll")
 FABRIC = Reason("fabric", "broken", Severity.UNHEALTHY, 5, 5, "no fabric", "poll")
-WELL = (True, "Prepared", "")
+REASONS = {"xid": XID, "lost": LOST, "ecc": ECC, "fabric": FABRIC}
+
+
+def hit(gpu, *instances):
+    return HealthTarget(uuid(gpu), *instances)
 
 
 def created_instance(device):
@@ -39,26 +44,10 @@ def readiness(name, states, known=OFFER):
     return status.ready, status.reason, status.message
 
 
-@pytest.mark.parametrize(
-    ("name", "target", "reasons", "expected"),
-    [
-        (GPU_0, HealthTarget(uuid(0)), (), WELL),
-        (GPU_0, HealthTarget(uuid(0)), (ECC,), WELL),
-        (GPU_0, HealthTarget(uuid(0)), (ECC, XID), (False, "GPUUnhealthy", "not contained")),
-        (GPU_0, HealthTarget(uuid(0)), (LOST, XID), (False, "GPULost", "does not answer; not contained")),
-        (GPU_0, HealthTarget(uuid(1)), (LOST,), WELL),
-        (GPU_0, HealthTarget(uuid(0)), (FABRIC,), (False, "GPUUnhealthy", "no fabric")),
-        (MIG_1G, HealthTarget(uuid(2)), (FABRIC,), WELL),
-        (MIG_1G, HealthTarget(uuid(2)), (XID,), (False, "GPUUnhealthy", "not contained")),
-        (MIG_1G, HealthTarget(uuid(2), 7), (XID,), (False, "GPUUnhealthy", "not contained")),
-        (MIG_1G, HealthTarget(uuid(2), 2, 0), (XID,), WELL),
-        (MIG_3G, HealthTarget(uuid(2), 2, 0), (XID,), (False, "GPUUnhealthy", "not contained")),
-        (ON_DEMAND, HealthTarget(uuid(1), 9, 0), (XID,), (False, "GPUUnhealthy", "not contained")),
-        (ON_DEMAND, HealthTarget(uuid(1), 8, 0), (XID,), WELL),
-    ],
-)  # fmt: skip
+@tabled("name", "target", "reasons", "expected")
 def test_a_device_is_ready_when_it_can_do_its_work(name, target, reasons, expected):
-    assert readiness(name, {target: HealthState(target, reasons)}) == expected
+    state = HealthState(hit(*target), tuple(REASONS[reason] for reason in reasons))
+    assert readiness(name, {state.target: state}) == tuple(expected)
 
 
 @pytest.mark.parametrize("known", [None, inventory(h100(1))], ids=["not discovered yet", "GPU gone"])
@@ -70,21 +59,10 @@ def test_of_a_device_that_is_not_there_its_gpu_counts(known):
         assert ("no fabric" in message) == (name == GPU_0)
 
 
-@pytest.mark.parametrize(
-    ("target", "hit"),
-    [
-        (HealthTarget(uuid(0)), {GPU_0}),
-        (HealthTarget(uuid(1)), {ON_DEMAND}),
-        (HealthTarget(uuid(2)), {MIG_1G, MIG_3G}),
-        (HealthTarget(uuid(2), 7), {MIG_1G}),
-        (HealthTarget(uuid(2), 2, 0), {MIG_3G}),
-        (HealthTarget(uuid(2), 2, 1), set()),
-        (HealthTarget(uuid(1), 9, 0), {ON_DEMAND}),
-        (HealthTarget(uuid(1), 8), set()),
-        (HealthTarget(uuid(0), 9, 0), set()),
-    ],
-)  # fmt: skip
-def test_an_instance_concerns_only_who_holds_a_device_in_it(target, hit):
-    assert {name for name in HELD if is_hit(record(HELD[name]), target, OFFER, created_instance)} == hit
+@tabled("target", "devices")
+def test_an_instance_concerns_only_who_holds_a_device_in_it(target, devices):
+    where = hit(*target)
+    found = {name for name in HELD if is_hit(record(HELD[name]), where, OFFER, created_instance)}
+    assert found == set(devices)
     everything = record(*HELD.values())
-    assert is_hit(everything, target, OFFER, created_instance) == bool(hit)
+    assert is_hit(everything, where, OFFER, created_instance) == bool(devices)

@@ -15,13 +15,11 @@ from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.mps_events import MpsEvents
 from dra_driver.reporting.reporter import Reporter
 from tests.fakes.samples import GPU_0, claim, h100, hold, inventory
+from tests.fakes.tables import tabled
 from tests.kube.support import wait_until
 
 REF = ClaimRef("default", "claim", "uid-1")
 RECORD = ClaimRecord(claim(GPU_0), "prepared", "boot-1", (hold(GPU_0),), ())
-DELAYED = "MIG device {} could not be destroyed and is tried again: in use"
-SWITCHED = "Switched MIG mode of GPU GPU-1 {} in 1.50 s"
-NOT_SWITCHED = "MIG mode of GPU GPU-1 could not be switched {}: in use"
 SECOND = replace(RECORD, claim=claim(GPU_0, uid="uid-2"))
 OTHER = replace(RECORD, devices=(hold(GPU_0, uuid="GPU-9"),))
 
@@ -147,21 +145,7 @@ def test_a_state_that_was_lost_is_written_with_the_next_prepare():
         recorder.stop()
 
 
-@pytest.mark.parametrize(
-    ("action", "subject", "error", "told"),
-    [
-        ("create", "known", None, ("claim, minor", "MigDeviceCreated", "Created MIG device known in 1.50 s")),
-        ("destroy", "known", None, ("claim, minor", "MigDeviceDestroyed", "Destroyed MIG device known in 1.50 s")),
-        ("destroy", "known", "in use", ("claim and pods", "MigDestroyDelayed", DELAYED.format("known"))),
-        ("destroy", "orphan", "in use", ("node", "MigDestroyDelayed", DELAYED.format("orphan"))),
-        ("create", "orphan", None, None),
-        ("create", "known", "in use", None),
-        ("mode-on", "GPU-1", None, ("node, minor", "MigModeChanged", SWITCHED.format("on"))),
-        ("mode-off", "GPU-1", None, ("node, minor", "MigModeChanged", SWITCHED.format("off"))),
-        ("mode-on", "GPU-1", "in use", ("node", "MigModeFailed", NOT_SWITCHED.format("on"))),
-        ("mode-off", "GPU-1", "in use", ("node", "MigModeFailed", NOT_SWITCHED.format("off"))),
-    ],
-)  # fmt: skip
+@tabled("action", "subject", "error", "told")
 def test_mig_is_told_and_counted(reporter, heard, action, subject, error, told):
     cause = None if error is None else DeviceBusyError(error)
     reporter.mig_changed(action, subject, 1.5, cause)

@@ -15,6 +15,7 @@ import pytest
 
 from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.simulator import create_machine, open_machine
+from tests.fakes.tables import tabled
 
 
 def test_driver_upgrade_needs_a_new_library(nvml, refused, reload):
@@ -108,19 +109,7 @@ def test_a_machine_of_ones_own(make, tmp_path, nvml, handles):
     assert pynvml.nvmlSystemGetCudaDriverVersion() == 12090
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("gpus: [{bus: '1b:00.0', model: t4}]", "needs 'bus' in the form"),
-        ("gpus: [{bus: '0000:1b:00.0', model: t5}]", "no GPU model 't5'"),
-        ("gpus: [{bus: '0000:1b:00.0', model: t4, color: red}]", "unknown keys color"),
-        ("gpus: [{bus: '0000:1b:00.0', model: a30, mig: [3g.20gb@0]}]", "has no MIG profile '3g.20gb'"),
-        ("gpus: [{bus: '0000:1b:00.0', model: a30, mig: [2g.12gb@0, 2g.12gb@1]}]", "2g.12gb@1 is refused"),
-        ("gpus: [{bus: '0000:1b:00.0', model: a30}]\nnvlink: {remote: maybe}", "choose one of real"),
-        ("- a", "must be a YAML mapping"),
-        ("a: [", "cannot be read"),
-    ],
-)
+@tabled("text", "message")
 def test_bad_machine_files(text, message, tmp_path):
     file = tmp_path / "bad.yaml"
     file.write_text(text)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.mps_behaviour import behave, misbehave
+from tests.fakes.tables import tabled
 from tests.kube.support import wait_until
 
 SHELLS = [shell for shell in ("dash", "bash", "busybox") if shutil.which(shell)] or ["sh"]
@@ -283,21 +284,7 @@ def test_unknown_options_are_answered_with_help_from_r555_on(mps, options: list[
     )
 
 
-@pytest.mark.parametrize(
-    ("branch", "lines"),
-    [
-        (
-            470,
-            [
-                'Unknown command "set_default_device_pinned_mem_limit"',
-                'Unknown command "get_server_status"',
-                "50.0",
-            ],
-        ),
-        (535, ['Unknown command "get_server_status"', "50.0"]),
-        (550, ["Server 1 not found", "50.0"]),
-    ],
-)
+@tabled("branch", "lines")
 def test_commands_are_those_of_the_branch(mps, branch: int, lines: list[str]) -> None:
     of_branch(mps.machine, branch)
     mps.start(mps.uuid)

@@ -1,10 +1,10 @@
 import re
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.slices.rules.attributes import semver
+from tests.fakes.tables import tabled
 
 # The pattern of semver.org, which the API server's library follows.
 OFFICIAL = re.compile(
@@ -15,25 +15,7 @@ OFFICIAL = re.compile(
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("570.124.06", "570.124.6"),
-        ("580.95.05", "580.95.5"),
-        ("9.0", "9.0.0"),
-        ("12", "12.0.0"),
-        ("v570.1.2", "570.1.2"),
-        ("6.19.14.31400000", "6.19.14+31400000"),
-        ("1.2.3.04.5", "1.2.3+4.5"),
-        ("000.00.0", "0.0.0"),
-        ("570.124.06-internal", "570.124.6"),
-        (" 570.86.15\n", "570.86.15"),
-        ("", None),
-        (None, None),
-        ("N/A", None),
-        ("unknown", None),
-    ],
-)
+@tabled("text", "expected")
 def test_version_is_made_semantic(text: str | None, expected: str | None) -> None:
     assert semver(text) == expected
 

@@ -12,72 +12,11 @@ from dra_driver.validation.documents import Document
 from dra_driver.validation.machine_fit import MachineFit
 from dra_driver.validation.manifest_check import check_documents, references
 from tests.fakes.samples import DRIVER
+from tests.fakes.tables import data_of
 
 Json = dict[str, Any]
 
-BODY: Json = {
-    "deviceClassName": "gpu.nvidia.com",
-    "count": 1,
-    "selectors": [{"cel": {"expression": "true"}}],
-    "tolerations": [{"key": "a", "operator": "Exists"}],
-    "capacity": {"requests": {"memory": "1Gi"}},
-}
-DEVICES: Json = {
-    "requests": [{"name": "a", "exactly": BODY}, {"name": "b", "firstAvailable": [{"name": "c", **BODY}]}],
-    "constraints": [{"requests": ["a"], "matchAttribute": f"{DRIVER}/type"}],
-    "config": [
-        {
-            "requests": ["b"],
-            "opaque": {
-                "driver": DRIVER,
-                "parameters": {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig"},
-            },
-        }
-    ],
-}
-POD: Json = {
-    "initContainers": [{"name": "i", "restartPolicy": "Always", "resources": {"limits": {"nvidia.com/gpu": 1}}}],
-    "containers": [
-        {
-            "name": "c",
-            "resources": {
-                "claims": [{"name": "x"}],
-                "limits": {"deviceclass.resource.kubernetes.io/gpu.nvidia.com": "1"},
-                "requests": {"cpu": 1},
-            },
-        }
-    ],
-    "resourceClaims": [
-        {"name": "x", "resourceClaimTemplateName": "t"},
-        {"name": "y", "resourceClaimName": "n"},
-    ],
-}  # fmt: skip
-JOB: Json = {"template": {"spec": POD}}
-
-
-def of(kind: str, spec: Json, group: str = "apps/v1") -> Json:
-    return {
-        "apiVersion": group,
-        "kind": kind,
-        "metadata": {"name": "o", "namespace": "default"},
-        "spec": spec,
-    }
-
-
-OBJECTS = [
-    of("ResourceClaim", {"devices": DEVICES}, "resource.k8s.io/v1"),
-    of("ResourceClaimTemplate", {"spec": {"devices": DEVICES}}, "resource.k8s.io/v1"),
-    of("DeviceClass", {"selectors": BODY["selectors"], "config": []}, "resource.k8s.io/v1"),
-    of("Pod", POD, "v1"),
-    of("CronJob", {"jobTemplate": {"spec": JOB}}),
-    of("JobSet", {"replicatedJobs": [{"name": "w", "replicas": 2, "template": {"spec": JOB}}]}),
-    of("Deployment", {"template": {"spec": POD}}),
-    {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n", "labels": {"a": "b"}}},
-]  # fmt: skip
-BESIDE = [
-    of("ResourceClaimTemplate", {"spec": {"devices": DEVICES}}, "resource.k8s.io/v1") | {"metadata": {"name": "t"}},
-    of("ResourceClaim", {"devices": DEVICES}, "resource.k8s.io/v1") | {"metadata": {"name": "n"}},
-]  # fmt: skip
+OBJECTS, BESIDE = (data_of(__file__)[name] for name in ("objects", "beside"))
 JUNK: tuple[Any, ...] = (None, True, -1, "x", [], ["x"], [None], {}, {7: {}})
 
 

@@ -17,22 +17,14 @@ from dra_driver.validation.rules.device_classes import mig_classes, profile_labe
 from dra_driver.validation.rules.selection import view
 from dra_driver.validation.rules.selectors import compiled
 from tests.fakes.samples import DRIVER, MIXED, NODE, h100, inventory
+from tests.fakes.tables import tabled
 from tests.mig.migtables import MODELS, table
 
 FOLDER = Path(__file__).parents[2] / "daemonset/components/mig-classes"
 PROFILES = sorted({row.name for model in MODELS.values() for row in model.mig})
 
 
-@pytest.mark.parametrize(
-    ("profile", "label"),
-    [
-        ("1g.10gb", "1g.10gb"),
-        ("1g.10gb+me", "1g.10gb.me"),
-        ("1g.24gb+me.all", "1g.24gb.me.all"),
-        ("1g.24gb-me", "1g.24gb-me"),
-        ("4g.96gb+gfx", "4g.96gb.gfx"),
-    ],
-)
+@tabled("profile", "label")
 def test_label_is_the_name_that_kubernetes_takes(profile: str, label: str) -> None:
     assert profile_label(profile) == label
     (made,) = mig_classes([profile], DRIVER)

@@ -12,6 +12,7 @@ import pytest
 
 from dra_driver.errors import InvalidConfigError
 from dra_driver.validation.documents import _MOST_BYTES, Document, read_documents
+from tests.fakes.tables import tabled
 
 CLAIM = "apiVersion: resource.k8s.io/v1\nkind: ResourceClaim\nmetadata: {name: a}\nspec: {}\n"
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -23,6 +24,28 @@ def of(path: Path, content: str | bytes) -> list[Document]:
     file = path / "a.yaml"
     file.write_bytes(content.encode() if isinstance(content, str) else content)
     return list(read_documents([str(file)]))
+
+
+@tabled(
+    "text",
+    "expected",
+    more=[
+        (
+            f"a: &x {'x' * 100_000}\nb: [{', '.join(['*x'] * 1000)}]\n",
+            [(1, "document", "its aliases stand for too many values")],
+        ),
+        ("'{': '" + "{" * 3000, [(1, "document", "is not valid YAML: ")]),
+    ],
+)
+def test_documents(tmp_path: Path, text: str, expected: list[tuple[int, str, str | None]]) -> None:
+    (tmp_path / "d.yaml").write_text(text)
+    found = list(read_documents([str(tmp_path)]))
+    assert [(document.line, document.name) for document in found] == [
+        (line, name) for line, name, _ in expected
+    ]
+    for document, (_, _, problem) in zip(found, expected, strict=True):
+        assert (document.problem or "").startswith(problem or "")
+        assert (document.problem is None) == (problem is None)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +109,8 @@ def test_of_a_file_without_end_only_so_much_is_read() -> None:
 
 
 def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidConfigError, match="there are no YAML files in"):
+        list(read_documents([str(tmp_path)]))
     (tmp_path / "in").mkdir()
     os.mkfifo(tmp_path / "in/pipe.yaml")
     (tmp_path / "in/loop").symlink_to("..")

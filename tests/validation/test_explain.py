@@ -17,6 +17,7 @@ from dra_driver.validation.rules.selection import SelectorError, view
 from dra_driver.validation.rules.selectors import compiled
 from dra_driver.validation.rules.standard_classes import standard_classes
 from tests.fakes.samples import DRIVER, MIXED, NODE, h100, inventory
+from tests.fakes.tables import tabled
 
 ROOT = Path(__file__).parents[2]
 A, C = f'device.attributes["{DRIVER}"]', f'device.capacity["{DRIVER}"]'
@@ -82,16 +83,7 @@ def test_the_class_guards_the_selectors_of_a_request() -> None:
     assert len(found.matching) == 1
 
 
-@pytest.mark.parametrize(
-    ("capacity", "left"),
-    [
-        ({"memory": "40Gi"}, 2),
-        ({f"{DRIVER}/memory": "41Gi"}, 1),
-        ({"memory": "1Ti"}, 0),
-        ({"shares": "1"}, 0),
-        ({"memory": "lots"}, 0),
-    ],
-)
+@tabled("capacity", "left")
 def test_capacity(capacity: dict[str, str], left: int) -> None:
     found = funnel(wanted(capacity=capacity), MACHINE)
     assert len(found.matching) == left
@@ -99,24 +91,11 @@ def test_capacity(capacity: dict[str, str], left: int) -> None:
     assert found.sentence().endswith(f"{left} have {name} {amount}")
 
 
-TAINT = {"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}
-
-
-@pytest.mark.parametrize(
-    ("taint", "tolerations", "is_left"),
-    [
-        (TAINT, (), False),
-        (TAINT | {"effect": "None"}, (), True),
-        (TAINT, ({"operator": "Exists"},), True),
-        (TAINT, ({"key": "gpu.nvidia.com/xid", "operator": "Exists", "effect": "NoSchedule"},), True),
-        (TAINT, ({"key": "gpu.nvidia.com/xid", "value": "79"},), True),
-        (TAINT, ({"key": "gpu.nvidia.com/xid", "value": "48"},), False),
-        (TAINT, ({"key": "gpu.nvidia.com/xid", "operator": "Exists", "effect": "NoExecute"},), False),
-    ],
-)
-def test_taints(taint: dict[str, str], tolerations: tuple[dict[str, str], ...], is_left: bool) -> None:
+@tabled("effect", "tolerations", "is_left")
+def test_taints(effect: str, tolerations: list[dict[str, str]], is_left: bool) -> None:
+    taint = {"key": "gpu.nvidia.com/xid", "value": "79", "effect": effect}
     (tainted,) = candidates([devices()[0] | {"taints": [taint]}])
-    found = funnel(wanted(tolerations=tolerations), [tainted])
+    found = funnel(wanted(tolerations=tuple(tolerations)), [tainted])
     assert found.matching == ((GPU_0,) if is_left else ())
     if not is_left:
         assert found.sentence().endswith(
@@ -146,16 +125,7 @@ def test_a_funnel_never_widens_and_ends_with_what_matches_everything(expressions
 SHARED = {"attributes": {"shareable": {"bool": True}}, "allowMultipleAllocations": True}
 
 
-@pytest.mark.parametrize(
-    ("device", "expected"),
-    [
-        (SHARED, True),
-        ({"attributes": SHARED["attributes"]}, True),  # as Kueue evaluates it
-        ({"allowMultipleAllocations": True}, True),  # of a release before the attribute
-        ({"attributes": {"type": {"string": "gpu"}}}, False),
-        ({"attributes": {"shareable": {"bool": False}}}, False),
-    ],
-)
+@tabled("device", "expected")
 def test_class_of_shares_selects_by_the_attribute_or_the_field(device: dict, expected: bool) -> None:
     (selector,) = CLASSES["shares.gpu.nvidia.com"]["spec"]["selectors"]
     matches = compiled(selector["cel"]["expression"]).matches

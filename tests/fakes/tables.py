@@ -1,0 +1,33 @@
+"""Data of tests that lie as YAML beside the test file that uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import yaml
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def tabled(*names: str, more: Iterable[Any] = ()) -> Callable[[Test], Test]:
+    """Run a test with each row of its table, and with `more` that cannot be written down there.
+
+    The table has the name of the test, its file that of the test's file.
+    """
+
+    def decorate(test: Test) -> Test:
+        rows = data_of(test.__globals__["__file__"])[test.__name__]  # type: ignore[attr-defined]
+        return pytest.mark.parametrize(names if len(names) > 1 else names[0], [*rows, *more])(test)
+
+    return decorate
+
+
+@cache
+def data_of(test_file: str) -> dict[str, Any]:
+    """What the YAML file with the name of a test file has."""
+    data: dict[str, Any] = yaml.safe_load(Path(test_file).with_suffix(".yaml").read_text())
+    return data
