@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.companions import LAST_IMEX_CHANNEL, ImexChannels
+from dra_driver.model.extra_devices import LAST_IMEX_CHANNEL, ImexChannels
 from dra_driver.model.health import TAINTED_KEYS
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.shapes import Choice, ListField, MapField, Object, Scalar, Words

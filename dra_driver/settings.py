@@ -26,9 +26,9 @@ from dra_driver.config_file import (
     word,
 )
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.companions import (
+from dra_driver.model.extra_devices import (
     HOST_DEVICES,
-    Companions,
+    ExtraDevices,
     HostDevice,
     ImexChannels,
     in_order,
@@ -343,9 +343,9 @@ class Settings:
     )
 
     @property
-    def companions(self) -> Companions:
+    def extra_devices(self) -> ExtraDevices:
         """What claims get of the host beside their GPUs."""
-        return Companions(self.imex_channel, self.host_devices, self.claim_host_devices)
+        return ExtraDevices(self.imex_channel, self.host_devices, self.claim_host_devices)
 
     @property
     def on_demand(self) -> Callable[[Gpu], bool] | None:

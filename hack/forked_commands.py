@@ -34,7 +34,7 @@ _PRELOADED = (
     "dra_driver.inventory.discovery",
     "dra_driver.logs",
     "dra_driver.mps.without_host",
-    "dra_driver.nvml.profiles",
+    "dra_driver.nvml.mig_profiles",
     "dra_driver.nvml.session",
     "dra_driver.sharing.steps",
     "dra_driver.simulator.commands",

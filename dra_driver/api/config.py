@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dra_driver.model.companions import HostDevice
+from dra_driver.model.extra_devices import HostDevice
 
 GROUP_VERSION = "resource.nvidia.com/v1beta1"
 

@@ -19,7 +19,7 @@ from dra_driver.api.config import (
     VfioDeviceConfig,
 )
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.companions import HOST_DEVICES, in_order
+from dra_driver.model.extra_devices import HOST_DEVICES, in_order
 from dra_driver.model.shapes import Choice, ListField, MapField, Object, Scalar, Words, faults
 from dra_driver.model.units import quantity_bytes
 

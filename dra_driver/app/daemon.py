@@ -10,7 +10,7 @@ from pathlib import Path
 
 import structlog
 
-from dra_driver.app.changes import (
+from dra_driver.app.change_table import (
     Changes,
     ClaimReleased,
     DebtsChanged,
@@ -35,13 +35,13 @@ from dra_driver.app.wiring.metrics import show_mps, show_node, show_publishing
 from dra_driver.app.wiring.mig import MigParts
 from dra_driver.app.wiring.reporting import ReportingParts
 from dra_driver.app.wiring.slices import PublishingParts
-from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
-from dra_driver.claims.device_users import DeviceUsers
 from dra_driver.claims.fetch import ClaimLookup
+from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.reconciler import Rhythm
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
@@ -133,7 +133,7 @@ class Driver:
         detachments = Detachments(plugin_dir, self._boot_id)
         smi = NvidiaSmi(programs, detachments.problem)
         imex_programs = InstalledPrograms(paths.driver_root, plugin_dir / "imex.lib", names=(IMEX_PROGRAM,))
-        companions = CompanionFinder(paths, imex_programs, nodes=platform.nodes)
+        extra_devices = ExtraDeviceFinder(paths, imex_programs, nodes=platform.nodes)
         mark = UseMark(plugin_dir / LOCK_FILE)
         load = detachments.guarded(platform.load_nvml)
         nvml = NvmlReader(load, settings.on_demand, self._foreign_instances, mark)
@@ -213,7 +213,7 @@ class Driver:
                     self.discovery.driver_version,
                     layout.directories,
                     self.mig,
-                    companions,
+                    extra_devices,
                 ),
             }
         )
@@ -231,9 +231,9 @@ class Driver:
                 settings.node_name,
                 settings.sharing,
                 settings.metadata_versions,
-                settings.companions,
+                settings.extra_devices,
             ),
-            lookup=ClaimLookup(ClaimClient(api), self.reporting.consumers),
+            lookup=ClaimLookup(ClaimClient(api), self.reporting.claim_pods),
             discovery=self.discovery,
             records=self.records,
             without_record=without_record,
@@ -241,7 +241,7 @@ class Driver:
             gpu_locks=self._gpu_locks,
             executor=Executor(self.records, self.debts, steps.observed(self.metrics), self._boot_id),
             keeper=self.keeper,
-            users=DeviceUsers(
+            users=GpuProcesses(
                 nvml.processes,
                 self.mig.uuid_of,
                 self.records.all,
@@ -251,9 +251,9 @@ class Driver:
             ),
             observer=self.reporting.reporter,
             make_sure=partial(node_uid, self._client, settings.node_name),
-            pods_run=lambda record: any_runs("/proc", self.reporting.consumers.known_pods(record)),
+            pods_run=lambda record: any_runs("/proc", self.reporting.claim_pods.known_pods(record)),
             setting_for_lost=lambda: self.publishing.missing_setting(LOST),
-            companions=companions,
+            extra_devices=extra_devices,
             timeouts=WaitTimeouts(),
             rhythm=Rhythm(),
         )

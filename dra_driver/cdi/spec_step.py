@@ -9,8 +9,8 @@ from typing import Any, Protocol, assert_never
 
 import structlog
 
-from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.rules.mps_edits import with_mps
 from dra_driver.cdi.rules.spec import claim_spec, common_edits, with_nodes
 from dra_driver.errors import StateError
@@ -52,7 +52,7 @@ class CdiSteps:
         driver_version: Callable[[], str | None],
         mps_directories: Callable[[str], MpsDirectories],
         instances: MadeInstances,
-        companions: CompanionFinder,
+        extra_devices: ExtraDeviceFinder,
     ) -> None:
         self._driver_name = driver_name
         self._specs = specs
@@ -61,7 +61,7 @@ class CdiSteps:
         self._driver_version = driver_version
         self._mps_directories = mps_directories
         self._instances = instances
-        self._companions = companions
+        self._extra_devices = extra_devices
         self._lock = threading.Lock()
         self._told: tuple[str, ...] = ()
         self._common: tuple[DriverFiles, tuple[HostNode, ...], dict[str, Any]] | None = None
@@ -88,7 +88,7 @@ class CdiSteps:
         if managing:
             devices = self._with_management(devices, managing)
         common = self._common_edits(
-            files, self._companions.channel_nodes(plan) if plan.has_companions else ()
+            files, self._extra_devices.channel_nodes(plan) if plan.has_extra_devices else ()
         )
         return claim_spec(plan.claim.ref.uid, self._driver_name, files, devices, common)
 
@@ -147,7 +147,7 @@ class CdiSteps:
     def _device(self, planned: PlannedDevice) -> CdiDevice:
         device = self._bare_device(planned)
         if planned.host_devices:
-            device = self._companions.added(device, planned)
+            device = self._extra_devices.added(device, planned)
         match planned.usage:
             case MpsShared() as usage:
                 return with_mps(device, usage, self._mps_directories(usage.spec.device))

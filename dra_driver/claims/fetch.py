@@ -6,7 +6,7 @@ import time
 
 import structlog
 
-from dra_driver.claims.consumers import ClaimConsumers
+from dra_driver.claims.claim_pods import ClaimPods
 from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.rules.plan import our_part
 from dra_driver.concurrency.backoff import Backoff
@@ -27,9 +27,9 @@ _LOOK_EVERY_S = 1.0
 class ClaimLookup:
     """Claims in the API server. Each read also notes the pods of the claim."""
 
-    def __init__(self, client: ClaimClient, consumers: ClaimConsumers) -> None:
+    def __init__(self, client: ClaimClient, claim_pods: ClaimPods) -> None:
         self._client = client
-        self._consumers = consumers
+        self._claim_pods = claim_pods
 
     def read(self, ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
         """The claim with the allocation of all drivers.
@@ -47,7 +47,7 @@ class ClaimLookup:
                     f"claim {ref.namespace}/{ref.name} does not exist in the API server; it was deleted"
                 ) from error
             raise
-        self._consumers.note(ref.uid, claim.pods)
+        self._claim_pods.note(ref.uid, claim.pods)
         return claim
 
     def look(self, ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
@@ -57,7 +57,7 @@ class ClaimLookup:
         """
         now = self._client.look(ref, timeout_s=timeout_s)
         if now is not None:
-            self._consumers.note(now.uid, now.pods)
+            self._claim_pods.note(now.uid, now.pods)
         return now
 
 

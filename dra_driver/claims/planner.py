@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from dra_driver.cdi.companions import CompanionFinder
+from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.claims.kubelet_call import KubeletCall
-from dra_driver.claims.rules.companions import gets_channels
+from dra_driver.claims.rules.extra_devices import gets_channels
 from dra_driver.claims.rules.plan import answer, lost_claim, plan_claim
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.errors import NvmlUnavailableError
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, DeviceResult, Prepared
-from dra_driver.model.companions import NO_COMPANIONS, Companions
+from dra_driver.model.extra_devices import NO_EXTRA_DEVICES, ExtraDevices
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
@@ -33,7 +33,7 @@ class Identity:
     pool: str
     sharing: SharingPolicy = NO_SHARING
     metadata: tuple[str, ...] = ()
-    companions: Companions = NO_COMPANIONS
+    extra_devices: ExtraDevices = NO_EXTRA_DEVICES
 
 
 class ClaimPlanner:
@@ -45,7 +45,7 @@ class ClaimPlanner:
         discovery: Discovery,
         records: RecordStore,
         without_record: SpecsWithoutRecord,
-        companions: CompanionFinder,
+        extra_devices: ExtraDeviceFinder,
         setting_for_lost: Callable[[], str | None],
     ) -> None:
         """`setting_for_lost` returns what to set so that new pods stay away from lost GPUs, None if they do."""
@@ -53,7 +53,7 @@ class ClaimPlanner:
         self._discovery = discovery
         self._records = records
         self._without_record = without_record
-        self._companions = companions
+        self._extra_devices = extra_devices
         self._setting_for_lost = setting_for_lost
 
     def gpus_of(self, claim: AllocatedClaim, call: KubeletCall) -> frozenset[str]:
@@ -81,10 +81,10 @@ class ClaimPlanner:
             known,
             self._identity.metadata,
             setting_for_lost=self._setting_for_lost() if inventory.lost_uuids else None,
-            companions=self._identity.companions,
+            extra_devices=self._identity.extra_devices,
         )
-        if plan.has_companions:
-            self._companions.check(plan)
+        if plan.has_extra_devices:
+            self._extra_devices.check(plan)
         return plan
 
     def refuse_unready_imex(
@@ -96,12 +96,12 @@ class ClaimPlanner:
         Raises: RetryableError if the fabric or the daemon is not ready.
         """
         is_prepared = known is not None and known.phase == "prepared" and known.claim == claim
-        if self._identity.companions.imex is None or is_prepared:
+        if self._identity.extra_devices.imex is None or is_prepared:
             return
         if any(device.gpu.unready_fabric is not None for _, device in self._used(claim)):
             self.look_again(call)
         if any([gets_channels(*pair) for pair in self._used(claim)]):
-            self._companions.refuse_unready_imex(call.left())
+            self._extra_devices.refuse_unready_imex(call.left())
 
     def look_again(self, call: KubeletCall) -> None:
         """Have discovery look at the node's devices now."""

@@ -28,11 +28,11 @@ soon after the start, every ten minutes, and when an attempt waits for a holder.
   API server has. A pod that was deleted by force is missing there at once, while its containers may still run.
 - A claim that is prepared meanwhile, here or by the other instance of a rolling update, keeps its devices: `reclaim`
   checks that under the claim's lock. The kubelet's own Unprepare may come before, after or meanwhile.
-- While a process computes on a claim's devices (`claims.device_users`), or NVML does not tell, no other claim gets
+- While a process computes on a claim's devices (`claims.gpu_processes`), or NVML does not tell, no other claim gets
   them, however long that takes. The driver reports the process IDs once. It looks again every half minute, and when an
   attempt waits for the device.
 - If a claim is reserved for other pods than its record says, the reconciler writes the pods into the record
-  (`claims.consumers`), under the claim's lock too. For everything above it is still the same record.
+  (`claims.claim_pods`), under the claim's lock too. For everything above it is still the same record.
 - A CDI spec without a record is removed in the same way if an earlier record gave the claim's name. Otherwise it is
   only reported: the API server finds claims by name, not by UID, and containers from before may still need the spec.
 """
@@ -48,9 +48,9 @@ from dataclasses import dataclass
 
 import structlog
 
-from dra_driver.claims.consumers import RecordedPods
-from dra_driver.claims.device_users import DeviceUsers
+from dra_driver.claims.claim_pods import RecordedPods
 from dra_driver.claims.fetch import ClaimLookup
+from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.outcomes import Observer
 from dra_driver.claims.rules.release import ReleaseReason, staleness
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
@@ -119,7 +119,7 @@ class Reconciler:
         lookup: ClaimLookup,
         unpreparer: Unpreparer,
         without_record: SpecsWithoutRecord,
-        users: DeviceUsers,
+        users: GpuProcesses,
         recorded: RecordedPods,
         driver: str,
         observer: Observer,

@@ -51,8 +51,8 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from dra_driver.claims.device_users import DeviceUsers
 from dra_driver.claims.fetch import ClaimLookup
+from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.rules.conflicts import Conflict, DeviceHeldError
 from dra_driver.claims.rules.release import release_reason
@@ -144,7 +144,7 @@ class WaitingLine:
         lookup: ClaimLookup,
         records: RecordStore,
         driver: str,
-        users: DeviceUsers,
+        users: GpuProcesses,
         timeouts: WaitTimeouts = WaitTimeouts(),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -27,9 +27,9 @@ from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.mps.client import MpsClient
 from dra_driver.mps.layout import mps_layout
 from dra_driver.nvml.health import read_health
-from dra_driver.nvml.instance_handles import gpu_handle
 from dra_driver.nvml.load import read_load
-from dra_driver.nvml.partitions import PartitionReader
+from dra_driver.nvml.mig_instances import gpu_handle
+from dra_driver.nvml.mig_partitions import PartitionReader
 from dra_driver.nvml.processes import read_gpu_processes
 from dra_driver.nvml.reader import NvmlReader
 

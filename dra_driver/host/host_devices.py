@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
 from dra_driver.host.rooted_tree import RootedTree, join_root
-from dra_driver.model.companions import FILES, NODE_PATTERNS, HostDevice
 from dra_driver.model.driver_files import CdiMount, HostNode
+from dra_driver.model.extra_devices import FILES, NODE_PATTERNS, HostDevice
 from dra_driver.model.host import HostPaths
 
 _MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")

@@ -17,8 +17,8 @@ from dra_driver.concurrency.bounded_program import run_program
 from dra_driver.errors import RetryableError
 from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.rooted_tree import RootedTree
-from dra_driver.model.companions import ImexChannels
 from dra_driver.model.driver_programs import IMEX_PROGRAM, FindPrograms, check_started, not_run
+from dra_driver.model.extra_devices import ImexChannels
 from dra_driver.model.host import DeviceNode, HostPaths
 
 CHANNELS = "/dev/nvidia-caps-imex-channels"

@@ -27,7 +27,7 @@ from dra_driver.errors import (
 from dra_driver.inventory.detachment import Detachment
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.inventory.rules.assemble import assembled, unanswering, with_unready_since
-from dra_driver.inventory.rules.changes import (
+from dra_driver.inventory.rules.hardware_changes import (
     HardwareFingerprint,
     differs,
     is_other_fabric,

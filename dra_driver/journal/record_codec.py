@@ -31,7 +31,7 @@ from dra_driver.model.claim import (
     Pods,
     pods_from,
 )
-from dra_driver.model.companions import HostDevice, ImexChannels, in_order
+from dra_driver.model.extra_devices import HostDevice, ImexChannels, in_order
 from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.record import ClaimRecord, HeldDevice

@@ -91,7 +91,7 @@ class MigCollector:
         self._is_asked = threading.Event()
         self._next_look = self._clock() + _LOOK_EVERY_S
         self._worker = BackgroundWorker(
-            "mig-keeper",
+            "mig-collector",
             self._look_if_due,
             crash_event="mig_keeper_failed",
             on_crash=lambda _error: self._pause_s(),

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from dra_driver.mig.holders import MigHolders
     from dra_driver.mig.ledger import MigLedger
-    from dra_driver.mig.users import MigUsers
-    from dra_driver.nvml.instances import MigHardware
+    from dra_driver.nvml.mig_hardware import MigHardware
 
 MigAction = Literal["create", "destroy", "mode-on", "mode-off"]
 MigObserver = Callable[[MigAction, str, float, Exception | None], None]
@@ -28,7 +28,7 @@ class MigContext:
 
     hardware: MigHardware
     ledger: MigLedger
-    users: MigUsers
+    users: MigHolders
     observe: MigObserver
     left_over: Callable[[], None]
     operation: Callable[[], AbstractContextManager[object]]

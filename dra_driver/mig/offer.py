@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from dra_driver.mig.rules.offer import (
+from dra_driver.mig.rules.offered_devices import (
     instances_of,
     is_fully_read,
     offered_as_before,

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from dra_driver.model.claim import AllocatedClaim, DeviceResult
-from dra_driver.model.companions import HostDevice, ImexChannels
+from dra_driver.model.extra_devices import HostDevice, ImexChannels
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice
 from dra_driver.model.record import HeldDevice
@@ -67,7 +67,7 @@ class Plan:
         return frozenset(device.offered.gpu.uuid for device in self.devices if not device.result.admin_access)
 
     @property
-    def has_companions(self) -> bool:
+    def has_extra_devices(self) -> bool:
         """Whether a device comes with something of the host beside it."""
         return any(device.imex is not None or device.host_devices for device in self.devices)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
-from dra_driver.model.companions import HostDevice, ImexChannels
+from dra_driver.model.extra_devices import HostDevice, ImexChannels
 from dra_driver.model.mig import Placement
 from dra_driver.model.sharing_mode import SharingMode
 from dra_driver.model.steps import Step

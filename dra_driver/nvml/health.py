@@ -13,7 +13,7 @@ from dra_driver.model.health import FabricState, PolledHealth
 from dra_driver.nvml.confidential import accepts_work
 from dra_driver.nvml.fabric import ABSENT, fabric_info, fabric_registration
 from dra_driver.nvml.failures import nvml_errors, supported
-from dra_driver.nvml.instance_handles import gpu_handle
+from dra_driver.nvml.mig_instances import gpu_handle
 
 T = TypeVar("T")
 Handle = Any

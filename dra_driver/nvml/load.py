@@ -10,7 +10,7 @@ import pynvml
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.model.gpu import GpuLoad
 from dra_driver.nvml.failures import supported
-from dra_driver.nvml.instance_handles import gpu_handle
+from dra_driver.nvml.mig_instances import gpu_handle
 
 T = TypeVar("T")
 Handle = Any

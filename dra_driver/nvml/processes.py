@@ -11,7 +11,7 @@ import pynvml
 from dra_driver.errors import NotSupportedError, RetryableError
 from dra_driver.model.gpu import GpuProcess
 from dra_driver.nvml.failures import nvml_errors
-from dra_driver.nvml.instance_handles import gpu_handle
+from dra_driver.nvml.mig_instances import gpu_handle
 
 Handle = Any
 

@@ -13,8 +13,8 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance
 
 if TYPE_CHECKING:
-    from dra_driver.nvml.discovery import ScanMemory
     from dra_driver.nvml.events import HealthSource
+    from dra_driver.nvml.scan import ScanMemory
 
 
 class NvmlReader:
@@ -50,7 +50,7 @@ class NvmlReader:
     def read_inventory(self) -> Inventory:
         """All GPUs that NVML shows, without NVLink domains. Raises: NvmlUnavailableError; StateError from
         `foreign_instances`."""
-        from dra_driver.nvml.discovery import ScanMemory, read_gpus
+        from dra_driver.nvml.scan import ScanMemory, read_gpus
 
         if self._memory is None:
             self._memory = ScanMemory()
@@ -61,7 +61,7 @@ class NvmlReader:
 
         Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
         """
-        from dra_driver.nvml.partitions import read_what_exists
+        from dra_driver.nvml.mig_partitions import read_what_exists
 
         return read_what_exists(gpu)
 
@@ -83,6 +83,6 @@ class NvmlReader:
 
         Raises: NvmlUnavailableError.
         """
-        from dra_driver.nvml.discovery import read_nvml_fingerprint
+        from dra_driver.nvml.scan import read_nvml_fingerprint
 
         return read_nvml_fingerprint()

@@ -13,7 +13,7 @@ from dra_driver.errors import DeviceLostError, DraDriverError
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.nvml.failures import supported
-from dra_driver.nvml.instance_handles import mig_mode
+from dra_driver.nvml.mig_instances import mig_mode
 from dra_driver.nvml.readings import FaultLog, link_states
 
 Handle = Any

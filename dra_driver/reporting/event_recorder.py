@@ -72,7 +72,7 @@ class EventRecorder:
         self.dropped = 0
         self.written = 0
         self.failed = 0
-        self._thread = threading.Thread(target=self._run, name="announcer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="event-recorder", daemon=True)
 
     def counts(self) -> dict[str, int]:
         """How many events and claim states were taken, dropped and refused."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dra_driver.api.resolve import config_for_result
-from dra_driver.claims.rules.companions import asked_host_devices
+from dra_driver.claims.rules.extra_devices import asked_host_devices
 from dra_driver.concurrency.bounded_call import bounded
 from dra_driver.errors import DraDriverError, RetryableError
 from dra_driver.kube.claims import parse_allocated_claim
 from dra_driver.model.claim import ClaimRef
-from dra_driver.model.companions import NO_COMPANIONS, Companions
+from dra_driver.model.extra_devices import NO_EXTRA_DEVICES, ExtraDevices
 from dra_driver.validation.rules.allocator import (
     AllocationError,
     Wanted,
@@ -50,11 +50,15 @@ class MachineFit:
     """One empty machine: nothing of it is allocated yet."""
 
     def __init__(
-        self, name: str, driver: str, slices: Sequence[JsonObject], companions: Companions = NO_COMPANIONS
+        self,
+        name: str,
+        driver: str,
+        slices: Sequence[JsonObject],
+        extra_devices: ExtraDevices = NO_EXTRA_DEVICES,
     ) -> None:
-        """`companions` are what the driver's configuration there gives to claims beside their GPUs."""
+        """`extra_devices` are what the driver's configuration there gives to claims beside their GPUs."""
         self.name = name
-        self._companions = companions
+        self._extra_devices = extra_devices
         self._driver = driver
         self._node = str(slices[0]["spec"]["nodeName"]) if slices else name
         # Pools are read in the order of the names of their slices.
@@ -157,7 +161,7 @@ class MachineFit:
                 kind = kinds.get(result.device)
                 if result.driver == self._driver and kind in ("gpu", "mig"):
                     parameters = config_for_result(result, claim.configs, self._driver, kind)
-                    asked_host_devices(claim, result, parameters, self._driver, self._companions.askable)
+                    asked_host_devices(claim, result, parameters, self._driver, self._extra_devices.askable)
         except DraDriverError as error:
             return f"allocated on {self.name}, Prepare would refuse it: {error}"
         return None

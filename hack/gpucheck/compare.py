@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.host.driver_programs import InstalledPrograms, find_program
@@ -153,7 +153,7 @@ def spec_of_all(view: View) -> dict[str, Any]:
         lambda: view.inventory.versions.driver,
         mps_layout(_NOWHERE).directories,
         _NothingMade(),
-        CompanionFinder(paths, InstalledPrograms(paths.driver_root, _NOWHERE), nodes=nodes),
+        ExtraDeviceFinder(paths, InstalledPrograms(paths.driver_root, _NOWHERE), nodes=nodes),
     )
     results = tuple(
         DeviceResult(f"device-{number}", driver, settings.node_name, device.name)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from dra_driver.api.config import GROUP_VERSION
-from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.rules.metadata import cdi_spec, requests_of
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.rules.plan import plan_claim
@@ -21,13 +21,13 @@ from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.inventory.discovery import discover_once
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig
-from dra_driver.model.companions import HOST_DEVICES, NO_COMPANIONS, Companions, in_order
+from dra_driver.model.extra_devices import HOST_DEVICES, NO_EXTRA_DEVICES, ExtraDevices, in_order
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.mig import MigProfile, OwnedInstance
 from dra_driver.model.plan import Plan
 from dra_driver.model.sharing import SharingRule, kind_of, share_all
 from dra_driver.mps.layout import mps_layout
-from dra_driver.nvml.instances import MigHardware
+from dra_driver.nvml.mig_hardware import MigHardware
 from dra_driver.simulator import device_node_reader, machine_names
 from tests.cdi.cdi_schema import faults
 from tests.fakes.machines import SimulatedNode
@@ -55,7 +55,7 @@ class Bench:
         self.inventory = discover_once(self.node.nvml, HostView(self.node.paths, imex=True), None)
         self._hardware = MigHardware(nullcontext)
         nodes = device_node_reader(self.node.machine)
-        companions = CompanionFinder(self.node.paths, no_programs, nodes=nodes)
+        extra_devices = ExtraDeviceFinder(self.node.paths, no_programs, nodes=nodes)
         self._steps = CdiSteps(
             DRIVER,
             CdiDirectory(directory / "cdi", DRIVER),
@@ -64,13 +64,13 @@ class Bench:
             lambda: self.inventory.versions.driver,
             mps_layout(directory / "plugin").directories,
             self,
-            companions,
+            extra_devices,
         )
 
-    def plan(self, wanted: AllocatedClaim, given: Companions = NO_COMPANIONS) -> Plan:
+    def plan(self, wanted: AllocatedClaim, given: ExtraDevices = NO_EXTRA_DEVICES) -> Plan:
         metadata = ("v1beta1",)
         return plan_claim(
-            wanted, self.inventory, NODE, DRIVER, (), POLICY, metadata=metadata, companions=given
+            wanted, self.inventory, NODE, DRIVER, (), POLICY, metadata=metadata, extra_devices=given
         )
 
     def faults(self, plan: Plan) -> list[str]:
@@ -141,12 +141,12 @@ def test_runtimes_take_the_specs_of_every_kind_of_claim(memory_path: Path, machi
     try:
         devices = list(bench.inventory.by_name.values())
         wanted = [*together(devices), *(one for device in one_of_each(devices) for one in each_alone(device))]
-        given = [NO_COMPANIONS, Companions(host_devices=in_order(HOST_DEVICES))]
+        given = [NO_EXTRA_DEVICES, ExtraDevices(host_devices=in_order(HOST_DEVICES))]
         if any(gpu.fabric is not None for gpu in bench.inventory.gpus):
-            given += [Companions(imex=0), Companions(imex="all")]
+            given += [ExtraDevices(imex=0), ExtraDevices(imex="all")]
         for one in wanted:
-            for companions in given:
-                plan = bench.plan(replace(one, ref=replace(one.ref, uid=UID)), companions)
+            for extra_devices in given:
+                plan = bench.plan(replace(one, ref=replace(one.ref, uid=UID)), extra_devices)
                 assert bench.faults(plan) == []
     finally:
         bench.node.close()

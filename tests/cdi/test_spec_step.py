@@ -12,8 +12,8 @@ import pytest
 import structlog
 
 from dra_driver.api.config import GROUP_VERSION
-from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import RetryableError
@@ -59,7 +59,7 @@ class Bench:
             lambda: self.inventory.versions.driver,
             mps_layout(directory / "plugin").directories,
             instances=NothingMade(),
-            companions=CompanionFinder(self.node.paths, no_programs, nodes=reader),
+            extra_devices=ExtraDeviceFinder(self.node.paths, no_programs, nodes=reader),
         )
 
     def plan(self, *names: str) -> Plan:

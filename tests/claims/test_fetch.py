@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.claims import fetch
-from dra_driver.claims.consumers import ClaimConsumers
+from dra_driver.claims.claim_pods import ClaimPods
 from dra_driver.claims.fetch import ClaimFetch, ClaimLookup
 from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError, DraDriverError
@@ -29,7 +29,7 @@ def answer(monkeypatch: pytest.MonkeyPatch):
             return value
 
         monkeypatch.setattr(ClaimClient, "get_allocated", get)
-        return ClaimLookup(ClaimClient(None), ClaimConsumers())  # type: ignore[arg-type]
+        return ClaimLookup(ClaimClient(None), ClaimPods())  # type: ignore[arg-type]
 
     return set_answer
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from dra_driver.claims.device_users import InUse
+from dra_driver.claims.gpu_processes import InUse
 from dra_driver.claims.reconciler import Reconciler, Rhythm
 from dra_driver.errors import (
     ApiRejectedError,

@@ -180,10 +180,10 @@ def test_what_claims_get_beside_their_gpus_is_what_the_driver_takes() -> None:
     for channel in (0, 7, "all"):
         given = {"imex": {"channel": channel}, "hostDevices": ["nvswitch", "gds"]}
         found = settings(given | {"claimHostDevices": ["mofed"]})
-        assert (found.imex_channel, found.companions.host_devices) == (channel, ("gds", "nvswitch"))
-        assert found.companions.claim_host_devices == ("mofed",)
+        assert (found.imex_channel, found.extra_devices.host_devices) == (channel, ("gds", "nvswitch"))
+        assert found.extra_devices.claim_host_devices == ("mofed",)
     for off in ("off", False):
-        assert settings({"imex": {"channel": off}}).companions == settings({}).companions
+        assert settings({"imex": {"channel": off}}).extra_devices == settings({}).extra_devices
 
 
 @pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: "+".join(sorted(pair)))

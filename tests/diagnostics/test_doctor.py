@@ -34,7 +34,7 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
-from dra_driver.model.companions import Companions
+from dra_driver.model.extra_devices import ExtraDevices
 from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.host import DeviceNode
 from dra_driver.model.inventory import DiscoveryFault, Inventory
@@ -247,7 +247,7 @@ def tray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 
 def test_imex_in_order(tray: Host) -> None:
     def asked(**more: Any) -> Finding:
-        checks = tray.checks(companions=Companions(imex=0), **more)
+        checks = tray.checks(extra_devices=ExtraDevices(imex=0), **more)
         [look] = [check.look for check in checks.all() if check.name == "IMEX"]
         return look()
 
@@ -255,10 +255,10 @@ def test_imex_in_order(tray: Host) -> None:
     first, *others = tray.inventory.gpus
     one_outside = replace(tray.inventory, gpus=(replace(first, fabric=None), *others))
     says(asked(inventory=one_outside), "WARN", f"in no fabric (yet): {first.pci_bus_id}", "grep -A4 Fabric")
-    says(tray.checks(companions=Companions(imex="all")).imex(), "OK", "claims get all of 2048")
+    says(tray.checks(extra_devices=ExtraDevices(imex="all")).imex(), "OK", "claims get all of 2048")
     tray.node.machine.set_imex("ready", channels=5000)
     says(
-        tray.checks(companions=Companions(imex="all")).imex(),
+        tray.checks(extra_devices=ExtraDevices(imex="all")).imex(),
         "FAIL",
         "5000 channels",
         "imex.channel to a number",
@@ -271,7 +271,7 @@ def test_imex_that_claims_would_wait_for(
     tray: Host, state: str, channels: int, parts: tuple[str, ...]
 ) -> None:
     tray.node.machine.set_imex(state, channels)
-    says(tray.checks(companions=Companions(imex=2)).imex(), "FAIL", *parts)
+    says(tray.checks(extra_devices=ExtraDevices(imex=2)).imex(), "FAIL", *parts)
 
 
 def test_imex_with_a_fabric_that_claims_would_wait_for(tray: Host) -> None:
@@ -279,7 +279,7 @@ def test_imex_with_a_fabric_that_claims_would_wait_for(tray: Host) -> None:
     unready = replace(first, fabric=None, unready_fabric=UnreadyFabric("pending", "it is in progress"))
     says(
         tray.checks(
-            companions=Companions(imex=0), inventory=replace(tray.inventory, gpus=(unready, *others))
+            extra_devices=ExtraDevices(imex=0), inventory=replace(tray.inventory, gpus=(unready, *others))
         ).imex(),
         "FAIL",
         f"claims for these GPUs wait until they are registered with their NVLink fabric: {first.pci_bus_id} (it is",
@@ -288,9 +288,14 @@ def test_imex_with_a_fabric_that_claims_would_wait_for(tray: Host) -> None:
 
 
 def test_imex_without_a_fabric(host: Host) -> None:
-    says(host.checks(companions=Companions(imex=0)).imex(), "WARN", "no GPU is in a fabric", "nvidia-smi -q")
     says(
-        host.checks(NvmlUnavailableError("away"), companions=Companions(imex=0)).imex(),
+        host.checks(extra_devices=ExtraDevices(imex=0)).imex(),
+        "WARN",
+        "no GPU is in a fabric",
+        "nvidia-smi -q",
+    )
+    says(
+        host.checks(NvmlUnavailableError("away"), extra_devices=ExtraDevices(imex=0)).imex(),
         "SKIP",
         "without NVML",
     )
@@ -300,7 +305,7 @@ def test_host_devices_that_are_missing(host: Host) -> None:
     def asked(*kinds: Any) -> Finding:
         [look] = [
             check.look
-            for check in host.checks(companions=Companions(host_devices=kinds)).all()
+            for check in host.checks(extra_devices=ExtraDevices(host_devices=kinds)).all()
             if check.name == "host devices"
         ]
         return look()

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import pytest
 
-from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
@@ -33,9 +33,9 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.mig.collector import MigCollector
 from dra_driver.mig.context import MigContext
 from dra_driver.mig.create import MigDevices
+from dra_driver.mig.holders import MigHolders
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.mig.steps import MigSteps
-from dra_driver.mig.users import MigUsers
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice
@@ -53,7 +53,7 @@ from dra_driver.mps.compute_mode import DEFAULT, EXCLUSIVE_PROCESS
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.layout import mps_layout
 from dra_driver.mps.records import DaemonRecord, DaemonRecords
-from dra_driver.nvml.instances import MigHardware
+from dra_driver.nvml.mig_hardware import MigHardware
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.simulator import device_node_reader
 from dra_driver.simulator.policy import TIMESLICE, Policies
@@ -297,7 +297,7 @@ class KindNode:
         context = MigContext(
             self.deaths.effects_of(MigHardware(nullcontext)),
             self.ledger,
-            MigUsers(self.records, SpecsWithoutRecord(self.records, self.specs).lost_devices),
+            MigHolders(self.records, SpecsWithoutRecord(self.records, self.specs).lost_devices),
             lambda *_what: None,
             left_over=lambda: None,
             operation=nullcontext,
@@ -391,7 +391,7 @@ class KindNode:
                 lambda: site.inventory.versions.driver,
                 mps_layout(self.plugin).directories,
                 self,
-                CompanionFinder(paths, no_programs, nodes=site.nodes),
+                ExtraDeviceFinder(paths, no_programs, nodes=site.nodes),
             ),
         }
 

@@ -13,8 +13,8 @@ from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
-from dra_driver.nvml.discovery import ForeignInstances, ScanMemory, read_gpus
 from dra_driver.nvml.reader import NvmlReader
+from dra_driver.nvml.scan import ForeignInstances, ScanMemory, read_gpus
 from dra_driver.simulator import Machine, create_machine, nvml_library
 
 

@@ -15,9 +15,9 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.mig.collector import MigCollector
 from dra_driver.mig.context import MigContext
 from dra_driver.mig.create import MigDevices
+from dra_driver.mig.holders import MigHolders
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.mig.steps import MigSteps
-from dra_driver.mig.users import MigUsers
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice
@@ -25,7 +25,7 @@ from dra_driver.model.mig import GpuAddress, MigProfile, OwnedInstance, Placemen
 from dra_driver.model.plan import Plan, PlannedDevice
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, LeaveMigMode, Step
-from dra_driver.nvml.instances import MigHardware
+from dra_driver.nvml.mig_hardware import MigHardware
 from tests.fakes.clock import Clock
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.preparing import Crash
@@ -108,7 +108,7 @@ class MigNode:
         self.records.open(boot_id)
         self.locks = GpuLocks(directory / "locks")
         self.locks.open()
-        self.users = MigUsers(self.records, lambda: self.lost)
+        self.users = MigHolders(self.records, lambda: self.lost)
         self.context = MigContext(
             self.countdown.counted(self.hardware),
             self.countdown.counted(self.ledger),

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from dra_driver.app.wiring.claims import ClaimParts, claim_parts
-from dra_driver.cdi.companions import CompanionFinder
 from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
-from dra_driver.claims.consumers import RecordedPods
-from dra_driver.claims.device_users import InUse
+from dra_driver.claims.claim_pods import RecordedPods
+from dra_driver.claims.gpu_processes import InUse
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.reconciler import Reconciler, Rhythm
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
@@ -208,7 +208,7 @@ def claims_of(
         make_sure=lambda: None,
         pods_run=lambda _record: None,
         setting_for_lost=lambda: None,
-        companions=CompanionFinder(HostPaths(), no_programs),
+        extra_devices=ExtraDeviceFinder(HostPaths(), no_programs),
         timeouts=timeouts,
         rhythm=Rhythm(),
     )

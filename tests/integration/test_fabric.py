@@ -15,7 +15,7 @@ from dra_driver.host import imex
 from dra_driver.model.claim import ClaimRef
 from dra_driver.nvml.reader import NvmlReader
 from tests.integration.conftest import Node, eventually
-from tests.integration.test_companions import CHANNEL, TRAY, channels
+from tests.integration.test_extra_devices import CHANNEL, TRAY, channels
 
 Json = dict[str, Any]
 CLUSTER, CLIQUE = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11", 32766

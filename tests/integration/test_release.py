@@ -11,7 +11,7 @@ import pytest
 from playground.apiserver.server import PlaygroundApiServer
 
 from dra_driver.app import daemon
-from dra_driver.claims.consumers import ClaimConsumers
+from dra_driver.claims.claim_pods import ClaimPods
 from dra_driver.claims.fetch import ClaimLookup
 from dra_driver.claims.reconciler import Rhythm
 from dra_driver.kube.claims import ClaimClient
@@ -143,7 +143,7 @@ class Stage:
         server.add("nodes", {"metadata": {"name": NODE}})
         server.write_kubeconfig(directory / "kubeconfig")
         self.client = ApiClient(load_endpoint(str(directory / "kubeconfig")))
-        claims = ClaimLookup(ClaimClient(ResourceApi(self.client)), ClaimConsumers())
+        claims = ClaimLookup(ClaimClient(ResourceApi(self.client)), ClaimPods())
         self.node = SmallNode(directory, MIXED, claims=claims)  # type: ignore[arg-type]
         self.told = Told()
         self.now = 0.0

@@ -13,8 +13,8 @@ from dra_driver.errors import DeviceLostError, NvmlUnavailableError
 from dra_driver.model.gpu import Fabric, Gpu, UnreadyFabric
 from dra_driver.model.inventory import DriverVersions
 from dra_driver.model.mig import Placement
-from dra_driver.nvml.discovery import read_nvml_fingerprint
 from dra_driver.nvml.readings import read_gpu
+from dra_driver.nvml.scan import read_nvml_fingerprint
 from dra_driver.nvml.topology import PeerMemory, read_reachable_pairs
 from dra_driver.simulator import catalogue, machine_names
 from tests.fakes.machines import SimulatedNode, read_inventory

@@ -15,9 +15,9 @@ from dra_driver.inventory.rules.nvlink import nvlink_domains, with_nvlink_domain
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, MigProfile, Partitioning, PlacedProfile, Placement
-from dra_driver.nvml.discovery import ScanMemory
-from dra_driver.nvml.partitions import read_what_exists
+from dra_driver.nvml.mig_partitions import read_what_exists
 from dra_driver.nvml.reader import NvmlReader
+from dra_driver.nvml.scan import ScanMemory
 from dra_driver.simulator import catalogue, machine_names, nvml_library
 from tests.fakes.machines import SimulatedNode, read_inventory
 from tests.fakes.samples import ONE_G, h100

@@ -9,7 +9,7 @@ import pytest
 
 from dra_driver.errors import DeviceLostError, NvmlTransientError, NvmlUnavailableError, RetryableError
 from dra_driver.model.mig import Placement
-from dra_driver.nvml.instances import MigHardware
+from dra_driver.nvml.mig_hardware import MigHardware
 from dra_driver.nvml.processes import read_processes
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import nvml_library

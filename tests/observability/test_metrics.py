@@ -24,7 +24,7 @@ from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.steps import RunMps, SetTimeSlice, Step, WriteCdiSpec
 from dra_driver.observability.metrics import CountedCalls, Metrics, reason_of
-from dra_driver.observability.metrics.counts import step_label
+from dra_driver.observability.metrics.definitions import step_label
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
 from tests.fakes.scrapes import by_label, labelled, scraped, value
 

@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from dra_driver.claims.consumers import ClaimConsumers
+from dra_driver.claims.claim_pods import ClaimPods
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, PodRef
 from dra_driver.model.record import ClaimRecord
 from dra_driver.observability.metrics import Metrics
@@ -63,7 +63,7 @@ def test_names_of_others_cannot_break_the_text() -> None:
     metrics.show.claims(
         lambda: [ClaimRecord(claim, "prepared", "boot-1", kept.devices, ())],
         lambda _: None,
-        ClaimConsumers().of,
+        ClaimPods().of,
     )
     families = parse_openmetrics(generate_openmetrics(metrics.registry).decode())
     (found,) = (sample for family in families for sample in family.samples if "claim" in sample.labels)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.claims.consumers import ClaimConsumers
+from dra_driver.claims.claim_pods import ClaimPods
 from dra_driver.errors import StateError
 from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import MadeInstance
@@ -18,8 +18,8 @@ from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import Partitioning, PlacedProfile, Placement
 from dra_driver.model.record import ClaimRecord
 from dra_driver.observability.metrics import Metrics
-from dra_driver.observability.metrics.readings import Readings
-from dra_driver.observability.metrics.views import Views
+from dra_driver.observability.metrics.bounded_reads import Readings
+from dra_driver.observability.metrics.collectors import Views
 from tests.fakes.samples import (
     DRIVER,
     GPU_0,
@@ -74,9 +74,7 @@ def test_claim_is_joined_to_the_uuids_of_its_devices(metrics: Metrics) -> None:
         record(made, lost, hold(GPU_1, kind="quantum"), uid="uid-2"),
         record(hold(GPU_1), uid="uid-3", phase="preparing"),
     ]
-    metrics.show.claims(
-        lambda: kept, lambda device: "MIG-made" if device == "made" else None, ClaimConsumers().of
-    )
+    metrics.show.claims(lambda: kept, lambda device: "MIG-made" if device == "made" else None, ClaimPods().of)
     found = list(labelled(scraped(metrics), "nvidia_dra_claim_info"))
     common = {"driver": DRIVER, "node": NODE, "namespace": "default"}
     assert all(entry.items() >= common.items() for entry in found)
@@ -105,7 +103,7 @@ def test_claim_is_joined_to_its_pods_and_to_so_many_at_most(metrics: Metrics) ->
         used_by("idle"),
         used_by("read-anew", "gone"),
     ]
-    noted = ClaimConsumers()
+    noted = ClaimPods()
     noted.note("read-anew", (PodRef("b", "1"), PodRef("a", "2"), PodRef("b", "3")))
     metrics.show.claims(lambda: kept, lambda device: None, noted.of)
     found = list(labelled(scraped(metrics), "nvidia_dra_claim_info"))
@@ -272,7 +270,7 @@ def test_source_that_fails_costs_its_own_metrics_only_and_is_counted(metrics: Me
         raise StateError("the disk is gone")
 
     metrics.show.stuck_mig(stuck)
-    metrics.show.claims(kept, lambda device: None, ClaimConsumers().of)
+    metrics.show.claims(kept, lambda device: None, ClaimPods().of)
     metrics.show.readiness(list)
     causes = ("source", "cause")
     for times, raised in enumerate((StateError("x"), ValueError("a surprise")), start=1):

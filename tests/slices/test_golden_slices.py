@@ -8,7 +8,7 @@ import pytest
 import structlog
 import yaml
 
-from dra_driver.nvml import discovery
+from dra_driver.nvml import scan as discovery
 from dra_driver.simulator import machine_names
 from dra_driver.slices.rules.build import Pool, build_pool
 from tests.fakes.machines import SimulatedNode

@@ -57,7 +57,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         settings.nvidia_cdi_hook_path,
         settings.dynamic_mig,
         lambda: gpu_users("/proc", {pod.uid for one in state.get().records for pod in one.claim.pods or ()}),
-        settings.companions,
+        settings.extra_devices,
     )
     kubelet = KubeletChecks(
         settings.driver_name,

@@ -19,7 +19,7 @@ from dra_driver.journal.rules.debts import withholding
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import MigProfile
-from dra_driver.nvml.profiles import read_machine_profiles
+from dra_driver.nvml.mig_profiles import read_machine_profiles
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.settings import Settings
 from dra_driver.slices.rules.build import Taints, build_pool, none_withheld, untainted

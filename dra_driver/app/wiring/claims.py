@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dra_driver.cdi.companions import CompanionFinder
+from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.claims.attempt_steps import AttemptSteps
-from dra_driver.claims.consumers import RecordedPods
-from dra_driver.claims.device_users import DeviceUsers
+from dra_driver.claims.claim_pods import RecordedPods
 from dra_driver.claims.fetch import ClaimFetch, ClaimLookup
+from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.outcomes import Observer
 from dra_driver.claims.planner import ClaimPlanner, Identity
 from dra_driver.claims.prepare import Preparer
@@ -49,12 +49,12 @@ def claim_parts(
     gpu_locks: GpuLocks,
     executor: Executor,
     keeper: DebtKeeper,
-    users: DeviceUsers,
+    users: GpuProcesses,
     observer: Observer,
     make_sure: Callable[[], object],
     pods_run: Callable[[ClaimRecord], bool | None],
     setting_for_lost: Callable[[], str | None],
-    companions: CompanionFinder,
+    extra_devices: ExtraDeviceFinder,
     timeouts: WaitTimeouts,
     rhythm: Rhythm,
 ) -> ClaimParts:
@@ -78,7 +78,7 @@ def claim_parts(
         rhythm,
     )
     line.tell_leaving(reconciler.look_soon)
-    planner = ClaimPlanner(identity, discovery, records, without_record, companions, setting_for_lost)
+    planner = ClaimPlanner(identity, discovery, records, without_record, extra_devices, setting_for_lost)
     preparer = Preparer(planner, records, claim_locks, gpu_locks, steps, line, unpreparer)
     service = ClaimService(ClaimFetch(lookup, records, identity.driver), preparer, unpreparer, line, observer)
     return ClaimParts(service, preparer, unpreparer, reconciler, line)

@@ -29,7 +29,7 @@ def show_node(
 ) -> None:
     """Claims, devices, health, MIG devices that do not go away, reports, readiness and other trouble of the node."""
     show = metrics.show
-    show.claims(lambda: records.all().values(), mig.uuid_of, reporting.consumers.of)
+    show.claims(lambda: records.all().values(), mig.uuid_of, reporting.claim_pods.of)
     show.devices(inventory, health.monitor, health.instances)
     show.inventory(inventory)
     show.health(inventory, health.monitor)

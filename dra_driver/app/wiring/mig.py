@@ -16,14 +16,14 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.mig.collector import MigCollector
 from dra_driver.mig.context import MigContext, MigObserver
 from dra_driver.mig.create import MigDevices
+from dra_driver.mig.holders import MigHolders
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.mig.steps import MigSteps
-from dra_driver.mig.users import MigUsers
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.steps import CreateMig, LeaveMigMode
-from dra_driver.nvml.instances import MigHardware
+from dra_driver.nvml.mig_hardware import MigHardware
 from dra_driver.settings import Settings
 
 _NVML_S = 30.0
@@ -65,7 +65,7 @@ class MigParts:
         self._context = MigContext(
             MigHardware(kept_open),
             self.ledger,
-            MigUsers(records, lost_devices),
+            MigHolders(records, lost_devices),
             observe,
             left_over=self.look_soon,
             operation=whole_action,

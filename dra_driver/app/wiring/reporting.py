@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dra_driver.app.part import Part
 from dra_driver.app.wiring.health import HealthParts
 from dra_driver.app.wiring.mig import MigParts
-from dra_driver.claims.consumers import ClaimConsumers
+from dra_driver.claims.claim_pods import ClaimPods
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.events import EventWriter
@@ -45,11 +45,11 @@ class ReportingParts:
     ) -> None:
         """`ended` answers the records of claims that have ended and of which something is still being undone.
         `released` is called when a claim was unprepared. `mps_daemons` asks the MPS host."""
-        self.consumers = ClaimConsumers()
+        self.claim_pods = ClaimPods()
         self.recorder = EventRecorder(
             settings.node_name,
             EventWriter(api.client, settings.driver_name, settings.node_name),
-            ClaimStatusClient(api, settings.driver_name, settings.node_name, note_pods=self.consumers.note),
+            ClaimStatusClient(api, settings.driver_name, settings.node_name, note_pods=self.claim_pods.note),
         )
         states = ClaimStatusReporter(
             self.recorder, inventory, mig.created_instance, health.monitor.states, records.get

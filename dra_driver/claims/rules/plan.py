@@ -22,11 +22,11 @@ from dra_driver.cdi.rules.metadata import cdi_id as metadata_cdi_id
 from dra_driver.cdi.rules.metadata import check_names
 from dra_driver.cdi.rules.spec import cdi_id
 from dra_driver.cdi.rules.spec_devices import SpecDevice
-from dra_driver.claims.rules.companions import asked_host_devices, imex_of
 from dra_driver.claims.rules.conflicts import refuse_crowded, refuse_held
+from dra_driver.claims.rules.extra_devices import asked_host_devices, imex_of
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
-from dra_driver.model.companions import HOST_DEVICES, NO_COMPANIONS, Companions, in_order
+from dra_driver.model.extra_devices import HOST_DEVICES, NO_EXTRA_DEVICES, ExtraDevices, in_order
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.plan import Plan, PlannedDevice, cdi_device, held_silicon
 from dra_driver.model.record import ClaimRecord, HeldDevice
@@ -68,14 +68,14 @@ def plan_claim(
     metadata: tuple[str, ...] = (),
     *,
     setting_for_lost: str | None = None,
-    companions: Companions = NO_COMPANIONS,
+    extra_devices: ExtraDevices = NO_EXTRA_DEVICES,
 ) -> Plan:
     """The plan for our part of a claim.
 
     `others` are the records of all other claims on this node, `sharing` is the node's policy, `known` is the
     claim's own record, `metadata` are the versions in which the node writes device metadata. `setting_for_lost`
     is what to set so that new pods stay away from lost GPUs, None if they do.
-    `companions` are what the node's configuration gives to claims beside their GPUs.
+    `extra_devices` are what the node's configuration gives to claims beside their GPUs.
 
     A claim that looks at many GPUs with admin access, as a monitor does, goes without those that are lost: it is wanted
     most on a node with a bad GPU. A claim that uses a lost GPU, or has no other, cannot be prepared.
@@ -91,9 +91,9 @@ def plan_claim(
         PlannedDevice(result, offered, usage, inventory.gpus if _manages(result, resolved) else ())
         for (result, offered), usage, resolved in zip(found, usages, parameters, strict=True)
     )
-    if companions != NO_COMPANIONS or claim.configs or kept is not None:
+    if extra_devices != NO_EXTRA_DEVICES or claim.configs or kept is not None:
         held = known.devices if known is not None and kept is not None else None
-        devices = _with_companions(claim, devices, parameters, driver, companions, inventory, held)
+        devices = _with_extra_devices(claim, devices, parameters, driver, extra_devices, inventory, held)
     if kept is None:
         wanted = [(device.result.request, device.held()) for device in devices]
         records = list(others)
@@ -170,26 +170,26 @@ def _manages(result: DeviceResult, resolved: ResolvedConfig) -> bool:
     return result.admin_access and manages(resolved.config)
 
 
-def _with_companions(
+def _with_extra_devices(
     claim: AllocatedClaim,
     devices: Sequence[PlannedDevice],
     parameters: Sequence[ResolvedConfig],
     driver: str,
-    companions: Companions,
+    extra_devices: ExtraDevices,
     inventory: Inventory,
     held: Sequence[HeldDevice] | None,
 ) -> tuple[PlannedDevice, ...]:
     """The devices with what comes beside them. A prepared claim keeps what it `held`, whatever the node gives now."""
     planned = []
-    allowed = companions.askable if held is None else HOST_DEVICES
+    allowed = extra_devices.askable if held is None else HOST_DEVICES
     for number, (device, resolved) in enumerate(zip(devices, parameters, strict=True)):
         asked = asked_host_devices(claim, device.result, resolved, driver, allowed)
         if held is not None:
             # An older release that served in between may have dropped from the record what the claim asked for.
             imex, given = held[number].imex, in_order((*held[number].host_devices, *asked))
         else:
-            imex = imex_of(device.result, device.offered, companions.imex, inventory)
-            given = in_order((*companions.host_devices, *asked))
+            imex = imex_of(device.result, device.offered, extra_devices.imex, inventory)
+            given = in_order((*extra_devices.host_devices, *asked))
         planned.append(replace(device, imex=imex, host_devices=given, asked_host_devices=asked))
     return tuple(planned)
 

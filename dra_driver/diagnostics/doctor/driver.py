@@ -28,16 +28,16 @@ from dra_driver.host.imex import ImexChannelNodes, ImexDaemon
 from dra_driver.host.libraries import note_of_left_out, scan_libraries
 from dra_driver.host.rooted_tree import RootedTree, join_root
 from dra_driver.host.sysfs import Sysfs
-from dra_driver.model.companions import (
+from dra_driver.model.driver_programs import IMEX_PROGRAM
+from dra_driver.model.extra_devices import (
     FABRIC_REMEDY,
     MOST_IMEX_CHANNELS,
-    NO_COMPANIONS,
+    NO_EXTRA_DEVICES,
     NODE_PATTERNS,
     REMEDIES,
-    Companions,
+    ExtraDevices,
     ImexChannels,
 )
-from dra_driver.model.driver_programs import IMEX_PROGRAM
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.units import counted
@@ -58,7 +58,7 @@ class DriverChecks:
     dynamic_mig: bool = False
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
     """Programs besides this driver and the pods of claims that have a GPU open; None if that is not known."""
-    companions: Companions = NO_COMPANIONS
+    extra_devices: ExtraDevices = NO_EXTRA_DEVICES
 
     def gpus_on_the_bus(self) -> Finding:
         """Are there GPUs, and are they bound to the NVIDIA driver?"""
@@ -242,7 +242,7 @@ class DriverChecks:
 
     def imex(self) -> Finding:
         """Do claims on GPUs in a fabric get their IMEX channel?"""
-        wanted = self.companions.imex
+        wanted = self.extra_devices.imex
         if wanted is None:
             return skip("claims get no IMEX channels")
         inventory = self.inventory.or_none()
@@ -299,7 +299,7 @@ class DriverChecks:
 
     def host_devices(self) -> Finding:
         """Is there what every claim is to get beside its GPUs?"""
-        kinds = self.companions.host_devices
+        kinds = self.extra_devices.host_devices
         finder = HostDeviceFinder(self.paths, nodes=self.nodes)
         missing = [kind for kind in kinds if not finder.find(kind).nodes]
         if missing:
@@ -368,8 +368,8 @@ class DriverChecks:
             "device nodes": self.device_nodes,
             "MIG mode": self.mig_mode,
             "GPU agents": self.gpu_agents,
-            "IMEX": None if self.companions.imex is None else self.imex,
-            "host devices": self.host_devices if self.companions.host_devices else None,
+            "IMEX": None if self.extra_devices.imex is None else self.imex,
+            "host devices": self.host_devices if self.extra_devices.host_devices else None,
             "nvidia-cdi-hook": self.cdi_hook,
             "persistence": self.persistence,
             "GPU memory": self.gpu_memory,

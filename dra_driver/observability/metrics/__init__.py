@@ -7,8 +7,8 @@ readings.py   asks the sources at each scrape, in limited time
 calls.py      the kubelet's calls in flight
 """
 
-from dra_driver.observability.metrics.calls import CountedCalls
-from dra_driver.observability.metrics.counts import Metrics
-from dra_driver.observability.metrics.reasons import reason_of
+from dra_driver.observability.metrics.calls_in_flight import CountedCalls
+from dra_driver.observability.metrics.definitions import Metrics
+from dra_driver.observability.metrics.error_types import reason_of
 
 __all__ = ["CountedCalls", "Metrics", "reason_of"]

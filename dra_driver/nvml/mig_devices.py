@@ -17,7 +17,7 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.model.mig import MigDevice, MigProfile, PlacedProfile, Placement
 from dra_driver.nvml.failures import collected, nvml_errors
-from dra_driver.nvml.instance_handles import mig_mode
+from dra_driver.nvml.mig_instances import mig_mode
 
 Handle = Any
 T = TypeVar("T")

@@ -8,7 +8,7 @@ from dra_driver.errors import DraDriverError, NvmlUnavailableError
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.model.mig import MigProfile
 from dra_driver.nvml.failures import nvml_errors
-from dra_driver.nvml.mig import read_placed_profiles
+from dra_driver.nvml.mig_devices import read_placed_profiles
 from dra_driver.nvml.readings import read_gpu
 
 

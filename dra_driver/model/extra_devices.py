@@ -1,4 +1,4 @@
-"""Companions, which containers get of the host beside their GPU: IMEX channels, nodes of RDMA, storage, NVSwitches."""
+"""Extra devices, which containers get beside their GPU: IMEX channels, nodes of RDMA, storage, NVSwitches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FABRIC_REMEDY: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Companions:
+class ExtraDevices:
     """What the node's configuration gives to every claim: `imex` channels only to claims on GPUs in a fabric. For
     `claim_host_devices` every author of a claim may ask."""
 
@@ -55,7 +55,7 @@ class Companions:
         return (*self.host_devices, *self.claim_host_devices)
 
 
-NO_COMPANIONS: Final = Companions()
+NO_EXTRA_DEVICES: Final = ExtraDevices()
 
 
 def in_order(names: Iterable[str]) -> tuple[HostDevice, ...]:

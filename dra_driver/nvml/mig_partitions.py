@@ -10,8 +10,8 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile
 from dra_driver.nvml.failures import collected
-from dra_driver.nvml.instance_handles import gpu_handle, mig_mode, read_gpu_instances
-from dra_driver.nvml.mig import Tables, read_placed_profiles
+from dra_driver.nvml.mig_devices import Tables, read_placed_profiles
+from dra_driver.nvml.mig_instances import gpu_handle, mig_mode, read_gpu_instances
 from dra_driver.nvml.readings import FaultLog
 
 Handle = Any

@@ -16,9 +16,9 @@ from prometheus_client.process_collector import ProcessCollector
 
 from dra_driver import __version__
 from dra_driver.model.steps import Step
-from dra_driver.observability.metrics.readings import CAUSES, Readings
-from dra_driver.observability.metrics.reasons import REASONS, reason_of
-from dra_driver.observability.metrics.views import Views
+from dra_driver.observability.metrics.bounded_reads import CAUSES, Readings
+from dra_driver.observability.metrics.collectors import Views
+from dra_driver.observability.metrics.error_types import REASONS, reason_of
 
 _DURATION_BUCKETS = (0.002, 0.005, 0.01, 0.025, *(0.05 * 2**n for n in range(10)), 45.0)
 """As NVIDIA's own driver has them, and to the end of the kubelet's patience."""

@@ -1,4 +1,4 @@
-"""Decides the companions of a claim's devices: by the node's configuration and the claim's parameters."""
+"""Decides the extra devices of a claim's devices: by the node's configuration and the claim's parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dra_driver.api.config import GpuConfig, MigDeviceConfig, OpaqueConfig, conf
 from dra_driver.api.resolve import ResolvedConfig, config_for_result
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.claim import AllocatedClaim, DeviceResult
-from dra_driver.model.companions import FABRIC_REMEDY, MOST_IMEX_CHANNELS, HostDevice, ImexChannels
+from dra_driver.model.extra_devices import FABRIC_REMEDY, MOST_IMEX_CHANNELS, HostDevice, ImexChannels
 from dra_driver.model.inventory import Inventory, OfferedDevice, WholeGpu
 
 _UNREADY: Final = {

@@ -1,4 +1,4 @@
-"""Companions of GPUs for a claim's containers: looked for before the first step, and again when the spec is written.
+"""Extra devices for a claim's containers: looked for before the first step, and again when the spec is written.
 
 | A crash, or a node that vanishes | leaves | Undo |
 |---|---|---|
@@ -15,21 +15,21 @@ import threading
 
 import structlog
 
-from dra_driver.cdi.rules.companions import note, refused, with_host_devices
+from dra_driver.cdi.rules.extra_devices import note, refused, with_host_devices
 from dra_driver.host.device_nodes import DeviceNodeReader
 from dra_driver.host.host_devices import HostDeviceFinder
 from dra_driver.host.imex import ImexChannelNodes, ImexDaemon
-from dra_driver.model.companions import HostDevice, ImexChannels
 from dra_driver.model.driver_files import CdiDevice, HostNode
 from dra_driver.model.driver_programs import FindPrograms
+from dra_driver.model.extra_devices import HostDevice, ImexChannels
 from dra_driver.model.host import HostPaths
 from dra_driver.model.plan import Plan, PlannedDevice
 
 _log = structlog.get_logger(__name__)
 
 
-class CompanionFinder:
-    """Finds companions on the host; nobody asks for a plan that has none."""
+class ExtraDeviceFinder:
+    """Finds extra devices on the host; nobody asks for a plan that has none."""
 
     def __init__(
         self, paths: HostPaths, programs: FindPrograms, *, nodes: DeviceNodeReader | None = None
@@ -55,7 +55,7 @@ class CompanionFinder:
         self._daemon.refuse_unready(timeout_s)
 
     def added(self, device: CdiDevice, planned: PlannedDevice) -> CdiDevice:
-        """The device with its companions' nodes. Raises: RetryableError as `check`."""
+        """The device with the nodes of its extra devices. Raises: RetryableError as `check`."""
         for kind in planned.host_devices:
             found = self._finder.find(kind)
             if not found.nodes and kind in planned.asked_host_devices:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dra_driver.model.claim import ClaimRef, PrepareOutcome, UnprepareOutcome
-from dra_driver.observability.metrics.counts import Metrics
+from dra_driver.observability.metrics.definitions import Metrics
 
 if TYPE_CHECKING:
     from dra_driver.kubelet.dra import ClaimService

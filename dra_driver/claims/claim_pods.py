@@ -22,7 +22,7 @@ _MOST_REMEMBERED = 512
 _LOCK_WAIT_S = 1.0
 
 
-class ClaimConsumers:
+class ClaimPods:
     """The pods of each claim as last read, in memory; for many threads. When there are too many claims, the oldest
     entries are dropped, and `of` takes the pods from the record."""
 

@@ -15,8 +15,8 @@ from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault, DriverV
 from dra_driver.model.mig import GpuInstance, MigProfile
 from dra_driver.nvml.confidential import confidential_mode
 from dra_driver.nvml.failures import nvml_errors, supported
-from dra_driver.nvml.mig import Tables, read_mig_devices, read_profiles
-from dra_driver.nvml.partitions import PartitionReader
+from dra_driver.nvml.mig_devices import Tables, read_mig_devices, read_profiles
+from dra_driver.nvml.mig_partitions import PartitionReader
 from dra_driver.nvml.readings import FaultLog, read_gpu
 from dra_driver.nvml.topology import PeerMemory, read_reachable_pairs
 

@@ -1,4 +1,4 @@
-"""Companions as a CDI spec has them, and what is said where one is missing."""
+"""Extra devices as a CDI spec has them, and what is said where one is missing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dra_driver.errors import RetryableError
-from dra_driver.model.companions import NODE_PATTERNS, REMEDIES, HostDevice
 from dra_driver.model.driver_files import CdiDevice, CdiMount, HostNode
+from dra_driver.model.extra_devices import NODE_PATTERNS, REMEDIES, HostDevice
 from dra_driver.model.plan import PlannedDevice
 
 

@@ -48,7 +48,7 @@ class InUse:
     text: str
 
 
-class DeviceUsers:
+class GpuProcesses:
     """Asks NVML, and waits at most `wait_s` seconds for its answer. For many threads."""
 
     def __init__(

@@ -8,7 +8,7 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.model.steps import CreateMig
 
 
-class MigUsers:
+class MigHolders:
     """Reads the records anew for each question, because the second instance of a rolling update writes them too."""
 
     def __init__(self, records: RecordStore, lost_devices: Callable[[], Collection[str]]) -> None:

@@ -18,7 +18,7 @@ from dra_driver.model.health import Condition, HealthState, HealthTarget, Severi
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.mps import MPS_STATES
 from dra_driver.model.record import ClaimRecord
-from dra_driver.observability.metrics.readings import Read, Readings
+from dra_driver.observability.metrics.bounded_reads import Read, Readings
 
 _PREPARED_TYPES = ("gpu", "mig", "vfio", "unknown")
 _OFFERED_TYPES = ("gpu", "mig", "possible_mig")

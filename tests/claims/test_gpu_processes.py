@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.claims.device_users import DeviceUsers, InUse
+from dra_driver.claims.gpu_processes import GpuProcesses, InUse
 from dra_driver.errors import (
     DeviceLostError,
     DraDriverError,
@@ -42,7 +42,7 @@ class Bench:
         self.on_host: set[int] = set()
         self.is_gone = False
         self.hangs: dict[str, threading.Event] = {}
-        self.users = DeviceUsers(
+        self.users = GpuProcesses(
             self.processes,
             self.made.get,
             lambda: {other.ref.uid: other for other in self.others},
@@ -222,7 +222,7 @@ def test_on_a_machine(simulated: SimulatedNode) -> None:
     reader.reopen()
     gpu = machine.gpu(0).uuid
     held = record(HeldDevice("gpu-0", "gpu", gpu, gpu))
-    users = DeviceUsers(
+    users = GpuProcesses(
         reader.processes,
         lambda device: None,
         dict,

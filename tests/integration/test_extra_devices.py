@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import structlog
 
-from dra_driver.cdi.companions import CompanionFinder
+from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.host import imex
 from dra_driver.model.claim import ClaimRef, Prepared
-from dra_driver.model.companions import HOST_DEVICES
+from dra_driver.model.extra_devices import HOST_DEVICES
 from dra_driver.model.plan import Plan
 from tests.api.parameter_table import parameters
 from tests.integration.conftest import DRIVER, Node, eventually
@@ -90,7 +90,7 @@ def test_off_costs_nothing_and_gives_nothing(tray: Node, monkeypatch: pytest.Mon
     monkeypatch.setattr(imex.ImexDaemon, "refuse_unready", asked)
     monkeypatch.setattr("dra_driver.host.host_devices.HostDeviceFinder.find", asked)
     for name in ("check", "added", "channel_nodes", "refuse_unready_imex"):
-        monkeypatch.setattr(CompanionFinder, name, asked)
+        monkeypatch.setattr(ExtraDeviceFinder, name, asked)
     tray.start_driver()
     assert all("imexChannels" not in device["attributes"] for device in tray.wait_devices(4))
     ref = tray.claim("training")
@@ -153,13 +153,13 @@ def test_channels_that_a_container_cannot_get(
 
 def test_channels_that_vanish_before_the_spec_is_written(tray: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = tray.running(4, imex_channel=0).driver
-    check = CompanionFinder.check
+    check = ExtraDeviceFinder.check
 
-    def then_gone(self: CompanionFinder, plan: Plan) -> None:
+    def then_gone(self: ExtraDeviceFinder, plan: Plan) -> None:
         check(self, plan)
         tray.machine.set_imex("ready", channels=0)
 
-    monkeypatch.setattr(CompanionFinder, "check", then_gone)
+    monkeypatch.setattr(ExtraDeviceFinder, "check", then_gone)
     tray.refused(tray.claim("training"), "the kernel lists no nvidia-caps-imex-channels")
     monkeypatch.undo()
     tray.machine.set_imex("ready", channels=2048)
@@ -268,13 +268,13 @@ def test_nodes_that_vanish_before_the_spec_is_written(
     other = node.claim("other")
     node.ready(other)
     spec = spec_of(node, other)
-    check = CompanionFinder.check
+    check = ExtraDeviceFinder.check
 
-    def then_gone(self: CompanionFinder, plan: Plan) -> None:
+    def then_gone(self: ExtraDeviceFinder, plan: Plan) -> None:
         check(self, plan)
         node.machine.set_host_devices([])
 
-    monkeypatch.setattr(CompanionFinder, "check", then_gone)
+    monkeypatch.setattr(ExtraDeviceFinder, "check", then_gone)
     node.refused(asking(node, "training", "gds"), "hostDevices gds", "/dev/nvidia-fs*", "modprobe nvidia-fs")
     assert spec_of(node, other) == spec
 

@@ -10,7 +10,7 @@ import pytest
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.claim import DeviceConfig
-from dra_driver.model.companions import FABRIC_REMEDY, Companions
+from dra_driver.model.extra_devices import FABRIC_REMEDY, ExtraDevices
 from dra_driver.model.gpu import Fabric, UnreadyFabric
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
@@ -27,7 +27,7 @@ IN, OUT = NODES.by_name
 def planned(*results: Any, node: Inventory = NODES, known: ClaimRecord | None = None, **more: Any) -> Plan:
     configs = more.pop("configs", ())
     wanted = replace(claim(), results=tuple(results), configs=configs)
-    return plan_claim(wanted, node, NODE, DRIVER, (), known=known, companions=Companions(**more))
+    return plan_claim(wanted, node, NODE, DRIVER, (), known=known, extra_devices=ExtraDevices(**more))
 
 
 def config(source: Any, requests: tuple[str, ...], *kinds: str) -> DeviceConfig:
@@ -39,7 +39,7 @@ def test_only_devices_in_a_fabric_that_are_used_get_the_channel() -> None:
     assert [device.imex for device in plan.devices] == [7, None]
     assert [held.imex for held in plan.held_devices()] == [7, None]
     assert [device.imex for device in planned(result(IN, admin_access=True), imex=7).devices] == [None]
-    assert not planned(result(IN)).has_companions
+    assert not planned(result(IN)).has_extra_devices
 
 
 @pytest.mark.parametrize("state", ["pending", "broken", "unknown"])
@@ -54,7 +54,7 @@ def test_a_claim_for_a_gpu_whose_fabric_is_not_ready_waits_where_it_would_get_a_
     assert FABRIC_REMEDY in said
     for others in ([result(OUT)], [result(IN, admin_access=True), result(OUT, "b")]):
         assert [device.imex for device in planned(*others, node=node, imex=7).devices] == [None] * len(others)
-    assert not planned(result(IN), node=node).has_companions
+    assert not planned(result(IN), node=node).has_extra_devices
     first = planned(result(IN), imex=7)
     prepared = ClaimRecord(first.claim, "prepared", "boot", first.held_devices(), first.steps)
     assert [one.imex for one in planned(result(IN), node=node, known=prepared, imex=7).devices] == [7]
@@ -85,7 +85,7 @@ def test_channels_that_the_driver_does_not_have(
 ) -> None:
     with pytest.raises(error):
         planned(result(IN), node=replace(NODES, imex_channels=count), imex=channels)
-    assert not planned(result(OUT), node=replace(NODES, imex_channels=count), imex=channels).has_companions
+    assert not planned(result(OUT), node=replace(NODES, imex_channels=count), imex=channels).has_extra_devices
 
 
 def test_the_claim_asks_in_addition_to_the_node() -> None:
@@ -129,9 +129,9 @@ def test_an_author_of_claims_may_ask_for_what_the_node_allows() -> None:
 def test_a_prepared_claim_keeps_it_and_a_half_prepared_one_does_not() -> None:
     first = planned(result(IN), imex=7, host_devices=("gds",))
     record = ClaimRecord(first.claim, "prepared", "boot", first.held_devices(), first.steps)
-    for companions in ({}, {"imex": 2, "host_devices": ("mofed",)}):
-        assert planned(result(IN), known=record, **companions).devices == first.devices
+    for extra_devices in ({}, {"imex": 2, "host_devices": ("mofed",)}):
+        assert planned(result(IN), known=record, **extra_devices).devices == first.devices
         gone = replace(NODES, imex_channels=None)
-        assert planned(result(IN), known=record, node=gone, **companions).devices == first.devices
+        assert planned(result(IN), known=record, node=gone, **extra_devices).devices == first.devices
     again = planned(result(IN), known=replace(record, phase="preparing"), imex=2)
     assert [(device.imex, device.host_devices) for device in again.devices] == [(2, ())]

@@ -23,9 +23,10 @@ from dra_driver.errors import (
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.model.mig import GpuInstance, MigProfile, Placement
+from dra_driver.nvml.busy_gpus import busy_error, holders_of
 from dra_driver.nvml.failures import nvml_errors, supported
-from dra_driver.nvml.holders import busy_error, holders_of
-from dra_driver.nvml.instance_handles import (
+from dra_driver.nvml.mig_devices import Tables, read_profiles
+from dra_driver.nvml.mig_instances import (
     compute_identity,
     compute_instance_handles,
     compute_profiles,
@@ -36,7 +37,6 @@ from dra_driver.nvml.instance_handles import (
     read_gpu_instances,
     whole_compute_profile,
 )
-from dra_driver.nvml.mig import Tables, read_profiles
 
 Handle = Any
 P = ParamSpec("P")

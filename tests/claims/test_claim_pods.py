@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dra_driver.claims.consumers import ClaimConsumers, RecordedPods
+from dra_driver.claims.claim_pods import ClaimPods, RecordedPods
 from dra_driver.claims.fetch import ClaimLookup
 from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.errors import RetryableError, StateError
@@ -51,7 +51,7 @@ def bench(node: Node) -> Bench:
 
 
 def test_what_was_read_last_goes_before_what_the_record_says() -> None:
-    pods = ClaimConsumers()
+    pods = ClaimPods()
     record = ClaimRecord(used_by(ONE, A), "prepared", "boot-1", (), ())
     assert pods.of(record) == (A,)
     pods.note("uid-1", (A, B))
@@ -65,7 +65,7 @@ def test_what_was_read_last_goes_before_what_the_record_says() -> None:
 
 
 def test_of_the_claims_read_longest_ago_the_records_must_do() -> None:
-    pods = ClaimConsumers()
+    pods = ClaimPods()
     pods.note("uid-1", (A,))
     for number in range(511):
         pods.note(f"other-{number}", (C,))
