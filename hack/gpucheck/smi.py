@@ -12,8 +12,14 @@ from dra_driver.model.ids import pci_bus_id
 
 _TIMEOUT_S = 120
 FIELDS = ("name", "pci.bus_id", "memory.total", "driver_version", "mig.mode.current", "compute_cap")
-QUERY = (f"--query-gpu=uuid,{','.join(FIELDS)}", "--format=csv,noheader,nounits")
-READS = frozenset({("-L",), ("-q", "-x"), ("topo", "-m"), ("nvlink", "-s"), ("mig", "-lgi"), QUERY})
+QUERIES = {
+    fields: (f"--query-gpu=uuid,{','.join(fields)}", "--format=csv,noheader,nounits")
+    for fields in (FIELDS, FIELDS[:-1])
+}
+"""By fields: R470 does not know the last one, and then answers none."""
+READS = frozenset(
+    {("-L",), ("-q", "-x"), ("topo", "-m"), ("nvlink", "-s"), ("mig", "-lgi"), *QUERIES.values()}
+)
 """The only arguments with which nvidia-smi is run."""
 _UNKNOWN = {"", "N/A", "[N/A]", "[Not Supported]", "Not Supported", "[Unknown Error]", "[GPU requires reset]"}
 _GPU_LINE = re.compile(r"^GPU (\d+): (.+) \(UUID: (GPU-[^)]+)\)\s*$")
@@ -62,14 +68,17 @@ class NvidiaSmi:
 
     def query(self) -> dict[str, Facts]:
         """Values by GPU UUID and field. Raises: SmiError."""
-        rows = [
-            [cell.strip() for cell in line.split(",")]
-            for line in self.ask(*QUERY).splitlines()
-            if line.strip()
-        ]
-        if any(len(row) != len(FIELDS) + 1 for row in rows):
+        try:
+            return self._asked(FIELDS)
+        except SmiError:
+            return self._asked(FIELDS[:-1])
+
+    def _asked(self, fields: tuple[str, ...]) -> dict[str, Facts]:
+        lines = filter(str.strip, self.ask(*QUERIES[fields]).splitlines())
+        rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+        if any(len(row) != len(fields) + 1 for row in rows):
             raise SmiError(f"{self.program} answered a query in a form that is not known")
-        return {row[0]: dict(zip(FIELDS, map(_known, row[1:]), strict=True)) for row in rows}
+        return {row[0]: dict(zip(fields, map(_known, row[1:]), strict=True)) for row in rows}
 
     def details(self) -> dict[str, Facts]:
         """What only the XML has, by GPU UUID. Raises: SmiError."""
