@@ -12,7 +12,7 @@ from dra_driver.model.ids import pci_bus_id
 
 _TIMEOUT_S = 120
 FIELDS = ("name", "pci.bus_id", "memory.total", "driver_version", "mig.mode.current", "compute_cap")
-QUERIES = {
+QUERIES: dict[tuple[str, ...], tuple[str, ...]] = {
     fields: (f"--query-gpu=uuid,{','.join(fields)}", "--format=csv,noheader,nounits")
     for fields in (FIELDS, FIELDS[:-1])
 }
@@ -74,7 +74,7 @@ class NvidiaSmi:
             return self._asked(FIELDS[:-1])
 
     def _asked(self, fields: tuple[str, ...]) -> dict[str, Facts]:
-        lines = filter(str.strip, self.ask(*QUERIES[fields]).splitlines())
+        lines = [line for line in self.ask(*QUERIES[fields]).splitlines() if line.strip()]
         rows = [[cell.strip() for cell in line.split(",")] for line in lines]
         if any(len(row) != len(fields) + 1 for row in rows):
             raise SmiError(f"{self.program} answered a query in a form that is not known")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pynvml
 import pytest
 from gpucheck.machine import NO_PERMISSION, ReadOnlyLibrary
-from gpucheck.smi import FIELDS, QUERIES, READS, NvidiaSmi
+from gpucheck.smi import QUERIES, READS, NvidiaSmi
 
 from tests.hack.support import looking_at
 
@@ -78,5 +78,5 @@ def test_nvidia_smi_is_never_run_when_it_could_change_something(arguments: list[
 
 def test_nvidia_smi_is_asked_for_lists_alone() -> None:
     listings = {("-L",), ("-q", "-x"), ("topo", "-m"), ("nvlink", "-s"), ("mig", "-lgi")}
-    assert listings ^ READS == {QUERIES[FIELDS]}
-    assert QUERIES[FIELDS][0].startswith("--query-gpu=")
+    assert listings ^ READS == set(QUERIES.values())
+    assert all(query[0].startswith("--query-gpu=") for query in QUERIES.values())
