@@ -78,7 +78,7 @@ from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDevi
 from dra_driver.mps.client import MpsClient
 from dra_driver.mps.layout import mps_layout
 from dra_driver.nvml.reader import NvmlReader
-from dra_driver.observability.metrics import CountedCalls, Metrics
+from dra_driver.observability.metrics import Metrics
 from dra_driver.observability.probes import Probes
 from dra_driver.settings import Settings
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
@@ -280,7 +280,7 @@ class Driver:
         )
         self._plugin = KubeletPlugin(
             plugin_settings(settings),
-            CountedCalls(self.claims.service, self.metrics),
+            self.claims.service,
             ready=self.probes.is_ready,
             on_status=self._registration_changed,
             on_fatal=self.fail,

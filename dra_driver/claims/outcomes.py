@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
 import structlog
@@ -17,6 +18,9 @@ Action = Literal["prepare", "unprepare"]
 
 class Observer(Protocol):
     """Hears of each claim's outcome; the rooms above implement it. A method must not raise and must not wait."""
+
+    def in_flight(self, action: Action) -> AbstractContextManager[None]:
+        """Within it a call of the kubelet is under way."""
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         """A claim is prepared; `record` is None if it has no device of this driver."""

@@ -50,7 +50,7 @@ class ClaimService:
     ) -> Mapping[str, PrepareOutcome]:
         """An outcome for each claim, by its UID."""
         call = KubeletCall.begin(deadline_s, has_left)
-        with until(call.deadline), ExitStack() as under_way:
+        with self._observer.in_flight("prepare"), until(call.deadline), ExitStack() as under_way:
             for ref in claims:
                 under_way.enter_context(self._line.preparing(ref.uid))
             outcomes = side_by_side(
@@ -65,7 +65,8 @@ class ClaimService:
         has_left: Callable[[], bool] | None = None,
     ) -> Mapping[str, UnprepareOutcome]:
         """As `Unpreparer.unprepare`."""
-        return self._unpreparer.unprepare(claims, KubeletCall.begin(deadline_s, has_left))
+        with self._observer.in_flight("unprepare"):
+            return self._unpreparer.unprepare(claims, KubeletCall.begin(deadline_s, has_left))
 
     def _prepare_logged(self, ref: ClaimRef, call: KubeletCall) -> PrepareOutcome:
         with bound_contextvars(claim_uid=ref.uid):

@@ -5,7 +5,7 @@ serving.py       gRPC servers with limits; those on a Unix socket become visible
 rpc.py           request ids, logs and error texts common to all calls; and how a call is made
 registration.py  the registration service the kubelet's plugin watcher calls
 claim_check.py   what a claim reference from the wire may look like
-v1.py v1beta1.py the DRA service; it calls a ClaimService
+dra.py           the DRA service, v1 and v1beta1
 device_health.py where a device health stream plugs in
 liveness.py      whether our own sockets answer
 health_port.py   gRPC health for probes, on TCP

@@ -1,4 +1,4 @@
-"""DRA v1 and v1beta1: turns the kubelet's calls into calls of a ClaimService, and its outcomes into answers.
+"""DRA v1 and v1beta1: turns the kubelet's calls into calls of a ClaimCalls, and its outcomes into answers.
 
 A claim's failure goes into that claim's entry, never into the status of the call. So the kubelet can still use the
 other claims.
@@ -34,7 +34,7 @@ _Outcome = TypeVar("_Outcome")
 _Call = Callable[[Sequence[ClaimRef], float, Callable[[], bool]], Mapping[str, _Outcome]]
 
 
-class ClaimService(Protocol):
+class ClaimCalls(Protocol):
     """Prepares and unprepares the claims of a call. Many threads call it at the same time.
 
     `deadline_s` is the number of seconds until the caller gives up, very large if it never does. `has_left` returns
@@ -61,7 +61,7 @@ class DraService:
     """Both versions. Their messages have the same fields under the same numbers, as a test sees, so both use those
     of v1. Only the share IDs are new there, and a kubelet of v1beta1, which knows no shares, skips them."""
 
-    def __init__(self, claims: ClaimService) -> None:
+    def __init__(self, claims: ClaimCalls) -> None:
         self._claims = claims
 
     def methods(self) -> Methods:

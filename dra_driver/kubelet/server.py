@@ -63,7 +63,7 @@ class KubeletPlugin:
     def __init__(
         self,
         settings: PluginSettings,
-        claims: dra.ClaimService,
+        claims: dra.ClaimCalls,
         *,
         ready: Callable[[], bool],
         on_status: Callable[[RegistrationStatus], None] | None = None,

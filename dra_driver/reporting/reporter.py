@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import structlog
@@ -58,6 +59,10 @@ class Reporter:
         self._users = users
         self._freed = freed
         self._mps = mps
+
+    def in_flight(self, action: Literal["prepare", "unprepare"]) -> AbstractContextManager[None]:
+        """A call of the kubelet is counted from its arrival to its answer."""
+        return self._metrics.in_flight(action)
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         """A claim is prepared. If its containers can only use it in one way, the claim says so."""

@@ -409,6 +409,12 @@ def test_no_record_appears_when_the_deadline_passes_while_it_is_planned(
     assert node.files() == {}
 
 
+def test_calls_are_counted_from_their_arrival_to_their_answer(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    node.unprepare(claim(GPU_0))
+    assert node.outcomes.calls == ["prepare begins", "prepare ends", "unprepare begins", "unprepare ends"]
+
+
 def test_thousand_claims_are_answered_in_one_call(node: Node) -> None:
     wanted = [claim(uid=f"uid-{number}") for number in range(1000)]
     refs = [node.claims.add(item) for item in wanted]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +143,13 @@ class Outcomes:
 
     told: list[tuple[str, str | None]] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def in_flight(self, action: str) -> Iterator[None]:
+        self.calls.append(f"{action} begins")
+        yield
+        self.calls.append(f"{action} ends")
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         assert duration_s >= 0

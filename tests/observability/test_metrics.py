@@ -23,7 +23,7 @@ from dra_driver.errors import (
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.steps import RunMps, SetTimeSlice, Step, WriteCdiSpec
-from dra_driver.observability.metrics import CountedCalls, Metrics, reason_of
+from dra_driver.observability.metrics import Metrics, reason_of
 from dra_driver.observability.metrics.definitions import step_label
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
 from tests.fakes.scrapes import by_label, labelled, scraped, value
@@ -112,20 +112,10 @@ def test_failure_is_counted_by_its_cause_and_not_as_a_request(
 
 def test_calls_in_flight_go_up_and_down(metrics: Metrics) -> None:
     labels = {"driver": DRIVER, "operation": "prepare"}
-    seen: list[float | None] = []
-
-    class Service:
-        def prepare(self, claims, deadline_s, has_left):
-            seen.append(value(metrics, "nvidia_dra_requests_inflight", **labels))
-            return {}
-
-        def unprepare(self, claims, deadline_s, has_left):
-            raise RuntimeError
-
-    CountedCalls(Service(), metrics).prepare([], None, lambda: False)
-    with pytest.raises(RuntimeError):
-        CountedCalls(Service(), metrics).unprepare([], None, lambda: False)
-    assert seen == [1]
+    with metrics.in_flight("prepare"):
+        assert value(metrics, "nvidia_dra_requests_inflight", **labels) == 1
+    with pytest.raises(RuntimeError), metrics.in_flight("unprepare"):
+        raise RuntimeError
     assert value(metrics, "nvidia_dra_requests_inflight", driver=DRIVER, operation="unprepare") == 0
     assert value(metrics, "nvidia_dra_requests_inflight", **labels) == 0
 
