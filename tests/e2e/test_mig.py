@@ -218,6 +218,24 @@ def test_creation_that_stays_refused_is_told_and_leaves_nothing_and_succeeds_lat
     assert len(instances()) == 1
 
 
+def test_creation_that_never_ends_keeps_neither_its_pod_nor_other_gpus(mig: Cluster) -> None:
+    mig.simulate("fault", "nvmlDeviceCreateGpuInstanceWithPlacement", "--delay", "150")
+    try:
+        mig.apply(claim_and_pod("hangs", **SMALL))
+        wait_for(
+            "the operation in the claim's events",
+            lambda: any("has not ended in the time" in text for _, text in events_of(mig, "hangs")),
+            timeout_s=120,
+        )
+        mig.start("whole", selector='device.attributes["gpu.nvidia.com"].type == "gpu"')
+        mig.kubectl("delete", "pod/hangs", "--timeout=30s")
+        wait_for("the files of the other claim alone", lambda: len(mig.leftovers()) == 2)
+        mig.kubectl("delete", "pod/whole", "--timeout=30s")
+    finally:
+        mig.simulate("clear-faults")
+    # What the call makes in the end is taken away again, and the fixture waits for that.
+
+
 def test_a_device_in_use_is_destroyed_when_its_process_ends(clean: Cluster) -> None:
     """The pod ends all the same, and nobody gets the place meanwhile."""
     wait_for("all slices to be written", clean.pool_is_whole)
