@@ -1,9 +1,9 @@
 """Keeping a snapshot of the node's devices, with or without a working driver.
 
-The snapshot is level-triggered. Each second one thread looks at a cheap fingerprint of the host and of NVML. When it
-differs, or when somebody asks, the thread reads everything anew, once for all who asked. Where only MIG devices came
-or went, a look at those GPUs shows whether we made them ourselves, which changes nothing. gRPC does not wait for this:
-until NVML answers there is no inventory, and Unprepare works from records alone.
+The snapshot is level-triggered. Every two seconds one thread looks at a cheap fingerprint of the host and of NVML.
+When it differs, or when somebody asks, the thread reads everything anew, once for all who asked. Where only MIG devices
+came or went, a look at those GPUs shows whether we made them ourselves, which changes nothing. gRPC does not wait for
+this: until NVML answers there is no inventory, and Unprepare works from records alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = structlog.get_logger(__name__)
 
 _RETRY_FIRST_S = 0.25
 _RETRY_MOST_S = 5.0
-_LOOK_EVERY_S = 1.0
+_LOOK_EVERY_S = 2.0
 _HANG_AFTER_S = 10.0
 _RESCAN_EVERY_S = 60.0
 _RESCAN_INCOMPLETE_S = 10.0
