@@ -176,3 +176,28 @@ def test_unprepare_that_hangs(node: KindNode, kind: str, restarts: bool) -> None
     assert time.monotonic() - began < QUICK_S
     hang.end()
     in_the_end_nothing_is_left(node.again() if restarts else node, untouched)
+
+
+def test_collection_that_hangs_on_one_gpu_goes_on_with_the_others(
+    site: Site, memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.mig.collector._HANGS_S", 0.2)
+    site.reset()
+    collector = KindNode(site, memory_path / "node").collector
+    let, tried = threading.Event(), []
+
+    def destroy(gpu: str) -> bool:
+        tried.append(gpu)
+        return gpu != "GPU-1" or let.wait(30)
+
+    def looked() -> list[bool]:
+        return [collector._tried(gpu, gpu, lambda gpu=gpu: destroy(gpu)) for gpu in ("GPU-1", "GPU-2")]  # type: ignore[misc]
+
+    assert looked() == [False, True]
+    collector._retries.clear()  # as after the pause
+    assert looked() == [False, True]
+    assert tried == ["GPU-1", "GPU-2", "GPU-2"], "the one that hangs is left alone"
+    let.set()
+    collector._hanging["GPU-1"].result(20)
+    collector._retries.clear()
+    assert looked() == [True, True]
