@@ -690,7 +690,7 @@ def held(host):
     )
     one.stdin.write("get_server_list\n")
     one.stdin.flush()
-    time.sleep(0.5)  # a question of ours now would take its place
+    time.sleep(2.0)  # a question of ours now would take its place, and a busy machine starts programs slowly
     deadline = time.monotonic() + 20
     while not is_busy(host):
         assert time.monotonic() < deadline
