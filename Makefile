@@ -31,7 +31,7 @@ $(RUNTIME): requirements.txt
 		{ echo "The venv module is missing: install python3-venv"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the driver's locked dependencies (once)"
-	@$(INSTALL) --require-hashes -r requirements.txt
+	@$(INSTALL) --no-deps --require-hashes -r requirements.txt
 	@touch $@
 
 # The commands of this tree in $(BIN), made by the locked setuptools.
@@ -41,9 +41,11 @@ $(PROGRAM): $(RUNTIME) requirements-dev.txt pyproject.toml
 	@PYTHONWARNINGS='ignore:Editable installation' $(INSTALL) --quiet --no-deps --no-build-isolation --editable .
 	@rm $@.txt && touch $@
 
+# --no-deps: the lock is complete, and pip 23 stops at a package that is locked and also wanted with an extra, once a newer
+# version of it is released.
 $(STAMP): $(PROGRAM) requirements-dev.txt
 	@echo "Installing the locked tools for development (once)"
-	@$(INSTALL) --require-hashes -r requirements-dev.txt
+	@$(INSTALL) --no-deps --require-hashes -r requirements-dev.txt
 	@touch $@
 
 demo: $(RUNTIME) ## A simulated machine from slices to a prepared claim, without cluster, GPU or root; MACHINE=dgx-h100
@@ -58,7 +60,8 @@ docs: $(STAMP) ## Write docs/commands.md and docs/pictures with what the command
 $(SITE_VENV)/.installed: requirements-site.txt
 	@rm -rf $(SITE_VENV) && $(PYTHON) -m venv $(SITE_VENV)
 	@echo "Installing what makes the site (once)"
-	@$(SITE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-site.txt
+	@$(SITE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes \
+		-r requirements-site.txt
 	@touch $@
 
 site: $(SITE_VENV)/.installed ## The manuals as a web site in build/site, which loads nothing from elsewhere
