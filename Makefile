@@ -111,8 +111,8 @@ gpu-check: $(STAMP) ## On a machine with a real GPU: compare what would be publi
 image: ## Build the container image as an OCI archive and print its path
 	@$(PYTHON) hack/image/build.py
 
-release: $(STAMP) ## Everything of a version into dist/: VERSION=0.2.0; IMAGE=registry/name for the manifests
-	@$(BIN)/python hack/release.py $(if $(IMAGE),--image $(IMAGE)) "$(VERSION)"
+release: $(STAMP) ## Everything of a version into dist/: VERSION=0.2.0; IMAGE=registry/name for the manifests; SOURCE=URL for the label
+	@$(BIN)/python hack/release.py $(if $(IMAGE),--image $(IMAGE)) $(if $(SOURCE),--source $(SOURCE)) "$(VERSION)"
 
 clean-room: ## The README's first commands on a bare Debian 12 and 13, each in a chroot of its own (root)
 	@$(PYTHON) hack/clean_room.py $(ARGS)
@@ -133,7 +133,7 @@ e2e: $(STAMP) $(LIBCS) $(PROGRAMS) ## Tests on a real Kubernetes, unattended; cl
 policy: $(STAMP) ## Write the admission policy for parameters from their fields; a test compares it
 	@$(BIN)/python hack/parameters_policy.py
 
-e2e-matrix: $(STAMP) $(LIBCS) ## The core of these tests on Kubernetes 1.34, 1.35 and 1.36 as they are by default (root)
+e2e-matrix: $(STAMP) $(LIBCS) ## The core of these tests on Kubernetes 1.34 to 1.37 as they are by default (root)
 	@$(BIN)/python hack/e2e.py --matrix $(ARGS)
 
 manifests: $(STAMP) ## Write what follows from the chart: daemonset/base, components, schema, table of values

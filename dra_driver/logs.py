@@ -22,6 +22,7 @@ _MOST_DEPTH = 12  # the frames of a nested exception are at seven
 _MOST_CHARACTERS = 16 * 1024  # of a value; its end matters as much as its beginning
 _CUT = " […] "
 _BREAKS = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+")
+_CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u202a-\u202e\u2066-\u2069]")
 _SECRET_FIELDS = re.compile(r"(?i)authorization|password|^token$|_token$|key.data$")
 # Texts may come from anybody: each pattern takes linear time for any text.
 _SECRETS = (
@@ -150,6 +151,7 @@ def _one_line(value: Any) -> str:
 
 
 def _without_secrets(text: str) -> str:
+    text = _CONTROLS.sub("?", text)  # the console may be a terminal
     if _HINTS.search(text):
         for pattern in _SECRETS:
             text = pattern.sub(rf"\g<kept>{_HIDDEN}", text)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from dra_driver.config_file import (
     GPUS,
@@ -48,11 +48,11 @@ DEFAULT_DRIVER_NAME = "gpu.nvidia.com"
 ALL_GPUS = GpuSelector()
 METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "off": (),
-    "v1alpha1": ("v1alpha1",),
-    "v1beta1": ("v1beta1",),
-    "both": ("v1beta1", "v1alpha1"),
+    **dict.fromkeys(("v1alpha1", "v1beta1", "both"), ("v1beta1", "v1alpha1")),
 }
-"""The versions to write, newest first, for each value of `device_metadata`."""
+"""The versions to write, newest first, for each value of `device_metadata`. Readers take the first that they know, and
+some know one version only, so there are always both."""
+DeviceNames = Literal["uuid", "minor"]
 UNHEALTHY_DEVICES = ("auto", "taint", "withdraw")
 TaintEffect = Literal["None", "NoSchedule", "NoExecute"]
 _TEXT: Final = Scalar(str)
@@ -246,21 +246,27 @@ class Settings:
         "/var/lib/kubelet/plugins", "The kubelet's plugin data directory.", _PATH
     )
     pod_uid: str | None = _setting(
-        None, "UID of this pod; makes rolling updates without a gap.", key="podUID"
+        None, "UID of this pod. Needed for rolling updates without downtime.", key="podUID"
     )
     kubeconfig: str | None = _setting(None, "", shown="in-cluster")
     kube_api_qps: float = _setting(
         20.0,
-        "Limit of API calls a second; 0 is none.",
+        "Limit of API calls a second; 0: no limit.",
         Scalar(float, least=0),
         key="kubeAPIQPS",
         of_file=float,
     )
-    kube_api_burst: int = _setting(100, "API calls at once.", Scalar(int, least=1), key="kubeAPIBurst")
+    kube_api_burst: int = _setting(100, "Burst of API calls.", Scalar(int, least=1), key="kubeAPIBurst")
     http_endpoint: str = _setting(
         "", "host:port of metrics, /healthz, /readyz, /startupz.", Scalar(str, _address), shown="off"
     )
     metrics_path: str = _setting("/metrics", "", _begins_with_slash("expected a path that begins with /"))
+    usage_metrics: bool = _setting(
+        True,
+        "Measure how the devices of claims are used, at each scrape, and look for memory that no claim has.",
+        _SWITCH,
+        shown="on",
+    )
     healthcheck_port: int = _setting(
         -1, "Port of the gRPC health service.", Scalar(int, least=-1, most=65535), shown="-1, off"
     )
@@ -283,7 +289,7 @@ class Settings:
     )
     dynamic_mig: bool = _setting(
         False,
-        "Make MIG devices on demand, on every GPU that is capable of it.",
+        "Create MIG devices on demand, on every GPU that supports MIG.",
         _SWITCH,
         key="dynamicMig.enabled",
         is_required=True,
@@ -294,8 +300,8 @@ class Settings:
     )
     adopt_mig: str = _setting(
         "leave",
-        "What becomes of GPU instances that somebody else made on GPUs with MIG on demand: leave or destroy (at "
-        "start).",
+        "What to do with GPU instances created by others on GPUs with MIG on demand: leave them, or destroy them at "
+        "start.",
         Choice(("leave", "destroy")),
         key="dynamicMig.adopt",
     )
@@ -310,15 +316,21 @@ class Settings:
     )
     fatal_xids: frozenset[int] = _setting(frozenset(), None, XIDS, key="health.fatalXids", of_file=frozenset)
     taint_effects: Mapping[str, TaintEffect] = _setting(dict, None, TAINTS, key="health.taints", of_file=dict)
+    device_names: DeviceNames = _setting(
+        "uuid",
+        "How devices are named: uuid (gpu-4cf8db2d), or minor (gpu-0) as NVIDIA's own driver names them. It can be "
+        "changed only on a node without claims.",
+        Choice(get_args(DeviceNames)),
+    )
     device_metadata: str = _setting(
         "off",
-        "Tell containers of their devices in files, in these versions: off, v1alpha1, v1beta1 or both.",
+        "Tell containers of their devices in files: off or both. v1alpha1 and v1beta1 mean both as well.",
         Choice(tuple(METADATA_VERSIONS)),
         of_file=word,
     )
     unhealthy_devices: str = _setting(
         "auto",
-        "How new pods are kept from unhealthy devices: taint, withdraw (leave them out of the slices), or auto: "
+        "How to keep new pods off unhealthy devices: taint, withdraw (leave them out of the slices), or auto: "
         "withdraw where the API server drops taints.",
         Choice(UNHEALTHY_DEVICES),
         key="health.unhealthyDevices",

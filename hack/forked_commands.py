@@ -19,7 +19,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 _COMMANDS = (
-    "claims", "cluster", "debts", "detach", "device_classes", "doctor", "inspect", "simulate", "top", "validate",
+    "claims", "cleanup", "cluster", "detach", "device_classes", "doctor", "inspect", "simulate", "top", "validate",
 )  # fmt: skip
 _PRELOADED = (
     "cel_expr_python.cel",
@@ -33,7 +33,7 @@ _PRELOADED = (
     "dra_driver.diagnostics.snapshot",
     "dra_driver.inventory.discovery",
     "dra_driver.logs",
-    "dra_driver.mps.without_host",
+    "dra_driver.mps.host_files",
     "dra_driver.nvml.mig_profiles",
     "dra_driver.nvml.session",
     "dra_driver.sharing.steps",

@@ -4,7 +4,8 @@ It writes
 
 - the objects of daemonset/base and of the components that add objects (those that only change some are patches, written
   by hand; tests hold each of them equal to the chart with the values of that name);
-- the parts of values.schema.json that the driver's configuration file decides;
+- the parts of values.schema.json that the driver's configuration file decides, and that each value may be null;
+- files/defaults.json, with which the templates complete the values;
 - the table of values in daemonset/README.md.
 
 python hack/manifests.py --check    writes nothing; fails if something would change
@@ -46,6 +47,8 @@ RENDERED: dict[str, tuple[str, Json]] = {
 WITHOUT_EXTENDED_RESOURCE: Json = RENDERED["base/device-classes.yaml"][1]
 COPIED: dict[str, str] = _TABLE["copied"]
 OF_OTHER_VALUES = frozenset(_TABLE["of_other_values"])
+NOTHING = "Null: none."
+"""At the end of a comment in values.yaml: null means nothing at all there, and not the default."""
 GENERATED = "# Written by `make manifests` from daemonset/chart/{}.\n"
 _HELMS_LABELS = re.compile(
     r"^    (app\.kubernetes\.io/(instance|version|managed-by)|helm\.sh/chart): .*\n", re.M
@@ -53,13 +56,18 @@ _HELMS_LABELS = re.compile(
 
 
 def helm_template(
-    values: Json, *arguments: str, name: str = NAME, namespace: str = NAME, chart: Path = CHART
+    values: Json,
+    *arguments: str,
+    name: str = NAME,
+    namespace: str = NAME,
+    chart: Path = CHART,
+    major: int = 3,
 ) -> str:
-    """What `helm template` prints. Raises: CalledProcessError with helm's words in `stderr`."""
+    """What `helm template` of Helm 3 or 4 prints. Raises: CalledProcessError with helm's words in `stderr`."""
     import localcluster
 
     command = [
-        str(localcluster.helm()),
+        str(localcluster.helm(major)),
         "template",
         name,
         str(chart),
@@ -125,17 +133,43 @@ def schema() -> str:
             Object({key: one for key, one in sections.items() if key not in OF_OTHER_VALUES})
         ),
     }
+    _take_null(document)
+    for definition in document["$defs"].values():
+        _take_null({"properties": {"": definition}})
     return json.dumps(document, indent=2) + "\n"
+
+
+def _take_null(schema: Json) -> None:
+    """Have every key below take null, or be away: helm does one or the other with null. Not in entries of lists."""
+    schema.pop("required", None)
+    below = [*schema.get("properties", {}).values(), schema.get("additionalProperties")]
+    for one in filter(lambda found: isinstance(found, dict), below):
+        if "enum" in one and None not in one["enum"]:
+            one["enum"].append(None)
+        if "anyOf" in one and {"type": "null"} not in one["anyOf"]:
+            one["anyOf"].append({"type": "null"})
+        if "type" in one:
+            types = one["type"] if isinstance(one["type"], list) else [one["type"]]
+            one["type"] = [*(name for name in types if name != "null"), "null"]
+        _take_null(one)
+
+
+def defaults() -> str:
+    """What null and a missing key mean: by key the default, and the paths where they mean nothing at all."""
+    text = (CHART / "values.yaml").read_text()
+    nothing = [path for path, _, why in _rows(text) if why.endswith(NOTHING)]
+    return json.dumps({"defaults": yaml.safe_load(text), "nothing": nothing}, indent=2) + "\n"
 
 
 def values_table() -> str:
     """The rows of the table of values, from values.yaml and the comments above its keys."""
     text = (CHART / "values.yaml").read_text()
-    lines = text.splitlines()
-    rows = [
-        f"| `{path}` | {default} | {why} |" for path, default, why in _values(yaml.compose(text), lines, "")
-    ]
+    rows = [f"| `{path}` | {default} | {why} |" for path, default, why in _rows(text)]
     return "\n".join(["| Value | Default | What it is |", "|---|---|---|", *rows]) + "\n"
+
+
+def _rows(text: str) -> Iterator[tuple[str, str, str]]:
+    return _values(yaml.compose(text), text.splitlines(), "")
 
 
 def _values(node: Json, lines: list[str], above: str) -> Iterator[tuple[str, str, str]]:
@@ -175,6 +209,7 @@ def written() -> Iterator[tuple[Path, str]]:
     import parameters_policy
 
     yield CHART / "values.schema.json", schema()
+    yield CHART / "files/defaults.json", defaults()
     readme = DAEMONSET / "README.md"
     yield readme, between(readme.read_text(), "values", values_table())
     # In the base `make policy` writes it.

@@ -16,6 +16,7 @@ from dra_driver.api.config import GROUP_VERSION, KINDS, DeviceType
 from dra_driver.api.decode import STRATEGY_PARTS
 from dra_driver.api.resolve import needs_admin_access
 from dra_driver.api.schema import DEVICE_KEY, FIELDS, LEAST_MEMORY, MEMORY
+from dra_driver.model.ids import PLAIN_NAME
 from dra_driver.model.shapes import Choice, ListField, MapField, Object, Scalar, Shape, either
 from dra_driver.validation.rules.manifests import CLASS_TYPES, PROFILE_CLASS
 
@@ -55,9 +56,10 @@ class Policy:
             self._found(f"{name}_{field}", kind, child)
         known = ", ".join(f"'{field}'" for field in (*others, *section.fields))
         unknown = f"p.is.filter(k, !(k in [{known}]) && p.is[k] != null)"
+        shown = f"(k.matches('^{PLAIN_NAME}$') ? k : strings.quote(k))"  # as `quoted` of dra_driver.model.ids
         self.fault(
             f"{name}_unknown",
-            f"{places}.map(p, {unknown}.map(k, p.at + '.' + k + ': unknown field').join('; '))"
+            f"{places}.map(p, {unknown}.map(k, p.at + '.' + {shown} + ': unknown field').join('; '))"
             ".filter(f, f != '')",
         )
 

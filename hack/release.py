@@ -37,6 +37,10 @@ from localcluster import progress, shell  # noqa: E402
 from localcluster.errors import ClusterError  # noqa: E402
 
 NAME = "gpu-dra-driver"
+UNSIGNED = (
+    "Nothing is signed: `cosign sign-blob --bundle dist/SHA256SUMS.sigstore.json dist/SHA256SUMS` signs all files, and "
+    "`cosign sign IMAGE@DIGEST` an image that you pushed."
+)
 # What Python's packages, the chart and the image's tag can all be named by: PEP 440 and semantic versioning.
 _VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-(alpha|beta|rc)\.(0|[1-9]\d*))?")
 
@@ -54,16 +58,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--image", default=NAME, help="the image's name in the manifests, without tag; default: %(default)s"
     )
+    parser.add_argument(
+        "--source",
+        default="",
+        help="the URL of the repository, for the label of the image; default: no label",
+    )
     parsed = parser.parse_args(arguments)
     try:
         check(ROOT, parsed.version)
-        target = release(ROOT, parsed.version, parsed.image)
+        target = release(ROOT, parsed.version, parsed.image, parsed.source)
     except (RefusedError, ClusterError) as error:
         progress.say(f"release: {error}")
         return 1
     except KeyboardInterrupt:
         return 130
     print((target / "SHA256SUMS").read_text(), end="")
+    progress.say(UNSIGNED)
     return 0
 
 
@@ -115,7 +125,7 @@ def notes(changelog: str, version: str) -> str:
     return found[1].strip() if found else ""
 
 
-def release(root: Path, version: str, image_name: str) -> Path:
+def release(root: Path, version: str, image_name: str, source: str) -> Path:
     """Write `dist/`, which is replaced as a whole; its path."""
     epoch = int(_git(root, "log", "-1", "--format=%ct"))
     target = root / "dist"
@@ -125,11 +135,11 @@ def release(root: Path, version: str, image_name: str) -> Path:
         folder.mkdir()
         packages(folder, version, epoch)
         (folder / f"{NAME}-{version}.tgz").write_bytes(chart(root, epoch))
-        for part, source in {"": "daemonset", "-base": "daemonset/base"}.items():
+        for part, place in {"": "daemonset", "-base": "daemonset/base"}.items():
             (folder / f"{NAME}-{version}-manifests{part}.yaml").write_text(
-                rendered(root / source, image_name, version)
+                rendered(root / place, image_name, version)
             )
-        images(folder, version, image_name, epoch)
+        images(folder, version, image_name, epoch, origin(root, source))
         (folder / "RELEASE_NOTES.md").write_text(notes((root / "CHANGELOG.md").read_text(), version) + "\n")
         (folder / "SHA256SUMS").write_text("".join(f"{line}\n" for line in checksums(folder)))
         folder.chmod(0o755)
@@ -154,12 +164,19 @@ def packages(folder: Path, version: str, epoch: int) -> None:
     _write_json(folder / f"{NAME}-{version}-wheel.cdx.json", document)
 
 
-def images(folder: Path, version: str, image_name: str, epoch: int) -> None:
+def origin(root: Path, source: str) -> dict[str, str]:
+    """What the image's labels say of where it comes from."""
+    return {"revision": _git(root, "rev-parse", "HEAD")} | ({"source": source} if source else {})
+
+
+def images(folder: Path, version: str, image_name: str, epoch: int, made_from: Json) -> None:
     """An archive and an SBOM for each architecture; this machine's first, which compiles for the others."""
     lock = audit.read_lock((ROOT / "requirements-image.txt").read_text())
     for architecture in sorted(ARCHITECTURES.values(), key=lambda one: one != own()):
         stem = f"{NAME}-{version}-linux-{architecture.name}"
-        made = image.release(architecture, full_name(image_name, version), folder / f"{stem}.oci.tar", epoch)
+        made = image.release(
+            architecture, full_name(image_name, version), folder / f"{stem}.oci.tar", epoch, made_from
+        )
         reference = f"pkg:oci/{NAME}@{made.digest.replace(':', '%3A')}?arch={architecture.name}&tag={version}"
         subject = {
             "type": "container",

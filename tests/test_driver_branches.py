@@ -23,7 +23,7 @@ from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps.daemon_control import ControlProgram
 from dra_driver.mps.daemon_conversation import Conversation, Timings
-from dra_driver.mps.limit_commands import limit_commands
+from dra_driver.mps.daemon_limits import limit_commands
 
 TOP = Path(__file__).parents[1]
 MANUAL = TOP / "docs/install.md"

@@ -123,6 +123,19 @@ def test_secret_in_a_text_is_hidden_wherever_it_is(
     assert err.count("[hidden]") >= 7
 
 
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_no_text_moves_the_cursor_of_who_reads_the_log(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logs("info", form)
+    text = "a\x1b[2J\x9b\u202eb"
+    try:
+        raise DraDriverError(text)
+    except DraDriverError:
+        log.exception("raised", cause=text, nested=[{text: text}])
+    err = capsys.readouterr().err
+    assert err.count("a?[2J??b") >= 4
+    assert all(map(str.isprintable, err.splitlines()))
+
+
 def test_harmless_text_is_left_as_it_is(written: Callable[[], list[dict]]) -> None:
     configure_logs("info", "json")
     texts = [

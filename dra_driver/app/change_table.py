@@ -61,8 +61,8 @@ class ClaimReleased(NamedTuple):
     """A claim was unprepared: nothing of it is left on the node."""
 
 
-class DebtsChanged(NamedTuple):
-    """A claim has ended and owes something to the node, or a debt was paid."""
+class CleanupsChanged(NamedTuple):
+    """A claim has ended and its cleanup is pending, or a pending cleanup has ended."""
 
 
 Change = (
@@ -76,7 +76,7 @@ Change = (
     | MigDeviceChanged
     | MigSpaceFreed
     | ClaimReleased
-    | DebtsChanged
+    | CleanupsChanged
 )
 Hearers = Mapping[type, Sequence[Callable[..., Any]]]
 """The functions to call, by type of change; each gets the fields of the change."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import structlog
 from dra_driver.app.change_table import (
     Changes,
     ClaimReleased,
-    DebtsChanged,
+    CleanupsChanged,
     DriverReloaded,
     FabricPolled,
     HardwareChanged,
@@ -27,7 +27,7 @@ from dra_driver.app.change_table import (
 from dra_driver.app.part import Part
 from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.app.wiring.claims import claim_parts
-from dra_driver.app.wiring.debts import is_owing, tools_seen
+from dra_driver.app.wiring.cleanups import is_owing, tools_seen
 from dra_driver.app.wiring.health import HealthParts
 from dra_driver.app.wiring.http import http_endpoint
 from dra_driver.app.wiring.kubelet import plugin_settings
@@ -35,6 +35,7 @@ from dra_driver.app.wiring.metrics import show_mps, show_node, show_publishing
 from dra_driver.app.wiring.mig import MigParts
 from dra_driver.app.wiring.reporting import ReportingParts
 from dra_driver.app.wiring.slices import PublishingParts
+from dra_driver.app.wiring.usage import usage_parts
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles
@@ -54,15 +55,17 @@ from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.fingerprint import driver_fingerprint
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.nvidia_smi import NvidiaSmi
-from dra_driver.host.processes import any_runs, is_of_the_host
+from dra_driver.host.processes import any_runs, is_of_the_host, origin
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.inventory.host_facts import HostView
+from dra_driver.inventory.rules.gpu_names import held_gpu_names, refuse_other_names
 from dra_driver.journal.claim_locks import ClaimLocks
-from dra_driver.journal.debts import DebtKeeper, Debts
+from dra_driver.journal.cleanups import Cleaner, PendingCleanups
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
@@ -74,8 +77,9 @@ from dra_driver.kubelet.server import KubeletPlugin
 from dra_driver.model.driver_programs import IMEX_PROGRAM
 from dra_driver.model.health import LOST
 from dra_driver.model.mig import GpuInstance
+from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
-from dra_driver.mps.client import MpsClient
+from dra_driver.mps.host_files import MpsHostFiles
 from dra_driver.mps.layout import mps_layout
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.observability.metrics import Metrics
@@ -86,8 +90,6 @@ from dra_driver.sharing.timeslice_restore import TimeSliceRestore
 from dra_driver.slices.leadership import InstanceLeadership
 
 _log = structlog.get_logger(__name__)
-
-_MPS_STATUS_S = 2.0
 
 
 class Driver:
@@ -106,7 +108,8 @@ class Driver:
 
         # What is on disk, for the next instance as well.
         self.records = RecordStore(plugin_dir / "claims")
-        self._gpu_locks = GpuLocks(plugin_dir / "locks")
+        self._planning = GpuLocks(plugin_dir / "locks", ".plan.lock")
+        self.lanes = Lanes(GpuLocks(plugin_dir / "locks"))
         self._claim_locks = ClaimLocks(plugin_dir / "locks")
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
         self._metadata_files = MetadataFiles(plugin_dir, settings.cdi_root, settings.driver_name)
@@ -114,7 +117,6 @@ class Driver:
         layout = mps_layout(plugin_dir)
         # The time at which it is made decides which instance is the newest.
         leadership = self.leadership = InstanceLeadership(plugin_dir / "publishers", settings.pod_uid)
-        may_tell = leadership.speaks_for_node
 
         # The API server.
         self.metrics = Metrics(settings.driver_name, settings.node_name, self._prepared_kinds)
@@ -136,13 +138,14 @@ class Driver:
         extra_devices = ExtraDeviceFinder(paths, imex_programs, nodes=platform.nodes)
         mark = UseMark(plugin_dir / LOCK_FILE)
         load = detachments.guarded(platform.load_nvml)
-        nvml = NvmlReader(load, settings.on_demand, self._foreign_instances, mark)
+        kept_names = self._held_gpu_names if settings.device_names == "minor" else None
+        nvml = NvmlReader(load, settings.on_demand, self._foreign_instances, mark, kept_names)
         self.mig = MigParts(
             settings,
             paths,
             self._boot_id,
             self.records,
-            self._gpu_locks,
+            self.lanes,
             without_record.lost_devices,
             partial(changes.tell, MigSpaceFreed()),
             lambda *seen: changes.tell(MigDeviceChanged(*seen)),
@@ -168,8 +171,9 @@ class Driver:
             partial(changes.tell, HealthShown()),
             lambda change: changes.tell(HealthChanged(change)),
             lambda *polled: changes.tell(FabricPolled(*polled)),
-            may_tell,
-            lambda: self.debts.owing(),  # noqa: PLW0108  it is made later
+            leadership.speaks_for_node,
+            lambda: self.cleanups.owing(),  # noqa: PLW0108  it is made later
+            self.lanes.hanging,
         )
 
         # What users are told.
@@ -181,26 +185,30 @@ class Driver:
             self.records,
             self.health,
             self.mig,
-            may_tell,
-            lambda: self.debts.ended(),  # noqa: PLW0108  it is made later
+            leadership.speaks_for_node,
+            lambda: self.cleanups.ended(),  # noqa: PLW0108  it is made later
             partial(changes.tell, ClaimReleased()),
-            partial(MpsClient(layout, connect_s=0.0).status_if_any, _MPS_STATUS_S),
+            MpsHostFiles(layout).statuses,
         )
 
-        # Claims, and what they owe.
-        self.debts = Debts(
+        # Claims, and what they leave to be undone.
+        self.cleanups = PendingCleanups(
             plugin_dir / "debts",
             self.records,
             self._boot_id,
             self.reporting.node,
-            partial(changes.tell, DebtsChanged()),
+            partial(changes.tell, CleanupsChanged()),
         )
         steps = StepDispatcher(
             self.mig.runners()
             | {
                 SetTimeSlice: TimeSliceSteps(smi, self.records, self._boot_id),
                 RunMps: MpsSteps(
-                    MpsClient(layout), self.records, without_record.mps_users, self.mig.uuid_of, self._boot_id
+                    MpsHostFiles(layout),
+                    self.records,
+                    without_record.mps_users,
+                    self.mig.uuid_of,
+                    self._boot_id,
                 ),
                 WriteDeviceMetadata: MetadataSteps(
                     self._metadata_files, self.discovery.latest, self.mig.created_instance
@@ -216,14 +224,14 @@ class Driver:
                     extra_devices,
                 ),
             }
-        )
-        self.keeper = DebtKeeper(
-            self.debts,
-            self._gpu_locks,
+        ).observed(self.metrics)
+        self.cleaner = Cleaner(
+            self.cleanups,
+            self.lanes,
             steps,
             self._boot_id,
             leadership.is_ours,
-            partial(tools_seen, programs, layout.socket, paths.proc, detachments.problem),
+            partial(tools_seen, programs, layout.lock, paths.proc, detachments.problem),
         )
         self.claims = claim_parts(
             Identity(
@@ -238,9 +246,9 @@ class Driver:
             records=self.records,
             without_record=without_record,
             claim_locks=self._claim_locks,
-            gpu_locks=self._gpu_locks,
-            executor=Executor(self.records, self.debts, steps.observed(self.metrics), self._boot_id),
-            keeper=self.keeper,
+            planning=self._planning,
+            executor=Executor(self.records, self.cleaner, steps, self.lanes, self._boot_id),
+            cleaner=self.cleaner,
             users=GpuProcesses(
                 nvml.processes,
                 self.mig.uuid_of,
@@ -267,7 +275,7 @@ class Driver:
             self.discovery.latest,
             self.health,
             self.records.all,
-            lambda: is_owing(self.debts),
+            lambda: is_owing(self.cleanups),
             self.reporting.reporter.partitions_missing,
             self.reporting.reporter.scheduler_outdated,
             self.reporting.node,
@@ -276,7 +284,7 @@ class Driver:
             lambda: self._plugin,
             self.discovery,
             lambda: self.publishing.publisher,
-            [self.discovery.files_problem, self.health.monitor.problem],
+            [self.discovery.files_problem, self.health.monitor.problem, self.health.monitor.unresponsive],
         )
         self._plugin = KubeletPlugin(
             plugin_settings(settings),
@@ -286,16 +294,26 @@ class Driver:
             on_fatal=self.fail,
             watch_device_health=self.health.stream.watch,
         )
-        restore = TimeSliceRestore(self.records, self._gpu_locks, smi)
+        restore = TimeSliceRestore(self.records, self.lanes, smi)
         show_node(
             self.metrics,
             self.discovery.latest,
             self.records,
-            self.debts,
+            self.cleanups,
             self.health,
             self.mig,
             self.reporting,
             self.probes,
+        )
+        self._usage = usage_parts(
+            settings,
+            self.metrics,
+            nvml,
+            self.discovery.latest,
+            self.records,
+            self.mig,
+            self.reporting,
+            partial(origin, paths.proc),
         )
         show_mps(self.metrics, layout)
         show_publishing(self.metrics, self.publishing)
@@ -311,19 +329,19 @@ class Driver:
                 ),
                 DriverReloaded: (
                     restore.driver_changed,
-                    self.keeper.look_soon,
+                    self.cleaner.look_soon,
                     lambda: self.mig.reconcile(self.discovery.latest()),
                 ),
-                HardwareChanged: (restore.driver_changed, self.keeper.look_soon, self.mig.look_soon),
+                HardwareChanged: (restore.driver_changed, self.cleaner.look_soon, self.mig.look_soon),
                 HealthShown: (self.publishing.publisher.mark_dirty,),
                 HealthChanged: (self.reporting.claims.health_changed,),
                 FabricPolled: (self.discovery.fabric_polled,),
                 MigDeviceChanged: (self.health.mig_changed, self.reporting.reporter.mig_changed),
                 MigSpaceFreed: (self.discovery.request_rescan,),
                 ClaimReleased: (self.mig.claim_gone, self.publishing.claim_released),
-                DebtsChanged: (
+                CleanupsChanged: (
                     self.publishing.publisher.mark_dirty,
-                    self.keeper.look_soon,
+                    self.cleaner.look_soon,
                     self.mig.look_soon,
                 ),
             }
@@ -338,17 +356,19 @@ class Driver:
         yield Part("discovery", self.discovery.start, self.discovery.stop)
         yield Part("health", self.health.monitor.start, self.health.monitor.stop)
         yield Part("kubelet_plugin", self._plugin.start)
-        yield Part("debt_keeper", self.keeper.start, self.keeper.stop)
+        yield Part("cleanup", self.cleaner.start, self.cleaner.stop)
         yield Part("reconciler", self.claims.reconciler.start, self.claims.reconciler.stop)
         yield from self.publishing.parts()
+        yield from self._usage
         if self.settings.http_endpoint:
             http = http_endpoint(self.settings, self.metrics.registry, self.probes)
             yield Part("http", http.start, http.stop)
 
     def _open_state(self) -> None:
         self.records.open(self._boot_id)
-        self.debts.open()
-        self._gpu_locks.open()
+        self.cleanups.open()
+        refuse_other_names(self.settings.device_names, self._known_records())
+        self._planning.open()
         self._claim_locks.open()
         self._specs.create()
         self._metadata_files.create()
@@ -404,6 +424,13 @@ class Driver:
     def problems(self) -> list[str]:
         """What is wrong, one sentence each: first the faults that fail readiness, then the notes."""
         return [*self.probes.readiness(), *self.probes.notes()]
+
+    def _known_records(self) -> list[ClaimRecord]:
+        """Of claims, and of ended claims whose cleanup is pending."""
+        return [*self.records.all().values(), *self.cleanups.ended()]
+
+    def _held_gpu_names(self) -> Mapping[str, str]:
+        return held_gpu_names(self._known_records())
 
     def _foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> Sequence[GpuInstance]:
         return self.mig.ledger.foreign_instances(gpu_uuid, existing)

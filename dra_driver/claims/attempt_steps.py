@@ -1,9 +1,9 @@
-"""The steps of an attempt: carried out, taken back, and left half done until the NVIDIA driver can do the next one.
+"""The steps of an attempt: begun, carried out, taken back, and left half done until the NVIDIA driver can do the next.
 
-    (nothing) ──refused for now──▶ begun by this attempt ──a later attempt is refused too──▶ begun by the later one
+    (nothing) ──its record is written──▶ begun by this attempt ──a later attempt goes on──▶ begun by the later one
         ▲                                   │
-        ├── the claim was prepared, failed or was unprepared: nothing is left to take back
-        └── the attempt gives up, or waits for another claim: it takes back what the record names
+        ├── the claim was prepared or unprepared: nothing is left to take back
+        └── the attempt fails, gives up, or waits for another claim: it takes back what it has begun
 
 Meanwhile the claim's record says `preparing` and no lock is held. So a crash leaves the same as a crash during a step:
 the next Prepare goes on with the record, and an Unprepare takes it back.
@@ -11,73 +11,95 @@ the next Prepare goes on with the record, and an Unprepare takes it back.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
+from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.waiting_line import PrepareAttempt
-from dra_driver.errors import DraDriverError, NvmlTransientError
-from dra_driver.journal.claim_locks import ClaimLocks
-from dra_driver.journal.debts import DebtKeeper
+from dra_driver.errors import DraDriverError, RetryableError
+from dra_driver.journal.claim_locks import ClaimGuard, ClaimLocks
+from dra_driver.journal.cleanups import Cleaner
 from dra_driver.journal.executor import Executor, tell_incomplete
-from dra_driver.journal.gpu_locks import GpuLocks, HeldGpus
 from dra_driver.journal.records import RecordStore
+from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 
-_GIVE_UP_S = 5.0
+_LOCK_S = 5.0
+_PREPARED_WAIT_S = 5.0
+"""How long a claim that was prepared before waits for the lanes: its pod has what it needs."""
 
 
 class AttemptSteps:
     """Carries out the plans of attempts. It knows which attempt must take back what was begun: the last one of the
-    claim in this process that was refused.
+    claim in this process that wrote the record.
 
     An attempt in the other instance of a rolling update may find the record gone between two tries; it then starts from
     the beginning.
     """
 
     def __init__(
-        self,
-        records: RecordStore,
-        executor: Executor,
-        claim_locks: ClaimLocks,
-        gpu_locks: GpuLocks,
-        keeper: DebtKeeper,
+        self, records: RecordStore, executor: Executor, claim_locks: ClaimLocks, cleaner: Cleaner
     ) -> None:
         self._records = records
         self._executor = executor
         self._claim_locks = claim_locks
-        self._gpu_locks = gpu_locks
-        self._keeper = keeper
+        self._cleaner = cleaner
         self._begun: dict[str, PrepareAttempt] = {}  # by claim UID; changed under the claim's lock
 
-    def carry_out(
-        self, attempt: PrepareAttempt, plan: Plan, known: ClaimRecord | None, held: HeldGpus
-    ) -> ClaimRecord | None:
-        """Do the plan's steps; returns the claim's record, None for a claim without devices. `known` is the record
-        before. If the NVIDIA driver refuses for now, what was done stays for the next try. The caller holds the claim's
-        lock; `held` are those of the plan's GPUs. Raises: what a step raised."""
-        self.end(attempt.ref.uid)
-        if known is not None and known.devices != plan.held_devices():
-            self._executor.take_back(known, held)
-            self.settle(plan, held)  # of what could not be taken back
-            known = None
-        try:
-            return self._executor.carry_out(plan, known, held, tries_again=True) if plan.devices else None
-        except NvmlTransientError:
-            self._begun[attempt.ref.uid] = attempt
-            raise
+    def pending_before(self, plan: Plan, besides: Collection[str]) -> Sequence[PendingCleanup]:
+        """What ended claims left that is to be undone before the plan's steps, but for those named `besides`. Raises:
+        StateError."""
+        return self._cleaner.pending_before(plan.locked_gpus, plan.steps, besides)
 
-    def settle(self, plan: Plan, held: HeldGpus) -> None:
-        """Have what ended claims owe on the plan's devices paid. `held` are the locks of the GPUs."""
-        used = [device.offered for device in plan.devices if not device.result.admin_access]
-        self._keeper.settle(used, plan.steps, held)
+    def settle(self, pending: Sequence[PendingCleanup], plan: Plan) -> None:
+        """Have that undone. The caller holds no lock. Raises: RetryableError if what is left keeps one of the plan's
+        devices from being used; StateError."""
+        self._cleaner.settle(pending, plan.used_devices())
+
+    def begin(self, attempt: PrepareAttempt, plan: Plan, known: ClaimRecord | None) -> ClaimRecord | None:
+        """Write the claim's record before its steps; None for a claim without devices. `known` is the record before.
+        The caller holds the claim's lock. Raises: StateError."""
+        if not plan.devices:
+            return None
+        record = self._executor.intend(plan, known)
+        if record.phase != "prepared":
+            if known is None:
+                attempt.begun = []
+            elif self._begun.get(attempt.ref.uid) is not attempt:
+                attempt.begun = None
+            self._begun[attempt.ref.uid] = attempt
+        return record
+
+    def carry_out(self, attempt: PrepareAttempt, plan: Plan, record: ClaimRecord) -> ClaimRecord:
+        """Do the plan's steps; returns the claim's record at the end. The caller holds no lock, and calls `give_up`
+        unless it tries again. Raises: what a step raised; RetryableError if the claim was unprepared or changed
+        meanwhile."""
+        begun = [] if attempt.begun is None else attempt.begun
+        left = attempt.call.left()
+        self._executor.change(
+            plan, record, begun, min(left, _PREPARED_WAIT_S) if record.phase == "prepared" else left
+        )
+        uid = attempt.ref.uid
+        with self._claim_locks.hold(uid, _LOCK_S) as guard:
+            refuse_unprepared(guard, attempt.call)
+            done = self._executor.finish(plan, record, begun)
+            self.end(uid)
+            guard.note_prepared(attempt.call.began_ns)
+            return done
+
+    def leave(self, record: ClaimRecord) -> Sequence[PendingCleanup]:
+        """End what an earlier allocation of the claim had; what is to be undone, for `clean`. The caller holds the
+        claim's lock. Raises: StateError."""
+        cleanup = self._executor.leave(record)
+        return () if cleanup is None else (cleanup,)
+
+    def clean(self, cleanup: PendingCleanup) -> None:
+        """Undo it, and wait for that a moment. The caller holds no lock. Raises: StateError."""
+        self._executor.clean(cleanup)
 
     def stands(self, record: ClaimRecord) -> bool:
         """Whether the claim is prepared and everything that its steps made is there."""
         return self._executor.in_place(record)
-
-    def give_back(self, known: ClaimRecord, allocated: frozenset[str], held: HeldGpus) -> None:
-        """A waiting claim keeps no devices of an earlier allocation: two claims that swap devices would wait for each
-        other for ever. `allocated` are the names of its devices now. `held` are the locks of the GPUs."""
-        if any(device.device not in allocated for device in known.devices):
-            self._executor.take_back(known, held)
 
     def end(self, uid: str) -> None:
         """Nothing is begun any more, or the caller goes on with it. The caller holds the claim's lock."""
@@ -92,7 +114,7 @@ class AttemptSteps:
         if self._begun.get(uid) is not attempt:
             return
         try:
-            with self._claim_locks.hold(uid, _GIVE_UP_S) as guard:
+            with self._claim_locks.hold(uid, _LOCK_S) as guard:
                 if self._begun.get(uid) is not attempt:
                     return
                 self.end(uid)
@@ -103,7 +125,16 @@ class AttemptSteps:
                     or guard.was_unprepared_since(attempt.call.began_ns)
                 ):
                     return
-                with self._gpu_locks.hold(record.locked_gpus, _GIVE_UP_S) as held:
-                    self._executor.roll_back(record, held)
+                cleanup = self._executor.leave(record, attempt.begun)
+            self._executor.clean(cleanup)
         except DraDriverError as error:
             tell_incomplete(uid, error)
+
+
+def refuse_unprepared(guard: ClaimGuard, call: KubeletCall) -> None:
+    """Raises: RetryableError if the claim was unprepared since the call began. If a pod still needs the claim, the
+    kubelet has then begun another call."""
+    if guard.was_unprepared_since(call.began_ns):
+        raise RetryableError(
+            "the claim was unprepared while this call was under way; the kubelet calls again if a pod still needs it"
+        )

@@ -1,13 +1,12 @@
-"""Prepares one claim: wait in line, lock, plan, do the steps, answer."""
+"""Prepares one claim: wait in line, plan, do the steps, answer."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
-from typing import TypeGuard
+from collections.abc import Collection, Sequence
 
 import structlog
 
-from dra_driver.claims.attempt_steps import AttemptSteps
+from dra_driver.claims.attempt_steps import AttemptSteps, refuse_unprepared
 from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.planner import ClaimPlanner
 from dra_driver.claims.rules.conflicts import DeviceHeldError
@@ -18,33 +17,41 @@ from dra_driver.errors import (
     DraDriverError,
     NvmlTransientError,
     NvmlUnavailableError,
-    RetryableError,
 )
 from dra_driver.files.file_lock import LockBusyError
-from dra_driver.journal.claim_locks import ClaimGuard, ClaimLocks
-from dra_driver.journal.gpu_locks import GpuLocks, HeldGpus
+from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.executor import OperationHangsError
+from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.lanes import GpuUnresponsiveError
 from dra_driver.journal.records import RecordStore
+from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.claim import AllocatedClaim, Prepared
+from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)
 
 _FINISH_S = 5.0
-_PREPARED_WAIT_S = 5.0
+_LOOK_S = 1.0
+_SURVIVED = (
+    NvmlUnavailableError,  # the NVIDIA driver is being replaced
+    DeviceLostError,  # the pod keeps the other devices of the claim too, whatever the GPU's taint does with the pod
+    OperationHangsError,
+    GpuUnresponsiveError,
+    LockBusyError,
+)
+"""What keeps a claim from being looked after, but not the pod of a claim that is prepared from running."""
 
 
 class Preparer:
-    """Prepares claims. Attempts for different GPUs run at the same time; those for one GPU run one after the other.
-
-    No lock is held while the API server is asked.
-    """
+    """Prepares claims. No lock is held while the API server or a lane is waited for."""
 
     def __init__(
         self,
         planner: ClaimPlanner,
         records: RecordStore,
         claim_locks: ClaimLocks,
-        gpu_locks: GpuLocks,
+        planning: GpuLocks,
         steps: AttemptSteps,
         line: WaitingLine,
         unpreparer: Unpreparer,
@@ -52,7 +59,7 @@ class Preparer:
         self._planner = planner
         self._records = records
         self._claim_locks = claim_locks
-        self._gpu_locks = gpu_locks
+        self._planning = planning
         self._steps = steps
         self._line = line
         self._unpreparer = unpreparer
@@ -65,8 +72,9 @@ class Preparer:
         with self._line.trying(attempt):
             try:
                 return self._prepare_until_free(attempt)
-            finally:
+            except Exception:
                 self._steps.give_up(attempt)  # while still in line for what this frees
+                raise
 
     def _prepare_until_free(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
         """Try. While the holders of the devices are about to let go, wait and try again."""
@@ -105,76 +113,76 @@ class Preparer:
     def _prepare_once(
         self, attempt: PrepareAttempt, claim: AllocatedClaim
     ) -> tuple[Prepared, ClaimRecord | None]:
-        """Lock, plan, do the steps, answer."""
+        """Plan and write the record, do the steps, answer. A claim that was prepared before keeps what it has, whatever
+        hangs or is lost: its pod may run."""
+        try:
+            plan, record = self._planned(attempt, claim)
+            prepared = self._planner.answer(claim, plan)
+            return prepared, None if record is None else self._steps.carry_out(attempt, plan, record)
+        except _SURVIVED:
+            with self._claim_locks.hold(attempt.ref.uid, _LOOK_S) as guard:
+                refuse_unprepared(guard, attempt.call)
+                known = self._records.get(attempt.ref.uid)
+                if known is None or known.claim != claim or not self._steps.stands(known):
+                    raise
+                guard.note_prepared(attempt.call.began_ns)
+                return self._planner.answer(claim, known), known
+
+    def _planned(self, attempt: PrepareAttempt, claim: AllocatedClaim) -> tuple[Plan, ClaimRecord | None]:
+        """The claim's plan, and the record that says what it is about to do; None for a claim without devices. What
+        ended claims left on its GPUs is undone first."""
+        tried: set[str] = set()
+        while True:
+            ended: list[PendingCleanup] = []
+            try:
+                plan, record, pending = self._planned_once(attempt, claim, tried, ended)
+            finally:
+                for one in ended:
+                    self._steps.clean(one)
+            if plan is None:
+                continue
+            if not pending:
+                return plan, record
+            tried.update(one.name for one in pending)
+            self._steps.settle(pending, plan)
+            attempt.call.left()
+
+    def _planned_once(
+        self,
+        attempt: PrepareAttempt,
+        claim: AllocatedClaim,
+        tried: Collection[str],
+        ended: list[PendingCleanup],
+    ) -> tuple[Plan | None, ClaimRecord | None, Sequence[PendingCleanup]]:
+        """Plan under the locks of the claim and of planning on its GPUs, and write the record, unless there is
+        something to be undone first, which is returned. No plan where other GPUs than expected are needed. `ended` gets
+        what is to be undone of an earlier allocation of the claim."""
         uid, call = attempt.ref.uid, attempt.call
         with self._claim_locks.hold(uid, call.left(), call.has_left) as guard:
-            while True:
-                _refuse_unprepared(guard, call)
-                known = self._records.get(uid)
-                if not claim.results and known is None:
-                    return Prepared(()), None
+            refuse_unprepared(guard, call)
+            known = self._records.get(uid)
+            if not claim.results and known is None:
+                return Plan(claim, (), ()), None, ()
+            gpus = self._planner.gpus_of(claim, call) | (known.locked_gpus if known else frozenset())
+            self._planner.refuse_unready_imex(claim, known, call)
+            with self._planning.hold(gpus, call.left(), call.has_left):
                 try:
-                    gpus = self._planner.gpus_of(claim, call)
-                except NvmlUnavailableError:
-                    # The pod may run while the NVIDIA driver is being replaced: it keeps what it has.
-                    if self._stands(known, claim):
-                        return self._as_recorded(known, guard, call)
+                    plan = self._planner.plan(claim, known, self._line.ahead_of(attempt))
+                except DeviceHeldError:
+                    # Two claims that swap devices would wait for each other for ever.
+                    allocated = frozenset(result.device for result in claim.results)
+                    if known is not None and attempt.number is not None and not known.is_within(allocated):
+                        ended += self._steps.leave(known)
                     raise
-                self._planner.refuse_unready_imex(claim, known, call)
-                gpus |= known.locked_gpus if known else frozenset()
-                with ExitStack() as stack:
-                    try:
-                        held = stack.enter_context(self._held(gpus, claim, known, call))
-                    except LockBusyError:
-                        # Another operation hangs on the GPU; what the pod has does not need it.
-                        if self._stands(known, claim):
-                            return self._as_recorded(known, guard, call)
-                        raise
-                    try:
-                        plan = self._planner.plan(claim, known, self._line.ahead_of(attempt))
-                    except DeviceLostError:
-                        # Its pod keeps the other devices of the claim too, whatever the GPU's taint does with the pod.
-                        if self._stands(known, claim):
-                            return self._as_recorded(known, guard, call)
-                        raise
-                    except DeviceHeldError:
-                        if known is not None and attempt.number is not None:
-                            self._steps.give_back(
-                                known, frozenset(result.device for result in claim.results), held
-                            )
-                        raise
-                    if not plan.locked_gpus <= gpus:
-                        continue
-                    attempt.wanted = plan.held_devices()
-                    self._steps.settle(plan, held)
-                    call.left()
-                    prepared = self._planner.answer(claim, plan)
-                    record = self._steps.carry_out(attempt, plan, known, held)
-                    guard.note_prepared(call.began_ns)
-                    return prepared, record
-
-    def _held(
-        self, gpus: frozenset[str], claim: AllocatedClaim, known: ClaimRecord | None, call: KubeletCall
-    ) -> AbstractContextManager[HeldGpus]:
-        """The locks of GPUs. A prepared claim waits for a moment only."""
-        is_prepared = known is not None and known.phase == "prepared" and known.claim == claim
-        wait_s = min(call.left(), _PREPARED_WAIT_S) if is_prepared else call.left()
-        return self._gpu_locks.hold(gpus, wait_s, call.has_left)
-
-    def _stands(self, known: ClaimRecord | None, claim: AllocatedClaim) -> TypeGuard[ClaimRecord]:
-        return known is not None and known.claim == claim and self._steps.stands(known)
-
-    def _as_recorded(
-        self, known: ClaimRecord, guard: ClaimGuard, call: KubeletCall
-    ) -> tuple[Prepared, ClaimRecord]:
-        guard.note_prepared(call.began_ns)
-        return self._planner.answer(known.claim, known), known
-
-
-def _refuse_unprepared(guard: ClaimGuard, call: KubeletCall) -> None:
-    """Raises: RetryableError if the claim was unprepared since the call began. If a pod still needs the claim, the
-    kubelet has then begun another call."""
-    if guard.was_unprepared_since(call.began_ns):
-        raise RetryableError(
-            "the claim was unprepared while this call was under way; the kubelet calls again if a pod still needs it"
-        )
+                if not plan.locked_gpus <= gpus:
+                    return None, None, ()
+                attempt.wanted = plan.held_devices()
+                if known is not None and known.devices != attempt.wanted:
+                    ended += self._steps.leave(known)
+                    known = None
+                if known is None or known.phase != "prepared":
+                    pending = self._steps.pending_before(plan, tried)
+                    if pending:
+                        return plan, None, pending
+                call.left()
+                return plan, self._steps.begin(attempt, plan, known), ()

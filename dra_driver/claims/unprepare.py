@@ -17,10 +17,9 @@ from dra_driver.concurrency.deadline import until
 from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.errors import RetryableError
 from dra_driver.journal.claim_locks import ClaimGuard, ClaimLocks
-from dra_driver.journal.debts import UNDO_S
 from dra_driver.journal.executor import Executor
-from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
+from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.claim import ClaimRef, UnprepareOutcome
 from dra_driver.model.record import ClaimRecord
 
@@ -30,14 +29,13 @@ _RECLAIM_S = 30.0
 
 
 class Unpreparer:
-    """Takes back what a claim's record names, under the lock of the claim and, where a step has changed a GPU, under
-    that GPU's. Claims of one call are worked on side by side."""
+    """Ends claims: files and record go under the lock of the claim, what a step has changed on a GPU is undone in that
+    GPU's lane. Claims of one call are worked on side by side."""
 
     def __init__(
         self,
         records: RecordStore,
         claim_locks: ClaimLocks,
-        gpu_locks: GpuLocks,
         executor: Executor,
         steps: AttemptSteps,
         line: WaitingLine,
@@ -45,7 +43,6 @@ class Unpreparer:
     ) -> None:
         self._records = records
         self._claim_locks = claim_locks
-        self._gpu_locks = gpu_locks
         self._executor = executor
         self._steps = steps
         self._line = line
@@ -75,7 +72,8 @@ class Unpreparer:
                 is_wanted = guard.was_prepared_since(looked_ns) or self._line.is_preparing(ref.uid)
                 if is_wanted or self._records.get(ref.uid) != expected:
                     return False
-                self._taken_back(ref, call, guard)
+                _, cleanup = self._taken_back(ref, call, guard)
+            self._executor.clean(cleanup)
         self._unprepared(ref, expected, time.monotonic() - started)
         return True
 
@@ -86,11 +84,10 @@ class Unpreparer:
     def _unprepare(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
         started = time.monotonic()
         try:
-            with (
-                self._line.unpreparing(ref.uid),
-                self._claim_locks.hold(ref.uid, call.left(), call.has_left) as guard,
-            ):
-                record = self._taken_back(ref, call, guard)
+            with self._line.unpreparing(ref.uid):
+                with self._claim_locks.hold(ref.uid, call.left(), call.has_left) as guard:
+                    record, cleanup = self._taken_back(ref, call, guard)
+                self._executor.clean(cleanup)
         except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
             if isinstance(error, RetryableError):
                 self._line.note_unprepared(ref.uid, unfinished_since_ns=call.began_ns)
@@ -98,7 +95,10 @@ class Unpreparer:
         self._unprepared(ref, record, time.monotonic() - started)
         return None
 
-    def _taken_back(self, ref: ClaimRef, call: KubeletCall, guard: ClaimGuard) -> ClaimRecord | None:
+    def _taken_back(
+        self, ref: ClaimRef, call: KubeletCall, guard: ClaimGuard
+    ) -> tuple[ClaimRecord | None, PendingCleanup | None]:
+        """The claim's last record, and what is still to be undone."""
         if guard.was_prepared_by_call_after(call.began_ns):
             raise RetryableError(
                 "the claim was prepared again after this call began; it is unprepared when the kubelet calls again"
@@ -106,14 +106,13 @@ class Unpreparer:
         record = self._records.get(ref.uid)
         self._steps.end(ref.uid)
         call.left()  # raises if the kubelet has cancelled this call: a newer one may be on its way
+        cleanup = None
         if record is None:
             self._forget(ref)
         else:
-            self._executor.take_back(
-                record, lambda gpus: self._gpu_locks.hold(gpus, min(call.left(), UNDO_S), call.has_left)
-            )
+            cleanup = self._executor.leave(record)
         guard.note_unprepared(call.began_ns)
-        return record
+        return record, cleanup
 
     def _forget(self, ref: ClaimRef) -> None:
         """End a claim that has no record, or none that this release can read."""

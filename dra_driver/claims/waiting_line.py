@@ -66,6 +66,7 @@ from dra_driver.errors import (
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.steps import Step
 
 _log = structlog.get_logger(__name__)
 
@@ -79,7 +80,8 @@ WAITS_LONGER = "waits for it for longer"
 class PrepareAttempt:
     """One attempt to prepare one claim. Every part of Prepare gets this object, from the fetch to the answer.
 
-    `claim` is our part of the claim.
+    `claim` is our part of the claim. `begun` has the steps that this attempt has begun, None if another one may have
+    begun any of them.
 
     The other fields belong to the waiting line. `number` is the attempt's number in the line, None before it joins.
     `wanted` has the devices that the claim wants. `waits_since`, `busy_since` and `refused_since` are times of the
@@ -90,6 +92,7 @@ class PrepareAttempt:
     ref: ClaimRef
     call: KubeletCall
     claim: AllocatedClaim
+    begun: list[Step] | None = None
     number: int | None = None
     wanted: tuple[HeldDevice, ...] = ()
     waits_since: float | None = None

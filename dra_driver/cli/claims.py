@@ -21,13 +21,26 @@ FLAGS = (
     OUTPUT,
     *of_run("driver_name", "kubelet_plugins_directory_path", "cdi_root", "config", "simulator_dir"),
 )
+EXAMPLES = (
+    "",
+    "-o yaml",
+)
 _MOST_PODS = 4
+_STEPS = {
+    "set_time_slice": "time slice",
+    "run_mps": "MPS daemon",
+    "create_mig": "MIG device",
+    "leave_mig_mode": "MIG mode",
+    "write_device_metadata": "device metadata",
+    "write_cdi_spec": "CDI spec",
+}
+"""The steps of a Prepare, for people."""
 
 
 def claims(given: Namespace) -> None:
-    """With their devices and pods, from the driver's records alone. Works without API server, NVML and a running
-    driver, and changes nothing. Give the directories as `run` has them. The pods of a claim that several share are
-    written down every ten minutes; json and yaml have all of them.
+    """With their devices and pods, from the records on this node alone. Works without API server and NVML, also while
+    gpu-dra-driver does not run, and changes nothing. Give the same directories as to `run`. The pods of a shared claim
+    are written down every ten minutes; json and yaml list all of them.
     """
     from dra_driver.app.commands.node import prepared_claims
     from dra_driver.logs import configure_logs
@@ -50,20 +63,22 @@ def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
     heads = _aligned([_head(claim) for claim in found.claims], "", width)
     for claim, head in zip(found.claims, heads, strict=True):
         lines.append(head)
-        lines.append(
-            hanging(f"    uid {claim.uid}; ", f"to undo: {', '.join(claim.undo) or 'nothing'}", width)
-        )
+        lines.append(hanging(f"    uid {claim.uid}; ", f"set up: {_set_up(claim) or 'nothing'}", width))
         lines += _aligned([_device(device) for device in claim.devices], "    ", width)
-    lines += [hanging("debt: ", debt.text, width) for debt in found.debts]
+    lines += [hanging("cleanup pending: ", one.text, width) for one in found.debts]
     lines += [hanging("problem: ", problem, width) for problem in found.problems]
     return lines
+
+
+def _set_up(claim: PreparedClaim) -> str:
+    return ", ".join(_STEPS.get(step, step) for step in reversed(claim.undo))
 
 
 def _head(claim: PreparedClaim) -> tuple[str, ...]:
     from dra_driver.diagnostics.rules.prepared_claims import age_text
 
     since = "since unknown" if claim.age_s is None else f"{age_text(claim.age_s)} ago"
-    boot = {"this": "this boot", "earlier": "EARLIER BOOT"}.get(claim.boot, "boot unknown")
+    boot = {"this": "since the last boot", "earlier": "BEFORE THE LAST BOOT"}.get(claim.boot, "boot unknown")
     spec = claim.cdi_spec if claim.cdi_spec != "missing" else "MISSING"
     phase = claim.phase if claim.phase == "prepared" else claim.phase.upper()
     return f"{claim.namespace}/{claim.name}", phase, since, boot, f"CDI spec {spec}", pods_text(claim.pods)

@@ -9,18 +9,19 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, usual_kubeconfig
+from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, switch, usual_kubeconfig
 from dra_driver.cli.output import OUTPUT, Output, print_object
 from dra_driver.cli.tables import terminal_width
-from dra_driver.diagnostics.rules.tables import Column, hanging, printable, table
+from dra_driver.diagnostics.rules.tables import Column, hanging, table
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.ids import is_dns_label
+from dra_driver.model.ids import is_dns_label, printable
 from dra_driver.model.shapes import Choice
 from dra_driver.model.units import counted
 from dra_driver.settings import DEFAULT_DRIVER_NAME, Flag
 
 if TYPE_CHECKING:
     from dra_driver.diagnostics.cluster_lists import ClusterLists
+    from dra_driver.diagnostics.rules.cluster_usage import Used
     from dra_driver.diagnostics.rules.cluster_view import Count, NodeRow, ProductRow, UserRow
     from dra_driver.diagnostics.rules.waiting_pods import WaitingPod
     from dra_driver.validation.pending_claims import PendingClaim
@@ -29,6 +30,7 @@ By = Literal["node", "product", "namespace", "workload", "pod", "claim"]
 
 _TIMEOUT_S = 60.0
 _MOST_REASONS = 3
+_GIB = 1 << 30
 _MOST_UNREADABLE = 5
 _COUNTS = (
     Column("GPUS"),
@@ -42,33 +44,46 @@ _COUNTS = (
 
 
 FLAGS = (
-    Flag("by", "What a row is.", Choice(get_args(By)), env=(), default="node"),
+    Flag("by", "Group rows by.", Choice(get_args(By)), env=(), shown="node; with --usage claim"),
+    switch("usage", "Show utilisation and memory beside each claim, who wastes most first."),
     Flag("namespace", "Only what this namespace uses and waits for.", spelled=("-n", "--namespace"), env=()),
     OUTPUT,
     CLUSTER_KUBECONFIG,
     CONTEXT,
     *of_run("driver_name"),
 )
+EXAMPLES = (
+    "",
+    "--by workload -n ml",
+    "-o json",
+)
 
 
 def cluster(given: Namespace) -> None:
-    """From ResourceSlices, claims and pods alone: nothing runs on the nodes for it. GPUs are free, allocated, blocked
-    (MIG devices have parts of them) or tainted. Below is who waits for devices, with what each kind of node lacks.
-    Needs the right to list resourceslices, resourceclaims, deviceclasses and pods.
+    """From ResourceSlices, claims and pods alone: nothing runs on the nodes for it. A GPU is free, allocated, or
+    blocked (MIG devices have parts of it); TAINTED counts all GPUs that get no new pods, also allocated ones. Below
+    are the claims that are pending, with what each kind of node lacks.
+    Needs the right to list resourceslices, resourceclaims, deviceclasses and pods. With --usage it reads the metrics of
+    the plugins through the API server, which needs the right to get pods/proxy in their namespace.
     """
     from dra_driver.diagnostics.cluster_lists import read_cluster
     from dra_driver.kube.endpoint import load_endpoint
     from dra_driver.logs import configure_logs
 
     configure_logs("critical", "console")
-    by, namespace, output = given.by, given.namespace, given.output
+    namespace, output = given.namespace, given.output
+    by: By = given.by or ("claim" if given.usage else "node")
+    if given.usage and by in ("node", "product"):
+        raise InvalidConfigError(f"--usage has no rows by {by}: use --by claim, pod, workload or namespace")
     if namespace is not None and not is_dns_label(namespace):
         raise InvalidConfigError(
             f"no namespace can be called {namespace!r}: a name has lower-case letters, digits and -, at most 63 of them"
         )
     driver = given.driver_name or DEFAULT_DRIVER_NAME
     endpoint = load_endpoint(given.kubeconfig or usual_kubeconfig(), context=given.context)
-    lists = read_cluster(endpoint, driver, timeout_s=_TIMEOUT_S, with_owners=by == "workload")
+    lists = read_cluster(
+        endpoint, driver, timeout_s=_TIMEOUT_S, with_owners=by == "workload", with_usage=given.usage
+    )
     _Shown(driver, lists, by, namespace).print(output)
 
 
@@ -81,8 +96,7 @@ def kubectl_gpus() -> None:
     """Entry point of `kubectl gpus`."""
     from dra_driver.cli.main import main
 
-    sys.argv[1:1] = ["cluster"]
-    main()
+    main(["cluster", *sys.argv[1:]], "kubectl gpus")
 
 
 class _Shown:
@@ -100,6 +114,7 @@ class _Shown:
         self._table: Callable[[int | None], str]
         self._lacking = lists.lacking
         self._unreadable = lists.unreadable
+        self._unmeasured = lists.unmeasured
         self._rows: Sequence[NodeRow | ProductRow | UserRow]
         match by:
             case "node":
@@ -109,7 +124,7 @@ class _Shown:
                 products = cluster_view.by_product(devices)
                 self._rows, self._table = products, partial(_product_table, products)
             case _:
-                rows = cluster_view.by_user(devices, by, lists.workloads)
+                rows = cluster_view.by_user(devices, by, lists.workloads, lists.loads)
                 users = [row for row in rows if namespace in (None, row.namespace)]
                 self._rows, self._table = users, partial(_user_table, users, by)
         local = {pool: found for pool, found in members.items() if cluster_view.node_of(found)}
@@ -133,8 +148,14 @@ class _Shown:
         for line in self._pending_lines():
             indent = " " * (len(line) - len(line.lstrip()))
             print(hanging(indent, line, width))
+        for text in self._unmeasured[:_MOST_UNREADABLE]:
+            _tell(f"use is not known: {printable(text)}")
+        if len(self._unmeasured) > _MOST_UNREADABLE:
+            _tell(
+                f"nor of {counted(len(self._unmeasured) - _MOST_UNREADABLE, 'more node')} (-o json has all)"
+            )
         for lacking in self._lacking:
-            _tell(f"who waits is not known: {lacking}")
+            _tell(f"the pods that wait are not known: {lacking}")
         for text in self._unreadable[:_MOST_UNREADABLE]:
             _tell(printable(text))
         if len(self._unreadable) > _MOST_UNREADABLE:
@@ -153,6 +174,7 @@ class _Shown:
             "pending": pending,
             "lacking": self._lacking,
             "unreadable": self._unreadable,
+            "unmeasured": list(self._unmeasured),
             "shared_pools": self._shared_pools,
         }
 
@@ -182,9 +204,7 @@ def _node_table(rows: Sequence[NodeRow], width: int | None) -> str:
     from dra_driver.diagnostics.rules.cluster_view import Count
 
     if not rows:
-        return (
-            "no node publishes GPUs; see `gpu-dra-driver doctor` in the driver's pod on a node that should\n"
-        )
+        return "no node publishes GPUs; run `gpu-dra-driver doctor` in its pod on a node that should\n"
     columns = [
         Column("NODE"),
         *_COUNTS,
@@ -225,6 +245,8 @@ def _user_table(rows: Sequence[UserRow], by: By, width: int | None) -> str:
         Column("NAMESPACE"),
         Column(by.upper(), cut=20, optional=True),
         Column("CLAIMS", drop=2),
+        Column("UTIL", optional=True),
+        Column("MEMORY GiB", optional=True),
         Column("GPUS"),
         Column("MIG", cut=12),
         Column("SHARES", drop=3),
@@ -236,6 +258,7 @@ def _user_table(rows: Sequence[UserRow], by: By, width: int | None) -> str:
             row.namespace,
             row.name,
             str(row.claims),
+            *_use(row.used),
             str(row.gpus),
             ", ".join(f"{profile} x{number}" for profile, number in row.mig.items()) or "-",
             str(row.shares) if row.shares else "-",
@@ -247,6 +270,15 @@ def _user_table(rows: Sequence[UserRow], by: By, width: int | None) -> str:
     return table(columns, cells, width)
 
 
+def _use(used: Used | None) -> tuple[str, str]:
+    """Utilisation and memory; `-` where it is not known. With `shared` others use the devices too."""
+    if used is None or not used.memory_total_bytes:
+        return "-", "-"
+    shared = " shared" if used.is_shared else ""
+    percent = "-" if used.utilisation_percent is None else f"{used.utilisation_percent}%{shared}"
+    return percent, f"{used.memory_used_bytes / _GIB:.1f}/{used.memory_total_bytes / _GIB:.0f}"
+
+
 def _verdict_lines(
     verdict: PendingClaim,
     claims: Sequence[PendingClaim],
@@ -256,8 +288,10 @@ def _verdict_lines(
 ) -> list[str]:
     what = "pod" if verdict.kind == "Pod" else "claim"
     also = f" and {len(claims) - 1} more" if len(claims) > 1 else ""
-    first, has = claims[0], "have" if also else "has"
-    lines = [f"{what} {first.namespace}/{first.name}{also} {has} no devices:"]
+    first, are = claims[0], "are" if also else "is"
+    others = f" and {len(pods) - 1} more" if len(pods) > 1 else ""
+    by = f" (pod {pods[0].name}{others})" if pods and what == "claim" else ""
+    lines = [f"{what} {first.namespace}/{first.name}{also} {are} pending{by}:"]
     if verdict.unknown:
         lines.append(f"  not judged: {verdict.unknown}")
     lines += [f"  {counted(number, 'node')}: {reason}" for reason, number in verdict.reasons[:_MOST_REASONS]]
@@ -267,7 +301,7 @@ def _verdict_lines(
         )
     if verdict.fits:
         more = f" and {len(verdict.fits) - 1} more" if len(verdict.fits) > 1 else ""
-        idle = "" if pods or lacking else "; no pod waits for it, and devices are allocated only for a pod"
+        idle = "" if pods or lacking else "; no pod uses it, and devices are allocated only for a pod"
         lines.append(f"  {verdict.fits[0]}{more} could serve it{idle}")
     if verdict.untried:
         lines.append(f"  {counted(verdict.untried, 'more node was', 'more nodes were')} not looked at")
@@ -275,10 +309,7 @@ def _verdict_lines(
         were = counted(shared_pools, "pool that nodes share was", "pools that nodes share were")
         lines.append(f"  {were} not looked at")
     elif not (verdict.reasons or verdict.fits or verdict.untried or verdict.unknown):
-        lines.append("  no node publishes devices of this driver")
-    if pods and what == "claim":
-        more = f" and {len(pods) - 1} more" if len(pods) > 1 else ""
-        lines.append(f"  pod {pods[0].name}{more} waits for it")
+        lines.append("  no node publishes devices of gpu-dra-driver")
     said = next((pod.says for pod in pods if pod.says), None)
     if said:
         lines.append(f"  the scheduler says: {said}")

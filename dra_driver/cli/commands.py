@@ -43,16 +43,18 @@ def _complete_values(parser: argparse.ArgumentParser, files: object) -> None:
             action.choices = action.metavar.split("|")
 
 
+_FORMERLY = {"debts": "cleanup"}
+"""Commands by another name that they had."""
 _SUMMARIES = {
     "run": "Publish this node's GPUs and prepare them for pods.",
     "mps-host": "Start and watch the MPS daemons of this node.",
     "inspect": "Print the slices that `run` would publish here.",
     "cluster": "Show the GPUs of the whole cluster and who uses them.",
     "device-classes": "Print a DeviceClass for each MIG profile.",
-    "doctor": "Check what the driver needs, and say what to do.",
+    "doctor": "Check this node and its GPUs, and say what to do.",
     "claims": "Print the claims that are prepared on this node.",
-    "debts": "Print what ended claims still owe to this node.",
-    "detach": "Have the driver let go of NVML for some minutes.",
+    "cleanup": "Print the cleanup that is pending after claims ended.",
+    "detach": "Close NVML on this node for some minutes.",
     "top": "Show this node live: GPUs, claims, health.",
     "validate": "Check manifests and configuration files.",
 }
@@ -61,7 +63,7 @@ ROOT: Final = Command(
     commands={
         **{name: Command(text, module=name.replace("-", "_")) for name, text in _SUMMARIES.items()},
         "simulate": Command(
-            "Make simulated machines, and break and heal them.",
+            "Create simulated machines, and break and repair them.",
             "For tests, and for clusters without GPUs.",
             module="simulate",
         ),
@@ -70,6 +72,7 @@ ROOT: Final = Command(
             _completion.__doc__ or "",
             (Flag("shell", "The shell.", Choice(("bash", "zsh", "fish")), metavar="SHELL", count="1"),),
             _completion,
+            examples=("bash", "zsh", "fish"),
         ),
     },
 )
@@ -85,13 +88,14 @@ def _parser(command: Command, prog: str, *, is_whole: bool = False) -> Parser:
     return parser
 
 
-def call(arguments: Sequence[str]) -> int:
-    """Carry one command out; its exit code. Raises: InvalidConfigError for what was mistyped, and as the command."""
+def call(arguments: Sequence[str], called: str | None = None) -> int:
+    """Carry one command out; its exit code. `called` is the name of the command for its help, if that is another one.
+    Raises: InvalidConfigError for what was mistyped, and as the command."""
     if arguments and arguments[0] in DAEMONS:
-        return _carried_out(arguments)
+        return _carried_out(arguments, called)
     try:
         try:
-            return _carried_out(arguments)
+            return _carried_out(arguments, called)
         finally:
             sys.stdout.flush()
     except OSError as error:
@@ -104,7 +108,7 @@ def call(arguments: Sequence[str]) -> int:
         raise DraDriverError(f"standard output cannot be used: {error.strerror or error}") from error
 
 
-def _carried_out(arguments: Sequence[str]) -> int:
+def _carried_out(arguments: Sequence[str], called: str | None) -> int:
     command, prog, words = ROOT, _PROGRAM, [*arguments]
     while command.commands:
         parser = _parser(command, prog)
@@ -114,10 +118,11 @@ def _carried_out(arguments: Sequence[str]) -> int:
         word = words.pop(0)
         if word.startswith("-"):
             parser.parse_args([word])
+        word = _FORMERLY.get(word, word) if command is ROOT else word
         if word not in command.commands:
             parser.error(f"there is no command {word}{near(word, command.commands)}")
         command, prog = command.commands[word].loaded(), f"{prog} {word}"
-    given = read(_parser(command, prog), command.flags, words)
+    given = read(_parser(command, called or prog), command.flags, words)
     faults = tuple(given.faults.values())
     if faults and not hasattr(given, "config"):  # with a configuration `resolve` tells them all
         raise InvalidConfigError("; ".join(faults), faults=faults)

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver detach`: have this node's driver let go of NVML for a while."""
+"""`gpu-dra-driver detach`: close NVML on this node for a while."""
 
 from __future__ import annotations
 
@@ -30,18 +30,22 @@ FLAGS = (
         metavar="TIME",
         shown="5m",
     ),
-    switch("force", "Also while claims use the GPUs."),
-    switch("end", "Have NVML opened again now."),
+    switch("force", "Detach even if claims use the GPUs."),
+    switch("end", "End the detachment now."),
     *of_run("driver_name", "kubelet_plugins_directory_path", "config", "nvidia_driver_root"),
-    *of_run("container_driver_root", "simulate", "simulator_dir"),
+    *of_run("container_driver_root", "simulate", "simulator_dir", "device_names"),
+)
+EXAMPLES = (
+    "0000:1b:00.0 --for 10m",
+    "--end",
 )
 
 
 def detach(given: Namespace) -> None:
-    """Then GPUs can be reset, MIG modes switched and the NVIDIA driver unloaded. Returns when every instance of the
-    driver on this node has let go. No device is offered until the time is over; then the driver opens NVML again and
-    sets time slices and compute modes again. Refused while claims use the GPUs. As root on the node, or with kubectl
-    exec in the driver's pod.
+    """Then GPUs can be reset, MIG modes switched and the NVIDIA driver unloaded. Returns when every instance of
+    gpu-dra-driver on this node has closed NVML. No device is offered until the time is over; then gpu-dra-driver opens
+    NVML again, and sets time slices and compute modes again. Refused while claims use the GPUs. Run it as root on the
+    node, or with kubectl exec in the pod of gpu-dra-driver.
     """
     from dra_driver.app.commands.detach import attach_node, detach_node
     from dra_driver.logs import configure_logs

@@ -10,6 +10,7 @@ from typing import Any
 from dra_driver.cli.flags import SIMULATE_SEVERAL, of_run
 from dra_driver.cli.output import OUTPUT, Output, print_objects
 from dra_driver.cli.scratch import scratch_settings
+from dra_driver.model.ids import printable
 from dra_driver.model.shapes import Choice
 
 JsonObject = dict[str, Any]
@@ -19,6 +20,10 @@ FLAGS = (
     SIMULATE_SEVERAL,
     replace(OUTPUT, shape=Choice(("yaml", "json")), default="yaml"),
     *of_run("driver_name", "nvidia_driver_root", "container_driver_root"),
+)
+EXAMPLES = (
+    "--simulate dgx-h100",
+    "--simulate a30-4 | kubectl apply -f -",
 )
 
 
@@ -40,7 +45,7 @@ def device_classes(given: Namespace) -> None:
         with scratch_settings("classes", {**vars(given), "simulate": machine}, None) as settings:
             profiles, notes = possible_profiles(settings)
         for note in notes:
-            print(f"note: {note}", file=sys.stderr)
+            print(f"note: {printable(note)}", file=sys.stderr)
         driver = settings.driver_name
         names.update(profile.name for profile in profiles)
         if not profiles:

@@ -1,5 +1,4 @@
-"""`gpu-dra-driver doctor`: is everything there that the plugin needs on this node, is every GPU well, and if not, what
-to do."""
+"""`gpu-dra-driver doctor`: is everything there that the node needs, is every GPU well, and if not, what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from dra_driver.cli.flags import of_run
-from dra_driver.cli.output import COLOR, OUTPUT, Output, print_object
+from dra_driver.cli.output import COLOR, OUTPUT, Output, colored, print_object
 from dra_driver.cli.scratch import this_machine
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
@@ -24,17 +23,27 @@ FLAGS = (
     COLOR,
     *of_run("node_name", "driver_name", "config", "cdi_root", "nvidia_driver_root", "container_driver_root"),
     *of_run("host_root", "nvidia_cdi_hook_path", "kubelet_registrar_directory_path"),
-    *of_run("kubelet_plugins_directory_path", "kubeconfig", "simulate", "simulator_dir", "dynamic_mig"),
+    *of_run(
+        "kubelet_plugins_directory_path",
+        "kubeconfig",
+        "simulate",
+        "simulator_dir",
+        "dynamic_mig",
+        "device_names",
+    ),
     *of_run("imex_channel", "host_devices"),
 )
-_COLORS = {"OK": "\x1b[32m", "WARN": "\x1b[33m", "FAIL": "\x1b[91m", "SKIP": "\x1b[90m"}
-_PLAIN = "\x1b[0m"
+EXAMPLES = (
+    "",
+    "--simulate dgx-h100",
+    "-o json",
+)
 
 
 def doctor(given: Namespace) -> int:
-    """Host, health of the GPUs, runtime, kubelet and cluster. Changes nothing. Run it in the driver's pod (`kubectl
-    exec`), where it has the settings of the driver, or on the node with the flags of `run`. Exit code 0: all in order
-    or only warnings, 1: something fails.
+    """Host, health of the GPUs, runtime, kubelet and cluster. Changes nothing. Run it in the pod of gpu-dra-driver
+    (`kubectl exec`), where it has the right settings, or on the node with the flags of `run`. Exit code 0: nothing
+    fails, 1: a line says FAIL.
     """
     from dra_driver.app.commands.doctor import doctor_checks
     from dra_driver.diagnostics.doctor.checks import run_checks
@@ -43,29 +52,28 @@ def doctor(given: Namespace) -> int:
 
     configure_logs("critical", "console")
     outcomes = run_checks(doctor_checks(resolve(vars(given), given.config, {"node_name": this_machine()})))
-    _print(outcomes, given.output, is_coloured=given.color.is_on())
+    _print(outcomes, given.output, is_colored=given.color.is_on())
     return int(any(outcome.finding.status == "FAIL" for outcome in outcomes))
 
 
-def _print(outcomes: Sequence[Outcome], output: Output, *, is_coloured: bool) -> None:
+def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> None:
     from dra_driver.diagnostics.doctor.checks import folded
+    from dra_driver.diagnostics.rules.findings import verified
 
     found = Counter(outcome.finding.status for outcome in outcomes)
     counts = {status: found[status] for status in ("OK", "WARN", "FAIL", "SKIP")}
     if not output.is_for_people:
         checks = [{"check": outcome.check, **asdict(outcome.finding)} for outcome in outcomes]
-        print_object({"counts": counts, "checks": checks}, output)
+        verdicts = verified([(outcome.check, outcome.finding) for outcome in outcomes])
+        print_object({"counts": counts, "verified": verdicts, "checks": checks}, output)
         return
     outcomes = folded(outcomes)
     names = max(len(outcome.check) for outcome in outcomes)
     width = terminal_width(all_columns=output is Output.wide)
     for outcome in outcomes:
         finding = outcome.finding
-        status = f"{finding.status:<4}"
-        line = hanging(f"{status}  {outcome.check:<{names}}  ", finding.seen, width)
-        if is_coloured:
-            line = f"{_COLORS[finding.status]}{status}{_PLAIN}{line[len(status) :]}"
-        print(line)
+        line = hanging(f"{finding.status:<4}  {outcome.check:<{names}}  ", finding.seen, width)
+        print(colored(finding.status, line, is_on=is_colored))
         if finding.remedy is not None:
             print(hanging(f"      {'':<{names}}  -> ", finding.remedy, width))
     print("\n" + ", ".join(f"{count} {status}" for status, count in counts.items()))

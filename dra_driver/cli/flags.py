@@ -19,6 +19,7 @@ _TRUE = ("1", "true", "t", "yes", "y", "on")
 _FALSE = ("0", "false", "f", "no", "n", "off")
 _WIDEST = 110
 _HELP_COLUMN = 34
+_EXAMPLES = "Examples:"
 
 SIMULATE_SEVERAL = replace(
     FLAGS["simulate"],
@@ -80,6 +81,8 @@ class _HelpText(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=_HELP_COLUMN, width=width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(_EXAMPLES):
+            return text
         filled = super()._fill_text
         return "\n\n".join(filled(part, width, indent) for part in text.split("\n\n"))
 
@@ -99,10 +102,11 @@ class _HelpText(argparse.HelpFormatter):
 
 @dataclass(frozen=True)
 class Command:
-    """One command, or a group of `commands` by their names. `about` is what its help says beside the summary.
+    """One command, or a group of `commands` by their names. `about` is what its help says beside the summary, and
+    `examples` are words after its name.
 
     `act` carries it out with the values of its flags and returns the exit code, None for 0. With a `module` of `cli`
-    all but the summary is there: FLAGS, a function of the module's name with its docstring, COMMANDS.
+    all but the summary is there: FLAGS, EXAMPLES, a function of the module's name with its docstring, COMMANDS.
     """
 
     summary: str
@@ -111,6 +115,7 @@ class Command:
     act: Callable[[argparse.Namespace], int | None] = lambda given: None
     commands: Mapping[str, Command] = field(default_factory=dict)
     module: str = ""
+    examples: Sequence[str] = ()
 
     def loaded(self) -> Command:
         """With what its module says."""
@@ -119,11 +124,14 @@ class Command:
         module = importlib.import_module(f"dra_driver.cli.{self.module}")
         act = getattr(module, self.module, self.act)
         flags, commands = getattr(module, "FLAGS", ()), getattr(module, "COMMANDS", {})
-        return Command(self.summary, self.about or act.__doc__ or "", flags, act, commands)
+        examples = getattr(module, "EXAMPLES", ())
+        return Command(self.summary, self.about or act.__doc__ or "", flags, act, commands, examples=examples)
 
     def parser(self, prog: str, *, is_whole: bool = False) -> Parser:
         """For its help and what was typed, and if it is whole for all commands below it."""
         parser = Parser(prog, *self._texts())
+        if self.examples:
+            parser.epilog = "\n".join([_EXAMPLES, *(f"  {prog} {words}".rstrip() for words in self.examples)])
         self._declare(parser, is_whole)
         return parser
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from dra_driver.cli.flags import of_run, switch
 from dra_driver.cli.output import OUTPUT, Output, print_objects
 from dra_driver.cli.scratch import scratch_settings
-from dra_driver.cli.tables import device_table, terminal_width
+from dra_driver.cli.tables import device_table, terminal_width, value_of
+from dra_driver.model.ids import printable
 from dra_driver.settings import FLAGS as SETTINGS
+from dra_driver.settings import Flag
 
 if TYPE_CHECKING:
     from dra_driver.diagnostics.rules.mig_map import GpuMap
@@ -27,17 +29,31 @@ FLAGS = (
     *of_run("simulate"),
     OUTPUT,
     *of_run("node_name", "driver_name", "nvidia_driver_root", "container_driver_root", "simulator_dir"),
-    *of_run("config", "dynamic_mig", "consumable_shares", "imex_channel"),
-    replace(SETTINGS["kubelet_plugins_directory_path"], help="Where the driver keeps records and health."),
-    switch("mig", "Print only the drawing of the GPUs that are cut into MIG devices."),
+    *of_run("config", "dynamic_mig", "device_names", "consumable_shares", "imex_channel"),
+    replace(
+        SETTINGS["kubelet_plugins_directory_path"], help="Where gpu-dra-driver keeps records and health."
+    ),
+    Flag(
+        "gpus",
+        "Only these GPUs: device name, index, UUID or PCI bus ID.",
+        metavar="GPU",
+        shown="all",
+        count="*",
+    ),
+    switch("mig", "Print only the drawing of the GPUs that are partitioned into MIG devices."),
+)
+EXAMPLES = (
+    "--simulate dgx-h100",
+    "--simulate dgx-h100 --dynamic-mig --mig gpu-6b45fc99",
+    "-o yaml",
 )
 
 
 def inspect(given: Namespace) -> None:
-    """No cluster is needed. -o json and -o yaml print the very objects; the table shows the devices, and below it the
-    memory slices of each GPU in MIG mode or with MIG devices on demand: what is there, who holds it, and what there
-    is room for. Nothing is changed, on the GPUs or in the driver's directories. What could not be read is told on
-    standard error.
+    """No cluster is needed. -o json and -o yaml print the objects themselves. The table shows the devices; below it are
+    the memory slices of each GPU in MIG mode or with MIG devices on demand: what exists, who holds it, and what there
+    is room for. GPUs that differ in nothing share rows and drawings. Changes nothing. What could not be read is printed
+    on standard error.
     """
     from dra_driver.app.commands.inspect import mig_maps, slices_to_publish
     from dra_driver.concurrency.bounded_call import bounded
@@ -65,8 +81,21 @@ def inspect(given: Namespace) -> None:
 
         slices, notes, maps = bounded("NVML", look, _WAIT_S)
     for note in dict.fromkeys(notes):
-        print(f"note: {note}", file=sys.stderr)
+        print(f"note: {printable(note)}", file=sys.stderr)
     devices = [device for entry in slices for device in entry["spec"].get("devices", [])]
+    if given.gpus:
+        if not output.is_for_people:
+            raise InvalidConfigError(f"-o {output} prints whole slices; leave out {', '.join(given.gpus)}")
+        known = {name for device in devices for name in _names(device)} | {
+            name for one in maps for name in one.called
+        }
+        unknown = [name for name in given.gpus if name not in known]
+        if unknown:
+            raise InvalidConfigError(
+                f"there is no GPU {unknown[0]} here; `gpu-dra-driver inspect` lists those there are"
+            )
+        devices = [device for device in devices if not _names(device).isdisjoint(given.gpus)]
+        maps = [one for one in maps if not one.called.isdisjoint(given.gpus)]
     width = terminal_width(all_columns=output is Output.wide)
     if not output.is_for_people:
         print_objects(slices, output)
@@ -83,3 +112,14 @@ def inspect(given: Namespace) -> None:
             "no device would be published: neither the PCI bus nor NVML (libnvidia-ml.so.1) shows a GPU that could be "
             "offered; `gpu-dra-driver doctor` looks for the cause"
         )
+
+
+def _names(device: JsonObject) -> set[str]:
+    """All names that people give a device, and for a MIG device the GPU that it is part of."""
+    name, attributes = str(device["name"]), device.get("attributes", {})
+    keys = ("index", "uuid", "resource.kubernetes.io/pciBusID", "parentIndex", "parentUUID")
+    return {
+        name,
+        name.partition("-mig-")[0],
+        *(value_of(attributes[key]) for key in keys if key in attributes),
+    }

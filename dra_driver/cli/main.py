@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 
 from dra_driver.errors import DraDriverError, InvalidConfigError
+from dra_driver.model.ids import printable
 
 EXIT_USAGE = 2
 EXIT_FAILED = 1
@@ -13,19 +15,17 @@ EXIT_INTERRUPTED = 130
 """128 and the number of SIGINT, as shells have it."""
 
 
-def main() -> None:
-    """Entry point. Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 Ctrl-C."""
+def main(arguments: Sequence[str] | None = None, called: str | None = None) -> None:
+    """Entry point, of the words on the command line or others. `called` is the name that the help of the command has.
+    Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 Ctrl-C."""
     _open_what_is_closed()
     try:
         from dra_driver.cli.commands import call
 
-        sys.exit(call(sys.argv[1:]))
-    except InvalidConfigError as error:
-        print(f"gpu-dra-driver: {error}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
+        sys.exit(call(sys.argv[1:] if arguments is None else arguments, called))
     except DraDriverError as error:
-        print(f"gpu-dra-driver: {error}", file=sys.stderr)
-        sys.exit(EXIT_FAILED)
+        print(f"gpu-dra-driver: {printable(str(error))}", file=sys.stderr)
+        sys.exit(EXIT_USAGE if isinstance(error, InvalidConfigError) else EXIT_FAILED)
     except RuntimeError as error:
         if "start new thread" not in str(error):
             raise

@@ -60,12 +60,16 @@ FLAGS = (
     replace(SETTINGS["log_level"], default="info"),
     replace(SETTINGS["log_format"], default="json"),
 )
+EXAMPLES = (
+    "",
+    "--simulate dgx-h100 --simulator-dir /tmp/machine",
+)
 
 
 def mps_host(given: Namespace) -> None:
     """One nvidia-cuda-mps-control for each shared GPU or MIG device, until SIGTERM.
 
-    `run` asks for daemons over PLUGINS/DRIVER/mps/host.sock, which only root can open. Daemons are started in
+    `run` writes what shall run to PLUGINS/DRIVER/mps/host.wanted, which only root can open. Daemons are started in
     sessions of their own: they run on when this process ends, and its successor takes them over. In a
     container they end with the container, so its DaemonSet is updated on delete only. Needs root; in a pod
     also hostPID, privileged, and bidirectional mount propagation on the plugins directory.
@@ -115,36 +119,34 @@ def _serve(
     import structlog
 
     from dra_driver.mps.compute_mode import ComputeMode
+    from dra_driver.mps.daemon import HostTools
     from dra_driver.mps.daemon_control import ControlProgram
+    from dra_driver.mps.host_supervisor import Supervisor
     from dra_driver.mps.mounts import KernelMounter, MountsWherePossible
     from dra_driver.mps.selinux import SelinuxLabels, has_selinux
-    from dra_driver.mps.server import Server
-    from dra_driver.mps.supervisor import HostTools, Supervisor
 
     log = structlog.get_logger(__name__)
     stopped = threading.Event()
     watch.on(stopped.set, signal.SIGTERM, signal.SIGINT)
     labels = SelinuxLabels(enabled=has_selinux())
-    kernel = KernelMounter(layout.root, labels)
+    mounter = MountsWherePossible if allow_plain_shm else KernelMounter
     tools = HostTools(
+        layout,
         ControlProgram(programs),
-        MountsWherePossible(kernel) if allow_plain_shm else kernel,
+        mounter(layout.root, labels),
         ComputeMode(programs, detachments.using_nvml),
         nodes.make_missing,
         labels,
+        timings,
     )
-    supervisor = Supervisor(layout, tools, timings)
+    supervisor = Supervisor(tools)
     supervisor.open()
-    server = Server(layout.socket, supervisor)
     try:
-        server.start()
         log.info(
-            "mps_host_started", socket=str(layout.socket), daemons=len(supervisor.status()), pid=os.getpid()
+            "mps_host_started", directory=str(layout.root), daemons=len(supervisor.status()), pid=os.getpid()
         )
         stopped.wait()
     finally:
-        supervisor.begin_closing()
-        server.stop()
         supervisor.close()
         log.info("mps_host_stopped", daemons_left=len(supervisor.status()))
 

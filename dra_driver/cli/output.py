@@ -40,6 +40,17 @@ class Color(StrEnum):
         return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
 
+_COLORS = {
+    "OK": "\x1b[32m", "WARN": "\x1b[33m", "not judged": "\x1b[33m",
+    "FAIL": "\x1b[91m", "FAULT": "\x1b[91m", "SKIP": "\x1b[90m",
+}  # fmt: skip
+
+
+def colored(status: str, line: str, *, is_on: bool) -> str:
+    """A line that begins with a status, with that in its color."""
+    return f"{_COLORS[status]}{status}\x1b[0m{line.removeprefix(status)}" if is_on else line
+
+
 COLOR = Flag(
     "color",
     "Colour the text. With auto: on a terminal, unless NO_COLOR is set.",

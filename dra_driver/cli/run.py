@@ -12,7 +12,7 @@ from dra_driver.settings import FLAGS as SETTINGS
 from dra_driver.settings import Flag, resolve
 
 _IGNORED = ("namespace", "image_name", "image_pull_secrets", "image_pull_policy", "service_account_name")
-"""Flags of NVIDIA's own driver that have no meaning here; its manifests still start."""
+"""Flags of NVIDIA's own DRA driver that have no meaning here; its manifests still start."""
 
 FLAGS = (
     *SETTINGS.values(),
@@ -21,12 +21,16 @@ FLAGS = (
     Flag("feature_gates", hidden=True),
     *(Flag(name, hidden=True) for name in _IGNORED),
 )
+EXAMPLES = (
+    "--simulate dgx-h100 --kubeconfig config --node-name a",
+    "--config /etc/gpu-dra-driver.yaml",
+)
 
 
 def run(given: Namespace) -> None:
     """Until SIGTERM.
 
-    Flags and environment variables have the names that NVIDIA's own driver uses, so its manifests work.
+    Flags and environment variables have the names that NVIDIA's own DRA driver uses, so its manifests work.
     """
     settings = resolve(vars(given), given.config)
     from dra_driver.app.daemon import Driver

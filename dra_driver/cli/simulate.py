@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ _DIRECTORY = Flag(
 )
 _GPU = Flag("gpu", "Device name, index, UUID or PCI bus ID of the GPU.", count="1")
 _WITHOUT_MACHINE = ("list_machines", "create_machine")
+_READS = ("show", "mig_profiles")
 _FORCE = switch("force", "Also while programs have NVML open.")
 
 
@@ -57,20 +59,24 @@ def _calls(function: str, **fixed: Any) -> Callable[[Namespace], None]:
                 print(part)
             else:
                 _print_table(part)
+        if "machine" in values and function not in _READS:
+            changed = values["machine"]
+            print(f"changed: machine {changed.name} in {changed.directory}", file=sys.stderr)
 
     return act
 
 
 def _print_table(rows: list[dict[str, str]]) -> None:
     from dra_driver.cli.tables import terminal_width
-    from dra_driver.diagnostics.rules.tables import Column, table
+    from dra_driver.diagnostics.rules.tables import Column, hanging, table
 
-    if rows:
+    if rows and "description" in rows[0]:
+        names = max(len(row["machine"]) for row in rows)
+        for row in [{key: key.upper() for key in rows[0]}, *rows]:
+            print(hanging(f"{row['machine']:<{names}}   ", row["description"], terminal_width()))
+    elif rows:
         drops = {key: len(_DROPPED) - index for index, key in enumerate(_DROPPED)}
-        columns = [
-            Column(key.upper(), drop=drops.get(key, 0), cut=12 if key == "description" else 0)
-            for key in rows[0]
-        ]
+        columns = [Column(key.upper(), drop=drops.get(key, 0)) for key in rows[0]]
         print(table(columns, [list(row.values()) for row in rows], terminal_width()), end="")
 
 
@@ -87,43 +93,50 @@ def _be_a_client(given: Namespace) -> None:
         signal.sigtimedwait(stopped, _LONGEST_S if given.seconds is None else given.seconds)
 
 
-def _command(summary: str, act: Callable[[Namespace], None], *flags: Flag, about: str = "") -> Command:
-    return Command(summary, about, (*flags, _DIRECTORY), act)
+def _command(
+    summary: str, act: Callable[[Namespace], None], *flags: Flag, example: str, about: str = ""
+) -> Command:
+    return Command(summary, about, (*flags, _DIRECTORY), act, examples=(example,))
 
 
 _MIG = {
-    "enable": _command("Switch MIG mode on.", _calls("mig_mode", on=True), _GPU, _FORCE),
-    "disable": _command("Switch MIG mode off.", _calls("mig_mode", on=False), _GPU, _FORCE),
+    "enable": _command("Switch MIG mode on.", _calls("mig_mode", on=True), _GPU, _FORCE, example="0"),
+    "disable": _command("Switch MIG mode off.", _calls("mig_mode", on=False), _GPU, _FORCE, example="0"),
     "create": _command(
         "Create a MIG device at a placement.",
         _calls("mig_create"),
         _GPU,
         _argument("profile", "MIG profile, such as 1g.10gb."),
         _number("start", "First memory slice."),
+        example="0 1g.10gb 0",
     ),
     "destroy": _command(
         "Destroy a GPU instance with everything in it.",
         _calls("mig_destroy"),
         _GPU,
         _number("gpu_instance", "Id of the GPU instance.", "GI"),
+        example="0 1",
     ),
     "profiles": _command(
-        "List the MIG profiles of a GPU with their placements.", _calls("mig_profiles"), _GPU
+        "List the MIG profiles of a GPU with their placements.", _calls("mig_profiles"), _GPU, example="0"
     ),
 }
 COMMANDS = {
-    "list": Command("List the machines that can be simulated.", act=_calls("list_machines")),
+    "list": Command("List the machines that can be simulated.", act=_calls("list_machines"), examples=("",)),
     "create": _command(
         "Create a machine.",
         _calls("create_machine"),
         _argument("name", "A name from `simulate list`, or a path to a YAML file.", "MACHINE"),
-        _option("cdi_hook", "Put an nvidia-cdi-hook into the driver's programs.", bool, shown="no"),
+        _option("cdi_hook", "Put nvidia-cdi-hook among the programs of the NVIDIA driver.", bool, shown="no"),
         _option("device_nodes", "auto, real (needs root) or described.", default="auto"),
-        about="One of the same name that is there is kept as it is.",
+        about="A machine of that name that is there already is kept. The directory is empty, or does not exist yet.",
+        example="dgx-h100 --simulator-dir /tmp/machine",
     ),
-    "show": _command("Show the machine and its GPUs.", _calls("show")),
-    "lose": _command("Let a GPU fall off the bus: Xid 79, then GPU_IS_LOST.", _calls("lose"), _GPU),
-    "restore": _command("Bring a lost GPU back.", _calls("restore"), _GPU),
+    "show": _command("Show the machine and its GPUs.", _calls("show"), example=""),
+    "lose": _command(
+        "Let a GPU fall off the bus: Xid 79, then GPU_IS_LOST.", _calls("lose"), _GPU, example="gpu-6b45fc99"
+    ),
+    "restore": _command("Bring a lost GPU back.", _calls("restore"), _GPU, example="gpu-6b45fc99"),
     "xid": _command(
         "Raise an Xid error on a GPU.",
         _calls("xid"),
@@ -131,65 +144,75 @@ COMMANDS = {
         _number("number", "Number of the Xid error, such as 48.", "XID"),
         _option("gpu_instance", "Only this GPU instance is affected.", int, spelled=("--gi",)),
         _option("compute_instance", "Only this compute instance.", int, spelled=("--ci",)),
+        example="0 79",
     ),
     "fault": _command(
         "Make calls of an NVML function fail, or slow.",
         _calls("fault"),
         _argument("function", "NVML function, such as nvmlDeviceGetUUID; * matches anything."),
-        _option("code", "What it answers: a number or a name such as gpu-is-lost.", spelled=("--error",)),
-        _option("delay_s", "Seconds by which the answer is late.", float, spelled=("--delay",), default=0.0),
+        _option("code", "What it returns: a number or a name such as gpu-is-lost.", spelled=("--error",)),
+        _option("delay_s", "Seconds until it returns.", float, spelled=("--delay",), default=0.0),
         _option("count", "Only this many calls.", int, shown="until cleared"),
         _option("gpu", "Only calls about this GPU: device name, index, UUID or PCI bus ID."),
+        example="nvmlDeviceGetUUID --error gpu-is-lost --count 3",
     ),
-    "clear-faults": _command("Remove all injected faults.", _calls("clear_faults")),
+    "clear-faults": _command("Remove all injected faults.", _calls("clear_faults"), example=""),
     "client": _command(
-        "Be a program that keeps NVML open, until Ctrl-C.",
+        "Simulate a program that keeps NVML open, until Ctrl-C.",
         _be_a_client,
         _argument("name", "Name of the program, such as dcgm."),
         _option("seconds", "Seconds after which it ends.", float, least=0, spelled=("--for",), shown="never"),
-        about="As a monitoring agent does. While it runs, the driver cannot be unloaded, no GPU be reset, and no MIG "
-        "mode be switched.",
+        about="A monitoring agent does this. While it runs, the NVIDIA driver cannot be unloaded, no GPU can be "
+        "reset, and no MIG mode can be switched.",
+        example="dcgm --for 60",
     ),
     "unload-driver": _command(
         "Unload the NVIDIA driver.",
         _calls("unload_driver"),
         _FORCE,
-        about="Its /proc files go, calls answer DRIVER_NOT_LOADED.",
+        about="Its /proc files go, calls return DRIVER_NOT_LOADED.",
+        example="",
     ),
     "load-driver": _command(
         "Load the NVIDIA driver, or another version of it.",
         _calls("load_driver"),
-        Flag("version", "A driver version.", count="?", shown="the one it had"),
+        Flag("version", "A version of the NVIDIA driver.", count="?", shown="the one it had"),
+        example="580.95.05",
     ),
     "reboot": _command(
         "Reboot the machine.",
         _calls("reboot"),
         about="It has a new boot ID, MIG devices and settings are gone, lost GPUs are back.",
+        example="",
     ),
     "imex": _command(
-        "Say what nvidia-imex of a machine in a fabric does.",
+        "Set the state of the simulated nvidia-imex.",
         _calls("imex"),
         _argument("state", "ready, initializing, hung, killed (the socket stays) or stopped."),
-        _option("channels", "How many IMEX channels the driver has; 0: it knows none.", int, least=0),
+        _option("channels", "Number of IMEX channels of the NVIDIA driver; 0: it has none.", int, least=0),
+        example="ready",
     ),
     "confidential": _command(
         "Set confidential computing and its ready state.",
         _calls("confidential_compute"),
         _argument("mode", "off, on, devtools or ppcie."),
         switch("ready", "The GPUs accept work, until a reboot."),
+        example="on --ready",
     ),
     "host-devices": _command(
-        "Give the machine nodes for storage, RDMA, GDRCopy.",
+        "Set the device nodes for storage, RDMA, GDRCopy.",
         _calls("host_devices"),
-        _argument("kinds", "Of gds, mofed and gdrcopy; none: take all away.", "KIND", "*"),
+        _argument("kinds", "gds, mofed, gdrcopy; without any, all are removed.", "KIND", "*"),
+        example="gds mofed",
     ),
     "add-gpu": _command(
         "Plug a GPU in.",
         _calls("add_gpu"),
         _argument("model", "GPU model, such as h100-sxm or l40s."),
-        about="NVML sees it after it is initialised anew.",
+        about="NVML shows it after its next initialisation.",
+        example="h100-sxm",
     ),
-    "remove-gpu": _command("Pull a GPU out.", _calls("remove_gpu"), _GPU),
+    "remove-gpu": _command("Pull a GPU out.", _calls("remove_gpu"), _GPU, example="0"),
     "hold": _command(
         "Let a process use a GPU.",
         _calls("hold"),
@@ -197,13 +220,18 @@ COMMANDS = {
         _option("pid", "Process id.", int, default=4242),
         _option("name", "Process name.", default="python3"),
         _option("gpu_instance", "It uses only this GPU instance.", int, spelled=("--gi",)),
+        _option(
+            "utilisation", "Percent of the time in which it keeps the GPU busy.", int, least=0, default=40
+        ),
         about="Then MIG changes are refused with IN_USE.",
+        example="0 --name python3",
     ),
     "release": _command(
         "End the processes that use a GPU.",
         _calls("release"),
         _GPU,
         _option("pid", "Only this process.", int, shown="all"),
+        example="0",
     ),
     "reset": _command(
         "Reset a GPU.",
@@ -211,13 +239,15 @@ COMMANDS = {
         _GPU,
         _FORCE,
         about="Pending repairs are done, volatile error counters start anew.",
+        example="0",
     ),
     "ecc": _command(
         "Set a GPU's volatile ECC counters.",
         _calls("ecc"),
         _GPU,
         _option("corrected", "Errors that were corrected.", int, default=0),
-        _option("uncorrected", "Errors that were not.", int, default=0),
+        _option("uncorrected", "Errors that were not corrected.", int, default=0),
+        example="0 --uncorrected 1",
     ),
     "remap": _command(
         "Set the state of a GPU's row remapping.",
@@ -225,12 +255,14 @@ COMMANDS = {
         _GPU,
         _option("pending", "Rows wait for a reset to be remapped.", bool, shown="no"),
         _option("failed", "A row could not be remapped.", bool, shown="no"),
+        example="0 --pending",
     ),
     "recovery-action": _command(
-        "Let a GPU ask for a recovery action (Xid 154).",
+        "Let a GPU request a recovery action (Xid 154).",
         _calls("recovery_action"),
         _GPU,
         _number("action", "0 none, 1 GPU reset, 2 node reboot, 3 drain P2P, 4 drain and reset."),
+        example="0 1",
     ),
     "mig": Command("MIG mode and MIG devices of a simulated GPU.", commands=_MIG),
 }

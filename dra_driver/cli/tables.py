@@ -27,6 +27,11 @@ _DEVICE_COLUMNS = (
 )
 
 
+_PCI_BUS_ID = [column.title for column in _DEVICE_COLUMNS].index("PCI BUS ID")
+_OF_ONE_GPU = (_PCI_BUS_ID, _PCI_BUS_ID + 1)
+"""Its place in the machine: PCI bus ID and NUMA node."""
+
+
 def value_of(entry: JsonObject | None) -> str:
     """The one value of an attribute as text; `-` where it is absent."""
     if not entry:
@@ -38,15 +43,37 @@ def value_of(entry: JsonObject | None) -> str:
 def device_table(devices: Iterable[JsonObject], width: int | None) -> str:
     """One row a device: name, index, type, product, memory, where it is, and its NVLink domain.
 
-    The MIG devices of one GPU and profile that are made on demand share a row: there are dozens a GPU.
+    The MIG devices of one profile that are made on demand share a row, also those of GPUs that differ in nothing else:
+    there are dozens a GPU.
     """
     rows: dict[str, list[JsonObject]] = {}
     for device in devices:
         rows.setdefault(_row_key(device), []).append(device)
-    cells = [
-        _row(same[0]) if _row_key(same[0]) == same[0]["name"] else _common_row(same) for same in rows.values()
-    ]
-    return table(_DEVICE_COLUMNS, cells, width)
+    cells: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for key, same in rows.items():
+        row = _row(same[0]) if key == same[0]["name"] else _common_row(same)
+        cells.setdefault(row if key == same[0]["name"] else _without_gpu(row), []).append(row)
+    common_last = sorted(cells.values(), key=lambda alike: len(alike) > 1)
+    return table(_DEVICE_COLUMNS, [_of_all_gpus(alike) for alike in common_last], width)
+
+
+def _without_gpu(row: Sequence[str]) -> tuple[str, ...]:
+    """What rows of equal GPUs have in common."""
+    return tuple(
+        cell.partition("-mig-")[2] if number == 0 else cell
+        for number, cell in enumerate(row)
+        if number not in _OF_ONE_GPU
+    )
+
+
+def _of_all_gpus(rows: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    if len(rows) == 1:
+        return rows[0]
+    cells = [values[0] if len(set(values)) == 1 else "-" for values in zip(*rows, strict=True)]
+    cells[0] = f"gpu-*-mig-{rows[0][0].partition('-mig-')[2]}"
+    cells[_PCI_BUS_ID] = f"{len(rows)} GPUs"
+    cells[-1] = f"{sum(int(row[-1].partition(' ')[0]) for row in rows)} on demand"
+    return tuple(cells)
 
 
 def _row_key(device: JsonObject) -> str:

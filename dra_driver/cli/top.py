@@ -53,6 +53,14 @@ _ORDERS: Mapping[str, Order] = {"i": "index", "m": "memory", "u": "utilisation",
 _KEYS = re.compile(r"\x1b(?:\[|O)[A-Z]|\x1b\[[0-9]+~|.", re.S)
 _MOVES = {"j": 1, "\x1b[B": 1, "\x1bOB": 1, "k": -1, "\x1b[A": -1, "\x1bOA": -1}
 _PAGES = {" ": 1, "\x1b[6~": 1, "b": -1, "\x1b[5~": -1}
+_HELP = (
+    "i m u h            sort by index, memory, utilisation, health",
+    "j k, arrows        one line down, up",
+    "space b, Page keys one page down, up",
+    "g G, Home End      to the first, the last line",
+    "q, Ctrl-C          quit",
+    "?                  this text; any key shows the node again",
+)
 _ENDS = {"g": 0, "\x1b[H": 0, "\x1b[1~": 0, "G": _LAST, "\x1b[F": _LAST, "\x1b[4~": _LAST}
 
 
@@ -63,15 +71,20 @@ FLAGS = (
     Flag("sort", "Which GPUs come first.", Choice(get_args(Order)), env=(), default="index"),
     COLOR,
     *of_run("node_name", "driver_name", "config", "cdi_root", "nvidia_driver_root", "container_driver_root"),
-    *of_run("kubelet_plugins_directory_path", "simulate", "simulator_dir", "dynamic_mig"),
+    *of_run("kubelet_plugins_directory_path", "simulate", "simulator_dir", "dynamic_mig", "device_names"),
+)
+EXAMPLES = (
+    "",
+    "--once --sort health",
+    "-o json",
 )
 
 
 def top(given: Namespace) -> None:
     """Also NVLink domains, MIG instances and MPS daemons. Changes nothing. On a terminal it is drawn again at each
-    interval, until q or Ctrl-C; into a pipe it is printed once. Works without API server and without a running
-    driver; without NVML it shows what the driver wrote down, and why NVML says nothing. Run it in the driver's pod
-    (`kubectl exec`), or on the node with the flags of `run`.
+    interval, until q or Ctrl-C; into a pipe it is printed once. Works without API server, and while
+    gpu-dra-driver does not run; without NVML it shows what is written down on the node, and why NVML fails. Run it in
+    the pod of gpu-dra-driver (`kubectl exec`), or on the node with the flags of `run`.
     """
     from dra_driver.app.commands.machine import CommandMachine
     from dra_driver.app.commands.node import node_snapshot
@@ -106,16 +119,18 @@ def _is_screen() -> bool:
 
 def _run_live(snapshot: NodeSnapshot, interval_s: float, order: Order, *, is_coloured: bool) -> None:
     """Draw until q, Ctrl-C or SIGTERM; the terminal is left as it was found."""
-    from dra_driver.diagnostics.rules.top_screen import node_lines
+    from dra_driver.diagnostics.rules.top_screen import Span, node_lines
 
-    first = 0
+    first, explains = 0, False
     with suppress(KeyboardInterrupt), _own_screen() as keys:
         while True:
             view = snapshot.view(_WAIT_LIVE_S)
             next_look = time.monotonic() + interval_s
             while (wait_s := next_look - time.monotonic()) > 0:
                 size = shutil.get_terminal_size()
-                lines = node_lines(view, size.columns, order)
+                lines = (
+                    [(Span(text),) for text in _HELP] if explains else node_lines(view, size.columns, order)
+                )
                 first = max(0, min(first, len(lines) - (size.lines - 1)))
                 sys.stdout.write(screen(lines, first, size, order, is_coloured=is_coloured))
                 sys.stdout.flush()
@@ -125,6 +140,7 @@ def _run_live(snapshot: NodeSnapshot, interval_s: float, order: Order, *, is_col
                 for key in _KEYS.findall(typed):
                     if key in "qQ":
                         return
+                    explains = key == "?" and not explains
                     order = _ORDERS.get(key, order)
                     first += _MOVES.get(key, 0) + _PAGES.get(key, 0) * (size.lines - 2)
                     first = _ENDS.get(key, max(0, first))
@@ -137,8 +153,8 @@ def screen(
     room = max(0, size.lines - 1)
     shown = [drawn(line, is_coloured=is_coloured) for line in lines[first : first + room]]
     last = first + len(shown)
-    where = f"lines {first + 1}-{last} of {len(lines)}, j k space b scroll; " if len(lines) > room else ""
-    keys = f"q quits; {where}sorted by {order}: i index, m memory, u utilisation, h health"
+    where = f"  lines {first + 1}-{last} of {len(lines)}" if len(lines) > room else ""
+    keys = f"q quits  ? explains keys  sorted by {order}{where}"
     shown += [""] * (room - len(shown)) + [keys[: max(1, size.columns)]]
     return _FROM_TOP + "\r\n".join(text + _CLEAR_LINE for text in shown) + _CLEAR_REST
 

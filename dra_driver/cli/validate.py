@@ -1,4 +1,4 @@
-"""`gpu-dra-driver validate`: are claims and configurations right, and would they fit a machine?"""
+"""`gpu-dra-driver validate`: are claims and configurations right, and do they fit a machine?"""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dra_driver.cli.flags import (
     switch,
     usual_kubeconfig,
 )
-from dra_driver.cli.output import OUTPUT, Output, print_object
+from dra_driver.cli.output import COLOR, OUTPUT, Output, colored, print_object
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
 from dra_driver.model.units import counted
-from dra_driver.settings import Flag
+from dra_driver.settings import DOCUMENT, Flag
 
 if TYPE_CHECKING:
     from dra_driver.validation.documents import Document
@@ -42,22 +42,28 @@ FLAGS = (
     CONTEXT,
     Flag(
         "namespace",
-        "Of documents that name none.",
+        "Namespace for documents that have none.",
         spelled=("-n", "--namespace"),
         env=(),
         shown="that of the context",
     ),
     OUTPUT,
+    COLOR,
     *of_run("driver_name", "nvidia_driver_root", "container_driver_root", "simulator_dir"),
-    *of_run("kubelet_plugins_directory_path", "config", "consumable_shares", "dynamic_mig"),
+    *of_run("kubelet_plugins_directory_path", "config", "consumable_shares", "dynamic_mig", "device_names"),
+)
+EXAMPLES = (
+    "claims.yaml",
+    "--simulate dgx-h100 examples/one-gpu",
+    "--server -n ml job.yaml",
 )
 
 
 def validate(given: Namespace) -> int:
-    """ResourceClaims, their templates, DeviceClasses, what makes pods, and the driver's own configuration. Claims are
-    tried on empty machines, those of a pod also at one time: on simulated ones, or this node with the configuration
-    given by --config or among the files. Exit code 0: all fine, 1: faults, 2: wrong usage, 3: no fault known, but the
-    API server could not be asked about all of it.
+    """ResourceClaims, their templates, DeviceClasses, what makes pods, and configurations of gpu-dra-driver. Claims
+    are checked against empty machines, those of a pod also at one time: simulated machines, or this node with the
+    configuration given by --config or among the files. Exit code 0: no fault, 1: faults, 2: wrong usage, 3: no fault
+    known, but the API server could not be asked about all of it.
     """
     from dra_driver.errors import InvalidConfigError
     from dra_driver.logs import configure_logs
@@ -65,7 +71,7 @@ def validate(given: Namespace) -> int:
     from dra_driver.validation.manifest_check import DEFAULT_NAMESPACE, check_documents
 
     configure_logs("critical", "console")
-    documents = list(read_documents(given.files))
+    documents = list(read_documents(given.files, DOCUMENT.fields))
     if not documents:
         raise InvalidConfigError(f"there are no documents in {', '.join(given.files)}")
     if not given.server and (given.kubeconfig or given.context):
@@ -77,7 +83,7 @@ def validate(given: Namespace) -> int:
     if given.server:
         findings, namespace = _findings(documents, given.kubeconfig, given.context, namespace)
     reports = check_documents(documents, driver, machines, faults, findings, namespace or DEFAULT_NAMESPACE)
-    _print(reports, sentence, findings, given.output)
+    _print(reports, sentence, findings, given.output, is_colored=given.color.is_on())
     if any(report.faults for report in reports):
         return 1
     is_open = findings is not None and (findings.problem or _outcomes(reports, "not asked"))
@@ -109,11 +115,11 @@ def _machines(
         if machine is not None:
             found.append(machine)
     if not found:
-        return [], driver, faults, f"not tried on a machine, since {sentence}"
+        return [], driver, faults, f"fit not checked, since {sentence}"
     if len(found) == 1:
-        return found, driver, faults, f"tried on {found[0].name} as it is empty: {sentence}"
+        return found, driver, faults, f"checked against an empty {found[0].name} ({sentence})"
     listed = ", ".join(f"{one.name} ({counted(len(one.devices), 'device')})" for one in found)
-    return found, driver, faults, f"tried on {listed}, each by itself and empty"
+    return found, driver, faults, f"checked against {listed}, each empty and by itself"
 
 
 def _findings(
@@ -129,7 +135,12 @@ def _findings(
 
 
 def _print(
-    reports: Sequence[DocumentReport], machines: str, findings: ServerFindings | None, output: Output
+    reports: Sequence[DocumentReport],
+    machines: str,
+    findings: ServerFindings | None,
+    output: Output,
+    *,
+    is_colored: bool,
 ) -> None:
     bad = sum(1 for report in reports if report.faults)
     if not output.is_for_people:
@@ -143,7 +154,7 @@ def _print(
     verdicts = max(5, *(len(report.verdict) for report in reports))
     for report in reports:
         head = f"{report.verdict:<{verdicts}}  {report.place:<{places}}  "
-        print(hanging(head, report.name, columns))
+        print(colored(report.verdict, hanging(head, report.name, columns), is_on=is_colored))
         for label, texts in (("fault: ", report.faults), ("hint: ", report.hints), ("", report.notes)):
             for text in texts:
                 print(hanging(_INDENT + label, text, columns))
@@ -157,9 +168,9 @@ def _print(
 
 def _server_line(reports: Sequence[DocumentReport], findings: ServerFindings) -> str:
     counts = {
-        "takes": _outcomes(reports, "accepted"),
+        "accepts": _outcomes(reports, "accepted"),
         "refuses": _outcomes(reports, "refused"),
-        "cannot try yet": _outcomes(reports, "waits"),
+        "cannot check yet": _outcomes(reports, "waits"),
         "was not asked about": _outcomes(reports, "not asked"),
     }
     told = ", ".join(f"{verb} {number}" for verb, number in counts.items() if number)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import marshal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dra_driver.concurrency.backoff import Backoff
+from dra_driver.diagnostics.plugin_metrics import read_loads
+from dra_driver.diagnostics.rules.cluster_usage import plugin_pod
 from dra_driver.diagnostics.rules.cluster_view import workload_of
 from dra_driver.diagnostics.rules.readable import as_object, unreadable
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, FatalError
@@ -14,6 +18,7 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import Endpoint
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.claim import allocation_results
+from dra_driver.model.gpu import GpuLoad
 
 JsonObject = dict[str, Any]
 Key = tuple[str, str]
@@ -23,15 +28,20 @@ _PAGE = 500
 _PAGE_OF_SLICES = 100
 _METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,application/json"
 _UNSCHEDULED = {"fieldSelector": "spec.nodeName=,status.phase=Pending"}
+_PLUGINS = {"labelSelector": "app.kubernetes.io/component=node"}
 _FORGOTTEN = 410
 """A list took so long that the server forgot how it looked at its beginning."""
+_BACKOFF_S = (1.6, 30.0)
+_PATIENCE_S = 60.0
+"""How long a page is waited for that the API server is too busy to send."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterLists:
     """Slices, claims and classes in v1 shape; `workloads` has that of each pod, `waiting` the pods without a node.
     `lacking` are the rights that are missing, and without which something cannot be told; `unreadable` says which
-    objects were left out, and why."""
+    objects were left out, and why. `loads` has the load of each device of a claim, by pool and device name, None if
+    nobody asked for that; `unmeasured` says which loads are not known, and why."""
 
     slices: list[JsonObject]
     claims: list[JsonObject]
@@ -40,6 +50,8 @@ class ClusterLists:
     waiting: list[JsonObject]
     lacking: list[str]
     unreadable: list[str]
+    loads: dict[Key, GpuLoad] | None = None
+    unmeasured: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +66,14 @@ class _List:
     limit: int = _PAGE
 
     def read(self, left_out: dict[str, None]) -> dict[Key, Any]:
-        """All; in one piece if the server forgets the beginning of the list before its end is read. What cannot be read
-        goes to `left_out`, with the reason.
+        """All; in one piece, after a wait, if the server forgets the beginning of the list before its end is read. What
+        cannot be read goes to `left_out`, with the reason.
 
         Raises: FatalError that names the right that is missing; ApiUnavailableError, ApiRejectedError.
         """
+        backoff = Backoff(*_BACKOFF_S, spread=(0.5, 1.0))
         try:
-            return self._read({"limit": str(self.limit)}, left_out)
+            return self._read({"limit": str(self.limit)}, left_out, backoff)
         except ApiRejectedError as error:
             if error.status == 401:
                 raise FatalError(
@@ -73,13 +86,14 @@ class _List:
                 ) from error
             if error.status != _FORGOTTEN:
                 raise
-        return self._read({}, left_out)
+        time.sleep(backoff.next())
+        return self._read({}, left_out, backoff)
 
-    def _read(self, query: dict[str, str], left_out: dict[str, None]) -> dict[Key, Any]:
+    def _read(self, query: dict[str, str], left_out: dict[str, None], backoff: Backoff) -> dict[Key, Any]:
         found: dict[Key, Any] = {}
         more: dict[str, str] = {}
         while True:
-            answer = self.page(query | more)
+            answer = self._page(query | more, backoff)
             entries = answer.get("items", ())
             if not (isinstance(entries, list) or (entries is None and "items" in answer)):
                 raise ApiUnavailableError(f"list {self.name}: the answer has no list of {self.name} in it")
@@ -94,9 +108,24 @@ class _List:
                 return found
             more = {"continue": str(following)}
 
+    def _page(self, query: dict[str, str], backoff: Backoff) -> JsonObject:
+        """One request, made again for as long as the API server asks to come back later."""
+        end = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                return self.page(query)
+            except ApiUnavailableError as error:
+                wait_s = backoff.next(error.retry_after_s)
+                if error.retry_after_s is None or time.monotonic() + wait_s > end:
+                    raise
+            time.sleep(wait_s)
 
-def read_cluster(endpoint: Endpoint, driver: str, *, timeout_s: float, with_owners: bool) -> ClusterLists:
-    """All lists that concern one driver; with `with_owners` those of all pods too, for their workloads.
+
+def read_cluster(
+    endpoint: Endpoint, driver: str, *, timeout_s: float, with_owners: bool, with_usage: bool = False
+) -> ClusterLists:
+    """All lists that concern one driver; with `with_owners` those of all pods too, for their workloads; with
+    `with_usage` the metrics of its plugins too.
 
     Raises: FatalError that names the right that is missing; ApiUnavailableError, ApiRejectedError.
     """
@@ -138,7 +167,12 @@ def read_cluster(endpoint: Endpoint, driver: str, *, timeout_s: float, with_owne
         waiting = [*pods(client, _slim, _UNSCHEDULED).values()]
     except FatalError as error:
         lacking.append(str(error))
-    return ClusterLists(slices, claims, classes, workloads, waiting, lacking, [*left_out])
+    loads: dict[Key, GpuLoad] | None = None
+    unmeasured: Sequence[str] = ()
+    if with_usage:
+        plugins = pods(client, lambda pod: plugin_pod(pod, driver), _PLUGINS)
+        loads, unmeasured = read_loads(client, [pod for pod in plugins.values() if pod is not None], driver)
+    return ClusterLists(slices, claims, classes, workloads, waiting, lacking, [*left_out], loads, unmeasured)
 
 
 def _key(entry: Any) -> Key:

@@ -5,9 +5,7 @@ Nothing is changed, on the GPUs or in the driver's directories, and a call that 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,15 +14,15 @@ from dra_driver.concurrency.bounded_call import BoundedCall
 from dra_driver.diagnostics.rules.node_view import NodeView
 from dra_driver.diagnostics.rules.top_data import NodeFacts, NvmlFacts, node_view
 from dra_driver.diagnostics.state_on_disk import read_claims, read_state
-from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
-from dra_driver.host.processes import pod_uid
+from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, StateError
+from dra_driver.host.processes import origin, pod_uid
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
 from dra_driver.model.health import PolledHealth
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
-from dra_driver.mps.client import MpsClient
+from dra_driver.mps.host_files import MpsHostFiles
 from dra_driver.mps.layout import mps_layout
 from dra_driver.nvml.health import read_health
 from dra_driver.nvml.load import read_load
@@ -32,8 +30,6 @@ from dra_driver.nvml.mig_instances import gpu_handle
 from dra_driver.nvml.mig_partitions import PartitionReader
 from dra_driver.nvml.processes import read_gpu_processes
 from dra_driver.nvml.reader import NvmlReader
-
-_MPS_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +69,7 @@ class NodeSnapshot:
         self._is_open = False
         self._partitions = PartitionReader()
         self._facts = BoundedCall("NVML", lambda: self.read_gpus(self.read_inventory()))
-        layout = mps_layout(paths.plugin_directory)
-        self._mps_socket = layout.socket
-        client = MpsClient(layout, connect_s=0.0)
-        self._daemons = BoundedCall("the MPS host", lambda: client.status(_MPS_WAIT_S))
+        self._mps = MpsHostFiles(mps_layout(paths.plugin_directory))
 
     def close(self) -> None:
         """Shut NVML down, unless it hangs."""
@@ -87,15 +80,10 @@ class NodeSnapshot:
         """All that can be had. NVML is waited for no longer than `wait_s` seconds."""
         paths, now = self._paths, self._clock()
         self._facts.ask()
-        may_ask, mps_problem = self._may_ask_mps_host()
-        if may_ask:
-            self._daemons.ask()
+        daemons, mps_problem = self._mps_daemons()
         state = read_state(paths.plugin_directory, paths.boot_id)
         claims = read_claims(state, paths.plugin_directory, paths.cdi_root, paths.driver, now)
         nvml, nvml_problem = self._facts.answer(wait_s)
-        daemons: Sequence[MpsDaemonStatus] | None = None
-        if may_ask:
-            daemons, mps_problem = self._daemons.answer(_MPS_WAIT_S)
         found = NodeFacts(
             paths.node,
             paths.driver,
@@ -103,18 +91,17 @@ class NodeSnapshot:
             nvml or NvmlFacts(),
             claims,
             state,
-            daemons or (),
+            daemons,
             [*filter(None, (nvml_problem, mps_problem))],
         )
         return node_view(found, self._on_demand)
 
-    def _may_ask_mps_host(self) -> tuple[bool, str | None]:
-        """Whether to ask the MPS host, and why not where there is one."""
-        with suppress(OSError):
-            if self._mps_socket.exists():
-                may = os.access(self._mps_socket, os.W_OK)
-                return may, None if may else "MPS daemons are not shown: only root may ask the MPS host"
-        return False, None
+    def _mps_daemons(self) -> tuple[Sequence[MpsDaemonStatus], str | None]:
+        """What the MPS host says, and why that cannot be read."""
+        try:
+            return self._mps.statuses(), None
+        except StateError as error:
+            return (), f"MPS daemons are not shown: {error}"
 
     def read_inventory(self) -> Inventory:
         """All GPUs that NVML shows. Raises: DraDriverError if it does not answer."""
@@ -153,7 +140,8 @@ class NodeSnapshot:
         shown = {gpu.pci_bus_id for gpu in inventory.gpus}
         bound = Sysfs(self._paths.sys, self._paths.proc).gpus_of_the_nvidia_driver()
         hidden = {bus_id: uuid for bus_id, uuid in bound.items() if bus_id not in shown}
-        return NvmlFacts(inventory, loads, polled, frozenset(lost), hidden, processes, pods)
+        origins = {pid: origin(self._paths.proc, pid) for pid in pids}
+        return NvmlFacts(inventory, loads, polled, frozenset(lost), hidden, processes, pods, origins)
 
     def _cut(self, gpu: Gpu, inventory: Inventory) -> Gpu:
         """With the GPU instances of a GPU in MIG mode, also where the driver has nothing to do with them.

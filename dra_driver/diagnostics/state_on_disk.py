@@ -11,12 +11,12 @@ from typing import TypeVar
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import DIRECTORY as METADATA
 from dra_driver.diagnostics.rules.node_state import NodeState
-from dra_driver.diagnostics.rules.prepared_claims import NodeClaims, contradictions, owed, prepared_claims
+from dra_driver.diagnostics.rules.prepared_claims import NodeClaims, contradictions, prepared_claims, shown
 from dra_driver.errors import DraDriverError, StateError
 from dra_driver.files.atomic import QUARANTINE, read_plain, state_error
 from dra_driver.health.rules.state import observe
 from dra_driver.health.store import decode
-from dra_driver.journal.debts import Debts
+from dra_driver.journal.cleanups import PendingCleanups
 from dra_driver.journal.record_codec import step_kind
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.ledger import MigLedger
@@ -32,10 +32,10 @@ _REMEDY = "read it as root, or restart gpu-dra-driver, which replaces a damaged 
 
 
 def read_state(plugin_directory: Path, boot_id: str | None = None) -> NodeState:
-    """All that can be read; a directory that is not there holds nothing. With `boot_id` None all debts and all kept
-    health count as of this boot."""
+    """All that can be read; a directory that is not there holds nothing. With `boot_id` None all pending cleanups and
+    all kept health count as of this boot."""
     faults: list[str] = []
-    claims, mig, owed = (plugin_directory / name for name in ("claims", "mig", "debts"))
+    claims, mig, pending = (plugin_directory / name for name in ("claims", "mig", "debts"))
     records = RecordStore(
         claims, lambda it: faults.append(f"the claim record {it.kept_as} cannot be read: {it.reason}")
     )
@@ -44,19 +44,19 @@ def read_state(plugin_directory: Path, boot_id: str | None = None) -> NodeState:
         boot_id,
         reader=lambda it: faults.append(f"the MIG ledger file {it.kept_as} cannot be read: {it.reason}"),
     )
-    debts = Debts(
-        owed,
+    cleanups = PendingCleanups(
+        pending,
         records,
         boot_id,
-        reader=lambda it: faults.append(f"the debt {it.kept_as} cannot be read: {it.reason}"),
+        reader=lambda it: faults.append(f"the pending cleanup {it.kept_as} cannot be read: {it.reason}"),
     )
     of_claims, owned = _read(records.all, claims, faults), _read(ledger.all, mig, faults)
-    of_debts = _read(lambda: {debt.name: debt for debt in debts.outstanding()}, owed, faults)
+    of_cleanups = _read(lambda: {one.name: one for one in cleanups.outstanding()}, pending, faults)
     health, notes = _read_health(plugin_directory / HEALTH_FILE, boot_id)
     return NodeState(
         tuple(of_claims.values()),
         tuple(owned.values()),
-        tuple(of_debts.values()),
+        tuple(of_cleanups.values()),
         tuple(health),
         boot_id,
         tuple(faults),
@@ -97,7 +97,7 @@ def read_claims(
         for file in set_aside_files(plugin_directory, cdi_root, driver)
     ]
     problems += contradictions(state, specs, claims)
-    return NodeClaims(claims, tuple(problems), tuple(map(owed, state.debts)))
+    return NodeClaims(claims, tuple(problems), tuple(map(shown, state.cleanups)))
 
 
 def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) -> list[Path]:

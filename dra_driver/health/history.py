@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import structlog
 
-from dra_driver.model.health import HealthChange, HealthState, Severity
+from dra_driver.health.rules.state import XID
+from dra_driver.model.health import LOST, UNRESPONSIVE, HealthChange, HealthState, Reason, Severity
 
 _log = structlog.get_logger(__name__)
 
@@ -78,8 +79,16 @@ def change_between(before: HealthState, after: HealthState, now: int) -> HealthC
     known = {reason.name: reason.text for reason in before.reasons}
     active = {reason.name: reason.text for reason in after.reasons}
     came = [text for name, text in active.items() if known.get(name) != text]
-    went = [f"over: {text}" for name, text in known.items() if name not in active]
-    return HealthChange(after.target, now, before.severity, after.severity, "; ".join(came + went))
+    gone = [_short(reason) for reason in before.reasons if reason.name not in active]
+    went = [f"{'no longer' if active else 'healthy again after'}: {', '.join(gone)}"] if gone else []
+    is_hang = any(reason.key == UNRESPONSIVE and reason.text in came for reason in after.reasons)
+    text = "; ".join(came + went)
+    return HealthChange(after.target, now, before.severity, after.severity, text, is_hang=is_hang)
+
+
+def _short(reason: Reason) -> str:
+    """Without what to do, which does not matter any more."""
+    return {LOST: "GPU lost", XID: f"Xid {reason.value}"}.get(reason.key, reason.text)
 
 
 def _is_same(kept: HealthChange, change: HealthChange) -> bool:

@@ -2,7 +2,8 @@
 
 One thread waits for NVML's events and polls every GPU at intervals; both feed the pure model. Only real changes are
 told, written to disk and published. Everybody else reads snapshots and never waits: when NVML hangs, the thread hangs
-with it, the last poll becomes old, and nobody relies any more on what was known.
+with it, the last poll becomes old, and nobody relies any more on what was known. That an operation of this driver hangs
+on a GPU is therefore taken in by another thread.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import KeptHealth
 from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.health import (
+    UNRESPONSIVE,
     Condition,
+    Hanging,
     HealthChange,
     HealthEvent,
     HealthState,
@@ -69,7 +72,8 @@ class Monitor:
     `gpus` answers the PCI bus IDs of the GPUs to watch by their UUIDs, None while they are not known. `is_on_bus` says
     whether the NVIDIA driver is bound to a bus ID. `on_change` is called after each change that others can see,
     `on_transition` with each entry of the history, `on_fabric` with a GPU's UUID and registration whenever a poll has
-    read its fabric; all from the monitor's thread, and they must not block.
+    read its fabric; they must not block. `hanging` answers which operation of this driver hangs on which GPU UUID, and
+    since when by the monotonic clock.
 
     A GPU that was taken out (pulled, drained, or given to another driver) is forgotten after a while:
 
@@ -89,6 +93,7 @@ class Monitor:
         on_change: Callable[[], None],
         on_transition: Callable[[HealthChange], None],
         on_fabric: Callable[[str, FabricRegistration], None],
+        hanging: Callable[[], Mapping[str, tuple[str, float]]] = dict,
         policy: XidPolicy = NO_CHANGES,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -100,9 +105,13 @@ class Monitor:
         self._boot_id = boot_id
         self._on_change = on_change
         self._on_fabric = on_fabric
+        self._hanging = hanging
         self._policy = policy
         self._clock, self._monotonic = clock, monotonic
         self._states: HealthStates = {}
+        self._changing = (
+            threading.RLock()
+        )  # held for every change of the states, and never for a call of NVML
         self._polls: dict[str, tuple[int, float]] = {}  # when each GPU was polled last, on both clocks
         self._history = HealthHistory(on_transition)
         self._places: dict[str, str] = {}  # PCI bus IDs by UUID, of all GPUs that were watched
@@ -164,6 +173,29 @@ class Monitor:
             f"{_FRESH_S:.0f} s; look for Xid errors in the kernel log, a GPU may need a reset"
         )
 
+    def unresponsive(self) -> str | None:
+        """Which GPUs do not react because an operation hangs on them; None if there is none."""
+        return (
+            "; ".join(
+                f"{target}: {reason.text}"
+                for target, state in self._states.items()
+                for reason in state.reasons
+                if reason.key == UNRESPONSIVE
+            )
+            or None
+        )
+
+    def look_for_hangs(self) -> None:
+        """Take in which operations hang on which GPU, and which have ended. It calls no NVML, so another thread can do
+        it while the monitor's own thread hangs there."""
+        now = self._monotonic()
+        ended = {target: (Hanging(),) for target, state in self._states.items() if state.has(UNRESPONSIVE)}
+        hanging = {
+            HealthTarget(uuid): (Hanging(what, now - since),)
+            for uuid, (what, since) in self._hanging().items()
+        }
+        self._take(ended | hanging)
+
     def start(self) -> None:
         """Load what was kept and begin. What cannot be loaded is told and observed anew."""
         self.restore()
@@ -181,23 +213,24 @@ class Monitor:
 
     def restore(self) -> None:
         """Take over what an earlier run kept."""
-        try:
-            kept = self._store.load()
-        except StateError as error:
-            _log.error("health_not_loaded", reason=str(error))
-            return
-        if kept is None:
-            return
-        self._driver_version = kept.driver_version
-        self._states = {state.target: state for state in kept.states}
-        if kept.boot_id != self._boot_id:
-            self._is_new_boot = True
-            # Instances never survive a boot.
-            self._states = {
-                target: observe(state, Reset(), self._now(), self._policy)
-                for target, state in self._states.items()
-                if not target.is_instance
-            }
+        with self._changing:
+            try:
+                kept = self._store.load()
+            except StateError as error:
+                _log.error("health_not_loaded", reason=str(error))
+                return
+            if kept is None:
+                return
+            self._driver_version = kept.driver_version
+            self._states = {state.target: state for state in kept.states}
+            if kept.boot_id != self._boot_id:
+                self._is_new_boot = True
+                # Instances never survive a boot.
+                self._states = {
+                    target: observe(state, Reset(), self._now(), self._policy)
+                    for target, state in self._states.items()
+                    if not target.is_instance
+                }
 
     def turn(self, wait_s: float) -> float:
         """One round: poll the GPUs if that is due, then wait for events and take them in.
@@ -254,18 +287,21 @@ class Monitor:
         """Drop all that is known of GPUs that were taken out, and tell."""
         if not gpu_uuids:
             return
-        gone = [self.state(HealthTarget(uuid)) for uuid in sorted(gpu_uuids)]
-        self._keep({key: state for key, state in self._states.items() if key.gpu_uuid not in gpu_uuids})
-        for state in gone:
-            uuid = state.target.gpu_uuid
-            self._polls.pop(uuid, None)
-            self._missing.pop(uuid, None)
-            self._places.pop(uuid, None)
-            at = f" at {state.pci_bus_id}" if state.pci_bus_id else ""
-            text = f"the GPU is no longer on the PCI bus{at}; its health is forgotten"
-            change = HealthChange(state.target, self._now(), state.severity, Severity.OK, text, is_gone=True)
-            self._history.forget(change)
-        self._on_change()
+        with self._changing:
+            gone = [self.state(HealthTarget(uuid)) for uuid in sorted(gpu_uuids)]
+            self._keep({key: state for key, state in self._states.items() if key.gpu_uuid not in gpu_uuids})
+            for state in gone:
+                uuid = state.target.gpu_uuid
+                self._polls.pop(uuid, None)
+                self._missing.pop(uuid, None)
+                self._places.pop(uuid, None)
+                at = f" at {state.pci_bus_id}" if state.pci_bus_id else ""
+                text = f"the GPU is no longer on the PCI bus{at}; its health is forgotten"
+                change = HealthChange(
+                    state.target, self._now(), state.severity, Severity.OK, text, is_gone=True
+                )
+                self._history.forget(change)
+            self._on_change()
 
     def _register(self, gpus: Collection[str]) -> None:
         """Raises: NvmlUnavailableError."""
@@ -362,7 +398,10 @@ class Monitor:
             self._history.count_xid(gpu_uuid, number)
             if severity_of_xid(number, self._policy, action_is_told=is_told) is None:
                 severity = self.state(target).severity
-                self._history.note(HealthChange(target, self._now(), severity, severity, xid_text(number)))
+                with self._changing:
+                    self._history.note(
+                        HealthChange(target, self._now(), severity, severity, xid_text(number))
+                    )
                 return number == RECOVERY_ACTION_CHANGED
         seen = () if identity is None else (InstanceSeen(identity),)
         self._take({target: (*seen, observation)})
@@ -412,28 +451,29 @@ class Monitor:
 
     def _take(self, observed: Mapping[HealthTarget, Sequence[Observation]]) -> None:
         """Change the states by the observations, keep them on disk, and tell of the changes."""
-        now = self._now()
-        states = dict(self._states)
-        changes: list[HealthChange] = []
-        for target, observations in observed.items():
-            before = after = self.state(target)
-            for observation in observations:
-                after = observe(after, observation, now, self._policy)
-            if not target.is_instance:
-                after = replace(after, pci_bus_id=self._places.get(target.gpu_uuid, after.pci_bus_id))
-            states[target] = after
-            if target.is_instance and not (after.reasons or after.setbacks):
-                del states[target]
-            if after.shown != before.shown:
-                changes.append(change_between(before, after, now))
-        if states == self._states:
-            return
-        # Kept before anybody is told: after a crash in between nothing is forgotten that others saw already.
-        self._keep(states)
-        for change in changes:
-            self._history.add(change)
-        if changes:
-            self._on_change()
+        with self._changing:
+            now = self._now()
+            states = dict(self._states)
+            changes: list[HealthChange] = []
+            for target, observations in observed.items():
+                before = after = self.state(target)
+                for observation in observations:
+                    after = observe(after, observation, now, self._policy)
+                if not target.is_instance:
+                    after = replace(after, pci_bus_id=self._places.get(target.gpu_uuid, after.pci_bus_id))
+                states[target] = after
+                if target.is_instance and not (after.reasons or after.setbacks):
+                    del states[target]
+                if after.shown != before.shown:
+                    changes.append(change_between(before, after, now))
+            if states == self._states:
+                return
+            # Kept before anybody is told: after a crash in between nothing is forgotten that others saw already.
+            self._keep(states)
+            for change in changes:
+                self._history.add(change)
+            if changes:
+                self._on_change()
 
     def _keep(self, states: HealthStates) -> None:
         self._states = states

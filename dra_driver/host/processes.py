@@ -7,12 +7,18 @@ import re
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 # `…/kubepods-burstable-pod0a1b2c3d_….slice/…` or `…/burstable/pod0a1b2c3d-…/…`
 _POD = re.compile(r"[/-]pod[0-9a-f]{8}([-_]?[0-9a-f]{4}){3}[-_]?[0-9a-f]{12}(?=[/.]|$)")
 # A process outside our own cgroup namespace has a path that begins with `/..`.
 _HOST = re.compile(r"(/\.\.)*/(system\.slice|user\.slice|init\.scope)(/|$)")
 
+
+# The scope or directory of a container: `…/docker-0a1b….scope`, `…/docker/0a1b…`.
+_CONTAINER = re.compile(r"[/:-][0-9a-f]{64}(?=[/.\s]|$)")
+# The kernel writes this behind the path of a control group that is gone, of which only zombies are left.
+_IS_GONE = " (deleted)"
 
 _GPU_NODE = re.compile(r"/dev/nvidia(ctl|\d+)\Z")
 _ALWAYS_THERE = frozenset({"nvidia-persiste", "nv-fabricmanage", "nvidia-cuda-mps"})
@@ -54,11 +60,12 @@ def pod_uid(proc: str, pid: int) -> str | None:
     return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
-def gpu_users(proc: str, pod_uids: Collection[str]) -> list[str] | None:
+def gpu_users(proc: str, pod_uids: Collection[str], below: str | None = None) -> list[str] | None:
     """Name and process of each program that has a GPU's device file open, such as `nv-hostengine (process 812)`, in the
     order of their IDs; None if that cannot be told, because this process does not see all processes.
 
-    This driver, what must run beside it on every node, and processes of the given pods are left out.
+    gpu-dra-driver, what must run beside it on every node, and processes of the given pods are left out; with `below`,
+    a directory of this process, device files elsewhere too.
     """
     try:
         if os.readlink(f"{proc}/self/ns/pid") != _INITIAL_PID_NAMESPACE:  # noqa: PTH115
@@ -69,7 +76,7 @@ def gpu_users(proc: str, pod_uids: Collection[str]) -> list[str] | None:
     found = []
     for pid in pids:
         name = _text(proc, pid, "comm").strip()
-        if name in _ALWAYS_THERE or not _has_gpu_open(proc, pid):
+        if name in _ALWAYS_THERE or not _has_gpu_open(proc, pid, below):
             continue
         if _is_of_this_driver(proc, pid) or _is_of_pods(_text(proc, pid, "cgroup"), pod_uids):
             continue
@@ -77,7 +84,7 @@ def gpu_users(proc: str, pod_uids: Collection[str]) -> list[str] | None:
     return found
 
 
-def _has_gpu_open(proc: str, pid: int) -> bool:
+def _has_gpu_open(proc: str, pid: int, below: str | None) -> bool:
     directory = f"{proc}/{pid}/fd"
     try:
         names = os.listdir(directory)  # noqa: PTH208
@@ -85,7 +92,9 @@ def _has_gpu_open(proc: str, pid: int) -> bool:
         return False
     for name in names:
         with suppress(OSError):
-            if _GPU_NODE.search(os.readlink(f"{directory}/{name}")):  # noqa: PTH115
+            file = os.readlink(f"{directory}/{name}")  # noqa: PTH115  no Path objects wanted
+            node = _GPU_NODE.search(file)
+            if node is not None and below in (None, file[: node.start()]):
                 return True
     return False
 
@@ -117,3 +126,13 @@ def is_of_the_host(proc: str, pid: int) -> bool:
         return False
     paths = [line.split(":", 2)[-1] for line in lines]
     return any(_HOST.match(path) for path in paths) and not any(_POD.search(path) for path in paths)
+
+
+def origin(proc: str, pid: int) -> Literal["container", "host", "unknown"]:
+    """Where a process runs: in a pod or another container, in a service or login session of the host, or unknown, as
+    for one that has ended."""
+    lines = _text(proc, pid, "cgroup").splitlines()
+    paths = [path for line in lines if not (path := line.split(":", 2)[-1]).endswith(_IS_GONE)]
+    if any(_POD.search(path) or _CONTAINER.search(path) for path in paths):
+        return "container"
+    return "host" if any(_HOST.match(path) for path in paths) else "unknown"

@@ -1,8 +1,15 @@
-"""Runs the steps of a plan under a record, and takes them back. One way serves rollback after a failure, Unprepare and
-recovery after a crash.
+"""Carries out the steps of a plan under a record, and takes them back. One way serves a failed Prepare and Unprepare.
 
-Steps that change a GPU wait for a tool, a daemon or the silicon. Those of different GPUs run side by side, those of one
-GPU one after the other. Then come the steps that only write files. They are taken back the other way round.
+Steps that change a GPU run in its lane (`lanes`), those of different GPUs side by side. Then come the steps that only
+write files. They are taken back the other way round: files at once, the rest as a pending cleanup (`cleanups`).
+
+| Who | Holds | And does |
+|---|---|---|
+| Prepare | the locks of the claim and, for files only, of planning on its GPUs | `intend` writes the record |
+| Prepare | nothing | `change` has the lanes do the steps, and waits for them |
+| Prepare | the claim's lock | `finish` writes files, and `prepared` into the record, if that is still its own |
+| Unprepare, or a Prepare that fails | the claim's lock | `leave` removes files; the record becomes a pending cleanup |
+| the same | nothing | `clean` has the lanes undo the rest, and waits for a moment |
 """
 
 from __future__ import annotations
@@ -10,8 +17,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -19,27 +26,25 @@ from typing import Literal, Protocol
 
 import structlog
 
-from dra_driver.concurrency.deadline import at_most, time_left
-from dra_driver.concurrency.side_by_side import side_by_side
+from dra_driver.concurrency.deadline import time_left
 from dra_driver.errors import DraDriverError, NvmlTransientError, PermanentError, RetryableError, StateError
-from dra_driver.journal.debts import UNDO_S, Debts, tell_crash
-from dra_driver.journal.gpu_locks import HeldGpus
+from dra_driver.journal.cleanups import Cleaner
+from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.journal.records import RecordStore
+from dra_driver.journal.rules.cleanups import PendingCleanup, by_gpus, still_pending
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import STEP_TEXTS, RunMps, Step, WriteCdiSpec, WriteDeviceMetadata
+from dra_driver.model.steps import STEP_TEXTS, Step, writes_files
 
 _log = structlog.get_logger(__name__)
 
 _TURN_S = 0.05
-_GPUS_AT_ONCE = 16
-_STEPS_S = 43.0
+STEPS_S = 43.0
 """How long the steps on GPUs may take where the call has no deadline."""
-_TAKE_BACK_S = 12.0
-"""How long all undos of a claim may take whose failure does not keep it from ending."""
-
-
-HoldGpus = Callable[[frozenset[str]], AbstractContextManager[HeldGpus]]
+_FINISH_S = 0.5
+"""What is left of the call's time for the files, and for taking back."""
+_TAKE_BACK_S = 5.0
+"""How long whoever ends a claim waits for undos, whose failure does not keep it from ending."""
 
 
 class StepRunner(Protocol):
@@ -56,6 +61,10 @@ class StepRunner(Protocol):
 
     def forget(self, claim_uid: str) -> None:
         """Remove whatever has the claim's UID in its name, for a claim that has no record."""
+
+
+class OperationHangsError(RetryableError):
+    """A step on a GPU has not ended in the call's time. It goes on in the GPU's lane."""
 
 
 def _now() -> str:
@@ -77,56 +86,11 @@ def changes_more_than_the_spec(plan: Plan) -> bool:
 
     A CDI spec or metadata file does not count: a power cut removes it, or the next Prepare checks it.
     """
-    return not all(map(_writes_files, plan.steps))
-
-
-def _writes_files(step: Step) -> bool:
-    return isinstance(step, WriteCdiSpec | WriteDeviceMetadata)
-
-
-def _gpus_of(step: Step) -> frozenset[str]:
-    if isinstance(step, RunMps):
-        return frozenset(step.spec.gpu_uuids)
-    uuid = getattr(step, "gpu_uuid", "")
-    return frozenset({uuid} if uuid else ())
-
-
-def _keep_hanging(
-    lanes: Sequence[tuple[frozenset[str], Sequence[Step]]],
-    futures: Sequence[Future[None]],
-    begun: Collection[Step],
-    held: HeldGpus,
-    prefix: str,
-) -> list[str]:
-    """Keep the locks of the GPUs on which a step does not end; what hangs, for people."""
-    texts = []
-    for (gpus, steps), future in zip(lanes, futures, strict=True):
-        if not future.done():
-            step = next((step for step in reversed(steps) if step in begun), steps[0])
-            text = f"{prefix}{STEP_TEXTS[type(step)]}"
-            held.keep(gpus, future, text)
-            texts.append(f"{text} on {' and '.join(f'GPU {uuid}' for uuid in sorted(gpus))}")
-    return texts
-
-
-def _lanes(steps: Sequence[Step]) -> list[tuple[frozenset[str], list[Step]]]:
-    """The steps that change GPUs, in their order, by the GPUs that they change. Steps of different lanes may run side
-    by side, because no GPU is in two; an MPS daemon of several GPUs joins theirs."""
-    changing = [(_gpus_of(step), step) for step in steps if not _writes_files(step)]
-    lanes: list[frozenset[str]] = []
-    for gpus, _ in changing:
-        joined = [lane for lane in lanes if lane & gpus or lane == gpus]
-        lanes = [lane for lane in lanes if lane not in joined] + [gpus.union(*joined)]
-    return [(lane, [step for gpus, step in changing if gpus & lane or gpus == lane]) for lane in lanes]
-
-
-class OperationHangsError(RetryableError):
-    """A step on a GPU does not end. Its thread has the GPU's lock until it ends, and does nothing after that step."""
+    return not all(map(writes_files, plan.steps))
 
 
 class Executor:
-    """Carries plans out. The caller holds the locks of every GPU that the plan or the record touches, or tells how to
-    get them.
+    """Carries plans out and takes them back.
 
     A crash before the record is written leaves nothing. A crash between that and the end of the steps, also between two
     tries, leaves a record in `preparing` that names every step. A crash after the last step, but before the record says
@@ -136,60 +100,34 @@ class Executor:
     def __init__(
         self,
         records: RecordStore,
-        debts: Debts,
+        cleaner: Cleaner,
         runner: StepRunner,
+        lanes: Lanes,
         boot_id: str,
         now: Callable[[], str] = _now,
         must_last: Callable[[Plan], bool] = changes_more_than_the_spec,
         turn_s: float = _TURN_S,
     ) -> None:
-        """`must_last` says whether the record of a plan has to survive a power cut. The other plans are carried out one
-        at a time, but none waits longer than `turn_s` seconds."""
+        """`must_last` says whether the record of a plan has to survive a power cut. The files of other plans are
+        written one claim at a time, but none waits longer than `turn_s` seconds."""
         self._records = records
-        self._debts = debts
+        self._cleaner = cleaner
         self._runner = runner
+        self._lanes = lanes
         self._boot_id = boot_id
         self._now = now
         self._must_last = must_last
         self._turn_s = turn_s
         self._turn = threading.Lock()
 
-    def carry_out(
-        self, plan: Plan, known: ClaimRecord | None, held: HeldGpus, *, tries_again: bool = False
-    ) -> ClaimRecord:
-        """Write the record, then run every step; returns the record at the end. `held` are the locks of the GPUs.
-
-        If a step fails, the steps are rolled back, except for a claim that was prepared before: its pod may be running.
-        A step that this call did not begin, or that failed before it reached its tool, has nothing to be undone.
-        A caller that `tries_again` after a NvmlTransientError finds the finished steps done; if it gives up, it must
-        call `roll_back`. A step that does not end in the call's time keeps the lock of its GPU, and the record stays in
-        `preparing`: the next Prepare goes on with it, or an Unprepare takes it back. Raises: what the step raised;
-        OperationHangsError.
-        """
+    def intend(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
+        """Write the record that says what the plan is about to do; `known` is the one before. One that says `prepared`
+        in this boot stays as it is. Raises: StateError."""
         record = self._intended(plan, known)
-        lasts = self._must_last(plan)
-        with nullcontext() if lasts else self._in_turn():
-            if record != known:
-                self._records.save(record, durable=lasts, whole=lasts)
-            begun: list[Step] = []
-            try:
-                self._do(plan, begun, held)
-            except OperationHangsError:
-                raise
-            except Exception as error:
-                stays = tries_again and isinstance(error, NvmlTransientError)
-                if not stays and known is None:
-                    begun_steps = tuple(step for step in plan.steps if step in begun)
-                    self.roll_back(replace(record, steps=begun_steps), held)
-                elif not stays and known is not None and known.phase != "prepared":
-                    self.roll_back(record, held)
-                raise
-            if record.phase == "prepared":
-                return record
-            done = replace(record, phase="prepared", prepared_at=record.prepared_at or self._now())
-            # A power cut may lose it, but it also ends the boot and removes everything that the steps made.
-            self._records.save(done, durable=False, whole=lasts)
-            return done
+        if record != known:
+            lasts = self._must_last(plan)
+            self._records.save(record, durable=lasts, whole=lasts)
+        return record
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -203,15 +141,22 @@ class Executor:
             if is_ours:
                 self._turn.release()
 
-    def _do(self, plan: Plan, begun: list[Step], held: HeldGpus) -> None:
-        """Do every step; `begun` gets those that may have had an effect. Raises: what a step raised, and of several
-        errors one that does not pass by itself; OperationHangsError."""
+    def change(self, plan: Plan, record: ClaimRecord, begun: list[Step], wait_s: float = STEPS_S) -> None:
+        """Have the lanes do the steps on GPUs, under the record that `intend` wrote; `begun` gets those that may have
+        had an effect. The caller holds no lock. What was done is done when it is tried again. Raises: what a step
+        raised, and of several errors one that does not pass by itself; OperationHangsError; GpuUnresponsiveError."""
+        if all(map(writes_files, plan.steps)):
+            return
+        groups = by_gpus(plan.steps)
+        self._lanes.refuse_unresponsive(frozenset().union(*(gpus for gpus, _ in groups)))
         given_up = threading.Event()
 
-        def do(steps: Sequence[Step]) -> None:
+        def do(steps: Sequence[Step], operation: Operation) -> None:
             for step in steps:
                 if given_up.is_set():
                     return
+                self._refuse_changed(record)
+                operation.what = STEP_TEXTS[type(step)]
                 begun.append(step)
                 try:
                     self._runner.do(step, plan)
@@ -220,95 +165,74 @@ class Executor:
                         begun.remove(step)
                     raise
 
-        lanes = _lanes(plan.steps)
-        tasks = [partial(do, steps) for _, steps in lanes]
-        futures = side_by_side(tasks, _GPUS_AT_ONCE, time_left(_STEPS_S)) if lanes else []
-        if lanes and all(future.cancelled() for future in futures):  # no thread could start
-            for _, steps in lanes:
-                do(steps)
-            futures = []
-            lanes = []
+        end = time.monotonic() + wait_s - _FINISH_S
+        asked = [
+            self._lanes.ask(gpus, STEP_TEXTS[type(steps[0])], partial(do, steps)) for gpus, steps in groups
+        ]
+        _, late = wait(asked, max(0.0, end - time.monotonic()))
         given_up.set()
-        hanging = _keep_hanging(lanes, futures, begun, held, "")
-        if hanging:
-            raise OperationHangsError(
-                f"{hanging[0]} has not ended in the time of this call; it goes on, and the kubelet tries again"
-            )
-        if any(future.cancelled() for future in futures):
-            raise RetryableError("a step could not begin in the time of this call; the kubelet tries again")
-        errors = [error for done in futures if (error := done.exception()) is not None]
+        errors = [error for one in asked if one not in late and (error := one.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, Exception):
+                raise error
+        if late:
+            self._tell_late([gpus for (gpus, _), one in zip(groups, asked, strict=True) if one in late])
         if errors:
             raise min(errors, key=lambda error: isinstance(error, NvmlTransientError))
-        given_up.clear()
-        do([step for step in plan.steps if _writes_files(step)])
 
-    def take_back(self, record: ClaimRecord, hold: HoldGpus | HeldGpus) -> None:
-        """End the claim of a record: undo every step, last first.
+    def _tell_late(self, groups: Sequence[Collection[str]]) -> None:
+        under_way = self._lanes.under_way()
+        for gpus in groups:
+            for uuid in sorted(gpus & under_way.keys()):
+                one = under_way[uuid]
+                raise OperationHangsError(
+                    f"{one.what} on GPU {uuid} began at {one.since} UTC and has not ended in the time of this call; "
+                    "the kubelet tries again"
+                )
+        raise RetryableError("a step could not begin in the time of this call; the kubelet tries again")
 
-        The undos of steps that write files have to succeed. Then the record becomes a debt, and is one no more when
-        everything else is undone; what cannot be undone in a few seconds stays owed. `hold` gives the locks of GPUs, or
-        is those that the caller holds. Raises: StateError; then the record stays.
-        """
-        for step in reversed(record.steps):
-            if _writes_files(step):
+    def _refuse_changed(self, record: ClaimRecord) -> None:
+        """Raises: RetryableError if the claim's record does not ask for the same any more: an Unprepare has come
+        meanwhile, or another Prepare that failed. Whoever wrote a new one asks the lanes again."""
+        if not record.names_the_same(self._records.get(record.ref.uid)):
+            raise RetryableError("another call has changed the claim meanwhile; the kubelet calls again")
+
+    def finish(self, plan: Plan, record: ClaimRecord, begun: list[Step]) -> ClaimRecord:
+        """Do the steps that write files, then write that the claim is prepared; returns its record. The caller holds
+        the claim's lock. Raises: what a step raised; StateError; RetryableError if another call has changed the record
+        since `intend`."""
+        self._refuse_changed(record)
+        lasts = self._must_last(plan)
+        with nullcontext() if lasts else self._in_turn():
+            for step in plan.steps:
+                if writes_files(step):
+                    begun.append(step)
+                    self._runner.do(step, plan)
+            if record.phase == "prepared":
+                return record
+            done = replace(record, phase="prepared", prepared_at=record.prepared_at or self._now())
+            # A power cut may lose it, but it also ends the boot and removes everything that the steps made.
+            self._records.save(done, durable=False, whole=lasts)
+            return done
+
+    def leave(self, record: ClaimRecord, begun: Sequence[Step] | None = None) -> PendingCleanup | None:
+        """End the claim of a record, as far as that needs files: of the steps that were `begun`, None for all, those
+        that write files are undone, and the record becomes the pending cleanup of the others; None if there are none.
+        The caller holds the claim's lock. Raises: StateError; then the record stays."""
+        steps = record.steps if begun is None else begun
+        for step in reversed(steps):
+            if writes_files(step):
                 self._runner.undo(step, record)
-        if all(map(_writes_files, record.steps)):
-            self._records.delete(record.ref.uid)
-            return
-        debt = self._debts.begin(record)
-        try:
-            left, cause = self._undo_on_gpus(record, hold)
-        finally:
-            self._debts.let_go(debt.name)
-        if left:
-            self._debts.keep(debt, left, cause)
-        else:
-            self._debts.end(debt)
+        if still_pending(steps, record, self._boot_id):
+            return self._cleaner.begin(record, steps)
+        self._records.delete(record.ref.uid)
+        return None
 
-    def _undo_on_gpus(self, record: ClaimRecord, hold: HoldGpus | HeldGpus) -> tuple[list[Step], str]:
-        """The steps that could not be undone, and why."""
-        given_up = threading.Event()
-        undone: list[Step] = []
-
-        def undo(gpus: frozenset[str], steps: Sequence[Step]) -> None:
-            errors: list[Exception] = []
-            with nullcontext() if isinstance(hold, HeldGpus) or not gpus else hold(gpus):
-                for step in reversed(steps):
-                    if given_up.is_set():  # it is the keeper's business by now
-                        return
-                    try:
-                        with at_most(UNDO_S):
-                            self._runner.undo(step, record)
-                        undone.append(step)
-                    except Exception as error:  # noqa: BLE001  a bug in one undo must not keep the claim from ending
-                        tell_crash(error, record)
-                        errors.append(error)
-            if errors:
-                raise errors[0]
-
-        lanes = _lanes(record.steps)
-        tasks = [partial(undo, gpus, steps) for gpus, steps in lanes]
-        futures = side_by_side(tasks, _GPUS_AT_ONCE, time_left(_TAKE_BACK_S))
-        given_up.set()
-        if isinstance(hold, HeldGpus):
-            _keep_hanging(lanes, futures, record.steps, hold, "the undo of ")
-        causes: list[str] = []
-        for future in futures:
-            if future.cancelled() or not future.done():
-                causes.append("it did not end in time")
-            elif (error := future.exception()) is not None:
-                if not isinstance(error, Exception):
-                    raise error
-                causes.append(str(error))
-        left = [step for _, steps in lanes for step in steps if step not in undone]
-        return left, "; ".join(dict.fromkeys(causes))
-
-    def roll_back(self, record: ClaimRecord, held: HeldGpus) -> None:
-        """Undo what a failed Prepare has done, as far as that is possible now. `held` are the locks of its GPUs."""
-        try:
-            self.take_back(record, held)
-        except DraDriverError as error:
-            tell_incomplete(record.ref.uid, error)
+    def clean(self, cleanup: PendingCleanup | None) -> None:
+        """Have the lanes undo what `leave` left, and wait for that a moment. The caller holds no lock. Raises:
+        StateError."""
+        if cleanup is not None:
+            self._cleaner.finish(cleanup, time_left(_TAKE_BACK_S))
 
     def forget(self, claim_uid: str) -> None:
         """Remove whatever a claim without a record may have left. Raises: StateError.
@@ -331,7 +255,6 @@ class Executor:
         )
 
     def _intended(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
-        """Write the record before the steps run. A record that says `prepared` in this boot stays as it is."""
         held = plan.held_devices()
         if known is None:
             return ClaimRecord(plan.claim, "preparing", self._boot_id, held, plan.steps)

@@ -13,6 +13,7 @@ from typing import Any
 
 import urllib3
 from urllib3.exceptions import (
+    ConnectTimeoutError,
     HTTPError,
     MaxRetryError,
     NewConnectionError,
@@ -24,6 +25,7 @@ from urllib3.exceptions import (
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.endpoint import Endpoint
+from dra_driver.model.ids import printable
 
 RETRYABLE_STATUS = frozenset({408, 429})
 _BRIEF_STATUS = frozenset({429, 502, 503, 504})
@@ -54,7 +56,7 @@ def api_errors(action: str, endpoint: Endpoint | None = None) -> Iterator[None]:
     try:
         yield
     except HTTPError as error:
-        is_brief = isinstance(_cause(error), NewConnectionError | ProtocolError)
+        is_brief = isinstance(_cause(error), ConnectTimeoutError | ProtocolError)
         raise ApiUnavailableError(
             f"{action}: {_transport_text(error, endpoint)}", is_brief=is_brief
         ) from error
@@ -110,8 +112,9 @@ def failure(
 
 
 def one_line(text: str) -> str:
-    """White space collapsed, and cut at a length that still fits an event or a log line."""
-    flat = " ".join(text.split())
+    """White space collapsed, and cut at a length that still fits an event or a log line. Servers and proxies write
+    what they want: a sign that cannot be printed is a question mark."""
+    flat = printable(" ".join(text.split()))
     return flat if len(flat) <= _MAX_TEXT else flat[: _MAX_TEXT - 1] + "…"
 
 

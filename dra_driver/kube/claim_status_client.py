@@ -32,13 +32,17 @@ _MESSAGE_CHARACTERS = 1024  # the API takes 32 KiB; nobody reads that
 _TRIES = 4
 _CONFLICT, _INVALID = 409, 422
 _ASK_AGAIN_S = 3600.0
+_DATA_VERSION = "v1alpha1"
 _NAMES = {
+    "type": "type",
     "uuid": "uuid",
+    "product_name": "productName",
+    "driver_version": "driverVersion",
+    "pci_bus_id": "pciBusID",
     "parent_uuid": "parentUUID",
     "gpu_instance_id": "gpuInstanceID",
     "compute_instance_id": "computeInstanceID",
     "profile": "profile",
-    "driver_version": "driverVersion",
 }
 
 
@@ -248,5 +252,6 @@ def _data(facts: DeviceFacts) -> JsonObject:
         }
         data["mps"] = {name: value for name, value in mps.items() if value is not None}
     data = {name: value for name, value in data.items() if value is not None}
+    data = {"version": _DATA_VERSION, **data} if data else {}
     fits = len(json.dumps(data).encode()) <= _DATA_BYTES
     return {"data": data} if data and fits else {}

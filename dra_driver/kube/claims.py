@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Literal
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError
@@ -118,7 +120,8 @@ def parse_allocated_claim(obj: dict[str, Any], ref: ClaimRef) -> AllocatedClaim:
     devices = allocation.get("devices") or {}
     try:
         results = tuple(_result(entry) for entry in devices.get("results") or ())
-        configs = tuple(_config(entry) for entry in devices.get("config") or ())
+        written = ((obj.get("spec") or {}).get("devices") or {}).get("config") or ()
+        configs = tuple(_config(entry, results, written) for entry in devices.get("config") or ())
     except (KeyError, TypeError, AttributeError) as error:
         raise ClaimRefusedError(
             f"claim {ref.namespace}/{ref.name} has an allocation that cannot be read: {error!r}"
@@ -149,12 +152,26 @@ def _text(entry: dict[str, Any], name: str) -> str:
     return value
 
 
-def _config(entry: dict[str, Any]) -> DeviceConfig:
+def _config(
+    entry: dict[str, Any], results: Sequence[DeviceResult], written: Sequence[dict[str, Any]]
+) -> DeviceConfig:
+    """`written` are the entries in the spec of the claim.
+
+    From 1.37 on the scheduler removes the names of the requests from an entry that names all of them. Parameters that
+    name a request must fit it, those that name none need not. So the names are put back. A class always names the
+    requests that use it.
+    """
     source: Literal["FromClass", "FromClaim"] = "FromClass" if entry["source"] == "FromClass" else "FromClaim"
     opaque = entry.get("opaque") or {}
+    requests = tuple(entry.get("requests") or ())
+    if not requests and source == "FromClass":
+        requests = tuple(dict.fromkeys(result.request for result in results))
+    elif not requests:
+        named = [one.get("requests") or () for one in written if (one.get("opaque") or {}) == opaque]
+        requests = tuple(dict.fromkeys(chain.from_iterable(named))) if all(named) else ()
     return DeviceConfig(
         source=source,
-        requests=tuple(entry.get("requests") or ()),
+        requests=requests,
         driver=opaque.get("driver"),
         parameters=opaque.get("parameters"),
     )

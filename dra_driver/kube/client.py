@@ -14,13 +14,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote, urlencode
 
 import urllib3
 from urllib3.connection import HTTPConnection
-from urllib3.exceptions import ProtocolError
+from urllib3.exceptions import ProtocolError, ReadTimeoutError
 
 import dra_driver
 from dra_driver.concurrency.token_bucket import TokenBucket
@@ -36,15 +36,9 @@ MERGE_PATCH = "application/merge-patch+json"
 DEFAULT_TIMEOUT_S = 10.0
 POOL_SIZE = 16
 CONNECT_TIMEOUT_S = 5.0
-
-# A peer that vanished without a FIN is noticed after 15 + 3 x 5 s, also on a watch where nothing is sent.
-_KEEPALIVE = [
-    *HTTPConnection.default_socket_options,
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-]
+ATTEMPT_S = 8.0
+"""How long the first attempt of a request may take, and how long a peer may leave what was sent unacknowledged: an API
+server that vanishes without a RST leaves connections to nobody in the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +52,17 @@ class _Request:
     body: bytes | None = None
     content_type: str = JSON
     idle_s: float | None = None
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it does no harm that it may have arrived before. Only a POST is something else the second time: a PUT
+        names the version that it replaces, a DELETE the UID, and a PATCH holds values, not changes of values."""
+        return self.method != "POST"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no time is left."""
+        return self.until is not None and time.monotonic() >= self.until
 
     def timeout(self) -> urllib3.Timeout:
         """Of one attempt that begins now. Raises: TimeoutError."""
@@ -121,6 +126,13 @@ class ApiClient:
             decoded = decoded_json(response.data or b"{}", action)
         return decoded if isinstance(decoded, dict) else {"items": decoded}
 
+    def text(self, path: str, *, action: str, timeout_s: float | None = None) -> str:
+        """What a path answers that serves no object, such as a pod behind the server's proxy."""
+        with api_errors(action, self.endpoint):
+            response = self._send(_Request("GET", self._url(path, None), self._until(timeout_s)))
+            check_status(action, response)
+            return (response.data or b"").decode(errors="replace")
+
     def watch(
         self, path: str, *, action: str, query: Mapping[str, str], idle_timeout_s: float
     ) -> WatchStream:
@@ -146,24 +158,31 @@ class ApiClient:
     def _send(self, wanted: _Request) -> urllib3.BaseHTTPResponse:
         token = self.endpoint.token
         used = token.header()
-        try:
-            response = self._send_once(wanted)
-        except ProtocolError:
-            if wanted.method != "GET":  # a write may have arrived: the caller looks at the server first
-                raise
-            response = self._send_once(wanted)  # an idle connection was closed just when we used it
+        response = self._send_repeated(wanted)
         if response.status == 401 and token.refresh(used):
             response.drain_conn()
-            response = self._send_once(wanted)
+            response = self._send_repeated(wanted)
         return response
 
-    def _send_once(self, wanted: _Request) -> urllib3.BaseHTTPResponse:
+    def _send_repeated(self, wanted: _Request) -> urllib3.BaseHTTPResponse:
+        """The second attempt has a fresh connection, and all the time that is left: the server may be slow."""
+        try:
+            return self._send_once(wanted, ATTEMPT_S if wanted.is_repeatable else math.inf)
+        except (ProtocolError, ReadTimeoutError):
+            if not wanted.is_repeatable or wanted.is_over:
+                raise  # a POST may have arrived: the caller looks at the server first
+        return self._send_once(wanted)
+
+    def _send_once(self, wanted: _Request, most_s: float = math.inf) -> urllib3.BaseHTTPResponse:
         if self._limiter is not None:
             self._limiter.acquire(math.inf if wanted.until is None else wanted.until - time.monotonic())
+        if wanted.until is not None:
+            wanted = replace(wanted, until=min(wanted.until, time.monotonic() + most_s))
+        pool = self._pool_now()
         status: int | None = None
         try:
             with answered_by(wanted.until):
-                response = self._pool_now().urlopen(
+                response = pool.urlopen(
                     wanted.method,
                     wanted.url,
                     body=wanted.body,
@@ -174,10 +193,20 @@ class ApiClient:
                     preload_content=wanted.until is not None,
                 )
             status = response.status
+        except (ProtocolError, ReadTimeoutError):
+            self._leave(pool)
+            raise
         finally:
             if self._observe is not None:
                 self._observe(wanted.method, status)
         return response
+
+    def _leave(self, pool: urllib3.PoolManager) -> None:
+        """Begin a new pool: the other connections of this one may end at the same peer, which is gone. It is not
+        cleared: other threads may be about to take a connection of it. Its last user closes them."""
+        with self._lock:
+            if self._pool is pool:
+                self._pool = None
 
     def _request_headers(self, wanted: _Request) -> dict[str, str]:
         """Made anew for each attempt: the token may have been renewed in between."""
@@ -205,7 +234,7 @@ class ApiClient:
             return self._pool
 
     def _new_pool(self) -> urllib3.PoolManager:
-        options: dict[str, Any] = {"num_pools": 2, "maxsize": POOL_SIZE, "socket_options": _KEEPALIVE}
+        options: dict[str, Any] = {"num_pools": 2, "maxsize": POOL_SIZE, "socket_options": _socket_options()}
         tls = self.endpoint.tls
         if self.endpoint.server.startswith("https://"):
             options["ssl_context"] = tls.context()
@@ -229,6 +258,18 @@ class ApiClient:
 
     def _until(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+
+
+def _socket_options() -> list[tuple[int, int, int]]:
+    """A peer that vanished is noticed after ATTEMPT_S, or 20 s after its last byte where nothing is sent, as on a
+    watch."""
+    return [
+        *HTTPConnection.default_socket_options,
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(ATTEMPT_S * 1000)),
+    ]
 
 
 def path_segment(name: str) -> str:

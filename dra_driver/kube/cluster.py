@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dra_driver.errors import ApiRejectedError
+from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.client import ApiClient, path_segment
 
 
@@ -22,7 +23,7 @@ def node_uid(client: ApiClient, name: str) -> str:
 
 
 def server_version(client: ApiClient) -> str:
-    """The release of the API server as it tells it, such as `v1.36.0-gke.1`; empty if it does not.
+    """The release that the API server reports, such as `v1.36.0-gke.1`; empty if it reports none.
 
     Raises: ApiRejectedError, ApiUnavailableError.
     """
@@ -47,7 +48,8 @@ class Permission:
 
 
 def is_allowed(client: ApiClient, wanted: Permission) -> bool:
-    """Whether these credentials have the permission. Raises: ApiRejectedError, ApiUnavailableError."""
+    """Whether these credentials have the permission. Raises: ApiRejectedError (PathNotFoundError without access
+    reviews), ApiUnavailableError."""
     attributes = {
         "verb": wanted.verb,
         "group": wanted.group,
@@ -55,14 +57,17 @@ def is_allowed(client: ApiClient, wanted: Permission) -> bool:
         "subresource": wanted.subresource,
         "name": wanted.name,
     }
-    answer = client.request(
-        "POST",
-        "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
-        action=f"ask whether I may {wanted}",
-        body={
-            "apiVersion": "authorization.k8s.io/v1",
-            "kind": "SelfSubjectAccessReview",
-            "spec": {"resourceAttributes": {key: value for key, value in attributes.items() if value}},
-        },
-    )
+    try:
+        answer = client.request(
+            "POST",
+            "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
+            action=f"ask whether I may {wanted}",
+            body={
+                "apiVersion": "authorization.k8s.io/v1",
+                "kind": "SelfSubjectAccessReview",
+                "spec": {"resourceAttributes": {key: value for key, value in attributes.items() if value}},
+            },
+        )
+    except PathNotFoundError as error:
+        raise PathNotFoundError("this API server has no access reviews", status=404) from error
     return bool((answer.get("status") or {}).get("allowed"))

@@ -1,7 +1,8 @@
 """Where a stream of device health plugs into the DRA socket.
 
 Kubelet 1.36 opens the v1alpha1 stream to every DRA plugin, whether it is advertised or not, and tries again every five
-seconds while the answer is Unimplemented. If there is no stream, that answer costs no thread.
+seconds while the answer is Unimplemented. If there is no stream, that answer costs no thread. Kubelet 1.37 opens only
+an advertised stream, v1 if there is one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,5 @@ Watch = Callable[[Any, Any], Iterator[pb.NodeWatchResourcesResponse]]
 
 def health_methods(watch: Watch) -> Methods:
     """Both versions, which are the same on the wire, by their paths."""
-    method = "NodeWatchResources"
-    handler = streaming(method, watch, pb.NodeWatchResourcesRequest)
-    return {f"/{version}/{method}": handler for version in VERSIONS}
+    methods = [f"{version}/NodeWatchResources" for version in VERSIONS]
+    return {f"/{method}": streaming(method, watch, pb.NodeWatchResourcesRequest) for method in methods}

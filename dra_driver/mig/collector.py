@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import structlog
 
-from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import DeviceBusyError, DraDriverError, RetryableError
-from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.mig.context import MigContext
 from dra_driver.mig.create import MigDevices
 from dra_driver.mig.rules.ownership import FoundInstance, foreign_to_destroy, is_left_over
@@ -24,7 +22,6 @@ from dra_driver.model.mig import GpuAddress
 
 _log = structlog.get_logger(__name__)
 
-_LOCK_S = 30.0
 _HANGS_S = 60.0
 """How long one GPU may keep the others from being looked after."""
 _RETRY_FIRST_S = 0.2
@@ -57,7 +54,7 @@ class MigCollector:
     """Works off the ledger in a thread of its own.
 
     Level-triggered: each look goes over everything. It comes when somebody asks, when something failed before, and
-    once a minute. Under the GPU's lock the collector decides from the disk again what is to be changed, because claims
+    once a minute. In the GPU's lane the collector decides from the disk again what is to be changed, because claims
     are prepared meanwhile, also by a second instance of the plugin.
     """
 
@@ -65,7 +62,7 @@ class MigCollector:
         self,
         context: MigContext,
         devices: MigDevices,
-        locks: GpuLocks,
+        lanes: Lanes,
         *,
         adopt: Adoption,
         on_change: Callable[[], None],
@@ -79,11 +76,10 @@ class MigCollector:
         self._users = context.users
         self._clock = context.clock
         self._devices = devices
-        self._locks = locks
+        self._lanes = lanes
         self._adopt = adopt
         self._on_change = on_change
         self._retries: dict[str, _Retry] = {}
-        self._hanging: dict[str, Future[bool]] = {}  # by the UUID of the GPU
         self._stuck: Mapping[str, str] = {}
         self._adoptable: Inventory | None = None
         self._foreign: dict[str, _ForeignOnGpu] = {}  # by GPU UUID
@@ -190,26 +186,24 @@ class MigCollector:
         return changed
 
     def _tried(self, key: str, gpu_uuid: str, action: Callable[[], bool]) -> bool:
-        """Do it under the GPU's lock and with NVML kept open, unless it failed a moment ago; whether it changed
+        """Do it in the GPU's lane and with NVML kept open, unless it failed a moment ago; whether it changed
         something."""
         retry = self._retries.get(key)
-        hanging = self._hanging.get(gpu_uuid)
-        if (retry is not None and retry.due > self._clock()) or (hanging is not None and not hanging.done()):
+        if retry is not None and retry.due > self._clock():
             return False
 
-        def alone() -> bool:
-            with self._locks.hold({gpu_uuid}, _LOCK_S), self._context.operation():
+        def alone(_operation: Operation) -> bool:
+            with self._context.operation():
                 return action()
 
-        [done] = side_by_side([alone], 1, _HANGS_S)
-        if not done.done():  # it has the lock of its GPU, and the others are looked after
-            self._hanging[gpu_uuid] = done
+        try:
+            self._lanes.refuse_unresponsive({gpu_uuid}, _HANGS_S)
+            done = self._lanes.ask({gpu_uuid}, f"the collection of {key}", alone)
+            changed = done.result(_HANGS_S)
+        except TimeoutError:
+            done.cancel()  # the others are looked after
             self._failed(key, RetryableError(f"it has not ended within {_HANGS_S:.0f} s"))
             return False
-        try:
-            changed = done.result()
-        except CancelledError:
-            return False  # no thread could begin; the next look tries again
         except DraDriverError as error:
             self._failed(key, error)
             return False

@@ -88,10 +88,13 @@ class DeviceResult:
 
 @dataclass(frozen=True, slots=True)
 class DeviceConfig:
-    """One entry of `status.allocation.devices.config`; `driver` is None if the entry is not opaque."""
+    """One entry of `status.allocation.devices.config`; `driver` is None if the entry is not opaque.
+
+    Equality ignores `requests`: an allocation never changes, and older records lack the names that `kube` puts back.
+    """
 
     source: Literal["FromClass", "FromClaim"]
-    requests: tuple[str, ...]
+    requests: tuple[str, ...] = field(compare=False)
     driver: str | None
     parameters: Any = None
 

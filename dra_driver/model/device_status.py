@@ -17,13 +17,16 @@ class MpsFacts:
 class DeviceFacts:
     """What a claim's status says about a prepared device; a field that is None is left out."""
 
+    type: str | None = None
     uuid: str | None = None
+    product_name: str | None = None
+    driver_version: str | None = None
+    pci_bus_id: str | None = None
     parent_uuid: str | None = None
     gpu_instance_id: int | None = None
     compute_instance_id: int | None = None
     profile: str | None = None
     mps: MpsFacts | None = None
-    driver_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ SLICES_PUBLISHED: Final = "SlicesPublished"
 SLICES_CONTESTED: Final = "SlicesContested"
 SLICE_FIELDS_DROPPED: Final = "SliceFieldsDropped"
 DEVICE_NOT_PUBLISHED: Final = "DeviceNotPublished"
+MEMORY_UNCLAIMED: Final = "MemoryUnclaimed"
 PARTITIONS_NOT_SUPPORTED: Final = "PartitionsNotSupported"
 SCHEDULER_OUTDATED: Final = "SchedulerOutdated"
 

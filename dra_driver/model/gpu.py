@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -99,10 +100,10 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True)
 class GpuLoad:
-    """How busy a GPU is at one moment; a value that the GPU does not tell is None.
+    """How busy a GPU or a MIG device is at one moment; a value that NVML does not report is None.
 
-    Memory is in bytes, without the memory that the driver reserves. `utilisation_percent` is the part of the last
-    sample period in which a kernel ran; no GPU tells it in MIG mode.
+    Memory is in bytes, without the memory that the NVIDIA driver reserves. `utilisation_percent` is the part of the
+    last sample period in which a kernel ran; no GPU in MIG mode has it. That of a MIG device is since the look before.
     """
 
     memory_used_bytes: int | None = None
@@ -111,3 +112,13 @@ class GpuLoad:
     temperature_c: int | None = None
     power_w: float | None = None
     power_limit_w: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """One look at a GPU: its own load, the loads of MIG devices by UUID, and all processes on it; None if this process
+    cannot see those of others."""
+
+    load: GpuLoad
+    mig: Mapping[str, GpuLoad] = field(default_factory=dict)
+    processes: Sequence[GpuProcess] | None = ()

@@ -29,6 +29,7 @@ FabricState = Literal["absent", "pending", "ready", "limited", "broken"]
 
 LOST = "gpu-lost"
 UNMONITORED = "unmonitored"
+UNRESPONSIVE = "unresponsive"
 TAINTED_KEYS = (
     "confidential-compute",
     "ecc",
@@ -39,6 +40,7 @@ TAINTED_KEYS = (
     "recovery-action",
     "row-remap",
     UNMONITORED,
+    UNRESPONSIVE,
     "xid",
 )
 """The possible keys of taints, without the prefix."""
@@ -118,6 +120,10 @@ class HealthState:
         """The worst of all active reasons."""
         return max((reason.severity for reason in self.reasons), default=Severity.OK)
 
+    def has(self, key: str) -> bool:
+        """Whether a reason with this key is active."""
+        return any(reason.key == key for reason in self.reasons)
+
     @property
     def shown(self) -> tuple[tuple[str, str, int, int, str], ...]:
         """What others see of the reasons; it changes when taints or messages change."""
@@ -159,7 +165,7 @@ class Xid:
 
 @dataclass(frozen=True, slots=True)
 class DoubleBitError:
-    """The driver reported an uncorrectable memory error."""
+    """The NVIDIA driver reported an uncorrectable memory error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +188,14 @@ class MonitoringState:
 
 
 @dataclass(frozen=True, slots=True)
+class Hanging:
+    """An operation of this driver on the GPU has not ended for `for_s` seconds; `what` it is, None if none hangs."""
+
+    what: str | None = None
+    for_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Reset:
     """The device was reset: by a reboot, a reload of the driver, or a reset of the GPU."""
 
@@ -193,7 +207,9 @@ class InstanceSeen:
     identity: str | None
 
 
-Observation = Xid | DoubleBitError | PollResult | Unreachable | MonitoringState | Reset | InstanceSeen
+Observation = (
+    Xid | DoubleBitError | PollResult | Unreachable | MonitoringState | Hanging | Reset | InstanceSeen
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +226,8 @@ class HealthEvent:
 @dataclass(frozen=True, slots=True)
 class HealthChange:
     """An entry of a device's history; `times` counts how often the same happened, `at` is the last time. `is_gone` says
-    that the GPU was taken out, and what was known of it is forgotten."""
+    that the GPU was taken out, and what was known of it is forgotten. `is_hang` says that the GPU became unresponsive,
+    or is so for long: users hear of that even if the GPU was as bad before."""
 
     target: HealthTarget
     at: int
@@ -219,6 +236,7 @@ class HealthChange:
     text: str
     times: int = 1
     is_gone: bool = False
+    is_hang: bool = False
 
 
 def condition(state: HealthState | None, *, is_fresh: bool) -> Condition:

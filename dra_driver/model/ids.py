@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from dra_driver.model.mig import MigDevice, MigProfile, Placement
 
 _NVML_BUS_ID = re.compile(r"^(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-9a-f])\Z")
 _DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z")
+_GPU_NAME = re.compile(r"gpu-([0-9a-z]+)(?:-mig-.*)?\Z")
+PLAIN_NAME = r"[0-9A-Za-z_./@%+=-]+"
+"""What a name is written with that needs no quotation marks, for Python and for RE2."""
 _SHORTEST_UUID_PART = 8
+_WHOLE_UUID = 32
 _UUID_PART_STEP = 4
+
+
+def printable(text: str) -> str:
+    """For a terminal, whose cursor nothing may move that comes from drivers, files and the API."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
+
+
+def quoted(name: object) -> str:
+    """A name from outside within a sentence of ours: in quotation marks if it has signs that names do not have."""
+    text = str(name)
+    return text if re.fullmatch(PLAIN_NAME, text) else printable(json.dumps(text, ensure_ascii=False))
 
 
 def pci_bus_id(text: str) -> str:
@@ -34,6 +51,34 @@ def gpu_device_names(uuids: Iterable[str]) -> Mapping[str, str]:
     """
     digits = {uuid: _hex_digits(uuid) for uuid in uuids}
     return {uuid: f"gpu-{_shortest_unique(uuid, digits)}" for uuid in digits}
+
+
+def gpu_minor_names(minors: Mapping[str, int | None], kept: Mapping[str, str]) -> Mapping[str, str]:
+    """As `gpu_device_names`, but by minor number, as NVIDIA's own driver names GPUs: `{"GPU-4cf8db2d-…": "gpu-0"}`.
+
+    A GPU in `kept` keeps that name, and no other GPU gets it. One whose number is not known, or whose name another GPU
+    has, has all digits of its UUID in its name.
+    """
+    names: dict[str, str] = {}
+    taken = {name for uuid, name in kept.items() if uuid not in minors}
+    for uuid in sorted(minors, key=lambda uuid: uuid not in kept):
+        name = kept.get(uuid, f"gpu-{minors[uuid]}")
+        names[uuid] = f"gpu-{_hex_digits(uuid)}" if name in {"gpu-None", *taken} else name
+        taken.add(names[uuid])
+    return names
+
+
+def names_gpus_by(device: str) -> Literal["uuid", "minor"] | None:
+    """How the GPU is named in a device's name; None if the name has all digits of a UUID, which both ways may make."""
+    found = _GPU_NAME.match(device)
+    if found is None or len(found[1]) >= _WHOLE_UUID:
+        return None
+    return "minor" if len(found[1]) < _SHORTEST_UUID_PART else "uuid"
+
+
+def gpu_of_device(device: str) -> str:
+    """The GPU's part of a device's name: `gpu-0` of `gpu-0-mig-1g10gb-19-2`."""
+    return device.partition("-mig-")[0]
 
 
 def _hex_digits(uuid: str) -> str:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal
 
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.ids import gpu_device_names, mig_device_name, mig_slot_name
+from dra_driver.model.ids import gpu_device_names, gpu_minor_names, mig_device_name, mig_slot_name
 from dra_driver.model.mig import MigDevice, MigProfile, Partitioning, Placement
 
 ConfidentialMode = Literal["off", "on", "devtools", "ppcie"]
@@ -97,7 +97,8 @@ class Inventory:
     existing instances could not all be read in this look; their `partitioning` is an older one or None.
     `reachable_pairs` are pairs of UUIDs that reach each other over NVLink, with the number of links; the domains are
     made from them. `imex_channels` is how many IMEX channels the NVIDIA driver has; None if it has none, or if nobody
-    wants any. `confidential_compute` is None while it is not known.
+    wants any. `confidential_compute` is None while it is not known. `kept_names` is set where GPUs are named by their
+    minor numbers: the names, by UUID, of GPUs that keep theirs whatever their numbers are now.
 
     The class has no slots, because it keeps what it has computed from the GPUs.
     """
@@ -111,6 +112,7 @@ class Inventory:
     reachable_pairs: Mapping[frozenset[str], int] = field(default_factory=dict, compare=False)
     imex_channels: int | None = None
     confidential_compute: ConfidentialMode | None = None
+    kept_names: Mapping[str, str] | None = field(default=None, compare=False)
 
     @cached_property
     def every_gpu(self) -> tuple[Gpu, ...]:
@@ -123,6 +125,13 @@ class Inventory:
         return frozenset(gpu.uuid for gpu in self.lost)
 
     @cached_property
+    def gpu_names(self) -> Mapping[str, str]:
+        """The device name of every GPU by its UUID."""
+        if self.kept_names is None:
+            return gpu_device_names(gpu.uuid for gpu in self.every_gpu)
+        return gpu_minor_names({gpu.uuid: gpu.minor for gpu in self.every_gpu}, self.kept_names)
+
+    @cached_property
     def by_name(self) -> Mapping[str, OfferedDevice]:
         """Every device on offer by its name, in publishing order."""
         return {device.name: device for device in self._offered()}
@@ -130,11 +139,8 @@ class Inventory:
     @cached_property
     def withheld_by_name(self) -> Mapping[str, StaticMigDevice]:
         """MIG devices on partitioned GPUs that this driver does not give out, by the name that they would have."""
-        names = gpu_device_names(gpu.uuid for gpu in self.every_gpu)
         return {
-            mig_device_name(names[gpu.uuid], mig): StaticMigDevice(
-                mig_device_name(names[gpu.uuid], mig), gpu, mig
-            )
+            (name := mig_device_name(self.gpu_names[gpu.uuid], mig)): StaticMigDevice(name, gpu, mig)
             for gpu in self.every_gpu
             if gpu.partitioning is not None
             for mig in gpu.mig_devices
@@ -144,12 +150,11 @@ class Inventory:
     def returning_by_name(self) -> Mapping[str, OfferedDevice]:
         """Devices that are not on offer only because the driver has still to destroy its own instances in their
         place."""
-        names = gpu_device_names(gpu.uuid for gpu in self.every_gpu)
         return {
             device.name: device
             for gpu in self.every_gpu
             if gpu.partitioning is not None
-            for device in _returning(names[gpu.uuid], gpu, gpu.partitioning)
+            for device in _returning(self.gpu_names[gpu.uuid], gpu, gpu.partitioning)
         }
 
     def usable(self, name: str) -> OfferedDevice | None:
@@ -168,9 +173,8 @@ class Inventory:
         return self.by_name.values()
 
     def _offered(self) -> Iterator[OfferedDevice]:
-        names = gpu_device_names(gpu.uuid for gpu in self.every_gpu)
         for gpu in self.every_gpu:
-            name = names[gpu.uuid]
+            name = self.gpu_names[gpu.uuid]
             if gpu.partitioning is not None:
                 yield from _partitions(name, gpu, gpu.partitioning)
                 continue

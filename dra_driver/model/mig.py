@@ -14,6 +14,14 @@ class GpuAddress(NamedTuple):
     pci_bus_id: str | None
 
 
+class MigAddress(NamedTuple):
+    """How NVML finds a MIG device without a search. The IDs are used again by later devices, the UUID is not."""
+
+    uuid: str
+    gpu_instance_id: int
+    compute_instance_id: int
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
     """Where a GPU instance lies, in memory slices of its GPU: `[start, start + size)`."""

@@ -64,7 +64,11 @@ class Plan:
     @property
     def locked_gpus(self) -> frozenset[str]:
         """The GPUs whose locks the plan needs: adminAccess reserves and changes nothing."""
-        return frozenset(device.offered.gpu.uuid for device in self.devices if not device.result.admin_access)
+        return frozenset(offered.gpu.uuid for offered in self.used_devices())
+
+    def used_devices(self) -> list[OfferedDevice]:
+        """The devices that the claim does more with than look."""
+        return [device.offered for device in self.devices if not device.result.admin_access]
 
     @property
     def has_extra_devices(self) -> bool:

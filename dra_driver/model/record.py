@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
@@ -56,6 +57,14 @@ class ClaimRecord:
     def ref(self) -> ClaimRef:
         """The claim's namespace, name and UID."""
         return self.claim.ref
+
+    def names_the_same(self, other: ClaimRecord | None) -> bool:
+        """Whether the other record is of the same devices and steps in the same boot, whatever has been done yet."""
+        return other is not None and self == replace(other, phase=self.phase, prepared_at=self.prepared_at)
+
+    def is_within(self, devices: Collection[str]) -> bool:
+        """Whether the claim holds no other devices than these."""
+        return all(held.device in devices for held in self.devices)
 
     @property
     def gpu_uuids(self) -> frozenset[str]:

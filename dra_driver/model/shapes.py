@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from dra_driver.model.ids import quoted
+
 Test = Callable[[Any], str | None]
 """What is wrong with a value, as the end of a sentence; None if nothing."""
 
@@ -191,7 +193,7 @@ def _map_faults(value: Any, shape: MapField, path: str, words: Words) -> list[Fi
     wrong = [key for key in value if shape.is_key is not None and not shape.is_key(key)]
     found = [FieldFault(path, shape.says.format(", ".join(map(repr, wrong))))] if wrong else []
     for key, item in value.items():
-        found += [] if key in wrong else faults(item, shape.values, f"{path}.{key}", words)
+        found += [] if key in wrong else faults(item, shape.values, _below(path, key), words)
     return found
 
 
@@ -231,7 +233,7 @@ def _object_faults(value: Any, shape: Object, path: str, words: Words) -> list[F
 
 
 def _below(path: str, name: object) -> str:
-    return f"{path}.{name}" if path else str(name)
+    return f"{path}.{quoted(name)}" if path else quoted(name)
 
 
 def _meant(name: str, shape: Object) -> str | None:

@@ -88,3 +88,8 @@ STEP_TEXTS = {
 """What each step does, for people."""
 
 Step = LeaveMigMode | CreateMig | SetTimeSlice | RunMps | WriteDeviceMetadata | WriteCdiSpec
+
+
+def writes_files(step: Step) -> bool:
+    """Whether the step changes files only, and no GPU."""
+    return isinstance(step, WriteCdiSpec | WriteDeviceMetadata)

@@ -1,23 +1,20 @@
 """One control daemon: brought up, kept up, taken down. Every step may be repeated from any point.
 
-| Step of a start | A crash after it leaves | The next host, or the next `ensure` | A stop |
+| Step of a start | A crash after it leaves | The next host | A stop |
 |---|---|---|---|
-| record `running` | a record | goes on | removes it |
+| record | a record | goes on | removes it |
 | directories, tmpfs | the same, and they | goes on | removes them too |
 | modes of all GPUs read and in the record | the same | goes on, and keeps what is in the record | the same |
 | GPUs exclusive, side by side | some GPUs exclusive | makes the others exclusive | puts each back that is exclusive |
 | daemon started | a daemon that no record names | finds it by its pipe directory | ends it |
 | process in the record, limits set | everything | finds it ready | ends it |
 
-| Step of a stop | A crash after it leaves | The next host |
+| Step of a stop | A crash after it leaves | The next host finds the wish to stop, and |
 |---|---|---|
-| record `stopped` | everything runs | goes on |
 | processes ended | directories, modes | goes on |
 | GPUs as before, side by side | some GPUs exclusive | puts the others back |
-| directories of the other GPUs, then its own, removed | the record | removes it |
-
-A daemon of several GPUs makes an empty directory for each GPU but the first. While the record is lost, that is what
-says that the compute mode of such a GPU is still to be put back.
+| directories removed | the record | removes it |
+| record removed | the wish | removes it |
 """
 
 from __future__ import annotations
@@ -25,9 +22,9 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -41,7 +38,6 @@ from dra_driver.errors import (
     NvmlDetachedError,
     PermanentError,
     RetryableError,
-    StateError,
 )
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.mps import daemon_control as control
@@ -50,9 +46,9 @@ from dra_driver.mps.compute_mode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import BusyError, ControlProgram
 from dra_driver.mps.daemon_conversation import Conversation, HostStoppingError, Timings
 from dra_driver.mps.daemon_processes import ProcessId
+from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
 from dra_driver.mps.layout import MpsLayout
-from dra_driver.mps.mounts import Mounter
-from dra_driver.mps.records import DaemonRecord, DaemonRecords
+from dra_driver.mps.mounts import KernelMounter, half_of_memory
 from dra_driver.mps.selinux import SelinuxLabels
 
 _log = structlog.get_logger(__name__)
@@ -64,42 +60,47 @@ _GPUS_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What daemons are made with; the same for all of a host."""
+class HostTools:
+    """What daemons are made with; the same for all of a host. `make_capability_nodes` has a device node for each MIG
+    device, or raises RetryableError."""
 
     layout: MpsLayout
-    records: DaemonRecords
     control: ControlProgram
-    mounter: Mounter
+    mounter: KernelMounter
     compute_mode: ComputeMode
     make_capability_nodes: Callable[[], None]
     labels: SelinuxLabels
-    boot_id: str
-    shm_bytes: int
-    closing: threading.Event
     timings: Timings
+    boot_id: str = field(default_factory=processes.boot_id)
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def records(self) -> DaemonRecords:
+        """The records of all daemons."""
+        return DaemonRecords(self.layout)
 
 
 class Daemon:
     """The daemon of one device. Calls wait for each other; `status` never waits."""
 
-    def __init__(self, record: DaemonRecord, parts: Parts, *, recovered: bool) -> None:
+    def __init__(self, record: DaemonRecord, tools: HostTools, *, recovered: bool) -> None:
         """`recovered` is for a daemon that was there before this process: a failure takes nothing down then."""
-        self._parts = parts
+        self._tools = tools
         self._record = record
         self._established = recovered
         self._lock = threading.Lock()
-        self._directories = parts.layout.directories(record.spec.device)
+        self._directories = tools.layout.directories(record.spec.device)
         self._conversation = Conversation(
-            record.spec, self._directories, parts.control, parts.timings, parts.closing
+            record.spec, self._directories, tools.control, tools.timings, tools.closing
         )
-        self._backoff = parts.timings.first_backoff
+        self._backoff = tools.timings.first_backoff
         self._retry_at = 0.0
+        self._ending = False
         self._gone = False
         self._unanswered = 0
         self._look_at_gpu_at = 0.0
         self._without_mode: set[str] = set(record.spec.gpu_uuids) if record.spec.kind == "mig" else set()
-        self.status = MpsDaemonStatus(record.spec.device, "starting", record.spec, since=time.time())
+        self.status = MpsDaemonStatus(record.spec.device, "starting", record.spec, since=int(time.time()))
 
     @property
     def pipe(self) -> str:
@@ -113,54 +114,47 @@ class Daemon:
 
     # --- what callers want ---------------------------------------------------------------------
 
-    def ensure(self, spec: MpsDaemonSpec, timeout_s: float) -> MpsDaemonStatus | None:
-        """Ready with this spec; None if it was taken down meanwhile, so that the caller needs a new object.
+    def ensure(self, spec: MpsDaemonSpec) -> bool:
+        """Whether it is ready with this spec; if not it was taken down, so that the caller needs a new object.
 
         Raises: PermanentError if it runs with another spec, RetryableError if it cannot be made ready in time.
         """
-        with self._held(timeout_s) as deadline:
-            if self._gone:
-                return None
-            if self._record.wanted == "stopped" or self._is_of_the_past(spec):
+        with self._lock:
+            if self._ending or self._is_of_the_past(spec):
                 self._take_down()
-                return None
+                return False
             self._refuse_other(spec)
             if self._is_up():
                 self._take_gpu(again=True)
             else:
-                self._bring_up_or_roll_back(deadline)
-            return self.status
+                self._bring_up()
+            return True
 
-    def stop(self, timeout_s: float) -> None:
-        """No process of it is left, nor anything else that it made, unless that cannot go yet: `converge` tries again.
-
-        Raises: RetryableError, StateError; then calling again goes on.
-        """
-        with self._held(timeout_s):
-            if self._gone:
-                return
+    def stop(self) -> None:
+        """Nothing of it is left, nor anything that it made. Raises: RetryableError, StateError; then calling again goes
+        on."""
+        with self._lock:
             try:
                 self._take_down()
             except DraDriverError as error:
                 self._failed(error)
-                if self._record.wanted != "stopped" or processes.users_of(self._directories.pipe):
-                    raise
+                raise
 
-    def converge(self) -> None:
-        """Do what the record says; for recovery and restarts. Never raises, the status tells."""
-        with self._held(0.0, wait=False) as deadline:
-            if self._gone or self._parts.closing.is_set():
+    def keep(self) -> None:
+        """Go on with what failed, and start again what died. Never raises, the status says it."""
+        with self._lock:
+            if self._gone or self._tools.closing.is_set():
                 return
             try:
-                if self._record.wanted == "stopped":
+                if self._ending:
                     self._take_down()
                 elif not self._is_up():
-                    self._bring_up(deadline)
-            except Exception as error:  # noqa: BLE001  it is tried again, and the status tells
+                    self._bring_up()
+            except Exception as error:  # noqa: BLE001  it is tried again, and the status says it
                 self._failed(error)
 
     def needs_attention(self, now: float) -> bool:
-        """Whether `converge` has work to do now; notices a daemon that has ended."""
+        """Whether `keep` has work to do now; notices a daemon that has ended."""
         if self._gone or now < self._retry_at or self._lock.locked():
             return False
         if self.status.state in ("ready", "fault") and self._is_up():
@@ -184,7 +178,7 @@ class Daemon:
         except RetryableError as error:
             self._unanswered += 1
             problem, clients = (str(error) if self._unanswered >= _UNANSWERED else before.problem), None
-        with self._held(0.0, wait=False):
+        with self._lock:
             if self.status.pid == before.pid and self.status.state in ("ready", "fault"):
                 self._probed(problem, clients, users)
                 if time.monotonic() >= self._look_at_gpu_at:
@@ -192,9 +186,10 @@ class Daemon:
 
     # --- up ------------------------------------------------------------------------------------
 
-    def _bring_up_or_roll_back(self, deadline: float) -> None:
+    def _bring_up(self) -> None:
+        """What a failed first start made is taken back; later others may use the daemon. Raises: what failed."""
         try:
-            self._bring_up(deadline)
+            self._start_or_adopt(time.monotonic() + self._tools.timings.start)
         except HostStoppingError:
             raise
         except DraDriverError as error:
@@ -205,26 +200,25 @@ class Daemon:
                     self._take_down()
             raise
 
-    def _bring_up(self, deadline: float) -> None:
+    def _start_or_adopt(self, deadline: float) -> None:
         started = time.monotonic()
         self._show("starting", problem=self.status.problem)
-        self._write(replace(self._record, wanted="running"))
+        self._write(self._record)
         process = self._find_running()
         adopted = process is not None
         if adopted:
             self._keep_gpu()
         if process is None:
             if self._record.spec.kind == "mig":
-                self._parts.make_capability_nodes()
+                self._tools.make_capability_nodes()
             self._make_directories()
             self._take_gpu_in_time(deadline)
             self._clear_pipes()
             process = self._start()
-        if process != self._record.process or self._record.boot_id != self._parts.boot_id:
-            self._write(replace(self._record, process=process, boot_id=self._parts.boot_id))
+        if process != self._record.process or self._record.boot_id != self._tools.boot_id:
+            self._write(replace(self._record, process=process, boot_id=self._tools.boot_id))
         try:
-            longest = time.monotonic() + self._parts.timings.start
-            self._conversation.wait_ready(process, longest if adopted else min(deadline, longest))
+            self._conversation.wait_ready(process, self._tools.layout.unwanted(self._record.spec.device))
             self._conversation.apply_limits()
         except HostStoppingError:
             raise  # the next host process takes it from here
@@ -251,13 +245,11 @@ class Daemon:
         )
 
     def _recorded(self) -> ProcessId | None:
-        return self._record.process if self._record.boot_id == self._parts.boot_id else None
+        return self._record.process if self._record.boot_id == self._tools.boot_id else None
 
     def _make_directories(self) -> None:
-        parts, paths = self._parts, self._directories
+        tools, paths = self._tools, self._directories
         modes = {Path(paths.pipe).parent: 0o711, Path(paths.pipe): 0o755, Path(paths.log): 0o755}
-        # Where the record is lost, the directory of each other device says that its compute mode is to be put back.
-        modes |= {parts.layout.directory(other.device): 0o711 for other in self._record.spec.others}
         shm = Path(paths.shm)
         try:
             for path, mode in modes.items():
@@ -268,11 +260,11 @@ class Daemon:
             raise RetryableError(
                 f"cannot make the directories of the MPS daemon: {error.filename}: {error.strerror}"
             ) from error
-        parts.mounter.mount(shm, parts.shm_bytes)
+        tools.mounter.mount(shm, half_of_memory())
         with suppress(OSError):
             shm.chmod(0o1777)
         for shared in (Path(paths.pipe), Path(paths.log), shm):
-            parts.labels.label(shared)
+            tools.labels.label(shared)
 
     def _take_gpu(self, *, again: bool = False) -> None:
         """Each GPU is exclusive to MPS; what they were before is on disk before the first one changes.
@@ -280,8 +272,8 @@ class Daemon:
         `again` is for a daemon that runs: a reset of the GPU or a reload of the driver makes the mode the default
         one, any other mode is somebody's wish. A GPU that does not answer keeps no other from being exclusive then.
         """
-        parts, spec = self._parts, self._record.spec
-        self._look_at_gpu_at = time.monotonic() + parts.timings.exclusive
+        tools, spec = self._tools, self._record.spec
+        self._look_at_gpu_at = time.monotonic() + tools.timings.exclusive
         found, unread = _on_each(
             self._mode_of, [uuid for uuid in spec.gpu_uuids if uuid not in self._without_mode]
         )
@@ -294,7 +286,7 @@ class Daemon:
         }
         known = self._record.modes_before
         if not known.keys() >= wrong.keys():
-            self._write(self._record.with_modes_before({**wrong, **known}))
+            self._write(replace(self._record, modes_before={**wrong, **known}))
         are_exclusive, unset = _on_each(self._make_exclusive, wrong)
         if again:
             for uuid in filter(are_exclusive.get, wrong):
@@ -320,7 +312,7 @@ class Daemon:
     def _mode_of(self, gpu_uuid: str) -> int | None:
         """The compute mode; None if there is none now. Raises: RetryableError."""
         try:
-            return self._parts.compute_mode.get(gpu_uuid)
+            return self._tools.compute_mode.get(gpu_uuid)
         except NotSupportedError as error:
             self._has_no_mode(gpu_uuid, error)
             return None
@@ -328,7 +320,7 @@ class Daemon:
     def _make_exclusive(self, gpu_uuid: str) -> bool:
         """Whether it is now; a GPU may have no such setting. Raises: RetryableError."""
         try:
-            self._parts.compute_mode.set(gpu_uuid, EXCLUSIVE_PROCESS)
+            self._tools.compute_mode.set(gpu_uuid, EXCLUSIVE_PROCESS)
         except NotSupportedError as error:
             self._has_no_mode(gpu_uuid, error)
             return False
@@ -347,49 +339,45 @@ class Daemon:
         except NvmlDetachedError:
             self._look_at_gpu_at = 0.0  # the first look after it, since the compute mode may be lost then
         except DraDriverError as error:
-            self._look_at_gpu_at = time.monotonic() + self._parts.timings.exclusive
+            self._look_at_gpu_at = time.monotonic() + self._tools.timings.exclusive
             _log.warning("compute_mode_not_kept", device=self._record.spec.device, error=str(error))
 
     def _clear_pipes(self) -> None:
         """Servers of a daemon that died, and the files that would make a new one believe that it lives."""
-        processes.end(processes.users_of(self._directories.pipe), self._parts.timings.patience)
+        processes.end(processes.users_of(self._directories.pipe), self._tools.timings.patience)
         _clear_directory(Path(self._directories.pipe))
 
     def _start(self) -> ProcessId:
         control.shorten_logs(self._directories)
         with suppress(OSError):
             Path(self._directories.log, control.OUTPUT).unlink(missing_ok=True)
-        return self._parts.mounter.within(
+        return self._tools.mounter.within(
             Path(self._directories.shm),
-            lambda: self._parts.control.start(self._record.spec, self._directories),
+            lambda: self._tools.control.start(self._record.spec, self._directories),
         )
 
     # --- down ----------------------------------------------------------------------------------
 
     def _take_down(self) -> None:
-        spec = self._record.spec
-        try:
-            self._write(replace(self._record, wanted="stopped"))
-        except StateError as error:  # a full disk must not keep a daemon alive
-            _log.warning("mps_record_not_written", device=spec.device, error=str(error))
+        device = self._record.spec.device
+        self._ending = True
         self._end_all()
         self._give_gpu_back()
-        for device in reversed(spec.devices):
-            remove_directory(self._parts, device)
-        self._parts.records.remove(spec.device)
+        remove_directory(self._tools, device)
+        self._tools.records.remove(device)
         self._gone = True
         self._show("stopped")
-        _log.info("mps_daemon_stopped", device=spec.device)
+        _log.info("mps_daemon_stopped", device=device)
 
     def _end_all(self) -> None:
         recorded = self._recorded()
         if recorded is not None and not processes.is_alive(recorded):
             processes.reap(recorded.pid)
-        self._parts.control.end_users(self._directories, self._parts.timings.patience)
+        self._tools.control.end_users(self._directories, self._tools.timings.patience)
 
     def _give_gpu_back(self) -> None:
         """A GPU that does not answer keeps no other from being put back. Raises: the first error, after all."""
-        mode, before = self._parts.compute_mode, self._record.modes_before
+        mode, before = self._tools.compute_mode, self._record.modes_before
 
         def put_back(uuid: str) -> None:
             with suppress(NotSupportedError):
@@ -401,17 +389,6 @@ class Daemon:
             raise problem
 
     # --- state ---------------------------------------------------------------------------------
-
-    @contextmanager
-    def _held(self, timeout_s: float, *, wait: bool = True) -> Iterator[float]:
-        """The lock; yields the deadline. Without `wait` it is that of a daemon's start, and the lock has time."""
-        deadline = time.monotonic() + (timeout_s if wait else self._parts.timings.start)
-        if not self._lock.acquire(timeout=timeout_s if wait else -1):
-            raise RetryableError(f"the MPS daemon of {self._record.spec.device} is being started or stopped")
-        try:
-            yield deadline
-        finally:
-            self._lock.release()
 
     def _is_up(self) -> bool:
         """Whether a daemon that was ready still runs."""
@@ -441,8 +418,8 @@ class Daemon:
         process = self._record.process
         if process is not None:
             processes.reap(process.pid)
-        if time.time() - self.status.since > self._parts.timings.calm:
-            self._backoff = self._parts.timings.first_backoff
+        if time.time() - self.status.since > self._tools.timings.calm:
+            self._backoff = self._tools.timings.first_backoff
         problem = f"the control daemon ended; {control.log_tail(self._directories) or 'no log'}"
         self._show("failed", problem=problem)
         self._delay(now)
@@ -455,7 +432,7 @@ class Daemon:
 
     def _delay(self, now: float) -> None:
         self._retry_at = now + self._backoff
-        self._backoff = min(self._backoff * 2, self._parts.timings.longest_backoff)
+        self._backoff = min(self._backoff * 2, self._tools.timings.longest_backoff)
 
     def _probed(self, problem: str | None, clients: int | None, users: Collection[int]) -> None:
         """In FAULT while there is a problem. Nothing is restarted: clients may still be at work, and MPS heals."""
@@ -467,7 +444,7 @@ class Daemon:
 
     def _show(self, state: str, *, pid: int | None = None, problem: str | None = None) -> None:
         spec = self._record.spec
-        since = self.status.since if self.status.state == state else time.time()
+        since = self.status.since if self.status.state == state else int(time.time())
         self.status = MpsDaemonStatus(
             spec.device,
             state,  # type: ignore[arg-type]
@@ -480,8 +457,8 @@ class Daemon:
         )
 
     def _write(self, record: DaemonRecord) -> None:
-        if record != self._record or not self._parts.layout.record(record.spec.device).exists():
-            self._parts.records.write(record)
+        if record != self._record or not self._tools.layout.record(record.spec.device).exists():
+            self._tools.records.write(record)
             self._record = record
 
 
@@ -503,12 +480,12 @@ def _on_each(
     return done, next((error for error in errors if error is not None), None)
 
 
-def remove_directory(parts: Parts, device: str) -> None:
+def remove_directory(tools: HostTools, device: str) -> None:
     """Remove a device's directory with what is mounted in it. Raises: RetryableError."""
-    top = parts.layout.directory(device)
+    top = tools.layout.directory(device)
     if not top.exists():
         return
-    parts.mounter.unmount(Path(parts.layout.directories(device).shm))
+    tools.mounter.unmount(Path(tools.layout.directories(device).shm))
     try:
         shutil.rmtree(top)
     except FileNotFoundError:

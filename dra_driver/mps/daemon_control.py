@@ -20,8 +20,8 @@ from dra_driver.model.driver_programs import (
 )
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps import daemon_processes as processes
+from dra_driver.mps.daemon_limits import is_number
 from dra_driver.mps.daemon_processes import PIPE_VARIABLE, ProcessId, spawn
-from dra_driver.mps.limit_commands import is_number
 
 _log = structlog.get_logger(__name__)
 

@@ -11,8 +11,8 @@ from dra_driver.errors import PermanentError, RetryableError
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_control import CONTROL_SOCKET, MULTI_USER, BusyError, ControlProgram, log_tail
+from dra_driver.mps.daemon_limits import is_answer, limit_commands
 from dra_driver.mps.daemon_processes import ProcessId
-from dra_driver.mps.limit_commands import is_answer, limit_commands
 
 _POLL_S = 0.01
 _FIRST_ASK_S, _ASK_EVERY_S = 0.05, 0.5
@@ -25,7 +25,8 @@ _LONGEST_SOCKET = "control_privileged"
 class Timings:
     """Seconds. `patience` is how long a process may take to end after `quit`, and again after TERM.
 
-    `probe` is between two looks at servers and clients, `exclusive` at least between two at the compute mode.
+    `look` is between two looks at what shall run, `tick` between two at the processes of daemons, `probe` between two
+    at servers and clients, `exclusive` at least between two at the compute mode.
     """
 
     start: float = 10.0
@@ -34,6 +35,7 @@ class Timings:
     first_backoff: float = 0.2
     longest_backoff: float = 30.0
     calm: float = 60.0
+    look: float = 0.04
     tick: float = 0.5
     probe: float = 10.0
     exclusive: float = 30.0
@@ -61,19 +63,25 @@ class Conversation:
         self._closing = closing
         self._turn = threading.Lock()
 
-    def wait_ready(self, process: ProcessId, deadline: float) -> None:
-        """Return when the daemon answers. Asking costs a process, so its socket is waited for before.
+    def wait_ready(self, process: ProcessId, unwanted: Path) -> None:
+        """Return when the daemon answers. Asking costs a process, so its socket is waited for before. A file at
+        `unwanted` says that it shall stop.
 
         Raises: RetryableError with the end of its log, HostStoppingError.
         """
         control = Path(self._directories.pipe, CONTROL_SOCKET)
         began = time.monotonic()
+        deadline = began + self._timings.start
         ask_at, pause, reason = 0.0, _FIRST_ASK_S, "it has made no socket"
         ask_anyway_at = began + 2 * _ASK_EVERY_S
         while not self._closing.is_set():
             now = time.monotonic()
             if not processes.is_alive(process):
                 raise self._not_ready("ended while it started")
+            if unwanted.exists():
+                raise RetryableError(
+                    f"the MPS daemon of {self._spec.device} was to be stopped while it started"
+                )
             if now >= deadline:
                 raise self._not_ready(f"was not ready after {now - began:.1f} s ({reason})")
             if now >= ask_at and (now >= ask_anyway_at or control.exists()):

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import structlog
 
@@ -27,19 +27,6 @@ _DETACH = 2
 _CLONE_NEWNS = 0x20000
 
 
-class Mounter(Protocol):
-    """Shared-memory directories of daemons."""
-
-    def mount(self, path: Path, size: int) -> None:
-        """Make `path` a tmpfs of at most `size` bytes; nothing happens if it is one. Raises: RetryableError."""
-
-    def unmount(self, path: Path) -> None:
-        """Undo `mount`; nothing happens where nothing is mounted. Raises: RetryableError."""
-
-    def within(self, path: Path, action: Callable[[], T]) -> T:
-        """Run the action where `path` is /dev/shm; what it spawns stays there. Raises: RetryableError."""
-
-
 class KernelMounter:
     """mount(2) and a mount namespace a daemon; needs CAP_SYS_ADMIN.
 
@@ -53,6 +40,7 @@ class KernelMounter:
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def mount(self, path: Path, size: int) -> None:
+        """Make `path` a tmpfs of at most `size` bytes; nothing happens if it is one. Raises: RetryableError."""
         if is_tmpfs(path):
             return
         options = f"size={size >> 10}k,mode=1777"
@@ -65,11 +53,14 @@ class KernelMounter:
             raise _failed(f"mount a tmpfs on {path}")
 
     def unmount(self, path: Path) -> None:
+        """Undo `mount`; nothing happens where nothing is mounted. Raises: RetryableError."""
         while is_tmpfs(path):
             if self._libc.umount2(os.fsencode(path), _DETACH):
                 raise _failed(f"unmount {path}")
 
     def within(self, path: Path, action: Callable[[], T]) -> T:
+        """Run the action where `path` is /dev/shm; what it spawns stays there. Raises: RetryableError."""
+
         def inside() -> T:
             self._enter(path)
             return action()
@@ -98,42 +89,21 @@ class KernelMounter:
         return int(self._libc.mount(source, os.fsencode(target), kind, ctypes.c_ulong(flags), data))
 
 
-class PlainDirectories:
-    """No mounts: for a machine on which this process may not mount. Clients and daemon share no tmpfs then."""
+class MountsWherePossible(KernelMounter):
+    """Mounts, and does without where the kernel refuses it; says so once. Clients and daemon share no tmpfs then."""
 
-    def mount(self, path: Path, size: int) -> None:
-        """The directory serves as it is."""
-
-    def unmount(self, path: Path) -> None:
-        """Nothing was mounted."""
-
-    def within(self, path: Path, action: Callable[[], T]) -> T:
-        return action()
-
-
-class MountsWherePossible:
-    """Mounts, and does without where the kernel refuses it; says so once."""
-
-    def __init__(self, kernel: Mounter) -> None:
-        self._kernel = kernel
-        self._plain = PlainDirectories()
-        self._told = False
+    _told = False
 
     def mount(self, path: Path, size: int) -> None:
         try:
-            self._kernel.mount(path, size)
+            super().mount(path, size)
         except RetryableError as error:
             if not self._told:
                 _log.warning("mps_plain_shm", path=str(path), reason=str(error))
             self._told = True
-            self._plain.mount(path, size)
-
-    def unmount(self, path: Path) -> None:
-        self._kernel.unmount(path)
 
     def within(self, path: Path, action: Callable[[], T]) -> T:
-        mounter = self._kernel if is_tmpfs(path) else self._plain
-        return mounter.within(path, action)
+        return super().within(path, action) if is_tmpfs(path) else action()
 
 
 def is_tmpfs(path: Path) -> bool:

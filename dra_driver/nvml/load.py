@@ -24,21 +24,22 @@ def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
     for another reason.
     """
     handle = gpu_handle(uuid, None) if handle is None else handle
-    memory = _ask(_memory, handle)
-    rates = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    power = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
-    limit = _ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+    memory = ask(read_memory, handle)
+    rates = ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    power = ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+    limit = ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     return GpuLoad(
         memory_used_bytes=None if memory is None else int(memory.used),
         memory_total_bytes=None if memory is None else int(memory.total),
         utilisation_percent=None if rates is None else int(rates.gpu),
-        temperature_c=_ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        temperature_c=ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
         power_w=None if power is None else power / 1000,
         power_limit_w=None if limit is None else limit / 1000,
     )
 
 
-def _ask(call: Callable[..., T], *args: object) -> T | None:
+def ask(call: Callable[..., T], *args: object) -> T | None:
+    """What the call returns; None if it is not supported or fails. Raises: DeviceLostError, NvmlUnavailableError."""
     try:
         return supported(call, *args)
     except (DeviceLostError, NvmlUnavailableError):
@@ -47,8 +48,9 @@ def _ask(call: Callable[..., T], *args: object) -> T | None:
         return None
 
 
-def _memory(handle: Handle) -> Any:
-    """The newer call, which does not count as used what the driver keeps for itself; the older where it is missing."""
+def read_memory(handle: Handle) -> Any:
+    """NVML's struct, by the newer call, which does not count as used what the driver keeps for itself; by the older one
+    where that is missing. Raises: pynvml.NVMLError."""
     try:
         return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
     except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported):

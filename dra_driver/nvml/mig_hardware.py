@@ -59,6 +59,9 @@ def _whole(
     return as_operation
 
 
+_NO_SPACE = "the NVIDIA driver has no free space at that placement"
+
+
 class MigHardware:
     """The MIG state of the GPUs. A call asks one question or makes one change, and ends before NVML is shut down.
 
@@ -292,25 +295,23 @@ class MigHardware:
     def _no_room(
         self, action: str, handle: Handle, gpu_uuid: str, profile_id: int, placement: Placement
     ) -> RetryableError:
-        """Why the driver has no room. Only an instance that is in the way is no transient reason."""
+        """Why the NVIDIA driver has no room. Only an instance that is in the way is no transient reason."""
         try:
             found = self._instances(handle, gpu_uuid)
             profile = self._table(handle, gpu_uuid).get(profile_id)
         except DraDriverError as error:
-            return NvmlTransientError(f"{action}: the driver has no room there; why cannot be read ({error})")
+            return NvmlTransientError(f"{action}: {_NO_SPACE}; the reason cannot be read ({error})")
         in_the_way = [item for item in found if item.placement.overlaps(placement)]
         if in_the_way:
-            return RetryableError(
-                f"{action}: the driver has no room there; in the way: {_listed(in_the_way)}"
-            )
+            return RetryableError(f"{action}: {_NO_SPACE}; in the way: {_listed(in_the_way)}")
         same = [item for item in found if item.profile_id == profile_id]
         if profile is not None and len(same) >= profile.max_instances:
             return RetryableError(
                 f"{action}: the GPU has no more of this profile; there are: {_listed(same)}"
             )
         return NvmlTransientError(
-            f"{action}: the driver has no room there, though nothing is in the way; the memory of what was there may "
-            f"still be being scrubbed (GPU instances there: {_listed(found) or 'none'})"
+            f"{action}: {_NO_SPACE}, though nothing is in the way; the memory of the previous instance may still be in "
+            f"the process of being scrubbed (GPU instances there: {_listed(found) or 'none'})"
         )
 
 

@@ -10,6 +10,7 @@ import pynvml
 
 from dra_driver.errors import NotSupportedError, RetryableError
 from dra_driver.model.gpu import GpuProcess
+from dra_driver.model.ids import quoted
 from dra_driver.nvml.failures import nvml_errors
 from dra_driver.nvml.mig_instances import gpu_handle
 
@@ -76,8 +77,8 @@ def process_name(pid: int) -> str:
 
 
 def process_text(pid: int, name: str) -> str:
-    """`process 4711 (python3)`, without the name where that is empty."""
-    return f"process {pid} ({name})" if name else f"process {pid}"
+    """`process 4711 (python3)`, without the name where that is empty. Whoever runs in a pod chooses it."""
+    return f"process {pid} ({quoted(name)})" if name else f"process {pid}"
 
 
 def listed(handle: Handle, uuid: str, versions: Sequence[str]) -> Sequence[Any]:

@@ -4,6 +4,7 @@ commands start without it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dra_driver.files.file_lock import UseMark
@@ -15,6 +16,7 @@ from dra_driver.model.mig import GpuInstance
 if TYPE_CHECKING:
     from dra_driver.nvml.events import HealthSource
     from dra_driver.nvml.scan import ScanMemory
+    from dra_driver.nvml.usage import UsageSource
 
 
 class NvmlReader:
@@ -22,7 +24,8 @@ class NvmlReader:
 
     `on_demand` selects the GPUs on which MIG devices are made on demand, where that is possible; None selects none.
     Of the instances on such a GPU `foreign_instances` returns those that somebody else made, and only those are read
-    in detail; with None all are.
+    in detail; with None all are. Where GPUs are named by minor number, `kept_names` returns the names, by UUID, of
+    those that keep theirs; with None they are named by UUID.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class NvmlReader:
         on_demand: Callable[[Gpu], bool] | None = None,
         foreign_instances: Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]] | None = None,
         mark: UseMark | None = None,
+        kept_names: Callable[[], Mapping[str, str]] | None = None,
     ) -> None:
         """`loader` returns the NVML library, and is asked anew at each `reopen`. `mark` is held while NVML is open."""
         from dra_driver.nvml.session import NvmlSession
@@ -38,6 +42,7 @@ class NvmlReader:
         self.session = NvmlSession(loader, mark=mark)
         self._on_demand = on_demand
         self._foreign_instances = foreign_instances
+        self._kept_names = kept_names
         self._memory: ScanMemory | None = None
 
     def reopen(self) -> None:
@@ -54,7 +59,8 @@ class NvmlReader:
 
         if self._memory is None:
             self._memory = ScanMemory()
-        return read_gpus(self._on_demand, self._memory, self._foreign_instances)
+        found = read_gpus(self._on_demand, self._memory, self._foreign_instances)
+        return found if self._kept_names is None else replace(found, kept_names=self._kept_names())
 
     def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
         """Whether a partitioned GPU is in MIG mode, and every GPU instance on it.
@@ -77,6 +83,12 @@ class NvmlReader:
         from dra_driver.nvml.events import HealthSource
 
         return HealthSource(self.session)
+
+    def usage_source(self) -> UsageSource:
+        """How GPUs are used, through the same session."""
+        from dra_driver.nvml.usage import UsageSource
+
+        return UsageSource(self.session)
 
     def nvml_fingerprint(self) -> NvmlFingerprint:
         """A cheap value that differs when a GPU was lost (None in its place) or changed its MIG mode.

@@ -33,7 +33,10 @@ _JOIN_S = 5.0
 
 
 class ClaimHealthReporter:
-    """Observes the health of GPUs. While `speaks_for_node` says no, another instance of the plugin reports."""
+    """Observes the health of GPUs. While `speaks_for_node` says no, another instance of the plugin reports.
+
+    Each round begins with `look_for_hangs`: this thread calls no NVML, so it goes on while the health monitor hangs.
+    """
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class ClaimHealthReporter:
         inventory: Callable[[], Inventory | None],
         created_instance: Callable[[str], OwnedInstance | None],
         speaks_for_node: Callable[[], bool],
+        look_for_hangs: Callable[[], None] = lambda: None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -52,6 +56,7 @@ class ClaimHealthReporter:
         self._inventory = inventory
         self._created_instance = created_instance
         self._speaks_for_node = speaks_for_node
+        self._look_for_hangs = look_for_hangs
         self._clock = clock
         self._lock = threading.Lock()
         self._changed_gpus: set[str] = set()  # UUIDs, under the lock
@@ -116,6 +121,7 @@ class ClaimHealthReporter:
         return True
 
     def _round(self) -> float:
+        self._look_for_hangs()
         self.renew_statuses()
         return _ROUND_S
 

@@ -9,19 +9,22 @@ import threading
 import time
 from collections.abc import Callable
 
-from dra_driver.journal.rules.debts import Debt, what
+from dra_driver.journal.rules.cleanups import PendingCleanup, what
 from dra_driver.model.events import (
     DEBT_OWED,
     DEBT_PAID,
     DEVICE_NOT_PUBLISHED,
     DRIVER_AVAILABLE,
     DRIVER_UNAVAILABLE,
+    MEMORY_UNCLAIMED,
     SLICE_FIELDS_DROPPED,
     SLICES_CONTESTED,
     SLICES_NOT_PUBLISHED,
     SLICES_PUBLISHED,
 )
+from dra_driver.model.gpu import GpuProcess
 from dra_driver.observability.metrics import Metrics
+from dra_driver.observability.rules.usage import unclaimed_text
 from dra_driver.reporting.event_recorder import EventRecorder
 
 _TELL_AFTER_S = 30.0
@@ -93,14 +96,20 @@ class NodeEvents:
         elif problem is None and before is not None and had:
             self._report(DRIVER_AVAILABLE, "the node's GPUs can be used again", warning=False)
 
-    def owed(self, debt: Debt) -> None:
-        """A claim has ended and owes something to the node. The instance that ended it tells, whoever leads."""
-        self._recorder.node_event(DEBT_OWED, debt.text, warning=True)
+    def memory_unclaimed(self, gpu_uuid: str, process: GpuProcess) -> bool:
+        """A process has had memory on a GPU for ten minutes, and belongs to no claim and no container. Whether this
+        instance speaks for the node."""
+        return self._report(MEMORY_UNCLAIMED, unclaimed_text(f"GPU {gpu_uuid}", process), warning=True)
 
-    def paid(self, debt: Debt) -> None:
-        """A debt is paid, or void."""
-        owed = ", ".join(map(what, debt.steps)) or "what it owed is void"
-        self._recorder.node_event(DEBT_PAID, f"Paid for ended claim {debt.record.ref}: {owed}", warning=False)
+    def cleanup_pending(self, cleanup: PendingCleanup) -> None:
+        """A claim has ended, and something could not be undone. The instance that ended it tells, whoever leads."""
+        self._recorder.node_event(DEBT_OWED, cleanup.text, warning=True)
+
+    def cleanup_done(self, cleanup: PendingCleanup) -> None:
+        """Nothing of it is pending any more."""
+        done = ", ".join(map(what, cleanup.steps)) or "nothing was left to do"
+        text = f"Cleanup after ended claim {cleanup.record.ref} is done: {done}"
+        self._recorder.node_event(DEBT_PAID, text, warning=False)
 
     def _report(self, reason: str, text: str, *, warning: bool) -> bool:
         """Whether this instance speaks for the node."""

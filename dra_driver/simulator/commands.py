@@ -135,8 +135,8 @@ def remove_gpu(machine: Machine, gpu: str) -> str:
     return f"removed {called}; GPUs after it have other indices now"
 
 
-def hold(machine: Machine, gpu: str, pid: int, name: str, gpu_instance: int | None) -> str:
-    machine.hold_gpu(gpu, pid, name, gpu_instance=gpu_instance)
+def hold(machine: Machine, gpu: str, pid: int, name: str, gpu_instance: int | None, utilisation: int) -> str:
+    machine.hold_gpu(gpu, pid, name, gpu_instance=gpu_instance, utilisation=utilisation)
     return f"process {pid} ({name}) uses {machine.called(gpu)}"
 
 

@@ -29,7 +29,7 @@ class Health(MachineBase):
             state.add_event(self._find(state, selector), kind, xid, gpu_instance, compute_instance)
 
     def set_recovery_action(self, selector: Selector, action: int) -> None:
-        """The driver asks for a reset or the like (NVML_GPU_RECOVERY_ACTION_*), and says so with Xid 154."""
+        """The NVIDIA driver requests a reset or the like (NVML_GPU_RECOVERY_ACTION_*), and reports Xid 154."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.recovery_action = action
@@ -81,10 +81,11 @@ class Health(MachineBase):
         gpu_instance: int | None = None,
         compute_instance: int | None = None,
         mps: bool = False,
+        utilisation: int = 40,
     ) -> None:
         """A process uses the GPU or one of its instances, so that changes are refused with IN_USE."""
         with self._change() as state:
-            holder = Holder(pid, name, gpu_instance, compute_instance, mps=mps)
+            holder = Holder(pid, name, gpu_instance, compute_instance, mps=mps, utilisation=utilisation)
             self._find(state, selector).holders.append(holder)
 
     def release_gpu(self, selector: Selector, pid: int | None = None) -> None:

@@ -25,6 +25,9 @@ ELF = "SIMULATE_ELF"
 """With HOSTILE, a directory of ELF files that take the place of scripts, on machines of this architecture."""
 _FIRST_SRIOV = [8, 0]
 
+_OWN_FILES = ("machine.", "rendered", "root", ".")
+"""How the names of a machine's files begin; the first of them are there before machine.json."""
+
 
 class Machine(Health):
     """A machine in a directory. Any number of processes may have it open at once.
@@ -270,12 +273,20 @@ def create_machine(
     `name` is one of `machine_names()` or a path to a YAML file. `device_nodes` is "real" (needs root), "described" or
     "auto". `cdi_hook` puts an nvidia-cdi-hook into the driver's programs.
 
-    Raises: InvalidConfigError for an unknown name or a bad file, StateError for a directory that holds another machine.
+    Raises: InvalidConfigError for an unknown name or a bad file, StateError for a directory that holds another machine
+    or other files.
     """
     state = catalogue.build(name)
     hostile = os.environ.get(HOSTILE) == "true"
     if hostile:
         _make_hostile(state)
+    if directory.is_dir() and not (directory / "machine.json").is_file():
+        others = [entry.name for entry in directory.iterdir() if not entry.name.startswith(_OWN_FILES)]
+        if others:
+            raise StateError(
+                f"{directory} holds no simulated machine, but other files, such as {min(others)}; give a directory "
+                "that is empty or does not exist yet"
+            )
     directory.mkdir(parents=True, exist_ok=True)
     if device_nodes not in ("auto", "real", "described"):
         raise InvalidConfigError(f"device nodes can be 'auto', 'real' or 'described', not {device_nodes!r}")

@@ -100,7 +100,7 @@ class GpuInstance:
 
 @dataclass(slots=True)
 class Holder:
-    """A process that keeps a GPU (or one of its instances) busy."""
+    """A process that uses a GPU (or one of its instances), and keeps it busy for `utilisation` percent of the time."""
 
     pid: int
     name: str
@@ -108,6 +108,7 @@ class Holder:
     compute_instance: int | None = None
     memory_mib: int = 512
     mps: bool = False
+    utilisation: int = 40
 
 
 @dataclass(slots=True)

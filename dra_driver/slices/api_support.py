@@ -7,6 +7,10 @@ What it answers to writes is compared too, since several servers may differ.
 Partitions: a MIG device that is made on demand is only safe to offer with counters. A server that drops them would let
 the scheduler give the same part of a GPU out many times.
 
+Compatibility groups: a scheduler without their feature gate passes over every device that has some, and a server whose
+gate was switched off keeps those that are there. So they are published only where a new slice keeps them, and that is
+asked again each hour.
+
 Taints: where they are dropped, a device that must not be given out can only be withdrawn.
 """
 
@@ -31,6 +35,7 @@ from dra_driver.slices.rules import kubernetes_releases
 from dra_driver.slices.rules.build import Pool, SliceContent
 from dra_driver.slices.rules.diff import Owner, slice_changes
 from dra_driver.slices.rules.dropped_fields import (
+    GROUPS_GATE,
     PARTITIONS_GATE,
     SHARES_GATE,
     TAINTS_GATE,
@@ -57,6 +62,10 @@ _COUNTED: JsonObject = {
     "name": "probe",
     "consumesCounters": [{"counterSet": "probe", "counters": _COUNTERS}],
 }
+_GROUPED: JsonObject = {
+    "name": "probe",
+    "consumesCounters": [{**_COUNTED["consumesCounters"][0], "compatibilityGroups": ["probe"]}],
+}
 _SHARED: JsonObject = {
     "name": "probe",
     "allowMultipleAllocations": True,
@@ -68,11 +77,12 @@ _SHARED: JsonObject = {
 class Support:
     """What an API server takes and keeps. It drops the fields of devices whose feature gates are `missing`.
     `no_partitions` says why it cannot count partitions, as a sentence with the remedy; None if it can, or was not
-    asked."""
+    asked. `keeps_groups`: also which devices of a counter set go together."""
 
     missing: frozenset[str] = frozenset()
     taints: TaintLimits = NEWEST_TAINTS
     no_partitions: str | None = None
+    keeps_groups: bool = False
 
 
 def ask_support(api: ResourceApi, owner: Owner, known: Support, *, partitions: bool) -> Support:
@@ -81,7 +91,9 @@ def ask_support(api: ResourceApi, owner: Owner, known: Support, *, partitions: b
     Raises: ApiUnavailableError; with `partitions` ApiRejectedError if it refuses to be asked (permissions, admission).
     """
     missing, limits = _device_fields(api, owner) or (known.missing, known.taints)
-    return Support(missing, limits, partitions_problem(api, owner) if partitions else None)
+    problem = partitions_problem(api, owner) if partitions else None
+    keeps_groups = partitions and problem is None and _keeps_groups(api, owner)
+    return Support(missing, limits, problem, keeps_groups)
 
 
 def _device_fields(api: ResourceApi, owner: Owner) -> tuple[frozenset[str], TaintLimits] | None:
@@ -121,6 +133,17 @@ def partitions_problem(api: ResourceApi, owner: Owner) -> str | None:
             raise
         return f"the API server refuses counters in a slice of their own ({error}); {_REMEDY}"
     return _drops_counters(lost) if lost else None
+
+
+def _keeps_groups(api: ResourceApi, owner: Owner) -> bool:
+    """Raises: as `partitions_problem`."""
+    action = "ask the API server for compatibility groups of devices"
+    try:
+        return not _lost_in_trial(api, owner, (SliceContent(devices=(_GROUPED,)),), action)
+    except ApiRejectedError as error:
+        if error.status != _INVALID:
+            raise
+        return False
 
 
 def _drops_counters(lost: Iterable[Drop]) -> str:
@@ -202,8 +225,8 @@ class ApiSupport:
     @property
     def ask_at(self) -> float:
         """When the server should be asked again, as the clock tells it; infinity if there is no need."""
-        is_lacking = self._known.missing or self.problem is not None
-        return self._asked_at + _ASK_AGAIN_S if is_lacking else math.inf
+        may_change = self._known.missing or self.problem is not None or self._known.keeps_groups
+        return self._asked_at + _ASK_AGAIN_S if may_change else math.inf
 
     def of(self, inventory: Inventory) -> Support:
         """What the server takes and keeps of such devices.
@@ -242,11 +265,13 @@ class ApiSupport:
         dropped = dropped_fields(sent, stored)
         gates = {gate for _, gate in dropped}
         self._stored_otherwise.pop(name, None)
-        if gates - _DISPENSABLE - {PARTITIONS_GATE}:
+        if gates - _DISPENSABLE - {PARTITIONS_GATE, GROUPS_GATE}:
             self._stored_otherwise[name] = (sent["spec"], stored["spec"])
         if gates & (_DISPENSABLE | {PARTITIONS_GATE}):
             self._asked_at = self._clock()
             self._known = replace(self._known, missing=self._known.missing | (gates & _DISPENSABLE))
+        if GROUPS_GATE in gates:
+            self._known = replace(self._known, keeps_groups=False)
         if PARTITIONS_GATE in gates:
             self._known = replace(self._known, no_partitions=_drops_counters(dropped))
             self._learn_partitions(None)

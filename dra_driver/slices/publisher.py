@@ -204,7 +204,14 @@ class Publisher:
         offered = inventory if support.no_partitions is None else inventory.without_partitions()
         taints = self._taints(support.taints)
         withheld = self._withheld(TAINTS_GATE in support.missing)
-        pool = build_pool(offered, owner.node_name, self._sharing, taints, withheld)
+        pool = build_pool(
+            offered,
+            owner.node_name,
+            self._sharing,
+            taints,
+            withheld,
+            compatibility_groups=support.keeps_groups,
+        )
         self._report_faults(pool)
         lost = {gate for gate in support.missing if without_fields(pool, {gate}) != pool}
         if TAINTS_GATE in support.missing and any(taints(device) for device in offered.devices()):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.ids import quoted
 
 JsonObject = dict[str, Any]
 
@@ -18,6 +21,10 @@ _READ_BYTES = 65536
 _MOST_BYTES = 4 * 1024 * 1024
 """Of one file; YAML in so many takes a minute and half a GiB."""
 _SUFFIXES = (".yaml", ".yml", ".json")
+_ALIKE = 0.8
+_LONGEST_KEY = 64
+_HELM = re.compile(r"\{\{[^}]*(\.(Values|Release|Chart|Capabilities)\b|\b(include|define|template)\s+\")")
+_RENDER = "render it first: `helm template CHART | gpu-dra-driver validate -`"
 _MOST_VALUES = 1_000_000
 """Of one document with each alias written out, a long text counting as several; an object of the API server has
 3 MiB at most."""
@@ -31,6 +38,8 @@ class Document:
     line: int
     content: Any = None
     problem: str | None = None
+    is_configuration: bool = False
+    """Whether it is a configuration file of gpu-dra-driver: no object of the API server, with a key that we know."""
 
     @property
     def place(self) -> str:
@@ -38,34 +47,30 @@ class Document:
         return f"{self.file}:{self.line}"
 
     @property
-    def is_configuration(self) -> bool:
-        """Whether it is a configuration file of the driver: an object that is not one of the API server's."""
-        content = self.content
-        return isinstance(content, dict) and "kind" not in content and "apiVersion" not in content
-
-    @property
     def name(self) -> str:
         """What to call it: kind and name."""
         if not isinstance(self.content, dict):
             return "document"
-        kind = str(self.content.get("kind") or "configuration")
+        kind = str(self.content.get("kind") or ("configuration" if self.is_configuration else "document"))
         metadata = self.content.get("metadata")
         if not isinstance(metadata, dict):
             return kind
         name = metadata.get("name") or metadata.get("generateName")
         namespace = metadata.get("namespace")
-        return f"{kind} {f'{namespace}/' if namespace else ''}{name}" if name else kind
+        place = f"{quoted(namespace)}/" if namespace else ""
+        return f"{quoted(kind)} {place}{quoted(name)}" if name else quoted(kind)
 
 
-def read_documents(files: Sequence[str]) -> Iterator[Document]:
+def read_documents(files: Sequence[str], settings: Collection[str] = ()) -> Iterator[Document]:
     """The documents of all files, empty ones left out and lists taken apart. `-` is standard input, a directory
-    stands for its YAML files.
+    stands for its YAML files. `settings` are the keys of a configuration file.
 
     Raises: InvalidConfigError for a file that cannot be read.
     """
     for name in files:
         if name == "-":
-            yield from _documents("(stdin)", _text("(stdin)", sys.stdin.buffer))
+            read = _documents("(stdin)", _text("(stdin)", sys.stdin.buffer))
+            yield from (_recognised(document, settings) for document in read)
             continue
         for path in _files(Path(name)):
             try:
@@ -73,7 +78,16 @@ def read_documents(files: Sequence[str]) -> Iterator[Document]:
                     text = _text(str(path), file)
             except OSError as error:
                 _refuse(error)
-            yield from _documents(str(path), text)
+            yield from (_recognised(document, settings) for document in _documents(str(path), text))
+
+
+def _recognised(document: Document, settings: Collection[str]) -> Document:
+    """A key that is nearly one of ours is a spelling mistake in a configuration, and not somebody else's file."""
+    content = document.content
+    if not isinstance(content, dict) or "kind" in content or "apiVersion" in content:
+        return document
+    ours = any(get_close_matches(str(key)[:_LONGEST_KEY], settings, 1, _ALIKE) for key in content)
+    return replace(document, is_configuration=ours)
 
 
 def _files(path: Path) -> list[Path]:
@@ -119,6 +133,11 @@ def _documents(file: str, text: str) -> Iterator[Document]:
 
     if text.lstrip("\ufeff \t\r\n").startswith("<"):
         yield Document(file, 1, problem="is HTML or XML, not YAML")
+        return
+    template = _HELM.search(text)
+    if template is not None:
+        line = text.count("\n", 0, template.start()) + 1
+        yield Document(file, line, problem=f"is a Helm template; {_RENDER}")
         return
     line = 1
     loader = None

@@ -14,6 +14,7 @@ from dra_driver.errors import DraDriverError, RetryableError
 from dra_driver.kube.claims import parse_allocated_claim
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.extra_devices import NO_EXTRA_DEVICES, ExtraDevices
+from dra_driver.model.units import counted
 from dra_driver.validation.rules.allocator import (
     AllocationError,
     Wanted,
@@ -27,6 +28,8 @@ from dra_driver.validation.rules.explain import Funnel, funnel, largest_group
 
 JsonObject = dict[str, Any]
 
+_PLAIN_STEPS = 2
+"""A request without selectors of its own has these: all devices, those of its class."""
 _BOUND_S = 5.0
 """The search through partitions of GPUs can take longer than anybody waits."""
 
@@ -118,7 +121,9 @@ class MachineFit:
         matching = {found.request: found.matching for found in alone.funnels if found.request in wanted}
         unused = {request: len(free.intersection(names)) for request, names in matching.items()}
         request = min(matching, key=lambda name: unused[name] - wanted[name])
-        text = f"request {request}: wants {wanted[request]}, other claims have them"
+        text = (
+            f"request {request} asks for {counted(wanted[request], 'device')}, but other claims hold too many"
+        )
         return text, unused[request], len(matching[request])
 
     def _no_choice(
@@ -141,7 +146,8 @@ class MachineFit:
                     if number
                     else "no matching device has this attribute"
                 )
-                return f"constraint matchAttribute {attribute}: {count} devices are wanted with one value, {largest}"
+                asks = f"the claim asks for {count} devices with one value"
+                return f"constraint matchAttribute {attribute}: {asks}, {largest}"
         if len(entries) == 1 and entries[0].count == 1:
             return None
         text = "enough devices match, but no choice of them serves all requests at one time"
@@ -187,5 +193,9 @@ def _short_of(wanted: Wanted, found: Funnel) -> str | None:
     if not found.matching:
         return f"{who}: {found.sentence()}"
     if wanted.count is not None and wanted.count > len(found.matching):
-        return None if wanted.capacity else f"{who}: wants {wanted.count}, but of {found.sentence()}"
+        if wanted.capacity:
+            return None
+        asks = f"{who} asks for {counted(wanted.count, 'device')} of class {wanted.class_name}"
+        why = "" if len(found.steps) == _PLAIN_STEPS else f": {found.sentence()}"
+        return f"{asks}, but only {len(found.matching)} can serve it{why}"
     return None

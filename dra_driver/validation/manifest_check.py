@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 from dra_driver.model.units import counted
@@ -43,6 +44,8 @@ JsonObject = dict[str, Any]
 NOT_JUDGED = "not judged"
 DEFAULT_NAMESPACE = "default"
 _SHOWN_DEVICES = 4
+_ALIKE = 0.92
+"""How alike two names of classes are when one of them is a spelling mistake: a letter or so."""
 _ADMIN_LABEL = "resource.kubernetes.io/admin-access"
 _ADMIN_HINT = "adminAccess needs the label"
 
@@ -51,8 +54,9 @@ _ADMIN_HINT = "adminAccess needs the label"
 class DocumentReport:
     """What is said about one document.
 
-    `verdict` is OK, FAULT, SKIP for what has nothing to do with this driver, or "not judged" where nobody here can say
-    what Kubernetes makes of a selector. `server` is what the API server made of it, None if it was not to be asked.
+    `verdict` is OK, FAULT, SKIP for what has nothing to do with gpu-dra-driver, or "not judged" where a selector, a
+    class or the claim of a pod is not known here. `server` is what the API server made of it, None if it was not to be
+    asked.
     """
 
     place: str
@@ -74,7 +78,7 @@ def check_documents(
     server: ServerFindings | None = None,
     namespace: str = DEFAULT_NAMESPACE,
 ) -> list[DocumentReport]:
-    """A report for each document, in their order. Claims are tried on the machines, if there are any.
+    """A report for each document, in their order. Claims are checked against the machines, if there are any.
 
     `config_faults` are the faults of configuration files by the number of the document; `namespace` is that of
     documents that name none.
@@ -123,11 +127,11 @@ def _add_answer(answer: Answer | None, report: DocumentReport) -> None:
             report.hints = [
                 hint for hint in report.hints if not hint.startswith(_ADMIN_HINT)
             ]  # it has looked
-            report.notes.append(f"API server: takes it{'; ' + answer.text if answer.text else ''}")
+            report.notes.append(f"API server: accepts it{'; ' + answer.text if answer.text else ''}")
         case "refused":
             report.faults.append(f"API server: {answer.text}")
         case "waits":
-            report.notes.append(f"API server: cannot try it yet: {answer.text}")
+            report.notes.append(f"API server: cannot check it yet: {answer.text}")
         case "not asked":
             report.notes.append(f"API server: not asked: {answer.text}")
 
@@ -156,6 +160,7 @@ class ManifestCheck:
         profiles = {one.get("profile") for one in attributes}
         self._faults: dict[int, list[str]] = {}
         self._good: dict[Reference, JsonObject] = {}
+        self._places: dict[Reference, str] = {}
         self._labels: dict[str, JsonObject] = {}
         for document in documents:
             content = document.content
@@ -167,10 +172,13 @@ class ManifestCheck:
                 continue
             faults = [str(fault) for fault in object_faults(content, driver)]
             self._faults[id(document)] = faults
+            of_cluster = kind == "DeviceClass"
+            own = "" if of_cluster else self._namespace_of(content)
+            reference = (kind, own, str(_metadata(content).get("name")))
+            self._places[reference] = document.place
             if not faults:
-                v1, of_cluster = as_v1(content), kind == "DeviceClass"
-                own = "" if of_cluster else self._namespace_of(content)
-                self._good[kind, own, str(content["metadata"].get("name"))] = v1
+                v1 = as_v1(content)
+                self._good[reference] = v1
                 profiles |= set() if of_cluster else set(map(profile_of_class, class_names(claim_spec(v1))))
         known = server.classes if server is not None else None
         self._cluster_classes = None if known is None else {one["metadata"]["name"]: one for one in known}
@@ -188,7 +196,7 @@ class ManifestCheck:
         if document.problem is not None:
             report.faults.append(document.problem)
         elif not isinstance(content, dict):
-            report.faults.append("is not an object")
+            report.faults.append("this document is not a Kubernetes object")
         elif content.get("kind") in KINDS:
             report.faults += self._faults[id(document)]
             if not report.faults:
@@ -197,9 +205,9 @@ class ManifestCheck:
             report.faults += [str(fault) for fault in parameter_faults(content, "")]
         elif pods := list(pod_specs(content)):
             self._pods(pods, self._namespace_of(content), report)
-        elif "kind" in content or "apiVersion" in content:
+        elif not document.is_configuration:
             report.verdict = "SKIP"
-            report.notes.append("not looked at: nothing in it concerns this driver")
+            report.notes.append("skipped: not related to gpu-dra-driver")
 
     def _object(self, content: JsonObject, v1: JsonObject, report: DocumentReport) -> None:
         if content["apiVersion"] != v1["apiVersion"]:
@@ -222,8 +230,8 @@ class ManifestCheck:
         name = v1["metadata"]["name"]
         other = self._other_driver(name)
         if other is not None:
-            if self._machines:
-                report.notes.append(f"is for devices of {other}; not tried on a machine")
+            report.verdict = "SKIP"
+            report.notes.append(f"skipped: is for devices of {other}")
             return
         request = {"name": "device", "exactly": {"deviceClassName": name}}
         errors: dict[str, None] = {}
@@ -242,28 +250,36 @@ class ManifestCheck:
         report.faults += errors
 
     def _knows_classes(self, names: Sequence[str], report: DocumentReport) -> bool:
-        """Whether all classes are there, and for devices of this driver."""
-        unknown = [name for name in names if name not in self._classes]
-        if self._cluster_classes is not None:
-            report.faults += [
-                f"DeviceClass {name} is neither in the cluster nor among the files: the claim gets no devices"
-                for name in unknown
+        """Whether all classes are there, and for devices of gpu-dra-driver. One that is spelled nearly as a known one
+        is a fault; any other that is not among the files may be in the cluster."""
+        unjudged = []
+        for name in names:
+            if name in self._classes:
+                other = self._other_driver(name)
+                unjudged += [] if other is None else [f"DeviceClass {name} is for devices of {other}"]
+                continue
+            near = [
+                known
+                for known in get_close_matches(name, self._classes, 1, _ALIKE)
+                if not name.endswith(f".{known}")
             ]
-        else:
-            report.notes += [
-                f"DeviceClass {name} is neither among the files nor one of this driver's; not tried on a machine"
-                for name in unknown
-            ]
-        others = {name: self._other_driver(name) for name in names if name not in unknown}
-        report.notes += [
-            f"DeviceClass {name} is for devices of {driver}; not tried on a machine"
-            for name, driver in others.items()
-            if driver is not None
-        ]
-        return not unknown and not any(others.values())
+            meant = f"; did you mean {near[0]}?" if near else ""
+            if self._cluster_classes is not None:
+                absent = f"DeviceClass {name} is neither in the cluster nor among the files"
+                report.faults.append(f"{absent}: the claim gets no devices{meant}")
+            elif near:
+                report.faults.append(f"unknown DeviceClass {name}{meant}")
+            else:
+                unjudged.append(
+                    f"DeviceClass {name} is neither among the files nor a class of gpu-dra-driver"
+                )
+        if unjudged:
+            report.verdict = NOT_JUDGED
+            report.notes += [f"{text}; fit not checked" for text in unjudged]
+        return not unjudged and not report.faults
 
     def _other_driver(self, class_name: str) -> str | None:
-        """The driver that a class asks for, if it is not this one."""
+        """The DRA driver that a class asks for, if it is not gpu-dra-driver."""
         selectors = self._classes[class_name]["spec"].get("selectors") or ()
         drivers = (driver_asked_for(entry["cel"]["expression"]) for entry in selectors)
         return next((name for name in drivers if name not in (None, self._driver)), None)
@@ -293,7 +309,9 @@ class ManifestCheck:
             report.requests += [asdict(found) for found in fit.funnels]
         report.faults += against
         if against and not self._has_mig and "mig" in map(class_type, class_names(spec)):
-            report.hints.append("the machine has no MIG devices, and makes some only with --dynamic-mig")
+            report.hints.append(
+                "the machine has no MIG devices; with --dynamic-mig they are created on demand"
+            )
         return not against
 
     def _tell_fit(self, machine: MachineFit, fit: Fit, report: DocumentReport) -> None:
@@ -317,7 +335,7 @@ class ManifestCheck:
             return
         for _, spec in pods:
             report.hints += [
-                f"no container uses the claim {name}: its devices are taken for nothing; "
+                f"no container uses the claim {name}: its devices are allocated and not used; "
                 "list it under resources.claims of a container"
                 for name in unused_claims(spec)
             ]
@@ -347,7 +365,10 @@ class ManifestCheck:
         """The spec of a claim that a pod names, if it is one that can be had from an empty machine."""
         reference = (kind, namespace, name)
         shown = f"{kind} {namespace}/{name}"
-        found = self._good.get(reference)
+        found, place = self._good.get(reference), self._places.get(reference)
+        if found is None and place is not None:
+            report.faults.append(f"{shown} ({place}) has faults")
+            return None
         if found is None and self._server is not None and reference in self._server.found:
             found = self._server.found[reference]
             if found is None:
@@ -356,17 +377,20 @@ class ManifestCheck:
                 )
                 return None
         if found is None:
-            report.notes.append(f"{shown} is not among the files, or has faults")
+            report.verdict = NOT_JUDGED
+            report.notes.append(f"{shown} is not among the files; fit not checked")
             return None
-        spec = claim_spec(found)
-        names = set(class_names(spec))
-        if names - set(self._classes) or any(self._other_driver(name) for name in names):
-            return None
-        fits = [machine.claim(spec, self._classes) for machine in self._machines]
-        if fits and all(fit.problem is not None for fit in fits):
-            report.notes.append(f"{shown} does not fit")
-            return None
-        return spec
+        spec, own = claim_spec(found), DocumentReport("", shown)
+        if self._knows_classes(sorted(set(class_names(spec))), own) and self._try_claim(spec, own):
+            return spec
+        if own.faults:
+            report.faults.append(
+                f"{shown} has faults: {own.faults[0]}" if place is None else f"{shown} ({place}) has faults"
+            )
+        else:
+            report.verdict = NOT_JUDGED
+            report.notes.append(f"{shown} is not judged")
+        return None
 
     def _extended(self, spec: JsonObject, report: DocumentReport) -> list[JsonObject]:
         """The requests of devices that are asked for the old way, as `nvidia.com/gpu: 1`."""
@@ -381,7 +405,7 @@ class ManifestCheck:
         for resource in sorted(asked - served.keys()):
             if resource.startswith("nvidia.com/"):
                 report.hints.append(
-                    f"{resource} is served by this driver only if a DeviceClass has "
+                    f"{resource} is served by gpu-dra-driver only if a DeviceClass has "
                     f"extendedResourceName: {resource} (Kubernetes 1.36, or the gate DRAExtendedResource)"
                 )
             elif resource.startswith(IMPLICIT):

@@ -204,7 +204,11 @@ def is_object(document: Document) -> bool:
 
 def _lacks_kind(document: Document) -> bool:
     content = document.content
-    return isinstance(content, dict) and not document.is_configuration and not is_parameters(content)
+    return (
+        isinstance(content, dict)
+        and ("kind" in content or "apiVersion" in content)
+        and not is_parameters(content)
+    )
 
 
 def _plain(error: ApiUnavailableError | ApiRejectedError) -> str:

@@ -6,7 +6,8 @@ this one. Every figure is the median of several runs; the exit code is 1 if a bu
     python hack/bench             everything that takes seconds
     python hack/bench --cycles N  as well N prepare/unprepare cycles, looking for what they leave behind
     python hack/bench --cluster   instead under the real kubelet of `make cluster` (root): its own measurements, beside
-                                  the same pods without claims
+                                  the same pods without claims, and a churn in the shape of the test for DRA in
+                                  kubernetes/perf-tests, whose limits its rows have
     python hack/bench --memory    instead what the daemon's memory is made of
 """
 
@@ -34,7 +35,7 @@ from measurements import (
     single_prepares,
     wipes,
 )
-from migshare import own_shares
+from migshare import cpu_of_scrapes, own_shares
 from node import Node
 from processes import memory_mib, resident_mib
 
@@ -122,17 +123,28 @@ def measure(runs: int, cycles: int) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch:
         made = own_shares(Path(scratch), 10 * runs)
     rows.append(Row("Prepare that makes a MIG device, without NVML", made, "ms", 10))
+    with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch:
+        scraped = cpu_of_scrapes(Path(scratch), 4 * runs)
+    rows.append(Row("CPU of a scrape, 8 GPUs with 56 MIG devices", scraped, "ms", 50))
     print(file=sys.stderr)
     return rows
 
 
-def measure_on_cluster(runs: int, idle_s: float) -> list[Row]:
+def percentiles(what: str, values: list[float], unit: str, most_p99: float | None) -> list[Row]:
+    """Three rows: p50, p90, p99. The limit is that of p99."""
+    cuts = statistics.quantiles(values, n=100, method="inclusive")
+    limits = {50: None, 90: None, 99: most_p99}
+    return [Row(f"{what}, p{part}", [cuts[part - 1]], unit, most) for part, most in limits.items()]
+
+
+def measure_on_cluster(runs: int, idle_s: float, pods: int) -> list[Row]:
     """The rows that only a real kubelet can give."""
     import on_cluster as real
 
     cluster = real.prepare_cluster()
     published = real.restarts(cluster, runs)
     found = real.rounds(cluster, runs)
+    churned = real.churn(cluster, pods)
     idle_cpu = real.idle_percent(idle_s)
     daemon, *others = real.driver_processes()
     replaced = [mine - theirs for mine, theirs in zip(found.replaced, found.replaced_control, strict=True)]
@@ -148,6 +160,10 @@ def measure_on_cluster(runs: int, idle_s: float) -> list[Row]:
         Row("eight force-deleted and replaced", found.replaced, "s", None),
         Row("  the same without claims", found.replaced_control, "s", None),
         Row("  difference", replaced, "s", 2.5),
+        *percentiles("7 of 8 GPUs held, churn: claim allocated", churned.allocated, "s", None),
+        *percentiles("  kubelet's NodePrepareResources", churned.prepare_ms, "ms", 100),
+        *percentiles("  kubelet's NodeUnprepareResources", churned.unprepare_ms, "ms", 100),
+        *percentiles("  pod running", churned.started, "s", 5),
         Row("slices back after a wipe", found.wiped, "s", 0.2),
         Row("resident memory of the daemon", [memory_mib(daemon, "Rss")], "MiB", 75),
         Row(
@@ -184,6 +200,9 @@ def main(options: Sequence[str]) -> int:
     parser.add_argument(
         "--idle", type=float, default=60.0, help="seconds of rest on the cluster (default 60)"
     )
+    parser.add_argument(
+        "--churn", type=int, default=100, help="pods of the churn on the cluster (default 100)"
+    )
     parser.add_argument("--memory", action="store_true", help="show what the daemon's memory is made of")
     arguments = parser.parse_args(options)
     if arguments.memory:
@@ -195,7 +214,7 @@ def main(options: Sequence[str]) -> int:
         print("bench --cluster needs root: it runs a kubelet and a container runtime")
         return 1
     rows = (
-        measure_on_cluster(arguments.runs, arguments.idle)
+        measure_on_cluster(arguments.runs, arguments.idle, max(2, arguments.churn))
         if arguments.cluster
         else measure(arguments.runs, arguments.cycles)
     )

@@ -1,4 +1,5 @@
-"""The driver's own time when it makes a MIG device: the time of the Prepare without the time inside NVML.
+"""The driver's own time when it makes a MIG device: the time of the Prepare without the time inside NVML. And what a
+scrape of many MIG devices costs.
 
 The daemon runs in this process, so that the time of every NVML call can be subtracted.
 """
@@ -16,12 +17,15 @@ from typing import Any
 from node import MeasuredNode
 from playground.node import DRIVER
 from processes import wait_for
+from prometheus_client.exposition import generate_latest
 
+from dra_driver.app.daemon import Driver
 from dra_driver.app.platforms import platform_of
 from dra_driver.logs import configure_logs
 from dra_driver.simulator.hostroot import render
 
 _PROFILE = "1g.10gb"
+_MOST_DEVICES = 56
 
 
 class TimedLibrary:
@@ -88,6 +92,38 @@ def own_shares(root: Path, count: int) -> list[float]:
     finally:
         driver.stop()
         node.stop()
+
+
+def cpu_of_scrapes(root: Path, count: int) -> list[float]:
+    """Milliseconds of CPU of each scrape of eight GPUs with 56 MIG devices in use, with the simulator's part."""
+    configure_logs("warning", "json")
+    node = MeasuredNode(root)
+    driver = node.make_driver(dynamic_mig=True)
+    driver.start()
+    try:
+        node.kubelet.wait_registered(DRIVER)
+        for name in wait_for(lambda: _all_devices(node)):
+            node.prepare(node.add_claim(name, of="mig"))
+        return [_cpu_of_one(driver) for _ in range(count)]
+    finally:
+        driver.stop()
+        node.stop()
+
+
+def _all_devices(node: MeasuredNode) -> list[str] | None:
+    profile = {"string": _PROFILE}
+    found = [one["name"] for one in node.devices() if one["attributes"].get("profile") == profile]
+    return found if len(found) == _MOST_DEVICES else None
+
+
+def _cpu_of_one(driver: Driver) -> float:
+    time.sleep(1.1)  # a look that comes sooner takes no samples
+    before = time.process_time()
+    page = generate_latest(driver.metrics.registry)
+    used = time.process_time() - before
+    if page.count(b"\nnvidia_dra_device_memory_used_bytes{") != _MOST_DEVICES:
+        raise AssertionError("the scrape does not show the use of all MIG devices")
+    return used * 1000
 
 
 def _first_device(node: MeasuredNode) -> str | None:

@@ -35,7 +35,9 @@ GPUS = 8
 _WAIT_S = 300.0
 _SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 _PODS = "/api/v1/namespaces/default/pods"
+_CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
 _TEMPLATES = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaimtemplates"
+_UNPREPARE = "NodeUnprepareResources"
 _METRIC = re.compile(r"^dra_grpc_operations_duration_seconds_(sum|count)\{([^}]*)\} (\S+)$", re.MULTILINE)
 
 Json = dict[str, Any]
@@ -55,6 +57,16 @@ class Rounds:
     prepare_burst_ms: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)
     wiped: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Churn:
+    """Of each pod: seconds, and milliseconds as the kubelet measured them."""
+
+    allocated: list[float] = field(default_factory=list)
+    started: list[float] = field(default_factory=list)
+    prepare_ms: list[float] = field(default_factory=list)
+    unprepare_ms: list[float] = field(default_factory=list)
 
 
 def wait_for(check: Callable[[], Any]) -> None:
@@ -117,23 +129,34 @@ class Cluster:
         wanted = set(names)
         wait_for(lambda: wanted <= {one["metadata"]["name"] for one in self._pods() if _is_running(one)})
 
-    def end_pods(self, names: Sequence[str]) -> None:
-        """Delete them, and see them gone and their claims unprepared."""
+    def claim_of(self, pod: str) -> Json:
+        """The claim that was made for a pod from the template; empty while there is none."""
+        for claim in self.get(_CLAIMS)["items"]:
+            if any(owner["name"] == pod for owner in claim["metadata"].get("ownerReferences", ())):
+                return dict(claim)
+        return {}
+
+    def is_allocated(self, pod: str) -> bool:
+        """Whether that claim has a device."""
+        return "allocation" in (self.claim_of(pod).get("status") or {})
+
+    def end_pods(self, names: Sequence[str], *, others: int = 0) -> None:
+        """Delete them, and see them gone and their claims unprepared; `others` are claims that stay."""
         for name in names:
             self.delete(f"{_PODS}/{name}", grace_s=0)
         wait_for(lambda: not {one["metadata"]["name"] for one in self._pods()} & {*names})
-        wait_for(lambda: not list(_plugin_directory().glob("claims/*.json")))
+        wait_for(lambda: len(list(_plugin_directory().glob("claims/*.json"))) <= others)
 
     def _pods(self) -> list[Json]:
         items: list[Json] = self.get(_PODS)["items"]
         return items
 
-    def prepared(self) -> tuple[float, float]:
-        """Seconds that the kubelet spent in NodePrepareResources of the driver, and how often it called."""
+    def prepared(self, call: str = "NodePrepareResources") -> tuple[float, float]:
+        """Seconds that the kubelet spent in such a call of the driver, and how often it called."""
         text = self.kubectl("get", "--raw", f"/api/v1/nodes/{localcluster.NODE_NAME}/proxy/metrics")
         found = {"sum": 0.0, "count": 0.0}
         for kind, labels, value in _METRIC.findall(text):
-            if f'"{DRIVER}"' in labels and "NodePrepareResources" in labels:
+            if f'"{DRIVER}"' in labels and f'{call}"' in labels:
                 found[kind] += float(value)
         return found["sum"], found["count"]
 
@@ -278,6 +301,35 @@ def _start_and_end(cluster: Cluster, count: int, *, claims: bool) -> float:
     took = time.monotonic() - started
     cluster.end_pods(names)
     return took
+
+
+def churn(cluster: Cluster, pods: int) -> Churn:
+    """The shape of the test for DRA in kubernetes/perf-tests: pods hold 90 % of the devices, and short-lived ones, one
+    after the other, take the rest."""
+    found = Churn()
+    held = cluster.start_pods(GPUS * 9 // 10, claims=True)
+    cluster.wait_running(held)
+    for _ in range(pods):
+        before, began = cluster.prepared(), time.monotonic()
+        names = cluster.start_pods(1, claims=True)
+        wait_for(partial(cluster.claim_of, names[0]))
+        claimed = time.monotonic()
+        wait_for(partial(cluster.is_allocated, names[0]))
+        found.allocated.append(time.monotonic() - claimed)
+        cluster.wait_running(names)
+        found.started.append(time.monotonic() - began)
+        found.prepare_ms.append(_mean_ms(before, cluster.prepared()))
+        ended = cluster.prepared(_UNPREPARE)
+        cluster.end_pods(names, others=len(held))
+        wait_for(partial(_was_called, cluster, ended))
+        found.unprepare_ms.append(_mean_ms(ended, cluster.prepared(_UNPREPARE)))
+        print(".", end="", flush=True, file=sys.stderr)
+    cluster.end_pods(held)
+    return found
+
+
+def _was_called(cluster: Cluster, before: tuple[float, float]) -> bool:
+    return cluster.prepared(_UNPREPARE)[1] > before[1]
 
 
 def _replace(cluster: Cluster, *, claims: bool) -> float:

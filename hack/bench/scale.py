@@ -6,6 +6,7 @@ says nothing to the API server while its node is quiet. The exit code is 1 if a 
     hack/bench scale                            1,000 nodes against the playground's API server
     hack/bench scale --kubeconfig FILE          against a server that runs; --pid kube-apiserver=N to measure it
     hack/bench scale --dynamic-mig --nodes 200  with MIG devices on demand, whose slices are the largest
+    hack/bench scale --forget 60                in the end the playground's server answers each watch with 410
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Fleet:
 
 
 def measure(
-    server: servers.Server, nodes: int, processes: int, content: Inventory, rest_s: float
+    server: servers.Server, nodes: int, processes: int, content: Inventory, rest_s: float, forget_s: float
 ) -> list[Phase]:
     """All phases; Node objects and slices are taken away again."""
     client = ApiClient(load_endpoint(str(server.kubeconfig)), timeout_s=60.0)
@@ -109,7 +110,7 @@ def measure(
         make_node(client, name)
     fleet = Fleet(server, names, content, processes)
     try:
-        return [
+        phases = [
             fleet.order("nothing yet"),
             fleet.order("list and watch", "watch"),
             fleet.order("first publication", "publish"),
@@ -117,6 +118,10 @@ def measure(
             fleet.order("restart of all", "stop", "watch", "publish"),
             fleet.order("at rest again", f"rest {rest_s}"),
         ]
+        if forget_s and server.forget is not None:
+            server.forget()
+            phases += [fleet.order(f"410, {when}", f"rest {forget_s}") for when in ("at first", "later")]
+        return phases
     finally:
         fleet.end()
         clean(client, names)
@@ -173,7 +178,7 @@ def show(phases: Sequence[Phase], nodes: int, content: Inventory) -> None:
         of_watch = (watching.server_mib[name] - start.server_mib[name]) / nodes * 1024
         of_set = (published.server_mib[name] - watching.server_mib[name]) / nodes * 1024
         print(f"  {name}: {of_watch:.0f} KiB for list and watch, {of_set:.0f} KiB for its slices")
-    for phase in (watching, published, phases[4]):
+    for phase in (watching, published, phases[4], *phases[6:]):
         print(
             f"  {phase.what}: {sum(phase.requests.values()) / nodes:.1f} requests,"
             f" {phase.server_cpu_s / nodes * 1000:.1f} ms of server CPU"
@@ -188,6 +193,9 @@ def main(options: Sequence[str]) -> int:
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=2, help="that the publishers share (default 2)")
     parser.add_argument("--rest", type=float, default=10.0, help="seconds of watching idle publishers")
+    parser.add_argument(
+        "--forget", type=float, default=0.0, metavar="SECONDS", help="twice, with watches refused"
+    )
     parser.add_argument("--dynamic-mig", action="store_true", help="publish MIG devices on demand")
     parser.add_argument("--kubeconfig", type=Path, help="of a server that runs")
     parser.add_argument("--pid", action="append", default=[], metavar="NAME=PID", help="process to measure")
@@ -202,7 +210,9 @@ def main(options: Sequence[str]) -> int:
         else:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="scale-"))
             server = stack.enter_context(servers.playground(Path(scratch)))
-        phases = measure(server, arguments.nodes, arguments.processes, content, arguments.rest)
+        phases = measure(
+            server, arguments.nodes, arguments.processes, content, arguments.rest, arguments.forget
+        )
     show(phases, arguments.nodes, content)
     rewritten = phases[4].writes
     print(

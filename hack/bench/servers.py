@@ -6,7 +6,8 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ class Server:
 
     kubeconfig: Path
     pids: dict[str, int]
+    forget: Callable[[], None] | None = None
+    """Break all watches, and answer each new one with 410 from now on; None where that cannot be had."""
 
     def resident_mib(self) -> dict[str, float]:
         """Resident memory of each process."""
@@ -41,9 +44,10 @@ def playground(scratch: Path) -> Iterator[Server]:
     command = [sys.executable, __file__, str(kubeconfig)]
     imports = {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(command, env=os.environ | imports, stdin=subprocess.PIPE)
+    assert process.stdin is not None
     try:
         _wait_ready(kubeconfig)
-        yield Server(kubeconfig, {"playground's API server": process.pid})
+        yield Server(kubeconfig, {"playground's API server": process.pid}, process.stdin.close)
     finally:
         process.kill()
         process.wait()
@@ -64,10 +68,13 @@ def _wait_ready(kubeconfig: Path) -> None:
 
 
 def _serve(kubeconfig: Path) -> None:
-    """The playground's API server until standard input ends."""
+    """The playground's API server until it is killed; from the end of standard input on it forgets its history."""
     with PlaygroundApiServer(history=100_000) as server:
         server.write_kubeconfig(kubeconfig)
         sys.stdin.read()
+        server.faults.fail(sys.maxsize, 410, reason="Expired", path="watch=true")
+        server.faults.cut_watches()
+        threading.Event().wait()
 
 
 if __name__ == "__main__":

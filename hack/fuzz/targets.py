@@ -9,6 +9,7 @@ import json
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,7 @@ from dra_driver.errors import (
     PermanentError,
     StateError,
 )
+from dra_driver.files import file_lock
 from dra_driver.health import store as healthstore
 from dra_driver.host import nvidia_smi
 from dra_driver.host.imex import ImexChannelNodes
@@ -56,11 +58,12 @@ from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.ids import is_dns_label, pci_bus_id
+from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.units import format_bytes, parse_quantity
-from dra_driver.mps import limit_commands as limits
-from dra_driver.mps import protocol
+from dra_driver.mps import daemon_limits as limits
+from dra_driver.mps.daemon_records import DaemonRecords
+from dra_driver.mps.host_files import MpsHostFiles, encode_wish, read_wish
 from dra_driver.mps.layout import MpsLayout
-from dra_driver.mps.records import DaemonRecords
 from dra_driver.settings import read_config_file
 from dra_driver.validation.documents import read_documents
 from dra_driver.validation.rules.selection import NotJudgedError, SelectorError, view
@@ -289,18 +292,24 @@ def mps_record(content: bytes, directory: Path) -> None:
     DaemonRecords(MpsLayout(directory)).load()
 
 
-def mps_message(content: bytes) -> None:
-    """Both sides of the conversation with the MPS host; what is understood can be said again."""
-    with suppress(DraDriverError):
-        protocol.decode_reply(content)
-    with suppress(protocol.ProtocolError):
-        request = protocol.decode_request(content)
-        if protocol.decode_request(protocol.encode_request(request)) != request:
-            raise AssertionError("a request changes by being said again")
-        if isinstance(request, protocol.Ensure):
-            with suppress(PermanentError):
-                limits.check_spec(request.spec)
-                _check_one_line(limits.limit_commands(request.spec))
+def mps_files(content: bytes, directory: Path) -> None:
+    """What the plugin and the MPS host write for each other; what is understood can be written again."""
+    layout = MpsLayout(directory)
+    layout.statuses.mkdir()
+    layout.status("gpu-0").write_bytes(content)
+    with file_lock.hold_file(layout.lock, threading.Lock(), 0.0, "it"):
+        MpsHostFiles(layout).statuses()
+    wish = directory / "wish"
+    wish.write_bytes(content)
+    with suppress(StateError):
+        spec = read_wish(wish)
+        wish.write_bytes(encode_wish(spec))
+        if read_wish(wish) != spec:
+            raise AssertionError("a wish changes by being written again")
+        with suppress(PermanentError):
+            spec = spec or MpsDaemonSpec("gpu-0", "", "mig", "")
+            limits.check_spec(spec)
+            _check_one_line(limits.limit_commands(spec))
 
 
 def _check_one_line(commands: tuple[tuple[str, str, str], ...]) -> None:
@@ -465,7 +474,6 @@ OF_BYTES: dict[str, Callable[[bytes], object]] = {
     "parameters": parameters,
     "record": record,
     "health-file": health_file,
-    "mps-message": mps_message,
     "mps-answer": mps_answer,
     "nvidia-smi": smi_output,
     "quantity": quantity,
@@ -482,6 +490,7 @@ OF_FILES: dict[str, Callable[[bytes, Path], object]] = {
     "cdi-file": cdi_file_of_ours,
     "metadata-file": metadata_file,
     "mps-record": mps_record,
+    "mps-files": mps_files,
     "proc": proc,
     "runtime-config": runtime_config,
     "config-file": config_file,

@@ -7,8 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dra_driver.errors import RetryableError
-from dra_driver.mps.client import MpsClient
+from dra_driver.mps.host_files import MpsHostFiles
 from dra_driver.mps.layout import MpsLayout
 
 _START_S = 10.0
@@ -27,8 +26,8 @@ class MpsHostProcess:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
-        client, deadline = MpsClient(layout, connect_s=0.0), time.monotonic() + _START_S
-        while not _answers(client):
+        files, deadline = MpsHostFiles(layout), time.monotonic() + _START_S
+        while files.host_problem() is not None:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
                 raise RuntimeError(f"the MPS host did not start: {log.read_text()}")
@@ -42,11 +41,3 @@ class MpsHostProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-
-
-def _answers(client: MpsClient) -> bool:
-    try:
-        client.ping()
-    except RetryableError:
-        return False
-    return True

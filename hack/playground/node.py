@@ -27,6 +27,13 @@ from playground.mps_host import MpsHostProcess
 from playground.scheduler import PlaygroundScheduler
 
 DRIVER = "gpu.nvidia.com"
+_AMOUNTS = {"cpu": "64", "memory": "512Gi", "pods": "110"}
+_NODE_STATUS = {
+    "capacity": _AMOUNTS,
+    "allocatable": _AMOUNTS,
+    "conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady"}],
+    "nodeInfo": {"kubeletVersion": "v1.36.0-playground"},
+}
 _NO_LIMIT = 0.0  # of requests: the API server is the node's own, and a week of churn passes in minutes
 _UNLIMITED = ("--kube-api-qps", str(_NO_LIMIT))
 
@@ -82,7 +89,7 @@ class PlaygroundNode:
         """What a command of `gpu-dra-driver` is told to find this node: `settings` as flags."""
         self.server = server or PlaygroundApiServer()
         self.server.start()
-        self.server.add("nodes", {"metadata": {"name": name}})
+        self.server.add("nodes", {"metadata": {"name": name}, "status": _NODE_STATUS})
         for entry in standard_classes(DRIVER).values():
             self.server.add("deviceclasses", entry, group="resource.k8s.io")
         self.server.write_kubeconfig(root / "kubeconfig")

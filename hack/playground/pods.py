@@ -12,6 +12,7 @@ from typing import Any, Self
 from dra_driver.model.claim import ClaimRef, Failed
 from dra_driver.validation.rules.allocator import AllocationError
 from playground.apiserver.failure import ApiFailure
+from playground.apiserver.operations import now
 from playground.kubelet_client import KubeletError
 from playground.node import DRIVER, PlaygroundNode
 
@@ -65,10 +66,10 @@ class PodLoop:
         for pod in pods:
             if pod["metadata"]["uid"] not in self._prepared:
                 step = self._start if pod.get("spec", {}).get("nodeName") else self._schedule
-                self._attempt(pod["metadata"]["uid"], _name(pod), partial(step, pod))
+                self._attempt(pod["metadata"]["uid"], _name(pod), partial(step, pod), pod)
 
-    def _attempt(self, uid: str, name: str, step: Callable[[], object]) -> None:
-        """One step of a pod; what stands in its way is told once, and tried again after a while."""
+    def _attempt(self, uid: str, name: str, step: Callable[[], object], pod: Pod | None = None) -> None:
+        """One step of a pod; what prevents it is reported once, and tried again after a while."""
         if time.monotonic() < self._again_at.get(uid, 0.0):
             return
         try:
@@ -77,23 +78,50 @@ class PodLoop:
             self._again_at[uid] = time.monotonic() + _AGAIN_S
             if self._troubles.get(name) != str(error):
                 self._tell(f"pod {name} waits: {error}")
+                if pod is not None:
+                    self._report(pod, str(error))
             self._troubles[name] = str(error)
         else:
             self._again_at.pop(uid, None)
             self._troubles.pop(name, None)
 
-    def _schedule(self, pod: Pod) -> None:
-        extended = {
-            resource
-            for container in pod["spec"]["containers"]
-            for resource in container.get("resources", {}).get("limits", {})
-            if "/" in resource
-        }
-        if extended:
-            raise AllocationError(
-                f"the playground's scheduler knows no extended resources ({', '.join(sorted(extended))});"
-                " use a resource claim"
+    def _report(self, pod: Pod, error: str) -> None:
+        """Where kubectl shows it: an event, and a condition of a pod that has no node."""
+        node = pod.get("spec", {}).get("nodeName")
+        if node:
+            self._event(pod, "Warning", "FailedPrepareDynamicResources", error, "kubelet")
+            return
+        message = f"0/1 nodes are available: 1 {error}"
+        self._event(pod, "Warning", "FailedScheduling", message, "default-scheduler")
+        condition = {
+            "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message
+        }  # fmt: skip
+        self._set_status(pod, {"phase": "Pending", "conditions": [condition]})
+
+    def _event(self, pod: Pod, kind: str, reason: str, message: str, component: str) -> None:
+        involved = {key: pod["metadata"][key] for key in ("name", "namespace", "uid")}
+        metadata = {"generateName": f"{involved['name']}.", "namespace": involved["namespace"]}
+        event = {
+            "metadata": metadata,
+            "involvedObject": {"kind": "Pod", "apiVersion": "v1", **involved},
+            "type": kind, "reason": reason, "message": message, "count": 1,
+            "firstTimestamp": now(), "lastTimestamp": now(),
+            "source": {"component": component}, "reportingComponent": component,
+        }  # fmt: skip
+        with contextlib.suppress(ApiFailure):
+            self._node.server.add("events", event)
+
+    def _set_status(self, pod: Pod, changes: Pod) -> None:
+        metadata = {key: pod["metadata"][key] for key in ("name", "namespace", "uid")}
+        with contextlib.suppress(ApiFailure):  # it was deleted meanwhile
+            self._node.server.operations.update(
+                self._node.server.resource("pods", group=""),
+                (metadata["namespace"], metadata["name"]),
+                {"metadata": metadata, "status": (pod.get("status") or {}) | changes},
+                status=True,
             )
+
+    def _schedule(self, pod: Pod) -> None:
         metadata = pod["metadata"]
         bound = self._node.scheduler.schedule_pod(metadata["namespace"], metadata["name"])
         devices = [
@@ -101,6 +129,8 @@ class PodLoop:
             for claim in self._claims(bound)
             for result in claim["status"]["allocation"]["devices"]["results"]
         ]
+        where = f"Successfully assigned {_name(pod)} to {bound['spec']['nodeName']}"
+        self._event(pod, "Normal", "Scheduled", where, "default-scheduler")
         self._tell(
             f"pod {_name(pod)} scheduled on {bound['spec']['nodeName']}: {', '.join(devices) or 'no devices'}"
         )
@@ -115,14 +145,18 @@ class PodLoop:
         self._prepared[pod["metadata"]["uid"]] = (_name(pod), claims)
         if claims:
             self._tell(f"pod {_name(pod)} prepared in {(time.monotonic() - started) * 1000:.0f} ms")
-        ready = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
-        metadata = {key: pod["metadata"][key] for key in ("name", "namespace", "uid")}
-        self._node.server.operations.update(
-            self._node.server.resource("pods", group=""),
-            (metadata["namespace"], metadata["name"]),
-            {"metadata": metadata, "status": pod["status"] | ready},
-            status=True,
-        )
+        containers = [
+            {
+                "name": one["name"], "image": one.get("image", ""), "imageID": "", "ready": True, "started": True,
+                "restartCount": 0, "state": {"running": {"startedAt": now()}},
+            }
+            for one in pod["spec"].get("containers") or ()
+        ]  # fmt: skip
+        conditions = [
+            {"type": kind, "status": "True"} for kind in ("PodScheduled", "Ready", "ContainersReady")
+        ]
+        status = {"phase": "Running", "conditions": conditions, "containerStatuses": containers}
+        self._set_status(pod, status | {"startTime": now()})
         self._tell(f"pod {_name(pod)} running")
 
     def _end_pods(self, staying: Iterable[str]) -> None:

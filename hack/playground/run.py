@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,38 @@ def run(machine: str, config: Path | None, log_level: str) -> None:
         if config is not None:
             node.options["--config"] = str(config.resolve())
             changes |= read_config_file(config)
+        for entry in _installed_classes():
+            resource = node.server.resource("deviceclasses")
+            if node.server.store.get(resource, ("", entry["metadata"]["name"])) is not None:
+                node.server.operations.delete(resource, ("", entry["metadata"]["name"]), {})
+            node.server.add("deviceclasses", entry, group="resource.k8s.io")
         node.start_mps_host()
         driver = node.make_driver(**changes)
         stack.callback(driver.stop)
         driver.start()
         node.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
         stack.enter_context(PodLoop(node, _tell))
+        exports = "".join(f"export {name}={value}\n" for name, value in node.environment().items())
+        (Path(scratch) / "env").write_text(exports)
         _tell(_welcome(node, machine))
         ended.wait()
         _tell("\nstopping; nothing stays behind")
+
+
+def _installed_classes() -> Iterator[dict[str, Any]]:
+    """Those of the manifests, with the extended resources that they serve."""
+    import yaml
+
+    directory = Path(__file__).resolve().parents[2] / "daemonset"
+    for file in (
+        "base/device-classes",
+        "components/shares/device-class",
+        "components/mig-classes/device-classes",
+    ):
+        for entry in yaml.safe_load_all((directory / f"{file}.yaml").read_text()):
+            if entry["metadata"]["name"] == "gpu.nvidia.com":
+                entry["spec"]["extendedResourceName"] = "nvidia.com/gpu"
+            yield entry
 
 
 def _tell(line: str) -> None:
@@ -47,9 +71,6 @@ def _tell(line: str) -> None:
 
 
 def _welcome(node: PlaygroundNode, machine: str) -> str:
-    variables = node.environment()
-    kubeconfig = variables.pop("KUBECONFIG")
-    others = " ".join(f"{name}={value}" for name, value in variables.items())
     here = Path.cwd()
     program = Path(sys.executable).parent / "gpu-dra-driver"
     program = program.relative_to(here) if program.is_relative_to(here) else program
@@ -61,16 +82,16 @@ def _welcome(node: PlaygroundNode, machine: str) -> str:
 A node with the simulated machine {machine} is up. In another terminal:
 
   cd {here}
-  export KUBECONFIG={kubeconfig}
-  export {others}
+  . {node.root}/env
 
 1. See what the node publishes:
   kubectl get resourceslices -o yaml
   {program} inspect
 
-2. Run a pod with one GPU and see who holds it; this terminal tells what becomes of the pod:
+2. Run a pod with one GPU and see who holds it; this terminal shows what happens to the pod:
   kubectl apply -f {examples}/one-gpu
   kubectl wait --for=condition=Ready pod/one-gpu
+  kubectl describe pod one-gpu
   {program} claims
   {program} cluster --by pod
 

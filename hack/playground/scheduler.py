@@ -6,6 +6,11 @@ import copy
 from typing import Any
 
 from dra_driver.validation.rules.allocator import AllocationError, allocate, take_inventory
+from dra_driver.validation.rules.extended_resources import (
+    asked_resources,
+    extended_requests,
+    served_resources,
+)
 from playground.apiserver.server import PlaygroundApiServer
 
 __all__ = ["AllocationError", "PlaygroundScheduler"]
@@ -57,9 +62,16 @@ class PlaygroundScheduler:
             pod = self._get("pods", namespace, name, group="")
             names = self._claims_of(pod)
             nodes = [node] if node else self._nodes()
-            for claim_name in names:
-                nodes = self._nodes_for(self._get("resourceclaims", namespace, claim_name), nodes)
-            chosen = self._first_fitting(namespace, names, nodes)
+            claims = [self._get("resourceclaims", namespace, claim_name) for claim_name in names]
+            for claim in claims:
+                nodes = self._nodes_for(claim, nodes)
+            extended = self._extended_claim(pod)
+            chosen = self._first_fitting([*claims, *extended], nodes)
+            for claim in extended:
+                made = self._server.add("resourceclaims", claim, group=_GROUP)["metadata"]["name"]
+                names.append(made)
+                pod.setdefault("status", {})["extendedResourceClaimStatus"] = {"resourceClaimName": made}
+                self._write_status("pods", "", pod)
             for claim_name in names:
                 self.allocate_claim(namespace, claim_name, node=chosen, pod=pod)
             pod = self._get("pods", namespace, name, group="")
@@ -67,14 +79,26 @@ class PlaygroundScheduler:
             resource = self._server.resource("pods", group="")
             return self._server.operations.update(resource, (namespace, name), pod)
 
-    def _first_fitting(self, namespace: str, names: list[str], nodes: list[str]) -> str:
+    def _extended_claim(self, pod: Object) -> list[Object]:
+        """The claim for the extended resources of a pod, if it asks for some; kube-scheduler stores it only once it has
+        found a node. Raises: AllocationError for a resource that no class serves."""
+        served = served_resources(self._server.objects("deviceclasses"))
+        asked = {name for one in pod["spec"].get("containers") or () for name in asked_resources(one)}
+        unknown = sorted(name for name in asked - served.keys() if "/" in name)
+        if unknown:
+            raise AllocationError(f"Insufficient {unknown[0]}: no DeviceClass has this extendedResourceName")
+        requests = extended_requests(pod["spec"], served)
+        metadata = _owned(pod, "extended-resources", {})
+        metadata["annotations"] = {"resource.kubernetes.io/extended-resource-claim": "true"}
+        return [{"metadata": metadata, "spec": {"devices": {"requests": requests}}}] if requests else []
+
+    def _first_fitting(self, claims: list[Object], nodes: list[str]) -> str:
         """A node on which all claims fit together."""
         failure = AllocationError("no node has slices")
         for node in nodes:
             others = self._server.objects("resourceclaims")
             try:
-                for name in names:
-                    claim = self._get("resourceclaims", namespace, name)
+                for claim in claims:
                     if not (claim.get("status") or {}).get("allocation"):
                         allocation = self._allocate(claim, others, node)
                         others.append(claim | {"status": {"allocation": allocation}})
@@ -104,22 +128,8 @@ class PlaygroundScheduler:
         return names
 
     def _claim_from(self, template: Object, pod: Object, entry: str) -> Object:
-        owner = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "name": pod["metadata"]["name"],
-            "uid": pod["metadata"]["uid"],
-            "controller": True,
-            "blockOwnerDeletion": True,
-        }
-        metadata = copy.deepcopy(template["spec"].get("metadata") or {})
-        annotations = metadata.get("annotations") or {}
-        metadata |= {
-            "generateName": f"{pod['metadata']['name']}-{entry}-",
-            "namespace": pod["metadata"]["namespace"],
-            "annotations": annotations | {_POD_CLAIM_NAME: entry},
-            "ownerReferences": [owner],
-        }
+        metadata = _owned(pod, entry, copy.deepcopy(template["spec"].get("metadata") or {}))
+        metadata["annotations"] = (metadata.get("annotations") or {}) | {_POD_CLAIM_NAME: entry}
         claim = {"metadata": metadata, "spec": copy.deepcopy(template["spec"]["spec"])}
         return self._server.add("resourceclaims", claim, group=_GROUP)
 
@@ -160,6 +170,23 @@ class PlaygroundScheduler:
         key = (obj["metadata"]["namespace"], obj["metadata"]["name"])
         resource = self._server.resource(plural, group=group)
         return copy.deepcopy(self._server.operations.update(resource, key, obj, status=True))
+
+
+def _owned(pod: Object, entry: str, metadata: Object) -> Object:
+    """The metadata of a claim that is made for a pod and ends with it."""
+    owner = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "name": pod["metadata"]["name"],
+        "uid": pod["metadata"]["uid"],
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    return metadata | {
+        "generateName": f"{pod['metadata']['name']}-{entry}-",
+        "namespace": pod["metadata"]["namespace"],
+        "ownerReferences": [owner],
+    }
 
 
 def reserve(status: Object, pod: Object) -> None:

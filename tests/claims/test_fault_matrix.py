@@ -8,30 +8,30 @@ docs/conformance.md has the table.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
-import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dra_driver.errors import ApiRejectedError, ApiUnavailableError
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, PermanentError
+from dra_driver.files.atomic import write_atomically
+from dra_driver.files.file_lock import hold_file
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
-from dra_driver.journal.debts import DebtKeeper
 from dra_driver.mig.context import MigContext
 from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.model.steps import RunMps, SetTimeSlice
-from dra_driver.mps import protocol
-from dra_driver.mps.client import MpsClient
-from dra_driver.mps.layout import mps_layout
+from dra_driver.mps.host_files import MpsHostFiles, Report, encode_report, generation_of, read_wish
+from dra_driver.mps.layout import MpsLayout, mps_layout
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from tests.fakes.kindnode import KINDS, KindNode, RecordedMpsHost, Site
 from tests.fakes.samples import claim
@@ -64,59 +64,79 @@ FAULTS = (
 )
 
 
-class MpsHostOnSocket:
-    """The MPS host of a node behind its real socket; `mode` is how it answers, None as it should."""
+class MpsHostOnFiles:
+    """The MPS host of a node behind its real files; `mode` is how it fails, None as it should."""
 
-    def __init__(self, host: RecordedMpsHost, path: Path) -> None:
+    def __init__(self, host: RecordedMpsHost, layout: MpsLayout) -> None:
         self._host = host
-        self._path = path
+        self._layout = layout
         self.mode: str | None = None
-        self._listener: socket.socket | None = None
+        for directory in (layout.wishes, layout.statuses):
+            directory.mkdir(parents=True)
         self.open()
 
     def open(self) -> None:
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self._path))
-        self._listener.listen()
-        threading.Thread(target=self._serve, args=(self._listener,), daemon=True).start()
+        """Held until `close`; the thread ends with it."""
+        self._closed = threading.Event()
+        self._lock = ExitStack()
+        held = hold_file(self._layout.lock, threading.Lock(), time.monotonic() + 1, "the host")
+        os.pwrite(self._lock.enter_context(held), b'{"format": 1}', 0)
+        self._thread = threading.Thread(target=self._serve, args=(self._closed,), daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        if self._listener is not None:
-            with suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
-            self._listener = None
-            self._path.unlink()
+        self._closed.set()
+        self._thread.join()
+        self._lock.close()
 
-    def _serve(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            with connection, suppress(OSError):
-                connection.sendall(self._answer(connection.makefile("rb").readline()))
+    def be(self, mode: str | None) -> None:
+        self.mode = mode
+        if mode == "absent":
+            self.close()
+        elif mode == "older version":
+            self._layout.lock.write_text('{"format": 0}')
+        elif mode is None:
+            self.close()
+            self.open()
 
-    def _answer(self, line: bytes) -> bytes:
-        if self.mode == "dies":
-            return b""
+    def _serve(self, closed: threading.Event) -> None:
+        seen: dict[Path, str | None] = {}
+        while not closed.wait(0.005):
+            if self.mode == "older version":
+                continue  # it reads nothing of another format
+            for path in (*self._layout.wishes.glob("*.stop"), *self._layout.wishes.glob("*.json")):
+                if self.mode == "dies":
+                    self._lock.close()
+                    return
+                if seen.get(path) != (generation := generation_of(path)):
+                    seen[path] = generation
+                    self._do(path, generation)
+
+    def _do(self, path: Path, generation: str | None) -> None:
+        device, refusal = path.stem, None
+        status = self._layout.status(device)
         if self.mode == "rubbish":
-            return b"\x00\xff{{\n"
-        if self.mode == "older version":
-            return json.dumps({"v": 0, "statuses": []}).encode() + b"\n"
-        match protocol.decode_request(line):
-            case protocol.Ensure(spec, timeout_s):
-                return protocol.encode_reply((self._host.ensure(spec, timeout_s),))
-            case protocol.Stop(device, timeout_s):
-                self._host.stop(device, timeout_s)
-        return protocol.encode_reply(())
+            status.write_bytes(b"\x00{{")
+            return
+        if path.suffix == ".stop":
+            self._host.stop(device, 0.0)
+            path.unlink()
+            return
+        spec = read_wish(path)
+        assert spec is not None
+        try:
+            self._host.ensure(spec, 0.0)
+        except PermanentError as error:
+            refusal = str(error)
+        report = Report(MpsDaemonStatus(device, "ready", spec), generation, refusal, is_final=True)
+        write_atomically(status, encode_report(report), durable=False)
 
 
 class FaultyNode(KindNode):
-    """A node whose steps run a real nvidia-smi and ask a real socket."""
+    """A node whose steps run a real nvidia-smi and ask an MPS host by files."""
 
     smi: Path | None = None
-    host: MpsHostOnSocket | None = None
+    host: MpsHostOnFiles | None = None
 
     def _runners(self, context: MigContext) -> dict[type, Any]:
         runners = super()._runners(context)
@@ -129,8 +149,8 @@ class FaultyNode(KindNode):
             return replace(installed(), paths={"nvidia-smi": str(smi)} if smi.exists() else {})
 
         if FaultyNode.host is None:
-            FaultyNode.host = MpsHostOnSocket(self.mps, layout.socket)
-        client = MpsClient(layout, connect_s=0.0)
+            FaultyNode.host = MpsHostOnFiles(self.mps, layout)
+        client = MpsHostFiles(layout, wait_s=0.0)
         known = runners[RunMps]
         return runners | {
             SetTimeSlice: TimeSliceSteps(NvidiaSmi(programs), self.records, self.boot_id),
@@ -142,15 +162,15 @@ class FaultyNode(KindNode):
         return {name: seen for name, seen in super().state().items() if "mps/host." not in name}
 
     def settled(self) -> None:
-        assert DebtKeeper(self.debts, self.locks, self.runner, self.boot_id).pay_all() == []
+        assert self.cleaner.clean_all() == []
         self.collector.look()
 
 
 @pytest.fixture
 def node(site: Site, memory_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyNode]:
-    monkeypatch.setattr("dra_driver.sharing.steps._TIME_SLICE_S", 0.5)
-    monkeypatch.setattr("dra_driver.journal.executor.UNDO_S", 0.5)
-    monkeypatch.setattr("dra_driver.journal.debts.UNDO_S", 0.5)
+    for name in ("TIME_SLICE", "MPS_START", "MPS_STOP"):
+        monkeypatch.setattr(f"dra_driver.sharing.steps._{name}_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.cleanups.UNDO_S", 0.5)
     site.reset()
     one = FaultyNode(site, memory_path / "node", metadata=KINDS[kind].metadata)
     for other in KINDS[kind].beside(site):
@@ -176,13 +196,9 @@ def nvidia_smi(node: FaultyNode, name: str) -> Iterator[None]:
 def mps_host(mode: str) -> Iterator[None]:
     host = FaultyNode.host
     assert host is not None
-    if mode == "absent":
-        host.close()
-    host.mode = mode
+    host.be(mode)
     yield
-    host.mode = None
-    if mode == "absent":
-        host.open()
+    host.be(None)
 
 
 @contextmanager

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,11 +13,11 @@ from dra_driver.claims.attempt_steps import AttemptSteps
 from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.claims.waiting_line import PrepareAttempt
-from dra_driver.errors import NvmlTransientError, RetryableError
+from dra_driver.errors import NvmlTransientError, RetryableError, StateError
 from dra_driver.journal.claim_locks import ClaimLocks
-from dra_driver.journal.gpu_locks import HeldGpus
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import Step, WriteCdiSpec
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
 
 UID = "uid-1"
@@ -27,47 +26,47 @@ BEGUN = record(hold(GPU_0), uid=UID, phase="preparing")
 
 
 class Scene:
-    """A Prepare that was refused and waits; everything real but the undo."""
+    """A Prepare that was refused and waits; everything real but what the executor does."""
 
     def __init__(self, directory: Path) -> None:
         self.records = RecordStore(directory / "claims")
         self.records.open("boot-1")
         (directory / "locks").mkdir()
         self.claim_locks = ClaimLocks(directory / "locks")
-        self.taken_back: list[ClaimRecord] = []
-        self.locked: list[frozenset[str]] = []
-        self.lock_error: Exception | None = None
-        self.begun = AttemptSteps(self.records, self, self.claim_locks, self, None)  # type: ignore[arg-type]
+        self.taken_back: list[tuple[ClaimRecord, list[Step] | None]] = []
+        self.begun = AttemptSteps(self.records, self, self.claim_locks, None)  # type: ignore[arg-type]
         self.began_ns = time.monotonic_ns()
         self.attempt = self.wait()
 
     def wait(self) -> PrepareAttempt:
         """A Prepare is refused."""
         wanted = claim(GPU_0)
-        attempt = PrepareAttempt(wanted.ref, KubeletCall(self.began_ns, 0.0), wanted)
-        self.records.save(BEGUN)
+        attempt = PrepareAttempt(wanted.ref, KubeletCall(self.began_ns, time.monotonic() + 30), wanted)
         self.refuse(attempt)
         return attempt
 
     def refuse(self, attempt: PrepareAttempt) -> None:
+        made = self.begun.begin(attempt, PLAN, self.records.get(UID))
+        assert made is not None
         with pytest.raises(NvmlTransientError):
-            self.begun.carry_out(attempt, PLAN, None, HeldGpus())
+            self.begun.carry_out(attempt, PLAN, made)
 
-    def carry_out(self, *_args: object, **_options: object) -> None:
+    def intend(self, _plan: object, _known: object) -> ClaimRecord:
+        self.records.save(BEGUN)
+        return BEGUN
+
+    def change(self, *_args: object) -> None:
         raise NvmlTransientError("the NVIDIA driver refuses for now")
 
-    @contextmanager
-    def hold(self, gpu_uuids: frozenset[str], timeout_s: float) -> Iterator[HeldGpus]:
-        if self.lock_error is not None:
-            raise self.lock_error
-        self.locked.append(gpu_uuids)
-        yield HeldGpus()
-        self.locked.pop()
-
-    def roll_back(self, found: ClaimRecord, _held: HeldGpus) -> None:
-        assert self.locked == [found.gpu_uuids]
-        self.taken_back.append(found)
+    def leave(self, found: ClaimRecord, begun: list[Step] | None) -> None:
+        with pytest.raises(RetryableError), self.claim_locks.hold(UID, 0.01):
+            pass  # the claim is locked meanwhile
+        self.taken_back.append((found, begun))
         self.records.delete(found.ref.uid)
+
+    def clean(self, cleanup: None) -> None:
+        with self.claim_locks.hold(UID, 5):
+            pass  # and is not any more
 
     def give_up(self) -> None:
         self.begun.give_up(self.attempt)
@@ -125,9 +124,9 @@ def test_record_is_taken_back_as_it_is_on_disk(scene: Scene) -> None:
     found = replace(BEGUN, claim=replace(BEGUN.claim, results=()))
     scene.records.save(found)
     scene.give_up()
-    assert (scene.taken_back, scene.records.get(UID)) == ([found], None)
+    assert (scene.taken_back, scene.records.get(UID)) == ([(found, [])], None)
     scene.give_up()
-    assert scene.taken_back == [found]
+    assert len(scene.taken_back) == 1
 
 
 def test_another_that_goes_on_while_the_lock_is_waited_for_keeps_it(
@@ -156,7 +155,7 @@ def test_last_of_two_prepares_takes_it_back(scene: Scene) -> None:
     scene.give_up()
     assert scene.taken_back == []
     scene.begun.give_up(second)
-    assert scene.taken_back == [BEGUN]
+    assert scene.taken_back == [(BEGUN, None)], "the second does not know what the first has begun"
 
 
 def test_first_of_two_may_go_on_again(scene: Scene) -> None:
@@ -165,24 +164,27 @@ def test_first_of_two_may_go_on_again(scene: Scene) -> None:
     scene.begun.give_up(second)
     assert scene.taken_back == []
     scene.give_up()
-    assert scene.taken_back == [BEGUN]
+    assert scene.taken_back == [(BEGUN, None)]
 
 
-def test_claim_is_locked_while_it_is_taken_back(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(found: ClaimRecord, _held: HeldGpus) -> None:
-        with pytest.raises(RetryableError), scene.claim_locks.hold(UID, 0.01):
-            pass
-        scene.taken_back.append(found)
-
-    monkeypatch.setattr(scene, "roll_back", look)
+def test_prepare_that_goes_on_keeps_what_it_has_begun(scene: Scene) -> None:
+    """What it began before is undone with the rest when it gives up."""
+    assert scene.attempt.begun is not None
+    scene.attempt.begun.append(WriteCdiSpec())
+    scene.refuse(scene.attempt)
     scene.give_up()
-    assert scene.taken_back == [BEGUN]
+    assert scene.taken_back == [(BEGUN, [WriteCdiSpec()])]
 
 
-def test_record_stays_for_the_next_call_when_a_lock_is_not_to_be_had(scene: Scene, logs: list) -> None:
-    scene.lock_error = RetryableError("GPU x is locked")
+def test_record_stays_for_the_next_call_when_it_cannot_be_taken_back(
+    scene: Scene, logs: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object) -> None:
+        raise StateError("the disk is full")
+
+    monkeypatch.setattr(scene, "leave", refuse)
     scene.give_up()
     assert scene.records.get(UID) == BEGUN
     assert [(line["event"], line["claim_uid"], line["reason"]) for line in logs] == [
-        ("rollback_incomplete", UID, "GPU x is locked")
+        ("rollback_incomplete", UID, "the disk is full")
     ]

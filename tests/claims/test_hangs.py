@@ -3,6 +3,7 @@ nothing is left of it."""
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from dra_driver.journal.debts import DebtKeeper
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
 from dra_driver.model.steps import CreateMig, LeaveMigMode, RunMps, SetTimeSlice, Step
 from tests.fakes.kindnode import KINDS, KindNode, Site
@@ -68,12 +68,11 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def node(site: Site, memory_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> KindNode:
-    monkeypatch.setattr("dra_driver.journal.executor.UNDO_S", 0.5)
-    monkeypatch.setattr("dra_driver.claims.unprepare.UNDO_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.cleanups.UNDO_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.cleanups.SETTLE_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.cleanups._PASS_S", 0.5)
     monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
-    monkeypatch.setattr("dra_driver.journal.debts._SETTLE_S", 0.5)
-    monkeypatch.setattr("dra_driver.journal.debts._HANGS_S", 0.5)
-    monkeypatch.setattr("dra_driver.claims.prepare._PREPARED_WAIT_S", 0.2)
+    monkeypatch.setattr("dra_driver.claims.attempt_steps._PREPARED_WAIT_S", 0.7)
     site.reset()
     return KindNode(site, memory_path / "node", metadata=KINDS[kind].metadata)
 
@@ -91,12 +90,15 @@ def a_neighbour_feels_nothing(node: KindNode) -> None:
     assert time.monotonic() - began < QUICK_S
 
 
-def in_the_end_nothing_is_left(node: KindNode, untouched: object) -> None:
-    keeper = DebtKeeper(node.debts, node.locks, node.runner, node.boot_id)
+def eventually(check: Callable[[], object]) -> None:
     deadline = time.monotonic() + 20
-    while keeper.pay_all() or node.locks._hanging:
+    while not check():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def in_the_end_nothing_is_left(node: KindNode, untouched: object) -> None:
+    eventually(lambda: not node.cleaner.clean_all() and not node.lanes.under_way())
     node.collector.look()
     assert node.state() == untouched
 
@@ -109,10 +111,11 @@ def test_prepare_that_hangs(node: KindNode, kind: str) -> None:
     assert isinstance(answer, Failed)
     assert "has not ended in the time of this call" in answer.error
     assert wanted.ref.uid not in node.specs.list()
+    assert wanted.ref.uid not in node.records.all()
     a_neighbour_feels_nothing(node)
     again = prepared_in_a_hurry(node, wanted)
     assert isinstance(again, Failed)
-    assert "does not react" in again.error
+    assert re.search("has not ended in the time of this call|cleanup is pending", again.error)
     began = time.monotonic()
     assert node.unprepare(wanted) is None
     assert time.monotonic() - began < QUICK_S
@@ -135,7 +138,7 @@ def test_prepare_goes_on_once_the_operation_has_ended(node: KindNode, kind: str)
 def test_gpu_that_has_hung_for_a_minute_is_refused_at_once(
     node: KindNode, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.journal.gpu_locks.REFUSE_AFTER_S", 0.0)
+    monkeypatch.setattr("dra_driver.journal.lanes.UNRESPONSIVE_AFTER_S", 0.0)
     wanted = KINDS[kind].wanted(node.site)
     hang = Hang(node, STEPS[kind], "do")
     hang.begin()
@@ -170,9 +173,8 @@ def test_unprepare_that_hangs(node: KindNode, kind: str, restarts: bool) -> None
     assert time.monotonic() - began < QUICK_S
     assert wanted.ref.uid not in node.records.all()
     a_neighbour_feels_nothing(node)
-    keeper = DebtKeeper(node.debts, node.locks, node.runner, node.boot_id)
     began = time.monotonic()
-    keeper.pay_all()
+    node.cleaner.clean_all()
     assert time.monotonic() - began < QUICK_S
     hang.end()
     in_the_end_nothing_is_left(node.again() if restarts else node, untouched)
@@ -183,7 +185,8 @@ def test_collection_that_hangs_on_one_gpu_goes_on_with_the_others(
 ) -> None:
     monkeypatch.setattr("dra_driver.mig.collector._HANGS_S", 0.2)
     site.reset()
-    collector = KindNode(site, memory_path / "node").collector
+    node = KindNode(site, memory_path / "node")
+    collector = node.collector
     let, tried = threading.Event(), []
 
     def destroy(gpu: str) -> bool:
@@ -198,6 +201,6 @@ def test_collection_that_hangs_on_one_gpu_goes_on_with_the_others(
     assert looked() == [False, True]
     assert tried == ["GPU-1", "GPU-2", "GPU-2"], "the one that hangs is left alone"
     let.set()
-    collector._hanging["GPU-1"].result(20)
+    eventually(lambda: not node.lanes.under_way())
     collector._retries.clear()
     assert looked() == [True, True]

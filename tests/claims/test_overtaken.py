@@ -110,7 +110,7 @@ def test_prepare_whose_caller_left_while_it_waited_leaves_nothing(node: Node) ->
     node.claims.add(WANTED)
     left = threading.Event()
     late = Late(
-        node, "_gpu_locks", lambda: node.service.prepare([WANTED.ref], None, left.is_set)[WANTED.ref.uid]
+        node, "_planning", lambda: node.service.prepare([WANTED.ref], None, left.is_set)[WANTED.ref.uid]
     )
     left.set()
     refused = late.answer()

@@ -17,16 +17,18 @@ import pytest
 
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.claims.planner import Identity
+from dra_driver.files.atomic import make_directory, write_atomically
 from dra_driver.health.store import HealthStore, KeptHealth
-from dra_driver.journal.debts import DebtKeeper
+from dra_driver.journal.cleanups import Cleaner
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.mps.daemon_processes import ProcessId
+from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
+from dra_driver.mps.host_files import encode_wish, withdraw
 from dra_driver.mps.layout import mps_layout
-from dra_driver.mps.records import DaemonRecord, DaemonRecords
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.slices.leadership import InstanceLeadership
 from tests.fakes.powerloss import Disk, Tree, covering
@@ -46,6 +48,7 @@ LASTING = {
     "plugin",
     "plugin/dra-device-metadata",
     "plugin/mps",
+    "plugin/mps/host.wanted",
     "locks",
 }
 VERSIONS = ("v1beta1", "v1alpha1")
@@ -104,29 +107,34 @@ class MpsHost:
         self.boot = boot
         self.boot_id = boot_id
         self.layout.root.mkdir(parents=True, exist_ok=True)
+        make_directory(self.layout.wishes, 0o700)
         self.known, self.faults = self.records.load()
         for device, record in tuple(self.known.items()):
-            if record.wanted == "stopped":
+            if self.layout.unwanted(device).exists():
                 self.stop(device, 0)
             else:
                 self.ensure(record.spec, 0)
+        for path in self.layout.wishes.iterdir():
+            if path.suffix != ".json":
+                path.unlink()
 
     def ensure(self, spec: MpsDaemonSpec, timeout_s: float) -> MpsDaemonStatus:
         if spec.device not in self.boot.daemons:
-            self._write(DaemonRecord(spec, "running", self.boot_id))
+            write_atomically(self.layout.wanted(spec.device), encode_wish(spec), durable=False)
+            self._write(DaemonRecord(spec, self.boot_id))
             (self.layout.directory(spec.device) / "pipe").mkdir(parents=True, exist_ok=True)
-            self._write(replace(self.known[spec.device], compute_mode_before=0))
+            self._write(replace(self.known[spec.device], modes_before={spec.gpu_uuid: 0}))
             self.boot.daemons.add(spec.device)
             self._write(replace(self.known[spec.device], process=ProcessId(4711, 1)))
         return MpsDaemonStatus(spec.device, "ready", spec)
 
     def stop(self, device: str, timeout_s: float, **_where: Any) -> None:
-        if device in self.known:
-            self._write(replace(self.known[device], wanted="stopped"))
+        withdraw(self.layout, device, None, None)
         self.boot.daemons.discard(device)
         shutil.rmtree(self.layout.directory(device), ignore_errors=True)
         self.records.remove(device)
         self.known.pop(device, None)
+        self.layout.unwanted(device).unlink(missing_ok=True)
 
     def _write(self, record: DaemonRecord) -> None:
         self.records.write(record)
@@ -148,11 +156,17 @@ class PoweredNode(Node):
             SetTimeSlice: TimeSliceSteps(self.boot, self.records, boot_id),
             RunMps: MpsSteps(self.mps, self.records, dict, lambda _device: None, boot_id),
         })  # fmt: skip
+        self.cleaner = Cleaner(self.debts, self.lanes, self.runner, boot_id)
         self.executor = Executor(
-            self.records, self.debts, self.runner, boot_id, lambda: "2026-08-07T12:00:00.000+00:00"
+            self.records,
+            self.cleaner,
+            self.runner,
+            self.lanes,
+            boot_id,
+            lambda: "2026-08-07T12:00:00.000+00:00",
         )
         self.serve(Identity(DRIVER, NODE, kind.sharing, kind.metadata))
-        assert DebtKeeper(self.debts, self.locks, self.runner, boot_id).pay_all() == []
+        assert self.cleaner.clean_all() == []
 
     def shape(self) -> tuple[Shape, dict[str, int], set[str]]:
         """Everything on disk that is not there for good, and what the GPUs know."""

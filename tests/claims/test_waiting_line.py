@@ -291,7 +291,7 @@ def test_unprepare_under_way_is_waited_for_without_the_api_server(node: Node, ca
 
     node.steps.on_undo = slowly
     node.claims.look = lambda ref, timeout_s: pytest.fail("asked")  # type: ignore[method-assign]
-    hold = node.locks.hold
+    hold = node.planning.hold
 
     def noted(*wanted: object) -> object:
         locked.set()
@@ -300,7 +300,7 @@ def test_unprepare_under_way_is_waited_for_without_the_api_server(node: Node, ca
     unprepare = threading.Thread(target=lambda: node.unprepare(HOLDER))
     unprepare.start()
     assert undoing.wait(10)
-    node.locks.hold = noted  # type: ignore[assignment,method-assign]
+    node.planning.hold = noted  # type: ignore[assignment,method-assign]
     calls.prepare(node, claim(GPU_0))
     assert locked.wait(10)
     go_on.set()
@@ -333,8 +333,8 @@ def test_unprepare_in_the_other_instance_is_noticed(node: Node, calls: Calls) ->
 def test_no_lock_is_held_while_it_waits(node: Node, calls: Calls) -> None:
     leaving(node)
     calls.waits(node, claim(GPU_0))
-    with node.locks.hold([MIXED.by_name[GPU_0].gpu.uuid], 1), node.claim_locks.hold("uid-1", 1):
-        pass
+    with node.planning.hold([MIXED.by_name[GPU_0].gpu.uuid], 1), node.claim_locks.hold("uid-1", 1):
+        assert node.lanes.under_way() == {}
     node.unprepare(HOLDER)
     assert isinstance(calls.answer("uid-1"), Prepared)
 

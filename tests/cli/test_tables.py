@@ -95,7 +95,7 @@ def on_terminal(columns: int, *arguments: str, **environment: str) -> list[str]:
         (["simulate", "lose"], "GPU; `gpu-dra-driver simulate lose --help` says more"),
         (["simulate", "lose", "1", "2"], "there is no argument 2"),
         (["top", "--interval"], "expected one argument; `gpu-dra-driver top --help` says more"),
-        (["debts", "--pay=1"], "'1'; `gpu-dra-driver debts --help` says more"),
+        (["debts", "--pay=1"], "'1'; `gpu-dra-driver cleanup --help` says more"),
         (["simulate", "xid", "1", "b"], "XID 'b': expected a whole number"),
         (["simulate", "create", "dgx-h100", "--simulator-dir", "/proc/none"], "/proc/none"),
     ],

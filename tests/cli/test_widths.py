@@ -18,7 +18,7 @@ import pytest
 
 from dra_driver.cli.commands import ROOT as ALL
 from dra_driver.cli.commands import call
-from dra_driver.cli.flags import Command
+from dra_driver.cli.flags import Command, read
 from dra_driver.logs import configure_logs
 
 ROOT = Path(__file__).parents[2]
@@ -144,3 +144,23 @@ def test_help_fits_each_terminal(path: list[str], prints: Prints) -> None:
         assert max(map(len, shown)) <= columns
         assert not [line for line in shown[1:] if line.endswith("...") or _ESCAPE in line]
     assert prints([*path, "-h"], None) == prints([*path, "-h"], 80)
+
+
+@pytest.mark.parametrize("path", HELPS, ids=" ".join)
+def test_help_has_examples_that_can_be_typed(path: list[str], prints: Prints) -> None:
+    command = ALL
+    for word in path:
+        command = command.commands[word].loaded()
+    prog = " ".join(["gpu-dra-driver", *path])
+    assert command.commands or command.examples
+    for example in command.examples:
+        assert f"  {prog} {example}".rstrip() in prints([*path, "-h"], 80)
+        words = example.partition(" |")[0].split()
+        assert read(command.parser(prog), command.flags, words, {}).faults == {}
+
+
+def test_nothing_of_the_list_of_machines_is_cut(prints: Prints) -> None:
+    def words(columns: int | None) -> list[str]:
+        return " ".join(prints(["simulate", "list"], columns)).split()
+
+    assert words(80) == words(None)

@@ -64,8 +64,8 @@ class ConformanceNode(Node):
         return [name for name in super().specs() if not name.startswith(".")]
 
     def lock_file(self, index: int) -> Path:
-        """Of the GPU with this index."""
-        return self.plugin_dir / "locks" / f"{self.machine.gpu(index).uuid}.lock"
+        """That of planning on the GPU with this index."""
+        return self.plugin_dir / "locks" / f"{self.machine.gpu(index).uuid}.plan.lock"
 
     def was_read(self, name: str) -> bool:
         """Whether somebody asked the API server for this claim, as each Prepare begins."""

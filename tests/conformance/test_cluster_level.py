@@ -457,7 +457,7 @@ def test_c22_many_full_slices(
     """As many creates as there are slices, full of plain or of the largest devices, no other write, and all stored."""
     content, pool = full()
     count = len(pool.slices)
-    monkeypatch.setattr("dra_driver.slices.publisher.build_pool", lambda *_: pool)
+    monkeypatch.setattr("dra_driver.slices.publisher.build_pool", lambda *_, **__: pool)
     with PlaygroundApiServer() as server:
         server.add("nodes", {"metadata": {"name": NODE}})
         server.write_kubeconfig(tmp_path / "kubeconfig")

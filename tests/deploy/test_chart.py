@@ -5,6 +5,8 @@ Helm renders, so these tests run in `make e2e`, which builds it; they need no cl
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import json
 import re
@@ -12,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +54,8 @@ def merged(*parts: Values) -> Values:
     return made
 
 
-def template(values: Values, *arguments: str, name: str = NAME, namespace: str = NAME) -> list[Manifest]:
-    text = hack.helm_template(values, *arguments, name=name, namespace=namespace)
+def template(values: Values, *arguments: str, **chosen: Any) -> list[Manifest]:
+    text = hack.helm_template(values, *arguments, **chosen)
     return [entry for entry in yaml.load_all(text, Loader=yaml.CSafeLoader) if entry]
 
 
@@ -327,6 +329,139 @@ def test_values_make_what_they_promise(case: dict[str, Any]) -> None:
     assert_has(made, json.loads(json.dumps(case["has"]).replace("VERSION", VERSION)))
 
 
+DEFAULTS: Values = yaml.safe_load((CHART / "values.yaml").read_text())
+EVERYTHING = merged(
+    ALL,
+    VALUES["imex"],
+    {"networkPolicies": {"egress": {"enabled": True}}, "caBundle": {"configMap": "proxy-ca"}},
+)
+"""With these no value is without effect because something is off."""
+NOTHING = frozenset(json.loads((CHART / "files/defaults.json").read_text())["nothing"])
+HELMS = (3, 4)
+
+
+def paths(values: Values, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in values.items():
+        yield (*above, key)
+        if isinstance(value, dict):
+            yield from paths(value, (*above, key))
+
+
+def with_value(path: tuple[str, ...], value: Any) -> Values:
+    """EVERYTHING with another value at a path, and not merged with what stands there."""
+    values = copy.deepcopy(EVERYTHING)
+    section = values
+    for key in path[:-1]:
+        section = section.setdefault(key, {})
+    section[path[-1]] = value
+    return values
+
+
+NULL_IS_THE_DEFAULT = [
+    path
+    for path in paths(DEFAULTS)
+    if not {".".join(path[:end]) for end in range(1, len(path) + 1)} & NOTHING
+]
+
+
+@pytest.mark.parametrize("path", NULL_IS_THE_DEFAULT, ids=".".join)
+def test_null_means_the_default(path: tuple[str, ...]) -> None:
+    """rendered.yaml has the others, for which null means nothing."""
+    default = functools.reduce(lambda section, key: section[key], path, DEFAULTS)
+    made = [rendered_or_refused(with_value(path, value)) for value in (None, default)]
+    assert made[0] == made[1]
+
+
+def rendered_or_refused(values: Values) -> list[Manifest] | str:
+    return _rendered_or_refused(json.dumps(values, sort_keys=True))
+
+
+@functools.cache
+def _rendered_or_refused(values: str) -> list[Manifest] | str:
+    try:
+        return template(json.loads(values))
+    except subprocess.CalledProcessError as refused:
+        return str(refused.stderr)
+
+
+def all_null(values: Values, above: tuple[str, ...] = ()) -> Values:
+    """Null for every leaf, but for those where null is another choice than the default."""
+    return {
+        key: all_null(value, (*above, key)) if isinstance(value, dict) and value else None
+        for key, value in values.items()
+        if ".".join((*above, key)) not in NOTHING
+    }
+
+
+@pytest.mark.parametrize("major", HELMS)
+def test_values_that_are_all_null_are_the_defaults(major: int) -> None:
+    """Also those of NVIDIA's chart that mean nothing here, which values.yaml does not have; and what no chart has."""
+    nulls = merged(all_null(DEFAULTS), all_null(unused_values()), {"global": None})
+    assert template(nulls, major=major) == template({})
+    assert template(dict.fromkeys(DEFAULTS), major=major) == template({})
+    added = {"kubeletPlugin": {"nodeSelector": {"pool": None}, "updateStrategy": {"rollingUpdate": None}}}
+    assert template(merged(added, {"featureGates": {"DynamicMIG": None}}), major=major) == template({})
+
+
+def chart_of_values(place: Path, values: Values) -> Path:
+    """The chart as `helm upgrade --reuse-values` renders it: with the defaults of the release that is there."""
+    shutil.copytree(CHART, place)
+    (place / "values.yaml").write_text(json.dumps(values))
+    return place
+
+
+@pytest.mark.parametrize("major", HELMS)
+def test_values_of_an_older_release_are_completed_when_they_are_reused(major: int, tmp_path: Path) -> None:
+    ever: Values = {}
+    for path in NOTHING:
+        *above, last = path.split(".")
+        section = functools.reduce(lambda section, key: section[key], above, DEFAULTS)
+        within = functools.reduce(lambda section, key: section.setdefault(key, {}), above, ever)
+        within[last] = section[last]
+    older = chart_of_values(tmp_path / "chart", ever)
+    assert template({}, chart=older, major=major) == template({})
+    assert template(EVERYTHING, chart=older, major=major) == template(EVERYTHING)
+
+
+def test_every_template_completes_the_values_first() -> None:
+    """Which one Helm renders first is Helm's choice."""
+    for file in (CHART / "templates").iterdir():
+        assert file.name == "_helpers.tpl" or file.read_text().startswith(
+            '{{- include "gpu-dra-driver.complete" . '
+        )
+
+
+def without_nulls(values: Values) -> Values:
+    return {
+        key: without_nulls(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if value is not None
+    }
+
+
+RELEASES = yaml.safe_load((DATA / "incumbents-releases.yaml").read_text())
+
+
+@pytest.mark.parametrize("major", HELMS)
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_values_of_each_release_of_nvidias_chart_install_this_driver(
+    release: str, major: int, tmp_path: Path, notes: Callable[..., str]
+) -> None:
+    """As a file, and as the values of the release that is there, which `helm upgrade --reuse-values` takes."""
+    values = without_nulls(merged(unused_values(), RELEASES["0.5"], RELEASES[release]))
+    assert "is the image of NVIDIA's driver" in refusal(values, major=major)
+    ours = {"image": {"repository": "registry.example.com/gpu-dra-driver"}}
+    made = template(merged(values, ours), major=major)
+    assert one(made, "DaemonSet", NAME)
+    reused = chart_of_values(tmp_path / "chart", values)
+    assert names_of(template(ours, chart=reused, major=major)) == names_of(made)
+    assert "kubeletPlugin.affinity" not in notes(merged(values, ours))
+    dropped = merged(values, ours, {"kubeletPlugin": {"affinity": None, "tolerations": None}})
+    pod = one(template(dropped, major=major), "DaemonSet", NAME)["spec"]["template"]["spec"]
+    assert "affinity" not in pod, "null is Helm's way to drop a default"
+    assert pod["tolerations"] == [{"operator": "Exists", "effect": "NoExecute"}]
+
+
 @pytest.fixture(scope="module")
 def chart_with_notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The chart with what `helm install` prints as an object, since `helm template` prints objects only."""
@@ -364,6 +499,16 @@ def test_the_notes_tell_of_values_without_meaning_and_of_no_others(notes: Callab
     ]
     assert all(len(line.partition(": ")[2]) > 10 for line in told)
     assert "without maxSurge" in text
+
+
+def test_the_notes_tell_what_to_mind_on_a_first_install(notes: Callable[..., str]) -> None:
+    text = notes({})
+    assert f"kubectl label namespace {NAME} pod-security.kubernetes.io/enforce=privileged" in text
+    assert "image.tag" not in notes({"image": {"tag": VERSION}})
+    assert f"image.tag is v25.3.2, and this chart goes with the image of gpu-dra-driver {VERSION}" in notes(
+        {"image": {"tag": "v25.3.2"}}
+    )
+    assert "nobody may scrape the metrics" in notes({"kubeletPlugin": {"networkPolicy": {"enabled": True}}})
 
 
 def test_the_defaults_of_nvidias_chart_are_nothing_to_tell_of(notes: Callable[..., str]) -> None:
@@ -451,16 +596,43 @@ def test_alerts_of_a_renamed_release_name_its_objects() -> None:
     assert "ds/other-mps" in text
 
 
+def test_values_say_what_counts_as_idle_and_for_how_long() -> None:
+    idle = {"prometheusRule": {"enabled": True, "idle": {"below": 0.25, "for": "2h"}}}
+    spec = one(template({"monitoring": idle}), "PrometheusRule", NAME)["spec"]
+    (rule,) = (rule for rule in spec["groups"][0]["rules"] if rule.get("alert") == "GpuDraHeldIdle")
+    assert (rule["expr"].split(") < ")[-1].strip(), rule["for"]) == ("0.25", "2h")
+    assert "/idle/for" in refusal({"monitoring": {"prometheusRule": {"idle": {"for": "soon"}}}}).replace(
+        ".", "/"
+    )
+
+
 def test_links_to_the_docs_begin_with_the_address_that_is_wanted() -> None:
     address = "https://git.example.com/gpus/"
     manifests = template(merged(VALUES["monitoring"], {"monitoring": {"docsURL": address}}))
     for group in one(manifests, "PrometheusRule", NAME)["spec"]["groups"]:
         for rule in group["rules"]:
-            assert rule["annotations"]["runbook_url"].startswith(f"{address}docs/")
+            assert "record" in rule or rule["annotations"]["runbook_url"].startswith(f"{address}docs/")
     board = json.loads(one(manifests, "ConfigMap", f"{NAME}-dashboard")["data"]["gpu-dra-driver.json"])
     (variable,) = (entry for entry in board["templating"]["list"] if entry["name"] == "docs")
     assert variable["query"] == variable["current"]["value"] == address
     assert "docsURL" in refusal(merged(VALUES["monitoring"], {"monitoring": {"docsURL": "git.example.com"}}))
+
+
+def test_helm_knows_the_flags_that_the_manual_and_the_notes_print() -> None:
+    """Helm 4 does not replace on the server's side, which is its default."""
+    import localcluster
+
+    manual, notes = (DAEMONSET / "README.md").read_text(), (CHART / "templates/NOTES.txt").read_text()
+    printed = re.findall(r"^# Helm (\d)\nhelm (upgrade --install .*)$", manual, re.M)
+    assert [int(major) for major, _ in printed] == [*HELMS]
+    for major, command in printed:
+        known = subprocess.run(
+            [str(localcluster.helm(int(major))), *command.split(), "--help"], capture_output=True, check=False
+        )
+        assert known.returncode == 0, known.stderr
+        replacing = command.partition("--take-ownership ")[2]
+        assert f'"{replacing}"' in notes
+        assert ("--server-side=false" in replacing) == (major == "4")
 
 
 def test_helm_finds_nothing_to_say_against_the_chart() -> None:

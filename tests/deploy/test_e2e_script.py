@@ -193,12 +193,12 @@ def test_the_matrix_goes_on_after_a_release_that_fails(
     monkeypatch.setattr(script, "_clear_away", clear_away)
     status, steps = run(script, monkeypatch, "--matrix", up=False, failing="run the tests")
     assert status == 7
-    assert steps == [*["take the cluster down", *ROW] * 5, "take the cluster down"]
-    assert asked[:-1] == [("1.34", ""), ("1.35", ""), ("", ""), ("", "true"), ("", "")]
+    assert steps == [*["take the cluster down", *ROW] * 6, "take the cluster down"]
+    assert asked[:-1] == [("1.34", ""), ("1.35", ""), ("1.36", ""), ("", ""), ("", "true"), ("", "")]
     said = capsys.readouterr().out
     assert "Kubernetes 1.34: FAILED with exit code 7" in said
-    assert "Kubernetes 1.36 --kubelet-as-node: FAILED" in said
-    assert "Kubernetes 1.36 --ip-family=ipv6: FAILED" in said
+    assert "Kubernetes 1.37 --kubelet-as-node: FAILED" in said
+    assert "Kubernetes 1.37 --ip-family=ipv6: FAILED" in said
 
 
 def test_one_release_of_the_matrix(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +234,7 @@ def test_each_release_has_programs_of_its_own_and_shares_the_rest(
     usual = binaries.build(Layout.from_environment())
     assert len(built) == len(binaries.PARTS)
     built.clear()
-    for release in ("1.34", "1.35"):
+    for release in ("1.34", "1.35", "1.36"):
         monkeypatch.setenv("GPU_DRA_KUBERNETES", release)
         other = binaries.build(Layout.from_environment())
         assert other != usual

@@ -16,6 +16,7 @@ import tomllib
 import zipfile
 from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,6 +243,30 @@ def test_archive_is_a_whole_oci_layout_and_the_same_bytes_again(tmp_path: Path, 
     assert found["config"] == {"Cmd": ["run"], "Labels": {"version": "1.2.3"}}
     assert found["created"] == "2023-11-14T22:13:20Z"
     assert made[0].read_bytes() == made[1].read_bytes()
+
+
+def test_image_says_what_it_is_made_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As labels, which runtimes show, and as annotations, which registries show."""
+    layers = [archives.write_layer(tmp_path / "a.gz", tree(tmp_path / "tree"), "", "first")] * 3
+    ground = SimpleNamespace(architecture=ARCHITECTURES["amd64"], packages={})
+    monkeypatch.setattr(image.base, "ensure", lambda *_args, **_more: ground)
+    monkeypatch.setattr(image, "_layers", lambda *_args: layers)
+    file, project = tmp_path / "image.tar", places.project_settings()["project"]
+    made = image.release(
+        ARCHITECTURES["amd64"], "x/y:1", file, 0, {"revision": "5b1c", "source": "https://example.com/x"}
+    )
+    files = read_archive(file)
+    manifest = json.loads(files[f"blobs/{made.digest.replace(':', '/')}"])
+    config = check_layout(files, "x/y:1", "amd64")
+    assert manifest["annotations"] == config["config"]["Labels"]
+    assert manifest["annotations"] == {
+        "org.opencontainers.image.title": "gpu-dra-driver",
+        "org.opencontainers.image.description": project["description"],
+        "org.opencontainers.image.version": project["version"],
+        "org.opencontainers.image.licenses": "Apache-2.0",
+        "org.opencontainers.image.revision": "5b1c",
+        "org.opencontainers.image.source": "https://example.com/x",
+    }
 
 
 def test_wheel_is_unpacked_without_its_scripts(tmp_path: Path) -> None:

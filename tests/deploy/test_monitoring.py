@@ -24,8 +24,21 @@ from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.observability.metrics import Metrics
 from tests.deploy.test_daemonset import one, rendered, with_components
 from tests.fakes.logevents import PACKAGE
-from tests.fakes.samples import DRIVER, GPU_0, GPU_1, NODE, h100, hold, inventory, record, uuid
-from tests.fakes.scrapes import Samples, complete_metrics, scraped
+from tests.fakes.samples import (
+    DRIVER,
+    GPU_0,
+    GPU_1,
+    MIG_1G,
+    MIG_3G,
+    MIXED,
+    NODE,
+    h100,
+    hold,
+    inventory,
+    record,
+    uuid,
+)
+from tests.fakes.scrapes import BUSY, Samples, complete_metrics, node_use, scraped
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "hack/cluster"))
@@ -34,7 +47,10 @@ import localcluster  # noqa: E402
 MONITORING = ROOT / "daemonset/components/monitoring"
 RULES = yaml.safe_load((MONITORING / "prometheus/rules.yaml").read_text())
 BOARD = json.loads((MONITORING / "dashboard/dashboard.json").read_text())
-ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"]}
+ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
+RECORDS = {
+    rule["record"]: rule["expr"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule
+}
 
 
 def queries_of_the_board() -> Iterator[tuple[str, str, str]]:
@@ -90,7 +106,8 @@ def test_every_metric_of_the_driver_that_calls_for_action_is_in_an_alert() -> No
     for name in (
         "up", "gpu_severity", "mig_severity", "gpu_monitored", "node_problem",
         "publish_problem", "mig_devices_stuck", "partitions_unsupported",
-        "mps_daemons", "node_prepare_errors_total", "node_unprepare_errors_total", "ready", "scrape_errors_total",
+        "mps_daemons", "device_utilization_ratio",
+        "node_prepare_errors_total", "node_unprepare_errors_total", "ready", "scrape_errors_total",
     ):  # fmt: skip
         assert re.search(rf"\b(nvidia_dra_)?{name}\b", text), name
 
@@ -155,7 +172,7 @@ def test_kustomize_puts_an_address_before_the_links_as_the_readme_says(tmp_path:
         "components": ["../monitoring"],
     }
     (folder / "kustomization.yaml").write_text(yaml.safe_dump(head) + example)
-    (group,) = one(rendered(folder), "PrometheusRule", "gpu-dra-driver")["spec"]["groups"]
+    group, _ = one(rendered(folder), "PrometheusRule", "gpu-dra-driver")["spec"]["groups"]
     urls = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in group["rules"]}
     assert urls == {
         name: f"https://git.example.com/gpu-dra-driver/{rule['annotations']['runbook_url']}"
@@ -173,8 +190,10 @@ def test_dashboard_alone_is_a_config_map_that_grafana_picks_up(tmp_path: Path) -
     assert json.loads(config["data"]["gpu-dra-driver.json"]) == BOARD
 
 
-def test_readme_lists_every_alert() -> None:
-    listed = re.findall(r"^\| `(\w+)` \| (\w+) \|", (MONITORING / "README.md").read_text(), re.MULTILINE)
+def test_readme_lists_every_alert_and_every_record() -> None:
+    text = (MONITORING / "README.md").read_text()
+    assert re.findall(r"^\| `(\w+:\w+:\w+)` \|", text, re.MULTILINE) == list(RECORDS)
+    listed = re.findall(r"^\| `(\w+)` \| (\w+) \|", text, re.MULTILINE)
     assert listed == [(name, rule["labels"]["severity"]) for name, rule in ALERTS.items()]
 
 
@@ -235,17 +254,27 @@ def held_by(name: str, *devices: HeldDevice, namespace: str = "default") -> Clai
     return replace(made, claim=claim)
 
 
-def used_node() -> Samples:
-    """Three GPUs: two claims share the first, a third claim has the second, and a monitor looks at all."""
+def recorded(expr: str) -> str:
+    """The query with its records written out: nothing records them here."""
+    for name, query in reversed(RECORDS.items()):
+        expr = expr.replace(f"{name}[1h]", f"({query})[1h:1m]").replace(name, f"({query})")
+    return expr
+
+
+def used_node(*more: ClaimRecord) -> Samples:
+    """Three GPUs: two claims share the first, a third claim has the second, and a monitor looks at all. They are busy
+    for half of the time; MIG devices are idle."""
     monitor = [replace(hold(gpu), admin_access=True) for gpu in (GPU_0, GPU_1)]
     records = [
         held_by("a", hold(GPU_0), namespace="team-a"),
         held_by("b", hold(GPU_0), namespace="team-b"),
         held_by("c", hold(GPU_1), namespace="team-b"),
         held_by("monitor", *monitor, namespace="gpu-monitoring"),
+        *more,
     ]
     metrics = Metrics(DRIVER, NODE, list)
-    metrics.show.claims(lambda: records, lambda device: None, lambda found: found.claim.pods)
+    metrics.show.claims(lambda: records, lambda device: None, lambda found: found.claim.pods, lambda: MIXED)
+    metrics.show.usage(lambda: node_use(records, replace(BUSY, utilisation_percent=50)))
     metrics.show.inventory(lambda: inventory(h100(0), h100(1), h100(2)))
     return with_foreign(scraped(metrics))
 
@@ -277,7 +306,7 @@ def test_board_tells_who_uses_which_gpu() -> None:
     queries = [
         (title, on_the_node(expr)) for title, expr, _ in queries_of_the_board() if title in {
             "GPUs allocated and free, by product", "GPUs by namespace", "Claims without a device",
-            "Who uses which device", "Shared GPUs", "Utilisation of whole GPUs, by pod",
+            "Who uses which device", "Shared GPUs", "Utilisation, by pod",
         }
     ]  # fmt: skip
     answers = asked(series(used_node(), lambda *_: None), *(expr for _, expr in queries))
@@ -293,8 +322,40 @@ def test_board_tells_who_uses_which_gpu() -> None:
     ]  # fmt: skip
     assert told[6][1] == [({"node": NODE, "parent_uuid": uuid(0)}, 2)]
     assert sorted((labels["namespace"], labels["pod"], value) for labels, value in told[7][1]) == [
-        ("team-a", "pod-a", 70), ("team-b", "pod-b", 70),
+        ("team-a", "pod-a", 0.5), ("team-b", "pod-b", 0.5), ("team-b", "pod-c", 0.5),
     ]  # fmt: skip
+
+
+@pytest.mark.cluster
+def test_records_tell_what_each_team_holds_and_uses() -> None:
+    mine = held_by("d", hold(MIG_1G), hold(MIG_3G), namespace="team-c")
+    load = series(used_node(mine), lambda *_: None)
+    answers = asked(load, *(recorded(name) for name in list(RECORDS)[1:]))
+    found = [{labels["namespace"]: round(value, 3) for labels, value in answer} for answer in answers]
+    part = round((9984 + 40448) / 81559, 3)
+    assert found[:2] == [
+        {"team-a": 0.5, "team-b": 1.5, "team-c": part},
+        {"team-a": 0.25, "team-b": 0.75, "team-c": 0},
+    ]
+    # Within the hour, of which the samples are those of the first and of the last minute too.
+    assert found[2] == {team: pytest.approx(gpus, rel=0.02) for team, gpus in found[0].items()}
+    assert found[3] == {team: pytest.approx(gpus, rel=0.02) for team, gpus in found[1].items()}
+
+
+@pytest.mark.cluster
+def test_idle_device_names_its_team_and_a_busy_one_is_left_out() -> None:
+    mine = held_by("d", hold(MIG_1G), namespace="team-c")
+    load = series(used_node(mine), lambda *_: None)
+    board = {title: on_the_node(expr) for title, expr, _ in queries_of_the_board()}
+    for query in (ALERTS["GpuDraHeldIdle"]["expr"], board["Idle now"]):
+        [(answer)] = asked(load, query)
+        assert [
+            (labels["namespace"], labels["claim"], labels["device"], value) for labels, value in answer
+        ] == [("team-c", "d", MIG_1G, 0)]
+    teams = asked(load, *(expr for title, expr in board.items() if title.startswith("GPUs held and used")))
+    assert {labels["namespace"]: value for labels, value in teams[0]} == pytest.approx(
+        {"team-a": 0.25, "team-b": 0.75, "team-c": 0}
+    )
 
 
 @pytest.mark.cluster
@@ -316,7 +377,8 @@ def test_queries_of_the_document_have_answers() -> None:
 def well(name: str, labels: dict[str, str]) -> Grown | None:
     if name in ("nvidia_dra_gpu_severity", "nvidia_dra_mig_severity"):
         return (0, 0)
-    return (1, 0) if name in ("nvidia_dra_gpu_monitored", "nvidia_dra_ready", "up") else None
+    good = ("nvidia_dra_gpu_monitored", "nvidia_dra_ready", "nvidia_dra_device_utilization_ratio", "up")
+    return (1, 0) if name in good else None
 
 
 def slow(name: str, labels: dict[str, str]) -> Grown:

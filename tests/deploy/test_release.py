@@ -141,6 +141,30 @@ def test_refusal_is_one_sentence_and_leaves_dist_alone(capsys: pytest.CaptureFix
     assert said.err.startswith("release: ")
 
 
+def test_image_names_the_commit_and_where_it_is_kept(repository: Path) -> None:
+    head = (repository / ".git/HEAD").read_text().removeprefix("ref: ").strip()
+    revision = (repository / ".git" / head).read_text().strip()
+    assert release.origin(repository, "https://example.com/x") == {
+        "revision": revision,
+        "source": "https://example.com/x",
+    }
+    assert release.origin(repository, "") == {"revision": revision}
+
+
+def test_release_says_in_one_line_that_nothing_is_signed_and_how_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "SHA256SUMS").write_text("0  file\n")
+    monkeypatch.setattr(release, "check", lambda *_args: None)
+    monkeypatch.setattr(release, "release", lambda *_args: tmp_path)
+    assert release.main(["1.2.3"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "0  file\n"
+    [line] = [line for line in shown.err.splitlines() if "signed" in line]
+    assert "cosign sign-blob" in line
+    assert "cosign sign IMAGE@DIGEST" in line
+
+
 def test_files_of_this_repository_agree_on_the_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert set(release.versions(ROOT).values()) == {version}

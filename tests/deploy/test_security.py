@@ -14,7 +14,6 @@ import yaml
 from dra_driver.api.decode import MAX_BYTES
 from dra_driver.diagnostics.rules.admission import MARK_RESOURCE, MARK_VERB
 from dra_driver.kubelet import dra, health_port, serving
-from dra_driver.mps.protocol import LARGEST_MESSAGE
 from tests.deploy.test_daemonset import DAEMONSET, assert_has, one, rendered, with_components
 
 DOCUMENT = Path(__file__).parents[2] / "docs/security.md"
@@ -139,7 +138,6 @@ def test_limits_are_those_of_the_table() -> None:
         health_port.MAX_CALLS,
         health_port.MAX_REQUEST_BYTES,
         MAX_BYTES,
-        LARGEST_MESSAGE,
     ]
 
 
@@ -160,6 +158,7 @@ def test_the_manuals_patch_warns_of_parameters_only(tmp_path: Path) -> None:
     }
     assert found == {
         "gpu-dra-driver-own-devices": ["Deny"],
+        "gpu-dra-driver-own-events": ["Deny"],
         "gpu-dra-driver-own-node": ["Deny"],
         "gpu-dra-driver-parameters": ["Warn"],
     }
@@ -196,7 +195,7 @@ def test_a_rename_keeps_the_mark_that_the_policies_look_for(tmp_path: Path) -> N
         if all(f'"{word}"' in conditions for word in ("gpu.nvidia.com", MARK_RESOURCE, MARK_VERB)):
             rules = policy["spec"]["matchConstraints"]["resourceRules"]
             protected |= {resource for rule in rules for resource in rule["resources"]}
-    assert protected >= {"resourceslices", "resourceclaims/status"}
+    assert protected >= {"resourceslices", "resourceclaims/status", "events"}
     assert all("Deny" in binding["spec"]["validationActions"] for binding in bindings)
     assert not any("gpu-dra-driver" in str(policy["spec"]["matchConditions"]) for policy in policies)
     names = {policy["metadata"]["name"] for policy in policies}

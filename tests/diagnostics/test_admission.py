@@ -83,7 +83,7 @@ def test_an_api_server_that_is_away_is_nobodys_fault() -> None:
 def test_an_account_to_which_the_policies_do_not_apply_proves_nothing() -> None:
     admin = proof(Server("confine", "exempt"), "c1")
     for found in (admin.slices(), admin.claim_status()):
-        says(found, "SKIP", "exempt drivers.gpu.nvidia.com", "run doctor in the driver's pod")
+        says(found, "SKIP", "exempt drivers.gpu.nvidia.com", "run doctor in the pod of gpu-dra-driver")
 
 
 def test_the_status_of_claims_in_the_pod() -> None:
@@ -95,7 +95,7 @@ def test_the_status_of_claims_in_the_pod() -> None:
     for server, status, parts in (
         (Server("confine", patch=None), "WARN", ("could change who gets which device",)),
         (Server("confine", patch=answer_of("server")), "OK", ("the API server itself",)),
-        (Server("confine", patch=FORBIDDEN), "SKIP", ("before the driver's policy was asked",)),
+        (Server("confine", patch=FORBIDDEN), "SKIP", ("before the policy of gpu-dra-driver was asked",)),
     ):
         server.objects = {f"{path}/gone": gone, f"{path}/c1": CLAIM}
         says(proof(server, "gone", "c1").claim_status(), status, *parts)

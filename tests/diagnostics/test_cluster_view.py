@@ -113,7 +113,11 @@ TAINT = {"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}
         ([entry("n", gpu("a"))], [claim("c", ("n", "a"), adminAccess=True)], Count(gpus=1, free=1)),
         ([entry("n", gpu("a"), driver="other")], [], Count()),
         ([entry("n", gpu("a", taints=[TAINT]))], [], Count(gpus=1, tainted=1)),
-        ([entry("n", gpu("a", taints=[TAINT]))], [claim("c", ("n", "a"))], Count(gpus=1, allocated=1)),
+        (
+            [entry("n", gpu("a", taints=[TAINT]))],
+            [claim("c", ("n", "a"))],
+            Count(gpus=1, allocated=1, tainted=1),
+        ),
         ([entry("n", gpu("a", taints=[{**TAINT, "effect": "None"}]))], [], Count(gpus=1, free=1)),
         # A MIG device that is only possible is none; one that is held takes the whole GPU's room.
         (CUT, [], Count(gpus=1, free=1)),
@@ -132,7 +136,7 @@ TAINT = {"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}
 )
 def test_counts(slices: list[Json], claims: list[Json], expected: Count) -> None:
     assert counted(slices, *claims) == expected
-    assert expected.gpus == expected.free + expected.allocated + expected.blocked + expected.tainted
+    assert expected.gpus - expected.free - expected.allocated - expected.blocked <= expected.tainted
 
 
 def test_equal_parts_of_slices_are_kept_once_and_nothing_changes() -> None:
@@ -252,7 +256,10 @@ def test_what_others_have_is_told_apart_from_what_is_not_there() -> None:
     held = claim("other", ("full", "a"))
     [found] = waiting(slices, held, claim("c"))
     assert found.fits == ("free",)
-    text = "request gpu: wants 1, other claims have them (0 of 1 matching devices are free on full, the best of them)"
+    text = (
+        "request gpu asks for 1 device, but other claims hold too many "
+        "(0 of 1 matching devices are free on full, the best of them)"
+    )
     assert (text, 1) in found.reasons
     assert sum(number for _, number in found.reasons) == 2
 
@@ -348,7 +355,10 @@ def test_which_gpu_of_a_node_is_taken_does_not_make_another_kind_of_node(
             device["attributes"]["pcieRoot"] = {"string": f"pci{number}{index}"}
     held = [claim(f"h{number}", (f"n{number}", f"g{number}")) for number in range(8)]
     [found] = waiting(slices, *held, asking(count=8))
-    text = "request gpu: wants 8, other claims have them (7 of 8 matching devices are free on n0, the best of them)"
+    text = (
+        "request gpu asks for 8 devices, but other claims hold too many "
+        "(7 of 8 matching devices are free on n0, the best of them)"
+    )
     assert (found.reasons, found.untried) == (((text, 8),), 0)
 
 
@@ -380,7 +390,10 @@ def test_nodes_differ_by_which_devices_have_an_attribute_in_common(same: bool) -
 def test_a_gpu_of_which_a_mig_device_is_held_serves_nobody_as_a_whole() -> None:
     [found] = waiting(CUT, claim("h", ("n", "a-mig-0")), asking())
     assert found.fits == ()
-    text = "request gpu: wants 1, other claims have them (0 of 1 matching devices are free on n, the best of them)"
+    text = (
+        "request gpu asks for 1 device, but other claims hold too many "
+        "(0 of 1 matching devices are free on n, the best of them)"
+    )
     assert found.reasons == ((text, 1),)
     assert waiting(CUT, asking())[0].fits == ("n",)
 

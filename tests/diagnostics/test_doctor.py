@@ -22,10 +22,11 @@ from dra_driver.diagnostics.doctor.driver import DriverChecks
 from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
 from dra_driver.diagnostics.doctor.runtime import RuntimeChecks
 from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip
-from dra_driver.diagnostics.rules.node_view import SeenGpu
+from dra_driver.diagnostics.rules.node_view import SeenGpu, SeenProcess
 from dra_driver.diagnostics.rules.top_data import NodeHealth
 from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
+from dra_driver.files.file_lock import hold_file
 from dra_driver.host import imex
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.journal.records import RecordStore
@@ -39,6 +40,7 @@ from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.host import DeviceNode
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.record import ClaimRecord
+from dra_driver.mps.layout import mps_layout
 from dra_driver.simulator import device_node_reader
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.tables import tabled
@@ -204,14 +206,28 @@ def test_a_machine_in_order(host: Host) -> None:
         "NVML": "OK",
         "health": "OK",
         "device nodes": "OK",
+        "GPU processes": "OK",
         "MIG mode": "OK",
         "GPU agents": "SKIP",
         "nvidia-cdi-hook": "WARN",
         "persistence": "OK",
         "GPU memory": "OK",
     }
-    assert found["NVML"].seen == "8 GPUs answer, driver 580.95.05, CUDA 13.0"
+    assert found["NVML"].seen == "8 GPUs answer, NVIDIA driver 580.95.05, CUDA 13.0"
     says(found["nvidia-cdi-hook"], "WARN", "container toolkit", "--nvidia-cdi-hook-path")
+
+
+def test_memory_that_nobody_claims_is_a_warning_for_each_process(host: Host) -> None:
+    stray = SeenProcess("gpu-6b45fc99", 4711, "train", 2 << 30, is_unclaimed=True)
+    zombie = SeenProcess("gpu-6b45fc99", 4712, "", is_unclaimed=True)
+    mine = SeenProcess("gpu-6b45fc99", 4713, "python3", 512 << 20, pod="ml/small-0")
+    health = replace(HEALTHY, processes=(stray, zombie, mine))
+    first, second = host.checks(node_health=lambda: health).gpu_processes()
+    says(first, "WARN", "process 4711 (train) has 2048 MiB on gpu-6b45fc99", "belongs to no prepared claim")
+    says(first, "WARN", "`ps -fp 4711` on the node and end it", "reset the GPU")
+    says(second, "WARN", "process 4712 has memory on gpu-6b45fc99")
+    says(host.checks(node_health=lambda: HEALTHY).gpu_processes()[0], "OK", "no process")
+    says(host.checks(node_health=NodeHealth).gpu_processes()[0], "SKIP", "NVML")
 
 
 def test_a_node_without_gpu_misses_nothing(host: Host, tmp_path: Path) -> None:
@@ -356,7 +372,12 @@ def test_a_driver_root_that_lacks_something(host: Host, tmp_path: Path) -> None:
     says(at(tmp_path), "OK", "580.95.05, 1 library", "1 library below", "left out, not made for this machine")
     for name in ("libnvidia-ml.so.1", "libcuda.so.580.95.05"):
         (library / name).write_bytes(of_another_machine)
-    says(at(tmp_path), "FAIL", "left out, not made for this machine", "install the NVIDIA driver that is")
+    says(
+        at(tmp_path),
+        "FAIL",
+        "left out, not made for this machine",
+        "install the NVIDIA driver for this architecture",
+    )
     nothing = {"sys": str(tmp_path), "proc": str(tmp_path), "dev_root": str(tmp_path)}
     with pytest.raises(NvmlLibraryError) as caught:
         find_nvml_library(str(tmp_path))
@@ -406,7 +427,7 @@ def test_a_device_node_without_gpu(host: Host, tmp_path: Path) -> None:
     names = ("nvidiactl", "nvidia-uvm", "nvidia42", *(f"nvidia{gpu.minor}" for gpu in host.inventory.gpus))
     nodes = Hiding(device_node_reader(host.node.machine), added=names)
     checks = host.checks(nodes=nodes, paths={"dev_root": str(tmp_path)})
-    says(checks.device_nodes(), "WARN", "no GPU behind /dev/nvidia42", "xid")
+    says(checks.device_nodes(), "WARN", "/dev/nvidia42 has no GPU", "xid")
     without_nvml = replace(checks, inventory=host.checks(NvmlUnavailableError("x")).inventory)
     says(without_nvml.device_nodes(), "OK", "without NVML those of the GPUs are not known")
 
@@ -473,7 +494,7 @@ def test_what_the_runtime_reads(
 
 def test_the_directory_for_specs(tmp_path: Path) -> None:
     checks = RuntimeChecks(str(tmp_path / "cdi"), str(tmp_path))
-    says(checks.directory(), "OK", "will be made")
+    says(checks.directory(), "OK", "gpu-dra-driver makes it")
     (tmp_path / "cdi").mkdir()
     says(checks.directory(), "OK", "is writable")
 
@@ -537,7 +558,7 @@ def plugin(stack: ExitStack, checks: KubeletChecks, pod_uid: str | None, plugins
 
 
 def test_who_is_registered(kubelet: KubeletChecks) -> None:
-    says(kubelet.sockets(), "WARN", f"no instance of {DRIVER} is registered", "start the driver")
+    says(kubelet.sockets(), "WARN", f"no instance of {DRIVER} is registered", "start gpu-dra-driver")
     dead = kubelet.registry / f"{DRIVER}-reg.sock"
     with ExitStack() as stack:
         listen(stack, dead)
@@ -567,7 +588,7 @@ def test_another_driver_of_the_same_name(kubelet: KubeletChecks) -> None:
         says(
             kubelet.sockets(),
             "FAIL",
-            f"another driver is registered as {DRIVER}",
+            f"another DRA driver is registered as {DRIVER}",
             "uninstall it",
             "--driver-name",
         )
@@ -604,10 +625,18 @@ def test_records(kubelet: KubeletChecks) -> None:
 
 def test_the_mps_host(kubelet: KubeletChecks) -> None:
     says(kubelet.mps_host(), "OK", "no MPS host")
-    (kubelet.state / "mps").mkdir()
-    with ExitStack() as stack:
-        listen(stack, kubelet.state / "mps/host.sock")
-    says(kubelet.mps_host(), "WARN", "does not answer", "kubectl logs")
+    layout = mps_layout(kubelet.state)
+    for directory in (layout.wishes, layout.statuses):
+        directory.mkdir(parents=True)
+    with hold_file(layout.lock, threading.Lock(), 0.0, "it"):
+        says(kubelet.mps_host(), "WARN", "is starting")
+        layout.lock.write_text('{"format": 2}')
+        says(kubelet.mps_host(), "WARN", "is of another release", "wait until it runs")
+        layout.lock.write_text('{"format": 1}')
+        says(kubelet.mps_host(), "OK", "the MPS host runs; it has 0 daemons")
+        layout.wanted("gpu-1").touch()
+        says(kubelet.mps_host(), "WARN", "has not yet done what is wanted of gpu-1", "kubectl logs")
+    says(kubelet.mps_host(), "WARN", "no MPS host runs", "wait until it runs")
 
 
 # --- the cluster --------------------------------------------------------------------------------
@@ -714,6 +743,9 @@ def test_the_node_and_what_a_device_plugin_offers_there(cluster: ClusterChecks, 
     says(cluster.node_object(), "FAIL", f"there is no node '{NODE}'", "kubectl get nodes", "--node-name")
     answers.answers[path] = node_with(nodeInfo={"kubeletVersion": "v1.36.1"}, allocatable={"cpu": "8"})
     says(cluster.node_object(), "OK", "node node-a (v1.36.1)")
+    info = {"kubeletVersion": "v1.36.1", "containerRuntimeVersion": "containerd://2.1.4"}
+    answers.answers[path] = node_with(nodeInfo=info)
+    assert cluster.node_object().version == "containerd://2.1.4"
     ill = {"conditions": [{"type": "Ready", "status": "False"}]}
     answers.answers[path] = node_with(**ill, allocatable={"nvidia.com/mig-x": "0"})
     says(cluster.node_object(), "WARN", "is not ready", "kubectl describe node")
@@ -762,7 +794,7 @@ def test_classes_and_slices(server: PlaygroundApiServer, tmp_path: Path) -> None
         )
         if pool == NODE:
             says(checks.slices(), "OK", "2 devices in 1 slice, 1 of them tainted")
-    says(checks.slices(), "WARN", "pools that are not this driver's: other", "grep manager")
+    says(checks.slices(), "WARN", "pools that gpu-dra-driver did not make: other", "grep manager")
 
 
 @tabled("off", "options", "status", "parts")
@@ -774,6 +806,17 @@ def test_feature_gates(
         says(against(server, tmp_path, **options).feature_gates(), status, *parts)
         assert server.writes() == []
         assert server.objects("deviceclasses") == []
+
+
+def test_checks_are_one_line_when_the_api_server_has_no_access_reviews(
+    server: PlaygroundApiServer, tmp_path: Path
+) -> None:
+    checks = against(server, tmp_path, claims=lambda: [ClaimRef("default", "a", "u")])
+    lines = folded(run_checks(checks.all()))
+    why = "not checked: this API server has no access reviews"
+    assert [line for line in lines if line.finding.status == "SKIP"] == [
+        Outcome("3 checks", skip(f"{why}: permissions, admission policy, claim policy"))
+    ]
 
 
 def test_an_api_server_that_is_away_is_one_failure(server: PlaygroundApiServer, tmp_path: Path) -> None:

@@ -83,7 +83,9 @@ def test_detach_names_no_gpu_when_its_uuid_is_not_known() -> None:
 def test_what_is_not_known_is_a_warning() -> None:
     unread = SeenGpu("gpu-3", "GPU-3", pci_bus_id="0000:52:00.0")
     assert of(gpus=(ONE, unread), problems=("the file cannot be read: x; y; do it",)) == [
-        Finding("WARN", "not known of gpu-3", "`nvidia-smi -q` on the node; then run doctor again"),
+        Finding(
+            "WARN", "the health of gpu-3 is not known", "`nvidia-smi -q` on the node; then run doctor again"
+        ),
         Finding("WARN", "the file cannot be read: x; y", "do it"),
     ]
     assert of(gpus=(unread,), has_nvml=False) == [Finding("SKIP", "not known without NVML")]

@@ -23,6 +23,9 @@ import urllib3
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+_COMPONENTS = (ROOT / "hack/cluster/localcluster/components.toml").read_text()
+RESOURCE_VERSIONS = ("v1", *re.findall(r"resource\.k8s\.io/(v\w+)=true", _COMPONENTS))
+"""In which the API server of the cluster serves resource.k8s.io: a release that has fewer is asked for fewer there."""
 sys.path.insert(0, str(ROOT / "hack" / "cluster"))
 
 SIMULATOR_DIR = Path("/var/lib/gpu-dra-simulator")
@@ -150,10 +153,12 @@ class Cluster:
         place = urllib3.util.parse_url(cluster["cluster"]["server"])
         return urllib3.HTTPSConnectionPool(place.hostname, place.port, maxsize=8, ssl_context=context)
 
-    def helm(self, *arguments: str, values: Json | None = None) -> subprocess.CompletedProcess[str]:
-        """Helm in the project's directory; `values` are those of standard input."""
+    def helm(
+        self, *arguments: str, values: Json | None = None, major: int = 3
+    ) -> subprocess.CompletedProcess[str]:
+        """Helm 3 or 4 in the project's directory; `values` are those of standard input."""
         return subprocess.run(
-            [str(self.local.helm()), *arguments, *(() if values is None else ("-f", "-"))],
+            [str(self.local.helm(major)), *arguments, *(() if values is None else ("-f", "-"))],
             cwd=ROOT,
             env={**os.environ, "KUBECONFIG": str(self.local.kubeconfig())},
             input=json.dumps(values or {}),

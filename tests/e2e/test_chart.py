@@ -1,18 +1,26 @@
-"""The chart on the real cluster takes over what kubectl applied, is upgraded, rolled back, renamed and uninstalled."""
+"""The chart on the real cluster, with Helm 3 and 4: it takes over what kubectl and NVIDIA's chart made, is upgraded,
+rolled back, renamed and uninstalled."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.e2e.conftest import (
     CDI_DIR,
     DAEMONSET,
     NAMESPACE,
     PLUGIN_DIR,
+    ROOT,
     Cluster,
     install,
     wait_for,
@@ -34,20 +42,38 @@ KINDS = (
     "deviceclasses,validatingadmissionpolicies,validatingadmissionpolicybindings"
 )
 GPUS = 8
-TAKE_OVER = ("--take-ownership", "--force")
-"""With force Helm replaces what is there; without, it would leave what only the older objects have."""
+TAKE_OVER = {
+    int(major): tuple(flags.split())
+    for major, flags in re.findall(
+        r"^# Helm (\d)\nhelm upgrade --install .* (--take-ownership .*)$",
+        (ROOT / "daemonset/README.md").read_text(),
+        re.MULTILINE,
+    )
+}
+"""By the major version of Helm, as the manual prints them. Helm replaces what is there; otherwise it would leave what
+only the older objects have."""
 
 
 class Chart:
-    """Helm with the chart of this tree, and the cluster it works on."""
+    """Helm of a major version with the chart of this tree, and the cluster it works on."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, major: int) -> None:
         self.cluster = cluster
+        self.major = major
 
-    def upgrade(self, *arguments: str, values: Json | None = None, name: str = RELEASE) -> str:
+    def helm(self, *arguments: str, values: Json | None = None) -> subprocess.CompletedProcess[str]:
+        return self.cluster.helm(*arguments, values=values, major=self.major)
+
+    def upgrade(
+        self,
+        *arguments: str,
+        values: Json | None = None,
+        name: str = RELEASE,
+        chart: str | Path = "daemonset/chart",
+    ) -> str:
         """`helm upgrade --install`, seen rolled out; what it printed."""
-        done = self.cluster.helm(
-            *("upgrade", "--install", RELEASE, "daemonset/chart", "-n", NAMESPACE, *arguments),
+        done = self.helm(
+            *("upgrade", "--install", RELEASE, str(chart), "-n", NAMESPACE, *arguments),
             values=VALUES | (values or {}),
         )
         assert done.returncode == 0, done.stderr
@@ -57,7 +83,12 @@ class Chart:
     def take_over(self) -> None:
         """Unless an earlier test did."""
         if not self.release_is_there():
-            self.upgrade(*TAKE_OVER)
+            self.upgrade(*TAKE_OVER[self.major])
+
+    def uninstall(self) -> None:
+        done = self.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait", "--cascade", "foreground")
+        assert done.returncode == 0, done.stderr
+        wait_for("the driver's pods to be gone", lambda: not self.cluster.driver_pods())
 
     def rolled_out(self, name: str = RELEASE) -> None:
         self.cluster.rolled_out(f"daemonset/{name}")
@@ -85,17 +116,15 @@ class Chart:
         return sorted(found.split())
 
     def release_is_there(self) -> bool:
-        return RELEASE in self.cluster.helm("list", "-n", NAMESPACE, "-a", "-q").stdout.split()
+        return RELEASE in self.helm("list", "-n", NAMESPACE, "-q").stdout.split()
 
 
-@pytest.fixture(scope="module")
-def released(_cluster: Cluster) -> Iterator[Chart]:
-    chart = Chart(_cluster)
+@pytest.fixture(scope="module", params=TAKE_OVER, ids="helm {}".format)
+def released(request: pytest.FixtureRequest, _cluster: Cluster) -> Iterator[Chart]:
+    chart = Chart(_cluster, request.param)
     yield chart
     if chart.release_is_there():
-        done = chart.cluster.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait")
-        assert done.returncode == 0, done.stderr
-        wait_for("the driver's pods to be gone", lambda: not _cluster.driver_pods())
+        chart.uninstall()
     install(_cluster, "e2e")
     wait_for("plain devices", lambda: len(_cluster.devices()) == GPUS and _cluster.pool_is_whole())
 
@@ -126,11 +155,12 @@ def test_it_takes_over_what_kubectl_applied(chart: Chart, cluster: Cluster) -> N
     patch = {"spec": {"updateStrategy": strategy, "template": {"spec": {"containers": [old]}}}}
     cluster.kubectl("patch", DAEMONSET, "-n", NAMESPACE, "-p", json.dumps(patch))
     before = cluster.get(DAEMONSET, "-n", NAMESPACE)["metadata"]["generation"]
-    refused = chart.cluster.helm("install", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=VALUES)
+    refused = chart.helm("install", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=VALUES)
     assert "cannot be imported into the current release" in refused.stderr
     assert cluster.get(DAEMONSET, "-n", NAMESPACE)["metadata"]["generation"] == before
     there = chart.objects()
-    told = chart.upgrade(*TAKE_OVER)
+    told = chart.upgrade(*TAKE_OVER[chart.major])
+    assert f"--take-ownership {TAKE_OVER[chart.major][1]}" in told
     assert "on a simulated dgx-h100" in told
     assert chart.objects() == there, "the same objects"
     assert "HEALTHCHECK_PORT" not in chart.variables()
@@ -147,12 +177,12 @@ def test_an_upgrade_with_a_typo_changes_nothing_and_a_good_one_can_be_rolled_bac
     chart: Chart, cluster: Cluster
 ) -> None:
     chart.take_over()
-    before = chart.cluster.helm("history", RELEASE, "-n", NAMESPACE, "-o", "json").stdout
+    before = chart.helm("history", RELEASE, "-n", NAMESPACE, "-o", "json").stdout
     wrong = VALUES | {"kubeletPlugin": {"tolerationz": []}}
-    done = chart.cluster.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=wrong)
+    done = chart.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=wrong)
     assert done.returncode
     assert "additional properties 'tolerationz' not allowed" in done.stderr
-    assert chart.cluster.helm("history", RELEASE, "-n", NAMESPACE, "-o", "json").stdout == before
+    assert chart.helm("history", RELEASE, "-n", NAMESPACE, "-o", "json").stdout == before
     [taken] = cluster.allocated("before")
     uuids = [device["attributes"]["uuid"]["string"] for device in cluster.devices()]
     free = next(uuid for uuid in uuids if uuid != taken)
@@ -165,7 +195,7 @@ def test_an_upgrade_with_a_typo_changes_nothing_and_a_good_one_can_be_rolled_bac
     assert "deviceclass.resource.k8s.io/shares.gpu.nvidia.com" in chart.objects()
     cluster.start("shared", device_class="shares.gpu.nvidia.com")
     delete(cluster, "shared")
-    done = chart.cluster.helm("rollback", RELEASE, "-n", NAMESPACE)
+    done = chart.helm("rollback", RELEASE, "-n", NAMESPACE)
     assert done.returncode == 0, done.stderr
     chart.rolled_out()
     wait_for(
@@ -175,8 +205,26 @@ def test_an_upgrade_with_a_typo_changes_nothing_and_a_good_one_can_be_rolled_bac
     assert not [name for name in chart.objects() if "config" in name or "shares" in name]
 
 
+def test_values_are_reused_of_a_chart_that_did_not_have_all_of_them(chart: Chart, tmp_path: Path) -> None:
+    """As from an older release: nothing in its values.yaml but a few sections."""
+    chart.take_over()
+    older = tmp_path / "chart"
+    shutil.copytree(ROOT / "daemonset/chart", older)
+    values = yaml.safe_load((older / "values.yaml").read_text())
+    kept = ("image", "deviceClasses", "kubeletPlugin", "simulator")
+    (older / "values.yaml").write_text(yaml.safe_dump({name: values[name] for name in kept}))
+    chart.upgrade(values={"logVerbosity": "6", "kubeletPlugin": {"affinity": None}}, chart=older)
+    assert chart.variables()["LOG_LEVEL"] == "debug"
+    done = chart.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, "--reuse-values")
+    assert done.returncode == 0, done.stderr
+    chart.rolled_out()
+    assert chart.variables()["LOG_LEVEL"] == "debug"
+    chart.upgrade()
+    assert "LOG_LEVEL" not in chart.variables()
+
+
 def test_a_release_gets_another_name_under_a_running_pod(chart: Chart, cluster: Cluster) -> None:
-    """Two DaemonSets for a moment, as in an update: the claims of one are ended by the other."""
+    """Helm deletes the old DaemonSet at once: the claims of one are ended by the other."""
     chart.take_over()
     cluster.start("earlier")
     published = len(cluster.devices())
@@ -202,21 +250,21 @@ def test_a_second_release_on_the_same_nodes_is_refused(chart: Chart, cluster: Cl
     chart.take_over()
     before = chart.objects()
     second = ("install", "second", "daemonset/chart", "-n", "second", "--create-namespace")
-    done = chart.cluster.helm(*second, values=VALUES)
+    done = chart.helm(*second, values=VALUES)
     assert "DeviceClass gpu.nvidia.com belongs to the release gpu-dra-driver" in done.stderr
-    done = chart.cluster.helm(*second, values=VALUES | {"deviceClasses": {"create": False}})
+    done = chart.helm(*second, values=VALUES | {"deviceClasses": {"create": False}})
     assert "serves gpu.nvidia.com on the same nodes" in done.stderr
     assert chart.objects() == before
     assert not cluster.kubectl("get", "namespace", "second", "--ignore-not-found")
     other = VALUES | {"selectorLabelsOverride": {"app": "other"}}
-    done = chart.cluster.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=other)
+    done = chart.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=other)
     assert "finds its pods by other labels" in done.stderr
     # A label with two values keeps them apart: the release that is there gets it, the other asks for another one.
     cluster.kubectl("label", "node", cluster.node, "pool=a", "--overwrite")
     try:
         chart.upgrade(values={"kubeletPlugin": {"nodeSelector": {"pool": "a"}}})
         apart = {"deviceClasses": {"create": False}, "kubeletPlugin": {"nodeSelector": {"pool": "b"}}}
-        done = chart.cluster.helm(*second, "--dry-run=server", values=VALUES | apart)
+        done = chart.helm(*second, "--dry-run=server", values=VALUES | apart)
         assert done.returncode == 0, done.stderr
     finally:
         chart.upgrade()
@@ -229,7 +277,7 @@ def test_the_notes_look_at_the_cluster(chart: Chart, cluster: Cluster) -> None:
     def notes() -> str:
         values = VALUES | {"kubeletPlugin": {"gpuNodesOnly": True}}
         command = ("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, "--dry-run=server")
-        done = chart.cluster.helm(*command, values=values)
+        done = chart.helm(*command, values=values)
         assert done.returncode == 0, done.stderr
         return done.stdout.partition("\nNOTES:\n")[2]
 
@@ -253,9 +301,7 @@ def test_uninstalling_leaves_nothing(released: Chart, cluster: Cluster) -> None:
     cluster.start("last")
     delete(cluster, "last")
     wait_for("its claim to be unprepared", lambda: not cluster.leftovers())
-    done = released.cluster.helm("uninstall", RELEASE, "-n", NAMESPACE, "--wait", "--cascade", "foreground")
-    assert done.returncode == 0, done.stderr
-    wait_for("the driver's pods to be gone", lambda: not cluster.driver_pods())
+    released.uninstall()
     assert released.objects() == []
     sockets = [*REGISTRY.glob("gpu.nvidia.com*"), *PLUGIN_DIR.glob("*.sock")]
     assert sockets == []
@@ -263,3 +309,58 @@ def test_uninstalling_leaves_nothing(released: Chart, cluster: Cluster) -> None:
     wait_for("the kubelet to take the slices away", lambda: not cluster.slices())
     released.upgrade()
     wait_for("the devices to be back", lambda: len(cluster.devices()) == GPUS and cluster.pool_is_whole())
+
+
+def test_it_takes_over_from_nvidias_chart(released: Chart, cluster: Cluster, tmp_path: Path) -> None:
+    """As docs/install.md prints it. NVIDIA's images are not here, so no program of its chart runs."""
+    if released.release_is_there():
+        released.uninstall()
+    else:
+        cluster.kubectl("delete", "-k", "daemonset/overlays/e2e", "--ignore-not-found", "--timeout=300s")
+    page = (ROOT / "docs/install.md").read_text().partition("\n### With Helm\n")[2]
+    install_ours, end_theirs = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)[:2]
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "helm").symlink_to(cluster.local.helm(released.major))
+    environment = {
+        **os.environ,
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "KUBECONFIG": str(cluster.local.kubeconfig()),
+        "REGISTRY": "localhost",
+    }
+
+    def run(commands: str) -> None:
+        ours = "image.tag=dev,image.pullPolicy=Never,simulator.enabled=true,kubeletPlugin.affinity=null"
+        commands = commands.replace("image.tag=", ours).replace("values.yaml", str(tmp_path / "values.yaml"))
+        done = subprocess.run(
+            ["bash", "-eu", "-c", commands],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, f"{commands}\n{done.stdout}{done.stderr}"
+        released.rolled_out()
+
+    theirs = "nvidia-dra-driver-gpu"
+    chart = cluster.local.compute_domains_chart()
+    values = {"gpuResourcesEnabledOverride": True, "logVerbosity": "6", "webhook": {"enabled": False}}
+    done = released.helm(*("install", theirs, str(chart), "-n", theirs, "--create-namespace"), values=values)
+    assert done.returncode == 0, done.stderr
+    cluster.kubectl("label", "node", cluster.node, "gpus-by=dra", "--overwrite")
+    try:
+        run(install_ours)
+        assert released.variables()["LOG_LEVEL"] == "debug", "their values"
+        cluster.start("moved")
+        run(end_theirs)
+        assert "deviceclass.resource.k8s.io/gpu.nvidia.com" in released.objects()
+        assert len(cluster.seen_by("moved")) == 1
+        cluster.start("after")
+        delete(cluster, "after")
+        delete(cluster, "moved")
+    finally:
+        cluster.kubectl("label", "node", cluster.node, "gpus-by-")
+        released.helm("uninstall", theirs, "-n", theirs)
+        for what in (("-f", str(chart / "crds")), ("namespace", theirs)):
+            cluster.kubectl("delete", *what, "--ignore-not-found", "--timeout=300s")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -113,6 +114,14 @@ def expected(cluster: Cluster, claim: str, request: str, pod_claim: str | None =
     return [document | {"apiVersion": version} for version in VERSIONS]
 
 
+def read_by_kubernetes(cluster: Cluster, text: str) -> list[str]:
+    """The versions that Kubernetes' own reader finds in a file; it fails where a field is missing or wrong."""
+    reader = str(cluster.local.metadata_reader())
+    done = subprocess.run([reader], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
 def uuids_in(found: list[Json]) -> list[str]:
     """Of the devices in the newest version of a file."""
     return [
@@ -141,6 +150,7 @@ def test_a_container_reads_what_its_gpu_is(describing: Cluster) -> None:
     text = inside(describing, "described", "main", f"cat {INSIDE}/{path}")
     found = documents(text)
     assert found == expected(describing, "described", "device")
+    assert read_by_kubernetes(describing, text) == VERSIONS
     assert uuids_in(found) == describing.seen_by("described") == describing.allocated("described")
     on_the_host = PLUGIN_DIR / "dra-device-metadata" / "default_described" / "device" / "metadata.json"
     assert documents(on_the_host.read_text()) == found
@@ -162,10 +172,9 @@ def test_each_request_of_a_claim_has_a_file_of_its_own(describing: Cluster) -> N
     paths = {name: f"resourceclaimtemplates/gpus/{name}/{FILE}" for name in ("first", "second")}
     assert files_in(describing, "pair", "both") == sorted(paths.values())
     assert files_in(describing, "pair", "second") == [paths["second"]]
-    found = {
-        name: documents(inside(describing, "pair", "both", f"cat {INSIDE}/{path}"))
-        for name, path in paths.items()
-    }
+    texts = {name: inside(describing, "pair", "both", f"cat {INSIDE}/{path}") for name, path in paths.items()}
+    assert [read_by_kubernetes(describing, text) for text in texts.values()] == [VERSIONS, VERSIONS]
+    found = {name: documents(text) for name, text in texts.items()}
     assert found == {name: expected(describing, claim, name, "gpus") for name in paths}
     assert [request["name"] for request in found["second"][0]["requests"]] == ["second/any"]
     assert (len(uuids_in(found["first"])), len(uuids_in(found["second"]))) == (2, 1)

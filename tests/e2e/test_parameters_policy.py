@@ -13,7 +13,7 @@ from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import MERGE_PATCH, ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from tests.api.parameter_table import CLAIMS, PARAMETERS, Claim, Json, Parameters, mps, parameters
-from tests.e2e.conftest import Cluster, wait_for
+from tests.e2e.conftest import RESOURCE_VERSIONS, Cluster, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -21,7 +21,6 @@ DRIVER = "gpu.nvidia.com"
 POLICY = "gpu-dra-driver-parameters"
 DENIED = f"ValidatingAdmissionPolicy '{POLICY}' with binding '{POLICY}' denied request: "
 GROUP = "/apis/resource.k8s.io"
-VERSIONS = ("v1", "v1beta2", "v1beta1")
 PATHS = {
     "ResourceClaim": "spec.devices.",
     "ResourceClaimTemplate": "spec.spec.devices.",
@@ -141,7 +140,7 @@ def test_parameters(server: Server, kind: str) -> None:
         judge(server, case, kind, "v1")
 
 
-@pytest.mark.parametrize("version", VERSIONS[1:])
+@pytest.mark.parametrize("version", RESOURCE_VERSIONS[1:])
 def test_every_version_is_judged(server: Server, version: str) -> None:
     for case in PARAMETERS[:: len(PARAMETERS) // 8]:
         for kind in PATHS:
@@ -156,7 +155,7 @@ def admin_namespace(_cluster: Cluster) -> Iterator[str]:
     _cluster.kubectl("delete", "namespace", "parameters", "--timeout=300s")
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", RESOURCE_VERSIONS)
 def test_parameters_that_do_not_fit_the_claim(server: Server, admin_namespace: str, version: str) -> None:
     for case in CLAIMS:
         judge_claim(server, case, version, admin_namespace)
@@ -177,29 +176,26 @@ def test_many_faults_are_told_as_far_as_the_server_takes_a_text(server: Server) 
     assert "opaque.parameters.unknown" in text
 
 
-def test_a_fault_is_found_among_as_many_entries_as_a_claim_may_have(server: Server) -> None:
-    """The API server limits what a policy may compute."""
+@pytest.mark.parametrize("limits", [16, 650], ids=["of usual size", "of 10 KiB"])
+def test_a_fault_is_found_in_the_first_eight_entries_of_the_largest_claim(
+    server: Server, limits: int
+) -> None:
+    """The API server limits what a policy may compute; all that comes later is left to Prepare."""
     names = [f"request-{number}" for number in range(32)]
     asked = [{"name": name, "exactly": {"deviceClassName": "gpu.nvidia.com"}} for name in names]
-    limits = {str(number): "10Gi" for number in range(16)}
+    by_device = {str(number): "10Gi" for number in range(limits)}
 
-    def entries() -> Iterator[Json]:
-        for name in names:
-            value = mps(defaultPerDevicePinnedMemoryLimit=limits, multiUser=name != names[-1] or "yes")
-            yield {"requests": names, "opaque": {"driver": DRIVER, "parameters": value}}
+    def refusal(faulty: int) -> str | None:
+        entries = []
+        for number in range(32):
+            multi_user = "yes" if number == faulty else True
+            value = mps(defaultPerDevicePinnedMemoryLimit=by_device, multiUser=multi_user)
+            entries.append({"requests": names, "opaque": {"driver": DRIVER, "parameters": value}})
+        return server.refusal("ResourceClaim", {"requests": asked, "config": entries})
 
-    refusal = server.refusal("ResourceClaim", {"requests": asked, "config": list(entries())})
-    path = "spec.devices.config[31].opaque.parameters.sharing.mpsConfig"
-    assert told(refusal) == [f"{path}.multiUser: must be true or false"]
-
-
-def test_what_costs_too_much_to_judge_is_left_to_prepare(server: Server) -> None:
-    """32 entries of 10 KiB each: more than the API server lets a policy compute."""
-    limits = {str(number): "1Gi" for number in range(700)}
-    sharing = {"strategy": "MPS", "mpsConfig": {"defaultPerDevicePinnedMemoryLimit": limits}}
-    entry = {"opaque": {"driver": DRIVER, "parameters": parameters(sharing=sharing)}}
-    devices = with_parameters(parameters())
-    assert server.refusal("ResourceClaim", devices | {"config": [entry] * 32}) is None
+    path = "spec.devices.config[7].opaque.parameters.sharing.mpsConfig"
+    assert told(refusal(7)) == [f"{path}.multiUser: must be true or false"]
+    assert refusal(8) is None
 
 
 def test_what_was_stored_before_can_still_change_and_end(cluster: Cluster, server: Server) -> None:

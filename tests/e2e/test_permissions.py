@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.conftest import NAMESPACE, ROOT, Cluster, claim, container, pod, wait_for
+from tests.e2e.conftest import NAMESPACE, RESOURCE_VERSIONS, ROOT, Cluster, claim, container, pod, wait_for
 
 pytestmark = pytest.mark.cluster
 
-VERSIONS = ("v1", "v1beta2", "v1beta1")
 SPACE = "permissions"
 OLDER = "e2e-older-server"
 LABEL = "app.kubernetes.io/name=gpu-dra-driver"
@@ -70,14 +69,14 @@ def refusal(cluster: Cluster, token: str, manifest: Json, action: str = "create"
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", RESOURCE_VERSIONS)
 def test_own_nodes_slice_is_allowed(cluster: Cluster, token: str, version: str) -> None:
     mine = a_slice(version, "permission-test", pool=cluster.node, where={"nodeName": cluster.node})
     assert not denied(cluster, token, mine)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", RESOURCE_VERSIONS)
 @pytest.mark.parametrize(
     "foreign",
     [
@@ -93,7 +92,7 @@ def test_what_is_not_its_own_is_refused(cluster: Cluster, token: str, version: s
 
 @pytest.mark.core
 @pytest.mark.parametrize("action", ["replace", "delete"])
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", RESOURCE_VERSIONS)
 def test_touching_another_nodes_slice_is_refused(
     cluster: Cluster, token: str, version: str, action: str
 ) -> None:
@@ -221,7 +220,7 @@ def harmful(api: Api, version: str, node: str) -> dict[str, Answer]:
     return answers
 
 
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", RESOURCE_VERSIONS)
 def test_status_of_own_devices_and_nothing_else_of_a_claim(
     cluster: Cluster, token: str, claims: dict[str, tuple[str, str]], version: str
 ) -> None:
@@ -238,6 +237,51 @@ def test_status_of_own_devices_and_nothing_else_of_a_claim(
         answer = api.ask("PATCH", f"{path_of(version, name)}/status", {"metadata": metadata}, MERGE)
         assert not {"labels", "finalizers"} & answer.body["metadata"].keys(), answer
         assert api.ask("PATCH", path_of(version, name), {"metadata": metadata}, MERGE).status == 403
+
+
+@pytest.mark.core
+def test_events_of_its_own_and_nobody_elses(cluster: Cluster, token: str) -> None:
+    api = Api(cluster, token)
+    events = "/api/v1/namespaces/default/events"
+    ours, others = an_event("gpu.nvidia.com", cluster.node), an_event("kubelet", cluster.node)
+    foreign = {
+        "of another component": others,
+        "of another node": an_event("gpu.nvidia.com", "other-node"),
+        "whose parts differ": {**ours, "source": others["source"]},
+        "without an origin": {key: ours[key] for key in ("apiVersion", "kind", "metadata", "involvedObject")},
+    }
+    denied = "'gpu-dra-driver-own-events'"
+    wait_for("the policy to be in force", lambda: api.ask("POST", events, others).refused_by(denied))
+    assert api.ask("POST", events, ours).status == 201
+    for what, event in foreign.items():
+        assert api.ask("POST", events, event).refused_by(denied), what
+    for event, change, is_refused in (
+        (ours, {"count": 2}, False),
+        (ours, {key: others[key] for key in ("source", "reportingComponent")}, True),
+        (others, {"message": "all is well"}, True),
+        (others, {key: ours[key] for key in ("source", "reportingComponent")}, True),
+    ):
+        cluster.apply([event])
+        try:
+            answer = api.ask("PATCH", f"{events}/permission-test", change, MERGE)
+            assert answer.refused_by(denied) if is_refused else answer.status == 200, (event, change, answer)
+        finally:
+            cluster.kubectl("delete", "event", "permission-test", "-n", "default")
+
+
+def an_event(component: str, node: str) -> Json:
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": "permission-test", "namespace": "default"},
+        "involvedObject": {"kind": "Pod", "namespace": "default", "name": "some-pod"},
+        "source": {"component": component, "host": node},
+        "reportingComponent": component,
+        "reportingInstance": node,
+        "type": "Warning",
+        "reason": "Test",
+        "message": "it is only a test",
+    }
 
 
 RENAMED = ("gpus-elsewhere", "team-a-gpu-dra-driver-x")
@@ -277,7 +321,7 @@ def older_server(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("older_server")
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("version", RESOURCE_VERSIONS)
 def test_the_policy_alone_confines_the_status_as_well(
     cluster: Cluster, token: str, claims: dict[str, tuple[str, str]], version: str
 ) -> None:
@@ -408,24 +452,12 @@ def findings(document: str) -> dict[str, tuple[str, str]]:
 
 
 def test_rights_are_the_contract_and_nothing_more(cluster: Cluster, token: str) -> None:
-    """What the API server itself says that the token may do, beyond asking about itself."""
-    review = {
-        "apiVersion": "authorization.k8s.io/v1",
-        "kind": "SelfSubjectRulesReview",
-        "spec": {"namespace": "default"},
-    }
-    answer = Api(cluster, token).ask("POST", "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews", review)
-    found = {
-        (group, resource, verb, *rule.get("resourceNames", ()))
-        for rule in answer.body["status"]["resourceRules"]
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-        if not resource.startswith("selfsubject")
-    }
+    """What the API server itself says that the token may do, beyond what every account may."""
+    found, urls = rights_of(cluster, token)
+    everybodys, _ = rights_of(cluster, cluster.kubectl("create", "token", "default", "-n", "default").strip())
     dra = "resource.k8s.io"
     every = ("list", "watch", "create", "update", "delete")
-    assert found == {
+    assert found - everybodys == {
         (dra, "resourceclaims", "get"),
         (dra, "resourceclaims/status", "patch"),
         (dra, "resourceclaims/driver", "associated-node:patch", "gpu.nvidia.com"),
@@ -435,8 +467,25 @@ def test_rights_are_the_contract_and_nothing_more(cluster: Cluster, token: str) 
         ("", "events", "create"),
         ("", "events", "patch"),
     }
-    urls = {verb for rule in answer.body["status"]["nonResourceRules"] for verb in rule["verbs"]}
     assert urls <= {"get"}
+
+
+def rights_of(cluster: Cluster, token: str) -> tuple[set[tuple[str, ...]], set[str]]:
+    """Group, resource, verb and names of each right in the namespace `default`, and the verbs for other URLs."""
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectRulesReview",
+        "spec": {"namespace": "default"},
+    }
+    answer = Api(cluster, token).ask("POST", "/apis/authorization.k8s.io/v1/selfsubjectrulesreviews", review)
+    rights = {
+        (group, resource, verb, *rule.get("resourceNames", ()))
+        for rule in answer.body["status"]["resourceRules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    return rights, {verb for rule in answer.body["status"]["nonResourceRules"] for verb in rule["verbs"]}
 
 
 def test_what_a_stolen_token_might_try_is_refused(

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
+import structlog
 
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, SLOW_S, Cluster, wait_for
+from dra_driver.model.sharing import NO_SHARING, share_all
+from dra_driver.simulator import machine_names
+from dra_driver.slices.rules.build import build_pool
+from dra_driver.slices.rules.diff import Owner, slice_changes
+from tests.e2e.conftest import DAEMONSET, NAMESPACE, SLOW_S, Cluster, Json, wait_for
+from tests.fakes.machines import SimulatedNode
+from tests.fakes.samples import DRIVER
+from tests.sharing.test_modes import RULES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.core]
 
@@ -30,6 +41,40 @@ def test_slices_equal_what_inspect_prints(cluster: Cluster) -> None:
         return {**spec, "pool": {**spec["pool"], "generation": 0}}
 
     assert [content(entry) for entry in published] == [content(entry) for entry in expected]
+
+
+@pytest.mark.parametrize("machine", machine_names())
+def test_the_api_server_takes_the_slices_of_every_machine(
+    cluster: Cluster, machine: str, tmp_path: Path
+) -> None:
+    """As they are, with MIG devices made on demand, and shared by each rule. What the server does not keep is of a
+    feature that is off before 1.36."""
+    _, version = cluster.request("GET", "/version")
+    keeps_all = int(json.loads(version)["minor"]) >= 36
+    path = "/apis/resource.k8s.io/v1/resourceslices?dryRun=All"
+    with structlog.testing.capture_logs():
+        entries = list(slices_of(machine, tmp_path))
+    for entry in entries:
+        status, body = cluster.request("POST", path, entry)
+        assert status == 201, body.decode()
+        if keeps_all:
+            assert json.loads(body)["spec"] == entry["spec"]
+
+
+def slices_of(machine: str, directory: Path) -> Iterator[Json]:
+    """What the driver creates on a simulated machine, in each of its forms."""
+    for on_demand in (False, True):
+        node = SimulatedNode(machine, directory / str(on_demand), (lambda _gpu: True) if on_demand else None)
+        known = node.discover()
+        if on_demand:
+            for number, gpu in enumerate(known.gpus):
+                if gpu.mig_capable:
+                    node.machine.set_mig_mode(number, True)  # A100 and A30 offer nothing else before
+            known = node.discover()
+        node.close()
+        for sharing in (NO_SHARING, *map(share_all, RULES.values())):
+            changes = slice_changes(build_pool(known, "node", sharing), (), Owner(DRIVER, "node", "uid"))
+            yield from changes.creates
 
 
 def test_slices_belong_to_the_node_object(cluster: Cluster) -> None:

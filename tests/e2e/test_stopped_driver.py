@@ -66,6 +66,26 @@ def test_health_is_unknown_without_a_driver_and_told_when_it_is_back(stoppable: 
     wait_for("the claim to be unprepared by the new instance", lambda: not stoppable.leftovers(), 300)
 
 
+def test_the_kubelet_reads_health_in_the_newest_version_that_it_knows(stoppable: Cluster) -> None:
+    """v1alpha1 until 1.36, v1 since 1.37; a debug log has each call."""
+    release = stoppable.get("node", stoppable.node)["status"]["nodeInfo"]["kubeletVersion"]
+    version = "v1" if int(release.split(".")[1]) >= 37 else "v1alpha1"
+    stoppable.kubectl("set", "env", DAEMONSET, "-n", NAMESPACE, "LOG_LEVEL=debug")
+    try:
+        stoppable.rolled_out()
+        wait_for("the driver to have settled", stoppable.driver_has_settled)
+
+        def streams() -> set[str]:
+            [pod] = stoppable.staying_pods("node")
+            lines = stoppable.logs(pod["metadata"]["name"], NAMESPACE).splitlines()
+            events = [json.loads(line) for line in lines if '"stream_opened"' in line]
+            return {event["method"] for event in events}
+
+        assert wait_for("a stream of health", streams) == {f"{version}.DRAResourceHealth/NodeWatchResources"}
+    finally:
+        stoppable.kubectl("set", "env", DAEMONSET, "-n", NAMESPACE, "LOG_LEVEL-")
+
+
 def test_a_gpu_that_goes_bad_while_no_driver_runs_is_found_by_the_next_one(stoppable: Cluster) -> None:
     """What a look tells is told by the first look; until then nothing is claimed."""
     index = 2  # of no test of test_health, where each that goes bad is one test's own

@@ -104,21 +104,21 @@ def test_what_the_api_server_takes_and_refuses_is_told(cluster: Cluster, space: 
     ]
     quota = f"exceeded quota: gpus, requested: {QUOTA}=1, used: {QUOTA}=1, limited: {QUOTA}=1"
     policy = "ValidatingAdmissionPolicy 'gpu-dra-driver-parameters'"
-    assert told[0] == "API server: takes it; it exists already"
+    assert told[0] == "API server: accepts it; it exists already"
     # A new object is looked at before its name is: the quota comes first.
     assert told[1].startswith("API server: it exists already, and as a change") or quota in told[1]
     assert told[2].endswith(quota)
-    assert told[3] == "API server: takes it"
+    assert told[3] == "API server: accepts it"
     assert any("restricted" in hint for hint in reports[3]["hints"] if hint.startswith("API server warns: "))
     assert policy in told[4], told[4]
     assert "unknown field" in told[5]
-    assert told[6] == "API server: takes it"
+    assert told[6] == "API server: accepts it"
     assert "needs Namespace not-there-yet (" in told[7]
     assert told[8] == 'API server: namespaces "nowhere" not found'
     assert (
         "DeviceClass no.example.com is neither in the cluster nor among the files" in reports[9]["faults"][0]
     )
-    assert told[10] == "API server: takes it"
+    assert told[10] == "API server: accepts it"
     assert "needs ServiceAccount trainer (" in told[11]
     assert told[12].startswith("API server: it has no kind Unknown of example.com/v1")
     assert " refuses " in line

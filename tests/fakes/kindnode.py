@@ -26,9 +26,10 @@ from dra_driver.files.atomic import TEMPORARY_SUFFIX
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.journal.claim_locks import ClaimLocks
-from dra_driver.journal.debts import DebtKeeper, Debts
+from dra_driver.journal.cleanups import Cleaner, PendingCleanups
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.collector import MigCollector
 from dra_driver.mig.context import MigContext
@@ -51,8 +52,8 @@ from dra_driver.model.steps import (
 )
 from dra_driver.mps.compute_mode import DEFAULT, EXCLUSIVE_PROCESS
 from dra_driver.mps.daemon_processes import ProcessId
+from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
 from dra_driver.mps.layout import mps_layout
-from dra_driver.mps.records import DaemonRecord, DaemonRecords
 from dra_driver.nvml.mig_hardware import MigHardware
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.simulator import device_node_reader
@@ -186,9 +187,8 @@ class RecordedMpsHost:
         if known is not None and known.spec.uuid == spec.uuid and known.spec != spec:
             raise PermanentError(f"the MPS daemon of {spec.device} runs with other settings")
         if known is None or known.spec != spec or known.boot_id != self._boot_id:
-            before = DEFAULT if spec.kind == "gpu" else None
-            process = ProcessId(4242, 99)
-            self._records.write(DaemonRecord(spec, "running", self._boot_id, process, before))
+            before = dict.fromkeys(spec.gpu_uuids, DEFAULT) if spec.kind == "gpu" else {}
+            self._records.write(DaemonRecord(spec, self._boot_id, ProcessId(4242, 99), before))
         for gpu_uuid in spec.gpu_uuids if spec.kind == "gpu" else ():
             self._site.machine.set_compute_mode(gpu_uuid, EXCLUSIVE_PROCESS)
         return MpsDaemonStatus(spec.device, "ready", spec)
@@ -198,8 +198,8 @@ class RecordedMpsHost:
     ) -> None:
         known = self.daemons().get(device)
         if known is not None and known.spec.kind == "gpu":
-            for uuid in known.spec.gpu_uuids:
-                self._site.machine.set_compute_mode(uuid, known.compute_mode_before or DEFAULT)
+            for uuid, mode in known.modes_before.items():
+                self._site.machine.set_compute_mode(uuid, mode)
         self._records.remove(device)
 
 
@@ -283,8 +283,9 @@ class KindNode:
         plugin = self.plugin = directory / "plugin"
         self.records = RecordStore(plugin / "claims")
         self.records.open(boot_id)
-        self.locks = GpuLocks(plugin / "locks")
-        self.locks.open()
+        self.lanes = Lanes(GpuLocks(plugin / "locks"))
+        self.planning = GpuLocks(plugin / "locks", ".plan.lock")
+        self.planning.open()
         self.claim_locks = ClaimLocks(plugin / "locks")
         self.specs = CdiDirectory(directory / "cdi", DRIVER)
         self.specs.create()
@@ -305,14 +306,16 @@ class KindNode:
             pause=self.clock.pause,
         )
         self.mig = MigDevices(context)
-        self.collector = MigCollector(context, self.mig, self.locks, adopt="leave", on_change=lambda: None)
-        self.debts = Debts(plugin / "debts", self.records, boot_id)
+        self.collector = MigCollector(context, self.mig, self.lanes, adopt="leave", on_change=lambda: None)
+        self.debts = PendingCleanups(plugin / "debts", self.records, boot_id)
         self.debts.open()
         self.runner = StepDispatcher(self._runners(context))
+        self.cleaner = Cleaner(self.debts, self.lanes, self.runner, boot_id)
         self.executor = Executor(
             self.records,
-            self.debts,
+            self.cleaner,
             self.runner,
+            self.lanes,
             boot_id,
             now=lambda: "2026-08-07T12:00:00.000+00:00",
         )
@@ -325,7 +328,7 @@ class KindNode:
         """The next instance, after the look that each start begins with."""
         node = self.again(**options)
         node.collector.look()
-        assert DebtKeeper(node.debts, node.locks, node.runner, node.boot_id).pay_all() == []
+        assert node.cleaner.clean_all() == []
         return node
 
     def again(self, **options: Any) -> Self:

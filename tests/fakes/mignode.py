@@ -8,9 +8,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from dra_driver.journal.debts import DebtKeeper, Debts
+from dra_driver.errors import NvmlTransientError
+from dra_driver.journal.cleanups import Cleaner, PendingCleanups
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.collector import MigCollector
 from dra_driver.mig.context import MigContext
@@ -34,7 +36,7 @@ from tests.fakes.samples import result
 
 CHANGES = frozenset({
     "own_mode", "set_mode", "save", "create", "create_compute", "destroy_compute", "destroy", "delete", "disown_mode",
-    "move", "end",
+    "move", "lessen",
 })  # fmt: skip
 
 
@@ -108,6 +110,7 @@ class MigNode:
         self.records.open(boot_id)
         self.locks = GpuLocks(directory / "locks")
         self.locks.open()
+        self.lanes = Lanes(self.locks)
         self.users = MigHolders(self.records, lambda: self.lost)
         self.context = MigContext(
             self.countdown.counted(self.hardware),
@@ -121,19 +124,20 @@ class MigNode:
         )
         self.devices = MigDevices(self.context)
         self.steps = MigSteps(self.context, self.devices, simulated.paths.proc)
-        self.debts = Debts(directory / "debts", self.countdown.counted(self.records), boot_id)
+        self.debts = PendingCleanups(directory / "debts", self.countdown.counted(self.records), boot_id)
         self.debts.open()
         runner = StepDispatcher({CreateMig: self.steps, LeaveMigMode: self.steps})
-        self.keeper = DebtKeeper(self.debts, self.locks, runner, boot_id)
+        self.cleaner = Cleaner(self.countdown.counted(self.debts), self.lanes, runner, boot_id)
         self.executor = Executor(
             self.countdown.counted(self.records),
-            self.countdown.counted(self.debts),
+            self.cleaner,
             runner,
+            self.lanes,
             boot_id,
             now=lambda: "2026-08-07T12:00:00.000+00:00",
         )
         self.collector = MigCollector(
-            self.context, self.devices, self.locks, adopt=adopt, on_change=self._changed
+            self.context, self.devices, self.lanes, adopt=adopt, on_change=self._changed
         )
 
     def restarted(self, **options: Any) -> MigNode:
@@ -179,15 +183,20 @@ class MigNode:
         tries_again: bool = False,
     ) -> ClaimRecord:
         planned = tuple(PlannedDevice(result(item.name), item) for item in wanted)
-        with self.locks.hold({self.gpu_uuid}, 5) as held:
-            known = self.records.get(claim.ref.uid)
-            return self.executor.carry_out(Plan(claim, planned, steps), known, held, tries_again=tries_again)
+        plan, known, begun = Plan(claim, planned, steps), self.records.get(claim.ref.uid), list[Step]()
+        record = self.executor.intend(plan, known)
+        try:
+            self.executor.change(plan, record, begun)
+            return self.executor.finish(plan, record, begun)
+        except Exception as error:
+            if record.phase != "prepared" and not (tries_again and isinstance(error, NvmlTransientError)):
+                self.executor.clean(self.executor.leave(record, begun if known is None else None))
+            raise
 
     def unprepare(self, uid: str = "uid-1") -> None:
         record = self.records.get(uid)
         if record is not None:
-            with self.locks.hold({self.gpu_uuid}, 5) as held:
-                self.executor.take_back(record, held)
+            self.executor.clean(self.executor.leave(record))
 
     def made(self, wanted: DynamicMigDevice) -> OwnedInstance:
         """The instance of a device that was made in this boot."""
@@ -209,7 +218,7 @@ class MigNode:
 
     def settle(self) -> None:
         """What a start does with what an earlier instance has left."""
-        assert self.keeper.pay_all() == []
+        assert self.cleaner.clean_all() == []
         self.collector.look()
 
     # --- what is there -------------------------------------------------------------------------

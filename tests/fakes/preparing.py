@@ -24,9 +24,10 @@ from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
 from dra_driver.journal.claim_locks import ClaimLocks
-from dra_driver.journal.debts import DebtKeeper, Debts
+from dra_driver.journal.cleanups import Cleaner, PendingCleanups
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
 from dra_driver.model.driver_programs import DriverPrograms
@@ -208,9 +209,9 @@ def claims_of(
         records=node.records,
         without_record=SpecsWithoutRecord(node.records, node.specs),
         claim_locks=node.claim_locks,
-        gpu_locks=node.locks,
+        planning=node.planning,
         executor=node.executor,
-        keeper=DebtKeeper(node.debts, node.locks, node.runner, node.boot_id),
+        cleaner=node.cleaner,
         users=users,
         observer=node.outcomes,
         make_sure=lambda: None,
@@ -242,8 +243,9 @@ class Node:
         self.devices = Devices(inventory)
         self.records = RecordStore(directory / "claims")
         self.records.open(boot_id)
-        self.locks = GpuLocks(directory / "locks")
-        self.locks.open()
+        self.lanes = Lanes(GpuLocks(directory / "locks"))
+        self.planning = GpuLocks(directory / "locks", ".plan.lock")
+        self.planning.open()
         self.claim_locks = ClaimLocks(directory / "locks")
         self.specs = CdiDirectory(directory / "cdi", DRIVER)
         self.specs.create()
@@ -252,15 +254,17 @@ class Node:
         self.metadata_files.create()
         described = MetadataSteps(self.metadata_files, lambda: self.devices.inventory, lambda device: None)
         self.outcomes = Outcomes()
-        self.debts = Debts(directory / "debts", self.records, boot_id)
+        self.debts = PendingCleanups(directory / "debts", self.records, boot_id)
         self.debts.open()
         self.boot_id = boot_id
         mps = SpecSteps(self.specs)  # of which no test wants more than that it runs
         self.runner = StepDispatcher({WriteCdiSpec: self.steps, WriteDeviceMetadata: described, RunMps: mps})
+        self.cleaner = Cleaner(self.debts, self.lanes, self.runner, boot_id)
         self.executor = Executor(
             self.records,
-            self.debts,
+            self.cleaner,
             self.runner,
+            self.lanes,
             boot_id,
             # As for steps that change more than the spec, so that the tests see the syncs too.
             must_last=lambda plan: True,

@@ -14,8 +14,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from dra_driver.model.claim import PodRef
+from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
+from dra_driver.model.inventory import StaticMigDevice
+from dra_driver.model.mig import MigAddress
+from dra_driver.model.record import ClaimRecord
 from dra_driver.observability.metrics import Metrics
+from dra_driver.observability.rules.usage import NodeUse, device_uses
 from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, hold, record, uuid
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
@@ -74,6 +79,23 @@ class KnownHealth:
         self.known[target] = replace(state, reasons=(*state.reasons, reason))
 
 
+BUSY = GpuLoad(60 << 30, 80 << 30, 70, 40, 350.0, 700.0)
+IDLE = GpuLoad(1 << 30, 10 << 30, 0)
+
+
+def node_use(records: list[ClaimRecord], busy: GpuLoad = BUSY, idle: GpuLoad = IDLE) -> NodeUse:
+    """A node whose whole GPUs are busy, and whose MIG devices are idle. A program of the host has memory too."""
+    unclaimed = [GpuProcess(4711, "train", 2 << 30)]
+    mig = {device.uuid: idle for gpu in MIXED.gpus for device in gpu.mig_devices}
+    seen = {gpu.uuid: GpuUse(busy, mig, unclaimed) for gpu in MIXED.gpus}
+    addresses = {
+        name: MigAddress(device.uuid, device.mig.gpu_instance_id, 0)
+        for name, device in MIXED.by_name.items()
+        if isinstance(device, StaticMigDevice)
+    }
+    return NodeUse(device_uses(records, MIXED, addresses, seen), seen, dict.fromkeys(seen, unclaimed))
+
+
 def complete_metrics() -> Metrics:
     """Every view is shown, and everything that has no series before it happens did happen."""
     health = KnownHealth(xids={(uuid(0), 79): 1})
@@ -84,13 +106,14 @@ def complete_metrics() -> Metrics:
     prepared = record(hold(GPU_0), hold(MIG_1G))
     records = [replace(prepared, claim=replace(prepared.claim, pods=(PodRef("pod-0", "uid-0"),)))]
     metrics = Metrics(DRIVER, NODE, lambda: ["gpu"])
-    metrics.show.claims(lambda: records, lambda device: None, lambda record: record.claim.pods)
+    metrics.show.claims(lambda: records, lambda device: None, lambda record: record.claim.pods, lambda: MIXED)
+    metrics.show.usage(lambda: node_use(records))
     metrics.show.devices(lambda: MIXED, health, dict)
     metrics.show.inventory(lambda: MIXED)
     metrics.show.health(lambda: MIXED, health)
     metrics.show.publishing(lambda: None, lambda: 1, lambda: 0)
     metrics.show.stuck_mig(list)
-    metrics.show.debts(list)
+    metrics.show.cleanups(list)
     metrics.show.partitions_unsupported(lambda: False)
     metrics.show.readiness(list)
     metrics.show.problem(list)

@@ -16,8 +16,8 @@ from dra_driver.health.store import HealthStore
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.mig import OwnedInstance, Placement
+from dra_driver.mps.daemon_records import DaemonRecords
 from dra_driver.mps.layout import mps_layout
-from dra_driver.mps.records import DaemonRecords
 from tests.fakes.preparing import Node
 from tests.fakes.samples import GPU_0, GPU_1, MIXED, claim
 
@@ -138,13 +138,13 @@ def test_daemons_and_health_of_a_newer_release_are_set_aside(tmp_path: Path, log
     """Both are found again without the file: daemons by their claims, health by looking."""
     layout = mps_layout(tmp_path)
     layout.root.mkdir()
-    (layout.root / "gpu-1.json").write_text('{"format": 2, "daemons": []}')
+    (layout.root / "gpu-1.json").write_text('{"format": 3, "daemons": []}')
     as_newer(tmp_path / "health.json")
     assert DaemonRecords(layout).load() == (
         {},
         (
-            f"{layout.root}/gpu-1.json: the MPS record has format version 2 of a newer release of gpu-dra-driver, and "
-            "this one reads only version 1; install that release again",
+            f"{layout.root}/gpu-1.json: the MPS record has format version 3 of a newer release of gpu-dra-driver, and "
+            "this one reads only version 2; install that release again",
         ),
     )
     assert HealthStore(tmp_path / "health.json").load() is None

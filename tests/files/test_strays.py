@@ -105,7 +105,7 @@ def test_stray_record_is_set_aside_and_the_claim_comes_and_goes(
 @pytest.mark.parametrize(
     "place",
     [
-        f"locks/{uuid(0)}.lock",
+        f"locks/{uuid(0)}.plan.lock",
         f"cdi/k8s.{DRIVER}-claim_uid-1.json",
         f"cdi/{DRIVER}_metadata_uid-1_gpu.json",
         "plugin/dra-device-metadata/default_claim-uid-1/gpu/metadata.json",

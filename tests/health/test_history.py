@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dra_driver.health.history import HealthHistory
-from dra_driver.model.health import HealthChange, HealthTarget, Severity
+from dra_driver.health.history import HealthHistory, change_between
+from dra_driver.model.health import HealthChange, HealthState, HealthTarget, Reason, Severity
 
 GPU, OTHER = HealthTarget("GPU-a"), HealthTarget("GPU-a", 3, 0)
 S = Severity
@@ -35,7 +35,7 @@ def test_a_slowdown_that_comes_and_goes_is_told_once() -> None:
     history = HealthHistory(told.append)
     for _ in range(50):
         history.add(change("too hot", S.OK, S.INFORMATION))
-        history.add(change("over: too hot", S.INFORMATION, S.OK))
+        history.add(change("healthy again after: too hot", S.INFORMATION, S.OK))
     assert [entry.times for entry in history.of("GPU-a")] == [50, 50]
     assert len(told) == 2
 
@@ -45,7 +45,19 @@ def test_each_time_that_a_gpu_goes_bad_and_well_is_told() -> None:
     history = HealthHistory(told.append)
     for at in range(3):
         history.add(change("Xid 74", S.OK, S.UNHEALTHY, at=at))
-        history.add(change("over: Xid 74", S.UNHEALTHY, S.OK, at=at))
-        history.add(change("the driver asks for a reset", S.UNHEALTHY, S.UNHEALTHY, at=at))
-    assert [entry.text for entry in told] == ["Xid 74", "over: Xid 74", "the driver asks for a reset"] * 3
+        history.add(change("healthy again after: Xid 74", S.UNHEALTHY, S.OK, at=at))
+        history.add(change("the NVIDIA driver requests a GPU reset", S.UNHEALTHY, S.UNHEALTHY, at=at))
+    assert [entry.text for entry in told] == [
+        "Xid 74",
+        "healthy again after: Xid 74",
+        "the NVIDIA driver requests a GPU reset",
+    ] * 3
     assert [entry.times for entry in history.of("GPU-a")] == [3, 3, 3]
+
+
+def test_a_gpu_that_is_well_again_names_what_it_had_without_remedies() -> None:
+    lost = Reason("gpu-lost", "", S.LOST, 1, 1, "the GPU does not answer; reset it")
+    xid = Reason("xid", "79", S.LOST, 1, 1, "Xid 79: the GPU fell off the bus")
+    ill = HealthState(GPU, (lost, xid))
+    assert change_between(ill, HealthState(GPU), 2).text == "healthy again after: GPU lost, Xid 79"
+    assert change_between(ill, HealthState(GPU, (xid,)), 2).text == "no longer: GPU lost"

@@ -116,7 +116,7 @@ def test_each_device_has_the_health_of_its_gpu_and_of_its_instance(bench):
     bench.monitor.see(Xid(94), uuid(2))
     told = bench.now()
     assert told[GPU_0][0] == v1.UNHEALTHY
-    assert told[GPU_0][1].startswith("the GPU does not answer")
+    assert told[GPU_0][1].startswith("the GPU fell off the bus and does not answer")
     assert told[GPU_0][1].endswith("; Xid 79: the GPU fell off the bus")
     assert told[GPU_1] == (v1.HEALTHY, "")
     assert told[MIG_1G][0] == v1.UNHEALTHY

@@ -12,7 +12,14 @@ import pytest
 from dra_driver.errors import NvmlUnavailableError, RetryableError, StateError
 from dra_driver.health import monitor as module
 from dra_driver.health.monitor import Monitor
-from dra_driver.health.rules.state import FLAPS, HOLD_S, SETTLE_S, SETTLE_UNSURE_S
+from dra_driver.health.rules.state import (
+    FLAPS,
+    HOLD_S,
+    RESTART_AFTER_S,
+    SETTLE_S,
+    SETTLE_UNSURE_S,
+    UNRESPONSIVE_AFTER_S,
+)
 from dra_driver.health.rules.taints import device_taints
 from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import HealthStore, KeptHealth
@@ -271,7 +278,7 @@ def test_a_recovery_action_is_seen_at_once_and_its_end_clears(bench):
     bench.turn()
     assert (bench.condition(1), bench.reasons(1), bench.tainted()) == ("ok", [], {})
     texts = [change.text for change in bench.monitor.history(bench.uuids[1])]
-    assert texts[-1].startswith("over: the driver asks for a reset")
+    assert texts[-1].startswith("healthy again after: the NVIDIA driver requests a GPU reset")
     told = [change.text for change in bench.transitions if change.target.gpu_uuid == bench.uuids[1]]
     assert set(told) == set(texts)
 
@@ -722,6 +729,81 @@ def test_a_hang_in_nvml_makes_health_unknown(threaded):
     time[0] = 51.0
     assert monitor.condition(HealthTarget("GPU-a")) == "unknown"
     assert "GPU GPU-a" in (monitor.problem() or "")
+
+
+def test_a_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(threaded):
+    time, source, hanging, told = [0.0], HangingSource(), {}, []
+    source.hangs = True
+    monitor = threaded(source, monotonic=lambda: time[0], hanging=lambda: hanging, on_transition=told.append)
+    assert source.hanging.wait(20)
+    hanging["GPU-a"] = ("the start of the MPS daemon", 0.0)
+    time[0] = UNRESPONSIVE_AFTER_S - 1.0
+    monitor.look_for_hangs()
+    assert (monitor.unresponsive(), told) == (None, [])
+    for time[0] in (UNRESPONSIVE_AFTER_S, UNRESPONSIVE_AFTER_S + 5.0):
+        monitor.look_for_hangs()
+    text = "the GPU does not react: the start of the MPS daemon does not end"
+    assert monitor.unresponsive() == f"GPU GPU-a: {text}"
+    for time[0] in (RESTART_AFTER_S, RESTART_AFTER_S + 5.0):
+        monitor.look_for_hangs()
+    del hanging["GPU-a"]
+    monitor.look_for_hangs()
+    assert monitor.unresponsive() is None
+    late = "the GPU does not react: the start of the MPS daemon has not ended for 15 minutes"
+    assert [(change.before, change.after) for change in told] == [
+        (Severity.OK, Severity.DEGRADED),
+        (Severity.DEGRADED, Severity.UNHEALTHY),
+        (Severity.UNHEALTHY, Severity.OK),
+    ]
+    assert told[0].text == text
+    assert late in told[1].text
+
+
+def test_an_operation_that_hung_is_over_after_a_restart(bench):
+    hanging = {bench.uuids[0]: ("the setting of the time slice", bench.now - UNRESPONSIVE_AFTER_S)}
+    bench.monitor._hanging = lambda: hanging
+    bench.monitor.look_for_hangs()
+    bench.monitor._hanging = dict
+    bench.turn(10)
+    assert bench.tainted() == {"0": ["unresponsive=None:NoSchedule"]}
+    monitor = bench.restarted()
+    assert bench.reasons(0) == ["unresponsive"], "doctor reads it in the file"
+    monitor.look_for_hangs()
+    assert (bench.reasons(0), bench.tainted()) == ([], {})
+
+
+def test_what_two_threads_take_in_at_a_time_is_all_kept(bench):
+    monitor, target = bench.monitor, HealthTarget(bench.uuids[0])
+    reached, let = threading.Event(), threading.Event()
+
+    class SlowPlaces(dict):
+        def get(self, *key):
+            if threading.current_thread() is event:
+                reached.set()
+                assert let.wait(20)
+            return super().get(*key)
+
+    began = bench.now - UNRESPONSIVE_AFTER_S
+    monitor._hanging = lambda: {bench.uuids[0]: ("the creation of a MIG device", began)}
+    monitor._places = SlowPlaces(monitor._places)
+    event = threading.Thread(target=monitor._take, args=({target: (Xid(48),)},))
+    look = threading.Thread(target=monitor.look_for_hangs)
+    event.start()
+    assert reached.wait(20)
+    look.start()
+    look.join(0.2)
+    let.set()
+    event.join(20)
+    look.join(20)
+    assert bench.reasons(0) == ["unresponsive", "xid/48"]
+
+
+def test_every_device_of_an_unresponsive_gpu_is_tainted(bench):
+    began = bench.now - UNRESPONSIVE_AFTER_S
+    bench.monitor._hanging = lambda: {bench.uuids[MIG_GPU]: ("the creation of a MIG device", began)}
+    bench.monitor.look_for_hangs()
+    taints = ["unresponsive=None:NoSchedule"]
+    assert bench.tainted() == {"1g.10gb": taints, "3g.40gb": taints}
 
 
 @pytest.mark.parametrize(

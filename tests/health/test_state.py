@@ -18,13 +18,17 @@ from dra_driver.health.rules.state import (
     HOLD_MOST_S,
     HOLD_S,
     REMEMBER_S,
+    RESTART_AFTER_S,
     SETTLE_S,
     SETTLE_UNSURE_S,
+    UNRESPONSIVE_AFTER_S,
     observe,
 )
 from dra_driver.health.rules.xids import CATALOG, Bucket, XidPolicy, severity_of_xid, xid_text
+from dra_driver.journal import lanes
 from dra_driver.model.health import (
     DoubleBitError,
+    Hanging,
     HealthState,
     HealthTarget,
     InstanceSeen,
@@ -155,6 +159,22 @@ def test_signals_come_and_go_with_the_look(told, expected):
     assert observe(again, PollResult(PolledHealth()), NOW + 120).reasons == again.reasons
     assert observe(again, WELL, NOW + 180).reasons == ()
     assert observe(INSTANCE, PollResult(signals), NOW) == INSTANCE
+
+
+def test_an_operation_that_hangs_makes_a_gpu_unresponsive_until_it_ends():
+    assert UNRESPONSIVE_AFTER_S == lanes.UNRESPONSIVE_AFTER_S
+    what = "the setting of the time slice"
+    assert observe(GPU, Hanging(what, UNRESPONSIVE_AFTER_S - 0.1), NOW) == GPU
+    state = observe(GPU, Hanging(what, UNRESPONSIVE_AFTER_S), NOW)
+    text = f"the GPU does not react: {what} does not end"
+    since = NOW - UNRESPONSIVE_AFTER_S
+    assert state.reasons == (Reason("unresponsive", "", S.DEGRADED, since, since, text, "poll"),)
+    for harmless in (WELL, Reset(), Hanging(what, RESTART_AFTER_S - 0.1)):
+        assert observe(state, harmless, NOW + 700).reasons == state.reasons
+    [late] = observe(state, Hanging(what, RESTART_AFTER_S), NOW + 900).reasons
+    assert (late.severity, late.since) == (S.UNHEALTHY, since)
+    assert "restart the plugin's pod on this node, and if that does not help, reboot the node" in late.text
+    assert observe(state, Hanging(), NOW + 901).reasons == ()
 
 
 def test_a_harmless_event_does_not_make_a_bad_gpu_look_well():

@@ -23,14 +23,15 @@ from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.model.driver_programs import CONTROL_PROGRAM, SMI_PROGRAM, DriverPrograms, FindPrograms
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps.compute_mode import ComputeMode
+from dra_driver.mps.daemon import HostTools
 from dra_driver.mps.daemon_control import OUTPUT, ControlProgram
 from dra_driver.mps.daemon_conversation import Timings
 from dra_driver.mps.layout import MpsLayout
-from dra_driver.mps.mounts import KernelMounter, MountsWherePossible
+from dra_driver.mps.mounts import MountsWherePossible
 from dra_driver.mps.selinux import SelinuxLabels
-from dra_driver.mps.supervisor import HostTools, Supervisor
 from tests.fakes import elfdriver
 from tests.fakes.elfdriver import LAYOUTS, LIBRARIES, loaded
+from tests.mps.conftest import Served
 
 GPU = "GPU-1"
 SPEC = MpsDaemonSpec("gpu-1", GPU, "gpu", GPU, multi_user=False)
@@ -64,19 +65,24 @@ def container(newest_nvidia: Programs, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def mps(tmp_path: Path) -> Iterator[Callable[[Path], Supervisor]]:
+def mps(tmp_path: Path) -> Iterator[Callable[[Path], Served]]:
     """Opens an MPS host for a driver root."""
     opened = []
 
-    def open_for(root: Path) -> Supervisor:
+    def open_for(root: Path) -> Served:
         layout = MpsLayout(tmp_path / "mps")
         programs = InstalledPrograms(str(root), layout.libraries, 0o755)
         labels = SelinuxLabels(enabled=False)
-        mounter = MountsWherePossible(KernelMounter(layout.root, labels))
         tools = HostTools(
-            ControlProgram(programs), mounter, ComputeMode(programs), lambda: None, labels
-        )  # whole GPUs need no capability nodes
-        supervisor = Supervisor(layout, tools, Timings(patience=0.2))
+            layout,
+            ControlProgram(programs),
+            MountsWherePossible(layout.root, labels),
+            ComputeMode(programs),
+            lambda: None,  # whole GPUs need no capability nodes
+            labels,
+            Timings(patience=0.2),
+        )
+        supervisor = Served(tools)
         supervisor.open()
         opened.append(supervisor)
         return supervisor
@@ -127,7 +133,7 @@ def test_the_hosts_nvml_is_loaded_with_our_c_library(root: Path) -> None:
 
 
 def test_the_mps_daemon_and_its_server_run_with_the_hosts_driver_and_our_c_library(
-    root: Path, tmp_path: Path, mps: Callable[[Path], Supervisor]
+    root: Path, tmp_path: Path, mps: Callable[[Path], Served]
 ) -> None:
     """A server says that there is no GPU once it has loaded libcuda, and otherwise that it cannot."""
     supervisor = mps(root)
@@ -308,7 +314,7 @@ def test_an_mps_daemon_that_cannot_be_asked_is_told_with_its_cause(
 
 @pytest.mark.parametrize(("harm", "cause"), BROKEN)
 def test_an_mps_daemon_that_cannot_be_started_is_told_with_its_cause(
-    container: Path, mps: Callable[[Path], Supervisor], harm: Harm, cause: str
+    container: Path, mps: Callable[[Path], Served], harm: Harm, cause: str
 ) -> None:
     harm(container / "usr/bin" / CONTROL_PROGRAM)
     supervisor = mps(container)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.host.processes import any_runs, gpu_users, is_of_the_host
+from dra_driver.host.processes import any_runs, gpu_users, is_of_the_host, origin
 
 UID = "0a1b2c3d-06c0-4d70-8a51-e59b25b2c16c"
 SYSTEMD = f"kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{UID.replace('-', '_')}.slice"
@@ -89,7 +89,7 @@ def test_nothing_is_told_where_not_all_processes_show_their_pods(tmp_path: Path)
 
 def test_programs_that_keep_a_gpu_open(tmp_path: Path) -> None:
     """Monitoring agents count. Workloads of claims, this driver, and what runs on every node do not."""
-    host = proc(tmp_path, *["0::/system.slice/x.service"] * 6, OTHERS["cgroupfs"], OTHERS["cgroupfs"])
+    host = proc(tmp_path, *["0::/system.slice/x.service"] * 6, OTHERS["cgroupfs"], "0::/")
     rows = [
         (4711, "nv-hostengine", "nv-hostengine\0-n", ["/dev/nvidiactl", "/dev/nvidia0"]),
         (4712, "nvidia-persiste", "nvidia-persistenced", ["/dev/nvidiactl"]),
@@ -98,6 +98,7 @@ def test_programs_that_keep_a_gpu_open(tmp_path: Path) -> None:
         (4715, "bash", "bash", ["/dev/null", "/dev/nvidia-uvm", "/home/nvidia0"]),
         (4716, "", "", ["/dev/nvidia3"]),
         (4717, "train", "train", ["/dev/nvidia0"]),
+        (4718, "of-a-machine", "x", ["/machine/root/dev/nvidia0"]),
     ]
     for pid, name, command, files in rows:
         (tmp_path / f"{pid}/comm").write_text(f"{name}\n")
@@ -105,8 +106,38 @@ def test_programs_that_keep_a_gpu_open(tmp_path: Path) -> None:
         (tmp_path / f"{pid}/fd").mkdir()
         for number, file in enumerate(files):
             (tmp_path / f"{pid}/fd/{number}").symlink_to(file)
-    agents = ["nv-hostengine (process 4711)", "a program (process 4716)"]
-    assert gpu_users(host, [UID]) == agents
-    assert gpu_users(host, [GONE]) == [*agents, "train (process 4717)"]
+    first, last = (
+        ["nv-hostengine (process 4711)", "a program (process 4716)"],
+        ["of-a-machine (process 4718)"],
+    )
+    assert gpu_users(host, [UID]) == [*first, *last]
+    assert gpu_users(host, [GONE]) == [*first, "train (process 4717)", *last]
+    assert gpu_users(host, [UID], "/machine/root") == ["of-a-machine (process 4718)"]
     assert gpu_users(proc(tmp_path / "no host PIDs", namespace="pid:[4026532001]"), []) is None
     assert gpu_users(str(tmp_path / "no proc"), []) is None
+
+
+ZEROS = "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *((text, "container") for name, text in OTHERS.items() if name in ("systemd", "cgroupfs", "static")),
+        (HOST["display server"], "host"),
+        (f"0::/system.slice/docker-{ZEROS}.scope", "container"),
+        (f"0::/docker/{ZEROS}", "container"),
+        (f"4:devices:/system.slice/x.service\n3:cpu:/docker/{ZEROS}", "container"),
+        (f"0::/{SYSTEMD}/cri-containerd-{ZEROS}.scope (deleted)", "unknown"),
+        ("0::/system.slice/train.service (deleted)", "unknown"),
+        ("0::/", "unknown"),
+        ("", "unknown"),
+    ],
+)
+def test_a_process_is_of_a_container_of_the_host_or_of_unknown_origin(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    assert origin(str(tmp_path), 4711) == "unknown"
+    (tmp_path / "4711").mkdir()
+    (tmp_path / "4711/cgroup").write_text(f"{text}\n")
+    assert origin(str(tmp_path), 4711) == expected

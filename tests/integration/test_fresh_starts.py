@@ -33,7 +33,7 @@ def test_commands_work(tmp_path: Path) -> None:
     lines = [
         (["device-classes", *machine], "kind: DeviceClass"),
         (["claims", "-o", "yaml", *files], "claims: []"),
-        (["debts", *files], "nothing is owed"),
+        (["cleanup", *files], "no cleanup is pending"),
         (["detach", "--for", "10m", *plugins], "no instance of the driver"),
     ]
     with ThreadPoolExecutor(_AT_ONCE) as pool:

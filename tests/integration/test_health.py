@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from dra_driver.model.claim import Failed
 from dra_driver.model.health import HealthTarget
-from tests.integration.conftest import Json, Node, eventually
+from dra_driver.model.steps import SetTimeSlice
+from tests.integration.conftest import Json, Node, eventually, sliced
 from tests.integration.test_mig import named
 
 
@@ -92,3 +97,53 @@ def test_of_two_instances_one_tells_and_keeps_and_the_other_takes_over(
     eventually(lambda: told(node, "GPUUnhealthy").count("Node/node-a") == 2)
     new.stop()
     node.driver = old
+
+
+def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.health.rules.state.UNRESPONSIVE_AFTER_S", 0)
+    monkeypatch.setattr("dra_driver.reporting.claim_health._ROUND_S", 0.05)
+    driver = node.driver
+    let, looks = threading.Event(), threading.Event()
+
+    def hanging(call: Callable[..., Any], begun: threading.Event) -> Callable[..., Any]:
+        def hangs(*given: Any) -> Any:
+            begun.set()
+            let.wait(60)
+            return call(*given)
+
+        return hangs
+
+    runner, source = driver.cleaner._runner._runners[SetTimeSlice], driver.health.monitor._source
+    monkeypatch.setattr(runner, "do", hanging(runner.do, threading.Event()))
+    monkeypatch.setattr(source, "read", hanging(source.read, looks))
+    driver.health.monitor.devices_changed()
+    assert looks.wait(20), "the health monitor hangs in NVML as well"
+    wanted = node.devices()[0]["name"]
+    ref = node.allocated_by_hand("one", wanted, config=sliced("Long"))
+    assert isinstance(driver.claims.service.prepare([ref], 3.0)[ref.uid], Failed)
+    uuid = next(gpu.uuid for gpu in node.machine.current().present if wanted.endswith(gpu.uuid[4:12]))
+
+    def tainted() -> dict[str, list[Json]]:
+        return {device["name"]: device["taints"] for device in node.devices() if device.get("taints")}
+
+    [taint] = eventually(tainted)[wanted]
+    assert (taint["key"], taint["effect"]) == ("gpu.nvidia.com/unresponsive", "NoSchedule")
+    assert list(tainted()) == [wanted]
+    text = f"GPU {uuid}: the GPU does not react: the setting of the time slice does not end"
+    concerned = ["Node/node-a"]  # the claim ended with its Prepare
+    eventually(lambda: told(node, "GPUUnhealthy") == concerned)
+    assert {event["message"] for event in node.events("GPUUnhealthy")} == {text}
+    assert (driver.probes.readiness(), text in driver.probes.notes()) == ([], True)
+    labels = {"driver": "gpu.nvidia.com", "uuid": uuid, "reason": "unresponsive"}
+    assert driver.metrics.registry.get_sample_value("nvidia_dra_gpu_reason", labels) == 2.0
+    assert uuid in (node.plugin_dir / "health.json").read_text(), "doctor reads it there"
+    monkeypatch.setattr("dra_driver.health.rules.state.RESTART_AFTER_S", 0)
+    eventually(lambda: told(node, "GPUUnhealthy") == sorted(concerned * 2))
+    late = [event for event in node.events("GPUUnhealthy") if "restart the plugin's pod" in event["message"]]
+    assert len(late) == len(concerned)
+    let.set()
+    eventually(lambda: told(node, "GPURecovered") == concerned)
+    eventually(lambda: tainted() == {})
+    assert text not in driver.probes.notes()

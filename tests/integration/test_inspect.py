@@ -112,3 +112,22 @@ def test_a_machine_without_gpus_is_told(memory_path: Path) -> None:
     done = call("inspect", *machine)
     assert (done.returncode, done.stdout) == (1, "")
     assert "no device would be published" in done.stderr
+
+
+def test_equal_gpus_share_rows_and_one_gpu_can_be_named() -> None:
+    on_demand = ("inspect", "--simulate", "dgx-h100", "--dynamic-mig")
+    lines = call(*on_demand).stdout.splitlines()
+    assert len(lines) < 30
+    [row] = [line for line in lines if line.startswith("gpu-*-mig-1g10gb-19-{0..6} ")]
+    assert "   8 GPUs   " in row
+    assert row.endswith("   56 on demand")
+    rows = call(*on_demand, "3").stdout.splitlines()
+    assert rows[1].startswith("gpu-e92b11af ")
+    assert rows[2].startswith("gpu-e92b11af-mig-")
+    [drawn] = [line for line in rows if "MIG devices on demand" in line]
+    for name in ("gpu-e92b11af", "0000:61:00.0"):
+        assert call(*on_demand, name).stdout.splitlines() == rows
+        assert call(*on_demand, "--mig", name).stdout.splitlines()[0] == drawn
+    done = call(*on_demand, "9")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "there is no GPU 9 here" in done.stderr

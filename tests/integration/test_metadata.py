@@ -38,7 +38,7 @@ def published(node: Node, name: str) -> Json:
 
 def described(node: Node, ref: ClaimRef) -> list[Json]:
     """The devices of a claim with the one request `gpu`."""
-    [[document]] = mounted(node, node.ready(ref)).values()
+    [[document, _]] = mounted(node, node.ready(ref)).values()
     [request] = document["requests"]
     assert request["name"] == "gpu"
     return request["devices"]
@@ -84,11 +84,11 @@ def test_whole_gpus_of_several_requests(make_node: Callable[..., Node]) -> None:
 
 
 def test_claim_of_a_template_has_the_name_that_the_pod_gives_it(make_node: Callable[..., Node]) -> None:
-    node = make_node().running(device_metadata="v1beta1")
+    node = make_node().running(device_metadata="both")
     annotations = {"resource.kubernetes.io/pod-claim-name": "gpus"}
     ref = node.claim("pod-gpus-x7k2p", annotations=annotations)
     found = mounted(node, node.ready(ref))
-    [document] = found[f"{INSIDE}/resourceclaimtemplates/gpus/gpu/{DRIVER}-metadata.json"]
+    [document, _] = found[f"{INSIDE}/resourceclaimtemplates/gpus/gpu/{DRIVER}-metadata.json"]
     assert document["podClaimName"] == "gpus"
     # The same from the record alone.
     node.server.stop()
@@ -98,7 +98,7 @@ def test_claim_of_a_template_has_the_name_that_the_pod_gives_it(make_node: Calla
 
 
 def test_mig_device_on_demand_has_the_uuid_of_this_making(make_node: Callable[..., Node]) -> None:
-    node = make_node().running(8 * 26, device_metadata="v1beta1", dynamic_mig=True)
+    node = make_node().running(8 * 26, device_metadata="both", dynamic_mig=True)
     name = next(d["name"] for d in node.devices() if d["attributes"].get("profile") == {"string": "2g.20gb"})
     ref = node.allocated_by_hand("part", name)
     uuids = set()

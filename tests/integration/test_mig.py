@@ -204,7 +204,7 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
     machine = tmp_path / "without-nodes.yaml"
     machine.write_text(yaml.safe_dump({**body, "system": {"cap_nodes": False}}))
     sharing = share_all(SharingRule("memory", enforce="mps"))
-    made = make_node(str(machine))
+    made = make_node(str(machine), minor=36)
     made.start_mps_host()
     made.running(8 * PER_GPU, dynamic_mig=True, sharing=sharing)
     name = named(made, "2g.20gb", 2)
@@ -318,3 +318,23 @@ def test_device_is_destroyed_though_nvml_is_being_initialised_anew(
     assert clean(node)
     eventually(lambda: looked)
     assert reconciled == []
+
+
+def test_compatibility_groups_are_there_as_long_as_a_new_slice_keeps_them(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And whole GPUs and MIG devices are in different ones."""
+    monkeypatch.setattr("dra_driver.slices.api_support._ASK_AGAIN_S", 0.5)
+    gate = "DRADeviceCompatibilityGroups"
+    node = make_node(minor=37, gates={gate: True}).running(8 * 26, dynamic_mig=True)
+
+    def groups() -> set[tuple[str, str]]:
+        return {
+            (device["attributes"]["type"]["string"], ",".join(use.get("compatibilityGroups", ())))
+            for device in node.devices()
+            for use in device["consumesCounters"]
+        }
+
+    assert groups() == {("gpu", "whole"), ("mig", "mig")}
+    node.server.gates[gate] = False
+    eventually(lambda: groups() == {("gpu", ""), ("mig", "")})

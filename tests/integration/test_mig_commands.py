@@ -83,7 +83,10 @@ def test_drawing_says_who_holds_what_and_changes_nothing(tmp_path: Path) -> None
         return done.stdout
 
     drawn = inspect("--mig", "--dynamic-mig")
-    assert drawn.count("MIG devices on demand") == len(gpus) == 4
+    assert drawn.count("MIG devices on demand") == 2, (
+        "GPUs that nobody uses and that are equal are drawn once"
+    )
+    assert all(drawn.count(name) >= 1 for name in names.values())
     assert len(made) == 3
     assert f"{names[first]}  NVIDIA H100 80GB HBM3  MIG mode on, MIG devices on demand" in drawn
     owners = [line.rpartition(": ")[2] for line in drawn.splitlines() if line.startswith("  slice ")]

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from dra_driver.kube import client
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from tests.integration.conftest import DRIVER, Node, eventually
 
@@ -56,6 +57,41 @@ def test_daemon_that_starts_without_api_server_serves_what_it_knows(node: Node) 
     eventually(lambda: not node.driver.problems())
     node.take_back(*answers)
     assert (node.specs(), node.records()) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "lose",
+    [
+        pytest.param(lambda server: server.faults.silence_connections(), id="acknowledged"),
+        pytest.param(
+            lambda server: server.vanish(),
+            id="vanished",
+            marks=[
+                pytest.mark.root,
+                pytest.mark.skipif(os.geteuid() != 0, reason="a packet filter needs root"),
+            ],
+        ),
+    ],
+)
+def test_prepare_waits_for_one_attempt_when_another_api_server_takes_over(
+    node: Node, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Any], None]
+) -> None:
+    """No RST says that the connections lead nowhere. One attempt is over in time for a Prepare of ten seconds."""
+    assert client.ATTEMPT_S < 10
+    monkeypatch.setattr(client, "ATTEMPT_S", 0.5)
+    node.driver.stop()
+    node.start_driver()
+    node.wait_devices(8)
+    answers = prepared(node, 2)
+    fresh = [
+        node.allocated_by_hand(f"fresh-{device['name']}", device["name"]) for device in node.devices()[2:]
+    ]
+    lose(node.server)
+    outcomes = node.kubelet.prepare(DRIVER, fresh, timeout_s=10)
+    assert all(isinstance(outcome, Prepared) for outcome in outcomes.values()), outcomes
+    node.take_back(*answers, *fresh)
+    node.machine.remove_gpu(7)
+    node.wait_devices(7)
 
 
 # --- kubelet and load --------------------------------------------------------------------------------

@@ -189,6 +189,10 @@ def test_gpus_of_one_request_have_one_daemon(shared: Callable[..., Node]) -> Non
     assert pid.read_text() == daemon
     node.take_back(ref)
     assert snapshot(node) == before
+    undone = {"driver": "gpu.nvidia.com", "step": "run_mps", "action": "undo"}
+    assert (
+        node.driver.metrics.registry.get_sample_value("nvidia_dra_step_duration_seconds_count", undone) == 1.0
+    )
 
 
 def test_claims_share_one_daemon_of_several_gpus(shared: Callable[..., Node]) -> None:
@@ -477,7 +481,7 @@ def test_mps_claim_is_refused_and_ends_where_no_host_was_installed(make_node: Ca
     before = snapshot(node)
     name = node.devices()[0]["name"]
     ref = node.allocated_by_hand("mps", name, config=MPS)
-    node.refused(ref, "no MPS host answers")
+    node.refused(ref, "no MPS host runs")
     assert snapshot(node) == before
     node.take_back(ref)
     plain = node.allocated_by_hand("plain", name)

@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import signal
-import socket
 import termios
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -20,11 +19,10 @@ import pytest
 import yaml
 
 from dra_driver.cli.top import screen
-from dra_driver.diagnostics import snapshot as snapshot_module
 from dra_driver.diagnostics.rules.node_view import NodeView
 from dra_driver.diagnostics.rules.top_screen import Line, Span
 from dra_driver.diagnostics.snapshot import NodePaths, NodeSnapshot
-from dra_driver.errors import NvmlDetachedError, NvmlUnavailableError
+from dra_driver.errors import NvmlDetachedError, NvmlUnavailableError, StateError
 from dra_driver.health.store import KeptHealth, encode
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
@@ -83,6 +81,9 @@ def test_top_of_a_driver_at_work(node: Node) -> None:
         [names[3], "DEGRADED", "row-remap", "pending"],
     ]
     assert [line.split() for line in sections["PROCESS"]] == [["4711", names[2], "512", "-", "python"]]
+    node.machine.hold_gpu(5, 4712, "stray")  # which no claim has
+    (stray,) = (line for line in call("top", *options(node)).stdout.splitlines() if line.startswith("4712"))
+    assert stray.split() == ["4712", names[5], "512", "NO", "CLAIM", "stray"]
     assert sections["NVLINK"][0].split()[1:] == [
         str(len(names)),
         *(str(index) for index in range(len(names))),
@@ -162,6 +163,7 @@ def test_keys_sort_and_scroll(tmp_path: Path) -> None:
         termios.tcsetwinsize(terminal.slave, (10, 80))
         terminal.read_until(b"lines 1-9 of ")
         for key, said in (
+            (b"?", b"this text; any key shows the node again"),
             (b"m", b"sorted by memory"),
             (b"u", b"sorted by util"),
             (b"h", b"sorted by health"),
@@ -211,9 +213,9 @@ def test_screen_is_never_larger_than_the_terminal() -> None:
     drawn = rows(0, 20, 10)
     assert len(drawn) == 10
     assert drawn[0] == "\x1b[1mTITLE\x1b[0m"
-    assert drawn[8:] == ["row 7", "q quits; lines 1-9 o"]
+    assert drawn[8:] == ["row 7", "q quits  ? explains "]
     assert rows(5, 80, 4)[:3] == ["row 4", "row 5", "row 6"]
-    assert rows(0, 80, 40)[-1].startswith("q quits; sorted by index: ")
+    assert rows(0, 80, 40)[-1] == "q quits  ? explains keys  sorted by index"
     assert rows(0, 1, 1) == ["q"]
 
 
@@ -516,24 +518,16 @@ def test_nvml_that_fails_costs_only_its_part(
     assert nvml.reopened == 2
 
 
-def test_mps_host_that_does_not_answer_is_not_waited_for(
-    look_at: Callable[[Any], NodeSnapshot],
-    tmp_path: Path,
-    memory_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_daemons_that_may_not_be_read_cost_only_their_part(
+    look_at: Callable[[Any], NodeSnapshot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot_module, "_MPS_WAIT_S", 0.05)
-    path = memory_path / "plugin/mps/host.sock"
-    path.parent.mkdir(parents=True)
-    error = NvmlUnavailableError("no driver")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        notes = look_at(OddNvml(error)).view(20).notes
-    assert notes == ("no driver", "the MPS host has not answered for more than 0.05 s")
-    notes = look_at(OddNvml(error)).view(20).notes
-    assert len(notes) == 2
-    assert "no MPS host answers on" in notes[1]
+    def refuse(path: Path) -> bool:
+        raise StateError(f"cannot open the lock file {path}: permission was denied")
+
+    monkeypatch.setattr("dra_driver.mps.host_files.is_locked", refuse)
+    [no_driver, no_daemons] = look_at(OddNvml(NvmlUnavailableError("no driver"))).view(20).notes
+    assert no_driver == "no driver"
+    assert no_daemons.startswith("MPS daemons are not shown: cannot open the lock file")
 
 
 def test_record_that_nvml_does_not_know_is_shown(node: Node) -> None:

@@ -4,14 +4,17 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dra_driver.claims.rules.plan import plan_claim
-from dra_driver.errors import DeviceBusyError, NvmlTransientError, NvmlUnknownOutcomeError, StateError
+from dra_driver.errors import RetryableError, StateError
 from dra_driver.journal.executor import Executor, changes_more_than_the_spec
-from dra_driver.journal.gpu_locks import HeldGpus
-from dra_driver.journal.rules.debts import Debt
+from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import SetTimeSlice, Step, WriteCdiSpec
@@ -39,19 +42,16 @@ class Journal:
         self._note("delete")
         self.kept.pop(uid, None)
 
-    def begin(self, record: ClaimRecord) -> Debt:
-        self._note("begin debt")
+    def get(self, uid: str) -> ClaimRecord | None:
+        return self.kept.get(uid)
+
+    def begin(self, record: ClaimRecord, steps: Sequence[Step]) -> PendingCleanup:
+        self._note("begin cleanup")
         self.kept.pop(record.ref.uid, None)
-        return Debt(record.ref.uid, record, record.steps, 0)
+        return PendingCleanup(record.ref.uid, record, tuple(steps), 0)
 
-    def let_go(self, name: str) -> None:
-        self._note("let go")
-
-    def end(self, debt: Debt) -> None:
-        self._note("end debt")
-
-    def keep(self, debt: Debt, steps: Sequence[Step], cause: str) -> None:
-        self._note(f"owe {', '.join(type(step).__name__ for step in steps)}: {cause}")
+    def finish(self, cleanup: PendingCleanup, wait_s: float) -> None:
+        self._note("clean")
 
     def do(self, step: Step, plan: Plan) -> None:
         self._note("do")
@@ -74,6 +74,26 @@ def record(phase: str = "prepared", boot: str = "boot-1", at: str | None = "now"
     return ClaimRecord(claim(GPU_0), phase, boot, (hold(GPU_0),), (WriteCdiSpec(),), at)  # type: ignore[arg-type]
 
 
+def executor_over(journal: Any, **options: Any) -> Executor:
+    lanes = Lanes(GpuLocks(Path("/nowhere")))  # of which no step here needs one
+    return Executor(journal, journal, journal, lanes, "boot-1", now=lambda: "now", **options)
+
+
+def carried_out(executor: Executor, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
+    """As Prepare does, without the locks."""
+    if known is not None:
+        executor._records.kept[known.ref.uid] = known  # type: ignore[attr-defined]
+    record = executor.intend(plan, known)
+    begun: list[Step] = []
+    try:
+        executor.change(plan, record, begun)
+        return executor.finish(plan, record, begun)
+    except StateError:
+        if record.phase != "prepared":
+            executor.clean(executor.leave(record, begun))
+        raise
+
+
 @pytest.fixture
 def journal() -> Journal:
     return Journal()
@@ -81,11 +101,11 @@ def journal() -> Journal:
 
 @pytest.fixture
 def executor(journal: Journal) -> Executor:
-    return Executor(journal, journal, journal, "boot-1", now=lambda: "now", must_last=lambda plan: True)
+    return executor_over(journal, must_last=lambda plan: True)
 
 
 def test_intention_is_on_the_disk_before_the_first_step(executor: Executor, journal: Journal) -> None:
-    assert executor.carry_out(planned(GPU_0), None, HeldGpus()) == record()
+    assert carried_out(executor, planned(GPU_0), None) == record()
     assert journal.events == ["save preparing", "do", "save prepared lightly"]
     assert journal.kept == {"uid-1": record()}
 
@@ -93,19 +113,19 @@ def test_intention_is_on_the_disk_before_the_first_step(executor: Executor, jour
 def test_steps_run_again_without_a_write_when_the_claim_is_prepared(
     executor: Executor, journal: Journal
 ) -> None:
-    assert executor.carry_out(planned(GPU_0), record(), HeldGpus()) == record()
+    assert carried_out(executor, planned(GPU_0), record()) == record()
     assert journal.events == ["do"]
 
 
 def test_half_done_claim_is_finished(executor: Executor, journal: Journal) -> None:
     half = record("preparing", at=None)
-    assert executor.carry_out(planned(GPU_0), half, HeldGpus()) == record()
+    assert carried_out(executor, planned(GPU_0), half) == record()
     assert journal.events == ["do", "save prepared lightly"]
 
 
 def test_time_of_the_first_prepare_is_kept_after_a_reboot(executor: Executor, journal: Journal) -> None:
     old = record(boot="boot-0", at="then")
-    assert executor.carry_out(planned(GPU_0), old, HeldGpus()) == record(at="then")
+    assert carried_out(executor, planned(GPU_0), old) == record(at="then")
     assert journal.events[:2] == ["save prepared", "do"]
 
 
@@ -143,10 +163,10 @@ class Crowd(Journal):
 )
 def test_calls_that_come_together(*, lasts: bool, turn_s: float, at_once: int) -> None:
     crowd = Crowd()
-    executor = Executor(crowd, crowd, crowd, "boot-1", must_last=lambda plan: lasts, turn_s=turn_s)
+    executor = executor_over(crowd, must_last=lambda plan: lasts, turn_s=turn_s)
     plans = [plan_claim(claim(GPU_0, uid=f"uid-{n}"), MIXED, NODE, DRIVER, ()) for n in range(8)]
     with ThreadPoolExecutor(len(plans)) as pool:
-        done = [pool.submit(executor.carry_out, plan, None, HeldGpus()) for plan in plans]
+        done = [pool.submit(carried_out, executor, plan, None) for plan in plans]
         crowd.wait_for(at_once)
         crowd.open.set()
         assert [one.result().phase for one in done] == ["prepared"] * len(plans)
@@ -154,84 +174,57 @@ def test_calls_that_come_together(*, lasts: bool, turn_s: float, at_once: int) -
 
 
 def test_the_turn_passes_on_when_a_step_fails(journal: Journal) -> None:
-    executor = Executor(journal, journal, journal, "boot-1", turn_s=30.0)
+    executor = executor_over(journal, turn_s=30.0)
     journal.failing["do"] = StateError("no")
     with pytest.raises(StateError, match="no"):
-        executor.carry_out(planned(GPU_0), None, HeldGpus())
+        carried_out(executor, planned(GPU_0), None)
     journal.failing.clear()
-    assert executor.carry_out(planned(GPU_0), None, HeldGpus()).phase == "prepared"
+    assert carried_out(executor, planned(GPU_0), None).phase == "prepared"
     assert not executor._turn.locked()
 
 
 def test_failed_step_of_a_new_claim_is_taken_back(executor: Executor, journal: Journal) -> None:
     journal.failing["do"] = StateError("no")
     with pytest.raises(StateError, match="no"):
-        executor.carry_out(planned(GPU_0), None, HeldGpus())
+        carried_out(executor, planned(GPU_0), None)
     assert journal.events == ["save preparing", "do", "undo", "delete"]
     assert journal.kept == {}
-
-
-@pytest.mark.parametrize("refusal", [NvmlTransientError("not now"), NvmlUnknownOutcomeError("timeout")])
-@pytest.mark.parametrize("known", [None, record("preparing", at=None)])
-def test_what_is_tried_again_stays_as_it_is_until_it_is_given_up(
-    executor: Executor, journal: Journal, refusal: Exception, known: ClaimRecord | None
-) -> None:
-    journal.failing["do"] = refusal
-    with pytest.raises(type(refusal)):
-        executor.carry_out(planned(GPU_0), known, HeldGpus(), tries_again=True)
-    begun = record("preparing", at=None)
-    assert journal.events == [*(["save preparing"] if known is None else []), "do"]
-    journal.kept["uid-1"] = begun
-    executor.roll_back(begun, HeldGpus())
-    assert (journal.events[-2:], journal.kept) == (["undo", "delete"], {})
-
-
-@pytest.mark.parametrize("error", [StateError("no"), DeviceBusyError("in use")])
-@pytest.mark.parametrize("known", [None, record("preparing", at=None)])
-def test_what_does_not_pass_is_taken_back_although_it_is_tried_again(
-    executor: Executor, journal: Journal, error: Exception, known: ClaimRecord | None
-) -> None:
-    journal.failing["do"] = error
-    with pytest.raises(type(error)):
-        executor.carry_out(planned(GPU_0), known, HeldGpus(), tries_again=True)
-    assert journal.events[-3:] == ["do", "undo", "delete"]
-
-
-def test_refusal_takes_everything_back_if_nobody_tries_again(executor: Executor, journal: Journal) -> None:
-    journal.failing["do"] = NvmlTransientError("not now")
-    with pytest.raises(NvmlTransientError):
-        executor.carry_out(planned(GPU_0), None, HeldGpus())
-    assert journal.events[-2:] == ["undo", "delete"]
 
 
 def test_failed_step_of_a_prepared_claim_takes_nothing_back(executor: Executor, journal: Journal) -> None:
     journal.failing["do"] = StateError("no")
     with pytest.raises(StateError, match="no"):
-        executor.carry_out(planned(GPU_0), record(), HeldGpus())
+        carried_out(executor, planned(GPU_0), record())
     assert journal.events == ["do"]
+
+
+def test_nothing_is_done_for_a_record_that_another_call_has_changed(
+    executor: Executor, journal: Journal, tmp_path: Path
+) -> None:
+    """An Unprepare removed it while this Prepare waited, and a newer Prepare may have written another one."""
+    plan = planned(GPU_0)
+    plan = replace(plan, steps=(SetTimeSlice("GPU-1", 2), *plan.steps))
+    executor._lanes = Lanes(GpuLocks(tmp_path))
+    meant = executor.intend(plan, None)
+    for now in (None, replace(meant, steps=meant.steps[1:])):
+        journal.kept = {} if now is None else {"uid-1": now}
+        for work in (executor.change, executor.finish):
+            with pytest.raises(RetryableError, match="another call has changed the claim meanwhile"):
+                work(plan, meant, [])
+    assert journal.events == ["save preparing"]
 
 
 def test_nothing_is_done_when_the_intention_cannot_be_written(executor: Executor, journal: Journal) -> None:
     journal.failing["save preparing"] = StateError("the disk is full")
     with pytest.raises(StateError, match="the disk is full"):
-        executor.carry_out(planned(GPU_0), None, HeldGpus())
+        carried_out(executor, planned(GPU_0), None)
     assert journal.events == ["save preparing"]
-
-
-def test_error_of_the_step_is_the_one_that_is_told_when_the_undo_fails_too(
-    executor: Executor, journal: Journal, logs: list
-) -> None:
-    journal.failing |= {"do": StateError("first"), "undo": StateError("second")}
-    with pytest.raises(StateError, match="first"):
-        executor.carry_out(planned(GPU_0), None, HeldGpus())
-    assert journal.kept == {"uid-1": record("preparing", at=None)}
-    assert [(line["event"], line["reason"]) for line in logs] == [("rollback_incomplete", "second")]
 
 
 def test_record_stays_when_an_undo_fails(executor: Executor, journal: Journal) -> None:
     journal.failing["undo"] = StateError("no")
     with pytest.raises(StateError, match="no"):
-        executor.take_back(record(), HeldGpus())
+        executor.leave(record())
     assert journal.events == ["undo"]
 
 
@@ -253,7 +246,7 @@ def test_claim_is_in_place_when_it_was_prepared_in_this_boot(
 
 
 def test_claim_with_other_devices_is_preparing_again(executor: Executor, journal: Journal) -> None:
-    made = executor.carry_out(planned(GPU_1), record(), HeldGpus())
+    made = carried_out(executor, planned(GPU_1), record())
     assert journal.events == ["save preparing", "do", "save prepared lightly"]
     assert made == replace(record(), claim=claim(GPU_1), devices=(hold(GPU_1),))
 
@@ -263,5 +256,5 @@ def test_record_is_synced_only_when_a_step_changes_more_than_the_spec() -> None:
     assert not changes_more_than_the_spec(plan)
     assert changes_more_than_the_spec(replace(plan, steps=(SetTimeSlice("GPU-1", 2), *plan.steps)))
     journal = Journal()
-    Executor(journal, journal, journal, "boot-1", now=lambda: "now").carry_out(plan, None, HeldGpus())
+    carried_out(executor_over(journal), plan, None)
     assert journal.events == ["save preparing lightly", "do", "save prepared lightly"]

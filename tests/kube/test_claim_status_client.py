@@ -21,7 +21,10 @@ _SHARE = "5f0d4f1c-0000-4000-8000-000000000000"
 _OTHER = "nic.example.com"
 _START = datetime(2026, 8, 7, 12, tzinfo=UTC)
 _MIG = DeviceFacts(
+    type="mig",
     uuid="MIG-1",
+    product_name="NVIDIA H100 80GB HBM3",
+    pci_bus_id="0000:1b:00.0",
     parent_uuid="GPU-1",
     gpu_instance_id=0,
     compute_instance_id=0,
@@ -118,7 +121,11 @@ def test_entries_say_what_a_device_is_and_how_it_is(case):
         "lastTransitionTime": "2026-08-07T12:00:00Z",
     }
     facts = {
+        "version": "v1alpha1",
+        "type": "mig",
         "uuid": "MIG-1",
+        "productName": "NVIDIA H100 80GB HBM3",
+        "pciBusID": "0000:1b:00.0",
         "parentUUID": "GPU-1",
         "gpuInstanceID": 0,
         "computeInstanceID": 0,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
@@ -18,7 +19,7 @@ import dra_driver
 from dra_driver.concurrency.token_bucket import TokenBucket
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError, WatchExpiredError
-from dra_driver.kube.client import MERGE_PATCH, ApiClient, is_not_found
+from dra_driver.kube.client import JSON, MERGE_PATCH, ApiClient, is_not_found
 from dra_driver.kube.credentials import FileToken
 from dra_driver.kube.endpoint import Endpoint
 from tests.fakes.tables import tabled
@@ -130,6 +131,13 @@ def test_error_text_is_one_line_when_a_proxy_answers_html(server, client):
     said = "list nodes: a web page answered, not the API server: no entry x"
     assert str(caught.value).startswith(said)
     assert len(str(caught.value)) < 200
+
+
+def test_a_server_does_not_move_the_cursor_of_who_reads_what_it_says(server, client):
+    server.faults.fail(1, 403, body=json.dumps({"message": "no\x1b[2J \u202eentry"}).encode())
+    with pytest.raises(ApiRejectedError) as caught:
+        client.request("GET", NODES, action="list nodes")
+    assert str(caught.value) == "list nodes: no?[2J ?entry (HTTP 403)"
 
 
 def test_error_is_retryable_when_answer_is_no_json(server, client):
@@ -261,6 +269,104 @@ def test_write_works_when_server_restarted_in_between(server, client):
     server.start()
     node = {"metadata": {"name": "n"}}
     assert client.request("POST", NODES, action="create node", body=node)["metadata"]["name"] == "n"
+
+
+LOSSES = [
+    pytest.param(lambda server: server.faults.silence_connections(), id="acknowledged"),
+    pytest.param(
+        PlaygroundApiServer.vanish,
+        id="vanished",
+        marks=[pytest.mark.root, pytest.mark.skipif(os.geteuid() != 0, reason="a packet filter needs root")],
+    ),
+]
+
+
+@pytest.fixture
+def loses(server, client, monkeypatch):
+    """A server that loses four pooled connections without a word, as the one does whose address another one takes over,
+    after which each attempt counts."""
+    monkeypatch.setattr("dra_driver.kube.client.ATTEMPT_S", 0.3)
+    server.add("nodes", {"metadata": {"name": "n"}})
+
+    def lose(how):
+        server.faults.slow("/nodes", 0.05)  # so that no connection serves two of these
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: client.request("GET", NODES, action="list nodes"), range(4)))
+        server.faults.clear()
+        how(server)
+        del server.requests[:]
+
+    return lose
+
+
+@pytest.mark.parametrize("how", LOSSES)
+@pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE"])
+def test_request_is_repeated_on_a_fresh_connection_when_server_vanishes(server, client, loses, how, method):
+    """Once for all connections of the pool, and within the time of the request."""
+    body = {"metadata": {"name": "n", "labels": {"a": "b"}}}
+    loses(how)
+    client.request(
+        method,
+        f"{NODES}/n",
+        action=method,
+        body=None if method == "GET" else body if method != "DELETE" else {},
+        content_type=MERGE_PATCH if method == "PATCH" else JSON,
+        timeout_s=60,
+    )
+    client.request("GET", NODES, action="list nodes", timeout_s=60)
+    assert [request.method for request in server.requests] == [method, "GET"]
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_threads_share_the_fresh_connections_when_server_vanishes(server, client, loses, how):
+    loses(how)
+    with ThreadPoolExecutor(8) as pool:
+        answers = pool.map(lambda _: client.request("GET", NODES, action="list", timeout_s=60), range(8))
+        assert [len(answer["items"]) for answer in answers] == [1] * 8
+    assert len(server.requests) == 8
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="a packet filter needs root")
+def test_post_ends_unrepeated_as_soon_as_nothing_is_acknowledged_when_server_vanishes(server, client, loses):
+    """It may have arrived: the caller looks, and its next try has a fresh connection."""
+    loses(PlaygroundApiServer.vanish)
+    node = {"metadata": {"name": "m"}}
+    start = time.monotonic()
+    with pytest.raises(ApiUnavailableError, match="the API server did not answer in time"):
+        client.request("POST", NODES, action="create node", body=node, timeout_s=60)
+    assert time.monotonic() - start < 30
+    assert not server.requests
+    client.request("POST", NODES, action="create node", body=node, timeout_s=60)
+    with pytest.raises(ApiRejectedError) as refused:
+        client.request("POST", NODES, action="create node", body=node)
+    assert refused.value.status == 409
+
+
+def test_slow_answer_is_waited_for_when_the_first_attempt_took_too_long(server, client, monkeypatch):
+    """With all the time that is left, or what takes longer than an attempt would never be answered."""
+    monkeypatch.setattr("dra_driver.kube.client.ATTEMPT_S", 0.1)
+    server.faults.slow("/nodes", 0.5)
+    assert client.request("GET", NODES, action="list nodes", timeout_s=60)["items"] == []
+    client.request("POST", NODES, action="create node", body={"metadata": {"name": "n"}}, timeout_s=60)
+    assert [request.method for request in server.requests if request.method == "POST"] == ["POST"]
+
+
+def test_connection_that_is_not_taken_is_worth_another_try(monkeypatch):
+    """As while another server takes over the address of one that vanished."""
+    monkeypatch.setattr("dra_driver.kube.client.CONNECT_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as full:
+        for _ in range(2):
+            waiting = full.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listener.getsockname())
+        client = ApiClient(Endpoint(f"http://127.0.0.1:{listener.getsockname()[1]}", "test"))
+        with pytest.raises(
+            ApiUnavailableError, match="list nodes: the API server did not answer in time"
+        ) as caught:
+            client.request("GET", NODES, action="list nodes")
+        assert caught.value.is_brief
+        client.close()
 
 
 def test_unknown_path_is_told_from_unknown_object(server, client):

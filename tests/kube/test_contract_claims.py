@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 
 import pytest
 
@@ -91,6 +92,45 @@ def test_allocation_is_parsed_when_scheduler_wrote_it(target, claim):
     assert allocated.configs == (
         DeviceConfig("FromClass", ("gpu",), "gpu.nvidia.com", {"kind": "GpuConfig"}),
     )
+
+
+def opaque_of(kind, **more):
+    return {"opaque": {"driver": "gpu.nvidia.com", "parameters": {"kind": kind}}, **more}
+
+
+@pytest.mark.parametrize(
+    ("written", "allocated", "names"),
+    [
+        ([], {"source": "FromClass"}, ("gpu", "any/big")),
+        ([], {"source": "FromClass", "requests": ["gpu"]}, ("gpu",)),
+        ([opaque_of("A", requests=["gpu", "any"])], {"source": "FromClaim"}, ("gpu", "any")),
+        (
+            [opaque_of("A", requests=["gpu"]), opaque_of("A", requests=["any/big", "gpu"])],
+            {"source": "FromClaim"},
+            ("gpu", "any/big"),
+        ),
+        ([opaque_of("A")], {"source": "FromClaim"}, ()),
+        ([opaque_of("A"), opaque_of("A", requests=["gpu", "any"])], {"source": "FromClaim"}, ()),
+        ([opaque_of("B", requests=["gpu", "any"]), opaque_of("A")], {"source": "FromClaim"}, ()),
+        ([opaque_of("A", requests=["gpu", "any"])], {"source": "FromClaim", "requests": ["gpu"]}, ("gpu",)),
+    ],
+)
+def test_names_of_requests_that_the_scheduler_removed_are_put_back(written, allocated, names):
+    """Since 1.37 an entry that names all requests comes without them; one that names a request must fit it."""
+    ref = ClaimRef("ns", "claim", "uid")
+    results = [
+        {"request": "gpu", "driver": "gpu.nvidia.com", "pool": "n", "device": "gpu-0"},
+        {"request": "any/big", "driver": "gpu.nvidia.com", "pool": "n", "device": "gpu-1"},
+    ]
+    devices = {"results": results, "config": [opaque_of("A", **allocated)]}
+    obj = {
+        "metadata": {"uid": "uid"},
+        "spec": {"devices": {"requests": _REQUESTS, "config": written}},
+        "status": {"allocation": {"devices": devices}},
+    }
+    [entry] = parse_allocated_claim(obj, ref).configs
+    assert entry.requests == names
+    assert entry == replace(entry, requests=()), "a claim that an older release prepared stays prepared"
 
 
 def test_missing_claim_is_named_with_status(target):

@@ -104,7 +104,7 @@ def test_update_is_refused_when_immutable_field_changes(target, slices, field, v
         ({"pool": {"name": "p", "generation": 1, "resourceSliceCount": 0}}, "resourceSliceCount"),
         ({"devices": [{"name": "a", "attributes": {"v": {"version": "v1.2"}}}]}, "semver"),
         ({"devices": [{"name": "a", "attributes": {"s": {"string": "ü" * 33}}}]}, "Too long"),
-        ({"devices": [{"name": "a", "attributes": {"s": {}}}]}, "exactly one"),
+        ({"devices": [{"name": "a", "attributes": {"s": {}}}]}, "spec.devices[0].attributes"),
         ({"allNodes": True}, "xactly one"),
     ],
 )

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from dra_driver.errors import NvmlTransientError
-from dra_driver.journal.gpu_locks import HeldGpus
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import MigNode, make_idle
 from tests.fakes.preparing import Crash
@@ -137,7 +136,7 @@ def test_the_matrix_covers_every_change(fresh, name: str) -> None:
     node.countdown.done.clear()
     node.unprepare()
     mode = [] if case.mode else ["set_mode", "disown_mode"]
-    assert node.countdown.done == ["move", "destroy_compute", "destroy", "delete", *mode, "end"]
+    assert node.countdown.done == ["move", "destroy_compute", "destroy", "delete", *mode, "lessen"]
     assert len(node.countdown.done) == case.unprepare
     assert node.state() == untouched(case)
 
@@ -226,7 +225,7 @@ class PairNode:
 
     def give_up(self) -> None:
         record = self.node.record_of()
-        self.node.executor.roll_back(record, HeldGpus())
+        self.node.executor.clean(self.node.executor.leave(record))
 
 
 @pytest.fixture
@@ -277,7 +276,7 @@ def ends_clean(refused: PairNode, node: MigNode, follows: str, end: object) -> N
         node.records.delete("uid-1")
     else:
         node.unprepare()
-        assert node.keeper.pay_all() == []
+        assert node.cleaner.clean_all() == []
     node.collector.look()
     assert node.state() == untouched(CASES[refused.name])
 

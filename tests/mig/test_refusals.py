@@ -17,7 +17,9 @@ from dra_driver.claims.planner import Identity
 from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.errors import NvmlTransientError, NvmlUnknownOutcomeError
 from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.cleanups import Cleaner
 from dra_driver.journal.executor import Executor, StepDispatcher
+from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.mig.rules.counters import partitioned
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
 from dra_driver.model.inventory import DynamicMigDevice
@@ -54,7 +56,15 @@ class Node(MigNode):
         self.specs.create()
         steps = {CreateMig: self.steps, LeaveMigMode: self.steps, WriteCdiSpec: SpecSteps(self.specs)}
         self.runner = StepDispatcher(steps)
-        self.executor = Executor(self.countdown.counted(self.records), self.debts, self.runner, self.boot_id)
+        self.cleaner = Cleaner(self.debts, self.lanes, self.runner, self.boot_id)
+        self.executor = Executor(
+            self.countdown.counted(self.records),
+            self.cleaner,
+            self.runner,
+            self.lanes,
+            self.boot_id,
+        )
+        self.planning = GpuLocks(directory / "locks", ".plan.lock")
         self.claims = Claims()
         self.node_devices = Devices(self.inventory)
         self.claim_locks = ClaimLocks(directory / "locks")

@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dra_driver.model.ids import gpu_device_names, is_dns_label, mig_device_name, pci_bus_id
+from dra_driver.model.ids import (
+    gpu_device_names,
+    gpu_minor_names,
+    gpu_of_device,
+    is_dns_label,
+    mig_device_name,
+    names_gpus_by,
+    pci_bus_id,
+)
 from dra_driver.model.mig import Placement
 from tests.fakes.samples import ONE_G, THREE_G, mig
 
@@ -91,6 +99,45 @@ def test_device_name_does_not_depend_on_gpus_that_do_not_collide(found: list[str
     alone = {uuid: name for one in found for uuid, name in gpu_device_names([one]).items()}
     if len(set(alone.values())) == len(found):
         assert gpu_device_names(found) == alone
+
+
+A, B, C = (f"GPU-{digit * 8}-06c0-7d70-1a51-e59b25b2c16c" for digit in "abc")
+WHOLE = {
+    uuid: f"gpu-{digit * 8}06c07d701a51e59b25b2c16c" for digit, uuid in zip("abc", (A, B, C), strict=True)
+}
+
+
+@pytest.mark.parametrize(
+    ("minors", "kept", "expected"),
+    [
+        ({A: 0, B: 7}, {}, {A: "gpu-0", B: "gpu-7"}),
+        ({A: None, B: 0}, {}, {A: WHOLE[A], B: "gpu-0"}),
+        ({A: 1, B: 0}, {A: "gpu-0"}, {A: "gpu-0", B: WHOLE[B]}),
+        ({A: 0, B: 1}, {C: "gpu-0"}, {A: WHOLE[A], B: "gpu-1"}),
+        ({A: 0, B: 1}, {A: "gpu-2", B: "gpu-2"}, {A: "gpu-2", B: WHOLE[B]}),
+        ({A: 0, B: 0}, {}, {A: "gpu-0", B: WHOLE[B]}),
+    ],
+    ids=["numbers", "unknown", "kept", "kept for one that is gone", "kept twice", "the same number twice"],
+)
+def test_names_by_minor_number_are_unique(
+    minors: dict[str, int | None], kept: dict[str, str], expected: dict[str, str]
+) -> None:
+    assert gpu_minor_names(minors, kept) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "how"),
+    [
+        ("gpu-0", "gpu-0", "minor"),
+        ("gpu-12-mig-1g10gb-19-2", "gpu-12", "minor"),
+        ("gpu-12345678", "gpu-12345678", "uuid"),
+        ("gpu-4cf8db2d06c0-mig-1g10gb-me-20-2", "gpu-4cf8db2d06c0", "uuid"),
+        (WHOLE[A], WHOLE[A], None),
+        ("nic-0", "nic-0", None),
+    ],
+)
+def test_a_name_says_how_its_gpu_is_named(device: str, gpu: str, how: str | None) -> None:
+    assert (gpu_of_device(device), names_gpus_by(device)) == (gpu, how)
 
 
 @pytest.mark.parametrize(

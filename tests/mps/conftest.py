@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -23,12 +24,14 @@ from dra_driver.host.mig_caps import MigCaps
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories, MpsMember
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.compute_mode import ComputeMode
+from dra_driver.mps.daemon import HostTools
 from dra_driver.mps.daemon_control import ControlProgram
 from dra_driver.mps.daemon_conversation import Timings
+from dra_driver.mps.host_files import MpsHostFiles
+from dra_driver.mps.host_supervisor import Supervisor
 from dra_driver.mps.layout import MpsLayout
-from dra_driver.mps.mounts import KernelMounter, MountsWherePossible
+from dra_driver.mps.mounts import MountsWherePossible
 from dra_driver.mps.selinux import SelinuxLabels
-from dra_driver.mps.supervisor import HostTools, Supervisor
 from dra_driver.simulator import Machine, create_machine, device_node_reader
 from tests.fakes.mps_behaviour import behave, misbehave
 
@@ -40,6 +43,7 @@ FAST = Timings(
     answer=2.0,
     patience=1.0,
     first_backoff=0.02,
+    look=0.005,
     longest_backoff=0.1,
     tick=0.02,
     probe=0.1,
@@ -55,6 +59,15 @@ def logs(monkeypatch):
         yield lines
 
 
+class Served(Supervisor):
+    """A supervisor, and the plugin that asks it."""
+
+    def __init__(self, tools: HostTools) -> None:
+        super().__init__(tools)
+        files = MpsHostFiles(tools.layout)
+        self.ensure, self.stop = files.ensure, files.stop
+
+
 class MpsHost:
     """A directory, a driver root, and as many supervisors one after the other as a test wants."""
 
@@ -64,19 +77,22 @@ class MpsHost:
         self.layout = MpsLayout(top / "mps")
         programs = InstalledPrograms(str(driver_root), self.layout.libraries, 0o755)
         self.tools = HostTools(
+            self.layout,
             ControlProgram(programs),
-            MountsWherePossible(KernelMounter(self.layout.root, NO_LABELS)),
+            MountsWherePossible(self.layout.root, NO_LABELS),
             ComputeMode(programs),
             make_capability_nodes,
             NO_LABELS,
+            FAST,
         )
-        self._open: list[Supervisor] = []
+        self._open: list[Served] = []
 
-    def supervisor(self, **changes: object) -> Supervisor:
-        boot_id = changes.pop("boot_id", None)
+    def supervisor(self, **changes: object) -> Served:
         timings = replace(FAST, **{k: v for k, v in changes.items() if k in FAST.__slots__})
-        tools = replace(self.tools, **{k: v for k, v in changes.items() if k not in FAST.__slots__})
-        one = Supervisor(self.layout, tools, timings, boot_id=boot_id)
+        others = {k: v for k, v in changes.items() if k not in FAST.__slots__}
+        one = Served(
+            replace(self.tools, layout=self.layout, timings=timings, closing=threading.Event(), **others)
+        )
         one.open()
         self._open.append(one)
         return one
@@ -89,8 +105,10 @@ class MpsHost:
 
     def left(self) -> list[str]:
         """Everything that a daemon could leave behind, below the host's directory."""
-        own = {"host.lock", "host.lib", "host.sock"}
-        return sorted(path.name for path in self.layout.root.iterdir() if path.name not in own)
+        own = {"host.lock", "host.lib", "host.wanted", "host.status"}
+        paths = [*self.layout.root.iterdir(), *self.layout.wishes.glob("*.stop")]
+        running = (path for path in self.layout.statuses.iterdir() if '"refusal": null' in path.read_text())
+        return sorted(path.name for path in (*paths, *running) if path.name not in own)
 
     def close(self) -> None:
         for one in self._open:

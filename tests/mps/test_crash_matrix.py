@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from dra_driver.mps import daemon as daemon_module
+from dra_driver.mps import host_supervisor
 from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import ControlProgram
+from dra_driver.mps.daemon_records import DaemonRecords
 from dra_driver.mps.mounts import KernelMounter, is_tmpfs
-from dra_driver.mps.records import DaemonRecords
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting is one of the steps and needs root")
 
@@ -29,6 +30,8 @@ STEPS = [
     (ControlProgram, "end_users"),
     (daemon_module, "_clear_directory"),
     (daemon_module, "remove_directory"),
+    (host_supervisor, "write_atomically"),
+    (host_supervisor, "remove_file"),
 ]
 
 
@@ -88,7 +91,7 @@ def spec_of(host, several):
 
 @pytest.mark.parametrize(
     ("several", "last", "steps"),
-    [(False, 9, steps) for steps in range(1, 11)] + [(True, 11, steps) for steps in range(1, 13)],
+    [(False, 10, steps) for steps in range(1, 12)] + [(True, 12, steps) for steps in range(1, 14)],
 )
 def test_a_start_that_was_cut_off_is_completed(host, several, last, steps):
     spec = replace(spec_of(host, several), default_active_thread_percentage=50)
@@ -100,14 +103,14 @@ def test_a_start_that_was_cut_off_is_completed(host, several, last, steps):
     assert [process.pid for process in host.daemons()] == [status.pid]
     assert host.modes() == ([EXCLUSIVE_PROCESS] * 3 if several else [EXCLUSIVE_PROCESS, 0, 0])
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm))
-    assert host.left() == ["gpu-2", "gpu-2.json", *(["gpu-3", "gpu-4"] if several else [])]
+    assert host.left() == ["gpu-2", "gpu-2.json", "gpu-2.json"]
     new.stop("gpu-2", 10)
     host.assert_nothing_left()
 
 
 @pytest.mark.parametrize(
     ("several", "last", "steps"),
-    [(False, 7, steps) for steps in range(1, 9)] + [(True, 13, steps) for steps in range(1, 15)],
+    [(False, 8, steps) for steps in range(1, 10)] + [(True, 10, steps) for steps in range(1, 12)],
 )
 def test_a_stop_that_was_cut_off_is_completed(host, several, last, steps, eventually):
     spec = spec_of(host, several)
@@ -122,5 +125,5 @@ def test_a_stop_that_was_cut_off_is_completed(host, several, last, steps, eventu
 def test_a_start_that_was_cut_off_can_be_stopped(host, several, steps):
     spec = spec_of(host, several)
     assert killed_after(steps, host, lambda one, countdown: start(one, spec, countdown))
-    host.supervisor(tick=60).stop("gpu-2", 10)
+    host.supervisor(tick=60).stop("gpu-2", 20)
     host.assert_nothing_left()

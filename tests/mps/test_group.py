@@ -14,9 +14,9 @@ import pytest
 
 from dra_driver.errors import PermanentError, RetryableError
 from dra_driver.model.mps import MpsMember
-from dra_driver.mps.client import MpsClient, NoMpsHostError
 from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS
-from dra_driver.mps.limit_commands import check_spec
+from dra_driver.mps.daemon_limits import check_spec
+from dra_driver.mps.host_files import MpsHostFiles, NoMpsHostError
 from tests.mps.conftest import GROUP, Host
 
 PROHIBITED = 2
@@ -80,7 +80,8 @@ def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_put_back(
     supervisor.ensure(host.group_spec(), 10)
     silent = host.machine.gpu(index).uuid
     mode.silent.add(silent)
-    supervisor.stop("gpu-2", 10)
+    with pytest.raises(RetryableError, match=f"nvidia-smi does not answer for {silent}"):
+        supervisor.stop("gpu-2", 10)
     assert host.modes() == [EXCLUSIVE_PROCESS if one == index else 0 for one in GROUP]
     [status] = supervisor.status()
     assert (status.state, status.problem) == ("failed", f"nvidia-smi does not answer for {silent}")
@@ -141,9 +142,9 @@ def test_the_compute_modes_are_blamed_when_they_leave_no_time_for_a_start(host: 
 
     mode, control = Modes(host), Control()
     mode.slow_s = 0.3
-    supervisor = host.supervisor(compute_mode=mode, control=control)
+    supervisor = host.supervisor(compute_mode=mode, control=control, start=0.5)
     with pytest.raises(RetryableError) as refused:
-        supervisor.ensure(host.group_spec(), 0.5)
+        supervisor.ensure(host.group_spec(), 10)
     said = str(refused.value)
     assert (
         "no time is left to start the MPS daemon of gpu-2: reading and setting the compute modes of 3 GPUs took"
@@ -181,14 +182,13 @@ def test_two_daemons_never_have_the_same_gpu(host: Host) -> None:
 
 @pytest.mark.parametrize("lost", [Path.unlink, lambda path: path.write_text("{")])
 def test_every_gpu_is_put_back_when_the_record_was_lost(host: Host, lost: Callable[[Path], object]) -> None:
-    """As the plugin does it: the first device stops the daemon, the others tell their GPUs."""
+    """The wish to stop is the one that it ran, and says all its GPUs."""
     first = host.supervisor()
-    spec = first.ensure(host.group_spec(), 10).spec
+    first.ensure(host.group_spec(), 10)
     first.close()
     lost(host.layout.record("gpu-2"))
     second = host.supervisor()
-    for device, uuid in zip(spec.devices, spec.gpu_uuids, strict=True):
-        second.stop(device, 10, gpu_uuid=uuid, kind="gpu")
+    second.stop("gpu-2", 10)
     host.assert_nothing_left()
 
 
@@ -208,7 +208,7 @@ def test_the_next_host_stops_it_when_none_runs(host: Host, eventually: Callable)
     spec = first.ensure(host.group_spec(), 10).spec
     first.close()
     with pytest.raises(NoMpsHostError):
-        MpsClient(host.layout, connect_s=0.0).stop("gpu-2", 1, gpu_uuid=spec.gpu_uuid, kind="gpu")
+        MpsHostFiles(host.layout, wait_s=0.0).stop("gpu-2", 1, gpu_uuid=spec.gpu_uuid, kind="gpu")
     host.supervisor()
     eventually(lambda: host.left() == [])
     host.assert_nothing_left()

@@ -20,15 +20,14 @@ from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import log_tail, shorten_logs
+from dra_driver.mps.daemon_limits import is_answer, limit_commands
 from dra_driver.mps.daemon_processes import ProcessId
+from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
 from dra_driver.mps.layout import MpsLayout, mps_layout
-from dra_driver.mps.limit_commands import is_answer, limit_commands
 from dra_driver.mps.mounts import KernelMounter, half_of_memory, is_tmpfs
-from dra_driver.mps.records import DaemonRecord, DaemonRecords
 from dra_driver.mps.selinux import SelinuxLabels
 
 SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")
-RECORD = DaemonRecord(SPEC, "running", "boot")
 TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
 
 
@@ -159,10 +158,10 @@ def test_the_end_of_a_log_is_one_line(tmp_path):
 
 def test_records_there_and_back(tmp_path):
     records = DaemonRecords(MpsLayout(tmp_path))
-    full = DaemonRecord(SPEC, "running", "boot", ProcessId(1, 2), 0)
+    full = DaemonRecord(SPEC, "boot", ProcessId(1, 2), {"GPU-1": 0})
     records.write(full)
     assert records.load() == ({"gpu-1": full}, ())
-    bare = DaemonRecord(SPEC, "stopped", "boot")
+    bare = DaemonRecord(SPEC, "other boot")
     records.write(bare)
     assert records.load() == ({"gpu-1": bare}, ())
     for name in ("gpu-1.json.unreadable", ".gpu-1.json.new"):
@@ -172,9 +171,7 @@ def test_records_there_and_back(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 2}', '{"format": 1, "wanted": "running"}', "\0"]
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 2, "bootId": "boot"}', "\0"])
 def test_an_unreadable_record_is_set_aside(tmp_path, text):
     (tmp_path / "gpu-1.json").write_text(text)
     found, faults = DaemonRecords(MpsLayout(tmp_path)).load()
@@ -189,7 +186,7 @@ def test_records_are_written_and_removed_for_good(tmp_path, monkeypatch):
         os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
     )
     records = DaemonRecords(MpsLayout(tmp_path))
-    records.write(DaemonRecord(SPEC, "running", "boot"))
+    records.write(DaemonRecord(SPEC, "boot"))
     assert synced == [".gpu-1.json.new", tmp_path.name]
     synced.clear()
     records.remove("gpu-1")
@@ -198,13 +195,13 @@ def test_records_are_written_and_removed_for_good(tmp_path, monkeypatch):
 
 def test_a_record_that_cannot_be_read_now_stays_as_it_is(tmp_path, monkeypatch):
     records = DaemonRecords(MpsLayout(tmp_path))
-    records.write(DaemonRecord(SPEC, "running", "boot"))
+    records.write(DaemonRecord(SPEC, "boot"))
     number = errno.EMFILE
 
     def read_plain(path):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("dra_driver.mps.records.read_plain", read_plain)
+    monkeypatch.setattr("dra_driver.mps.daemon_records.read_plain", read_plain)
     with pytest.raises(StateError, match=r"cannot read .*gpu-1\.json: Too many open files"):
         records.load()
     number = errno.ENOENT
@@ -216,4 +213,4 @@ def test_a_record_that_cannot_be_read_now_stays_as_it_is(tmp_path, monkeypatch):
 
 def test_a_record_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(StateError, match="cannot write"):
-        DaemonRecords(MpsLayout(tmp_path / "none")).write(DaemonRecord(SPEC, "running", "boot"))
+        DaemonRecords(MpsLayout(tmp_path / "none")).write(DaemonRecord(SPEC, "boot"))

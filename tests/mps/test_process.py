@@ -13,7 +13,7 @@ from playground.mps_host import MpsHostProcess
 from dra_driver.errors import RetryableError
 from dra_driver.inventory.detachment import Detachments
 from dra_driver.mps import daemon_processes as processes
-from dra_driver.mps.client import MpsClient
+from dra_driver.mps.host_files import MpsHostFiles
 from dra_driver.mps.layout import mps_layout
 
 
@@ -40,12 +40,12 @@ def test_a_host_leaves_its_daemons_and_the_next_one_takes_them_over(host, comman
     log = tmp_path / "log"
     first = MpsHostProcess(command, layout, log)
     try:
-        client = MpsClient(layout)
+        client = MpsHostFiles(layout)
         status = client.ensure(host.spec(default_active_thread_percentage=25))
         memory = Path(f"/proc/{first.process.pid}/status").read_text().split("VmRSS:")[1].split()[0]
         assert int(memory) < 48_000
         first.stop()
-        assert not layout.socket.exists()
+        assert layout.lock.read_bytes() == b""
         assert processes.identify(status.pid) is not None
         first = MpsHostProcess(command, layout, log)
         assert client.ensure(status.spec).pid == status.pid
@@ -60,7 +60,7 @@ def test_a_host_obeys_the_detachment_of_its_plugin_directory(host, command, layo
     process = MpsHostProcess(command, layout, tmp_path / "log")
     detachments = Detachments(layout.root.parent, processes.boot_id())
     try:
-        client = MpsClient(layout)
+        client = MpsHostFiles(layout)
         detachments.begin(3600)
         with pytest.raises(RetryableError, match="NVML is closed until"):
             client.ensure(host.spec())
@@ -75,11 +75,11 @@ def test_a_host_obeys_the_detachment_of_its_plugin_directory(host, command, layo
 def test_a_killed_host_is_replaced(host, command, layout, tmp_path):
     log = tmp_path / "log"
     first = MpsHostProcess(command, layout, log)
-    status = MpsClient(layout).ensure(host.spec())
+    status = MpsHostFiles(layout).ensure(host.spec())
     first.process.kill()
     first.process.wait()
     second = MpsHostProcess(command, layout, log)
-    assert MpsClient(layout).ensure(host.spec()).pid == status.pid
+    assert MpsHostFiles(layout).ensure(host.spec()).pid == status.pid
     second.stop()
 
 

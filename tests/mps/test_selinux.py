@@ -34,7 +34,7 @@ class Attributes:
 
 def on_selinux(host: Host, labels: SelinuxLabels) -> None:
     """From now on the host is on a kernel that has SELinux."""
-    mounter = MountsWherePossible(KernelMounter(host.layout.root, labels))
+    mounter = MountsWherePossible(host.layout.root, labels)
     host.tools = replace(host.tools, labels=labels, mounter=mounter)
 
 

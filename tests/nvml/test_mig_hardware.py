@@ -179,8 +179,8 @@ def test_taken_placement_is_refused_with_what_is_in_the_way(bench: Bench) -> Non
     with pytest.raises(RetryableError) as caught:
         bench.make(PROFILE_1G, Placement(3, 1))
     assert str(caught.value) == (
-        f"create a GPU instance of profile 19 at memory slices 3-3 of GPU {bench.gpu.uuid}: the driver has no "
-        f"room there; in the way: GPU instance {made} (profile 9) at memory slices 0-3"
+        f"create a GPU instance of profile 19 at memory slices 3-3 of GPU {bench.gpu.uuid}: the NVIDIA driver has "
+        f"no free space at that placement; in the way: GPU instance {made} (profile 9) at memory slices 0-3"
     )
     assert type(caught.value) is RetryableError, "that does not pass by itself"
 
@@ -206,7 +206,9 @@ def test_room_that_is_not_there_for_no_reason_comes(bench: Bench) -> None:
         caught.value
     )
     bench.machine.set_fault("nvmlDeviceGetGpuInstances", code="timeout")
-    with pytest.raises(NvmlTransientError, match="the driver has no room there; why cannot be read"):
+    with pytest.raises(
+        NvmlTransientError, match="no free space at that placement; the reason cannot be read"
+    ):
         bench.make()
     bench.machine.clear_faults()
     bench.make()

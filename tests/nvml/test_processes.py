@@ -44,7 +44,12 @@ def test_processes_are_told_of_their_gpu_until_they_end(node: SimulatedNode) -> 
 def test_server_of_mps_is_no_user(node: SimulatedNode, name: str, mps: bool) -> None:
     node.machine.hold_gpu(1, 99, name, mps=mps)
     node.machine.hold_gpu(1, 98, "python3 nvidia-cuda-mps-server")
-    assert on(node, 1) == {98: "process 98 (python3 nvidia-cuda-mps-server)"}
+    assert on(node, 1) == {98: 'process 98 ("python3 nvidia-cuda-mps-server")'}
+
+
+def test_a_name_that_a_process_chose_is_quoted(node: SimulatedNode) -> None:
+    node.machine.hold_gpu(1, 97, "x); process 1 (y\x1b[2J")
+    assert on(node, 1) == {97: 'process 97 ("x); process 1 (y\\u001b[2J")'}
 
 
 def test_mig_device_has_its_own_processes(node: SimulatedNode) -> None:

@@ -64,6 +64,7 @@ def test_names_of_others_cannot_break_the_text() -> None:
         lambda: [ClaimRecord(claim, "prepared", "boot-1", kept.devices, ())],
         lambda _: None,
         ClaimPods().of,
+        lambda: None,
     )
     families = parse_openmetrics(generate_openmetrics(metrics.registry).decode())
     (found,) = (sample for family in families for sample in family.samples if "claim" in sample.labels)

@@ -74,7 +74,9 @@ def test_claim_is_joined_to_the_uuids_of_its_devices(metrics: Metrics) -> None:
         record(made, lost, hold(GPU_1, kind="quantum"), uid="uid-2"),
         record(hold(GPU_1), uid="uid-3", phase="preparing"),
     ]
-    metrics.show.claims(lambda: kept, lambda device: "MIG-made" if device == "made" else None, ClaimPods().of)
+    metrics.show.claims(
+        lambda: kept, lambda device: "MIG-made" if device == "made" else None, ClaimPods().of, lambda: MIXED
+    )
     found = list(labelled(scraped(metrics), "nvidia_dra_claim_info"))
     common = {"driver": DRIVER, "node": NODE, "namespace": "default"}
     assert all(entry.items() >= common.items() for entry in found)
@@ -87,6 +89,27 @@ def test_claim_is_joined_to_the_uuids_of_its_devices(metrics: Metrics) -> None:
         ("claim-uid-2", "uid-2", "not-made", "mig", "", uuid(2)),
         ("claim-uid-2", "uid-2", GPU_1, "unknown", uuid(1), uuid(1)),
     ])  # fmt: skip
+
+
+def test_claim_has_the_labels_of_the_dcgm_exporter_too(metrics: Metrics) -> None:
+    kept = [record(hold(GPU_0), hold(MIG_1G), hold(MIG_3G, uuid="", device="gone"), uid="u")]
+    metrics.show.claims(lambda: kept, lambda device: None, ClaimPods().of, lambda: MIXED)
+    found = labelled(scraped(metrics), "nvidia_dra_claim_info")
+    told = {
+        entry["device"]: {name: value for name, value in entry.items() if name.startswith("dra_")}
+        for entry in found
+    }
+    common = {"dra_claim_namespace": "default", "dra_claim_name": "claim-u", "dra_pool_name": NODE}
+    expected = {GPU_0: ("", ""), MIG_1G: ("1g.10gb", hold(MIG_1G).uuid), "gone": ("", "")}
+    assert told == {
+        device: {
+            **common,
+            "dra_device_name": device,
+            "dra_mig_profile": profile,
+            "dra_mig_device_uuid": mig_uuid,
+        }
+        for device, (profile, mig_uuid) in expected.items()
+    }
 
 
 def test_claim_is_joined_to_its_pods_and_to_so_many_at_most(metrics: Metrics) -> None:
@@ -105,7 +128,7 @@ def test_claim_is_joined_to_its_pods_and_to_so_many_at_most(metrics: Metrics) ->
     ]
     noted = ClaimPods()
     noted.note("read-anew", (PodRef("b", "1"), PodRef("a", "2"), PodRef("b", "3")))
-    metrics.show.claims(lambda: kept, lambda device: None, noted.of)
+    metrics.show.claims(lambda: kept, lambda device: None, noted.of, lambda: None)
     found = list(labelled(scraped(metrics), "nvidia_dra_claim_info"))
     pods = {
         (entry["claim_uid"], device): sorted(
@@ -174,6 +197,17 @@ def test_health_of_each_gpu_is_told_by_severity_reason_and_xid(metrics: Metrics,
         (uuid(0), "79"): 1,
         (uuid(2), "94"): 3,
     }
+
+
+def test_an_unresponsive_gpu_is_told_also_while_no_look_at_it_ends(
+    metrics: Metrics, health: KnownHealth
+) -> None:
+    metrics.show.health(lambda: MIXED, health)
+    health.stale = {uuid(n) for n in range(3)}
+    health.has(Severity.DEGRADED, "unresponsive", HealthTarget(uuid(1)))
+    health.has(Severity.UNHEALTHY, "xid", HealthTarget(uuid(2)))
+    assert by_label(metrics, "nvidia_dra_gpu_severity", "uuid") == {(uuid(1),): 2}
+    assert by_label(metrics, "nvidia_dra_gpu_reason", "uuid", "reason") == {(uuid(1), "unresponsive"): 2}
 
 
 def test_trouble_of_an_instance_alone_is_told_of_its_mig_devices(
@@ -270,7 +304,7 @@ def test_source_that_fails_costs_its_own_metrics_only_and_is_counted(metrics: Me
         raise StateError("the disk is gone")
 
     metrics.show.stuck_mig(stuck)
-    metrics.show.claims(kept, lambda device: None, ClaimPods().of)
+    metrics.show.claims(kept, lambda device: None, ClaimPods().of, lambda: None)
     metrics.show.readiness(list)
     causes = ("source", "cause")
     for times, raised in enumerate((StateError("x"), ValueError("a surprise")), start=1):

@@ -62,15 +62,14 @@ class Playground:
         raise AssertionError(text)
 
     def apply(self, example: str) -> None:
-        for document in yaml.safe_load_all((EXAMPLES / example / f"{example}.yaml").read_text()):
-            group = "api/v1" if document["apiVersion"] == "v1" else f"apis/{document['apiVersion']}"
-            self.call("POST", f"/{group}/namespaces/default/{document['kind'].lower()}s", document)
+        for document in _documents(example):
+            self.call("POST", _path(document), document)
 
-    def phase(self, pod: str) -> str:
-        return self.call("GET", f"/api/v1/namespaces/default/pods/{pod}")["status"]["phase"]
+    def phase(self, pod: str, namespace: str = "default") -> str:
+        return self.call("GET", f"/api/v1/namespaces/{namespace}/pods/{pod}")["status"]["phase"]
 
-    def delete(self, pod: str) -> None:
-        self.call("DELETE", f"/api/v1/namespaces/default/pods/{pod}")
+    def delete(self, pod: str, namespace: str = "default") -> None:
+        self.call("DELETE", f"/api/v1/namespaces/{namespace}/pods/{pod}")
 
     def claims(self) -> list[dict[str, Any]]:
         return self.call("GET", "/apis/resource.k8s.io/v1/resourceclaims")["items"]
@@ -109,8 +108,8 @@ def start(tmp_path: Path, temporary: Path) -> Iterator[Callable[..., Playground]
         eventually(lambda: "Ctrl-C ends it" in said.read_text() or process.poll() is not None)
         text = said.read_text()
         assert process.poll() is None, text
-        exported = re.findall(r"^  export (.*)$", text, re.MULTILINE)
-        variables = dict(pair.split("=", 1) for line in exported for pair in line.split())
+        [file] = re.findall(r"^  \. (.*)$", text, re.MULTILINE)
+        variables = dict(re.findall(r"^export (\w+)=(.*)$", Path(file).read_text(), re.MULTILINE))
         commands = re.findall(r"^  ((?:\S*/gpu-dra-driver|kubectl) .*)$", text, re.MULTILINE)
         return Playground(process, said, variables, commands)
 
@@ -151,7 +150,7 @@ def test_every_command_that_it_prints_works(start: Callable[[str], Playground], 
     environment = os.environ | playground.variables | {"HOME": str(tmp_path)}  # where kubectl has its cache
     tainted: list[Any] = []
     printed: list[str] = []
-    assert len(playground.commands) == 14
+    assert len(playground.commands) == 15
     for command in playground.commands:
         if command.startswith("kubectl") and shutil.which("kubectl") is None:
             continue
@@ -165,6 +164,9 @@ def test_every_command_that_it_prints_works(start: Callable[[str], Playground], 
             eventually(lambda: playground.call("GET", "/api/v1/namespaces/default/events")["items"])
         if command == "kubectl events":
             assert "GPULost" in done.stdout
+        if "describe pod" in command:
+            assert re.search(r"^Status: +Running$", done.stdout, re.MULTILINE)
+            assert re.search(r"^  Normal +Scheduled .* default-scheduler ", done.stdout, re.MULTILINE)
         if "simulate restore" in command:
             eventually(lambda: not any(one.get("taints") for one in playground.devices()))
         if command.endswith(" cluster"):
@@ -198,6 +200,64 @@ def test_two_playgrounds_stand_beside_each_other_and_tell_why_a_pod_waits(
     assert list(temporary.iterdir()) == []
 
 
+CONFIG = """\
+sharing:
+  - {selector: {pciBusIDs: ["0000:d1:00.0"]}, mode: shares, shares: 4, enforce: mps}
+  - {selector: {pciBusIDs: ["0000:c3:00.0"]}, mode: memory, enforce: mps, multiprocessors: true}
+dynamicMig: {enabled: true, gpus: {pciBusIDs: ["0000:df:00.0", "0000:9d:00.0"]}}
+"""
+STARTED = {
+    ("dgx-h100", ""): ("nvlink-domain", "one-gpu"),
+    ("h100-mig-static", "sharing: [{selector: {devices: mig}, mode: shares, shares: 2, enforce: mps}]\n"): (
+        "mig-shares", "static-mig"
+    ),
+    ("dgx-h100", CONFIG): (
+        "admin-access", "extended-resource", "first-available", "gpu-memory", "gpu-shares", "host-devices",
+        "mig-extended-resource", "mig-mps", "mig-on-demand", "mig-same-gpu", "mps-shared-claim", "selectors",
+        "shared-claim", "time-slicing", "two-claims",
+    ),
+}  # fmt: skip
+NEEDS_A_NIC = {"gpu-and-nic"}
+
+
+def test_every_example_of_pods_is_started() -> None:
+    of_pods = {path.name for path in EXAMPLES.iterdir() if path.is_dir() and _pods(path.name)}
+    assert sorted(of_pods - NEEDS_A_NIC) == sorted(name for names in STARTED.values() for name in names)
+
+
+@pytest.mark.parametrize(("machine", "config"), STARTED)
+def test_examples_start(start: Callable[..., Playground], tmp_path: Path, machine: str, config: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(config)
+    playground = start(machine, *(["--config", str(file)] if config else []))
+    program = Path(sys.executable).parent / "gpu-dra-driver"
+    subprocess.run(
+        [program, "simulate", "host-devices", "gds", "gdrcopy"],
+        env=os.environ | playground.variables, check=True, capture_output=True,
+    )  # fmt: skip
+    eventually(playground.devices)
+    for example in STARTED[machine, config]:
+        playground.apply(example)
+        pods = [
+            (one["metadata"]["name"], one["metadata"].get("namespace", "default")) for one in _pods(example)
+        ]
+        for name, namespace in pods:
+            eventually(lambda name=name, of=namespace: playground.phase(name, of) == "Running")
+            playground.delete(name, namespace)
+        eventually(lambda: not any(one.get("status") for one in playground.claims()))
+
+
+def _path(document: dict[str, Any]) -> str:
+    group = "api/v1" if document["apiVersion"] == "v1" else f"apis/{document['apiVersion']}"
+    kind = document["kind"].lower()
+    if kind in ("namespace", "deviceclass"):
+        return f"/{group}/{kind}{'es' if kind.endswith('s') else 's'}"
+    return f"/{group}/namespaces/{document['metadata'].get('namespace', 'default')}/{kind}s"
+
+
+def _documents(example: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((EXAMPLES / example / f"{example}.yaml").read_text()))
+
+
 def _pods(example: str) -> list[dict[str, Any]]:
-    documents = yaml.safe_load_all((EXAMPLES / example / f"{example}.yaml").read_text())
-    return [document for document in documents if document["kind"] == "Pod"]
+    return [document for document in _documents(example) if document["kind"] == "Pod"]

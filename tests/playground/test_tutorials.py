@@ -88,6 +88,30 @@ def test_every_block_works_as_printed(
     eventually(lambda: "gpu.nvidia.com/gpu-lost" not in str(playground.devices()))
 
 
+@pytest.mark.cluster
+def test_kubectl_shows_states_and_why_a_pod_waits(
+    start: Callable[..., Playground], second_terminal: Callable[[Playground, str], str]
+) -> None:
+    playground = start("gb10")
+    eventually(playground.devices)
+    playground.apply("one-gpu")
+    eventually(lambda: playground.phase("one-gpu") == "Running")
+    playground.apply("extended-resource")
+    eventually(lambda: playground.lines("pod default/extended-resource waits: "))
+    said = second_terminal(playground, "kubectl get pods; kubectl get nodes; kubectl get resourceclaims")
+    assert [line.split()[:4] for line in said.splitlines()[:3]] == [
+        ["NAME", "READY", "STATUS", "RESTARTS"],
+        ["extended-resource", "0/1", "Pending", "0"],
+        ["one-gpu", "1/1", "Running", "0"],
+    ]
+    assert re.search(r"^playground-node +Ready ", said, re.MULTILINE)
+    assert "allocated,reserved" in said
+    described = second_terminal(playground, "kubectl describe pod extended-resource")
+    assert re.search(r"FailedScheduling .* default-scheduler +0/1 nodes are available: 1 ", described)
+    second_terminal(playground, f"gpu-dra-driver simulate lose {playground.devices()[0]['name']}")
+    eventually(lambda: "GPULost" in second_terminal(playground, "kubectl describe node playground-node"))
+
+
 def test_first_hour_calls_the_command_only_where_it_is_there() -> None:
     # `make demo` installs what the driver needs, `make playground` the command too.
     before, playground, after = (ROOT / "docs/first-hour.md").read_text().partition("make playground")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
+from dra_driver.health.history import change_between
+from dra_driver.health.rules.state import RESTART_AFTER_S, UNRESPONSIVE_AFTER_S, observe
+from dra_driver.model.health import Hanging, HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.inventory import DynamicMigDevice
 from dra_driver.model.mig import OwnedInstance, Placement
-from dra_driver.reporting.rules.device_status import device_statuses, is_hit
+from dra_driver.reporting.rules.device_status import device_statuses, event_of, is_hit
 from tests.fakes.samples import GPU_0, MIG_1G, MIG_3G, MIXED, ONE_G, h100, hold, inventory, record, uuid
 from tests.fakes.tables import tabled
 
@@ -57,6 +59,20 @@ def test_of_a_device_that_is_not_there_its_gpu_counts(known):
         ready, reason, message = readiness(name, states, known)
         assert (ready, reason) == (False, "GPULost")
         assert ("no fabric" in message) == (name == GPU_0)
+
+
+def test_a_hang_is_an_event_also_of_a_gpu_that_was_unhealthy_before():
+    state = HealthState(hit(0), (XID,))
+    events = []
+    for seen in (UNRESPONSIVE_AFTER_S, UNRESPONSIVE_AFTER_S + 5, RESTART_AFTER_S, RESTART_AFTER_S + 5, None):
+        after = observe(
+            state, Hanging() if seen is None else Hanging("the switch of the MIG mode", seen), 2000
+        )
+        event = event_of(change_between(state, after, 2000))
+        events.append(None if event is None else event.reason)
+        state = after
+    assert events == ["GPUUnhealthy", None, "GPUUnhealthy", None, None]
+    assert state.reasons == (XID,)
 
 
 @tabled("target", "devices")

@@ -40,7 +40,7 @@ FOUND = {
 }  # fmt: skip
 DOCUMENTS = (
     "claim", "parameters", "record", "record-file", "ledger-file", "health-file", "lock-file", "cdi-file",
-    "metadata-file", "mps-record", "mps-message",
+    "metadata-file", "mps-record", "mps-files",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Whatever others may write in names: no path leaves its directory."""
+"""Whatever others may write in names: no path leaves its directory, and nothing moves the cursor of a terminal."""
 
 from __future__ import annotations
 
@@ -6,20 +6,25 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+import yaml
 from fuzz.inputs import names
 from hypothesis import given
 
+from dra_driver.api.config import GROUP_VERSION
+from dra_driver.api.decode import decode
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import MetadataFiles
-from dra_driver.errors import DraDriverError
+from dra_driver.errors import DraDriverError, InvalidConfigError
 from dra_driver.journal.claim_locks import ClaimLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.record import ClaimRecord
+from dra_driver.mps.daemon_records import DaemonRecords
 from dra_driver.mps.layout import MpsLayout
-from dra_driver.mps.records import DaemonRecords
+from tests.integration.test_process import call
 
 DRIVER = "gpu.nvidia.com"
 LINK = "leads-out"
@@ -90,3 +95,84 @@ def test_no_name_reads_writes_or_removes_outside(make_memory_path: Callable[[], 
         done.add(number)
     assert outside(root, base) == before
     assert len(done) == 14, "each of them works with good names"
+
+
+EVIL = "a\x1b[2J\x9b\u202e: is fine; sharing"
+"""Clears a terminal, turns a line around, and looks like a fault of ours."""
+SHOWN = '"a\\u001b[2J??: is fine; sharing"'
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({EVIL: 1}, f"{SHOWN}: unknown field"),
+        ({"sharing": {"strategy": "MPS", EVIL: 1}}, f"sharing.{SHOWN}: unknown field"),
+        (
+            {"sharing": {"strategy": "MPS", "mpsConfig": {EVIL: 1}}},
+            f"sharing.mpsConfig.{SHOWN}: unknown field",
+        ),
+    ],
+)
+def test_field_names_are_quoted_in_what_a_claim_is_refused_with(
+    fields: dict[str, object], fault: str
+) -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        decode({"apiVersion": GROUP_VERSION, "kind": "GpuConfig", **fields})
+    assert str(caught.value) == f"GpuConfig is not valid: {fault}"
+
+
+def test_names_do_not_move_the_cursor_of_who_validates_them(tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.yaml"
+    parameters = {"apiVersion": GROUP_VERSION, "kind": "GpuConfig", EVIL: EVIL}
+    requests = [{"name": EVIL, "exactly": {"deviceClassName": EVIL, EVIL: 1}}]
+    documents = [
+        {
+            "apiVersion": "resource.k8s.io/v1",
+            "kind": "ResourceClaim",
+            "metadata": {"name": EVIL, "namespace": EVIL},
+            "spec": {
+                "devices": {
+                    "requests": requests,
+                    "config": [{"opaque": {"driver": DRIVER, "parameters": parameters}}],
+                }
+            },
+        },
+        {"apiVersion": EVIL, "kind": EVIL, "metadata": {"name": EVIL}},
+        {EVIL: EVIL, "sharing": {EVIL: {}}},
+    ]
+    manifest.write_text(yaml.safe_dump_all(documents))
+    done = call("validate", str(manifest))
+    assert done.returncode == 1
+    assert f"ResourceClaim {SHOWN}/{SHOWN}" in " ".join(done.stdout.split())
+    assert_harmless(done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["validate", EVIL],
+        ["inspect", "--simulate", EVIL],
+        ["inspect", f"--{EVIL}"],
+        [EVIL],
+        ["cluster", "--kubeconfig", EVIL],
+        ["cluster", f"--namespace={EVIL}"],
+        ["run", "--config", EVIL],
+    ],
+)
+def test_errors_do_not_move_the_cursor(arguments: list[str]) -> None:
+    done = call(*arguments)
+    assert done.returncode
+    assert_harmless(done.stdout + done.stderr)
+
+
+def test_a_configuration_file_does_not_move_the_cursor(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({EVIL: 1, "sharing": {EVIL: EVIL}, "driverName": EVIL}))
+    done = call("inspect", "--simulate", "dgx-h100", "--config", str(file))
+    assert done.returncode == 2
+    assert_harmless(done.stdout + done.stderr)
+
+
+def assert_harmless(shown: str) -> None:
+    assert shown
+    assert all(map(str.isprintable, shown.splitlines())), shown

@@ -10,8 +10,7 @@ import pytest
 from dra_driver.cdi.rules.mps_edits import with_mps
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError
-from dra_driver.journal.executor import _lanes
-from dra_driver.journal.rules.debts import Debt, gpus_of, what, withholding
+from dra_driver.journal.rules.cleanups import PendingCleanup, by_gpus, gpus_of, what, withholding
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.driver_files import CdiDevice
 from dra_driver.model.inventory import Inventory
@@ -125,21 +124,21 @@ def test_requests_of_a_claim_cannot_share_a_gpu_in_other_groups() -> None:
 def test_every_gpu_of_the_daemon_is_withheld_while_its_end_is_owed() -> None:
     step = RunMps(SPEC)
     owed = ClaimRecord(claim(GPU_0), "prepared", "boot-1", (), (step,))
-    debt = Debt("uid-1", owed, (step,), 0)
+    debt = PendingCleanup("uid-1", owed, (step,), 0)
     withheld = [
         name
         for name, device in NODE_OF_FOUR.by_name.items()
         if withholding([debt], device, "boot-1") is not None
     ]
     assert withheld == [GPU_0, GPU_1, GPU_2]
-    assert gpus_of(step, owed) == debt.gpu_uuids == {uuid(0), uuid(1), uuid(2)}
+    assert gpus_of(step) == {uuid(0), uuid(1), uuid(2)}
     assert what(step) == f"the end of the MPS daemon of device {GPU_0}, {GPU_1}, {GPU_2}"
 
 
 def test_steps_of_gpus_that_one_daemon_joins_run_one_after_the_other() -> None:
     leave, slice_3 = LeaveMigMode(uuid(2), None), SetTimeSlice(uuid(3), 1)
     leave_1 = LeaveMigMode(uuid(1), None)
-    lanes = _lanes((leave_1, leave, slice_3, RunMps(SPEC), WriteCdiSpec()))
+    lanes = by_gpus((leave_1, leave, slice_3, RunMps(SPEC), WriteCdiSpec()))
     assert sorted(lanes, key=lambda lane: len(lane[0])) == [
         (frozenset({uuid(3)}), [slice_3]),
         (frozenset({uuid(0), uuid(1), uuid(2)}), [leave_1, leave, RunMps(SPEC)]),

@@ -10,6 +10,7 @@ from dra_driver.concurrency.deadline import until
 from dra_driver.errors import RetryableError
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.plan import Plan
@@ -72,6 +73,6 @@ def test_time_slices_are_set_again_when_no_thread_starts(
     locks.open()
     records.save(ClaimRecord(claim(), "prepared", "boot-1", (), (SetTimeSlice("GPU-1", 3),), ""))
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
-    threads_that_start("timeslice-restore", 0)
-    TimeSliceRestore(records, locks, NvidiaSmi(lambda: found)).driver_changed()
+    threads_that_start("lane", 0)
+    TimeSliceRestore(records, Lanes(locks), NvidiaSmi(lambda: found)).driver_changed()
     assert "--set-timeslice 3" in (tmp_path / "asked").read_text()

@@ -19,9 +19,15 @@ def simulate(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr("sys.argv", ["gpu-dra-driver", "simulate", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        printed = "".join(capsys.readouterr())
-        assert ended.value.code == code, printed
-        return printed
+        printed, said = capsys.readouterr()
+        assert ended.value.code == code, said
+        changes = arguments[0] not in ("list", "create", "show", "client") and "profiles" not in arguments
+        if changes and code == 0 and "Usage:" not in printed:
+            assert (
+                said
+                == f"changed: machine {open_machine(tmp_path / 'machine').name} in {tmp_path / 'machine'}\n"
+            )
+        return printed if code == 0 else said
 
     return command
 
@@ -100,3 +106,11 @@ def test_a_machine_file_that_cannot_be_read_is_one_sentence(tmp_path, content):
     file.write_bytes(content)
     with pytest.raises(InvalidConfigError, match=rf"the machine file {file} cannot be read: "):
         build(str(file))
+
+
+def test_a_directory_of_other_files_is_refused(simulate, tmp_path):
+    (tmp_path / "machine").mkdir()
+    (tmp_path / "machine/thesis.txt").write_text("x")
+    for arguments in (["create", "t4-4"], ["lose", "0"]):
+        assert str(tmp_path / "machine") in simulate(*arguments, code=1)
+    assert [file.name for file in (tmp_path / "machine").iterdir()] == ["thesis.txt"]

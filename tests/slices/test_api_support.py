@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Never
 
 import pytest
 from playground.apiserver import PlaygroundApiServer
@@ -15,7 +16,7 @@ from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.mig import Partitioning, Placement
 from dra_driver.slices.api_support import ApiSupport, Support, ask_support
 from dra_driver.slices.rules.diff import Owner
-from dra_driver.slices.rules.dropped_fields import SHARES_GATE, TAINTS_GATE
+from dra_driver.slices.rules.dropped_fields import GROUPS_GATE, SHARES_GATE, TAINTS_GATE
 from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, OLDEST_TAINTS, TaintLimits
 from tests.fakes.samples import ONE_G, h100, inventory
 
@@ -229,3 +230,53 @@ def test_servers_are_asked_without_a_write(
         api = ResourceApi(connect(server))
         assert ask_support(api, OWNER, ALL, partitions=False) == Support(frozenset(missing), limits)
         assert server.objects("resourceslices") == []
+
+
+@pytest.mark.parametrize("gate", [True, False], ids=["on", "off"])
+def test_groups_are_published_only_where_a_new_slice_keeps_them(
+    connect: Callable[..., ApiClient], gate: bool
+) -> None:
+    """A scheduler without the gate would pass over the devices."""
+    with PlaygroundApiServer(minor=37, gates={GROUPS_GATE: gate}) as server:
+        api = ResourceApi(connect(server))
+        assert ask_support(api, OWNER, ALL, partitions=True) == Support(keeps_groups=gate)
+        assert server.objects("resourceslices") == []
+
+
+def test_a_server_that_refuses_groups_counts_partitions_all_the_same(
+    connect: Callable[..., ApiClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with PlaygroundApiServer() as server:
+        api = ResourceApi(connect(server))
+        api.discover()
+
+        def refuse(*_: object, **__: object) -> Never:
+            raise INVALID
+
+        monkeypatch.setattr("dra_driver.slices.api_support.partitions_problem", lambda *_: None)
+        monkeypatch.setattr(api, "call", refuse)
+        assert ask_support(api, OWNER, ALL, partitions=True) == ALL
+
+
+def test_groups_that_a_server_does_not_keep_any_more_are_left_out(bench: Bench) -> None:
+    """An update of a slice that has groups keeps them also while the gate is off, so only a question tells."""
+    grouped = Support(keeps_groups=True)
+    bench.answers = [grouped, grouped, ALL]
+    for _ in range(2):
+        assert bench.support.of(CUT) == grouped
+        assert bench.support.ask_at == bench.now + HOUR
+        bench.now += HOUR
+    assert bench.support.of(CUT) == ALL
+    assert bench.support.ask_at == math.inf
+
+
+def test_groups_that_an_answer_lacks_are_left_out(bench: Bench) -> None:
+    bench.answers = [Support(keeps_groups=True)]
+    bench.support.of(CUT)
+    use = {"counterSet": "gpu-0", "counters": {}}
+    sent = slice_of(consumesCounters=[use | {"compatibilityGroups": ["mig"]}])
+    assert bench.support.stored(sent, slice_of(consumesCounters=[use])) == (
+        ("spec.devices[0].consumesCounters[0].compatibilityGroups", GROUPS_GATE),
+    )
+    assert bench.support.of(CUT) == ALL
+    assert bench.support.as_sent([COUNTED]) == [COUNTED]

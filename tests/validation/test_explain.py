@@ -71,7 +71,7 @@ def test_a_missing_key_is_an_error_with_the_guard_that_avoids_it() -> None:
     found = funnel(wanted(f"{A}.profile == '1g.10gb'"), MACHINE)
     assert found.matching == ()
     assert found.error is not None
-    assert f"ends in an error on device {GPU_0}: no such key: profile" in found.error
+    assert f"fails on device {GPU_0}: no such key: profile" in found.error
     assert 'test `"profile" in' in found.error
     guarded = funnel(wanted(f"'profile' in {A} && {A}.profile == '1g.10gb'"), MACHINE)
     assert guarded.error is None

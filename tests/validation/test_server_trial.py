@@ -41,7 +41,7 @@ def ask(server: PlaygroundApiServer, tmp_path: Path) -> Callable[..., Asked]:
     def ask(*contents: Json, namespace: str = "default") -> Asked:
         path = tmp_path / "x.yaml"
         path.write_text(yaml.safe_dump_all(contents))
-        documents = list(read_documents([str(path)]))
+        documents = list(read_documents([str(path)], ["sharing"]))
         server.write_kubeconfig(tmp_path / "kubeconfig")
         trial = ServerTrial(load_endpoint(tmp_path / "kubeconfig"), namespace)
         findings = trial.findings(documents, references(documents, namespace))
@@ -119,7 +119,7 @@ def test_documents_are_tried_and_nothing_is_stored(
     assert findings.problem is None
     assert [report.verdict for report in reports] == ["OK", "SKIP", "OK", "FAULT", "FAULT"]
     assert reports[4].faults == ["API server: it needs an apiVersion and a kind"]
-    assert "API server: takes it" in reports[0].notes
+    assert "API server: accepts it" in reports[0].notes
     # Our own check and the server's stand side by side.
     assert ["is invalid: spec.devices" in fault for fault in reports[3].faults] == [
         False,
@@ -170,7 +170,7 @@ def test_what_depends_on_other_documents_is_told_as_that(
     ]
     place = reports[0].place
     assert (
-        f"API server: cannot try it yet: needs Namespace ml ({place}), which is not in the cluster yet"
+        f"API server: cannot check it yet: needs Namespace ml ({place}), which is not in the cluster yet"
         in (reports[1].notes)
     )
     assert [report.verdict for report in reports] == ["SKIP", "OK", "OK", "OK", "FAULT"]
@@ -347,8 +347,8 @@ def test_the_command_beside_its_own_checks(server: PlaygroundApiServer, tmp_path
     file.write_text(yaml.safe_dump_all([namespace("ml"), claim("a"), claim("b", namespace="ml")]))
     done = call("validate", str(file), *options)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "         API server: takes it" in done.stdout.splitlines()
-    assert done.stdout.splitlines()[-1] == f"the API server {server.url} takes 2, cannot try yet 1"
+    assert "         API server: accepts it" in done.stdout.splitlines()
+    assert done.stdout.splitlines()[-1] == f"the API server {server.url} accepts 2, cannot check yet 1"
     file.write_text(yaml.safe_dump_all([claim("a", count=-1)]))
     assert call("validate", str(file), *options).returncode == 1
     file.write_text(yaml.safe_dump_all([claim("a")]))

@@ -1,3 +1,32 @@
+{{/*
+Completes .Values in place, so that templates find each of them. Helm takes a key away if its value is null, leaves null
+where values.yaml has no such key, and with --reuse-values has the keys of the older chart. Every template begins with it.
+*/}}
+{{- define "gpu-dra-driver.complete" -}}
+{{- $file := .Files.Get "files/defaults.json" | fromJson -}}
+{{- include "gpu-dra-driver.completed" (list .Values $file.defaults $file.nothing "") -}}
+{{- end }}
+
+{{/* (list VALUES DEFAULTS PATHS PREFIX): the keys at PATHS, which all begin with PREFIX, stay away. */}}
+{{- define "gpu-dra-driver.completed" -}}
+{{- $values := index . 0 -}}{{- $defaults := index . 1 -}}{{- $nothing := index . 2 -}}{{- $prefix := index . 3 -}}
+{{- range $key, $value := $values -}}
+{{- if kindIs "invalid" $value -}}{{- $_ := unset $values $key -}}{{- end -}}
+{{- end -}}
+{{- range $key, $default := $defaults -}}
+{{- if and (not (hasKey $values $key)) (not (has (print $prefix $key) $nothing)) -}}
+{{- $_ := set $values $key (deepCopy $default) -}}
+{{- end -}}
+{{- end -}}
+{{- range $key, $value := $values -}}
+{{- if kindIs "map" $value -}}
+{{- $path := print $prefix $key -}}
+{{- $below := ternary dict (get $defaults $key | default dict) (has $path $nothing) -}}
+{{- include "gpu-dra-driver.completed" (list $value $below $nothing (print $path ".")) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
 {{- define "gpu-dra-driver.name" -}}
 {{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
 {{- end }}
@@ -34,9 +63,9 @@
 
 {{/* Of every object. */}}
 {{- define "gpu-dra-driver.labels" -}}
-app.kubernetes.io/name: {{ include "gpu-dra-driver.name" . }}
+app.kubernetes.io/name: {{ include "gpu-dra-driver.name" . | toYaml }}
 app.kubernetes.io/part-of: gpu-dra-driver
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | toYaml }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
@@ -50,9 +79,9 @@ has the selector of daemonset/base, and any other one is told apart by its name.
 {{- if .Values.selectorLabelsOverride -}}
 {{ toYaml .Values.selectorLabelsOverride }}
 {{- else -}}
-app.kubernetes.io/name: {{ include "gpu-dra-driver.name" . }}
+app.kubernetes.io/name: {{ include "gpu-dra-driver.name" . | toYaml }}
 {{- if ne .Release.Name (include "gpu-dra-driver.name" .) }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | toYaml }}
 {{- end }}
 {{- end }}
 {{- end }}
@@ -94,7 +123,7 @@ one that the image has too.
 {{ .Values.kubeletPlugin.metrics.gpuHttpEndpoint | splitList ":" | last }}
 {{- end }}
 
-{{/* "true" or "": MIG devices on demand, the MPS host, devices for several claims, network policies. */}}
+{{/* "true" or "": MIG devices on demand, the MPS host, devices for several claims. */}}
 {{- define "gpu-dra-driver.dynamicMig" -}}
 {{- if or .Values.dynamicMig.enabled .Values.featureGates.DynamicMIG -}}true{{- end -}}
 {{- end }}
@@ -106,9 +135,6 @@ one that the image has too.
 {{- end }}
 {{- define "gpu-dra-driver.shares" -}}
 {{- if or .Values.sharing (include "gpu-dra-driver.consumableShares" .) -}}true{{- end -}}
-{{- end }}
-{{- define "gpu-dra-driver.networkPolicies" -}}
-{{- if or .Values.networkPolicies.enabled .Values.kubeletPlugin.networkPolicy.enabled -}}true{{- end -}}
 {{- end }}
 
 {{/* The driver's configuration file, or nothing. */}}
@@ -142,11 +168,12 @@ nodeSelector:
   {{- with omit .Values.kubeletPlugin.nodeSelector "kubernetes.io/os" }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
-{{- with .Values.kubeletPlugin.tolerations }}
 tolerations:
-  {{- range . }}
+  # The kubelet needs the driver to end pods, also those that such a taint evicts.
+  - operator: Exists
+    effect: NoExecute
+{{- range .Values.kubeletPlugin.tolerations }}
   {{- toYaml (list .) | nindent 2 }}
-  {{- end }}
 {{- end }}
 {{- $affinity := deepCopy .Values.kubeletPlugin.affinity -}}
 {{- if .Values.kubeletPlugin.gpuNodesOnly -}}

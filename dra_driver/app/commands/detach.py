@@ -35,9 +35,9 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
             raise StateError(f"not all claims are known: {state.faults[0]}")
         found = [f"{one.ref.namespace}/{one.ref.name}" for one in state.records if concerns(one)]
         owing = [
-            debt.record.ref
-            for debt in state.debts
-            if concerns(debt.record) and any(isinstance(step, RunMps) for step in debt.steps)
+            one.record.ref
+            for one in state.cleanups
+            if concerns(one.record) and any(isinstance(step, RunMps) for step in one.steps)
         ]
         return found + [f"{ref.namespace}/{ref.name} (ended, but its MPS daemon is left)" for ref in owing]
 

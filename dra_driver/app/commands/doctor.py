@@ -53,10 +53,15 @@ def doctor_checks(settings: Settings) -> list[Check]:
         machine.paths,
         machine.nodes,
         inventory,
-        health,
+        Shared(health).get,
         settings.nvidia_cdi_hook_path,
         settings.dynamic_mig,
-        lambda: gpu_users("/proc", {pod.uid for one in state.get().records for pod in one.claim.pods or ()}),
+        lambda: gpu_users(
+            "/proc",
+            {pod.uid for one in state.get().records for pod in one.claim.pods or ()},
+            # The processes are those of this host, and use other GPUs than those of a simulated machine.
+            None if settings.simulate is None else os.path.realpath(machine.paths.host_driver_root),
+        ),
         settings.extra_devices,
     )
     kubelet = KubeletChecks(

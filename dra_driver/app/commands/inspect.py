@@ -15,12 +15,11 @@ from dra_driver.health.rules.taints import TaintPolicy, device_taints, instances
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.inventory.discovery import discover_once
 from dra_driver.inventory.host_facts import HostView
-from dra_driver.journal.rules.debts import withholding
+from dra_driver.journal.rules.cleanups import withholding
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import MigProfile
 from dra_driver.nvml.mig_profiles import read_machine_profiles
-from dra_driver.nvml.reader import NvmlReader
 from dra_driver.settings import Settings
 from dra_driver.slices.rules.build import Taints, build_pool, none_withheld, untainted
 from dra_driver.slices.rules.diff import Owner, slice_changes
@@ -34,7 +33,7 @@ class OwnershipUnknownError(StateError):
 
 def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[list[JsonObject], list[str]]:
     """The slices that `run` would publish on this machine, and what is not published as asked for. An empty machine has
-    no ill devices, no claims and no debts, and what the driver made for claims is gone.
+    no ill devices, no claims and no pending cleanup, and what the driver made for claims is gone.
 
     Raises: NvmlUnavailableError; for an empty machine OwnershipUnknownError.
     """
@@ -45,7 +44,7 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
         # What the driver has cut comes back, also where this command was not told that the driver cuts GPUs.
         return machine.is_on_demand(gpu) or (is_empty and ownership.makes_devices_of(gpu.uuid))
 
-    reader = NvmlReader(machine.load_nvml, on_demand)
+    reader = machine.nvml_reader(on_demand)
     with closing(reader.session):
         files = DriverRoot(machine.paths, nodes=machine.nodes)
         host = HostView(machine.paths, imex=settings.imex_channel is not None, files=files)
@@ -71,8 +70,8 @@ def _kept_taints(machine: CommandMachine) -> tuple[Taints, Callable[[OfferedDevi
     policy = TaintPolicy(dict(settings.taint_effects))
 
     def taints(device: OfferedDevice) -> tuple[JsonObject, ...]:
-        debt = withholding(state.debts, device, machine.boot_id or "")
-        return device_taints(device, states, instances, policy, debt)
+        pending = withholding(state.cleanups, device, machine.boot_id or "")
+        return device_taints(device, states, instances, policy, pending)
 
     held = {held.device for record in state.records for held in record.devices if not held.admin_access}
 

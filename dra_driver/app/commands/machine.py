@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from dra_driver.app.platforms import platform_of
@@ -9,6 +10,7 @@ from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.detachment import Detachments
+from dra_driver.inventory.rules.gpu_names import held_gpu_names
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.nvml.reader import NvmlReader
@@ -39,9 +41,18 @@ class CommandMachine:
         """What the driver wrote down, read now."""
         return read_state(self.settings.plugin_directory, self.boot_id)
 
+    def nvml_reader(self, on_demand: Callable[[Gpu], bool]) -> NvmlReader:
+        """NVML, not opened yet. GPUs have the names that the plugin gives them."""
+        by_minor = self.settings.device_names == "minor"
+        return NvmlReader(self.load_nvml, on_demand, kept_names=self._held_gpu_names if by_minor else None)
+
+    def _held_gpu_names(self) -> Mapping[str, str]:
+        state = self.state()
+        return held_gpu_names([*state.records, *(one.record for one in state.cleanups)])
+
     def open_nvml(self, session: ExitStack) -> NvmlReader:
         """NVML until the session is closed. Raises: NvmlUnavailableError."""
-        reader = NvmlReader(self.load_nvml, lambda gpu: gpu.mig_enabled or self.is_on_demand(gpu))
+        reader = self.nvml_reader(lambda gpu: gpu.mig_enabled or self.is_on_demand(gpu))
         reader.reopen()
         session.callback(reader.session.close)
         return reader

@@ -1,4 +1,4 @@
-"""What `top`, `claims` and `debts` find out about this node."""
+"""What `top`, `claims` and `cleanup` find out about this node."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dra_driver.diagnostics.state_on_disk import read_claims, read_state
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.host.sysfs import Sysfs
-from dra_driver.journal.debts import DebtKeeper, Debts
+from dra_driver.journal.cleanups import Cleaner, PendingCleanups
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.records import RecordStore
-from dra_driver.journal.rules.debts import Debt
+from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.steps import RunMps, SetTimeSlice
-from dra_driver.mps.client import MpsClient
+from dra_driver.mps.host_files import MpsHostFiles
 from dra_driver.mps.layout import mps_layout
-from dra_driver.nvml.reader import NvmlReader
 from dra_driver.settings import Settings
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 
@@ -42,7 +42,7 @@ def node_snapshot(machine: CommandMachine) -> NodeSnapshot:
     )
     return NodeSnapshot(
         paths,
-        NvmlReader(machine.load_nvml, machine.is_on_demand),
+        machine.nvml_reader(machine.is_on_demand),
         machine.is_on_demand,
         is_detached=lambda: machine.detachments.now() is not None,
     )
@@ -58,14 +58,14 @@ def prepared_claims(settings: Settings) -> NodeClaims:
     return read_claims(state, directory, cdi_root, settings.driver_name, datetime.now(UTC))
 
 
-def node_debts(settings: Settings, *, pay: bool) -> tuple[Sequence[Debt], Sequence[str]]:
-    """What claims that have ended owe to this node, and what could not be read of it. With `pay` everything is tried
+def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingCleanup], Sequence[str]]:
+    """What is to be undone for claims that have ended, and what could not be read of it. With `now` everything is tried
     first. Raises: StateError if that needs rights that this process does not have."""
     machine, directory = CommandMachine(settings), settings.plugin_directory
     boot = machine.boot_id or "unknown"
     state = machine.state()
-    if not pay or not state.debts:
-        return state.debts, state.faults
+    if not now or not state.cleanups:
+        return state.cleanups, state.faults
     records = RecordStore(directory / "claims")
     programs = InstalledPrograms(machine.paths.driver_root, directory / "host.lib")
     smi = NvidiaSmi(programs, machine.detachments.problem)
@@ -73,12 +73,11 @@ def node_debts(settings: Settings, *, pay: bool) -> tuple[Sequence[Debt], Sequen
     runner = StepDispatcher(
         {
             SetTimeSlice: TimeSliceSteps(smi, records, boot),
-            # An owed step names its device with the UUID that it had.
+            # A pending step names its device with the UUID that it had.
             RunMps: MpsSteps(
-                MpsClient(mps_layout(directory)), records, without_record.mps_users, lambda _: None, boot
+                MpsHostFiles(mps_layout(directory)), records, without_record.mps_users, lambda _: None, boot
             ),
         }
     )
-    locks = GpuLocks(directory / "locks")
-    debts = Debts(directory / "debts", records, boot)
-    return DebtKeeper(debts, locks, runner, boot).pay_all(), state.faults
+    cleanups = PendingCleanups(directory / "debts", records, boot)
+    return Cleaner(cleanups, Lanes(GpuLocks(directory / "locks")), runner, boot).clean_all(), state.faults

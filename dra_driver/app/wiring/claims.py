@@ -20,7 +20,7 @@ from dra_driver.claims.unprepare import Unpreparer
 from dra_driver.claims.waiting_line import WaitingLine, WaitTimeouts
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.claim_locks import ClaimLocks
-from dra_driver.journal.debts import DebtKeeper
+from dra_driver.journal.cleanups import Cleaner
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.records import RecordStore
@@ -46,9 +46,9 @@ def claim_parts(
     records: RecordStore,
     without_record: SpecsWithoutRecord,
     claim_locks: ClaimLocks,
-    gpu_locks: GpuLocks,
+    planning: GpuLocks,
     executor: Executor,
-    keeper: DebtKeeper,
+    cleaner: Cleaner,
     users: GpuProcesses,
     observer: Observer,
     make_sure: Callable[[], object],
@@ -58,12 +58,13 @@ def claim_parts(
     timeouts: WaitTimeouts,
     rhythm: Rhythm,
 ) -> ClaimParts:
-    """Make the parts; none runs yet. `make_sure` raises a DraDriverError unless the API server knows this node.
-    `pods_run` answers whether a process of a claim's pods runs here, None if that is not known. `setting_for_lost`
-    answers what to set so that new pods stay away from lost GPUs, None if they do."""
+    """Make the parts; none runs yet. `planning` are locks on GPUs that are held for files only. `make_sure` raises a
+    DraDriverError unless the API server knows this node. `pods_run` answers whether a process of a claim's pods runs
+    here, None if that is not known. `setting_for_lost` answers what to set so that new pods stay away from lost GPUs,
+    None if they do."""
     line = WaitingLine(lookup, records, identity.driver, users, timeouts)
-    steps = AttemptSteps(records, executor, claim_locks, gpu_locks, keeper)
-    unpreparer = Unpreparer(records, claim_locks, gpu_locks, executor, steps, line, observer)
+    steps = AttemptSteps(records, executor, claim_locks, cleaner)
+    unpreparer = Unpreparer(records, claim_locks, executor, steps, line, observer)
     reconciler = Reconciler(
         records,
         lookup,
@@ -79,6 +80,6 @@ def claim_parts(
     )
     line.tell_leaving(reconciler.look_soon)
     planner = ClaimPlanner(identity, discovery, records, without_record, extra_devices, setting_for_lost)
-    preparer = Preparer(planner, records, claim_locks, gpu_locks, steps, line, unpreparer)
+    preparer = Preparer(planner, records, claim_locks, planning, steps, line, unpreparer)
     service = ClaimService(ClaimFetch(lookup, records, identity.driver), preparer, unpreparer, line, observer)
     return ClaimParts(service, preparer, unpreparer, reconciler, line)

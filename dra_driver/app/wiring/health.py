@@ -11,7 +11,7 @@ from dra_driver.health.rules.taints import MadeInstance, TaintPolicy, device_tai
 from dra_driver.health.rules.xids import XidPolicy
 from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import HealthStore
-from dra_driver.journal.rules.debts import Debt
+from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.mig.context import MigAction
 from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.health import HealthChange
@@ -29,8 +29,9 @@ class HealthParts:
     `inventory` answers what is published now, `unavailable` why NVML does not tell the devices, `is_on_bus` whether the
     NVIDIA driver is bound to a PCI bus ID, `owned` the ledger of MIG instances by device name. `on_change` is called
     after each change that others see, `on_transition` with each entry of the history, `on_fabric` as by the monitor.
-    While `may_keep` answers no, another instance of the driver writes the file. `owing` answers which debt keeps a
-    device from being given out.
+    While `may_keep` answers no, another instance of the driver writes the file. `owing` returns which
+    pending cleanup keeps a device from being given out, `hanging` which operation hangs on which GPU UUID, and since
+    when (time.monotonic()).
     """
 
     def __init__(
@@ -46,7 +47,8 @@ class HealthParts:
         on_transition: Callable[[HealthChange], None],
         on_fabric: Callable[[str, FabricRegistration], None],
         may_keep: Callable[[], bool],
-        owing: Callable[[], Callable[[OfferedDevice], Debt | None]],
+        owing: Callable[[], Callable[[OfferedDevice], PendingCleanup | None]],
+        hanging: Callable[[], Mapping[str, tuple[str, float]]],
     ) -> None:
         self._inventory = inventory
         self._unavailable = unavailable
@@ -64,6 +66,7 @@ class HealthParts:
             on_change=self._changed,
             on_transition=on_transition,
             on_fabric=on_fabric,
+            hanging=hanging,
             policy=XidPolicy(settings.ignored_xids, settings.fatal_xids),
         )
         self.stream = HealthStream(settings.node_name, self._devices, self.monitor, self.instances)

@@ -8,10 +8,10 @@ from dra_driver.app.wiring.health import HealthParts
 from dra_driver.app.wiring.mig import MigParts
 from dra_driver.app.wiring.reporting import ReportingParts
 from dra_driver.app.wiring.slices import PublishingParts
-from dra_driver.journal.debts import Debts
+from dra_driver.journal.cleanups import PendingCleanups
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.inventory import Inventory
-from dra_driver.mps.client import MpsClient
+from dra_driver.mps.host_files import MpsHostFiles
 from dra_driver.mps.layout import MpsLayout
 from dra_driver.observability.metrics import Metrics
 from dra_driver.observability.probes import Probes
@@ -21,7 +21,7 @@ def show_node(
     metrics: Metrics,
     inventory: Callable[[], Inventory | None],
     records: RecordStore,
-    debts: Debts,
+    cleanups: PendingCleanups,
     health: HealthParts,
     mig: MigParts,
     reporting: ReportingParts,
@@ -29,12 +29,12 @@ def show_node(
 ) -> None:
     """Claims, devices, health, MIG devices that do not go away, reports, readiness and other trouble of the node."""
     show = metrics.show
-    show.claims(lambda: records.all().values(), mig.uuid_of, reporting.claim_pods.of)
+    show.claims(lambda: records.all().values(), mig.uuid_of, reporting.claim_pods.of, inventory)
     show.devices(inventory, health.monitor, health.instances)
     show.inventory(inventory)
     show.health(inventory, health.monitor)
     show.stuck_mig(mig.collector.stuck)
-    show.debts(debts.outstanding)
+    show.cleanups(cleanups.outstanding)
     show.reports(reporting.recorder.counts)
     show.readiness(probes.readiness)
     show.problem(lambda: [*probes.readiness(), *probes.notes()])
@@ -47,6 +47,6 @@ def show_publishing(metrics: Metrics, parts: PublishingParts) -> None:
 
 
 def show_mps(metrics: Metrics, layout: MpsLayout) -> None:
-    """MPS daemons; a scrape starts no host."""
-    asking = MpsClient(layout, connect_s=0.0)
-    metrics.show.mps(lambda: [status.state for status in asking.status_if_any(0.5)])
+    """MPS daemons."""
+    files = MpsHostFiles(layout)
+    metrics.show.mps(lambda: [status.state for status in files.statuses()])

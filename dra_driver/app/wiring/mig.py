@@ -11,7 +11,7 @@ from dra_driver.concurrency.bounded_call import NotAnsweredError, bounded
 from dra_driver.concurrency.deadline import seconds_for, time_left
 from dra_driver.errors import DraDriverError, NvmlUnavailableError, RetryableError
 from dra_driver.journal.executor import StepRunner
-from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.collector import MigCollector
 from dra_driver.mig.context import MigContext, MigObserver
@@ -43,7 +43,7 @@ class MigParts:
         paths: HostPaths,
         boot_id: str,
         records: RecordStore,
-        locks: GpuLocks,
+        lanes: Lanes,
         lost_devices: Callable[[], Collection[str]],
         on_change: Callable[[], None],
         observe: MigObserver,
@@ -76,7 +76,7 @@ class MigParts:
         self.collector = MigCollector(
             self._context,
             self.devices,
-            locks,
+            lanes,
             adopt="destroy" if settings.adopt_mig == "destroy" else "leave",
             on_change=on_change,
         )

@@ -56,7 +56,13 @@ class ReportingParts:
         )
         self.node = NodeEvents(metrics, self.recorder, may_tell)
         self.claims = ClaimHealthReporter(
-            self.recorder, states, records.all, inventory, mig.created_instance, may_tell
+            self.recorder,
+            states,
+            records.all,
+            inventory,
+            mig.created_instance,
+            may_tell,
+            health.monitor.look_for_hangs,
         )
         self._mps = MpsEvents(self.recorder, records.all, mps_daemons)
         self.reporter = Reporter(

@@ -40,7 +40,8 @@ class PublishingParts:
         scheduler_outdated: Callable[[str], None],
         news: NodeEvents,
     ) -> None:
-        """`records` answers the records of the claims, `owing` whether a debt keeps a device from being given out."""
+        """`records` answers the records of the claims, `owing` whether a pending cleanup keeps a device from
+        being given out."""
 
         def owner() -> Owner:
             return Owner(settings.driver_name, settings.node_name, node_uid(client, settings.node_name))
@@ -101,8 +102,8 @@ class PublishingParts:
         return None
 
     def _withheld(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
-        """Which devices are left out of the slices, as of now; for the publisher. A debt is always in the way of a
-        Prepare, so what the setting says of health does not matter to it."""
+        """Which devices are left out of the slices, as of now; for the publisher. Pending cleanup is
+        always in the way of a Prepare, so what the setting says of health does not matter to it."""
         mode = self._settings.unhealthy_devices
         # Before the records are read: a claim that is released from now on makes another round.
         self._withdraws = mode == "withdraw" or (mode == "auto" and dropped)

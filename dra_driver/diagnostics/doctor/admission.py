@@ -29,7 +29,7 @@ _CONSUMER = {"resource": "pods", "name": "gpu-dra-driver-probe", "uid": "gpu-dra
 
 @dataclass(frozen=True, slots=True)
 class AdmissionProof:
-    """Asks with the driver's own token; an account to which the policies do not apply proves nothing.
+    """Asks with the token of gpu-dra-driver; an account to which the policies do not apply proves nothing.
 
     `claims` are those that the driver of this node has prepared. Raises from both: as ApiClient.
     """
@@ -39,7 +39,7 @@ class AdmissionProof:
     claims: Callable[[], Sequence[ClaimRef]]
 
     def slices(self) -> Finding:
-        """May the driver write a slice of another node?"""
+        """May gpu-dra-driver write a slice of another node?"""
         if self._may(EXEMPT_VERB):
             return self._exempt()
         pool = {"name": _FOREIGN, "generation": 1, "resourceSliceCount": 1}
@@ -56,7 +56,7 @@ class AdmissionProof:
         return self._accepted("publish slices of other nodes")
 
     def claim_status(self) -> Finding:
-        """May the driver change to whom a claim's devices are given?"""
+        """May gpu-dra-driver change to whom a claim's devices are given?"""
         if self._may(EXEMPT_VERB):
             return self._exempt()
         claim = self._allocated_claim()
@@ -83,7 +83,7 @@ class AdmissionProof:
         found = refusal(error)
         if found.lacks_node:
             return fail(
-                f"{found.name} refused this account: its token names no node, so the driver can publish nothing",
+                f"{found.name} refused this account: its token names no node, so gpu-dra-driver can publish nothing",
                 "mount a token of the pod, as daemonset/base does (volume api-token), and restart the pod",
             )
         match found.by:
@@ -94,9 +94,9 @@ class AdmissionProof:
             case "rbac":
                 return skip(
                     "RBAC lets this account write nothing of that sort, so no policy was asked; run doctor in the "
-                    "driver's pod"
+                    "pod of gpu-dra-driver"
                 )
-        return skip(f"{found.name} refused this account {what} before the driver's policy was asked")
+        return skip(f"{found.name} refused this account {what} before the policy of gpu-dra-driver was asked")
 
     def _accepted(self, what: str) -> Finding:
         """The server took what it should refuse."""
@@ -108,14 +108,14 @@ class AdmissionProof:
     def _exempt(self) -> Finding:
         return skip(
             f"this account may {EXEMPT_VERB} {MARK_RESOURCE}.{self.driver}, so the policies do not apply to it; run "
-            "doctor in the driver's pod"
+            "doctor in the pod of gpu-dra-driver"
         )
 
     def _may(self, verb: str) -> bool:
         return is_allowed(self.client, Permission(verb, MARK_RESOURCE, self.driver))
 
     def _allocated_claim(self) -> JsonObject | None:
-        """One that this node has prepared, with a device of this driver."""
+        """One that this node has prepared, with a device of gpu-dra-driver."""
         api = ResourceApi(self.client)
         for ref in self.claims():
             try:

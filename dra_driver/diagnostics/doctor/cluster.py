@@ -1,4 +1,4 @@
-"""The cluster as the driver needs it: its API, permissions, the node, admission, classes, slices, feature gates."""
+"""The cluster as gpu-dra-driver needs it: its API, permissions, the node, admission, classes, slices, feature gates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _APPLY = "`kubectl apply -k daemonset` as an administrator"
 
 
 def needed_permissions(driver: str) -> tuple[Permission, ...]:
-    """What the driver's ClusterRole gives it."""
+    """What the ClusterRole of gpu-dra-driver gives."""
     slices = ("list", "watch", "create", "update", "delete")
     return (
         Permission("get", "resourceclaims", GROUP),
@@ -69,7 +69,7 @@ class ClusterChecks:
         return ok(f"Kubernetes {release} at {client.endpoint.server}, {GROUP}/{version} is used")
 
     def permissions(self) -> Finding:
-        """Is the driver allowed what it needs?"""
+        """Is gpu-dra-driver allowed what it needs?"""
         needed = needed_permissions(self.driver)
         client = self.client.get()
         denied = [wanted for wanted in needed if not is_allowed(client, wanted)]
@@ -89,7 +89,7 @@ class ClusterChecks:
                 f"not allowed: {', '.join(map(str, denied))}; events or device states will be missing",
                 f"{_APPLY} (ClusterRole gpu-dra-driver)",
             )
-        return ok(f"all {len(needed)} that the driver needs")
+        return ok(f"all {len(needed)} that gpu-dra-driver needs")
 
     def node_object(self) -> Finding:
         """Is there a node of this name, and does nobody else offer its GPUs?"""
@@ -123,7 +123,11 @@ class ClusterChecks:
         ready = next((c.get("status") for c in conditions if c.get("type") == "Ready"), None)
         if ready not in (None, "True"):
             return warn(f"node {self.node} is not ready", f"`kubectl describe node {self.node}`")
-        return ok(f"node {self.node}{f' ({versions})' if versions else ''}")
+        runtime = info.get("containerRuntimeVersion")
+        return ok(
+            f"node {self.node}{f' ({versions})' if versions else ''}",
+            None if runtime is None else str(runtime),
+        )
 
     def _proof(self) -> AdmissionProof:
         return AdmissionProof(self.client.get(), self.driver, self.claims)
@@ -149,14 +153,15 @@ class ClusterChecks:
         foreign = sorted({item["spec"]["pool"]["name"] for item in items} - {self.node})
         if foreign:
             return warn(
-                f"pools that are not this driver's: {named(foreign)}",
-                f"another driver publishes as {self.driver}: `kubectl get resourceslices --field-selector "
+                f"pools that gpu-dra-driver did not make: {named(foreign)}",
+                f"another DRA driver publishes as {self.driver}: `kubectl get resourceslices --field-selector "
                 f"spec.nodeName={self.node} -o yaml | grep manager`",
             )
         count = sum(len(item["spec"].get("devices") or ()) for item in items)
         if not items:
             return warn(
-                "nothing is published of this node", "start the driver; its /readyz and log tell why not"
+                "nothing is published of this node",
+                "start gpu-dra-driver; its /readyz and log say what is wrong",
             )
         tainted = sum(
             1 for item in items for device in item["spec"].get("devices") or () if device.get("taints")
@@ -165,7 +170,7 @@ class ClusterChecks:
         return ok(f"{counted(count, 'device')} in {counted(len(items), 'slice')}{note}")
 
     def feature_gates(self) -> Finding:
-        """Does the API server keep what the driver publishes, as it is configured? Dry runs tell."""
+        """Does the API server keep what gpu-dra-driver publishes as it is configured? Dry runs show it."""
         client = self.client.get()
         api = ResourceApi(client)
         owner = Owner(self.driver, self.node, node_uid(client, self.node))
@@ -187,7 +192,7 @@ class ClusterChecks:
                 "manager",
             )
         if off:
-            return ok(f"off, and not needed as the driver is configured: {', '.join(sorted(off))}")
+            return ok(f"off, and not needed with this configuration: {', '.join(sorted(off))}")
         return ok("partitions, shares and taints are kept")
 
     def all(self) -> list[Check]:
@@ -217,10 +222,10 @@ class ClusterChecks:
             except ApiUnavailableError:
                 return skip("the API server cannot be asked")
             except PathNotFoundError as error:
-                return skip(f"not served: {error}")
+                return skip(f"not checked: {error}")
             except ApiRejectedError as error:
                 if error.status in (401, 403):
-                    return skip("these credentials may not ask; the driver itself does not need to")
+                    return skip("these credentials may not ask; gpu-dra-driver itself does not need to")
                 raise
 
         return looked

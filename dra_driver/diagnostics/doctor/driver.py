@@ -38,9 +38,11 @@ from dra_driver.model.extra_devices import (
     ExtraDevices,
     ImexChannels,
 )
+from dra_driver.model.gpu import GpuProcess
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.units import counted
+from dra_driver.observability.rules.usage import unclaimed_text
 
 _KERNEL_VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
 _GPU_NODE = re.compile(r"nvidia(\d+)\Z")
@@ -57,7 +59,7 @@ class DriverChecks:
     hook: str | None = None
     dynamic_mig: bool = False
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
-    """Programs besides this driver and the pods of claims that have a GPU open; None if that is not known."""
+    """Programs besides gpu-dra-driver and the pods of claims that have a GPU open; None if that is not known."""
     extra_devices: ExtraDevices = NO_EXTRA_DEVICES
 
     def gpus_on_the_bus(self) -> Finding:
@@ -101,12 +103,14 @@ class DriverChecks:
                 f"not loaded ({path} is not there)",
                 "`modprobe nvidia` on the node; see `dmesg | grep -i nvrm`",
             )
-        return ok(f"{version} loaded")
+        return ok(f"{version} loaded", version)
 
     def driver_root(self) -> Finding:
-        """Are the driver's files below the driver root, of the version that is loaded?"""
+        """Are the files of the NVIDIA driver below the driver root, of the version that is loaded?"""
         root = self.paths.driver_root
-        where = "set --nvidia-driver-root (and --container-driver-root) to where the driver is installed"
+        where = (
+            "set --nvidia-driver-root (and --container-driver-root) to where the NVIDIA driver is installed"
+        )
         if not Path(root).is_dir():
             return fail(f"{root} is not a directory", where)
         loaded = self._loaded_version()
@@ -117,12 +121,13 @@ class DriverChecks:
             if libraries.left_out:
                 return fail(
                     note_of_left_out(root, libraries.left_out),
-                    f"install the NVIDIA driver that is, or {where}",
+                    f"install the NVIDIA driver for this architecture, or {where}",
                 )
             return fail(f"libnvidia-ml.so.1 is not below {root}", f"install the NVIDIA driver, or {where}")
         if not libraries.versions:
             return fail(
-                f"libcuda.so is not below {root}", f"install the compute libraries of the driver, or {where}"
+                f"libcuda.so is not below {root}",
+                f"install the compute libraries of the NVIDIA driver, or {where}",
             )
         if loaded is not None and loaded not in libraries.versions:
             return fail(
@@ -154,7 +159,7 @@ class DriverChecks:
             return fail(seen, remedy)
         except DraDriverError as error:
             seen = str(error).partition("; ")[0]
-            return fail(seen, "`nvidia-smi` on the node; `dmesg | grep -i nvrm` tells why it fails")
+            return fail(seen, "`nvidia-smi` on the node; `dmesg | grep -i nvrm` says why it fails")
         loaded = self._loaded_version()
         version = inventory.versions.driver
         if loaded is not None and version is not None and loaded != version:
@@ -168,7 +173,7 @@ class DriverChecks:
             do = "does" if len(silent) == 1 else "do"
             return warn(
                 f"{len(silent)} of {counted(total, 'GPU')} {do} not answer: {named(silent)}",
-                "do what the line `health` of the GPU says; `dmesg | grep -i xid` on the node tells why",
+                "do what the line `health` of the GPU says; `dmesg | grep -i xid` on the node says why",
             )
         if inventory.faults:
             first = inventory.faults[0]
@@ -179,7 +184,9 @@ class DriverChecks:
             )
         cuda = inventory.versions.cuda
         shown = f", CUDA {cuda[0]}.{cuda[1]}" if cuda is not None else ""
-        return ok(f"{len(inventory.gpus)} GPUs answer, driver {version or 'unknown'}{shown}")
+        return ok(
+            f"{counted(len(inventory.gpus), 'GPU answers', 'GPUs answer')}, NVIDIA driver {version or 'unknown'}{shown}"
+        )
 
     def health(self) -> list[Finding]:
         """Is every GPU and every MIG device well?"""
@@ -207,10 +214,10 @@ class DriverChecks:
         strays = sorted(self._node_minors(dev) - minors)
         if strays and not self._silent_gpus(gpus):
             return warn(
-                f"no GPU behind {named([f'/dev/nvidia{minor}' for minor in strays])}",
+                f"{named([f'/dev/nvidia{minor}' for minor in strays])} {'has' if len(strays) == 1 else 'have'} no GPU",
                 "`dmesg | grep -i xid`: a GPU may have been lost; remove the nodes if it was taken out",
             )
-        return ok(f"/dev/nvidiactl, /dev/nvidia-uvm and {len(minors)} GPUs")
+        return ok(f"/dev/nvidiactl, /dev/nvidia-uvm and those of {counted(len(minors), 'GPU')}")
 
     def mig_mode(self) -> Finding:
         """GPUs in MIG mode without a MIG device: they are offered neither whole nor in parts."""
@@ -224,7 +231,7 @@ class DriverChecks:
                 f"in MIG mode without MIG devices, so nothing of it is offered: {named(empty)}",
                 f"`nvidia-smi mig -i {empty[0]} -cgi 19 -C`, `nvidia-smi -i {empty[0]} -mig 0`, or --dynamic-mig",
             )
-        return ok(f"{len(on)} of {len(inventory.gpus)} GPUs in MIG mode")
+        return ok(f"{len(on)} of {counted(len(inventory.gpus), 'GPU')} in MIG mode")
 
     def gpu_agents(self) -> Finding:
         """Do other programs keep GPUs open, so that MIG mode cannot be switched?"""
@@ -235,7 +242,7 @@ class DriverChecks:
             return skip("not known without the processes of the host (hostPID)")
         if users:
             return warn(
-                f"they keep GPUs open, so the NVIDIA driver refuses to switch MIG mode: {named(users)}",
+                f"these programs keep GPUs open, so the NVIDIA driver refuses to switch MIG mode: {named(users)}",
                 "switch MIG mode on at boot, before they start, or have them let go of the GPUs (docs/mig.md)",
             )
         return ok("no other program keeps a GPU open")
@@ -269,7 +276,7 @@ class DriverChecks:
         if count is None:
             return fail(
                 f"the NVIDIA driver has no IMEX channels ({self.paths.proc}/devices, driver/nvidia/params)",
-                "load the module nvidia with NVreg_ImexChannelCount=2048; a driver before 550 has none",
+                "load the module nvidia with NVreg_ImexChannelCount=2048; an NVIDIA driver before 550 has none",
             )
         if wanted == "all" and count > MOST_IMEX_CHANNELS:
             return fail(
@@ -323,8 +330,18 @@ class DriverChecks:
             return warn(hook.notes[0], f"`{hook.host_path} --help` on the node")
         return ok(f"{hook.host_path} ({', '.join(hook.verbs)})")
 
+    def gpu_processes(self) -> list[Finding]:
+        """Is there memory on GPUs that nobody claims?"""
+        health = self.node_health()
+        if not health.has_nvml:
+            return [skip("not known without NVML")]
+        found = [one for one in health.processes if one.is_unclaimed]
+        texts = (unclaimed_text(one.gpu, GpuProcess(one.pid, one.name, one.memory_bytes)) for one in found)
+        findings = [warn(*text.split("; ", 1)) for text in texts]
+        return findings or [ok("NVML shows no process without a claim or a container")]
+
     def persistence(self) -> Finding:
-        """Does something keep the driver's state while nobody uses a GPU?"""
+        """Does something keep the state of the NVIDIA driver while nobody uses a GPU?"""
         roots = dict.fromkeys(filter(None, (self.paths.driver_root, self.paths.host_root)))
         for root in roots:
             tree = RootedTree(root)
@@ -332,7 +349,7 @@ class DriverChecks:
                 if tree.file_or_socket(place) is not None:
                     return ok(f"nvidia-persistenced runs ({place})")
         return warn(
-            f"nvidia-persistenced does not run: while the plugin's pod is away GPUs {self._loss_at_the_end()}",
+            f"nvidia-persistenced does not run: while gpu-dra-driver is away, GPUs {self._loss_at_the_end()}",
             "`systemctl enable --now nvidia-persistenced` on the node",
         )
 
@@ -366,6 +383,7 @@ class DriverChecks:
             "NVML": self.nvml,
             "health": self.health,
             "device nodes": self.device_nodes,
+            "GPU processes": self.gpu_processes,
             "MIG mode": self.mig_mode,
             "GPU agents": self.gpu_agents,
             "IMEX": None if self.extra_devices.imex is None else self.imex,

@@ -1,4 +1,4 @@
-"""The kubelet's directories on this node, the sockets in them, and the driver's own records."""
+"""The kubelet's directories on this node, the sockets in them, and the records of gpu-dra-driver."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from dra_driver.diagnostics.doctor.checks import Check
 from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
 from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.diagnostics.state_on_disk import set_aside_files
-from dra_driver.errors import RetryableError
 from dra_driver.kubelet.sockets import listening
 from dra_driver.model.units import counted
-from dra_driver.mps.client import MpsClient
+from dra_driver.mps.host_files import MpsHostFiles
 from dra_driver.mps.layout import mps_layout
 from dra_driver.sharing.rules.mps_notes import notes_of
 
 _ASK_S = 1.0
-_RECONNECT_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class KubeletChecks:
     """`registry` is the kubelet's plugin registry, `plugins` its plugin directory, `driver` the driver's name.
 
-    `node_state` reads what the driver wrote down, `cdi` is the directory with CDI specs.
+    `node_state` reads what gpu-dra-driver wrote down, `cdi` is the directory with CDI specs.
     """
 
     driver: str
@@ -38,7 +36,7 @@ class KubeletChecks:
 
     @property
     def state(self) -> Path:
-        """The driver's own directory."""
+        """The directory of gpu-dra-driver."""
         return self.plugins / self.driver
 
     def directories(self) -> Finding:
@@ -54,12 +52,12 @@ class KubeletChecks:
             if not path.is_dir():
                 return fail(
                     f"{path} is not there",
-                    f"`ps -o args= -C kubelet` tells the kubelet's --root-dir; set {flag} (and the mount) to match",
+                    f"`ps -o args= -C kubelet` shows the kubelet's --root-dir; set {flag} (and the mount) to match",
                 )
             if not os.access(path, os.W_OK | os.X_OK):
                 return fail(
                     f"{path} is not writable",
-                    "mount it writable into the driver's pod; it has to run as root",
+                    "mount it writable into the pod of gpu-dra-driver, which has to run as root",
                 )
         return ok(f"{self.registry} and {plugins} are writable")
 
@@ -84,7 +82,7 @@ class KubeletChecks:
         foreign = [name for name, endpoint in alive if not Path(endpoint).is_relative_to(self.state)]
         if foreign:
             return fail(
-                f"another driver is registered as {self.driver}: {named(foreign)}",
+                f"another DRA driver is registered as {self.driver}: {named(foreign)}",
                 "uninstall it (`kubectl get daemonset -A | grep -i dra`), or give this one another --driver-name",
             )
         if len(alive) > 2:
@@ -94,23 +92,23 @@ class KubeletChecks:
         if dead:
             return warn(
                 f"dead sockets: {named(dead)}",
-                f"`rm {dead[0]}`, if no instance of the driver is just starting",
+                f"`rm {dead[0]}`, if no instance of gpu-dra-driver is starting at this moment",
             )
         if not alive:
             return warn(
-                f"no instance of {self.driver} is registered", "start the driver; see its log if it runs"
+                f"no instance of {self.driver} is registered", "start gpu-dra-driver; see its log if it runs"
             )
         update = " (a rolling update is under way)" if len(alive) == 2 else ""
         return ok(f"{named([name for name, _ in alive])} answers{update}")
 
     def records(self) -> Finding:
-        """Can the driver's records be read?"""
+        """Can the records be read?"""
         state = self.node_state()
         if state.faults:
             more = f" (and {len(state.faults) - 1} more)" if len(state.faults) > 1 else ""
             return fail(
                 state.faults[0] + more,
-                "`gpu-dra-driver claims` lists them; the driver sets such files aside, not those of a newer release",
+                "`gpu-dra-driver claims` lists them; such files are set aside, except those of a newer release",
             )
         aside = set_aside_files(self.state, self.cdi, self.driver)
         if aside:
@@ -127,31 +125,35 @@ class KubeletChecks:
             )
         return ok(counted(len(state.records), "prepared claim"))
 
-    def debts(self) -> Finding:
-        """Do claims that have ended owe something to the node?"""
-        found = self.node_state().debts
+    def cleanup(self) -> Finding:
+        """Is cleanup pending after claims that ended?"""
+        found = self.node_state().cleanups
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            owed, _, remedy = found[0].text.rpartition("; ")
-            return warn(owed + more, f"{remedy}; `gpu-dra-driver debts` lists all")
-        return ok("ended claims owe nothing")
+            pending, _, remedy = found[0].text.rpartition("; ")
+            return warn(pending + more, f"{remedy}; `gpu-dra-driver cleanup` lists all")
+        return ok("no cleanup is pending")
 
     def mps_host(self) -> Finding:
-        """Does the MPS host answer? Claims with MPS wait for it."""
+        """Does the MPS host run, and do what is wanted? Claims with MPS wait for it."""
         layout = mps_layout(self.state)
-        if not layout.socket.exists():
+        if not layout.lock.exists():
             return ok("no MPS host; only claims with MPS need one (daemonset/components/mps)")
-        try:
-            daemons = MpsClient(layout, connect_s=_RECONNECT_S).status(_ASK_S)
-        except RetryableError as error:
+        files = MpsHostFiles(layout)
+        problem = files.host_problem()
+        if problem is not None:
+            return warn(problem, "claims with MPS wait until it runs")
+        waiting = files.unseen()
+        if waiting:
             return warn(
-                f"the MPS host does not answer: {error}",
-                "`kubectl logs` of its pod; claims with MPS wait until it answers",
+                f"the MPS host has not yet done what is wanted of {', '.join(waiting)}",
+                "ask again in 30 seconds; if it is the same then, `kubectl logs` of its pod",
             )
+        daemons = files.statuses()
         notes = [text for status in daemons for _, text in notes_of(status)]
         if notes:
             return warn("; ".join(notes), "docs/sharing.md: MPS")
-        return ok(f"the MPS host answers; it has {counted(len(daemons), 'daemon')}")
+        return ok(f"the MPS host runs; it has {counted(len(daemons), 'daemon')}")
 
     def all(self) -> list[Check]:
         """By name."""
@@ -159,7 +161,7 @@ class KubeletChecks:
             Check("kubelet directories", self.directories),
             Check("registration", self.sockets),
             Check("records", self.records),
-            Check("debts", self.debts),
+            Check("cleanup", self.cleanup),
             Check("MPS host", self.mps_host),
         ]
 

@@ -1,4 +1,4 @@
-"""The container runtime: does it read CDI specs, from the directory that the driver writes to?"""
+"""The container runtime: does it read CDI specs, from the directory that gpu-dra-driver writes to?"""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _UNNAMED = "unnamed"
 
 @dataclass(frozen=True, slots=True)
 class RuntimeChecks:
-    """`host` is where this process sees the host's `/`, None if nowhere; `cdi_root` is the driver's directory."""
+    """`host` is where this process sees the host's `/`, None if nowhere; `cdi_root` is the directory of our specs."""
 
     cdi_root: str
     host: str | None
 
     def runtime(self) -> Finding:
-        """Does the runtime read specs from the driver's directory?"""
+        """Does the runtime read specs from the directory of ours?"""
         if self.host is None:
             return skip(
                 "the runtime's configuration is not visible from here; mount the host's / and name it --host-root"
@@ -62,15 +62,16 @@ class RuntimeChecks:
         if not path.exists():
             parent = next(parent for parent in path.parents if parent.exists())
             if os.access(parent, os.W_OK | os.X_OK):
-                return ok(f"{path} will be made by the driver")
+                return ok(f"{path} does not exist yet; gpu-dra-driver makes it")
             return fail(
                 f"{path} is not there and {parent} is not writable", f"`mkdir -p {path}` on the node, as root"
             )
         if not path.is_dir():
-            return fail(f"{path} is not a directory", f"`rm {path}`; the driver makes the directory")
+            return fail(f"{path} is not a directory", f"`rm {path}`; gpu-dra-driver makes the directory")
         if not os.access(path, os.W_OK | os.X_OK):
             return fail(
-                f"{path} is not writable", "mount it writable into the driver's pod; it has to run as root"
+                f"{path} is not writable",
+                "mount it writable into the pod of gpu-dra-driver, which has to run as root",
             )
         return ok(f"{path} is writable")
 
@@ -83,8 +84,8 @@ class RuntimeChecks:
 
 
 def host_directory(paths: HostPaths, *, simulated: bool, in_pod: bool) -> str | None:
-    """Where this process sees the host's `/`: the mount for it, the driver root if the driver is installed there, or
-    its own `/` outside of a pod. None if it does not see it."""
+    """Where this process sees the host's `/`: the mount for it, the driver root if the NVIDIA driver is installed
+    there, or its own `/` outside of a pod. None if it does not see it."""
     if simulated or paths.host_root is not None:
         return paths.host_root or paths.driver_root
     if paths.host_driver_root == "/":

@@ -1,4 +1,4 @@
-"""What the API server's answers tell about the admission policies that confine the driver to its node."""
+"""What the answers of the API server show of the admission policies that confine gpu-dra-driver to its node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dra_driver.errors import ApiRejectedError
 MARK_RESOURCE = "drivers"
 MARK_VERB = "confine"
 EXEMPT_VERB = "exempt"
-"""Of the API group with the driver's name. The policies apply to who may do the first and not the second."""
+"""Of the API group with the name of our DRA driver. The policies apply to who may do the first and not the second."""
 
 _BY_POLICY = re.compile(
     r"ValidatingAdmissionPolicy '(?P<policy>[^']*)' with binding '[^']*' denied request: (?P<text>.*)"
@@ -28,7 +28,7 @@ _OWN_CHECK = re.compile(r'requires resource="?resourceclaims/')
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Who refused a request. `by` is "ours" for a policy of this driver, "server" for what Kubernetes itself checks,
+    """Who refused a request. `by` is "ours" for a policy of gpu-dra-driver, "server" for what Kubernetes itself checks,
     "rbac" for a missing right, "other" for the rest; `name` says it for people."""
 
     by: str

@@ -10,8 +10,10 @@ from fractions import Fraction
 from operator import add
 from typing import Any, Literal
 
+from dra_driver.diagnostics.rules.cluster_usage import Used, used_together
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import allocation_results
+from dra_driver.model.gpu import GpuLoad
 from dra_driver.model.units import format_bytes, format_decimal, parse_quantity
 
 JsonObject = dict[str, Any]
@@ -60,7 +62,8 @@ class ClusterDevice:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """GPUs and MIG devices of a node or a product. The states of `gpus` add up to it."""
+    """GPUs and MIG devices of a node or a product. A GPU that is neither free, allocated nor blocked has a taint that
+    keeps new pods away; `tainted` are all with such a taint, also those that are allocated or blocked."""
 
     gpus: int = 0
     free: int = 0
@@ -99,8 +102,8 @@ class ProductRow:
 
 @dataclass(frozen=True, slots=True)
 class UserRow:
-    """What a namespace, a workload, a pod or a claim has: whole GPUs, MIG devices by profile, shares, and what the
-    shares consume."""
+    """What a namespace, a workload, a pod or a claim has: whole GPUs, MIG devices by profile, shares, what the shares
+    consume, and how it is used, None if nobody asked for that."""
 
     namespace: str
     name: str
@@ -110,6 +113,7 @@ class UserRow:
     shares: int
     nodes: tuple[str, ...]
     consumed: Mapping[str, str] = field(default_factory=dict)
+    used: Used | None = None
 
 
 def pools_of(driver: str, slices: Iterable[JsonObject]) -> tuple[dict[str, list[JsonObject]], dict[str, str]]:
@@ -201,7 +205,7 @@ def _pool_devices(
             state = "allocated"
         elif any(left.get(key, 0) < amount for key, amount in _consumption(device)):
             state = "blocked"
-        elif any(taint.rpartition(":")[2] in _KEEP_AWAY for taint in taints):
+        elif _keeps_away(taints):
             state = "tainted"
         yield ClusterDevice(
             node=place_of(spec, device),
@@ -218,6 +222,11 @@ def _pool_devices(
             if device.get("allowMultipleAllocations")
             else {},
         )
+
+
+def _keeps_away(taints: Iterable[str]) -> bool:
+    """Whether one of these taints, such as `xid:NoSchedule`, keeps new pods off a device."""
+    return any(taint.rpartition(":")[2] in _KEEP_AWAY for taint in taints)
 
 
 def is_on_demand(device: JsonObject, driver: str) -> bool:
@@ -258,12 +267,13 @@ def _text(attributes: JsonObject, name: str, driver: str) -> str | None:
 def count(devices: Iterable[ClusterDevice]) -> Count:
     """How many there are of each kind, in each state."""
     states: Counter[str] = Counter()
-    mig = allocated = shares = 0
+    tainted = mig = allocated = shares = 0
     for device in devices:
         if device.is_shared:
             shares += len(device.holders)
         if device.kind == "gpu":
             states[device.state] += 1
+            tainted += _keeps_away(device.taints)
         else:
             mig += 1
             allocated += bool(device.holders)
@@ -272,7 +282,7 @@ def count(devices: Iterable[ClusterDevice]) -> Count:
         free=states["free"],
         allocated=states["allocated"],
         blocked=states["blocked"],
-        tainted=states["tainted"],
+        tainted=tainted,
         mig=mig,
         mig_allocated=allocated,
         shares=shares,
@@ -348,17 +358,26 @@ def by_user(
     devices: Iterable[ClusterDevice],
     what: Literal["namespace", "workload", "pod", "claim"],
     workloads: Mapping[tuple[str, str], str],
+    loads: Mapping[Slot, GpuLoad] | None = None,
 ) -> list[UserRow]:
-    """Who has how much, the greatest first. `workloads` has the workload of each pod, by namespace and name. What
-    several pods or workloads share counts for each of them."""
+    """Who has how much, the greatest first; with `loads` who wastes how much. `workloads` has the workload of each pod,
+    by namespace and name. What several pods or workloads share counts for each of them."""
     found: dict[tuple[str, str], list[tuple[ClusterDevice, Holder]]] = {}
     for device in devices:
         for holder in device.holders:
             for name in dict.fromkeys(_names(holder, what, workloads)):
                 found.setdefault((holder.namespace, name), []).append((device, holder))
-    rows = [_user(key, held) for key, held in found.items()]
+    rows = [_user(key, held, loads) for key, held in found.items()]
     return sorted(
-        rows, key=lambda row: (-row.gpus, -sum(row.mig.values()), -row.shares, row.namespace, row.name)
+        rows,
+        key=lambda row: (
+            -(row.used.wasted_bytes if row.used else 0),
+            -row.gpus,
+            -sum(row.mig.values()),
+            -row.shares,
+            row.namespace,
+            row.name,
+        ),
     )
 
 
@@ -376,11 +395,23 @@ def _names(holder: Holder, what: str, workloads: Mapping[tuple[str, str], str]) 
             yield workloads.get((holder.namespace, pod), f"Pod/{pod}")
 
 
-def _user(key: tuple[str, str], held: Sequence[tuple[ClusterDevice, Holder]]) -> UserRow:
+def _user(
+    key: tuple[str, str],
+    held: Sequence[tuple[ClusterDevice, Holder]],
+    loads: Mapping[Slot, GpuLoad] | None,
+) -> UserRow:
     whole = {(one.pool, one.name): one for one, _ in held if not one.is_shared}
     mig = Counter(one.profile or "-" for one in whole.values() if one.kind == "mig")
     shares = {(one.pool, one.name, holder.uid) for one, holder in held if one.is_shared}
     consumed = _sums(holder.consumed for one, holder in held if one.is_shared)
+    used: Used | None = None
+    if loads is not None:
+        mine = {(one.pool, one.name, holder.uid) for one, holder in held}
+        devices = {(one.pool, one.name): one for one, _ in held}
+        is_shared = any(
+            (*slot, holder.uid) not in mine for slot, one in devices.items() for holder in one.holders
+        )
+        used = used_together(map(loads.get, devices), is_shared=is_shared)
     return UserRow(
         namespace=key[0],
         name=key[1],
@@ -390,6 +421,7 @@ def _user(key: tuple[str, str], held: Sequence[tuple[ClusterDevice, Holder]]) ->
         shares=len(shares),
         nodes=tuple(sorted({one.node for one, _ in held})),
         consumed={name: _written(amount) for name, amount in sorted(consumed.items()) if amount},
+        used=used,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a check of `doctor` answers."""
+"""What a check of `doctor` returns."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _WORST_FIRST = ("FAIL", "WARN", "SKIP", "OK")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was seen, and what to do about it. `SKIP`: it could not be checked."""
+    """What was seen, and what to do about it. `SKIP`: it could not be checked. `version` is of what was checked."""
 
     status: Status
     seen: str
     remedy: str | None = None
+    version: str | None = None
 
 
-def ok(seen: str) -> Finding:
+def ok(seen: str, version: str | None = None) -> Finding:
     """All is well."""
-    return Finding("OK", seen)
+    return Finding("OK", seen, version=version)
 
 
 def warn(seen: str, remedy: str) -> Finding:
@@ -37,13 +38,33 @@ def fail(seen: str, remedy: str) -> Finding:
 
 
 def skip(seen: str) -> Finding:
-    """Nothing here can answer it."""
+    """It could not be checked."""
     return Finding("SKIP", seen)
 
 
 def worst(findings: Iterable[Finding]) -> Finding:
     """The first of those that are the most serious."""
     return min(findings, key=lambda finding: _WORST_FIRST.index(finding.status))
+
+
+_VERIFIED = {
+    "driver": (("GPUs", "kernel driver", "driver root", "NVML", "device nodes"), "kernel driver"),
+    "runtime": (("runtime", "CDI directory"), "node"),
+}
+"""By subject: the checks that tell whether it is as it should be, and the one that tells its version."""
+
+
+def verified(found: Sequence[tuple[str, Finding]]) -> dict[str, dict[str, str | None]]:
+    """What AI conformance has platforms verify, from the names of checks and their findings: of the NVIDIA driver and
+    of the container runtime the worst status, and the version, None where it is not known."""
+    versions = {check: finding.version for check, finding in found}
+    return {
+        subject: {
+            "status": worst(finding for check, finding in found if check in checks).status,
+            "version": versions.get(of_version),
+        }
+        for subject, (checks, of_version) in _VERIFIED.items()
+    }
 
 
 def named(items: Sequence[str]) -> str:

@@ -14,8 +14,9 @@ _RESET = (
     "end its pods, then `gpu-dra-driver detach{gpu}` and `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot "
     "the node"
 )
-_WAIT = "wait: it ends by itself if NVML asks for no action; if it stays, " + _RESET
+_WAIT = "wait: it ends by itself if NVML requests no action; if it stays, " + _RESET
 _REBOOT = "`kubectl drain` the node, then reboot it"
+_RESTART = f"wait; if it stays, delete the plugin's pod on the node; if that does not help, {_REBOOT}"
 _FABRIC = "`nvidia-smi -q | grep -A9 Fabric` and `systemctl status nvidia-fabricmanager` on the node"
 _SLOW = "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {bus}`: look at the cooling and the power supply"
 _REMEDIES: tuple[tuple[str, str], ...] = (
@@ -36,6 +37,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("recovery-action", _RESET),
     ("row-remap pending", _RESET),
     ("page-retirement", _RESET),
+    ("unresponsive", _RESTART),
     ("xid", _WAIT),
     ("ecc", _WAIT),
     ("fabric pending", f"wait; if it stays, {_FABRIC}"),
@@ -44,7 +46,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("slowdown", _SLOW),
     (
         "unmonitored",
-        "`gpu-dra-driver` does not hear of the GPU's Xids; look for them with `dmesg | grep -i xid`",
+        "gpu-dra-driver gets no Xids of this GPU; look for them with `dmesg | grep -i xid`",
     ),
 )
 """What to do by the begin of a reason. Of several reasons the first in this table counts."""
@@ -108,7 +110,10 @@ def _remedy(gpu: SeenGpu, reasons: Sequence[SeenReason]) -> str:
 def _unknown(found: NodeHealth) -> Iterator[Finding]:
     unknown = [gpu.name for gpu in found.gpus if gpu.health == "unknown"]
     if unknown and found.has_nvml:
-        yield warn(f"not known of {named(unknown)}", "`nvidia-smi -q` on the node; then run doctor again")
+        yield warn(
+            f"the health of {named(unknown)} is not known",
+            "`nvidia-smi -q` on the node; then run doctor again",
+        )
 
 
 def _problems(problems: Iterable[str]) -> Iterator[Finding]:

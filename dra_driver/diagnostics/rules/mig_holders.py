@@ -9,7 +9,7 @@ from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.diagnostics.rules.node_view import SeenInstance
 from dra_driver.mig.rules.counters import partitioned
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.ids import gpu_device_names, mig_device_name, mig_slot_name
+from dra_driver.model.ids import mig_device_name, mig_slot_name
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import (
     GpuInstance,
@@ -36,9 +36,8 @@ def gpu_maps(inventory: Inventory, known: NodeState, on_demand: Callable[[Gpu], 
     `inventory` is NVML's own: `partitioning` on every GPU that has profiles, with all GPU instances in
     `withheld`, whoever made them.
     """
-    names = gpu_device_names(gpu.uuid for gpu in inventory.gpus)
     return [
-        _map_of(names[gpu.uuid], gpu, gpu.partitioning, known, on_demand(gpu))
+        _map_of(inventory.gpu_names[gpu.uuid], gpu, gpu.partitioning, known, on_demand(gpu))
         for gpu in inventory.gpus
         if gpu.partitioning is not None and (gpu.mig_enabled or on_demand(gpu))
     ]
@@ -102,6 +101,7 @@ def _map_of(name: str, gpu: Gpu, table: Partitioning, known: NodeState, on_deman
         instances=(*there, *absent),
         room=() if whole else room_beside(table, taken),
         whole_owner=whole,
+        called=frozenset(map(str, (name, gpu.uuid, gpu.index, gpu.pci_bus_id))),
     )
 
 

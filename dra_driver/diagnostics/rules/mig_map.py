@@ -12,7 +12,7 @@ ASCII only, at most `WIDTH` columns.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dra_driver.diagnostics.rules.node_view import SeenInstance
 from dra_driver.diagnostics.rules.tables import ascii_only, folded
@@ -27,7 +27,7 @@ class GpuMap:
     """What is drawn of one GPU.
 
     `mode` and `whole_owner` are words: the MIG mode, and who holds the whole GPU, None if it is free. `room` is how
-    many instances of each profile name fit now, one profile at a time.
+    many instances of each profile name fit now, one profile at a time. `called` are all names that people give the GPU.
     """
 
     name: str
@@ -37,12 +37,19 @@ class GpuMap:
     instances: tuple[SeenInstance, ...] = ()
     room: tuple[tuple[str, int], ...] = ()
     whole_owner: str | None = None
+    called: frozenset[str] = frozenset()
 
 
 def draw_gpus(maps: Iterable[GpuMap], width: int | None = None) -> str:
     """The drawings of several GPUs with empty lines between them, for a terminal of so many columns; empty without
-    GPUs."""
-    return "\n".join(draw_gpu(entry, width) for entry in maps)
+    GPUs. GPUs that nobody uses have one drawing together if they are equal."""
+    alike: dict[GpuMap, list[str]] = {}
+    for entry in maps:
+        is_free = not entry.instances and entry.whole_owner is None
+        alike.setdefault(replace(entry, name="" if is_free else entry.name, called=frozenset()), []).append(
+            entry.name
+        )
+    return "\n".join(draw_gpu(replace(entry, name=", ".join(names)), width) for entry, names in alike.items())
 
 
 def draw_gpu(entry: GpuMap, width: int | None = None) -> str:

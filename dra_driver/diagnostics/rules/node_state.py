@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dra_driver.journal.rules.debts import Debt
+from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.health import HealthState
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.record import ClaimRecord
@@ -22,7 +22,7 @@ class NodeState:
 
     records: Sequence[ClaimRecord] = ()
     owned: Sequence[OwnedInstance] = ()
-    debts: Sequence[Debt] = ()
+    cleanups: Sequence[PendingCleanup] = ()
     health: Sequence[HealthState] = ()
     boot_id: str | None = None
     faults: tuple[str, ...] = ()

@@ -102,7 +102,8 @@ class SeenDaemon:
 @dataclass(frozen=True, slots=True)
 class SeenProcess:
     """A process that has memory on the GPU with the device name `gpu`; `gpu_instance_id` in MIG mode only. `pod` is
-    `NAMESPACE/NAME`, or the UID of a pod whose claims are not known, and None for a process of the host."""
+    `NAMESPACE/NAME`, or the UID of a pod whose claims are not known, and None for a process of the host. One that
+    `is_unclaimed` belongs to no prepared claim and no container."""
 
     gpu: str
     pid: int
@@ -110,6 +111,7 @@ class SeenProcess:
     memory_bytes: int | None = None
     gpu_instance_id: int | None = None
     pod: str | None = None
+    is_unclaimed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from dra_driver.diagnostics.rules.node_state import NodeState
-from dra_driver.journal.rules.debts import Debt, DebtKind
+from dra_driver.journal.rules.cleanups import CleanupKind, PendingCleanup
 from dra_driver.model.claim import Pods
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.record import ClaimRecord, HeldDevice
@@ -49,24 +49,24 @@ class PreparedClaim:
 
 
 @dataclass(frozen=True, slots=True)
-class ClaimDebt:
-    """What a claim that has ended still owes to the node; `since` is in seconds since 1970."""
+class ClaimCleanup:
+    """What is to be undone for a claim that has ended; `since` is in seconds since 1970."""
 
     namespace: str
     name: str
     uid: str
-    kinds: tuple[DebtKind, ...]
+    kinds: tuple[CleanupKind, ...]
     since: int
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class NodeClaims:
-    """All claims, oldest first, a sentence for each problem, and the debts of claims that have ended."""
+    """All claims, oldest first, a sentence for each problem, and what is pending of claims that have ended."""
 
     claims: tuple[PreparedClaim, ...]
     problems: tuple[str, ...] = ()
-    debts: tuple[ClaimDebt, ...] = ()
+    debts: tuple[ClaimCleanup, ...] = ()
 
 
 Specs = Mapping[str, Sequence[str]] | None
@@ -97,10 +97,10 @@ def prepared_claims(
     return tuple(sorted(claims, key=lambda claim: (claim.prepared_at or "~", claim.namespace, claim.name)))
 
 
-def owed(debt: Debt) -> ClaimDebt:
-    """A debt as people see it."""
-    ref = debt.record.ref
-    return ClaimDebt(ref.namespace, ref.name, ref.uid, debt.kinds, debt.since, debt.text)
+def shown(cleanup: PendingCleanup) -> ClaimCleanup:
+    """A pending cleanup as people see it."""
+    ref = cleanup.record.ref
+    return ClaimCleanup(ref.namespace, ref.name, ref.uid, cleanup.kinds, cleanup.since, cleanup.text)
 
 
 def contradictions(state: NodeState, specs: Specs, claims: Sequence[PreparedClaim]) -> Iterator[str]:

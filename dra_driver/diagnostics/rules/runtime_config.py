@@ -1,4 +1,4 @@
-"""What a container runtime's configuration says of CDI, and whether specs of the driver are read with it."""
+"""What a container runtime's configuration says of CDI, and whether our specs are read with it."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def crio_config(documents: Sequence[tuple[str, Toml]]) -> RuntimeConfig | None:
 
 
 def judge_runtimes(found: Sequence[RuntimeConfig], cdi_root: str) -> Finding:
-    """The worst that is to be said of the runtimes, if the driver writes its specs to `cdi_root`."""
+    """The worst that is to be said of the runtimes, if gpu-dra-driver writes its specs to `cdi_root`."""
     if not found:
         if not any(canonical(cdi_root) == canonical(path) for path in DEFAULT_DIRECTORIES):
             return warn(
                 f"no configuration found; runtimes read {' and '.join(DEFAULT_DIRECTORIES)}, not {cdi_root}",
-                f"run the driver with --cdi-root {DEFAULT_DIRECTORIES[1]}",
+                f"run gpu-dra-driver with --cdi-root {DEFAULT_DIRECTORIES[1]}",
             )
         return ok(f"no configuration found; {cdi_root} is read by default (containerd 2, CRI-O)")
     return worst(_judged(config, cdi_root) for config in found)
@@ -80,8 +80,8 @@ def _judged(config: RuntimeConfig, cdi_root: str) -> Finding:
         )
     if canonical(cdi_root) not in map(canonical, directories):
         return fail(
-            f"{config.runtime} reads {', '.join(directories) or 'nothing'}, the driver writes to {cdi_root}",
-            f"run the driver with --cdi-root {directories[-1] if directories else DEFAULT_DIRECTORIES[1]}, or add "
+            f"{config.runtime} reads {', '.join(directories) or 'nothing'}, gpu-dra-driver writes to {cdi_root}",
+            f"run gpu-dra-driver with --cdi-root {directories[-1] if directories else DEFAULT_DIRECTORIES[1]}, or add "
             f"{cdi_root} to cdi_spec_dirs in {config.file} and restart {config.runtime}",
         )
     if config.enabled is None and config.runtime == "containerd":

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dra_driver.model.ids import printable
+
 _GAP = "   "
 _CUT = ".."
 _NOTHING = ("-", "")
@@ -61,11 +63,6 @@ def fitted(
     ]
 
 
-def printable(cell: str) -> str:
-    """Names come from drivers, files and the API: nothing in them may move a terminal's cursor."""
-    return "".join(sign if sign.isprintable() else "?" for sign in cell)
-
-
 def ascii_only(text: str) -> str:
     """As `printable`, for a drawing whose columns must be as wide as they have signs."""
     return "".join(sign if " " <= sign <= "~" else "?" for sign in text)
@@ -88,7 +85,7 @@ def hanging(prefix: str, text: str, width: int | None) -> str:
     Where the prefix leaves too little room, the text begins on a line of its own. Words stay whole: a path, a name or a
     command can be copied.
     """
-    words = [printable(word) for word in text.split()]
+    prefix, words = printable(prefix), [printable(word) for word in text.split()]
     line = (prefix + " ".join(words)).rstrip()
     if width is None or len(line) <= width:
         return line

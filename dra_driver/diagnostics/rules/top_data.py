@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
@@ -33,6 +33,7 @@ from dra_driver.model.ids import gpu_device_names, mig_device_name
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mps import MpsDaemonStatus
+from dra_driver.observability.rules.usage import Origin, Place, unclaimed
 
 _NO_ANSWER = "the GPU does not answer NVML"
 
@@ -41,7 +42,7 @@ _NO_ANSWER = "the GPU does not answer NVML"
 class NvmlFacts:
     """What NVML tells now, by UUID. `lost` are the GPUs that stopped answering between two calls. `hidden` are those
     that the NVIDIA driver is bound to and NVML does not show: their UUIDs, None where unknown, by PCI bus ID. `pods`
-    are the UIDs of the pods that processes belong to, by process ID."""
+    are the UIDs of the pods that processes belong to, and `origins` says where processes run, by process ID."""
 
     inventory: Inventory = field(default_factory=Inventory)
     loads: Mapping[str, GpuLoad] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class NvmlFacts:
     hidden: Mapping[str, str | None] = field(default_factory=dict)
     processes: Mapping[str, Sequence[GpuProcess]] = field(default_factory=dict)
     pods: Mapping[int, str] = field(default_factory=dict)
+    origins: Mapping[int, Origin] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class NodeHealth:
     reasons: tuple[SeenReason, ...] = ()
     problems: tuple[str, ...] = ()
     has_nvml: bool = False
+    processes: tuple[SeenProcess, ...] = ()
 
 
 _Findings = Mapping[str, Mapping[tuple[str, str], tuple[Severity, str]]]
@@ -97,7 +100,7 @@ def node_view(found: NodeFacts, on_demand: Callable[[Gpu], bool]) -> NodeView:
     ids = _instance_ids(inventory, found.state.owned)
     names, places, reasons = _named_reasons(found.nvml, found.state, ids, found.now)
     cuda = inventory.versions.cuda
-    debts = (debt.text for debt in found.claims.debts)
+    pending = (one.text for one in found.claims.debts)
     unread = (f"{fault.subject}: {fault.text}" for fault in inventory.faults)
     return NodeView(
         node=found.node,
@@ -121,9 +124,11 @@ def node_view(found: NodeFacts, on_demand: Callable[[Gpu], bool]) -> NodeView:
             for status in found.daemons
             for device in status.spec.devices
         ),
-        processes=tuple(_processes(found.nvml, found.claims, names)),
+        processes=tuple(
+            _processes(found.nvml, found.claims.claims, names, _places_of_claims(found.state, ids))
+        ),
         notes=tuple(
-            dict.fromkeys([*found.problems, *found.state.notes, *debts, *found.claims.problems, *unread])
+            dict.fromkeys([*found.problems, *found.state.notes, *pending, *found.claims.problems, *unread])
         ),
     )
 
@@ -138,6 +143,7 @@ def node_health(nvml: NvmlFacts | None, state: NodeState, now: datetime) -> Node
         tuple(reason.shown for reason in reasons),
         state.notes,
         nvml is not None,
+        tuple(_processes(facts, (), names, _places_of_claims(state, ids))),
     )
 
 
@@ -166,7 +172,8 @@ def _names(inventory: Inventory, state: NodeState, hidden: Mapping[str, str]) ->
     known |= {uuid for record in state.records for uuid in record.gpu_uuids if uuid}
     known |= {uuid for uuid, place in hidden.items() if uuid != place}
     unnamed = {place: place for uuid, place in hidden.items() if uuid == place}
-    return {**gpu_device_names(dict.fromkeys([*shown, *sorted(known - set(shown))])), **unnamed}
+    names = gpu_device_names(dict.fromkeys([*shown, *sorted(known - set(shown))]))
+    return {**names, **(inventory.kept_names or {}), **inventory.gpu_names, **unnamed}
 
 
 def _mig_devices(instances: Mapping[str, tuple[str, int, int]]) -> Mapping[HealthTarget, tuple[str, ...]]:
@@ -268,9 +275,24 @@ def _gpus(
             yield SeenGpu(name, uuid, gpu.product_name, mode, load, health, gpu.index, gpu.pci_bus_id)
 
 
-def _processes(facts: NvmlFacts, claims: NodeClaims, names: Mapping[str, str]) -> Iterator[SeenProcess]:
-    known = {pod.uid: f"{claim.namespace}/{pod.name}" for claim in claims.claims for pod in claim.pods or ()}
+def _places_of_claims(state: NodeState, instances: Mapping[str, tuple[str, int, int]]) -> Collection[Place]:
+    """Where processes of claims may be."""
+    return {
+        (held.gpu_uuid, instances[held.device][1] if held.device in instances else None)
+        for record in state.records
+        for held in record.devices
+    }
+
+
+def _processes(
+    facts: NvmlFacts,
+    claims: Iterable[PreparedClaim],
+    names: Mapping[str, str],
+    claimed: Collection[Place],
+) -> Iterator[SeenProcess]:
+    known = {pod.uid: f"{claim.namespace}/{pod.name}" for claim in claims for pod in claim.pods or ()}
     for uuid, processes in facts.processes.items():
+        nobodys = unclaimed(uuid, processes, claimed, lambda pid: facts.origins.get(pid, "unknown"))
         for process in processes:
             pod = facts.pods.get(process.pid)
             program, blank, rest = process.name.partition(" ")
@@ -281,6 +303,7 @@ def _processes(facts: NvmlFacts, claims: NodeClaims, names: Mapping[str, str]) -
                 process.memory_bytes,
                 process.gpu_instance_id,
                 None if pod is None else known.get(pod, f"pod {pod}"),
+                process in nobodys,
             )
 
 
@@ -322,9 +345,12 @@ def _holdings(
 
 def _instance_ids(inventory: Inventory, owned: Iterable[OwnedInstance]) -> Mapping[str, tuple[str, int, int]]:
     """The GPU's UUID, GPU and compute instance ID by the device name of each MIG device."""
-    names = gpu_device_names(gpu.uuid for gpu in inventory.gpus)
     there = {
-        mig_device_name(names[gpu.uuid], mig): (gpu.uuid, mig.gpu_instance_id, mig.compute_instance_id)
+        mig_device_name(inventory.gpu_names[gpu.uuid], mig): (
+            gpu.uuid,
+            mig.gpu_instance_id,
+            mig.compute_instance_id,
+        )
         for gpu in inventory.gpus
         for mig in gpu.mig_devices
     }

@@ -272,7 +272,7 @@ def _processes(view: NodeView, width: int, order: Order) -> list[Line]:
             one.gpu,
             "-" if one.gpu_instance_id is None else str(one.gpu_instance_id),
             _mib(one.memory_bytes),
-            one.pod or "-",
+            one.pod or ("NO CLAIM" if one.is_unclaimed else "-"),
             one.name or "-",
         ]
         for one in found

@@ -17,13 +17,21 @@ Finding = tuple[str, str, Severity, str]
 """Key, value, severity and text of a reason."""
 
 _ACTIONS: Mapping[int, tuple[str, Severity, str]] = {
-    1: ("reset", Severity.UNHEALTHY, "the driver asks for a reset of the GPU"),
-    2: ("reboot", Severity.UNHEALTHY, "the driver asks for a reboot of the node"),
-    3: ("drain-p2p", Severity.DEGRADED, "the driver asks to end the work that uses peer access to the GPU"),
-    4: ("drain-and-reset", Severity.DEGRADED, "the driver asks to end the GPU's work and reset it then"),
-    5: ("recover-imex-domain", Severity.DEGRADED, "the driver asks for a recovery of the IMEX domain"),
-    6: ("bus-reset", Severity.UNHEALTHY, "the driver asks for a reset of the GPU's bus"),
-    7: ("system-reboot", Severity.UNHEALTHY, "the driver asks for a reboot of the whole system"),
+    1: ("reset", Severity.UNHEALTHY, "the NVIDIA driver requests a GPU reset"),
+    2: ("reboot", Severity.UNHEALTHY, "the NVIDIA driver requests a reboot of the node"),
+    3: (
+        "drain-p2p",
+        Severity.DEGRADED,
+        "the NVIDIA driver requests an end of the work that uses peer access to the GPU",
+    ),
+    4: (
+        "drain-and-reset",
+        Severity.DEGRADED,
+        "the NVIDIA driver requests an end of the GPU's work, then a reset",
+    ),
+    5: ("recover-imex-domain", Severity.DEGRADED, "the NVIDIA driver requests a recovery of the IMEX domain"),
+    6: ("bus-reset", Severity.UNHEALTHY, "the NVIDIA driver requests a reset of the GPU's bus"),
+    7: ("system-reboot", Severity.UNHEALTHY, "the NVIDIA driver requests a reboot of the whole system"),
 }
 _FABRIC: Mapping[FabricState, tuple[Severity, str]] = {
     "pending": (Severity.DEGRADED, "the GPU is not registered with its NVLink fabric yet"),
@@ -65,14 +73,14 @@ def reasons_found(polled: PolledHealth) -> Mapping[str, list[Finding]]:
 
 
 def asks_for_action(polled: PolledHealth) -> bool:
-    """Whether the driver asks for an action, or the memory needs a reset or a replacement."""
+    """Whether the NVIDIA driver requests an action, or the memory needs a reset or a replacement."""
     return bool(polled.recovery_action or polled.remap_pending or polled.remap_failed or polled.pages_pending)
 
 
 def _action(number: int) -> list[Finding]:
     if number == 0:
         return []
-    unknown = (str(number), Severity.DEGRADED, f"the driver asks for recovery action {number}")
+    unknown = (str(number), Severity.DEGRADED, f"the NVIDIA driver requests recovery action {number}")
     return [(RECOVERY_ACTION, *_ACTIONS.get(number, unknown))]
 
 

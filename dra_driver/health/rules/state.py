@@ -2,9 +2,10 @@
 
 A state is a set of active reasons, and its severity is the worst of them: a harmless event never makes a
 bad device look well. Reasons that a poll of the GPU tells (lost, recovery action, row remapping, fabric) come
-and go with the poll. Those that an event told (Xid, memory error) stay until the device was reset, or until
-the driver asks for no action, memory is clean and a while has passed since the last event: a longer one where
-the driver does not tell which action it asks for.
+and go with the poll. `unresponsive` comes and goes with an operation of this plugin that does not end. Those
+that an event told (Xid, memory error) stay until the device was reset, or until the NVIDIA driver requests no action,
+memory is clean and a while has passed since the last event: a longer one where the NVIDIA driver does not report
+which action it requests.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from dra_driver.health.rules.polling import asks_for_action, reasons_found
+from dra_driver.health.rules.polling import Finding, asks_for_action, reasons_found
 from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, severity_of_xid, xid_text
 from dra_driver.model.health import (
     LOST,
     UNMONITORED,
+    UNRESPONSIVE,
     DoubleBitError,
+    Hanging,
     HealthState,
     InstanceSeen,
     MonitoringState,
@@ -36,19 +39,23 @@ ECC = "ecc"
 FLAPPING = "flapping"
 _EVENT_KEYS = frozenset({XID, ECC})
 _NO_ACTION = 0
-_LOST_TEXT = "the GPU does not answer; it fell off the bus, and needs a reset or the node a reboot"
+_LOST_TEXT = "the GPU fell off the bus and does not answer; reset the GPU or reboot the node"
 
 
 SETTLE_S = 30
-"""How long after the last such event a reason told by an event is dropped if the GPU is found well."""
+"""How long after the last such event the reason of an event is dropped if the GPU is found well."""
 SETTLE_UNSURE_S = 600
-"""The same where the driver knows no recovery action."""
+"""The same where the NVIDIA driver reports no recovery action."""
 REMEMBER_S = 600
 """The same for one that is mere information."""
 FLAPS, FLAP_WINDOW_S = 3, 3600
-"""A device that went bad so often within that time is held back."""
+"""A device that failed so often within that time is held back."""
 HOLD_S, HOLD_MOST_S = 600, 4 * 3600
 """For so long after it is well, twice as long each further time, and at most."""
+UNRESPONSIVE_AFTER_S = 60
+"""How long an operation hangs on a GPU until that GPU counts as unresponsive: as long as claims wait for it."""
+RESTART_AFTER_S = 15 * 60
+"""How long until nobody may expect any more that it ends by itself."""
 
 
 def observe(
@@ -65,7 +72,7 @@ def observe(
                 return state
             after = _with(state, Reason(XID, str(number), severity, now, now, xid_text(number)))
         case DoubleBitError():
-            text = "the driver reported an uncorrectable memory error"
+            text = "the NVIDIA driver reported an uncorrectable memory error"
             after = _with(state, Reason(ECC, "double-bit", Severity.UNHEALTHY, now, now, text))
         case PollResult(polled):
             after = _after_poll(state, polled, now)
@@ -74,11 +81,27 @@ def observe(
         case MonitoringState(problem):
             found = [] if problem is None else [(UNMONITORED, "", Severity.INFORMATION, problem)]
             after = _with_found(state, {UNMONITORED: found}, now)
+        case Hanging(what, for_s):
+            found = [] if what is None else _hang(what, for_s)
+            after = _with_found(state, {UNRESPONSIVE: found}, now - int(for_s))
         case Reset():
             after = _reset(state)
         case InstanceSeen(identity):
             after = _identified(state, identity)
     return _damped(state, after, now)
+
+
+def _hang(what: str, for_s: float) -> list[Finding]:
+    if for_s < UNRESPONSIVE_AFTER_S:
+        return []
+    text = f"the GPU does not react: {what} does not end"
+    if for_s < RESTART_AFTER_S:
+        return [(UNRESPONSIVE, "", Severity.DEGRADED, text)]
+    text = (
+        f"the GPU does not react: {what} has not ended for {RESTART_AFTER_S // 60} minutes; restart the plugin's pod "
+        "on this node, and if that does not help, reboot the node"
+    )
+    return [(UNRESPONSIVE, "", Severity.UNHEALTHY, text)]
 
 
 def _with(state: HealthState, news: Reason) -> HealthState:
@@ -98,9 +121,7 @@ def _having(state: HealthState, reasons: Iterable[Reason]) -> HealthState:
     return replace(state, reasons=tuple(sorted(reasons, key=lambda reason: reason.name)))
 
 
-def _with_found(
-    state: HealthState, found: Mapping[str, list[tuple[str, str, Severity, str]]], now: int
-) -> HealthState:
+def _with_found(state: HealthState, found: Mapping[str, list[Finding]], now: int) -> HealthState:
     """Replace the reasons of the keys in `found` by what was found; those of other keys stay."""
     if state.target.is_instance:
         return state
@@ -138,7 +159,7 @@ def shows_reset(state: HealthState, polled: PolledHealth) -> bool:
     else takes counted memory errors back."""
     known, found = state.ecc_uncorrected, polled.ecc_uncorrected
     counts_anew = known is not None and found is not None and found < known
-    return counts_anew or any(reason.key == LOST for reason in state.reasons)
+    return counts_anew or state.has(LOST)
 
 
 def _with_memory_errors(state: HealthState, polled: PolledHealth, now: int) -> HealthState:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 
 from dra_driver.health.rules.polling import FABRIC, SLOWDOWN, fabric_findings
-from dra_driver.journal.rules.debts import Debt
+from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.mig.rules.counters import has_counters
 from dra_driver.model.health import (
     LOST,
@@ -104,17 +104,17 @@ def device_taints(
     states: HealthStates,
     instances: Mapping[str, MadeInstance],
     policy: TaintPolicy = DEFAULT_POLICY,
-    debt: Debt | None = None,
+    pending: PendingCleanup | None = None,
 ) -> tuple[JsonObject, ...]:
-    """The taints of a device in the wire shape, one a key, in the order of the keys. `debt` is what an ended claim owes
-    on it.
+    """The taints of a device in the wire shape, one a key, in the order of the keys. `pending` is what is
+    to be undone for an ended claim on it.
 
     A fabric that was not ready when discovery read the GPU is a reason until discovery has read it anew, whatever polls
     say meanwhile: the device that is published lacks its fabric attributes for so long. Of several reasons with one key
     the worst counts, and of equals the first.
     """
     reasons = (*device_reasons(device, states, instances), *_unready_fabric(device))
-    return taints_of(reasons if debt is None else (*reasons, _reason_of(debt)), policy)
+    return taints_of(reasons if pending is None else (*reasons, _reason_of(pending)), policy)
 
 
 def _unready_fabric(device: OfferedDevice) -> Iterable[Reason]:
@@ -127,9 +127,9 @@ def _unready_fabric(device: OfferedDevice) -> Iterable[Reason]:
     ]
 
 
-def _reason_of(debt: Debt) -> Reason:
-    """A debt as a reason not to use a device; nothing is wrong with its health."""
-    return Reason(DEBT, debt.kinds[0], Severity.UNHEALTHY, debt.since, debt.since, debt.text)
+def _reason_of(pending: PendingCleanup) -> Reason:
+    """A pending cleanup as a reason not to use a device; nothing is wrong with its health."""
+    return Reason(DEBT, pending.kinds[0], Severity.UNHEALTHY, pending.since, pending.since, pending.text)
 
 
 def taints_of(reasons: Iterable[Reason], policy: TaintPolicy) -> tuple[JsonObject, ...]:

@@ -99,7 +99,7 @@ _ROWS: tuple[tuple[tuple[int, ...], Bucket, str], ...] = (
     ((143,), Bucket.RESET_GPU, "the GPU could not be initialised"),
     ((*range(144, 151),), Bucket.NVLINK_5, "NVLink error"),
     ((151,), Bucket.RESTART_VM, "a key of confidential computing could not be changed"),
-    ((154,), Bucket.XID_154, "the driver asks for another recovery action"),
+    ((154,), Bucket.XID_154, "the NVIDIA driver requests another recovery action"),
     ((155,), Bucket.RESET_GPU, "an NVLink was taken down by software"),
     ((156,), Bucket.RESET_GPU, "a damaged part of the GPU was retired"),
     ((157,), Bucket.IGNORE, "a damaged part of the GPU could not be retired"),

@@ -41,6 +41,8 @@ def assembled(
 ) -> Inventory:
     """The inventory `read` with `gpus` as they are offered and the `lost` ones, which keep their NVLink domain.
 
+    Lost GPUs and those that are cut on demand keep their names, since MIG mode changes the minor number.
+
     `functions` are the PCI bus IDs of NVIDIA's GPUs on the bus; one that NVML does not show is a fault.
 
     Raises: NvmlUnavailableError if there are GPUs on the bus but NVML shows none: on a fresh node the driver's files
@@ -59,8 +61,17 @@ def assembled(
     )
     known = {} if before is None else before.nvlink_domains
     domains = {gpu.uuid: known[gpu.uuid] for gpu in lost if gpu.uuid in known}
+    kept = read.kept_names
+    if kept is not None and before is not None:
+        staying = {gpu.uuid for gpu in (*gpus, *lost) if gpu.partitioning is not None or gpu in lost}
+        kept = {uuid: name for uuid, name in before.gpu_names.items() if uuid in staying} | dict(kept)
     return replace(
-        read, gpus=gpus, lost=lost, faults=faults, nvlink_domains={**domains, **read.nvlink_domains}
+        read,
+        gpus=gpus,
+        lost=lost,
+        faults=faults,
+        nvlink_domains={**domains, **read.nvlink_domains},
+        kept_names=kept,
     )
 
 

@@ -1,11 +1,41 @@
-"""The names that a person may give a GPU."""
+"""The names that GPUs have, and those that a person may give one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.ids import gpu_of_device, names_gpus_by
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.units import counted
+
+_MOST_NAMED = 5
+
+
+def held_gpu_names(records: Iterable[ClaimRecord]) -> Mapping[str, str]:
+    """The device names that GPUs have in records, by UUID."""
+    return {held.gpu_uuid: gpu_of_device(held.device) for record in records for held in record.devices}
+
+
+def refuse_other_names(device_names: Literal["uuid", "minor"], records: Sequence[ClaimRecord]) -> None:
+    """Raises: InvalidConfigError if records have devices that are named in the other way. Their claims could not be
+    prepared again, since no device has such a name any more."""
+    other = "uuid" if device_names == "minor" else "minor"
+    found = {
+        f"{record.ref.namespace}/{record.ref.name} ({held.device})": None
+        for record in records
+        for held in record.devices
+        if names_gpus_by(held.device) == other
+    }
+    if found:
+        shown = [*found][:_MOST_NAMED] + (["…"] if len(found) > _MOST_NAMED else [])
+        raise InvalidConfigError(
+            f"device names cannot change from {other} to {device_names} on this node, because it still has "
+            f"{counted(len(found), 'device')} of claims: {', '.join(shown)}; set --device-names {other} again, drain "
+            "the node, and change it when `gpu-dra-driver claims` and `gpu-dra-driver cleanup` list nothing"
+        )
 
 
 def named_gpus(
@@ -25,8 +55,9 @@ def named_gpus(
             found[gpu.pci_bus_id.lower()] = gpu.uuid
         if gpu.index is not None:
             indices[str(gpu.index)] = gpu.uuid
-    for device in inventory.by_name.values() if inventory is not None else ():
-        found[device.name.lower()] = device.gpu.uuid
+    if inventory is not None:
+        found |= {name: uuid for uuid, name in inventory.gpu_names.items()}
+        found |= {name: device.gpu.uuid for name, device in inventory.by_name.items()}
     wanted: set[str] = set()
     for name in names:
         if name.isdecimal() and (inventory is None or not is_whole):

@@ -49,7 +49,9 @@ def repartitioned_gpus(now: HardwareFingerprint, before: HardwareFingerprint) ->
 def differs(now: Inventory, before: Inventory | None) -> bool:
     """Whether there is anything to publish or report. The minor number of a GPU that is cut on demand does not count:
     its MIG mode changes the number, which is read anew wherever it is needed."""
-    return before is None or _without_minors(now) != _without_minors(before)
+    return (
+        before is None or now.gpu_names != before.gpu_names or _without_minors(now) != _without_minors(before)
+    )
 
 
 def is_other_fabric(known: Inventory | None, gpu_uuid: str, polled: FabricRegistration) -> bool:

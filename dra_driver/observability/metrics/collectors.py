@@ -12,13 +12,15 @@ from prometheus_client.metrics_core import Metric
 
 from dra_driver.health.monitor import Monitor
 from dra_driver.health.rules.taints import MadeInstance, device_reasons
-from dra_driver.journal.rules.debts import DEBT_KINDS, Debt, kind_of
+from dra_driver.journal.rules.cleanups import CLEANUP_KINDS, PendingCleanup, kind_of
 from dra_driver.model.claim import Pods
-from dra_driver.model.health import Condition, HealthState, HealthTarget, Severity, condition
+from dra_driver.model.gpu import GpuLoad
+from dra_driver.model.health import UNRESPONSIVE, Condition, HealthState, HealthTarget, Severity, condition
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.mps import MPS_STATES
 from dra_driver.model.record import ClaimRecord
 from dra_driver.observability.metrics.bounded_reads import Read, Readings
+from dra_driver.observability.rules.usage import DeviceUse, NodeUse, mig_profile
 
 _PREPARED_TYPES = ("gpu", "mig", "vfio", "unknown")
 _OFFERED_TYPES = ("gpu", "mig", "possible_mig")
@@ -30,6 +32,30 @@ Instances = Mapping[str, MadeInstance]
 """The made MIG devices on demand, by device name."""
 Samples = Mapping[tuple[str, ...], float]
 InventorySource = Callable[[], Inventory | None]
+
+
+def _busy(load: GpuLoad) -> float | None:
+    return None if load.utilisation_percent is None else load.utilisation_percent / 100
+
+
+_OF_DEVICES: Sequence[tuple[str, str, Callable[[DeviceUse, GpuLoad], float | None]]] = (
+    (
+        "utilization_ratio",
+        "Part of the time in which a kernel ran on a device of a prepared claim; of a MIG device since the scrape "
+        "before, from Hopper on.",
+        lambda _, load: _busy(load),
+    ),
+    ("memory_used_bytes", "Memory in use on the device.", lambda _, load: load.memory_used_bytes),
+    ("memory_total_bytes", "Memory of the device.", lambda _, load: load.memory_total_bytes),
+    (
+        "processes",
+        "Processes on the device; MIG devices of one GPU instance have the same.",
+        lambda device, _: device.processes,
+    ),
+    ("gpu_fraction", "Part of its GPU that the device is, by memory.", lambda device, _: device.gpu_fraction),
+)
+"""Name, help and value of each gauge of a device. `shared` is true while several claims have the device, and nobody
+knows whose use it is."""
 
 
 class Views:
@@ -61,12 +87,14 @@ class Views:
         records: Callable[[], Iterable[ClaimRecord]],
         made_uuid: Callable[[str], str | None],
         pods: Callable[[ClaimRecord], Pods],
+        inventory: InventorySource,
     ) -> None:
         """Which claim has which device, for which pods. `made_uuid` answers the UUID that a MIG device on demand has
-        now, by the device's name."""
+        now, by the device's name. The labels that begin with `dra_` are those of the DCGM exporter."""
 
         def read() -> Iterator[Metric]:
             samples: dict[tuple[str, ...], float] = {}
+            found = inventory() or Inventory()
             for record in records():
                 if record.phase != "prepared":
                     continue
@@ -77,14 +105,20 @@ class Views:
                     kind = held.kind if held.kind in _PREPARED_TYPES else "unknown"
                     claim = (self._driver, self._node, ref.namespace, ref.name, ref.uid)
                     admin = "true" if held.admin_access else "false"
+                    is_mig = held.kind == "mig"
+                    profile = (mig_profile(held, found) or "") if is_mig else ""
+                    of_dcgm = (
+                        ref.namespace, ref.name, self._node, held.device, profile, uuid if is_mig else "",
+                    )  # fmt: skip
                     for pod in names:
-                        samples[*claim, pod, held.device, kind, uuid, held.gpu_uuid, admin] = 1
+                        samples[*claim, pod, held.device, kind, uuid, held.gpu_uuid, admin, *of_dcgm] = 1
             yield _gauge(
                 "nvidia_dra_claim_info",
                 "1 for each prepared device of a claim and each of its pods; `parent_uuid` is the physical GPU's.",
                 (
                     "driver", "node", "namespace", "claim", "claim_uid", "pod", "device", "device_type", "uuid",
-                    "parent_uuid", "admin_access",
+                    "parent_uuid", "admin_access", "dra_claim_namespace", "dra_claim_name", "dra_pool_name",
+                    "dra_device_name", "dra_mig_profile", "dra_mig_device_uuid",
                 ),
                 samples,
             )  # fmt: skip
@@ -109,6 +143,10 @@ class Views:
             )
 
         self._add("devices", read, waits=True)
+
+    def usage(self, look: Callable[[], NodeUse]) -> None:
+        """How the devices of claims are used, and memory that no claim has. Each scrape asks NVML."""
+        self._add("usage", lambda: self._usage(look()), waits=True)
 
     def inventory(self, inventory: InventorySource) -> None:
         """What discovery found."""
@@ -144,16 +182,16 @@ class Views:
         text = "MIG devices that no claim uses and that cannot be destroyed."
         self._show_one("mig", "nvidia_dra_mig_devices_stuck", text, lambda: sum(1 for _ in stuck()))
 
-    def debts(self, debts: Callable[[], Iterable[Debt]]) -> None:
-        """What ended claims still owe to the node."""
+    def cleanups(self, cleanups: Callable[[], Iterable[PendingCleanup]]) -> None:
+        """What is still to be undone for claims that have ended."""
 
         def read() -> Iterator[Metric]:
-            tally = Tally(kind_of(step) for debt in debts() for step in debt.steps)
+            tally = Tally(kind_of(step) for one in cleanups() for step in one.steps)
             yield self._gauge_by(
                 "nvidia_dra_debts",
-                "What ended claims still owe to the node, because it could not be undone.",
+                "Pending cleanup: what is still to be undone for claims that have ended.",
                 ("kind",),
-                {(kind,): tally[kind] for kind in DEBT_KINDS},
+                {(kind,): tally[kind] for kind in CLEANUP_KINDS},
             )
 
         self._add("debts", read)
@@ -204,6 +242,35 @@ class Views:
 
         self._add("notices", read)
 
+    def _usage(self, node: NodeUse) -> Iterator[Metric]:
+        labels = ("device", "device_type", "uuid", "parent_uuid", "shared")
+        for name, text, value in _OF_DEVICES:
+            found = {device: value(device, device.load or GpuLoad()) for device in node.devices}
+            yield self._gauge_by(
+                f"nvidia_dra_device_{name}",
+                text,
+                labels,
+                {
+                    (one.device, one.kind, one.uuid, one.gpu_uuid, str(one.is_shared).lower()): number
+                    for one, number in found.items()
+                    if number is not None and one.uuid
+                },
+            )
+        claimed = {device.gpu_uuid for device in node.devices}
+        power = {uuid: use.load.power_w for uuid, use in node.gpus.items() if uuid in claimed}
+        yield self._gauge_by(
+            "nvidia_dra_gpu_power_watts",
+            "Power of a physical GPU of which a prepared claim has a device.",
+            ("uuid",),
+            {(uuid,): watts for uuid, watts in power.items() if watts is not None},
+        )
+        yield self._gauge_by(
+            "nvidia_dra_unclaimed_memory_bytes",
+            "Memory that processes have on a GPU which belong to no prepared claim and no container.",
+            ("uuid",),
+            {(uuid,): sum(one.memory_bytes or 0 for one in found) for uuid, found in node.unclaimed.items()},
+        )
+
     def _read_inventory(self, inventory: InventorySource) -> Iterator[Metric]:
         found = inventory() or Inventory()
         driver, cuda = found.versions.driver, found.versions.cuda
@@ -238,9 +305,12 @@ class Views:
         found = inventory()
         known = {gpu.uuid for gpu in found.gpus} if found else set()
         known |= {target.gpu_uuid for target, state in states.items() if state.severity == Severity.LOST}
+        # Known without a look at the GPU, which may hang as well.
+        unresponsive = {target.gpu_uuid for target, state in states.items() if state.has(UNRESPONSIVE)}
+        known |= unresponsive
         fresh = {uuid: health.is_fresh(uuid) for uuid in sorted(known)}
         severities: dict[tuple[str, ...], float] = {
-            (uuid,): Severity.OK for uuid, is_fresh in fresh.items() if is_fresh
+            (uuid,): Severity.OK for uuid, is_fresh in fresh.items() if is_fresh or uuid in unresponsive
         }
         reasons: dict[tuple[str, ...], float] = {}
         instances: dict[tuple[str, ...], float] = {}

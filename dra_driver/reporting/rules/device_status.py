@@ -72,7 +72,7 @@ def event_of(change: HealthChange) -> HealthEventKind | None:
     """The event that tells of a change of health; None for one that keeps no work away, before and after."""
     if change.is_gone:
         return HealthEventKind(GPU_GONE, warning=False)
-    if change.after > change.before and change.after >= Severity.DEGRADED:
+    if change.is_hang or (change.after > change.before and change.after >= Severity.DEGRADED):
         return HealthEventKind(GPU_LOST if change.after == Severity.LOST else GPU_UNHEALTHY, warning=True)
     if change.before >= Severity.DEGRADED > change.after:
         return HealthEventKind(GPU_RECOVERED, warning=False)
@@ -99,7 +99,7 @@ def _status(
         ready=not bad,
         reason=PREPARED if not bad else GPU_LOST if worst == Severity.LOST else GPU_UNHEALTHY,
         message="; ".join(reason.text for reason in bad),
-        facts=_facts(result, held, inventory, created_instance),
+        facts=_facts(held, inventory, created_instance),
     )
 
 
@@ -127,15 +127,19 @@ def _instances(held: HeldDevice, created_instance: CreatedInstanceOf) -> Mapping
     return {} if made is None else instances_by_device([made])
 
 
-def _facts(
-    result: DeviceResult, held: HeldDevice, inventory: Inventory | None, created_instance: CreatedInstanceOf
-) -> DeviceFacts:
-    offered = inventory.by_name.get(result.device) if inventory is not None else None
+def _facts(held: HeldDevice, inventory: Inventory | None, created_instance: CreatedInstanceOf) -> DeviceFacts:
+    offered = _offered(held, inventory)
+    gpus = inventory.every_gpu if inventory is not None else ()
+    gpu = next((gpu for gpu in gpus if gpu.uuid == held.gpu_uuid), None)
     made = created_instance(held.device) if held.placement is not None else None
     static = offered.mig if isinstance(offered, StaticMigDevice) else None
     profile = offered.profile.name if isinstance(offered, StaticMigDevice | DynamicMigDevice) else None
     return DeviceFacts(
+        type=held.kind,
         uuid=held.uuid or (made.uuid if made is not None else None),
+        product_name=gpu.product_name if gpu is not None else None,
+        driver_version=inventory.versions.driver if inventory is not None else None,
+        pci_bus_id=gpu.pci_bus_id if gpu is not None else None,
         parent_uuid=held.gpu_uuid if held.kind == "mig" else None,
         gpu_instance_id=made.gpu_instance_id if made else static.gpu_instance_id if static else None,
         compute_instance_id=made.compute_instance_id
@@ -145,7 +149,6 @@ def _facts(
         else None,
         profile=made.profile_name if made is not None else profile,
         mps=_mps(held),
-        driver_version=inventory.versions.driver if inventory is not None else None,
     )
 
 

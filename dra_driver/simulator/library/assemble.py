@@ -7,6 +7,7 @@ from typing import Any
 from dra_driver.simulator.catalogue import driver_facts
 from dra_driver.simulator.library.device import Device
 from dra_driver.simulator.library.fields import Fields
+from dra_driver.simulator.library.gpm import Gpm
 from dra_driver.simulator.library.instances import Instances
 from dra_driver.simulator.library.links import Links
 from dra_driver.simulator.library.system import System
@@ -16,7 +17,7 @@ from dra_driver.simulator.library.waiting import Waiting
 _PREFIX = "nvml"
 
 
-class _Topics(System, Device, Fields, Instances, Links, Waiting):
+class _Topics(System, Device, Fields, Gpm, Instances, Links, Waiting):
     pass
 
 

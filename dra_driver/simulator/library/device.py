@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pynvml
@@ -11,6 +12,11 @@ from dra_driver.simulator.library.refs import Return, number, put, target
 from dra_driver.simulator.state import ANY_INSTANCE, Gpu, Holder, State
 
 MIB = 1 << 20
+
+
+def busy(holders: Iterable[Holder]) -> int:
+    """Percent of the time."""
+    return min(100, sum(holder.utilisation for holder in holders))
 
 
 def _unsupported() -> Return:
@@ -105,7 +111,8 @@ class Device(Core):
         if gpu.mig_mode:
             raise _unsupported()
         rates = target(out)
-        rates.gpu, rates.memory = (40, 20) if gpu.holders else (0, 0)
+        rates.gpu = busy(gpu.holders)
+        rates.memory = rates.gpu // 2
 
     # --- processes -----------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ How values, versions, quantities and request policies look is ours alone: tests 
 before the validation of resource.k8s.io/v1. How many there are, and which names NVML gives, depends on the hardware: a
 device that breaks such a limit must not cost the node its other devices.
 
-Source: validation of resource.k8s.io/v1 as of Kubernetes 1.36.
+Source: validation of resource.k8s.io/v1 as of Kubernetes 1.37.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from dra_driver.mig.rules.counters import consumed_counters, counter_set, has_counters
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.ids import gpu_device_names
-from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice
+from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 from dra_driver.sharing.rules.client_limits import bounded_rule, most_clients, told_bound
 from dra_driver.sharing.rules.shared_device import SHAREABLE, shared_device
@@ -74,6 +73,8 @@ def build_pool(
     sharing: SharingPolicy = NO_SHARING,
     taints: Taints = untainted,
     withheld: Callable[[OfferedDevice], bool] = none_withheld,
+    *,
+    compatibility_groups: bool = False,
 ) -> Pool:
     """The pool of a node: counter sets, then devices in PCI order, in slices within the API's limits; same
     hardware, same bytes.
@@ -81,7 +82,9 @@ def build_pool(
     Devices under a rule of `sharing` can be allocated several times, the others are as they are without it;
     `taints` answers the taints of a device in the wire shape; a device that is `withheld` is left out.
     A device that the API server would refuse is left out and told in `faults`, so that it never costs
-    the node its other devices. Devices go with the counters that they consume.
+    the node its other devices. Devices go with the counters that they consume. With `compatibility_groups` each says
+    which devices of its counter set may be given out beside it: the scheduler keeps GPU and MIG devices apart by that
+    too.
     """
     faults: list[str] = []
     counters, refused = _counter_sets(inventory, faults)
@@ -94,6 +97,9 @@ def build_pool(
             held_back.append(offered.name)
             continue
         device = _entry(offered, inventory, sharing, counters)
+        if compatibility_groups:
+            for use in device.get("consumesCounters", ()):
+                use["compatibilityGroups"] = ["whole" if isinstance(offered, WholeGpu) else "mig"]
         tainted = taints(offered)
         if tainted:
             device["taints"] = list(tainted)
@@ -112,13 +118,12 @@ def build_pool(
 
 def _counter_sets(inventory: Inventory, faults: list[str]) -> tuple[dict[str, JsonObject], set[str]]:
     """The counter set of each GPU that has one, by its UUID, and the GPUs whose set would be refused."""
-    names = gpu_device_names(gpu.uuid for gpu in inventory.every_gpu)
     sets: dict[str, JsonObject] = {}
     refused: set[str] = set()
     for gpu in inventory.every_gpu:
         if not has_counters(gpu):
             continue
-        entry = counter_set(names[gpu.uuid], gpu)
+        entry = counter_set(inventory.gpu_names[gpu.uuid], gpu)
         problems = counter_set_faults(entry)
         if problems:
             faults += [f"{problem}; no device of the GPU is offered" for problem in problems]

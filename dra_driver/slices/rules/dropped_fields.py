@@ -13,6 +13,7 @@ UNKNOWN_GATE: Final = "unknown"
 PARTITIONS_GATE: Final = "DRAPartitionableDevices"
 TAINTS_GATE: Final = "DRADeviceTaints"
 SHARES_GATE: Final = "DRAConsumableCapacity"
+GROUPS_GATE: Final = "DRADeviceCompatibilityGroups"
 
 Drop = tuple[str, str]
 """The path of a field that the server lacks or has changed, and the feature gate or "unknown"."""
@@ -22,6 +23,7 @@ _GATES: Final[Mapping[str, str]] = {
     "taints": TAINTS_GATE,
     "sharedCounters": PARTITIONS_GATE,
     "consumesCounters": PARTITIONS_GATE,
+    "compatibilityGroups": GROUPS_GATE,
     "allowMultipleAllocations": SHARES_GATE,
     "requestPolicy": SHARES_GATE,
 }

@@ -28,7 +28,7 @@ class FunnelStep:
 class Funnel:
     """How a request's devices become fewer.
 
-    `error` is a selector that ends in an error, which ends the whole allocation.
+    `error` is a selector that fails, which ends the whole allocation.
     """
 
     request: str
@@ -98,7 +98,7 @@ def _matches(selector: Selector, device: Candidate) -> bool:
         text = str(error)
         key = text.removeprefix("no such key: ")
         remedy = f'; test `"{key}" in device.attributes[…]` before it' if key != text else ""
-        raise SelectorError(f"ends in an error on device {device.name}: {text}{remedy}") from error
+        raise SelectorError(f"fails on device {device.name}: {text}{remedy}") from error
 
 
 def _has(requests: Mapping[str, Any], device: Candidate) -> bool:

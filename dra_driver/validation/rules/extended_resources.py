@@ -1,6 +1,6 @@
 """Devices that pods ask for by an extended resource, as `nvidia.com/gpu: 2`: the claim that the scheduler makes of it.
 
-Source: createRequestsAndMappings of kube-scheduler 1.36. A DeviceClass serves the resource that its
+Source: createRequestsAndMappings of kube-scheduler 1.37. A DeviceClass serves the resource that its
 `extendedResourceName` says, and always `deviceclass.resource.kubernetes.io/<name of the class>`.
 """
 

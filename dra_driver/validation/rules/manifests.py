@@ -42,6 +42,8 @@ CLASS_TYPES: Mapping[str, DeviceType] = {
     "mig.nvidia.com": "mig",
 }
 """What the classes that are installed with the driver give."""
+_FOREIGN_KINDS: Final = ("ComputeDomain", "ComputeDomainClique")
+"""Objects of NVIDIA's own DRA driver in the API group of our parameters."""
 PROFILE_CLASS: Final = ("mig-", ".nvidia.com")
 """How the names of the classes for MIG profiles begin and end."""
 
@@ -433,6 +435,7 @@ def is_parameters(document: Any) -> bool:
     return (
         isinstance(document, Mapping)
         and str(document.get("apiVersion", "")).partition("/")[0] == GROUP_VERSION.partition("/")[0]
+        and document.get("kind") not in _FOREIGN_KINDS
     )
 
 
@@ -496,7 +499,26 @@ def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
             known = ", ".join(sorted(names)) or "none"
             text = f"there is no entry {name!r} in resourceClaims; there are: {known}"
             found.append(FieldFault(f"{path}.{here}", text))
-    return found
+    return [*found, *_parts_of_devices(spec, path)]
+
+
+def _parts_of_devices(spec: JsonObject, path: str) -> Iterator[FieldFault]:
+    """Extended resources, such as nvidia.com/gpu, of which a container asks for a part."""
+    for place in ("initContainers", "containers"):
+        for number, container in enumerate(spec.get(place) or ()):
+            for kind in ("requests", "limits"):
+                amounts = (container.get("resources") or {}).get(kind) or {}
+                for name, amount in amounts.items():
+                    if "/" in str(name) and not _is_whole(amount):
+                        text = f"{amount!r} is not a whole number; a device cannot be asked for in parts"
+                        yield FieldFault(f"{path}.{place}[{number}].resources.{kind}.{name}", text)
+
+
+def _is_whole(amount: Any) -> bool:
+    try:
+        return parse_quantity(str(amount)).denominator == 1
+    except InvalidConfigError:
+        return False
 
 
 def unused_claims(spec: JsonObject) -> list[str]:

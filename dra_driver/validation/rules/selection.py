@@ -8,7 +8,7 @@ from typing import Any
 
 
 class SelectorError(Exception):
-    """A selector ends in an error on a device, such as a key that is missing; that ends the allocation of a claim."""
+    """A selector fails on a device, such as a key that is missing; that ends the allocation of a claim."""
 
 
 class NotJudgedError(Exception):

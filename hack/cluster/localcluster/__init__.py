@@ -35,6 +35,7 @@ __all__ = [
     "kubeconfig",
     "kubectl",
     "load_image",
+    "metadata_reader",
     "program",
     "promql",
     "restart",
@@ -53,7 +54,9 @@ def build() -> Path:
 def fetch() -> None:
     """Build and download all that a cluster and the tests on it need: they then come without a network."""
     build()
-    for part in (helm, promql, cdi_hook, compute_domains_chart):
+    for major in binaries.HELM:
+        helm(major)
+    for part in (promql, metadata_reader, cdi_hook, compute_domains_chart):
         part()
     debian.install_missing(debian.CLUSTER_PACKAGES)
     images.static_busybox(_layout())
@@ -119,14 +122,19 @@ def kubectl() -> Path:
     return program("kubectl")
 
 
-def helm() -> Path:
-    """Helm of a pinned version, built first if it is not there."""
-    return binaries.build(_layout(), binaries.HELM) / "helm"
+def helm(major: int = 3) -> Path:
+    """Helm 3 or 4 of a pinned version, built first if it is not there."""
+    return binaries.build(_layout(), binaries.HELM[major]) / "helm"
 
 
 def promql() -> Path:
     """Prometheus' engine for queries as a program (go/promql/main.go), built first if it is not there."""
     return binaries.build(_layout(), binaries.PROMQL) / "promql"
+
+
+def metadata_reader() -> Path:
+    """Kubernetes' reader of device metadata as a program (go/metadata/main.go), built first if it is not there."""
+    return binaries.build(_layout(), binaries.METADATA) / "metadata"
 
 
 def cdi_hook() -> Path:

@@ -57,10 +57,16 @@ PARTS = (
     ),
     Part("ctr", "containerd", "github.com/containerd/containerd/v2/cmd/ctr"),
 )
-HELM = (Part("helm", "helm", "helm.sh/helm/v3/cmd/helm"),)
-"""Apart, in a folder of its own: a cluster comes up without it, and another version of it builds nothing else anew."""
+HELM = {
+    3: (Part("helm", "helm", "helm.sh/helm/v3/cmd/helm"),),
+    4: (Part("helm", "helm4", "helm.sh/helm/v4/cmd/helm"),),
+}
+"""By major version. Apart, in folders of their own: a cluster comes up without them, and another version of one builds
+nothing else anew."""
 PROMQL = (Part("promql", "promql", "."),)
 """Prometheus' engine for queries; the tests of dashboard and alerts ask it."""
+METADATA = (Part("metadata", "metadata", "."),)
+"""Kubernetes' own reader of the files that describe the devices of a claim."""
 
 CDI_HOOK = (
     Part(
@@ -154,10 +160,12 @@ def _flags(module: str) -> list[str]:
     """Build flags; without a version Kubernetes programs call themselves v0.0.0, and helm takes 1.20 for the server."""
     linker = "-s -w"
     if module == "helm":
-        minor = _version_of("helm", "k8s.io/client-go").split(".")[1]
+        minor = _version_of(module, "k8s.io/client-go").split(".")[1]
         prefix = "-X helm.sh/helm/v3/pkg/chartutil.k8sVersion"
         linker += f" {prefix}Major=1 {prefix}Minor={minor}"
-        linker += f" -X helm.sh/helm/v3/internal/version.version={_version_of('helm', 'helm.sh/helm/v3')}"
+        linker += f" -X helm.sh/helm/v3/internal/version.version={_version_of(module, 'helm.sh/helm/v3')}"
+    if module == "helm4":
+        linker += f" -X helm.sh/helm/v4/internal/version.version={_version_of(module, 'helm.sh/helm/v4')}"
     if module == "nvidia-cdi-hook":
         toolkit = "github.com/NVIDIA/nvidia-container-toolkit"
         linker += f" -X {toolkit}/internal/info.version={_version_of(module, toolkit).removeprefix('v')}"

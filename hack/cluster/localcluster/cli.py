@@ -69,7 +69,6 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("build", help="build the programs, as any user")
     commands.add_parser("fetch", help="build, and download what a cluster and the tests on it need")
     up = commands.add_parser("up", help="bring the cluster up or complete it")
-    up.add_argument("--default-gates", action="store_true", help="the feature gates as the release has them")
     up.add_argument("--kubelet-as-node", action="store_true", help="not as administrator")
     up.add_argument("--sync-frequency", default=Options().sync_frequency, help="of the kubelet, such as 10s")
     up.add_argument(

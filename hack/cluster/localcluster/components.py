@@ -18,7 +18,6 @@ NAMES = tuple(_TABLE)
 class Options:
     """What a caller of ``up`` may vary; kept, so that a restart uses the same."""
 
-    default_gates: bool = False
     kubelet_as_node: bool = False
     ip_family: str = "ipv4"
     sync_frequency: str = "1m"
@@ -28,11 +27,6 @@ class Options:
     @property
     def addresses(self) -> Addresses:
         return ADDRESSES[self.ip_family]
-
-    @property
-    def feature_gates(self) -> dict[str, bool]:
-        """Off by default and wanted here: taints from an administrator."""
-        return {} if self.default_gates else {"DRADeviceTaintRules": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +53,6 @@ def values(layout: Layout, options: Options) -> dict[str, Any]:
         "kubelet_user": "kubelet" if options.kubelet_as_node else "admin",
         "node_name": places.NODE_NAME,
         "addresses": options.addresses,
-        "gates": ",".join(f"{name}={str(on).lower()}" for name, on in options.feature_gates.items()),
         "sync_frequency": options.sync_frequency,
         "etcd_url": places.ETCD_URL,
         "etcd_peer_url": f"https://127.0.0.1:{places.ETCD_PEER_PORT}",

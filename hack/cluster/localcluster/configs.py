@@ -23,7 +23,6 @@ def write(layout: Layout, options: Options) -> None:
         path.touch(mode=0o600)
         path.write_text(_kubeconfig(layout, user, options.addresses))
     known = values(layout, options) | {
-        "gates_json": json.dumps(options.feature_gates),
         "pause_image": PAUSE_IMAGE,
         "cdi_directories": json.dumps([str(path) for path in places.CDI_DIRECTORIES]),
         "cni_plugins": places.CNI_PLUGINS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,18 +52,21 @@ def archive(architecture: str | None = None) -> Path:
         key = places.digest(_RECIPES, more=[layer.digest for layer in layers])
         target = places.cache() / f"gpu-dra-driver-{wanted.name}-{key}.tar"
         if not target.exists():
-            _write(target, places.IMAGE, ground, layers, epoch=0)
+            _write(target, places.IMAGE, ground, layers, 0, {})
             _tell(target, ground, layers)
             _drop_old(wanted, target, layers)
         return target
 
 
-def release(architecture: Architecture, name: str, target: Path, epoch: int) -> Image:
-    """Write the image of a version, from the newest packages of its Debian release."""
+def release(
+    architecture: Architecture, name: str, target: Path, epoch: int, origin: Mapping[str, str]
+) -> Image:
+    """Write the image of a version, from the newest packages of its Debian release. `origin` is the `revision` that it
+    is made from, and the `source` where that is kept."""
     with locking.exclusive(places.cache() / "lock", wait=True):
         ground = base.ensure(architecture, newest=True)
         layers = _layers(ground, epoch)
-        digest = _write(target, name, ground, layers, epoch)
+        digest = _write(target, name, ground, layers, epoch, origin)
         _tell(target, ground, layers)
         return Image(digest, ground.packages)
 
@@ -154,18 +157,22 @@ def _write_script(folder: Path) -> None:
         script.chmod(0o755)
 
 
-def _write(target: Path, name: str, ground: Base, layers: Sequence[Layer], epoch: int) -> str:
+def _write(
+    target: Path, name: str, ground: Base, layers: Sequence[Layer], epoch: int, origin: Mapping[str, str]
+) -> str:
     architecture = ground.architecture
     platform = {"architecture": architecture.name, "os": "linux"}
     if architecture.variant:
         platform["variant"] = architecture.variant
     project = places.project_settings()["project"]
-    labels = {
-        "org.opencontainers.image.title": project["name"],
-        "org.opencontainers.image.description": project["description"],
-        "org.opencontainers.image.version": project["version"],
-        "org.opencontainers.image.licenses": project["license"],
+    told = {
+        "title": project["name"],
+        "description": project["description"],
+        "version": project["version"],
+        "licenses": project["license"],
+        **origin,
     }
+    labels = {f"org.opencontainers.image.{key}": value for key, value in told.items()}
     with progress.step(f"image {name} for {architecture.name}"):
         return archives.write_image(target, name, platform, {**_CONFIG, "Labels": labels}, layers, epoch)
 

@@ -35,6 +35,8 @@ class Faults:
         self._drips: list[tuple[str, float]] = []
         self._failures: list[Failure] = []
         self._cuts = 0
+        self.silenced = 0
+        """How often open connections were silenced; one that is from before that answers nothing."""
         self._watch_events: list[dict[str, Any]] | None = None
         self._warnings: list[tuple[str, str]] = []
 
@@ -82,6 +84,12 @@ class Faults:
         with self._lock:
             self._cuts += 1
         self._wake()
+
+    def silence_connections(self) -> None:
+        """Answer nothing on the connections that are open now; new ones work. So it is behind a load balancer that
+        keeps them although the server behind it is gone."""
+        with self._lock:
+            self.silenced += 1
 
     def end_watches(self, *events: dict[str, Any]) -> None:
         """Answer each new watch with 200, these raw events and its end in order, at once."""

@@ -12,6 +12,7 @@ DEFAULT_GATES: Mapping[str, bool] = {
     "DRAAdminAccess": True,
     "DRAPrioritizedList": True,
     "DRAResourceClaimDeviceStatus": True,
+    "DRADeviceCompatibilityGroups": False,
 }
 _ALPHA_UNTIL_35 = ("DRADeviceTaints", "DRAPartitionableDevices", "DRAConsumableCapacity")
 
@@ -30,15 +31,24 @@ _DEVICE_FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def drop_disabled(obj: dict[str, Any], gates: Mapping[str, bool]) -> None:
-    """Remove the fields of disabled gates from a stored-form object, in place."""
+def drop_disabled(obj: dict[str, Any], gates: Mapping[str, bool], before: dict[str, Any] | None) -> None:
+    """Remove the fields of disabled gates from a stored-form object, in place. `before` is what it replaces."""
     off = {gate for gate in DEFAULT_GATES if not gates.get(gate, True)}
     if not off:
         return
     if obj.get("kind") == "ResourceSlice":
         _drop_from_slice(obj.get("spec") or {}, off)
+        had_groups = any("compatibilityGroups" in use for use in _uses(before or {}))
+        if "DRADeviceCompatibilityGroups" in off and not had_groups:
+            for use in _uses(obj):
+                use.pop("compatibilityGroups", None)
     if obj.get("kind") == "ResourceClaim":
         _drop_from_claim(obj, off)
+
+
+def _uses(obj: dict[str, Any]) -> list[dict[str, Any]]:
+    devices = (obj.get("spec") or {}).get("devices") or ()
+    return [use for device in devices for use in device.get("consumesCounters") or ()]
 
 
 def _drop_from_slice(spec: dict[str, Any], off: set[str]) -> None:

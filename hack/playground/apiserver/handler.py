@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,11 @@ class Handler(BaseHTTPRequestHandler):
     wbufsize = 65536  # headers and body in one packet, else delayed ACKs cost 40 ms a request
     disable_nagle_algorithm = True
 
+    def setup(self) -> None:
+        """A connection begins."""
+        super().setup()
+        self._silenced = self.api.faults.silenced
+
     def log_message(self, format: str, *args: Any) -> None:
         """Silent: `server.requests` is the log."""
 
@@ -59,6 +65,8 @@ class Handler(BaseHTTPRequestHandler):
         if pause_s:
             self.wfile = _Drip(whole, lambda: self.api.pause(pause_s))  # type: ignore[assignment]
         try:
+            if self._silenced != self.api.faults.silenced:
+                self.api.pause(threading.TIMEOUT_MAX)  # until it stops
             if self.api.faults.down:
                 raise WatchCutError
             self.api.pause(self.api.faults.delay_of(path))

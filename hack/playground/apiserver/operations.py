@@ -108,7 +108,7 @@ class Operations:
 
     def _prepare(self, resource: Resource, obj: Object, before: Object | None) -> None:
         """What a registry strategy does before validation: drop, default, reset."""
-        drop_disabled(obj, self.gates)
+        drop_disabled(obj, self.gates, before)
         if before is None and resource.kind == "ResourceClaim":
             obj.pop("status", None)
         if before is None and resource.kind == "Pod":

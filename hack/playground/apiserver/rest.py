@@ -15,6 +15,7 @@ from playground.apiserver.operations import Operations, merge_patch, now
 from playground.apiserver.resources import Resource, Route
 from playground.apiserver.selectors import selector
 from playground.apiserver.store import Key, Object
+from playground.apiserver.tables import ACCEPTED, table
 
 _METADATA_LIST = "as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _PATCH_TYPES = ("application/merge-patch+json", "application/strategic-merge-patch+json")
@@ -61,7 +62,9 @@ class Rest:
         named = call.route.name is not None
         match call.method:
             case "GET" if named:
-                return Answer(200, self._shown(call.route, self._existing(call.route)))
+                shown = self._shown(call.route, self._existing(call.route))
+                is_table = ACCEPTED in call.accept and call.route.subresource is None
+                return Answer(200, table([shown], {}) if is_table else shown)
             case "GET":
                 return Answer(200, self._list(call))
             case "POST" if not named:
@@ -88,7 +91,11 @@ class Rest:
         document = _list_document(route, items, version)
         if _METADATA_LIST in call.accept:
             document = _metadata_alone(document)
-        return _page(document, call.query)
+        page = _page(document, call.query)
+        if ACCEPTED in call.accept:
+            named = [{"kind": route.resource.kind, **item} for item in page["items"]]
+            return table(named, page["metadata"])
+        return page
 
     def _create(self, call: Call) -> dict[str, Any]:
         obj = _decoded(call)

@@ -1,5 +1,5 @@
 """Validation of slices, claims, their templates and events, as far as a driver meets it, to the limits of Kubernetes
-1.34 to 1.36. Source: the API's validation."""
+1.34 to 1.37. Source: the API's validation."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def _counter_faults(sets: list[Json], path: str, named_by: str) -> Iterator[Caus
             yield Cause(f"{path}[{index}].counters", f"must have 1 to {_MOST_NAMES} items")
 
 
-def slice_faults(obj: Json, before: Json | None, minor: int = 36) -> list[Cause]:
+def slice_faults(obj: Json, before: Json | None, minor: int = 37) -> list[Cause]:
     """Every fault of a stored-form slice for Kubernetes 1.`minor`; `before` is the object it replaces."""
     spec = obj.get("spec") or {}
     found = _found(spec, _SLICES[minor], "spec")

@@ -15,7 +15,13 @@ _NAMESPACED = ("metadata.namespace",)
 _BY_PLURAL: Mapping[str, tuple[str, ...]] = {
     "resourceslices": ("spec.driver", "spec.nodeName", "spec.pool.name"),
     "pods": ("spec.nodeName", "status.phase", "spec.schedulerName"),
-    "events": ("involvedObject.name", "involvedObject.uid", "involvedObject.kind", "reason", "type"),
+    "events": (
+        *(
+            f"involvedObject.{field}"
+            for field in ("name", "namespace", "uid", "kind", "apiVersion", "fieldPath")
+        ),
+        *("reason", "type", "reportingComponent", "source"),
+    ),
 }
 
 

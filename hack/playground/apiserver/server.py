@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import random
 import socket
 import socketserver
 import ssl
+import struct
 import subprocess
 import sys
 import threading
@@ -34,6 +36,7 @@ __all__ = ["PlaygroundApiServer", "Identity", "RecordedRequest", "self_signed"]
 _random = random.SystemRandom()  # tests that seed the common one would all choose the same port
 _LASTING_PORTS = (20000, 30000)  # below the range from which a kernel takes ports for outgoing connections
 _TLS_HANDSHAKE = b"\x16"
+_SO_ATTACH_FILTER = 26  # of Linux; the module socket has no name for it
 _WRITES = ("POST", "PUT", "PATCH", "DELETE")
 
 
@@ -60,7 +63,7 @@ class PlaygroundApiServer:
         self,
         *,
         served: tuple[str, ...] = RESOURCE_VERSIONS,
-        minor: int = 36,
+        minor: int = 37,
         gates: Mapping[str, bool] | None = None,
         tokens: Mapping[str, Identity] | None = None,
         history: int = 1000,
@@ -123,6 +126,12 @@ class PlaygroundApiServer:
             self._http.close_all()
             self._thread.join()
             self._http = None
+
+    def vanish(self) -> None:
+        """Lose every packet that comes on the connections that are open now; new ones work. So it is when a server
+        loses its network and another one takes over its address. Needs root."""
+        assert self._http is not None
+        self._http.drop_packets()
 
     def is_running(self) -> bool:
         """Whether the server serves; False as soon as `stop` begins."""
@@ -267,6 +276,14 @@ class _Http(ThreadingHTTPServer):
             self._closing = True
             for connection in self._open:
                 _shut(connection)
+
+    def drop_packets(self) -> None:
+        """Of all open connections, on arrival: nothing is acknowledged, nothing is answered."""
+        nothing = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))  # BPF: return 0 bytes
+        program = struct.pack("@HP", 1, ctypes.addressof(nothing))
+        with self._open_lock:
+            for connection in self._open:
+                socket.socket.setsockopt(connection, socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Wrap in TLS on the connection's own thread: a slow handshake delays nobody else."""

@@ -42,12 +42,6 @@ def check_spec(spec: MpsDaemonSpec) -> None:
         raise PermanentError(f"no MPS daemon can be started for {spec.device}: {'; '.join(faults)}")
 
 
-def check_gpu_uuid(uuid: str) -> None:
-    """Raises: PermanentError."""
-    if not _UUIDS["gpu"].fullmatch(uuid):
-        raise PermanentError(f"{uuid!r} is not the UUID of a GPU")
-
-
 def limit_commands(spec: MpsDaemonSpec) -> tuple[tuple[str, str, str], ...]:
     """(setter, getter, the answer that the getter must give) for each default limit of the spec. Devices go by the
     number that they have in the daemon: every driver understands that."""

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from dra_driver.errors import RetryableError, StateError
-from dra_driver.journal.debts import DebtKeeper, Debts
+from dra_driver.journal.cleanups import Cleaner, PendingCleanups
 from dra_driver.journal.executor import Executor
-from dra_driver.journal.gpu_locks import GpuLocks, HeldGpus
+from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.records import RecordStore
-from dra_driver.journal.rules.debts import Debt, still_owed, withholding
+from dra_driver.journal.rules.cleanups import PendingCleanup, still_pending, withholding
+from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.plan import Plan
@@ -68,10 +70,10 @@ class Told:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def owed(self, debt: Debt) -> None:
+    def cleanup_pending(self, debt: PendingCleanup) -> None:
         self.lines.append(f"owed {debt.text}")
 
-    def paid(self, debt: Debt) -> None:
+    def cleanup_done(self, debt: PendingCleanup) -> None:
         self.lines.append(f"paid {debt.name}")
 
 
@@ -84,24 +86,29 @@ class Bench:
         self.records.open(boot_id)
         self.told = Told()
         self.changes = 0
-        self.debts = Debts(directory / "debts", self.records, boot_id, self.told, self._changed)
-        self.debts.open()
+        self.cleanups = PendingCleanups(directory / "debts", self.records, boot_id, self.told, self._changed)
+        self.cleanups.open()
         self.locks = GpuLocks(directory / "locks")
         self.locks.open()
         self.tools = Tools()
-        self.executor = Executor(self.records, self.debts, self.tools, boot_id)
         self.found: object = "as it was"
-        self.keeper = DebtKeeper(
-            self.debts, self.locks, self.tools, boot_id, lambda: True, lambda: self.found
+        self.lanes = Lanes(self.locks)
+        self.cleaner = Cleaner(
+            self.cleanups, self.lanes, self.tools, boot_id, lambda: True, lambda: self.found
         )
+        self.executor = Executor(self.records, self.cleaner, self.tools, self.lanes, boot_id)
 
     def _changed(self) -> None:
         self.changes += 1
 
-    def end(self, ended: ClaimRecord, wait_s: float = 5.0) -> None:
+    def end(self, ended: ClaimRecord) -> None:
         """As Unprepare does."""
         self.records.save(ended)
-        self.executor.take_back(ended, lambda gpus: self.locks.hold(gpus, wait_s))
+        self.executor.clean(self.executor.leave(ended))
+
+    def settle(self, device: OfferedDevice, *wanted: Step) -> None:
+        """As a Prepare does."""
+        self.cleaner.settle(self.cleaner.pending_before({device.gpu.uuid}, wanted), [device])
 
     def owe(self, *steps: Step) -> None:
         """A claim ends, and none of these steps can be undone."""
@@ -111,7 +118,7 @@ class Bench:
     def pay(self) -> None:
         """Whatever was broken works again, and nothing is owed any more."""
         self.tools.broken = []
-        assert self.keeper.pay_all() == []
+        assert self.cleaner.clean_all() == []
 
     def restarted(self, boot_id: str = BOOT) -> Bench:
         return Bench(self.directory, boot_id)
@@ -125,7 +132,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr("dra_driver.journal.cleanups._OTHER_INSTANCE_S", 0.1)
     return Bench(tmp_path)
 
 
@@ -134,10 +142,10 @@ def test_failed_undo_becomes_a_debt_that_the_keeper_pays(bench: Bench, step: Ste
     bench.tools.broken = [step]
     bench.end(record(SLICE, MPS))
     assert bench.files() == ["debts/uid-1.json"]
-    [debt] = bench.debts.outstanding()
+    [debt] = bench.cleanups.outstanding()
     assert debt.steps == (step,), "the other one is undone"
     assert f"nvidia-smi fails for {type(step).__name__}" in debt.text
-    assert bench.keeper.pay_all() != []
+    assert bench.cleaner.clean_all() != []
     bench.pay()
     assert bench.files() == []
     assert [line.split()[0] for line in bench.told.lines] == ["owed", "paid"]
@@ -155,9 +163,9 @@ def test_instance_that_starts_tries_everything_that_could_be_owed(bench: Bench) 
     bench.tools.broken = [MPS]
     bench.end(record(SLICE, MPS))
     after = bench.restarted()
-    [debt] = after.debts.outstanding()
+    [debt] = after.cleanups.outstanding()
     assert (debt.steps, debt.cause) == ((SLICE, MPS), None)
-    assert after.keeper.pay_all() == []
+    assert after.cleaner.clean_all() == []
     assert (after.tools.undone, after.files()) == ([MPS, SLICE], [])
 
 
@@ -189,37 +197,39 @@ def test_payment_waits_for_no_gpu_that_is_busy(bench: Bench) -> None:
     bench.owe(MPS)
     bench.tools.broken = []
     with bench.restarted().locks.hold({UUID_0}, 1):
-        [debt] = bench.keeper.pay_all()
+        [debt] = bench.cleaner.clean_all()
     assert "is busy" in str(debt.cause)
-    assert bench.keeper.pay_all() == []
+    assert bench.cleaner.clean_all() == []
 
 
 def test_claim_ends_though_another_one_keeps_its_gpu_busy(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with bench.restarted().locks.hold({UUID_0}, 1):
-        bench.end(record(MPS), wait_s=0.2)
-    [debt] = bench.debts.outstanding()
+        bench.end(record(MPS))
+    [debt] = bench.cleanups.outstanding()
     assert "is busy with another claim" in debt.text
     assert bench.tools.undone == [CDI]
-    assert bench.keeper.pay_all() == []
+    assert bench.cleaner.clean_all() == []
 
 
 def test_claim_ends_though_its_undo_hangs_and_the_gpu_stays_locked(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.3)
+    monkeypatch.setattr("dra_driver.journal.cleanups._PASS_S", 0.3)
     other = SetTimeSlice(UUID_1, 1)
     bench.tools.hanging = [MPS]
     bench.end(record(MPS, other))
-    [debt] = bench.debts.outstanding()
+    [debt] = bench.cleanups.outstanding()
     assert debt.steps == (MPS,)
-    assert "did not end in time" in debt.text
+    assert "has not ended in time" in debt.text
     assert bench.tools.undone == [CDI, other], "the other GPU feels nothing"
-    assert "is busy" in str(bench.keeper.pay_all()[0].cause), "nobody else touches the GPU meanwhile"
+    assert bench.cleaner.clean_all() == [debt]
+    assert bench.lanes.under_way().keys() == {UUID_0}, "nobody else touches the GPU meanwhile"
     bench.tools.let_on.set()
     deadline = time.monotonic() + 10
-    while bench.keeper.pay_all():
+    while bench.cleaner.clean_all():
         assert time.monotonic() < deadline
     assert bench.files() == []
 
@@ -230,18 +240,19 @@ def test_disk_that_cannot_be_written_is_told_and_nothing_is_lost(bench: Bench) -
     shutil.rmtree(bench.directory / "debts")
     (bench.directory / "debts").touch()
     with pytest.raises(StateError, match=r"cannot create the directory .*debts: a file is in its place"):
-        bench.executor.take_back(record(MPS), HeldGpus())
+        bench.executor.clean(bench.executor.leave(record(MPS)))
     assert bench.files() == ["claims/uid-1.json"]
     (bench.directory / "debts").unlink()
-    bench.executor.take_back(record(MPS), HeldGpus())
+    bench.executor.clean(bench.executor.leave(record(MPS)))
     assert bench.files() == ["debts/uid-1.json"]
 
 
 def test_unreadable_debt_is_set_aside_and_hides_no_other(bench: Bench) -> None:
     bench.owe(MPS)
     bench.end(record(MPS, uid="uid-2"))
-    (bench.directory / "debts/uid-1.json").write_text("{")
-    assert [debt.record.ref.uid for debt in bench.debts.outstanding()] == ["uid-2"]
+    (bench.directory / "torn").write_text("{")
+    (bench.directory / "torn").replace(bench.directory / "debts/uid-1.json")
+    assert [debt.record.ref.uid for debt in bench.cleanups.outstanding()] == ["uid-2"]
     assert [name.partition(".json")[2][:11] for name in bench.files()] == [".unreadable", ""]
 
 
@@ -251,26 +262,26 @@ def test_unreadable_debt_is_set_aside_and_hides_no_other(bench: Bench) -> None:
 def test_prepare_pays_first(bench: Bench) -> None:
     bench.owe(MPS)
     bench.tools.broken = []
-    bench.keeper.settle([DEVICE_0], (), HeldGpus())
+    bench.settle(DEVICE_0)
     assert bench.files() == []
 
 
 def test_prepare_is_refused_while_an_mps_daemon_is_owed(bench: Bench) -> None:
     bench.owe(MPS)
     with pytest.raises(RetryableError) as caught:
-        bench.keeper.settle([DEVICE_0], (), HeldGpus())
+        bench.settle(DEVICE_0)
     assert str(caught.value) == (
-        f"the device cannot be used yet: claim default/claim-uid-1 (UID uid-1) has ended but owes the end of the MPS "
-        f"daemon of device {GPU_0}: nvidia-smi fails for RunMps; the driver tries again; see that the MPS host "
-        "(DaemonSet gpu-dra-driver-mps) and nvidia-smi work there"
+        f"the device cannot be used yet: claim default/claim-uid-1 (UID uid-1) has ended, but cleanup is pending: the "
+        f"end of the MPS daemon of device {GPU_0}: nvidia-smi fails for RunMps; gpu-dra-driver tries again; see that "
+        "the MPS host (DaemonSet gpu-dra-driver-mps) and nvidia-smi work there"
     )
-    bench.keeper.settle([DEVICE_1], (), HeldGpus())
-    bench.keeper.settle([DEVICE_0], [MPS], HeldGpus())  # who wants the daemon starts it anew
+    bench.settle(DEVICE_1)
+    bench.settle(DEVICE_0, MPS)  # who wants the daemon starts it anew
 
 
 def test_prepare_goes_on_without_a_time_slice(bench: Bench) -> None:
     bench.owe(SLICE)
-    bench.keeper.settle([DEVICE_0], (), HeldGpus())
+    bench.settle(DEVICE_0)
     assert bench.files() == ["debts/uid-1.json"]
 
 
@@ -279,7 +290,7 @@ def test_claim_that_is_only_being_prepared_makes_no_debt_void(bench: Bench) -> N
     bench.owe(MPS)
     bench.records.save(replace(record(MPS, uid="uid-2"), phase="preparing"))
     with bench.restarted().locks.hold({UUID_0}, 1):  # as its Prepare holds it
-        assert len(bench.keeper.pay_all()) == 1
+        assert len(bench.cleaner.clean_all()) == 1
     bench.records.delete("uid-2")
     bench.tools.undone = []
     bench.pay()
@@ -287,13 +298,13 @@ def test_claim_that_is_only_being_prepared_makes_no_debt_void(bench: Bench) -> N
 
 
 def test_claim_for_another_gpu_forgets_nothing_of_the_first(bench: Bench) -> None:
-    other = SetTimeSlice(UUID_1, 1)
+    other = RunMps(MpsDaemonSpec(GPU_1, UUID_1, "gpu", UUID_1))
     bench.tools.broken = [MPS, other]
     bench.end(record(MPS, other))
     bench.records.save(record(MPS, uid="uid-2"))
     bench.tools.broken = []
-    bench.keeper.settle([DEVICE_1], (), HeldGpus())
-    [debt] = bench.debts.all()
+    bench.settle(DEVICE_1)
+    [debt] = bench.cleanups.all()
     assert debt.steps == (MPS,), "whether it is void is for him to say who holds the lock of that GPU"
 
 
@@ -302,7 +313,7 @@ def test_prepare_that_fails_again_and_again_owes_once(bench: Bench) -> None:
     for number in range(5):
         bench.end(record(SLICE, MPS, uid=f"uid-{number}"))
     assert len(bench.told.lines) == 1, "one event for one thing"
-    [debt] = bench.keeper.pay_all()
+    [debt] = bench.cleaner.clean_all()
     assert (debt.name, debt.steps) == ("uid-0", (SLICE, MPS))
     assert bench.files() == ["debts/uid-0.json"]
     bench.tools.undone = []
@@ -315,42 +326,42 @@ def test_claims_that_end_together_forget_nothing_of_each_other(bench: Bench) -> 
     both = [record(MPS, uid=f"uid-{number}") for number in range(2)]
     for one in both:
         bench.records.save(one)
-    begun = [bench.debts.begin(one) for one in both]
-    assert bench.debts.outstanding() == [], "the undos are under way"
-    for debt in begun:
-        bench.debts.let_go(debt.name)
-        bench.debts.keep(debt, [MPS], "nvidia-smi fails")
-    assert len(bench.debts.outstanding()) == 2
-    assert len(bench.keeper.pay_all()) == 1
+    begun = [bench.executor.leave(one) for one in both]
+    assert bench.cleanups.outstanding() == [], "the undos are under way"
+    for cleanup in begun:
+        bench.executor.clean(cleanup)
+    assert len(bench.cleanups.outstanding()) == 2
+    assert len(bench.cleaner.clean_all()) == 1
     bench.pay()
-    assert bench.tools.undone == [MPS]
+    assert bench.tools.undone == [CDI, CDI, MPS]
 
 
-def test_debt_that_the_keeper_has_paid_meanwhile_is_not_told(bench: Bench) -> None:
+def test_cleanup_that_the_other_instance_has_finished_meanwhile_is_not_told(bench: Bench) -> None:
+    bench.tools.broken = [MPS]
     bench.records.save(record(MPS))
-    begun = bench.debts.begin(record(MPS))
-    assert bench.restarted().keeper.pay_all() == [], "the other instance takes over"
-    bench.debts.let_go(begun.name)
-    bench.debts.keep(begun, [MPS], "the GPU was busy")
+    begun = bench.executor.leave(record(MPS))
+    assert bench.restarted().cleaner.clean_all() == [], "the other instance takes over"
+    bench.executor.clean(begun)
     assert bench.told.lines == []
-    assert bench.debts.outstanding() == []
+    assert bench.cleanups.outstanding() == []
 
 
 def test_what_is_published_shows_no_debt_that_is_just_being_undone(bench: Bench) -> None:
     bench.tools.hanging = [MPS]
     bench.records.save(record(MPS))
-    ends = threading.Thread(target=lambda: bench.executor.take_back(record(MPS), HeldGpus()))
+    begun = bench.executor.leave(record(MPS))
+    ends = threading.Thread(target=lambda: bench.executor.clean(begun))
     ends.start()
     eventually(lambda: bench.files() == ["debts/uid-1.json"])
-    assert bench.debts.owing()(DEVICE_0) is None
+    assert bench.cleanups.owing()(DEVICE_0) is None
     other = bench.restarted()
-    assert other.debts.owing()(DEVICE_0) is not None, "the other instance cannot know"
+    assert other.cleanups.owing()(DEVICE_0) is not None, "the other instance cannot know"
     bench.tools.let_on.set()
     ends.join()
-    other.keeper._turn()
+    other.cleaner._turn()
     assert other.changes == 1, "but it hears when the debt is gone"
-    assert other.debts.owing()(DEVICE_0) is None
-    other.keeper._turn()
+    assert other.cleanups.owing()(DEVICE_0) is None
+    other.cleaner._turn()
     assert other.changes == 1
 
 
@@ -358,7 +369,7 @@ def test_instance_that_publishes_nothing_is_told_once(bench: Bench) -> None:
     bench.owe(MPS)
     before = bench.changes
     for _ in range(5):
-        bench.keeper._turn()
+        bench.cleaner._turn()
     assert bench.changes == before + 1
 
 
@@ -366,7 +377,7 @@ def test_claim_of_an_older_boot_makes_no_debt_void(bench: Bench) -> None:
     """Its own step is gone with that boot, so its Unprepare undoes nothing."""
     bench.records.save(record(MPS, uid="old", boot_id="boot-0"))
     bench.owe(MPS)
-    assert len(bench.keeper.pay_all()) == 1
+    assert len(bench.cleaner.clean_all()) == 1
     bench.pay()
     assert bench.tools.undone == [CDI, MPS]
 
@@ -375,21 +386,21 @@ def test_mig_device_of_an_ended_claim_is_destroyed_before_another_claim_gets_its
     """Its GPU was busy when the claim ended. Nobody knows what is still in the device."""
     made = CreateMig("gpu-0-mig-1g-0", UUID_0, None, 19, "1g.10gb", Placement(0, 1))
     with bench.restarted().locks.hold({UUID_0}, 1):
-        bench.end(record(made), wait_s=0.1)
-    [debt] = bench.debts.outstanding()
+        bench.end(record(made))
+    [debt] = bench.cleanups.outstanding()
     assert debt.kinds == ("mig-device",)
-    bench.keeper.settle([DEVICE_0], [made], HeldGpus())
+    bench.settle(DEVICE_0, made)
     assert bench.tools.undone == [CDI, made]
-    assert bench.debts.outstanding() == []
+    assert bench.cleanups.outstanding() == []
 
 
 def test_mps_daemon_of_a_mig_device_keeps_nobody_from_its_neighbours(bench: Bench) -> None:
     part = RunMps(MpsDaemonSpec(MIG_1G, MIXED.by_name[MIG_1G].uuid, "mig", MIXED.by_name[MIG_1G].gpu.uuid))
     bench.tools.broken = [part]
     bench.end(record(part))
-    bench.keeper.settle([MIXED.by_name[MIG_3G]], (), HeldGpus())
+    bench.settle(MIXED.by_name[MIG_3G])
     with pytest.raises(RetryableError, match="the end of the MPS daemon"):
-        bench.keeper.settle([MIXED.by_name[MIG_1G]], (), HeldGpus())
+        bench.settle(MIXED.by_name[MIG_1G])
 
 
 def test_bug_in_one_undo_keeps_no_other_from_being_paid(
@@ -408,18 +419,18 @@ def test_bug_in_one_undo_keeps_no_other_from_being_paid(
     bench.end(record(MPS))
     bench.end(record(other, uid="uid-2"))
     bench.tools.broken = []
-    [debt] = bench.keeper.pay_all()
+    [debt] = bench.cleaner.clean_all()
     assert (debt.steps, debt.cause) == ((MPS,), "a bug")
 
 
 def test_leading_instance_hears_of_the_debts_that_the_other_one_makes(bench: Bench) -> None:
-    assert bench.keeper._turn() == 5.0
+    assert bench.cleaner._turn() == 5.0
     older = bench.restarted()
     older.tools.broken = [MPS]
     older.end(record(MPS))
     bench.tools.broken = [MPS]
     before = bench.changes
-    bench.keeper._turn()
+    bench.cleaner._turn()
     assert bench.changes > before
 
 
@@ -439,20 +450,20 @@ def test_leading_instance_hears_of_the_debts_that_the_other_one_makes(bench: Ben
 def test_devices_are_withheld_only_where_the_next_pod_would_suffer(
     step: Step, boot_id: str, names: set[str]
 ) -> None:
-    debt = Debt("uid-1", record(step, boot_id=boot_id), (step,), 1)
+    debt = PendingCleanup("uid-1", record(step, boot_id=boot_id), (step,), 1)
     assert {name for name in (GPU_0, GPU_1) if withholding([debt], MIXED.by_name[name], BOOT)} == names
 
 
 def test_what_a_reboot_takes_away_is_owed_no_more() -> None:
-    assert still_owed((SLICE, MPS, CDI), record(boot_id="boot-0"), BOOT) == (MPS,)
-    assert still_owed((SLICE, MPS, CDI), record(), BOOT) == (SLICE, MPS)
+    assert still_pending((SLICE, MPS, CDI), record(boot_id="boot-0"), BOOT) == (MPS,)
+    assert still_pending((SLICE, MPS, CDI), record(), BOOT) == (SLICE, MPS)
 
 
 def test_mps_debt_of_another_boot_is_tried_once(bench: Bench) -> None:
     bench.owe(MPS)
     after = bench.restarted("boot-2")
     after.tools.broken = [MPS]
-    assert after.keeper.pay_all() == []
+    assert after.cleaner.clean_all() == []
     assert after.files() == []
 
 
@@ -460,7 +471,7 @@ def test_mps_debt_of_another_boot_is_tried_once(bench: Bench) -> None:
 
 
 @contextmanager
-def running(keeper: DebtKeeper) -> Iterator[None]:
+def running(keeper: Cleaner) -> Iterator[None]:
     keeper.start()
     try:
         yield
@@ -477,9 +488,9 @@ def eventually(check: Callable[[], object]) -> None:
 
 def test_keeper_pays_as_soon_as_the_tool_is_back(bench: Bench) -> None:
     bench.owe(MPS)
-    bench.keeper._turn()
-    bench.keeper._due = float("inf")
-    with running(bench.keeper):
+    bench.cleaner._turn()
+    bench.cleaner._due = float("inf")
+    with running(bench.cleaner):
         time.sleep(0.2)
         assert bench.files() == ["debts/uid-1.json"], "not before its time"
         bench.tools.broken = []
@@ -489,8 +500,8 @@ def test_keeper_pays_as_soon_as_the_tool_is_back(bench: Bench) -> None:
 
 def test_keeper_tries_again_by_itself(bench: Bench) -> None:
     bench.owe(MPS)
-    with running(bench.keeper):
-        eventually(lambda: bench.keeper._due > 0)
+    with running(bench.cleaner):
+        eventually(lambda: bench.cleaner._due > 0)
         bench.tools.broken = []
         eventually(lambda: not bench.files())
 
@@ -498,7 +509,7 @@ def test_keeper_tries_again_by_itself(bench: Bench) -> None:
 def test_keeper_of_an_instance_that_does_not_lead_leaves_debts_alone(bench: Bench) -> None:
     bench.owe(MPS)
     bench.tools.broken, bench.tools.undone = [], []
-    follower = DebtKeeper(bench.debts, bench.locks, bench.tools, BOOT, lambda: False)
+    follower = Cleaner(bench.cleanups, bench.lanes, bench.tools, BOOT, lambda: False)
     assert follower._turn() == 5.0
     assert bench.files() == ["debts/uid-1.json"]
 
@@ -520,8 +531,8 @@ def test_process_that_dies_while_it_pays(bench: Bench, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(*((bench.tools, "undo") if point == "undo" else (Path, "unlink")), die)  # type: ignore[arg-type]
     with pytest.raises(Crash):
-        bench.keeper.pay_all()
+        bench.cleaner.clean_all()
     monkeypatch.undo()
     following = bench.restarted()
-    assert following.keeper.pay_all() == []
+    assert following.cleaner.clean_all() == []
     assert following.files() == []

@@ -1,4 +1,4 @@
-"""What the keeper of debts and the publisher ask of the node."""
+"""What those ask of the node who work off pending cleanups, and who publish."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from dra_driver.errors import StateError
 from dra_driver.files.atomic import stamp_or_none
 from dra_driver.host.fingerprint import driver_fingerprint
-from dra_driver.journal.debts import Debts
+from dra_driver.journal.cleanups import PendingCleanups
 from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
 from dra_driver.model.inventory import OfferedDevice
 
 
 def tools_seen(
-    programs: FindPrograms, mps_socket: Path, proc: str, detached: Callable[[], str | None]
+    programs: FindPrograms, mps_lock: Path, proc: str, detached: Callable[[], str | None]
 ) -> Hashable:
     """A value that changes when nvidia-smi, the MPS host or the NVIDIA driver comes, goes or is replaced, and when NVML
     may be opened again."""
@@ -23,10 +23,10 @@ def tools_seen(
     except StateError:
         found = None
     program = None if found is None else stamp_or_none(found)
-    return (program, stamp_or_none(mps_socket), driver_fingerprint(proc), detached() is None)
+    return (program, stamp_or_none(mps_lock), driver_fingerprint(proc), detached() is None)
 
 
-def is_owing(debts: Debts) -> Callable[[OfferedDevice], bool]:
-    """Whether a debt keeps a device from being given out, as of now."""
-    owing = debts.owing()
+def is_owing(cleanups: PendingCleanups) -> Callable[[OfferedDevice], bool]:
+    """Whether a pending cleanup keeps a device from being given out, as of now."""
+    owing = cleanups.owing()
     return lambda device: owing(device) is not None

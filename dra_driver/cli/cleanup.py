@@ -1,4 +1,4 @@
-"""`gpu-dra-driver debts`: what claims that have ended still owe to this node, and another try to pay it."""
+"""`gpu-dra-driver cleanup`: the cleanup that is pending after claims ended, and another try."""
 
 from __future__ import annotations
 
@@ -11,32 +11,36 @@ from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
 
 FLAGS = (
-    switch("pay", "Try to pay everything now; as root on the node."),
+    switch("now", "Try all pending cleanup now; as root on the node.", "--now", "--pay"),
     OUTPUT,
     *of_run("driver_name", "kubelet_plugins_directory_path", "cdi_root", "config", "nvidia_driver_root"),
     *of_run("container_driver_root", "simulate", "simulator_dir"),
 )
+EXAMPLES = (
+    "",
+    "--now",
+)
 
 
-def debts(given: Namespace) -> int:
-    """A debt is what could not be undone when the claim ended. The driver pays by itself as soon as it can. `--pay`
-    tries at once, also while no driver runs.
-    Exit code 0: nothing is owed, 1: something is left.
+def cleanup(given: Namespace) -> int:
+    """Cleanup is pending where something could not be undone when its claim ended, for example because nvidia-smi was
+    broken. gpu-dra-driver tries again by itself. `--now` tries at once, also while gpu-dra-driver does not run.
+    Exit code 0: no cleanup is pending, 1: something is left.
     """
-    from dra_driver.app.commands.node import node_debts
-    from dra_driver.diagnostics.rules.prepared_claims import owed
+    from dra_driver.app.commands.node import pending_cleanup
+    from dra_driver.diagnostics.rules.prepared_claims import shown
     from dra_driver.logs import configure_logs
     from dra_driver.settings import resolve
 
     configure_logs("critical", "console")
     settings = resolve(vars(given), given.config, {"node_name": "this-node"})
-    left, problems = node_debts(settings, pay=given.pay)
+    left, problems = pending_cleanup(settings, now=given.now)
     if given.output.is_for_people:
         width = terminal_width(all_columns=given.output is Output.wide)
-        lines = [hanging("", debt.text, width) for debt in left] or ["nothing is owed"]
+        lines = [hanging("", one.text, width) for one in left] or ["no cleanup is pending"]
         print("\n".join([*lines, *(hanging("problem: ", problem, width) for problem in problems)]))
     else:
         print_object(
-            {"debts": [asdict(owed(debt)) for debt in left], "problems": list(problems)}, given.output
+            {"debts": [asdict(shown(one)) for one in left], "problems": list(problems)}, given.output
         )
     return 1 if left or problems else 0

@@ -1,0 +1,172 @@
+"""The lane of each GPU: what changes a GPU runs there, one operation at a time, and nowhere else.
+
+    asked ──every GPU of it is idle──▶ under way ──▶ ended; the future has the outcome
+      │                                    └─ for a minute: the GPU is unresponsive until it ends
+      └─ who asked has given up: it never begins
+
+Whoever asks holds no lock and waits as long as it likes. An operation for several GPUs begins when all of them are
+idle; it keeps none of them from other work while it waits for one. The other instance of a rolling update has lanes of
+its own: an operation holds the file locks of its GPUs, so the two never work on one GPU at the same time.
+
+A crash ends an operation in the middle. The records and the cleanups on disk say what it was about; what runs in a lane
+can be done any number of times.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import structlog
+
+from dra_driver.concurrency.deadline import time_left
+from dra_driver.errors import RetryableError
+from dra_driver.journal.gpu_locks import GpuLocks
+
+_log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+UNRESPONSIVE_AFTER_S = 60.0
+"""How long an operation may be under way on a GPU until nobody waits for that GPU any more."""
+_OTHER_INSTANCE_S = 30.0
+"""How long an operation waits until the other instance of a rolling update has done with the GPU."""
+
+
+class GpuUnresponsiveError(RetryableError):
+    """An operation on the GPU does not end."""
+
+    has_no_effect = True
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """What a lane has to do or does; `what` is for people, and may change while it is under way.
+
+    `began` is when it began (time.monotonic()), None while it waits; `since` says the same for people.
+    """
+
+    gpu_uuids: frozenset[str]
+    what: str
+    work: Callable[[Operation], Any]
+    patience_s: float
+    context: Context
+    future: Future[Any] = field(default_factory=Future)
+    began: float | None = None
+    since: str = ""
+
+    @property
+    def text(self) -> str:
+        """What hangs on which GPU, and what to do, for a GPU on which it does not end."""
+        gpus = " and ".join(f"GPU {uuid}" for uuid in sorted(self.gpu_uuids))
+        return (
+            f"{gpus} does not react: {self.what} began at {self.since} UTC and has not ended; if that lasts, restart "
+            "the pod of gpu-dra-driver on this node, and then the node"
+        )
+
+
+class Lanes:
+    """The lanes of this process. For many threads. A lane without work has no thread."""
+
+    def __init__(self, locks: GpuLocks) -> None:
+        self._locks = locks
+        self._guard = threading.Lock()
+        self._waiting: list[Operation] = []
+        self._under_way: dict[str, Operation] = {}  # by the UUID of the GPU
+
+    def ask(
+        self,
+        gpu_uuids: Collection[str],
+        what: str,
+        work: Callable[[Operation], T],
+        patience_s: float = _OTHER_INSTANCE_S,
+        *,
+        context: Context | None = None,
+    ) -> Future[T]:
+        """Have `work` run when the GPUs are idle, in this context or a copy of the caller's. A future that is cancelled
+        before that keeps it from running. The future raises LockBusyError if the other instance of a rolling update
+        keeps a GPU for `patience_s` seconds.
+
+        Where no thread can start, the caller's runs it.
+        """
+        if context is None:
+            context = copy_context()
+        operation = Operation(frozenset(gpu_uuids), what, work, patience_s, context)
+        with self._guard:
+            self._waiting.append(operation)
+            ready = self._ready()
+        self._start(ready)
+        return operation.future
+
+    def under_way(self) -> Mapping[str, Operation]:
+        """What is under way on each GPU, by its UUID."""
+        with self._guard:
+            return dict(self._under_way)
+
+    def hanging(self) -> Mapping[str, tuple[str, float]]:
+        """For each GPU on which an operation is under way, what that is, and when it began (time.monotonic())."""
+        return {
+            uuid: (one.what, one.began) for uuid, one in self.under_way().items() if one.began is not None
+        }
+
+    def refuse_unresponsive(self, gpu_uuids: Collection[str], after_s: float | None = None) -> None:
+        """Raises: GpuUnresponsiveError that names the operation if one has been under way on a GPU for that long."""
+        limit = time.monotonic() - (UNRESPONSIVE_AFTER_S if after_s is None else after_s)
+        under_way = self.under_way()
+        for uuid in sorted(gpu_uuids & under_way.keys()):
+            began = under_way[uuid].began
+            if began is not None and began <= limit:
+                raise GpuUnresponsiveError(under_way[uuid].text)
+
+    def _ready(self) -> list[Operation]:
+        """Take out what can begin now, in the order in which it was asked. The caller holds the guard."""
+        ready = []
+        for operation in self._waiting.copy():
+            if operation.gpu_uuids.isdisjoint(self._under_way):
+                self._waiting.remove(operation)
+                self._under_way |= dict.fromkeys(operation.gpu_uuids, operation)
+                ready.append(operation)
+        return ready
+
+    def _start(self, operations: Collection[Operation]) -> None:
+        for operation in operations:
+            try:
+                threading.Thread(target=self._work, args=(operation,), name="lane", daemon=True).start()
+            except (RuntimeError, MemoryError) as error:
+                _log.warning("lane_has_no_thread", what=operation.what, reason=str(error))
+                self._work(operation)
+
+    def _work(self, operation: Operation | None) -> None:
+        while operation is not None:
+            told = self._run(operation)
+            with self._guard:
+                for uuid in operation.gpu_uuids:
+                    del self._under_way[uuid]
+                ready = self._ready()
+            told()
+            operation = ready.pop(0) if ready else None
+            self._start(ready)
+
+    def _run(self, operation: Operation) -> Callable[[], None]:
+        """Run it; what tells its outcome to whoever waits."""
+        future = operation.future
+        if not future.set_running_or_notify_cancel():
+            return lambda: None
+        operation.since = datetime.now(UTC).strftime("%H:%M:%S")
+        operation.began = time.monotonic()
+        try:
+            result = operation.context.run(self._alone, operation)
+        except BaseException as error:  # noqa: BLE001  whoever asks the future gets it
+            failure = error
+            return lambda: future.set_exception(failure)
+        return lambda: future.set_result(result)
+
+    def _alone(self, operation: Operation) -> Any:
+        with self._locks.hold(operation.gpu_uuids, time_left(operation.patience_s)):
+            return operation.work(operation)

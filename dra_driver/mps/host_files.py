@@ -1,0 +1,296 @@
+"""The files by which the plugin tells the MPS host what shall run, and the host tells what runs.
+
+| File below `mps/` | Written by | Says |
+|---|---|---|
+| `host.wanted/<device>.json` | the plugin | this daemon shall run, with this spec |
+| `host.wanted/<device>.stop` | the plugin, by a rename of the former; removed by the host | it shall stop |
+| `host.status/<device>.json` | the host | how the daemon is, which wish the host has seen, why it refuses that |
+| `<device>.json`, `<device>/` | the host | what it made, and the compute modes from before (`daemon`) |
+| `host.lock` | the host, which holds its lock | a host runs, and the number of the format of these files |
+
+A wish is known by its generation: the inode and time of its file. So each call of the plugin is one that the host has
+not seen yet, and a stop needs no space on the disk. Nobody acts on what he cannot read, nor on what is not there: a
+daemon runs on until its device has a `.stop`, and the host starts nothing while there is one.
+
+| What happens | What follows |
+|---|---|
+| the host dies | daemons run on; the next host takes them over, and does what it has not seen done |
+| the plugin dies before or after it wrote | the wish stands; its successor writes it again, or withdraws it |
+| a stop while no host runs | the `.stop` waits for the next host, and the GPU is withheld meanwhile |
+| a stop while the daemon starts | the start is broken off, and taken back |
+| wanted again while it stops | both files are there: the host ends the stop first |
+| two instances of the plugin write | the last file counts; the other call waits for it, or fails if its spec differs |
+| a first start fails | the host takes it back and says why; it tries again at the next generation |
+| full disk | no new daemon; a stop works |
+| reboot | the host starts again what is wanted |
+| host of another format | it keeps its daemons; the plugin writes nothing, and refuses |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from dra_driver.errors import PermanentError, RetryableError, StateError
+from dra_driver.files.atomic import (
+    make_directory,
+    read_or_none,
+    remove_file,
+    state_error,
+    sync_removals,
+    write_atomically,
+)
+from dra_driver.files.fields import FLAG, NUMBER, TEXT, TEXTS, Kind, Shape, list_of, needed, nullable, one_of
+from dra_driver.files.file_lock import is_locked
+from dra_driver.files.formats import parse
+from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus, MpsKind, MpsMember
+from dra_driver.mps.daemon_limits import check_spec
+from dra_driver.mps.layout import SUFFIX, MpsLayout, is_device_name
+
+_log = structlog.get_logger(__name__)
+
+FORMAT = 1
+_POLL_S = 0.015
+OLDER_SOCKET = "host.sock"
+_REPLACE = (
+    "delete the pod of the DaemonSet gpu-dra-driver-mps on this node once no MPS claims run there (its daemons end "
+    "with it)"
+)
+
+_MEMBER = Shape(
+    MpsMember, device=needed(TEXT), gpu_uuid=needed(TEXT), default_memory_limit_mib=nullable(NUMBER)
+)
+SPEC = Shape(
+    MpsDaemonSpec,
+    device=needed(TEXT),
+    uuid=needed(TEXT),
+    kind=needed(one_of("the kind", "gpu", "mig")),
+    gpu_uuid=needed(TEXT),
+    multi_user=needed(FLAG),
+    default_active_thread_percentage=nullable(NUMBER),
+    default_memory_limit_mib=nullable(NUMBER),
+    others=needed(list_of(_MEMBER.kind)),
+)
+_STATUS = Shape(
+    MpsDaemonStatus,
+    device=needed(TEXT),
+    state=needed(one_of("the state", *MPS_STATES)),
+    spec=needed(SPEC.kind),
+    pid=nullable(NUMBER),
+    since=needed(Kind(NUMBER.read, int)),
+    clients=nullable(NUMBER),
+    problem=nullable(TEXT),
+    users=needed(list_of(NUMBER)),
+    not_exclusive=needed(TEXTS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the host says of one daemon. `seen` is the generation of the last wish that it has dealt with, `refusal` why
+    it could not do that; with `is_final` a person has to change something first."""
+
+    status: MpsDaemonStatus
+    seen: str | None = None
+    refusal: str | None = None
+    is_final: bool = False
+
+
+_REPORT = Shape(
+    Report,
+    status=needed(_STATUS.kind),
+    seen=nullable(TEXT),
+    refusal=nullable(TEXT),
+    is_final=needed(FLAG),
+)
+
+
+class NoMpsHostError(RetryableError):
+    """No MPS host runs that reads what this release writes."""
+
+    has_no_effect = True
+
+
+class MpsHostFiles:
+    """The plugin's side: for many threads and processes. `wait_s` is how long a host that restarts is waited for."""
+
+    def __init__(self, layout: MpsLayout, *, wait_s: float = 1.0) -> None:
+        self._layout = layout
+        self._wait_s = wait_s
+
+    def ensure(self, spec: MpsDaemonSpec, timeout_s: float = 20.0) -> MpsDaemonStatus:
+        """The daemon's status once it is ready, or found in FAULT; within a look of the host if it runs already.
+
+        Raises: PermanentError if it cannot be as asked, RetryableError if it was not ready in time, NoMpsHostError,
+        StateError.
+        """
+        check_spec(spec)
+        deadline = time.monotonic() + timeout_s
+        self._await_host(deadline)
+        wish = self._layout.wanted(spec.device)
+        write_atomically(wish, encode_wish(spec), durable=False)
+        while (found := generation_of(wish)) is not None:
+            report = self._report(spec.device)
+            if report is not None and report.seen == found:
+                if report.refusal is not None:
+                    raise (PermanentError if report.is_final else RetryableError)(report.refusal)
+                if report.status.spec != spec:
+                    raise RetryableError(f"another call wants another MPS daemon of {spec.device}")
+                return report.status
+            self._pause(deadline, f"made the MPS daemon of {spec.device} ready", timeout_s)
+        raise RetryableError(f"the MPS daemon of {spec.device} was to be stopped while it started")
+
+    def stop(
+        self,
+        device: str,
+        timeout_s: float = 20.0,
+        *,
+        gpu_uuid: str | None = None,
+        kind: MpsKind | None = None,
+    ) -> None:
+        """No process of the device's daemon runs, and the GPU has its former compute mode; also if there was none.
+
+        With `gpu_uuid` and `kind` the host puts the compute mode back even if its record is lost. Raises:
+        NoMpsHostError if no host runs and a daemon was there, which the next host then stops; RetryableError,
+        StateError.
+        """
+        deadline = time.monotonic() + timeout_s
+        if not withdraw(self._layout, device, gpu_uuid, kind):
+            return
+        stop = self._layout.unwanted(device)
+        try:
+            self._await_host(deadline)
+        except NoMpsHostError as error:
+            if not self._layout.has_traces(device):
+                remove_file(stop)
+                return
+            _log.warning("mps_stop_left_to_next_host", device=device, reason=str(error))
+            raise
+        while (found := generation_of(stop)) is not None:
+            report = self._report(device)
+            if report is not None and report.seen == found and report.refusal is not None:
+                raise RetryableError(report.refusal)
+            self._pause(deadline, f"stopped the MPS daemon of {device}", timeout_s)
+
+    def statuses(self) -> tuple[MpsDaemonStatus, ...]:
+        """All daemons of the node, by name; none where no host runs. Raises: StateError."""
+        if not is_locked(self._layout.lock):
+            return ()
+        paths = sorted(self._layout.statuses.glob(f"*{SUFFIX}"))
+        reports = (self._report(path.name.removesuffix(SUFFIX)) for path in paths)
+        return tuple(report.status for report in reports if report is not None)
+
+    def unseen(self) -> list[str]:
+        """Devices of which the host has not yet done, or refused, what is wanted."""
+        found = []
+        for path in sorted(self._layout.wishes.glob("*.*")):
+            device = path.name.partition(".")[0]
+            if is_device_name(device):
+                report = self._report(device)
+                if report is None or report.seen != generation_of(path):
+                    found.append(device)
+        return found
+
+    def host_problem(self) -> str | None:
+        """Why no daemon can be asked for. Raises: StateError."""
+        if not is_locked(self._layout.lock):
+            if self._layout.lock.with_name(OLDER_SOCKET).exists():
+                return f"the MPS host on this node is of an older release: {_REPLACE}"
+            return (
+                f"no MPS host runs, which would hold {self._layout.lock}: start the DaemonSet gpu-dra-driver-mps, or "
+                "`gpu-dra-driver mps-host` with the same --kubelet-plugins-directory-path"
+            )
+        content = read_or_none(self._layout.lock)
+        if not content:
+            return "the MPS host is starting; see `kubectl logs` of its pod"
+        with suppress(StateError):
+            parse(content, "lock file", dict, known=FORMAT, field="format")
+            return None
+        return f"the MPS host on this node is of another release than gpu-dra-driver: {_REPLACE}"
+
+    def _report(self, device: str) -> Report | None:
+        """What the host says; None where there is nothing that can be read."""
+        content = read_or_none(self._layout.status(device))
+        with suppress(StateError):
+            return parse(content or b"", "status", _REPORT.decode, known=FORMAT, field="format")
+        return None
+
+    def _await_host(self, deadline: float) -> None:
+        deadline = min(deadline, time.monotonic() + self._wait_s)
+        while (problem := self.host_problem()) is not None:
+            if time.monotonic() >= deadline:
+                raise NoMpsHostError(problem)
+            time.sleep(_POLL_S)
+
+    def _pause(self, deadline: float, what: str, timeout_s: float) -> None:
+        if time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            return
+        reason = self.host_problem() or "see `kubectl logs` of its pod"
+        raise RetryableError(f"the MPS host has not {what} within {timeout_s:.3g} s; {reason}")
+
+
+def withdraw(layout: MpsLayout, device: str, gpu_uuid: str | None, kind: MpsKind | None) -> bool:
+    """Have the device's daemon stopped, also if that failed before; whether there is anything to stop. Raises:
+    StateError, PermanentError."""
+    wish, stop = layout.wanted(device), layout.unwanted(device)
+    try:
+        wish.replace(stop)
+    except FileNotFoundError:
+        if not stop.exists():
+            if not layout.has_traces(device):
+                return False
+            is_known = gpu_uuid is not None and kind == "gpu"
+            spec = MpsDaemonSpec(device, str(gpu_uuid), "gpu", str(gpu_uuid)) if is_known else None
+            if spec is not None:
+                check_spec(spec)
+            make_directory(stop.parent, 0o700)
+            write_atomically(stop, encode_wish(spec), durable=False)
+    except OSError as error:
+        raise state_error("rename", wish, error) from error
+    with suppress(FileNotFoundError):  # the host has stopped it meanwhile
+        now = time.time_ns()
+        os.utime(stop, ns=(now, now))
+    # A wish that came back after a power cut would start a daemon that no claim asked for.
+    sync_removals(stop.parent)
+    return True
+
+
+def encode_wish(spec: MpsDaemonSpec | None) -> bytes:
+    """The content of a wish; only of a stop the spec may be unknown."""
+    return json.dumps({"format": FORMAT, "spec": spec and SPEC.encode(spec)}).encode()
+
+
+def read_wish(path: Path) -> MpsDaemonSpec | None:
+    """The spec in a wish. Raises: StateError; also if there is none any more."""
+    return parse(
+        read_or_none(path) or b"",
+        "wish for an MPS daemon",
+        lambda body: body["spec"] and SPEC.decode(body["spec"]),
+        known=FORMAT,
+        field="format",
+    )
+
+
+def generation(status: os.stat_result) -> str:
+    """What differs when a wish was written anew."""
+    return f"{status.st_ino}-{status.st_mtime_ns}"
+
+
+def generation_of(path: Path) -> str | None:
+    """That of the wish at this path; None if there is none."""
+    try:
+        return generation(path.lstat())
+    except OSError:
+        return None
+
+
+def encode_report(report: Report) -> bytes:
+    """The content of a status file."""
+    return json.dumps({"format": FORMAT, **_REPORT.encode(report)}, indent=1).encode()

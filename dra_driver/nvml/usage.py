@@ -1,0 +1,141 @@
+"""How GPUs and MIG devices are used: one look at a GPU, for the metrics.
+
+NVML has no utilisation for a MIG device, only samples of its GPU instance (GPM), from Hopper on: the utilisation lies
+between two of them. So the first look at a device has none, and each later look takes one sample.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pynvml
+
+from dra_driver.model.gpu import GpuLoad, GpuUse
+from dra_driver.model.mig import GpuAddress, MigAddress
+from dra_driver.nvml.load import ask, read_load, read_memory
+from dra_driver.nvml.mig_instances import gpu_handle
+from dra_driver.nvml.processes import read_gpu_processes
+from dra_driver.nvml.session import NvmlSession
+
+Handle = Any
+
+_SHORTEST_S = 1.0
+"""Between two samples of a device. A look that comes sooner, as of a second Prometheus, has the value of before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """`opening` is the session's, and `percent` the utilisation since the sample before, None for the first."""
+
+    buffer: Handle
+    opening: int
+    taken_at: float
+    percent: int | None
+
+
+class UsageSource:
+    """NVML as the metrics ask it. Several GPUs may be read at the same time, one GPU once at a time."""
+
+    def __init__(self, session: NvmlSession, clock: Callable[[], float] = time.monotonic) -> None:
+        self._session = session
+        self._clock = clock
+        self._samples: dict[str, dict[str, _Sample]] = {}
+
+    def read(self, gpu: GpuAddress, devices: Collection[MigAddress]) -> GpuUse:
+        """The GPU, and these MIG devices of it; one that is gone is missing. No MIG device is searched for, since NVML
+        can take seconds for that.
+
+        Raises: DeviceLostError, NvmlUnavailableError; RetryableError if the processes cannot be read.
+        """
+        with self._session.kept_open() as opening:
+            handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
+            load = read_load(gpu.uuid, handle)
+            samples = self._samples.setdefault(gpu.uuid, {})
+            wanted = {device.uuid for device in devices}
+            for uuid in samples.keys() - wanted:
+                _free(samples.pop(uuid), opening)
+            has_samples = bool(devices) and _has_samples(handle)
+            found: dict[str, GpuLoad] = {}
+            for device in devices:
+                mig = _mig_handle(handle, device)
+                if mig is not None:
+                    memory = ask(read_memory, mig)
+                    found[device.uuid] = GpuLoad(
+                        memory_used_bytes=None if memory is None else int(memory.used),
+                        memory_total_bytes=None if memory is None else int(memory.total),
+                        utilisation_percent=self._percent(handle, device, samples, opening)
+                        if has_samples
+                        else None,
+                    )
+            # NVML shows the processes of the caller's PID namespace, and its first process has one for itself.
+            processes = None if os.getpid() == 1 else read_gpu_processes(gpu.uuid, handle)
+            return GpuUse(load, found, processes)
+
+    def _percent(
+        self, handle: Handle, device: MigAddress, samples: dict[str, _Sample], opening: int
+    ) -> int | None:
+        """Utilisation of a MIG device since its last sample."""
+        now, before = self._clock(), samples.get(device.uuid)
+        if before is not None and before.opening != opening:
+            before = None  # NVML freed nothing, but the buffer is of another library
+        if before is not None and now - before.taken_at < _SHORTEST_S:
+            return before.percent
+        buffer = ask(_sample, handle, device.gpu_instance_id)
+        if buffer is None:
+            return None
+        percent = None if before is None else ask(_busy_between, before.buffer, buffer)
+        if before is not None:
+            _free(before, opening)
+        samples[device.uuid] = _Sample(buffer, opening, now, percent)
+        return percent
+
+
+def _mig_handle(handle: Handle, device: MigAddress) -> Handle | None:
+    """None if the device is gone, or another one is in its place. Raises: DeviceLostError, NvmlUnavailableError."""
+    instance = ask(pynvml.nvmlDeviceGetGpuInstanceById, handle, device.gpu_instance_id)
+    compute = instance and ask(
+        pynvml.nvmlGpuInstanceGetComputeInstanceById, instance, device.compute_instance_id
+    )
+    info = compute and ask(pynvml.nvmlComputeInstanceGetInfo, compute)
+    if info is None or ask(pynvml.nvmlDeviceGetUUID, info.device) != device.uuid:
+        return None
+    return info.device
+
+
+def _has_samples(handle: Handle) -> bool:
+    support = ask(pynvml.nvmlGpmQueryDeviceSupport, handle)
+    return support is not None and bool(support.isSupportedDevice)
+
+
+def _sample(handle: Handle, gpu_instance_id: int) -> Handle:
+    """Raises: pynvml.NVMLError."""
+    buffer = pynvml.nvmlGpmSampleAlloc()
+    try:
+        return pynvml.nvmlGpmMigSampleGet(handle, gpu_instance_id, buffer)
+    except pynvml.NVMLError:
+        pynvml.nvmlGpmSampleFree(buffer)
+        raise
+
+
+def _busy_between(first: Handle, second: Handle) -> int | None:
+    """Percent of the time; None for what no device can have. Raises: pynvml.NVMLError."""
+    wanted = pynvml.c_nvmlGpmMetricsGet_t()
+    wanted.version, wanted.numMetrics = pynvml.NVML_GPM_METRICS_GET_VERSION, 1
+    wanted.sample1, wanted.sample2 = first, second
+    wanted.metrics[0].metricId = pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL
+    metric = pynvml.nvmlGpmMetricsGet(wanted).metrics[0]
+    # Not a number does not lie between them either.
+    is_good = metric.nvmlReturn == pynvml.NVML_SUCCESS and 0 <= metric.value <= 100
+    return round(metric.value) if is_good else None
+
+
+def _free(sample: _Sample, opening: int) -> None:
+    """One of an earlier session is left: what would free it may be gone."""
+    if sample.opening == opening:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlGpmSampleFree(sample.buffer)

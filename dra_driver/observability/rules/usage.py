@@ -1,0 +1,160 @@
+"""How the devices of claims are used, and which processes on GPUs belong to nobody.
+
+| Process | Belongs to nobody | Why |
+|---|---|---|
+| in a pod or another container, by its cgroup | no | whoever runs it, somebody can find and end it |
+| of MPS, of the NVIDIA driver, or a monitoring program, by its name | no | it belongs on the node |
+| in a service or login session of the host | yes | pods cannot use its memory, and no claim says so |
+| ended, or of unknown origin, on a device of a claim | no | it may be the claim's |
+| ended, or of unknown origin, elsewhere | yes | its memory is not free, and nobody can use it |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
+from dra_driver.model.inventory import DynamicMigDevice, Inventory, StaticMigDevice
+from dra_driver.model.mig import MigAddress, OwnedInstance
+from dra_driver.model.record import ClaimRecord, HeldDevice
+
+Origin = Literal["container", "host", "unknown"]
+"""Where a process runs, by its cgroup; unknown also for one that has ended."""
+
+_BELONGS_THERE = frozenset(
+    {
+        "nvidia-cuda-mps-server", "nvidia-cuda-mps-control", "nvidia-persistenced", "nv-fabricmanager", "nvidia-imex",
+        "nv-hostengine", "dcgm-exporter", "dcgmi", "nvidia-smi", "nvtop",
+    }
+)  # fmt: skip
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """A device that claims hold. With several claims (`is_shared`) NVML does not say whose use it is.
+
+    `gpu_fraction` is the part of the GPU's memory that the device has; `load` and `processes` are None where NVML
+    reports nothing of it.
+    """
+
+    device: str
+    kind: str
+    uuid: str
+    gpu_uuid: str
+    is_shared: bool
+    gpu_fraction: float | None = None
+    load: GpuLoad | None = None
+    processes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUse:
+    """One look at all GPUs: the devices of claims, and by GPU UUID what was seen and the processes of nobody. A GPU
+    that did not answer in time is in neither."""
+
+    devices: Sequence[DeviceUse] = ()
+    gpus: Mapping[str, GpuUse] = field(default_factory=dict)
+    unclaimed: Mapping[str, Sequence[GpuProcess]] = field(default_factory=dict)
+
+
+Made = Callable[[str], OwnedInstance | None]
+"""The instance that stands for a MIG device on demand now, by the device's name."""
+
+
+def mig_address(held: HeldDevice, inventory: Inventory, made: Made) -> MigAddress | None:
+    """How NVML finds a MIG device that a claim holds; None for a whole GPU, and for one that is not there."""
+    if held.kind != "mig":
+        return None
+    device = inventory.by_name.get(held.device) or inventory.withheld_by_name.get(held.device)
+    if isinstance(device, StaticMigDevice):
+        return MigAddress(device.uuid, device.mig.gpu_instance_id, device.mig.compute_instance_id)
+    owned = made(held.device)
+    if owned is None or None in (owned.uuid, owned.gpu_instance_id, owned.compute_instance_id):
+        return None
+    return MigAddress(owned.uuid or "", owned.gpu_instance_id or 0, owned.compute_instance_id or 0)
+
+
+def mig_profile(held: HeldDevice, inventory: Inventory) -> str | None:
+    """The name of a MIG device's profile, where discovery shows the device."""
+    device = inventory.usable(held.device) or inventory.withheld_by_name.get(held.device)
+    return device.profile.name if isinstance(device, (StaticMigDevice, DynamicMigDevice)) else None
+
+
+def device_uses(
+    records: Iterable[ClaimRecord],
+    inventory: Inventory,
+    addresses: Mapping[str, MigAddress],
+    gpus: Mapping[str, GpuUse],
+) -> list[DeviceUse]:
+    """Each device of prepared claims once; one that claims only look at (adminAccess) is not theirs. `addresses` are of
+    MIG devices, by device name."""
+    claims: dict[str, set[str]] = {}
+    devices: dict[str, HeldDevice] = {}
+    for record in records:
+        for held in record.devices:
+            if record.phase == "prepared" and not held.admin_access:
+                claims.setdefault(held.device, set()).add(record.ref.uid)
+                devices[held.device] = held
+    return [
+        _use(held, len(claims[name]) > 1, inventory, addresses.get(name), gpus.get(held.gpu_uuid))
+        for name, held in devices.items()
+    ]
+
+
+def _use(
+    held: HeldDevice, is_shared: bool, inventory: Inventory, mig: MigAddress | None, seen: GpuUse | None
+) -> DeviceUse:
+    uuid = mig.uuid if mig is not None else held.uuid
+    load: GpuLoad | None = None
+    processes: int | None = None
+    if seen is not None:
+        load = seen.load if held.kind == "gpu" else seen.mig.get(uuid)
+        place = None if mig is None else mig.gpu_instance_id
+        if load is not None and seen.processes is not None:
+            processes = sum(place in (None, process.gpu_instance_id) for process in seen.processes)
+    fraction = _fraction(held, inventory)
+    return DeviceUse(held.device, held.kind, uuid, held.gpu_uuid, is_shared, fraction, load, processes)
+
+
+def _fraction(held: HeldDevice, inventory: Inventory) -> float | None:
+    if held.kind != "mig":
+        return 1.0
+    device = inventory.usable(held.device) or inventory.withheld_by_name.get(held.device)
+    if isinstance(device, (StaticMigDevice, DynamicMigDevice)) and device.gpu.memory_bytes:
+        return device.profile.memory_mib * _MIB / device.gpu.memory_bytes
+    return None
+
+
+Place = tuple[str, int | None]
+"""Where processes of a claim may be: the GPU's UUID, and the ID of the GPU instance if the claim has a MIG device."""
+
+
+def unclaimed(
+    gpu_uuid: str,
+    processes: Iterable[GpuProcess],
+    claimed: Container[Place],
+    origin: Callable[[int], Origin],
+) -> list[GpuProcess]:
+    """The processes on a GPU that belong to nobody."""
+
+    def belongs(process: GpuProcess) -> bool:
+        if process.name.partition(" ")[0].rpartition("/")[2] in _BELONGS_THERE:
+            return True
+        where = origin(process.pid)
+        return where == "container" or (where == "unknown" and (gpu_uuid, process.gpu_instance_id) in claimed)
+
+    return [process for process in processes if not belongs(process)]
+
+
+def unclaimed_text(gpu: str, process: GpuProcess) -> str:
+    """What is wrong, and what to do; `gpu` is how the reader knows the GPU."""
+    name = f" ({process.name})" if process.name else ""
+    memory = "memory" if process.memory_bytes is None else f"{process.memory_bytes // _MIB} MiB"
+    return (
+        f"process {process.pid}{name} has {memory} on {gpu} and belongs to no prepared claim and no container; look at "
+        f"it with `ps -fp {process.pid}` on the node and end it, or run it in a pod with a claim; if there is no such "
+        "process, reset the GPU"
+    )

@@ -1,0 +1,149 @@
+"""A node that pods must leave, that goes away, and that comes back: pods end, and nothing is left of their claims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.e2e.conftest import Cluster, claim_and_pod, wait_for
+from tests.e2e.test_health import only
+from tests.fakes import logind
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+
+CLAIM_FILES = 2
+"""The files of one prepared claim: its record and its CDI spec."""
+LEAVES_AT_ONCE = {
+    "key": "node.kubernetes.io/unreachable",
+    "operator": "Exists",
+    "effect": "NoExecute",
+    "tolerationSeconds": 0,
+}
+
+
+def names(cluster: Cluster) -> set[str]:
+    return {pod["metadata"]["name"] for pod in cluster.get("pods", "-n", "default")["items"]}
+
+
+def driver_uids(cluster: Cluster) -> set[str]:
+    """Of the driver's pods that nobody has told to end."""
+    return {pod["metadata"]["uid"] for pod in cluster.staying_pods()}
+
+
+def ready(cluster: Cluster) -> str:
+    conditions = cluster.get("node", cluster.node)["status"]["conditions"]
+    return next(one["status"] for one in conditions if one["type"] == "Ready")
+
+
+@contextmanager
+def tainted(cluster: Cluster, key: str) -> Iterator[None]:
+    cluster.kubectl("taint", "node", cluster.node, f"{key}=e2e:NoExecute")
+    try:
+        yield
+    finally:
+        cluster.kubectl("taint", "node", cluster.node, f"{key}-")
+
+
+@contextmanager
+def away(cluster: Cluster) -> Iterator[None]:
+    """The node does not report while its containers run on; then it is back."""
+    cluster.local.stop("kubelet")
+    try:
+        wait_for("the node to be given up", lambda: ready(cluster) == "Unknown")
+        yield
+    finally:
+        cluster.local.start("kubelet")
+        wait_for("the node to be ready", lambda: ready(cluster) == "True")
+
+
+def test_a_taint_that_evicts_pods_leaves_the_driver_which_lets_them_end(cluster: Cluster) -> None:
+    cluster.start("evicted")
+    driver = driver_uids(cluster)
+    with tainted(cluster, "example.com/leave"):
+        wait_for("the pod to be gone", lambda: not names(cluster))
+        assert not cluster.leftovers()
+        assert driver_uids(cluster) == driver
+        cluster.roll_out()
+        wait_for("another instance on the tainted node", cluster.driver_has_settled)
+        assert not driver_uids(cluster) & driver
+
+
+def test_a_drain_ends_pods_and_a_cordon_keeps_them_away_until_it_is_lifted(cluster: Cluster) -> None:
+    cluster.start("drained", selector=only(0))
+    driver = driver_uids(cluster)
+    cluster.kubectl("cordon", cluster.node)
+    try:
+        cluster.apply(claim_and_pod("waits", selector=only(1)))
+        cluster.wait_unschedulable("waits")
+        assert cluster.pod("drained")["status"]["phase"] == "Running"
+        cluster.kubectl("drain", cluster.node, "--ignore-daemonsets", "--force", "--timeout=300s")
+        assert names(cluster) == {"waits"}
+        assert not cluster.leftovers()
+        assert driver_uids(cluster) == driver
+        cluster.roll_out()
+        wait_for("another instance on the cordoned node", cluster.driver_has_settled)
+    finally:
+        cluster.kubectl("uncordon", cluster.node)
+    cluster.wait_running("waits")
+
+
+def test_a_node_that_comes_back_ends_what_was_evicted_and_keeps_the_rest(cluster: Cluster) -> None:
+    leaves = claim_and_pod("leaves", selector=only(2))
+    leaves[1]["spec"]["tolerations"] = [LEAVES_AT_ONCE]
+    cluster.apply([*leaves, *claim_and_pod("stays", selector=only(3))])
+    cluster.wait_running("leaves", "stays")
+    driver = driver_uids(cluster)
+    with away(cluster):
+        wait_for("the eviction", lambda: "deletionTimestamp" in cluster.pod("leaves")["metadata"])
+        assert driver_uids(cluster) == driver
+        assert len(cluster.leftovers()) == 2 * CLAIM_FILES
+    wait_for("the evicted pod to be gone", lambda: names(cluster) == {"stays"})
+    assert len(cluster.leftovers()) == CLAIM_FILES
+    wait_for("the driver to have settled", cluster.driver_has_settled)
+    [status] = cluster.pod("stays")["status"]["containerStatuses"]
+    assert ("running" in status["state"], status["restartCount"]) == (True, 0)
+
+
+def test_a_node_out_of_service_loses_its_pods_and_gives_their_gpu_on_when_it_is_back(
+    cluster: Cluster,
+) -> None:
+    """The pod is forgotten while its container runs on; its successor has the same GPU, after it has ended."""
+    cluster.start("lost", selector=only(4))
+    driver = driver_uids(cluster)
+    with away(cluster):
+        with tainted(cluster, "node.kubernetes.io/out-of-service"):
+            wait_for("the pod to be forgotten", lambda: not names(cluster))
+            wait_for(
+                "its claim to be free",
+                lambda: "allocation" not in cluster.get("resourceclaim", "lost")["status"],
+            )
+            assert driver_uids(cluster) == driver
+            assert len(cluster.leftovers()) == CLAIM_FILES
+        cluster.apply(claim_and_pod("next", selector=only(4)))
+    cluster.wait_running("next", timeout_s=900)
+    wait_for("nothing to be left of the lost pod", lambda: len(cluster.leftovers()) == CLAIM_FILES)
+    cluster.kubectl("delete", "pod", "next", "-n", "default", "--timeout=300s")
+    assert not cluster.leftovers()
+
+
+def test_a_graceful_shutdown_ends_pods_before_the_driver_and_the_node_comes_back(cluster: Cluster) -> None:
+    from localcluster.layout import Layout
+
+    try:
+        with logind.listening(Layout.from_environment().system_bus) as bus:
+            cluster.local.restart("kubelet")
+            wait_for("the kubelet to delay shutdowns", bus.delays.is_set)
+            wait_for("the driver to have settled", cluster.driver_has_settled)
+            cluster.start("ends", selector=only(5))
+            bus.shut_down()
+            wait_for("the kubelet to let the shutdown go on", bus.may_go)
+            assert cluster.pod("ends")["status"]["phase"] in ("Failed", "Succeeded")
+            assert not cluster.leftovers(), "the driver ends after the pods with claims"
+    finally:
+        cluster.local.restart("kubelet")
+    wait_for("the node to be ready", lambda: ready(cluster) == "True")
+    wait_for("the driver to have settled", cluster.driver_has_settled)
+    cluster.start("next", selector=only(5))
+    assert cluster.seen_by("next") == cluster.allocated("next")

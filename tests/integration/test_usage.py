@@ -1,0 +1,77 @@
+"""How devices of claims are used, in the metrics of a whole node."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from dra_driver.simulator import Machine
+from tests.fakes.scrapes import by_label, labelled, scraped
+from tests.integration.conftest import Node, eventually
+
+UTILISATION = "nvidia_dra_device_utilization_ratio"
+
+
+def ratios(node: Node) -> dict[str, float]:
+    return {
+        device: value for (device,), value in by_label(node.driver.metrics, UTILISATION, "device").items()
+    }
+
+
+def test_busy_and_idle_claims_are_told_apart(node: Node) -> None:
+    names = [device["name"] for device in node.devices()]
+    for name, device in (("busy", names[0]), ("idle", names[1])):
+        node.ready(node.allocated_by_hand(name, device))
+    node.machine.hold_gpu(0, 4711, "python3", utilisation=80)
+    node.machine.hold_gpu(1, 4712, "python3", utilisation=0)
+    node.machine.hold_gpu(2, 4713, "stray")
+    assert ratios(node) == {names[0]: 0.8, names[1]: 0}
+    samples = scraped(node.driver.metrics)
+    claims = {entry["uuid"]: entry["claim"] for entry in labelled(samples, "nvidia_dra_claim_info")}
+    assert {claims[entry["uuid"]]: entry["device"] for entry in labelled(samples, UTILISATION)} == {
+        "busy": names[0], "idle": names[1],
+    }  # fmt: skip
+    memory = by_label(node.driver.metrics, "nvidia_dra_unclaimed_memory_bytes", "uuid")
+    assert {uuid for (uuid,), value in memory.items() if value} == {node.machine.gpu(2).uuid}
+
+
+def test_mig_device_on_demand_is_measured_between_scrapes(make_node: Callable[..., Node]) -> None:
+    node = make_node("hgx-h100-4")
+    node.start_driver(dynamic_mig=True)
+    device = eventually(lambda: [one["name"] for one in node.devices() if "-mig-1g10gb-19-" in one["name"]])[
+        0
+    ]
+    node.ready(node.allocated_by_hand("part", device))
+    gpu = _gpu_of(node.machine)
+    instance = node.machine.gpu(gpu).instances[0].id
+    node.machine.hold_gpu(gpu, 4711, "python3", gpu_instance=instance, utilisation=60)
+    assert ratios(node) == {}, "the first look has nothing to compare with"
+    assert eventually(lambda: ratios(node)) == {device: 0.6}
+    processes = by_label(node.driver.metrics, "nvidia_dra_device_processes", "device")
+    assert processes == {(device,): 1}
+
+
+def _gpu_of(machine: Machine) -> int:
+    return next(index for index in range(4) if machine.gpu(index).instances)
+
+
+def test_nothing_is_measured_where_it_is_switched_off(make_node: Callable[..., Node]) -> None:
+    node = make_node()
+    node.start_driver(usage_metrics=False)
+    names = [device["name"] for device in node.wait_devices(8)]
+    node.ready(node.allocated_by_hand("one", names[0]))
+    own = {name for name, _ in scraped(node.driver.metrics) if name.startswith("nvidia_dra_device_")}
+    assert own == set()
+    assert not [thread for thread in threading.enumerate() if thread.name == "unclaimed-memory"]
+
+
+def test_scrape_that_hangs_on_a_gpu_delays_no_prepare_on_it(node: Node) -> None:
+    names = [device["name"] for device in node.devices()]
+    node.ready(node.allocated_by_hand("one", names[1]))
+    node.machine.set_fault("nvmlDeviceGetPowerUsage", delay_s=15.0, gpu=node.machine.gpu(0).uuid)
+    assert ratios(node) == {names[1]: 0}
+    node.ready(node.allocated_by_hand("two", names[0]))
+    hanging = [thread for thread in threading.enumerate() if thread.name.startswith("ask NVML about GPU")]
+    assert len(hanging) == 1, "it has not waited for the end of the scrape's call"
+    assert ratios(node) == {names[1]: 0}
+    node.machine.clear_faults()

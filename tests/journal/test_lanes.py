@@ -1,0 +1,133 @@
+"""The lanes of GPUs: one operation at a time on each, and nothing waits for a GPU that it does not need."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextvars import Context
+from pathlib import Path
+
+import pytest
+
+from dra_driver.concurrency.deadline import time_left, until
+from dra_driver.files.file_lock import LockBusyError
+from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes, Operation
+
+A, B = "GPU-a", "GPU-b"
+
+
+class Work:
+    """An operation that lasts until `let`."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.let = threading.Event()
+
+    def __call__(self, _operation: Operation) -> str:
+        self.begun.set()
+        assert self.let.wait(20)
+        return "done"
+
+
+@pytest.fixture
+def lanes(tmp_path: Path) -> Lanes:
+    locks = GpuLocks(tmp_path / "locks")
+    locks.open()
+    return Lanes(locks)
+
+
+def at_once(_operation: Operation) -> str:
+    return "done"
+
+
+def test_operations_on_one_gpu_run_in_their_order_and_others_beside_them(lanes: Lanes) -> None:
+    first, done = Work(), []
+    one = lanes.ask({A}, "the first", first)
+    assert first.begun.wait(20)
+    more = [lanes.ask({A}, "more", lambda _operation, n=n: done.append(n)) for n in range(5)]  # type: ignore[misc]
+    assert lanes.ask({B}, "elsewhere", at_once).result(20) == "done"
+    assert done == []
+    first.let.set()
+    assert one.result(20) == "done"
+    for future in more:
+        future.result(20)
+    assert done == [0, 1, 2, 3, 4]
+
+
+def test_operation_on_several_gpus_keeps_none_of_them_while_it_waits_for_another(lanes: Lanes) -> None:
+    hangs = Work()
+    lanes.ask({B}, "what hangs", hangs)
+    assert hangs.begun.wait(20)
+    both = lanes.ask({A, B}, "both", at_once)
+    assert lanes.ask({A}, "one", at_once).result(20) == "done"
+    assert not both.done()
+    hangs.let.set()
+    assert both.result(20) == "done"
+    assert lanes.under_way() == {}
+
+
+def test_operation_that_nobody_wants_any_more_never_begins(lanes: Lanes) -> None:
+    first, done = Work(), []
+    lanes.ask({A}, "the first", first)
+    assert first.begun.wait(20)
+    assert lanes.ask({A}, "given up", lambda _operation: done.append(1)).cancel()
+    last = lanes.ask({A}, "the last", at_once)
+    first.let.set()
+    assert (last.result(20), done) == ("done", [])
+
+
+def test_gpu_is_unresponsive_until_the_operation_ends(lanes: Lanes) -> None:
+    hangs = Work()
+    operation = lanes.ask({A}, "the creation of a MIG device", hangs)
+    assert hangs.begun.wait(20)
+    lanes.refuse_unresponsive({A, B})
+    with pytest.raises(GpuUnresponsiveError) as caught:
+        lanes.refuse_unresponsive({A, B}, after_s=0.0)
+    assert str(caught.value).startswith("GPU GPU-a does not react: the creation of a MIG device began at ")
+    assert "restart the pod of gpu-dra-driver on this node, and then the node" in str(caught.value)
+    assert lanes.hanging().keys() == {A}
+    hangs.let.set()
+    operation.result(20)
+    lanes.refuse_unresponsive({A, B}, after_s=0.0)
+    assert lanes.hanging() == {}
+
+
+def test_failure_is_told_and_frees_the_lane(lanes: Lanes) -> None:
+    def fail(_operation: Operation) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        lanes.ask({A}, "a bug", fail).result(20)
+    assert lanes.ask({A}, "the next", at_once).result(20) == "done"
+
+
+def test_operation_has_the_deadline_of_who_asked_or_that_of_the_context_given(lanes: Lanes) -> None:
+    def left(_operation: Operation) -> float:
+        return time_left(100.0)
+
+    with until(time.monotonic() + 50):
+        assert lanes.ask({A}, "ours", left).result(20) <= 50
+        assert lanes.ask({A}, "its own", left, context=Context()).result(20) == 100
+
+
+def test_the_other_instance_of_a_rolling_update_is_waited_for(lanes: Lanes, tmp_path: Path) -> None:
+    with GpuLocks(tmp_path / "locks").hold({A}, 1):
+        with pytest.raises(LockBusyError, match="GPU GPU-a is busy"):
+            lanes.ask({A}, "too late", at_once, 0.05).result(20)
+        waiting = lanes.ask({A}, "in time", at_once)
+    assert waiting.result(20) == "done"
+
+
+def test_where_no_thread_starts_the_caller_does_the_work(
+    lanes: Lanes, threads_that_start: Callable[[str, int], None]
+) -> None:
+    threads_that_start("lane", 0)
+    own = lanes.ask({A}, "here", lambda _operation: threading.current_thread())
+    assert own.result(0) is threading.current_thread()
+
+
+def test_an_operation_that_asks_for_more_does_not_wait_for_itself(lanes: Lanes) -> None:
+    inner = lanes.ask({A}, "outer", lambda _operation: lanes.ask({A}, "inner", at_once)).result(20)
+    assert inner.result(20) == "done"

@@ -1,0 +1,97 @@
+"""Processes with memory on a GPU that nobody has claimed: reported once, after ten minutes, and never ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from dra_driver.errors import StateError
+from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
+from dra_driver.observability.rules.usage import NodeUse
+from dra_driver.reporting.unclaimed_memory import UnclaimedMemory
+from tests.fakes.samples import uuid
+
+TRAIN, OTHER = GpuProcess(4711, "train", 2 << 30), GpuProcess(4712, "other")
+
+
+class Node:
+    """One GPU, looked at each minute."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[GpuProcess]] | None = {uuid(0): []}
+        self.fails = False
+        self.now = 0.0
+        self.leads = True
+        self.told: list[int] = []
+        self.watch = UnclaimedMemory(self.look, self.report, lambda: self.now)
+
+    def look(self) -> NodeUse:
+        if self.fails:
+            raise StateError("no records")
+        found = self.found or {}
+        return NodeUse((), dict.fromkeys(found, GpuUse(GpuLoad())), found)
+
+    def report(self, gpu_uuid: str, process: GpuProcess) -> bool:
+        assert gpu_uuid == uuid(0)
+        if self.leads:
+            self.told.append(process.pid)
+        return self.leads
+
+    def after(self, minutes: int) -> list[int]:
+        """What was told in that time."""
+        self.told.clear()
+        for _ in range(minutes):
+            self.now += self.watch.turn()
+        return self.told
+
+    def has(self, *processes: GpuProcess) -> None:
+        self.found = {uuid(0): [*processes]}
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+def test_process_is_reported_once_after_ten_minutes(node: Node) -> None:
+    node.has(TRAIN)
+    assert node.after(10) == []
+    assert node.after(1) == [4711]
+    assert node.after(60) == []
+    node.has(TRAIN, OTHER)
+    assert node.after(11) == [4712]
+
+
+def test_process_that_ends_and_comes_back_begins_anew(node: Node) -> None:
+    node.has(TRAIN)
+    node.after(10)
+    node.has()
+    node.after(1)
+    node.has(TRAIN)
+    assert node.after(10) == []
+    assert node.after(1) == [4711]
+    node.has(GpuProcess(4711, "another program"))
+    assert (list(node.after(10)), list(node.after(1))) == ([], [4711])
+
+
+def test_gpu_that_does_not_answer_changes_nothing(node: Node) -> None:
+    node.has(TRAIN)
+    node.after(5)
+    node.found = None
+    assert node.after(5) == []
+    node.fails = True
+    assert node.after(5) == []
+    node.fails = False
+    node.has(TRAIN)
+    assert node.after(1) == [4711]
+    node.found = None
+    node.after(1)
+    node.has(TRAIN)
+    assert node.after(1) == []
+
+
+def test_only_the_instance_that_speaks_for_the_node_reports(node: Node) -> None:
+    node.has(TRAIN)
+    node.leads = False
+    assert node.after(20) == []
+    node.leads = True
+    assert node.after(1) == [4711]
