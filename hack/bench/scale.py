@@ -91,6 +91,13 @@ class Fleet:
         used = self._server.cpu_s() - cpu
         return Phase(what, seconds, requests, used, self._server.resident_mib(), memory)
 
+    def settle(self, phase: Phase) -> None:
+        """Wait, ten seconds at most, for half a second without a request; what comes until then counts too."""
+        for _ in range(20):
+            if not (late := self.order("", "rest 0.5").requests):
+                return
+            phase.requests.update(late)
+
     def end(self) -> None:
         """End the processes."""
         for connection, process in zip(self._orders, self._processes, strict=True):
@@ -114,10 +121,14 @@ def measure(
             fleet.order("nothing yet"),
             fleet.order("list and watch", "watch"),
             fleet.order("first publication", "publish"),
+        ]
+        fleet.settle(phases[-1])
+        phases += [
             fleet.order("at rest", f"rest {rest_s}"),
             fleet.order("restart of all", "stop", "watch", "publish"),
-            fleet.order("at rest again", f"rest {rest_s}"),
         ]
+        fleet.settle(phases[-1])
+        phases.append(fleet.order("at rest again", f"rest {rest_s}"))
         if forget_s and server.forget is not None:
             server.forget()
             phases += [fleet.order(f"410, {when}", f"rest {forget_s}") for when in ("at first", "later")]
