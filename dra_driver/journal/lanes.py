@@ -6,7 +6,8 @@
 
 Whoever asks holds no lock and waits as long as it likes. An operation for several GPUs begins when all of them are
 idle; it keeps none of them from other work while it waits for one. The other instance of a rolling update has lanes of
-its own: an operation holds the file locks of its GPUs, so the two never work on one GPU at the same time.
+its own: an operation holds the file locks of its GPUs, so the two never work on one GPU at the same time. The lock
+files tell each instance which operation of the other one is under way, and since when.
 
 A crash ends an operation in the middle. The records and the cleanups on disk say what it was about; what runs in a lane
 can be done any number of times.
@@ -27,7 +28,7 @@ import structlog
 
 from dra_driver.concurrency.deadline import time_left
 from dra_driver.errors import RetryableError
-from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.gpu_locks import GpuLocks, LockUse
 
 _log = structlog.get_logger(__name__)
 
@@ -61,14 +62,11 @@ class Operation:
     began: float | None = None
     since: str = ""
 
-    @property
-    def text(self) -> str:
-        """What hangs on which GPU, and what to do, for a GPU on which it does not end."""
-        gpus = " and ".join(f"GPU {uuid}" for uuid in sorted(self.gpu_uuids))
-        return (
-            f"{gpus} does not react: {self.what} began at {self.since} UTC and has not ended; if that lasts, restart "
-            "the pod of gpu-dra-driver on this node, and then the node"
-        )
+    def uses(self) -> list[LockUse]:
+        """What it is about, for each of its GPUs; nothing before it begins."""
+        if self.began is None:
+            return []
+        return [LockUse(uuid, self.what, self.began, self.since) for uuid in sorted(self.gpu_uuids)]
 
 
 class Lanes:
@@ -109,20 +107,27 @@ class Lanes:
         with self._guard:
             return dict(self._under_way)
 
+    def uses(self) -> Mapping[str, LockUse]:
+        """For each GPU on which an operation is under way, in either instance of a rolling update, which one."""
+        found = {use.gpu_uuid: use for one in self.under_way().values() for use in one.uses()}
+        for use in self._locks.uses():
+            ours = found.get(use.gpu_uuid)
+            # Another operation than ours has the lock, and ours only waits for it.
+            if ours is None or ours.began != use.began:
+                found[use.gpu_uuid] = use
+        return found
+
     def hanging(self) -> Mapping[str, tuple[str, float]]:
-        """For each GPU on which an operation is under way, what that is, and when it began (time.monotonic())."""
-        return {
-            uuid: (one.what, one.began) for uuid, one in self.under_way().items() if one.began is not None
-        }
+        """The same as what it is, and when it began (time.monotonic())."""
+        return {uuid: (use.what, use.began) for uuid, use in self.uses().items()}
 
     def refuse_unresponsive(self, gpu_uuids: Collection[str], after_s: float | None = None) -> None:
         """Raises: GpuUnresponsiveError that names the operation if one has been under way on a GPU for that long."""
         limit = time.monotonic() - (UNRESPONSIVE_AFTER_S if after_s is None else after_s)
-        under_way = self.under_way()
-        for uuid in sorted(gpu_uuids & under_way.keys()):
-            began = under_way[uuid].began
-            if began is not None and began <= limit:
-                raise GpuUnresponsiveError(under_way[uuid].text)
+        uses = self.uses()
+        for uuid in sorted(gpu_uuids & uses.keys()):
+            if uses[uuid].began <= limit:
+                raise GpuUnresponsiveError(_text(uses[uuid]))
 
     def _ready(self) -> list[Operation]:
         """Take out what can begin now, in the order in which it was asked. The caller holds the guard."""
@@ -168,5 +173,13 @@ class Lanes:
         return lambda: future.set_result(result)
 
     def _alone(self, operation: Operation) -> Any:
-        with self._locks.hold(operation.gpu_uuids, time_left(operation.patience_s)):
+        with self._locks.hold(operation.gpu_uuids, time_left(operation.patience_s), uses=operation.uses()):
             return operation.work(operation)
+
+
+def _text(use: LockUse) -> str:
+    """What hangs on which GPU, and what to do."""
+    return (
+        f"GPU {use.gpu_uuid} does not react: {use.what} began at {use.since} UTC and has not ended; if that lasts, "
+        "restart the pod of gpu-dra-driver on this node, and then the node"
+    )

@@ -94,6 +94,42 @@ def test_gpu_is_unresponsive_until_the_operation_ends(lanes: Lanes) -> None:
     assert lanes.hanging() == {}
 
 
+def test_gpu_on_which_the_other_instance_hangs_is_unresponsive(lanes: Lanes, tmp_path: Path) -> None:
+    other, hangs = Lanes(GpuLocks(tmp_path / "locks")), Work()
+    operation = other.ask({A, B}, "the start of an MPS daemon", hangs)
+    assert hangs.begun.wait(20)
+    waits = lanes.ask({A}, "what waits for the other instance", at_once)
+    found = lanes.uses()
+    assert found == other.uses()
+    assert lanes.hanging() == dict.fromkeys((A, B), ("the start of an MPS daemon", found[A].began))
+    text = f"GPU GPU-b does not react: the start of an MPS daemon began at {found[B].since} UTC"
+    with pytest.raises(GpuUnresponsiveError, match=text):
+        lanes.refuse_unresponsive({B}, after_s=0.0)
+    hangs.let.set()
+    assert (operation.result(20), waits.result(20)) == ("done", "done")
+    assert lanes.hanging() == {}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"gpu_uuid": "GPU-a", "what": "what a killed instance did", "began": 1.0, "since": "12:00:00"}',
+        '{"gpu_uuid": "GPU-b", "what": "?", "began": 1.0, "since": ""}',
+        '{"gpu_uuid": "GPU-a"}',
+        "[",
+        "\0\0",
+    ],
+)
+def test_what_a_killed_instance_left_in_a_lock_file_counts_for_nothing(
+    lanes: Lanes, tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "locks/GPU-a.lock").write_text(content)
+    (tmp_path / "locks/claims-01.lock").write_text(content)
+    assert lanes.hanging() == {}
+    lanes.refuse_unresponsive({A, B}, after_s=0.0)
+    assert lanes.ask({A}, "the next", at_once).result(20) == "done"
+
+
 def test_failure_is_told_and_frees_the_lane(lanes: Lanes) -> None:
     def fail(_operation: Operation) -> None:
         raise ZeroDivisionError
