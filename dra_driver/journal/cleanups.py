@@ -44,7 +44,7 @@ from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import DraDriverError, RetryableError, StateError
 from dra_driver.files.atomic import make_directory
 from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
-from dra_driver.journal.lanes import Lanes, Operation
+from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes, Operation
 from dra_driver.journal.record_codec import decode
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import (
@@ -68,6 +68,8 @@ SETTLE_S = 8.0
 """How long a Prepare waits until what is pending on its GPUs is undone."""
 _OTHER_INSTANCE_S = 3.0
 """How long an undo waits until the other instance of a rolling update has done with the GPU."""
+_SETTLE_AGAIN_S = 0.5
+"""The pause before a Prepare tries an undo again that has failed."""
 _PASS_S = 30.0
 """How long the loop waits for one pass."""
 _LOOK_EVERY_S = 5.0
@@ -367,11 +369,28 @@ class Cleaner:
         return self._cleanups.not_set_again([one for one in found if one.steps])
 
     def settle(self, pending: Sequence[PendingCleanup], devices: Sequence[OfferedDevice]) -> None:
-        """Have undone what `pending_before` found, before a claim gets these devices.
+        """Have undone what `pending_before` found, before a claim gets these devices. What fails is tried again for a
+        few seconds: the MPS host may just start.
 
         Raises: RetryableError that tells what is pending, if that keeps one of the devices from being used; StateError.
         """
-        self.clean(pending, time_left(SETTLE_S))
+        end = time.monotonic() + time_left(SETTLE_S)
+        while True:
+            self.clean(pending, max(0.0, end - time.monotonic()))
+            try:
+                self._refuse_withheld(pending, devices)
+            except GpuUnresponsiveError:
+                raise
+            except RetryableError:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise
+                time.sleep(min(_SETTLE_AGAIN_S, left))
+            else:
+                return
+
+    def _refuse_withheld(self, pending: Sequence[PendingCleanup], devices: Sequence[OfferedDevice]) -> None:
+        """Raises: RetryableError, as `settle`."""
         now = {one.name: one for one in self._cleanups.all()}
         left = [
             replace(now[one.name], steps=tuple(step for step in one.steps if step in now[one.name].steps))

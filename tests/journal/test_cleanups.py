@@ -266,7 +266,22 @@ def test_prepare_pays_first(bench: Bench) -> None:
     assert bench.files() == []
 
 
-def test_prepare_is_refused_while_an_mps_daemon_is_owed(bench: Bench) -> None:
+def test_prepare_waits_for_an_undo_that_works_a_moment_later(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.journal.cleanups._SETTLE_AGAIN_S", 0.02)
+    bench.owe(MPS)
+    works_again = threading.Timer(0.2, bench.tools.broken.clear)
+    works_again.start()
+    bench.settle(DEVICE_0)
+    assert bench.files() == []
+    works_again.join()
+
+
+def test_prepare_is_refused_while_an_mps_daemon_is_owed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.journal.cleanups.SETTLE_S", 0.1)
     bench.owe(MPS)
     with pytest.raises(RetryableError) as caught:
         bench.settle(DEVICE_0)
