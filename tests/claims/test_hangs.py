@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
+from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, LeaveMigMode, RunMps, SetTimeSlice, Step
+from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.kindnode import KINDS, KindNode, Site
 from tests.fakes.samples import claim
 
@@ -67,12 +69,17 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def node(site: Site, memory_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> KindNode:
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dra_driver.journal.cleanups.UNDO_S", 0.5)
     monkeypatch.setattr("dra_driver.journal.cleanups.SETTLE_S", 0.5)
     monkeypatch.setattr("dra_driver.journal.cleanups._PASS_S", 0.5)
     monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
     monkeypatch.setattr("dra_driver.claims.attempt_steps._PREPARED_WAIT_S", 0.7)
+    monkeypatch.setattr("dra_driver.mig.collector._HANGS_S", 0.5)
+
+
+@pytest.fixture
+def node(site: Site, memory_path: Path, kind: str, short_limits: None) -> KindNode:
     site.reset()
     return KindNode(site, memory_path / "node", metadata=KINDS[kind].metadata)
 
@@ -178,6 +185,94 @@ def test_unprepare_that_hangs(node: KindNode, kind: str, restarts: bool) -> None
     assert time.monotonic() - began < QUICK_S
     hang.end()
     in_the_end_nothing_is_left(node.again() if restarts else node, untouched)
+
+
+class Cells:
+    """For every kind of claim, a node of its own for each function of NVML that some work for the claim calls."""
+
+    def __init__(self, site: Site, directory: Path) -> None:
+        self.site = site
+        self._directory = directory
+        self._number = 0
+
+    def each(
+        self,
+        before: Callable[[KindNode, AllocatedClaim], object],
+        work: Callable[[KindNode, AllocatedClaim], object],
+    ) -> Iterator[tuple[KindNode, AllocatedClaim, object]]:
+        """A node on which `before` was done, its claim, and its state before, while a function hangs that `work`
+        calls there; then it has ended, and nothing may be left."""
+        seen: set[str] = set()
+        for name in KINDS:
+            node, wanted, _ = self._node(name, before)
+            nvml = HangingNvml()
+            try:
+                calls = nvml.calls_of(lambda node=node, wanted=wanted: work(node, wanted))  # type: ignore[misc]
+                for function in calls:
+                    if function in seen:
+                        continue
+                    seen.add(function)
+                    node, wanted, untouched = self._node(name, before)
+                    with nvml.hanging(function):
+                        yield node, wanted, untouched
+                        assert nvml.reached.is_set(), function
+                        a_neighbour_feels_nothing(node)
+                        node.claims.add(wanted)
+                        began = time.monotonic()
+                        assert node.unprepare(wanted) is None, function
+                        assert time.monotonic() - began < QUICK_S, function
+                    in_the_end_nothing_is_left(node, untouched)
+            finally:
+                nvml.leave()
+        assert {"nvmlDeviceGetMigMode", "nvmlDeviceGetHandleByPciBusId_v2"} <= seen
+
+    def _node(
+        self, kind: str, before: Callable[[KindNode, AllocatedClaim], object]
+    ) -> tuple[KindNode, AllocatedClaim, object]:
+        self.site.reset()
+        self._number += 1
+        node = KindNode(self.site, self._directory / str(self._number), metadata=KINDS[kind].metadata)
+        for other in KINDS[kind].beside(self.site):
+            assert isinstance(node.prepare(other), Prepared)
+        untouched, wanted = node.state(), KINDS[kind].wanted(self.site)
+        before(node, wanted)
+        return node, wanted, untouched
+
+
+@pytest.fixture
+def cells(site: Site, memory_path: Path, short_limits: None) -> Cells:
+    return Cells(site, memory_path)
+
+
+def nothing(_node: KindNode, _wanted: AllocatedClaim) -> None:
+    """Nothing is done."""
+
+
+def test_every_nvml_call_of_a_prepare_may_hang(cells: Cells) -> None:
+    for node, wanted, _ in cells.each(nothing, KindNode.prepare):
+        began = time.monotonic()
+        prepared_in_a_hurry(node, wanted)
+        assert time.monotonic() - began < HURRY_S
+
+
+def test_every_nvml_call_of_an_unprepare_may_hang(cells: Cells) -> None:
+    for node, wanted, _ in cells.each(KindNode.prepare, KindNode.unprepare):
+        began = time.monotonic()
+        assert node.unprepare(wanted) is None
+        assert time.monotonic() - began < QUICK_S
+
+
+def test_every_nvml_call_of_a_collection_may_hang(cells: Cells) -> None:
+    def left_over(node: KindNode, wanted: AllocatedClaim) -> None:
+        node.prepare(wanted)
+        if isinstance(node.records.get(wanted.ref.uid), ClaimRecord):
+            node.records.delete(wanted.ref.uid)
+
+    for node, _, _ in cells.each(left_over, lambda node, _wanted: node.collector.look()):
+        began = time.monotonic()
+        node.collector.look()
+        assert time.monotonic() - began < QUICK_S
+        node.collector._retries.clear()  # as after the pause
 
 
 def test_collection_that_hangs_on_one_gpu_goes_on_with_the_others(

@@ -1,0 +1,59 @@
+"""NVML whose calls are noted, and one of which may hang for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pynvml
+
+
+class HangingNvml:
+    """Stands before the library that the binding has, until `leave`."""
+
+    def __init__(self) -> None:
+        self.called: dict[str, None] = {}
+        self.reached = threading.Event()
+        self._library = pynvml.nvmlLib
+        self._hanging: str | None = None
+        self._let = threading.Event()
+        self._be(self)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        real = getattr(self._library, name)
+
+        def call(*given: Any) -> Any:
+            self.called[name] = None
+            if name == self._hanging:
+                self.reached.set()
+                assert self._let.wait(60)
+            return real(*given)
+
+        return call
+
+    @contextmanager
+    def hanging(self, name: str) -> Iterator[None]:
+        """Within it no call of this function returns."""
+        self._let.clear()
+        self.reached.clear()
+        self._hanging = name
+        try:
+            yield
+        finally:
+            self._hanging = None
+            self._let.set()
+
+    def calls_of(self, work: Callable[[], object]) -> list[str]:
+        """Each function of the library that the work calls."""
+        self.called = {}
+        work()
+        return list(self.called)
+
+    def leave(self) -> None:
+        self._be(self._library)
+
+    def _be(self, library: object) -> None:
+        pynvml.nvmlLib = library
+        pynvml._nvmlGetFunctionPointer_cache.clear()
