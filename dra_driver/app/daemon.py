@@ -86,7 +86,6 @@ from dra_driver.observability.metrics import Metrics
 from dra_driver.observability.probes import Probes
 from dra_driver.settings import Settings
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
-from dra_driver.sharing.timeslice_restore import TimeSliceRestore
 from dra_driver.slices.leadership import InstanceLeadership
 
 _log = structlog.get_logger(__name__)
@@ -134,8 +133,11 @@ class Driver:
         programs = InstalledPrograms(paths.driver_root, plugin_dir / "host.lib")
         detachments = Detachments(plugin_dir, self._boot_id)
         smi = NvidiaSmi(programs, detachments.problem)
-        imex_programs = InstalledPrograms(paths.driver_root, plugin_dir / "imex.lib", names=(IMEX_PROGRAM,))
-        extra_devices = ExtraDeviceFinder(paths, imex_programs, nodes=platform.nodes)
+        extra_devices = ExtraDeviceFinder(
+            paths,
+            InstalledPrograms(paths.driver_root, plugin_dir / "imex.lib", names=(IMEX_PROGRAM,)),
+            nodes=platform.nodes,
+        )
         mark = UseMark(plugin_dir / LOCK_FILE)
         load = detachments.guarded(platform.load_nvml)
         kept_names = self._held_gpu_names if settings.device_names == "minor" else None
@@ -199,17 +201,15 @@ class Driver:
             self.reporting.node,
             partial(changes.tell, CleanupsChanged()),
         )
+        time_slices = TimeSliceSteps(smi, self.records, self._boot_id)
+        mps_steps = MpsSteps(
+            MpsHostFiles(layout), self.records, without_record.mps_users, self.mig.uuid_of, self._boot_id
+        )
         steps = StepDispatcher(
             self.mig.runners()
             | {
-                SetTimeSlice: TimeSliceSteps(smi, self.records, self._boot_id),
-                RunMps: MpsSteps(
-                    MpsHostFiles(layout),
-                    self.records,
-                    without_record.mps_users,
-                    self.mig.uuid_of,
-                    self._boot_id,
-                ),
+                SetTimeSlice: time_slices,
+                RunMps: mps_steps,
                 WriteDeviceMetadata: MetadataSteps(
                     self._metadata_files, self.discovery.latest, self.mig.created_instance
                 ),
@@ -220,7 +220,7 @@ class Driver:
                     GpuNodes(paths, nodes=platform.nodes),
                     self.discovery.driver_version,
                     layout.directories,
-                    self.mig,
+                    self.mig.created_instance,
                     extra_devices,
                 ),
             }
@@ -247,7 +247,14 @@ class Driver:
             without_record=without_record,
             claim_locks=self._claim_locks,
             planning=self._planning,
-            executor=Executor(self.records, self.cleaner, steps, self.lanes, self._boot_id),
+            executor=Executor(
+                self.records,
+                self.cleaner,
+                steps,
+                self.lanes,
+                self._boot_id,
+                lost_steps=mps_steps.lost_steps,
+            ),
             cleaner=self.cleaner,
             users=GpuProcesses(
                 nvml.processes,
@@ -294,7 +301,6 @@ class Driver:
             on_fatal=self.fail,
             watch_device_health=self.health.stream.watch,
         )
-        restore = TimeSliceRestore(self.records, self.lanes, smi)
         show_node(
             self.metrics,
             self.discovery.latest,
@@ -328,11 +334,15 @@ class Driver:
                     self.publishing.publisher.mark_dirty,
                 ),
                 DriverReloaded: (
-                    restore.driver_changed,
+                    partial(time_slices.set_again, self.lanes),
                     self.cleaner.look_soon,
                     lambda: self.mig.reconcile(self.discovery.latest()),
                 ),
-                HardwareChanged: (restore.driver_changed, self.cleaner.look_soon, self.mig.look_soon),
+                HardwareChanged: (
+                    partial(time_slices.set_again, self.lanes),
+                    self.cleaner.look_soon,
+                    self.mig.look_soon,
+                ),
                 HealthShown: (self.publishing.publisher.mark_dirty,),
                 HealthChanged: (self.reporting.claims.health_changed,),
                 FabricPolled: (self.discovery.fabric_polled,),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 import structlog
 
@@ -29,16 +29,6 @@ from dra_driver.model.steps import Step
 _log = structlog.get_logger(__name__)
 
 
-class MadeInstances(Protocol):
-    """The MIG devices that are made on demand. `app` puts them together, so this room cannot import the class."""
-
-    def created_instance(self, device: str) -> OwnedInstance | None:
-        """The instance that stands for a device now; None if it was not made."""
-
-    def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
-        """The GPU's device minor now: it may change with the MIG mode. Raises: RetryableError if NVML hangs."""
-
-
 class CdiSteps:
     """Does and undoes `WriteCdiSpec`. Each spec is made from what is on the disk now: no container may get a path that
     is gone because the driver or the toolkit was replaced."""
@@ -51,7 +41,7 @@ class CdiSteps:
         nodes: GpuNodes,
         driver_version: Callable[[], str | None],
         mps_directories: Callable[[str], MpsDirectories],
-        instances: MadeInstances,
+        created_instance: Callable[[str], OwnedInstance | None],
         extra_devices: ExtraDeviceFinder,
     ) -> None:
         self._driver_name = driver_name
@@ -60,7 +50,7 @@ class CdiSteps:
         self._nodes = nodes
         self._driver_version = driver_version
         self._mps_directories = mps_directories
-        self._instances = instances
+        self._created_instance = created_instance
         self._extra_devices = extra_devices
         self._lock = threading.Lock()
         self._told: tuple[str, ...] = ()
@@ -174,7 +164,7 @@ class CdiSteps:
 
     def _made_device(self, planned: PlannedDevice, possible: DynamicMigDevice) -> CdiDevice:
         gpu = possible.gpu
-        made = self._instances.created_instance(possible.name)
+        made = self._created_instance(possible.name)
         if made is None or made.gpu_instance_id is None or made.compute_instance_id is None:
             if planned.result.admin_access:
                 # A claim with admin access makes no MIG device; it monitors through the GPU's node.
@@ -193,7 +183,9 @@ class CdiSteps:
         )
 
     def _minor(self, gpu: Gpu) -> int | None:
-        if gpu.partitioning is None:
+        """The number in the name of the GPU's node; it may change with the MIG mode. From a file, because NVML may
+        hang."""
+        if gpu.partitioning is None or gpu.pci_bus_id is None:
             return gpu.minor
-        now = self._instances.minor(gpu.uuid, gpu.pci_bus_id)
+        now = self._nodes.minor(gpu.pci_bus_id)
         return gpu.minor if now is None else now

@@ -20,6 +20,10 @@ class GpuNodes:
         self._sysfs = Sysfs(paths.sys, paths.proc)
         self._caps = MigCaps(paths.proc)
 
+    def minor(self, bus_id: str) -> int | None:
+        """The number in the name of the GPU's node now; None if it is not known."""
+        return self._sysfs.gpu_minor(bus_id)
+
     def whole_gpu(self, name: str, minor: int | None, bus_id: str | None) -> CdiDevice:
         """The device `name`: a whole GPU, with its graphics nodes if the host has them.
 

@@ -15,6 +15,7 @@ from dra_driver.model.host import PciFunction
 _NVIDIA = "0x10de"
 _PCIE_ROOT = re.compile(r"^pci[0-9a-f]{4,8}:[0-9a-f]{2}\Z")
 _GPU_UUID = re.compile(r"^GPU UUID:\s+(GPU-[0-9a-f]{8}-\S+)$", re.MULTILINE)
+_MINOR = re.compile(r"^Device Minor:\s*(\d{1,6})\s*$", re.MULTILINE)
 _EXCLUDED = re.compile(r"^GPU Excluded:\s+Yes$", re.MULTILINE)
 _DRM_NODE = re.compile(r"^(?:card|renderD)\d+\Z")
 _GONE = b"\xff\xff"
@@ -65,6 +66,12 @@ class Sysfs:
             bus_id: _GPU_UUID.search(text) for bus_id, text in told.items() if not _EXCLUDED.search(text)
         }
         return {bus_id: None if match is None else match[1] for bus_id, match in uuids.items()}
+
+    def gpu_minor(self, bus_id: str) -> int | None:
+        """The number in the name of the GPU's device node now, as the NVIDIA driver's files tell it; it may change with
+        the MIG mode. None if it is not known."""
+        match = _MINOR.search(_read(self._proc / "driver/nvidia/gpus" / bus_id / "information"))
+        return None if match is None else int(match[1])
 
     def drm_nodes(self, bus_id: str) -> tuple[str, ...]:
         """Names of the function's nodes in /dev/dri, such as `card1` and `renderD128`."""

@@ -31,7 +31,8 @@ from dra_driver.errors import DraDriverError, NvmlTransientError, PermanentError
 from dra_driver.journal.cleanups import Cleaner
 from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.journal.records import RecordStore
-from dra_driver.journal.rules.cleanups import PendingCleanup, by_gpus, still_pending
+from dra_driver.journal.rules.cleanups import PendingCleanup, by_gpus, gpus_of, still_pending, what
+from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import STEP_TEXTS, Step, writes_files
@@ -107,9 +108,11 @@ class Executor:
         now: Callable[[], str] = _now,
         must_last: Callable[[Plan], bool] = changes_more_than_the_spec,
         turn_s: float = _TURN_S,
+        lost_steps: Callable[[str], Sequence[Step]] = lambda _claim_uid: (),
     ) -> None:
         """`must_last` says whether the record of a plan has to survive a power cut. The files of other plans are
-        written one claim at a time, but none waits longer than `turn_s` seconds."""
+        written one claim at a time, but none waits longer than `turn_s` seconds. `lost_steps` returns what is to be
+        undone in the lanes for a claim whose record was lost."""
         self._records = records
         self._cleaner = cleaner
         self._runner = runner
@@ -118,6 +121,7 @@ class Executor:
         self._now = now
         self._must_last = must_last
         self._turn_s = turn_s
+        self._lost_steps = lost_steps
         self._turn = threading.Lock()
 
     def intend(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
@@ -234,17 +238,37 @@ class Executor:
         if cleanup is not None:
             self._cleaner.finish(cleanup, time_left(_TAKE_BACK_S))
 
-    def forget(self, claim_uid: str) -> None:
-        """Remove whatever a claim without a record may have left. Raises: StateError.
+    def undo_lost(self, claim_uid: str) -> bool:
+        """Have the lanes undo what a claim without a record has changed on GPUs, and wait for that a moment; whether
+        nothing is left. The caller holds no lock. Raises: StateError.
 
-        If an MPS daemon cannot be stopped, the claim's CDI spec stays, because nothing else tells of the daemon.
+        If something is left, the claim's CDI spec must stay, because nothing else tells of it.
         """
-        try:
-            self._runner.forget(claim_uid)
-        except (RetryableError, PermanentError) as error:
-            if isinstance(error, StateError):
-                raise
-            _log.error("claim_not_forgotten", claim_uid=claim_uid, reason=str(error))
+        steps = self._lost_steps(claim_uid)
+        claim = AllocatedClaim(ClaimRef("?", "?", claim_uid), (), ())
+        record = ClaimRecord(claim, "preparing", self._boot_id, (), tuple(steps))
+
+        def undo(step: Step, _operation: Operation) -> None:
+            if self._records.get(claim_uid) is None:  # else the claim is being prepared anew
+                self._runner.undo(step, record)
+
+        asked = [
+            self._lanes.ask(gpus_of(step), f"the cleanup of {what(step)}", partial(undo, step))
+            for step in steps
+        ]
+        done, late = wait(asked, time_left(_TAKE_BACK_S))
+        errors = [error for one in done if (error := one.exception()) is not None]
+        for error in errors:
+            if isinstance(error, StateError) or not isinstance(error, RetryableError | PermanentError):
+                raise error
+        if late or errors:
+            reason = "; ".join(map(str, errors)) or "an operation on the GPU has not ended in time"
+            _log.error("claim_not_forgotten", claim_uid=claim_uid, reason=reason)
+        return not late and not errors
+
+    def forget(self, claim_uid: str) -> None:
+        """Remove the files of a claim without a record. The caller holds the claim's lock. Raises: StateError."""
+        self._runner.forget(claim_uid)
 
     def in_place(self, record: ClaimRecord) -> bool:
         """Whether every step of the record was done in this boot and its result is still there."""

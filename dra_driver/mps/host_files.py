@@ -186,6 +186,15 @@ class MpsHostFiles:
         reports = (self._report(path.name.removesuffix(SUFFIX)) for path in paths)
         return tuple(report.status for report in reports if report is not None)
 
+    def spec_of(self, device: str) -> MpsDaemonSpec | None:
+        """With which settings the device's daemon runs, or shall run; None if no file tells of one."""
+        report = self._report(device)
+        if report is not None:
+            return report.status.spec
+        with suppress(StateError):
+            return read_wish(self._layout.wanted(device))
+        return None
+
     def unseen(self) -> list[str]:
         """Devices of which the host has not yet done, or refused, what is wanted."""
         found = []

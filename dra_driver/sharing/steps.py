@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import Context
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -11,11 +13,13 @@ import structlog
 from dra_driver.concurrency.deadline import seconds_for
 from dra_driver.errors import (
     ClaimRefusedError,
+    DraDriverError,
     NotSupportedError,
     NvmlUnavailableError,
     StateError,
 )
 from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsKind
 from dra_driver.model.plan import Plan
@@ -46,6 +50,9 @@ class MpsHost(Protocol):
         """No process of the device's daemon runs when this returns; without a host, the next one sees to that.
 
         The host also gives the GPU its former compute mode back, as soon as that can be done."""
+
+    def spec_of(self, device: str) -> MpsDaemonSpec | None:
+        """With which settings the device's daemon runs or shall run; None if there is none."""
 
 
 def _steps_of_others(records: RecordStore, claim_uid: str, boot_id: str) -> Iterator[Step]:
@@ -98,6 +105,30 @@ class TimeSliceSteps:
 
     def forget(self, claim_uid: str) -> None:
         """Nothing of it bears a claim's name."""
+
+    def set_again(self, lanes: Lanes) -> None:
+        """Have the lanes set the time slices of all claims again: the NVIDIA driver was loaded anew, or the GPUs are
+        others than before. Waits for nothing. MPS daemons are the MPS host's business."""
+        try:
+            records = self._records.all()
+        except DraDriverError as error:
+            _log.error("settings_not_kept", reason=str(error))
+            return
+        what = "the setting of the time slice after a reload of the NVIDIA driver"
+        for uid, record in records.items():
+            for step in record.steps:
+                if isinstance(step, SetTimeSlice):
+                    lanes.ask({step.gpu_uuid}, what, partial(self._set_again, uid, step), context=Context())
+
+    def _set_again(self, uid: str, step: SetTimeSlice, _operation: Operation) -> None:
+        """A GPU that refuses is told."""
+        try:
+            record = self._records.get(uid)
+            if record is not None and step in record.steps:
+                self._nvidia_smi.set_time_slice(step.gpu_uuid, step.interval)
+                _log.info("time_slice_set_again", gpu_uuid=step.gpu_uuid, claim_uid=uid)
+        except DraDriverError as error:
+            _log.error("time_slice_lost", gpu_uuid=step.gpu_uuid, claim_uid=uid, reason=str(error))
 
 
 class MpsSteps:
@@ -153,14 +184,14 @@ class MpsSteps:
         return True
 
     def forget(self, claim_uid: str) -> None:
-        """Stop the daemons that a claim used whose record was lost, as its CDI spec tells. Raises: RetryableError,
-        PermanentError."""
-        for device in self._lost_users().get(claim_uid, ()):
-            self._stop_if_unused(device, claim_uid)
+        """No file of it has a claim's name."""
 
-    def _stop_if_unused(
-        self, device: str, claim_uid: str, gpu_uuid: str | None = None, kind: MpsKind | None = None
-    ) -> None:
+    def lost_steps(self, claim_uid: str) -> list[Step]:
+        """What is to be undone for a claim whose record was lost: the daemons that its CDI spec tells of."""
+        specs = [self._host.spec_of(device) for device in sorted(self._lost_users().get(claim_uid, ()))]
+        return [RunMps(spec) for spec in dict.fromkeys(specs) if spec is not None]
+
+    def _stop_if_unused(self, device: str, claim_uid: str, gpu_uuid: str, kind: MpsKind) -> None:
         for other in _steps_of_others(self._records, claim_uid, self._boot_id):
             if isinstance(other, RunMps) and device in other.spec.devices:
                 return

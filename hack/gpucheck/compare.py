@@ -131,16 +131,6 @@ def _compare_domains(
         )
 
 
-class _NothingMade:
-    """The MIG devices on demand of a check, which makes none."""
-
-    def created_instance(self, device: str) -> None:
-        return None
-
-    def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> None:
-        return None
-
-
 def spec_of_all(view: View) -> dict[str, Any]:
     """The spec that Prepare would write for a claim of all devices. Raises: DraDriverError."""
     paths, nodes, settings = view.platform.paths, view.platform.nodes, view.settings
@@ -152,7 +142,7 @@ def spec_of_all(view: View) -> dict[str, Any]:
         GpuNodes(paths, nodes=nodes),
         lambda: view.inventory.versions.driver,
         mps_layout(_NOWHERE).directories,
-        _NothingMade(),
+        lambda _device: None,  # a check makes no MIG device
         ExtraDeviceFinder(paths, InstalledPrograms(paths.driver_root, _NOWHERE), nodes=nodes),
     )
     results = tuple(

@@ -63,7 +63,7 @@ class Bench:
             GpuNodes(self.node.paths, nodes=nodes),
             lambda: self.inventory.versions.driver,
             mps_layout(directory / "plugin").directories,
-            self,
+            self.created_instance,
             extra_devices,
         )
 
@@ -93,13 +93,10 @@ class Bench:
         instance = self._hardware.create(*gpu, profile.profile_id, placement)
         compute, uuid = self._hardware.create_compute(*gpu, instance)
         made = OwnedInstance(device, *gpu, profile.profile_id, profile.name, placement, "boot-1", "created")
-        minor = self.minor(*gpu)
+        minor = self._hardware.minor(*gpu)
         return replace(
             made, gpu_instance_id=instance, compute_instance_id=compute, uuid=uuid, gpu_minor=minor
         )
-
-    def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
-        return self._hardware.minor(gpu_uuid, pci_bus_id)
 
 
 def each_alone(device: OfferedDevice) -> Iterator[AllocatedClaim]:

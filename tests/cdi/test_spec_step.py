@@ -34,16 +34,6 @@ from tests.fakes.samples import DRIVER, NODE, claim, result
 STEP = WriteCdiSpec()
 
 
-class NothingMade:
-    """No MIG device was made on demand."""
-
-    def created_instance(self, device: str) -> None:
-        return None
-
-    def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> None:
-        return None
-
-
 class Bench:
     def __init__(self, directory: Path, name: str) -> None:
         self.node = SimulatedNode(name, directory / "machine")
@@ -58,7 +48,7 @@ class Bench:
             GpuNodes(self.node.paths, nodes=reader),
             lambda: self.inventory.versions.driver,
             mps_layout(directory / "plugin").directories,
-            instances=NothingMade(),
+            created_instance=lambda _device: None,
             extra_devices=ExtraDeviceFinder(self.node.paths, no_programs, nodes=reader),
         )
 

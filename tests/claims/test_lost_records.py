@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 
 from dra_driver.cdi.rules.spec_devices import SpecDevice, devices_of
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
-from tests.fakes.kindnode import KindNode, Site, share
+from dra_driver.model.steps import RunMps
+from tests.fakes.kindnode import KINDS, KindNode, Site, share
 from tests.fakes.samples import claim, result
 
 
@@ -50,6 +53,37 @@ def test_share_blocks_no_other_share_of_its_device(node: KindNode, site: Site) -
     whole = node.prepare(claim(site.whole(5), uid="whole"))
     assert isinstance(whole, Failed)
     assert "is held by claim" in whole.error
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_mps_daemon_of_a_claim_without_record_is_stopped_in_its_lane_and_without_the_claims_lock(
+    node: KindNode, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
+    wanted = KINDS["MPS settings"].wanted(node.site)
+    lost(node, wanted)
+    uid, begun, let = wanted.ref.uid, threading.Event(), threading.Event()
+    runner = node.runner._runners[RunMps]
+    real = runner.undo
+
+    def undo(*given: Any) -> None:
+        with node.claim_locks.hold(uid, 0.0):
+            assert node.lanes.under_way().keys() == {node.site.gpu(3).uuid}
+        begun.set()
+        assert not hangs or let.wait(30)
+        real(*given)
+
+    monkeypatch.setattr(runner, "undo", undo)
+    assert node.unprepare(wanted) is None
+    assert begun.is_set()
+    assert (uid in node.specs.list()) == hangs, "nothing else tells of the daemon"
+    let.set()
+    deadline = time.monotonic() + 20
+    while node.lanes.under_way():
+        assert time.monotonic() < deadline
+    assert node.unprepare(wanted) is None
+    assert uid not in node.specs.list()
+    assert not node.mps.daemons()
 
 
 @pytest.mark.parametrize(

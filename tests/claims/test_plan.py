@@ -286,3 +286,8 @@ def test_order_of_the_holders_does_not_change_the_verdict() -> None:
     holders = [record(hold(GPU_0), uid="uid-2"), record(hold(GPU_1), uid="uid-3")]
     for wanted, order in product((GPU_0, GPU_1), (holders, holders[::-1])):
         assert "is held by claim" in refusal(claim(wanted), *order)
+
+
+def test_the_default_time_slice_is_had_on_every_gpu_because_nothing_is_set() -> None:
+    default = config(sharing={"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Default"}})
+    assert plan(claim(GPU_0, configs=(default,))).steps == (WriteCdiSpec(),)

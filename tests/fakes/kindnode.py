@@ -177,6 +177,10 @@ class RecordedMpsHost:
         self._records = DaemonRecords(self._layout)
         self._boot_id = boot_id
 
+    def spec_of(self, device: str) -> MpsDaemonSpec | None:
+        known = self.daemons().get(device)
+        return None if known is None else known.spec
+
     def daemons(self) -> Mapping[str, DaemonRecord]:
         found, faults = self._records.load()
         assert faults == ()
@@ -309,7 +313,8 @@ class KindNode:
         self.collector = MigCollector(context, self.mig, self.lanes, adopt="leave", on_change=lambda: None)
         self.debts = PendingCleanups(plugin / "debts", self.records, boot_id)
         self.debts.open()
-        self.runner = StepDispatcher(self._runners(context))
+        runners = self._runners(context)
+        self.runner = StepDispatcher(runners)
         self.cleaner = Cleaner(self.debts, self.lanes, self.runner, boot_id)
         self.executor = Executor(
             self.records,
@@ -318,6 +323,7 @@ class KindNode:
             self.lanes,
             boot_id,
             now=lambda: "2026-08-07T12:00:00.000+00:00",
+            lost_steps=runners[RunMps].lost_steps,
         )
         self.outcomes = Outcomes()
         self.service = claims_of(
@@ -393,16 +399,13 @@ class KindNode:
                 GpuNodes(paths, nodes=site.nodes),
                 lambda: site.inventory.versions.driver,
                 mps_layout(self.plugin).directories,
-                self,
+                self.created_instance,
                 ExtraDeviceFinder(paths, no_programs, nodes=site.nodes),
             ),
         }
 
     def created_instance(self, device: str) -> Any:
         return self.ledger.created_instance(device)
-
-    def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
-        return MigHardware(nullcontext).minor(gpu_uuid, pci_bus_id)
 
     def _uuid_of(self, device: str) -> str | None:
         made = self.created_instance(device)

@@ -17,7 +17,6 @@ from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import SetTimeSlice
 from dra_driver.sharing.steps import TimeSliceSteps
-from dra_driver.sharing.timeslice_restore import TimeSliceRestore
 from tests.fakes.samples import claim
 
 
@@ -74,5 +73,5 @@ def test_time_slices_are_set_again_when_no_thread_starts(
     records.save(ClaimRecord(claim(), "prepared", "boot-1", (), (SetTimeSlice("GPU-1", 3),), ""))
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
     threads_that_start("lane", 0)
-    TimeSliceRestore(records, Lanes(locks), NvidiaSmi(lambda: found)).driver_changed()
+    TimeSliceSteps(NvidiaSmi(lambda: found), records, "boot-1").set_again(Lanes(locks))
     assert "--set-timeslice 3" in (tmp_path / "asked").read_text()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import partial
 
-from dra_driver.concurrency.bounded_call import NotAnsweredError, bounded
-from dra_driver.concurrency.deadline import seconds_for, time_left
-from dra_driver.errors import DraDriverError, NvmlUnavailableError, RetryableError
+from dra_driver.concurrency.deadline import seconds_for
+from dra_driver.errors import NvmlUnavailableError
 from dra_driver.journal.executor import StepRunner
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.records import RecordStore
@@ -27,7 +25,6 @@ from dra_driver.nvml.mig_hardware import MigHardware
 from dra_driver.settings import Settings
 
 _NVML_S = 30.0
-_MINOR_S = 10.0
 
 Operation = Callable[[Callable[[], float]], AbstractContextManager[None]]
 """Keeps NVML initialised; the argument answers how many seconds it may wait for that."""
@@ -116,18 +113,6 @@ class MigParts:
         """The UUID that a device has now."""
         made = self.created_instance(device)
         return None if made is None else made.uuid
-
-    def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
-        """The GPU's device minor now; None if it is not known. Raises: NotAnsweredError if NVML hangs."""
-        read = partial(self._context.hardware.minor, gpu_uuid, pci_bus_id)
-        try:
-            return bounded(f"NVML about the minor number of GPU {gpu_uuid}", read, time_left(_MINOR_S))
-        except NotAnsweredError:
-            raise
-        except RuntimeError as error:  # no thread can start
-            raise RetryableError(str(error)) from error
-        except DraDriverError:
-            return None
 
     def claim_gone(self) -> None:
         """A claim was unprepared."""
