@@ -49,7 +49,7 @@ SMI = {
     "hang": "exec sleep 600",
     "no output": "exit 1",
 }
-MPS_HOST = ("absent", "dies", "rubbish", "older version")
+MPS_HOST = ("absent", "dies", "rubbish", "older version", "hang")
 API = {
     "429": ApiUnavailableError("get claim: too many requests (HTTP 429)", retry_after_s=60.0, is_brief=True),
     "500": ApiUnavailableError("get claim: internal error (HTTP 500)"),
@@ -102,8 +102,8 @@ class MpsHostOnFiles:
     def _serve(self, closed: threading.Event) -> None:
         seen: dict[Path, str | None] = {}
         while not closed.wait(0.005):
-            if self.mode == "older version":
-                continue  # it reads nothing of another format
+            if self.mode in ("older version", "hang"):
+                continue  # it reads nothing of another format, or nothing at all
             for path in (*self._layout.wishes.glob("*.stop"), *self._layout.wishes.glob("*.json")):
                 if self.mode == "dies":
                     self._lock.close()

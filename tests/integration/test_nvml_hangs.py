@@ -1,0 +1,58 @@
+"""A look in the background hangs in NVML: pods start and end meanwhile, and all goes on as before when it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from dra_driver.model.claim import Failed
+from tests.fakes.hanging_nvml import HangingNvml
+from tests.fakes.scrapes import scraped
+from tests.integration.conftest import Node, eventually, sliced
+
+USUAL_S = 3.0
+"""How long a Prepare or Unprepare may take on a busy machine."""
+
+
+def looks(node: Node) -> None:
+    """Begin every look that runs in the background."""
+    node.driver.discovery.request_rescan()
+    node.driver.health.monitor.devices_changed()
+    node.driver.mig.look_soon()
+    node.driver.cleaner.look_soon()
+    threading.Thread(target=scraped, args=(node.driver.metrics,), daemon=True).start()
+
+
+def pods_start_and_end(node: Node, name: str, device: str, function: str) -> None:
+    """One that only gets its GPU, and one whose GPU is changed."""
+    for kind, config in (("plain", None), ("sliced", sliced("Long"))):
+        ref = node.allocated_by_hand(f"{kind}-{name}", device, config=config)
+        began = time.monotonic()
+        answer = node.prepare(ref)[ref.uid]
+        assert not isinstance(answer, Failed), (function, answer)
+        node.take_back(ref)
+        assert time.monotonic() - began < USUAL_S, function
+        node.delete_claim(f"{kind}-{name}")
+
+
+def test_every_nvml_call_of_a_look_may_hang(node: Node) -> None:
+    devices = [device["name"] for device in node.devices()]
+    nvml = HangingNvml()
+    try:
+        for _ in range(3):
+            looks(node)
+            time.sleep(0.5)
+        calls = list(nvml.called)
+        assert len(calls) > 30
+        for number, function in enumerate(calls):
+            with nvml.hanging(function):
+                looks(node)
+                assert nvml.reached.wait(10), function
+                pods_start_and_end(node, str(number), devices[number % len(devices)], function)
+            eventually(lambda: not node.driver.lanes.under_way())
+        looks(node)
+        eventually(lambda: node.driver.problems() == [])
+        eventually(lambda: [device["name"] for device in node.devices()] == devices)
+        eventually(lambda: not any(device.get("taints") for device in node.devices()))
+    finally:
+        nvml.leave()
