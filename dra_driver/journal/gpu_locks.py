@@ -123,11 +123,16 @@ class GpuLocks:
 
 @contextmanager
 def _told(descriptor: int, use: LockUse) -> Iterator[None]:
-    with suppress(OSError):
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(asdict(use)).encode(), 0)
+    _write(descriptor, json.dumps(asdict(use)).encode())
     try:
         yield
-    finally:
-        with suppress(OSError):
-            os.ftruncate(descriptor, 0)
+    except Exception:
+        _write(descriptor, b"")
+        raise
+    _write(descriptor, b"")
+
+
+def _write(descriptor: int, content: bytes) -> None:
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, content, 0)

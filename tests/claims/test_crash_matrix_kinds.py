@@ -61,12 +61,13 @@ class Case:
         assert isinstance(answer, Prepared), answer
         return answer, node.state()
 
-    def dead_prepares(self) -> Iterator[tuple[str, KindNode]]:
-        """The next instance after a death at each change of a Prepare."""
-        yield from self._deaths(self.fresh, self.prepare)
+    def dead_prepares(self, *, rolls: bool = False) -> Iterator[tuple[str, KindNode]]:
+        """The next instance after a death at each change of a Prepare; with `rolls` the other instance of a rolling
+        update, which has run all the time."""
+        yield from self._deaths(self.fresh, self.prepare, rolls=rolls)
 
-    def dead_unprepares(self) -> Iterator[tuple[str, KindNode]]:
-        yield from self._deaths(self._prepared, self.unprepare)
+    def dead_unprepares(self, *, rolls: bool = False) -> Iterator[tuple[str, KindNode]]:
+        yield from self._deaths(self._prepared, self.unprepare, rolls=rolls)
 
     def _prepared(self) -> KindNode:
         node = self.fresh()
@@ -74,7 +75,7 @@ class Case:
         return node
 
     def _deaths(
-        self, begin: Callable[[], KindNode], call: Callable[[KindNode], object]
+        self, begin: Callable[[], KindNode], call: Callable[[KindNode], object], *, rolls: bool
     ) -> Iterator[tuple[str, KindNode]]:
         node = begin()
         with node.dying(None) as changes:
@@ -82,10 +83,11 @@ class Case:
         assert changes
         for number, change in enumerate(list(changes), 1):
             node = begin()
+            other = node.again() if rolls else None
             with node.dying(number) as done, pytest.raises(Crash):
                 call(node)
             assert done == changes[:number], "the same call makes the same changes"
-            yield f"{number}: {change}", node.restarted()
+            yield f"{number}: {change}", other or node.restarted()
 
 
 @pytest.fixture(params=KINDS)
@@ -135,6 +137,17 @@ def test_prepare_after_a_dead_unprepare_ends_as_if_it_never_was(case: Case) -> N
     expected = case.uninterrupted()
     for point, node in case.dead_unprepares():
         assert (case.prepare(node), node.state()) == expected, point
+
+
+def test_the_other_instance_of_a_rolling_update_takes_back_what_a_dead_one_left(case: Case) -> None:
+    untouched = case.untouched()
+    for deaths in (case.dead_prepares, case.dead_unprepares):
+        for point, other in deaths(rolls=True):
+            assert other.lanes.hanging() == {}, point
+            assert case.unprepare(other) is None, point
+            assert other.cleaner.clean_all() == [], point
+            other.collector.look()
+            assert other.state() == untouched, point
 
 
 @pytest.mark.parametrize("case", ["several requests", "MIG on demand"], indirect=True)
