@@ -61,11 +61,10 @@ from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.inventory.rules.gpu_names import held_gpu_names, refuse_other_names
-from dra_driver.journal.claim_locks import ClaimLocks
 from dra_driver.journal.cleanups import Cleaner, PendingCleanups
 from dra_driver.journal.executor import Executor, StepDispatcher
-from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient

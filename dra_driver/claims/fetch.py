@@ -1,20 +1,30 @@
-"""Reads the claims that a call names from the API server."""
+"""Reads the claims that a call names from the API server, and notes which pods use them.
+
+The kubelet calls Prepare once, for the first pod of a claim. Other pods that share the claim come and go without a
+call. So the reconciler writes the pods into the claim's record again where they have changed since Prepare. The pods
+are information for people, and two records that differ in their pods only are equal. The plugin decides one thing by
+them: whether a stale claim that another one waits for needs a grace time.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import suppress
+from dataclasses import replace
 
 import structlog
 
-from dra_driver.claims.claim_pods import ClaimPods
 from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.rules.plan import our_part
 from dra_driver.concurrency.backoff import Backoff
-from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError, DraDriverError
+from dra_driver.journal.locks import ClaimLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
+from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, Pods
+from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)
 
@@ -104,3 +114,63 @@ class ClaimFetch:
             while (rest := again - time.monotonic()) > 0:
                 time.sleep(min(rest, _LOOK_EVERY_S))
                 call.left()  # raises if the kubelet has cancelled the call meanwhile
+
+
+_MOST_REMEMBERED = 512
+_LOCK_WAIT_S = 1.0
+
+
+class ClaimPods:
+    """The pods of each claim as last read, in memory; for many threads. When there are too many claims, the oldest
+    entries are dropped, and `of` takes the pods from the record."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._noted: dict[str, Pods] = {}  # by claim UID
+
+    def note(self, uid: str, pods: Pods) -> None:
+        """The API server has just answered with these pods; None changes nothing."""
+        if pods is None:
+            return
+        with self._lock:
+            self._noted.pop(uid, None)
+            self._noted[uid] = pods
+            while len(self._noted) > _MOST_REMEMBERED:
+                del self._noted[next(iter(self._noted))]
+
+    def of(self, record: ClaimRecord) -> Pods:
+        """The pods of a claim, None if they are not known."""
+        with self._lock:
+            noted = self._noted.get(record.ref.uid)
+        return record.claim.pods if noted is None else noted
+
+    def known_pods(self, record: ClaimRecord) -> frozenset[str]:
+        """UIDs of all pods that the claim is known to have been for."""
+        return frozenset(pod.uid for pods in (record.claim.pods, self.of(record)) for pod in pods or ())
+
+
+class RecordedPods:
+    """Writes pods into records of claims that are prepared."""
+
+    def __init__(self, records: RecordStore, claim_locks: ClaimLocks) -> None:
+        self._records = records
+        self._claim_locks = claim_locks
+
+    def keep(self, seen: ClaimRecord, pods: Pods, looked_ns: int) -> None:
+        """Write the pods, read from the API server at `looked_ns` (time.monotonic_ns()), into the claim's record.
+
+        `seen` is the record before that look. Nothing is written if the pods are not known, if `seen` has the same
+        pods, if there is no record any more, or if the claim was prepared after the look, since Prepare has read the
+        pods too.
+        """
+        if pods is None or seen.claim.pods == pods:
+            return
+        # If this write fails, the next look tries again; until then the pods in memory are right.
+        with suppress(DraDriverError), self._claim_locks.hold(seen.ref.uid, _LOCK_WAIT_S) as guard:
+            record = self._records.get(seen.ref.uid)
+            if record is None or guard.was_prepared_since(looked_ns):
+                return
+            if record.claim.pods == pods:  # by the other instance of a rolling update
+                return
+            # Not durable: a power cut may bring back the version before this one, which names the same steps.
+            self._records.save(replace(record, claim=replace(record.claim, pods=pods)), durable=False)

@@ -48,10 +48,9 @@ from dataclasses import dataclass
 
 import structlog
 
-from dra_driver.claims.claim_pods import RecordedPods
-from dra_driver.claims.fetch import ClaimLookup
+from dra_driver.claims.fetch import ClaimLookup, RecordedPods
 from dra_driver.claims.gpu_processes import GpuProcesses
-from dra_driver.claims.outcomes import Observer
+from dra_driver.claims.kubelet_call import Observer
 from dra_driver.claims.rules.release import ReleaseReason, staleness
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.unprepare import Unpreparer

@@ -11,8 +11,7 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from dra_driver.claims.fetch import ClaimFetch
-from dra_driver.claims.kubelet_call import CLAIMS_AT_ONCE, KubeletCall
-from dra_driver.claims.outcomes import Observer, failed
+from dra_driver.claims.kubelet_call import CLAIMS_AT_ONCE, KubeletCall, Observer, failed
 from dra_driver.claims.prepare import Preparer
 from dra_driver.claims.unprepare import Unpreparer
 from dra_driver.claims.waiting_line import PrepareAttempt, WaitingLine

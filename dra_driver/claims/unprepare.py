@@ -9,15 +9,13 @@ from functools import partial
 import structlog
 from structlog.contextvars import bound_contextvars
 
-from dra_driver.claims.attempt_steps import AttemptSteps
-from dra_driver.claims.kubelet_call import CLAIMS_AT_ONCE, KubeletCall
-from dra_driver.claims.outcomes import Observer, failed
+from dra_driver.claims.kubelet_call import CLAIMS_AT_ONCE, KubeletCall, Observer, failed
 from dra_driver.claims.waiting_line import WaitingLine
 from dra_driver.concurrency.deadline import until
 from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.errors import RetryableError
-from dra_driver.journal.claim_locks import ClaimGuard, ClaimLocks
 from dra_driver.journal.executor import Executor
+from dra_driver.journal.locks import ClaimGuard, ClaimLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.claim import ClaimRef, UnprepareOutcome
@@ -37,14 +35,12 @@ class Unpreparer:
         records: RecordStore,
         claim_locks: ClaimLocks,
         executor: Executor,
-        steps: AttemptSteps,
         line: WaitingLine,
         observer: Observer,
     ) -> None:
         self._records = records
         self._claim_locks = claim_locks
         self._executor = executor
-        self._steps = steps
         self._line = line
         self._observer = observer
 
@@ -110,7 +106,6 @@ class Unpreparer:
                 "the claim was prepared again after this call began; it is unprepared when the kubelet calls again"
             )
         record = self._records.get(ref.uid)
-        self._steps.end(ref.uid)
         call.left()  # raises if the kubelet has cancelled this call: a newer one may be on its way
         cleanup = None
         if record is None:

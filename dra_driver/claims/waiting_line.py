@@ -31,7 +31,7 @@ final one for good. Where a device is only full, as with MPS, other holders may 
 are on their way out as must go.
 
 *Refused for now*: the NVIDIA driver refuses a try for a reason that passes by itself. The try keeps what it has made,
-and the next try goes on from there. An attempt that gives up takes it back (`claims.attempt_steps`). Without these
+and the next try goes on from there. An attempt that gives up takes it back (`claims.prepare`). Without these
 tries the claim would wait for the kubelet, which calls again only after a minute or more. Claims that want the same
 silicon wait behind this one, because it may still get it.
 
@@ -54,7 +54,7 @@ import structlog
 from dra_driver.claims.fetch import ClaimLookup
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.kubelet_call import KubeletCall
-from dra_driver.claims.rules.conflicts import Conflict, DeviceHeldError
+from dra_driver.claims.rules.plan import Conflict, DeviceHeldError
 from dra_driver.claims.rules.release import release_reason
 from dra_driver.errors import (
     ClaimRefusedError,

@@ -28,7 +28,7 @@ import structlog
 
 from dra_driver.concurrency.deadline import time_left
 from dra_driver.errors import RetryableError
-from dra_driver.journal.gpu_locks import GpuLocks, LockUse
+from dra_driver.journal.locks import GpuLocks, LockUse
 
 _log = structlog.get_logger(__name__)
 

@@ -44,7 +44,7 @@ from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.journal import record_codec as codec
 from dra_driver.journal import records
-from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.locks import ClaimLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.api_errors import api_errors, check_status
 from dra_driver.kube.claims import parse_allocated_claim, parse_claim_now

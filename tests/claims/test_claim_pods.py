@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dra_driver.claims.claim_pods import ClaimPods, RecordedPods
-from dra_driver.claims.fetch import ClaimLookup
+from dra_driver.claims.fetch import ClaimLookup, ClaimPods, RecordedPods
 from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.kube.claims import ClaimClient

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.claims import fetch
-from dra_driver.claims.claim_pods import ClaimPods
-from dra_driver.claims.fetch import ClaimFetch, ClaimLookup
+from dra_driver.claims.fetch import ClaimFetch, ClaimLookup, ClaimPods
 from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError, DraDriverError
 from dra_driver.journal.records import RecordStore

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.claims.attempt_steps import AttemptSteps
 from dra_driver.claims.kubelet_call import KubeletCall
+from dra_driver.claims.prepare import AttemptSteps
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.claims.waiting_line import PrepareAttempt
 from dra_driver.errors import NvmlTransientError, RetryableError, StateError
-from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.locks import ClaimLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import Step, WriteCdiSpec

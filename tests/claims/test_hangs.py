@@ -74,7 +74,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dra_driver.journal.cleanups.SETTLE_S", 0.5)
     monkeypatch.setattr("dra_driver.journal.cleanups._PASS_S", 0.5)
     monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
-    monkeypatch.setattr("dra_driver.claims.attempt_steps._PREPARED_WAIT_S", 0.7)
+    monkeypatch.setattr("dra_driver.claims.prepare._PREPARED_WAIT_S", 0.7)
     monkeypatch.setattr("dra_driver.mig.collector._HANGS_S", 0.5)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.locks import ClaimLocks
 from dra_driver.kubelet.pb import dra_v1_pb2
 from dra_driver.model.claim import Failed, Prepared
 from tests.fakes.preparing import Node

@@ -216,7 +216,7 @@ def test_bug_in_a_step_is_the_claims_error_and_nothing_is_left(node: Node, logs:
     text = error_of(node.prepare(claim(GPU_0)))
     assert text == (
         "prepare claim default/claim-uid-1 (UID uid-1): internal error (ValueError: first second); "
-        "see the driver's log"
+        "see the log of gpu-dra-driver"
     )
     assert node.files() == {}
     assert [line["event"] for line in logs] == ["claim_crashed"]

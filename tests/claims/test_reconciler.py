@@ -530,7 +530,7 @@ def test_taking_back_goes_on_after_a_crash(bench: Bench, when: str, monkeypatch:
         if when == "deleting the record":
             patch.setattr(bench.node.records, "delete", die)
         elif when == "noting it":
-            patch.setattr("dra_driver.journal.claim_locks.ClaimGuard.note_unprepared", die)
+            patch.setattr("dra_driver.journal.locks.ClaimGuard.note_unprepared", die)
         else:
             setattr(bench.node.steps, when, die)
         with pytest.raises(Crash):

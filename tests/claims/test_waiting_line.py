@@ -16,11 +16,11 @@ import pytest
 
 from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.planner import Identity
-from dra_driver.claims.rules.conflicts import Conflict, DeviceHeldError
+from dra_driver.claims.rules.plan import Conflict, DeviceHeldError
 from dra_driver.claims.waiting_line import PrepareAttempt, WaitTimeouts
 from dra_driver.errors import ApiRejectedError, DeviceBusyError, NvmlTransientError, StateError
-from dra_driver.journal import claim_locks as claimlocks
-from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal import locks as claimlocks
+from dra_driver.journal.locks import ClaimLocks
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.fakes.preparing import Node, in_threads

@@ -25,11 +25,10 @@ from dra_driver.errors import PermanentError
 from dra_driver.files.atomic import TEMPORARY_SUFFIX
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
-from dra_driver.journal.claim_locks import ClaimLocks
 from dra_driver.journal.cleanups import Cleaner, PendingCleanups
 from dra_driver.journal.executor import Executor, StepDispatcher
-from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.collector import MigCollector
 from dra_driver.mig.context import MigContext

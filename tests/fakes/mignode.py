@@ -11,8 +11,8 @@ from typing import Any
 from dra_driver.errors import NvmlTransientError
 from dra_driver.journal.cleanups import Cleaner, PendingCleanups
 from dra_driver.journal.executor import Executor, StepDispatcher
-from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.collector import MigCollector
 from dra_driver.mig.context import MigContext

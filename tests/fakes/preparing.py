@@ -16,18 +16,17 @@ from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
-from dra_driver.claims.claim_pods import RecordedPods
+from dra_driver.claims.fetch import RecordedPods
 from dra_driver.claims.gpu_processes import InUse
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.reconciler import Reconciler, Rhythm
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
-from dra_driver.journal.claim_locks import ClaimLocks
 from dra_driver.journal.cleanups import Cleaner, PendingCleanups
 from dra_driver.journal.executor import Executor, StepDispatcher
-from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
 from dra_driver.model.driver_programs import DriverPrograms

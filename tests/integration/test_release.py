@@ -11,8 +11,7 @@ import pytest
 from playground.apiserver.server import PlaygroundApiServer
 
 from dra_driver.app import daemon
-from dra_driver.claims.claim_pods import ClaimPods
-from dra_driver.claims.fetch import ClaimLookup
+from dra_driver.claims.fetch import ClaimLookup, ClaimPods
 from dra_driver.claims.reconciler import Rhythm
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient

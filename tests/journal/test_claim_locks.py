@@ -12,8 +12,8 @@ import pytest
 
 from dra_driver.errors import RetryableError
 from dra_driver.files.file_lock import hold_file
-from dra_driver.journal import claim_locks as claimlocks
-from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal import locks as claimlocks
+from dra_driver.journal.locks import ClaimLocks
 from tests.fakes.directories import names
 from tests.fakes.preparing import in_threads
 

@@ -15,8 +15,8 @@ import pytest
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.journal.cleanups import Cleaner, PendingCleanups
 from dra_driver.journal.executor import Executor
-from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup, still_pending, withholding
 from dra_driver.model.inventory import OfferedDevice

@@ -12,8 +12,8 @@ import pytest
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.journal.executor import Executor, changes_more_than_the_spec
-from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.errors import RetryableError, StateError
-from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.locks import GpuLocks
 from tests.fakes.directories import names
 from tests.fakes.preparing import in_threads
 
@@ -19,7 +19,7 @@ A, B, C = "GPU-a", "GPU-b", "GPU-c"
 HOLDER = """
 import sys
 from pathlib import Path
-from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.locks import GpuLocks
 locks = GpuLocks(Path(sys.argv[1]))
 with locks.hold(sys.argv[2:], 5):
     print("held", flush=True)

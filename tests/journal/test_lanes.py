@@ -12,8 +12,8 @@ import pytest
 
 from dra_driver.concurrency.deadline import time_left, until
 from dra_driver.files.file_lock import LockBusyError
-from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes, Operation
+from dra_driver.journal.locks import GpuLocks
 
 A, B = "GPU-a", "GPU-b"
 

@@ -16,10 +16,9 @@ from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.errors import NvmlTransientError, NvmlUnknownOutcomeError
-from dra_driver.journal.claim_locks import ClaimLocks
 from dra_driver.journal.cleanups import Cleaner
 from dra_driver.journal.executor import Executor, StepDispatcher
-from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.mig.rules.counters import partitioned
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
 from dra_driver.model.inventory import DynamicMigDevice

@@ -16,7 +16,7 @@ from dra_driver.api.decode import decode
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.errors import DraDriverError, InvalidConfigError
-from dra_driver.journal.claim_locks import ClaimLocks
+from dra_driver.journal.locks import ClaimLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult

@@ -9,8 +9,8 @@ import pytest
 from dra_driver.concurrency.deadline import until
 from dra_driver.errors import RetryableError
 from dra_driver.host.nvidia_smi import NvidiaSmi
-from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.plan import Plan

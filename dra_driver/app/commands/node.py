@@ -17,8 +17,8 @@ from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.journal.cleanups import Cleaner, PendingCleanups
 from dra_driver.journal.executor import StepDispatcher
-from dra_driver.journal.gpu_locks import GpuLocks
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.steps import RunMps, SetTimeSlice

@@ -6,23 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
-from dra_driver.claims.attempt_steps import AttemptSteps
-from dra_driver.claims.claim_pods import RecordedPods
-from dra_driver.claims.fetch import ClaimFetch, ClaimLookup
+from dra_driver.claims.fetch import ClaimFetch, ClaimLookup, RecordedPods
 from dra_driver.claims.gpu_processes import GpuProcesses
-from dra_driver.claims.outcomes import Observer
+from dra_driver.claims.kubelet_call import Observer
 from dra_driver.claims.planner import ClaimPlanner, Identity
-from dra_driver.claims.prepare import Preparer
+from dra_driver.claims.prepare import AttemptSteps, Preparer
 from dra_driver.claims.reconciler import Reconciler, Rhythm
 from dra_driver.claims.service import ClaimService
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.unprepare import Unpreparer
 from dra_driver.claims.waiting_line import WaitingLine, WaitTimeouts
 from dra_driver.inventory.discovery import Discovery
-from dra_driver.journal.claim_locks import ClaimLocks
 from dra_driver.journal.cleanups import Cleaner
 from dra_driver.journal.executor import Executor
-from dra_driver.journal.gpu_locks import GpuLocks
+from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.record import ClaimRecord
 
@@ -64,7 +61,7 @@ def claim_parts(
     None if they do."""
     line = WaitingLine(lookup, records, identity.driver, users, timeouts)
     steps = AttemptSteps(records, executor, claim_locks, cleaner)
-    unpreparer = Unpreparer(records, claim_locks, executor, steps, line, observer)
+    unpreparer = Unpreparer(records, claim_locks, executor, line, observer)
     reconciler = Reconciler(
         records,
         lookup,

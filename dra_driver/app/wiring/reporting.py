@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dra_driver.app.part import Part
 from dra_driver.app.wiring.health import HealthParts
 from dra_driver.app.wiring.mig import MigParts
-from dra_driver.claims.claim_pods import ClaimPods
+from dra_driver.claims.fetch import ClaimPods
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.events import EventWriter

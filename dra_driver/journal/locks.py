@@ -1,13 +1,17 @@
-"""One call at a time for each claim, and a memory of which claims were prepared and unprepared a moment ago.
+"""Locks on physical GPUs and on claims, among the threads of this process and against a second instance of the plugin.
 
-When a pod goes away, the kubelet cancels its Prepare and then calls Unprepare, while the handler of the Prepare still
-runs. After a kubelet restart or during a rolling update the two calls may even reach different instances. Such a late
-Prepare must not write a record that no Unprepare would ever remove. And no claim may be released because of an answer
-of the API server that is older than its Prepare.
+While the lock of a GPU is held, its file says for what: the other instance of a rolling update reads it. What a crash
+leaves in the file counts for nothing, because nobody holds the lock.
 
-Each entry has the time of the event and the time at which the kubelet's call for it began, because a newer call may
-overtake an older one. An older Unprepare must leave what a newer call prepared; a Prepare goes on after an older
-Unprepare.
+The lock of a claim lets one call at a time work on the claim, and remembers which claims were prepared and unprepared a
+moment ago. When a pod goes away, the kubelet cancels its Prepare and then calls Unprepare, while the handler of the
+Prepare still runs. After a kubelet restart or during a rolling update the two calls may even reach different instances.
+Such a late Prepare must not write a record that no Unprepare would ever remove. And no claim may be released because of
+an answer of the API server that is older than its Prepare.
+
+Each entry of this memory has the time of the event and the time at which the kubelet's call for it began, because a
+newer call may overtake an older one. An older Unprepare must leave what a newer call prepared; a Prepare goes on after
+an older Unprepare.
 
 The memory is in the lock files, so both instances of a rolling update share it. An entry is forgotten after ten
 minutes, at a reboot, or when many newer entries come. While the disk is full, this process keeps the entries in memory,
@@ -20,22 +24,25 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import structlog
 
+from dra_driver.errors import StateError
 from dra_driver.files.atomic import make_directory, open_plain, state_error
-from dra_driver.files.file_lock import byte_lock, hold_file
+from dra_driver.files.file_lock import LockBusyError, byte_lock, hold_file, is_locked
 
 _log = structlog.get_logger(__name__)
 
+_MOST_USE_BYTES = 4096
 _FILES = 64
 """Claims share a fixed number of lock files: a file for each claim would have to be removed at some time. Each claim
 locks its own byte, so a call that hangs delays no other claim."""
@@ -46,6 +53,121 @@ _REMEMBERED_NS = 600 * 10**9
 _MOST_BYTES = 64 * 1024
 _PREPARED = "prepared:"
 """Prefix of the key of a Prepare; the key of an Unprepare is the UID alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class LockUse:
+    """What the lock of a GPU is held for. `began` is a time of time.monotonic(), which all processes of a boot share;
+    `since` says the same for people."""
+
+    gpu_uuid: str
+    what: str
+    began: float
+    since: str
+
+
+class GpuLocks:
+    """One lock and one file in `directory` for each GPU UUID, for one purpose: another `suffix` is another lock."""
+
+    def __init__(self, directory: Path, suffix: str = ".lock") -> None:
+        self._directory = directory
+        self._suffix = suffix
+        self._locks: dict[str, threading.Lock] = {}
+        self._guard = threading.Lock()
+
+    def open(self) -> None:
+        """Create the directory. Raises: StateError."""
+        make_directory(self._directory, 0o700)
+
+    @contextmanager
+    def hold(
+        self,
+        gpu_uuids: Iterable[str],
+        timeout_s: float,
+        has_left: Callable[[], bool] | None = None,
+        uses: Iterable[LockUse] = (),
+    ) -> Iterator[None]:
+        """Hold the locks of all the GPUs. While the caller waits for one of them, it holds none of the others, so a GPU
+        that is busy delays nobody who wants other GPUs. Meanwhile the files tell `uses`, unless the disk is full.
+
+        Raises: LockBusyError if another call keeps one of them for `timeout_s` seconds, or until `has_left` says that
+        the kubelet cancelled this call; StateError.
+        """
+        wanted = sorted(set(gpu_uuids))
+        deadline = time.monotonic() + timeout_s
+        awaited = wanted[:1]
+        told = {use.gpu_uuid: use for use in uses}
+        while True:
+            with ExitStack() as held:
+                descriptors: dict[str, int] = {}
+                for uuid in awaited:  # nothing else is held
+                    descriptors[uuid] = held.enter_context(self._held(uuid, deadline, has_left))
+                for uuid in wanted:
+                    if uuid in awaited:
+                        continue
+                    try:
+                        descriptors[uuid] = held.enter_context(self._held(uuid, 0.0, None))
+                    except LockBusyError:
+                        awaited = [uuid]
+                        break
+                else:
+                    for uuid, use in told.items():
+                        held.enter_context(_told(descriptors[uuid], use))
+                    yield
+                    return
+
+    def uses(self) -> list[LockUse]:
+        """What the locks that somebody holds now are held for, as far as their files tell."""
+        found = []
+        with suppress(OSError), os.scandir(self._directory) as files:
+            found = [
+                Path(file.path)
+                for file in files
+                if file.name.endswith(self._suffix) and file.stat(follow_symlinks=False).st_size
+            ]
+        return [use for path in sorted(found) if (use := self._use(path)) is not None]
+
+    def _use(self, path: Path) -> LockUse | None:
+        try:
+            descriptor = open_plain(path, os.O_RDONLY)
+            try:
+                entry = json.loads(os.pread(descriptor, _MOST_USE_BYTES, 0))
+            finally:
+                os.close(descriptor)
+            use = LockUse(
+                str(entry["gpu_uuid"]), str(entry["what"]), float(entry["began"]), str(entry["since"])
+            )
+            return use if path == self._file(use.gpu_uuid) and is_locked(path) else None
+        except (OSError, StateError, ValueError, TypeError, LookupError, OverflowError, RecursionError):
+            return None
+
+    def _held(
+        self, uuid: str, deadline: float, has_left: Callable[[], bool] | None
+    ) -> AbstractContextManager[int]:
+        with self._guard:
+            lock = self._locks.setdefault(uuid, threading.Lock())
+        return hold_file(self._file(uuid), lock, deadline, f"GPU {uuid}", has_left=has_left)
+
+    def _file(self, uuid: str) -> Path:
+        name = re.sub(r"[^A-Za-z0-9-]", "_", uuid)
+        return self._directory / f"{name}{self._suffix}"
+
+
+@contextmanager
+def _told(descriptor: int, use: LockUse) -> Iterator[None]:
+    _write(descriptor, json.dumps(asdict(use)).encode())
+    try:
+        yield
+    except Exception:
+        _write(descriptor, b"")
+        raise
+    _write(descriptor, b"")
+
+
+def _write(descriptor: int, content: bytes) -> None:
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, content, 0)
 
 
 @dataclass(slots=True)
