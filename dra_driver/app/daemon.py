@@ -173,7 +173,7 @@ class Driver:
             lambda change: changes.tell(HealthChanged(change)),
             lambda *polled: changes.tell(FabricPolled(*polled)),
             leadership.speaks_for_node,
-            lambda: self.cleanups.owing(),  # noqa: PLW0108  it is made later
+            lambda: self.cleanups.withheld(),  # noqa: PLW0108  it is made later
             self.lanes.hanging,
         )
 

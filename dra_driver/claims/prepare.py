@@ -158,7 +158,7 @@ class Preparer:
             if not pending:
                 return plan, record
             tried.update(one.name for one in pending)
-            self._steps.settle(pending, plan)
+            self._steps.clean_before(pending, plan)
             attempt.call.left()
 
     def _planned_once(
@@ -224,10 +224,10 @@ class AttemptSteps:
         StateError."""
         return self._cleaner.pending_before(plan.locked_gpus, plan.steps, besides)
 
-    def settle(self, pending: Sequence[PendingCleanup], plan: Plan) -> None:
+    def clean_before(self, pending: Sequence[PendingCleanup], plan: Plan) -> None:
         """Have that undone. The caller holds no lock. Raises: RetryableError if what is left keeps one of the plan's
         devices from being used; StateError."""
-        self._cleaner.settle(pending, plan.used_devices())
+        self._cleaner.clean_before(pending, plan.used_devices())
 
     def begin(self, attempt: PrepareAttempt, plan: Plan, known: ClaimRecord | None) -> ClaimRecord | None:
         """Write the claim's record before its steps; None for a claim without devices. `known` is the record before.

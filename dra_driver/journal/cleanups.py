@@ -64,11 +64,11 @@ _log = structlog.get_logger(__name__)
 
 UNDO_S = 5.0
 """How long one undo may take: its failure keeps no claim from ending."""
-SETTLE_S = 8.0
+CLEAN_BEFORE_S = 8.0
 """How long a Prepare waits until what is pending on its GPUs is undone."""
 _OTHER_INSTANCE_S = 3.0
 """How long an undo waits until the other instance of a rolling update has done with the GPU."""
-_SETTLE_AGAIN_S = 0.5
+_CLEAN_AGAIN_S = 0.5
 """The pause before a Prepare tries an undo again that has failed."""
 _PASS_S = 30.0
 """How long the loop waits for one pass."""
@@ -131,7 +131,7 @@ class PendingCleanups:
         self._new: set[str] = set()
         """Names of those whose first undos are under way in this process: nobody is told of them yet."""
         self.shown: set[str] = set()
-        """Names of those that counted when `owing` was asked last, for what is published."""
+        """Names of those that counted when `withheld` was asked last, for what is published."""
         self._guard = threading.Lock()
 
     def open(self) -> None:
@@ -215,7 +215,7 @@ class PendingCleanups:
             for step in record.steps
         ]
 
-    def owing(self) -> Callable[[OfferedDevice], PendingCleanup | None]:
+    def withheld(self) -> Callable[[OfferedDevice], PendingCleanup | None]:
         """Which one keeps a device from being given out, as of now. If they cannot be listed, none does."""
         found: list[PendingCleanup] = []
         with suppress(StateError):
@@ -227,7 +227,7 @@ class PendingCleanups:
         """One as it is now. Raises: StateError."""
         return next((one for one in self.all() if one.name == name), None)
 
-    def lessen(self, cleanup: PendingCleanup, gone: Collection[Step], cause: str | None) -> None:
+    def note_undone(self, cleanup: PendingCleanup, gone: Collection[Step], cause: str | None) -> None:
         """These steps are undone or void; the last try of the others failed for this cause, None if it did not fail.
         With nothing left, it is done. Raises: StateError."""
         name = cleanup.name
@@ -340,7 +340,7 @@ class Cleaner:
             if future in done and (error := future.exception()) is not None:
                 if not isinstance(error, RetryableError) or isinstance(error, StateError):
                     raise error
-                self._cleanups.lessen(one, (), str(error))
+                self._cleanups.note_undone(one, (), str(error))
 
     def clean_all(self) -> list[PendingCleanup]:
         """Try to undo everything now; what is left. Raises: StateError."""
@@ -368,13 +368,13 @@ class Cleaner:
         ]
         return self._cleanups.not_set_again([one for one in found if one.steps])
 
-    def settle(self, pending: Sequence[PendingCleanup], devices: Sequence[OfferedDevice]) -> None:
+    def clean_before(self, pending: Sequence[PendingCleanup], devices: Sequence[OfferedDevice]) -> None:
         """Have undone what `pending_before` found, before a claim gets these devices. What fails is tried again for a
         few seconds: the MPS host may just start.
 
         Raises: RetryableError that tells what is pending, if that keeps one of the devices from being used; StateError.
         """
-        end = time.monotonic() + time_left(SETTLE_S)
+        end = time.monotonic() + time_left(CLEAN_BEFORE_S)
         while True:
             self.clean(pending, max(0.0, end - time.monotonic()))
             try:
@@ -385,12 +385,12 @@ class Cleaner:
                 left = end - time.monotonic()
                 if left <= 0:
                     raise
-                time.sleep(min(_SETTLE_AGAIN_S, left))
+                time.sleep(min(_CLEAN_AGAIN_S, left))
             else:
                 return
 
     def _refuse_withheld(self, pending: Sequence[PendingCleanup], devices: Sequence[OfferedDevice]) -> None:
-        """Raises: RetryableError, as `settle`."""
+        """Raises: RetryableError, as `clean_before`."""
         now = {one.name: one for one in self._cleanups.all()}
         left = [
             replace(now[one.name], steps=tuple(step for step in one.steps if step in now[one.name].steps))
@@ -408,7 +408,7 @@ class Cleaner:
         again. What one of those `before` still has pending on these GPUs is that one's alone: a Prepare that fails
         again and again would else leave one each time."""
         if not cleanup.steps:
-            self._cleanups.lessen(cleanup, cleanup.steps, None)
+            self._cleanups.note_undone(cleanup, cleanup.steps, None)
             return []
         asked = []
         for gpus, steps in by_gpus(cleanup.steps):
@@ -454,7 +454,7 @@ class Cleaner:
                     causes.append(str(error))
                     continue
             gone.append(step)
-        self._cleanups.lessen(now, gone, "; ".join(dict.fromkeys(causes)) or None)
+        self._cleanups.note_undone(now, gone, "; ".join(dict.fromkeys(causes)) or None)
 
     def _tell_what_is_not_shown(self, names: set[str]) -> None:
         """The other instance of a rolling update makes and ends some too. Once for each difference: an instance that

@@ -33,7 +33,6 @@ from dra_driver.model.claim import (
 )
 from dra_driver.model.extra_devices import HostDevice, ImexChannels, in_order
 from dra_driver.model.mig import Placement
-from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing_mode import MpsShared, SharingMode, TimeSliced
 from dra_driver.model.steps import (
@@ -45,6 +44,7 @@ from dra_driver.model.steps import (
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
+from dra_driver.mps.host_files import SPEC
 
 FORMAT_VERSION = 1
 
@@ -91,26 +91,12 @@ def _decode_claim(_name: str, entry: JsonObject) -> AllocatedClaim:
 
 _DEVICE_KIND = one_of("device kind", "gpu", "mig")
 PLACEMENT = Shape(Placement, start=needed(NUMBER), size=needed(NUMBER))
-_MPS_MEMBER = Shape(
-    MpsMember, device=needed(TEXT), gpu_uuid=needed(TEXT), default_memory_limit_mib=left_out(NUMBER)
-)
-_MPS_SPEC = Shape(
-    MpsDaemonSpec,
-    device=needed(TEXT),
-    uuid=needed(TEXT),
-    kind=needed(_DEVICE_KIND),
-    gpu_uuid=needed(TEXT),
-    multi_user=needed(FLAG),
-    default_active_thread_percentage=left_out(NUMBER),
-    default_memory_limit_mib=left_out(NUMBER),
-    others=left_out(list_of(_MPS_MEMBER.kind), ()),
-)
 _STEP: Tagged[Step] = Tagged(
     "step",
     write_cdi_spec=Shape(WriteCdiSpec),
     write_device_metadata=Shape(WriteDeviceMetadata, versions=needed(TEXTS)),
     set_time_slice=Shape(SetTimeSlice, gpu_uuid=needed(TEXT), interval=needed(NUMBER)),
-    run_mps=Shape(RunMps, spec=needed(_MPS_SPEC.kind)),
+    run_mps=Shape(RunMps, spec=needed(SPEC.kind)),
     create_mig=Shape(
         CreateMig,
         device=needed(TEXT),
@@ -127,7 +113,7 @@ _USAGE: Tagged[SharingMode] = Tagged(
     time_sliced=Shape(TimeSliced, interval=left_out(NUMBER)),
     mps=Shape(
         MpsShared,
-        spec=needed(_MPS_SPEC.kind),
+        spec=needed(SPEC.kind),
         memory_limit_mib=left_out(NUMBER),
         active_thread_percentage=left_out(NUMBER),
         memory_limits_mib=left_out(list_of(or_null(NUMBER)), ()),

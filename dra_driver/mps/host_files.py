@@ -46,7 +46,20 @@ from dra_driver.files.atomic import (
     sync_removals,
     write_atomically,
 )
-from dra_driver.files.fields import FLAG, NUMBER, TEXT, TEXTS, Kind, Shape, list_of, needed, nullable, one_of
+from dra_driver.files.fields import (
+    FLAG,
+    NUMBER,
+    TEXT,
+    TEXTS,
+    Kind,
+    Shape,
+    left_out,
+    list_of,
+    needed,
+    nullable,
+    one_of,
+    or_null,
+)
 from dra_driver.files.file_lock import is_locked
 from dra_driver.files.formats import parse
 from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus, MpsKind, MpsMember
@@ -63,9 +76,8 @@ _REPLACE = (
     "with it)"
 )
 
-_MEMBER = Shape(
-    MpsMember, device=needed(TEXT), gpu_uuid=needed(TEXT), default_memory_limit_mib=nullable(NUMBER)
-)
+_LIMIT = left_out(or_null(NUMBER))
+_MEMBER = Shape(MpsMember, device=needed(TEXT), gpu_uuid=needed(TEXT), default_memory_limit_mib=_LIMIT)
 SPEC = Shape(
     MpsDaemonSpec,
     device=needed(TEXT),
@@ -73,10 +85,11 @@ SPEC = Shape(
     kind=needed(one_of("the kind", "gpu", "mig")),
     gpu_uuid=needed(TEXT),
     multi_user=needed(FLAG),
-    default_active_thread_percentage=nullable(NUMBER),
-    default_memory_limit_mib=nullable(NUMBER),
-    others=needed(list_of(_MEMBER.kind)),
+    default_active_thread_percentage=_LIMIT,
+    default_memory_limit_mib=_LIMIT,
+    others=left_out(list_of(_MEMBER.kind), ()),
 )
+"""Also in the records of claims."""
 _STATUS = Shape(
     MpsDaemonStatus,
     device=needed(TEXT),

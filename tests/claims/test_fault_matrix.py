@@ -297,7 +297,7 @@ def test_unprepare(node: FaultyNode, kind: str, fault: str, restarts: bool) -> N
         assert node.unprepare(wanted) is None
         assert wanted.ref.uid not in node.records.all()
         assert wanted.ref.uid not in node.specs.list()
-        owed = node.debts.outstanding()
+        owed = node.cleanups.outstanding()
         assert bool(owed) == (needs(kind, fault) and kind != "share beside another")
         for debt in owed:
             assert str(wanted.ref) in debt.text

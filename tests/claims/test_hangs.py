@@ -71,7 +71,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dra_driver.journal.cleanups.UNDO_S", 0.5)
-    monkeypatch.setattr("dra_driver.journal.cleanups.SETTLE_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.cleanups.CLEAN_BEFORE_S", 0.5)
     monkeypatch.setattr("dra_driver.journal.cleanups._PASS_S", 0.5)
     monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
     monkeypatch.setattr("dra_driver.claims.prepare._PREPARED_WAIT_S", 0.7)
@@ -139,7 +139,7 @@ def test_prepare_goes_on_once_the_operation_has_ended(node: KindNode, kind: str)
     assert isinstance(prepared_in_a_hurry(node, wanted), Failed)
     hang.end()
     assert isinstance(node.prepare(wanted), Prepared)
-    assert node.debts.outstanding() == []
+    assert node.cleanups.outstanding() == []
 
 
 def test_gpu_that_has_hung_for_a_minute_is_refused_at_once(

@@ -156,7 +156,7 @@ class PoweredNode(Node):
             SetTimeSlice: TimeSliceSteps(self.boot, self.records, boot_id),
             RunMps: MpsSteps(self.mps, self.records, dict, lambda _device: None, boot_id),
         })  # fmt: skip
-        self.cleaner = Cleaner(self.debts, self.lanes, self.runner, boot_id)
+        self.cleaner = Cleaner(self.cleanups, self.lanes, self.runner, boot_id)
         self.executor = Executor(
             self.records,
             self.cleaner,

@@ -310,11 +310,11 @@ class KindNode:
         )
         self.mig = MigDevices(context)
         self.collector = MigCollector(context, self.mig, self.lanes, adopt="leave", on_change=lambda: None)
-        self.debts = PendingCleanups(plugin / "debts", self.records, boot_id)
-        self.debts.open()
+        self.cleanups = PendingCleanups(plugin / "debts", self.records, boot_id)
+        self.cleanups.open()
         runners = self._runners(context)
         self.runner = StepDispatcher(runners)
-        self.cleaner = Cleaner(self.debts, self.lanes, self.runner, boot_id)
+        self.cleaner = Cleaner(self.cleanups, self.lanes, self.runner, boot_id)
         self.executor = Executor(
             self.records,
             self.cleaner,

@@ -36,7 +36,7 @@ from tests.fakes.samples import result
 
 CHANGES = frozenset({
     "own_mode", "set_mode", "save", "create", "create_compute", "destroy_compute", "destroy", "delete", "disown_mode",
-    "move", "lessen",
+    "move", "note_undone",
 })  # fmt: skip
 
 
@@ -124,10 +124,10 @@ class MigNode:
         )
         self.devices = MigDevices(self.context)
         self.steps = MigSteps(self.context, self.devices, simulated.paths.proc)
-        self.debts = PendingCleanups(directory / "debts", self.countdown.counted(self.records), boot_id)
-        self.debts.open()
+        self.cleanups = PendingCleanups(directory / "debts", self.countdown.counted(self.records), boot_id)
+        self.cleanups.open()
         runner = StepDispatcher({CreateMig: self.steps, LeaveMigMode: self.steps})
-        self.cleaner = Cleaner(self.countdown.counted(self.debts), self.lanes, runner, boot_id)
+        self.cleaner = Cleaner(self.countdown.counted(self.cleanups), self.lanes, runner, boot_id)
         self.executor = Executor(
             self.countdown.counted(self.records),
             self.cleaner,

@@ -253,12 +253,12 @@ class Node:
         self.metadata_files.create()
         described = MetadataSteps(self.metadata_files, lambda: self.devices.inventory, lambda device: None)
         self.outcomes = Outcomes()
-        self.debts = PendingCleanups(directory / "debts", self.records, boot_id)
-        self.debts.open()
+        self.cleanups = PendingCleanups(directory / "debts", self.records, boot_id)
+        self.cleanups.open()
         self.boot_id = boot_id
         mps = SpecSteps(self.specs)  # of which no test wants more than that it runs
         self.runner = StepDispatcher({WriteCdiSpec: self.steps, WriteDeviceMetadata: described, RunMps: mps})
-        self.cleaner = Cleaner(self.debts, self.lanes, self.runner, boot_id)
+        self.cleaner = Cleaner(self.cleanups, self.lanes, self.runner, boot_id)
         self.executor = Executor(
             self.records,
             self.cleaner,

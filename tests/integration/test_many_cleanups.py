@@ -50,7 +50,11 @@ def hanging_nvidia_smi(node: Node) -> Iterator[None]:
 def node(
     make_node: Callable[..., Node], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Node:
-    for name in ("journal.cleanups.UNDO_S", "journal.cleanups.SETTLE_S", "journal.executor._TAKE_BACK_S"):
+    for name in (
+        "journal.cleanups.UNDO_S",
+        "journal.cleanups.CLEAN_BEFORE_S",
+        "journal.executor._TAKE_BACK_S",
+    ):
         module, _, limit = f"dra_driver.{name}".rpartition(".")
         monkeypatch.setattr(f"{module}.{limit}", getattr(__import__(module, fromlist=[limit]), limit) / 4)
     machine, count = request.param

@@ -70,11 +70,11 @@ class Told:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def cleanup_pending(self, debt: PendingCleanup) -> None:
-        self.lines.append(f"owed {debt.text}")
+    def cleanup_pending(self, cleanup: PendingCleanup) -> None:
+        self.lines.append(f"pending {cleanup.text}")
 
-    def cleanup_done(self, debt: PendingCleanup) -> None:
-        self.lines.append(f"paid {debt.name}")
+    def cleanup_done(self, cleanup: PendingCleanup) -> None:
+        self.lines.append(f"done {cleanup.name}")
 
 
 class Bench:
@@ -106,17 +106,17 @@ class Bench:
         self.records.save(ended)
         self.executor.clean(self.executor.leave(ended))
 
-    def settle(self, device: OfferedDevice, *wanted: Step) -> None:
+    def clean_before(self, device: OfferedDevice, *wanted: Step) -> None:
         """As a Prepare does."""
-        self.cleaner.settle(self.cleaner.pending_before({device.gpu.uuid}, wanted), [device])
+        self.cleaner.clean_before(self.cleaner.pending_before({device.gpu.uuid}, wanted), [device])
 
-    def owe(self, *steps: Step) -> None:
+    def leave(self, *steps: Step) -> None:
         """A claim ends, and none of these steps can be undone."""
         self.tools.broken = list(steps)
         self.end(record(*steps))
 
-    def pay(self) -> None:
-        """Whatever was broken works again, and nothing is owed any more."""
+    def clean(self) -> None:
+        """Whatever was broken works again, and nothing is pending any more."""
         self.tools.broken = []
         assert self.cleaner.clean_all() == []
 
@@ -138,17 +138,17 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 @pytest.mark.parametrize("step", [SLICE, MPS], ids=["time slice", "MPS"])
-def test_failed_undo_becomes_a_debt_that_the_keeper_pays(bench: Bench, step: Step) -> None:
+def test_failed_undo_becomes_a_pending_cleanup_that_the_loop_ends(bench: Bench, step: Step) -> None:
     bench.tools.broken = [step]
     bench.end(record(SLICE, MPS))
     assert bench.files() == ["debts/uid-1.json"]
-    [debt] = bench.cleanups.outstanding()
-    assert debt.steps == (step,), "the other one is undone"
-    assert f"nvidia-smi fails for {type(step).__name__}" in debt.text
+    [cleanup] = bench.cleanups.outstanding()
+    assert cleanup.steps == (step,), "the other one is undone"
+    assert f"nvidia-smi fails for {type(step).__name__}" in cleanup.text
     assert bench.cleaner.clean_all() != []
-    bench.pay()
+    bench.clean()
     assert bench.files() == []
-    assert [line.split()[0] for line in bench.told.lines] == ["owed", "paid"]
+    assert [line.split()[0] for line in bench.told.lines] == ["pending", "done"]
     assert bench.changes == 2, "the publisher hears of the beginning and of the end"
 
 
@@ -159,23 +159,23 @@ def test_step_that_writes_files_has_to_be_undone(bench: Bench) -> None:
     assert bench.files() == ["claims/uid-1.json"]
 
 
-def test_instance_that_starts_tries_everything_that_could_be_owed(bench: Bench) -> None:
+def test_instance_that_starts_tries_everything_that_could_be_pending(bench: Bench) -> None:
     bench.tools.broken = [MPS]
     bench.end(record(SLICE, MPS))
     after = bench.restarted()
-    [debt] = after.cleanups.outstanding()
-    assert (debt.steps, debt.cause) == ((SLICE, MPS), None)
+    [cleanup] = after.cleanups.outstanding()
+    assert (cleanup.steps, cleanup.cause) == ((SLICE, MPS), None)
     assert after.cleaner.clean_all() == []
     assert (after.tools.undone, after.files()) == ([MPS, SLICE], [])
 
 
-def test_claim_may_owe_twice(bench: Bench) -> None:
-    bench.owe(MPS)
+def test_claim_may_leave_two(bench: Bench) -> None:
+    bench.leave(MPS)
     other = RunMps(replace(MPS.spec, device=GPU_1, uuid=UUID_1, gpu_uuid=UUID_1))
     bench.tools.broken = [MPS, other]
     bench.end(record(other))
     assert bench.files() == ["debts/uid-1.2.json", "debts/uid-1.json"]
-    bench.pay()
+    bench.clean()
     assert sorted(step.spec.device for step in bench.tools.undone if isinstance(step, RunMps)) == [
         GPU_0,
         GPU_1,
@@ -183,22 +183,22 @@ def test_claim_may_owe_twice(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("uid", ["uid-1", "uid-2"], ids=["the same claim again", "another claim"])
-def test_newer_claim_makes_a_debt_void(bench: Bench, uid: str) -> None:
+def test_newer_claim_makes_a_cleanup_void(bench: Bench, uid: str) -> None:
     bench.tools.broken = [SLICE, MPS]
     bench.end(record(SLICE, MPS))
     bench.records.save(record(replace(SLICE, interval=1), MPS, uid=uid))
     bench.tools.undone = []
-    bench.pay()
+    bench.clean()
     assert bench.tools.undone == [], "the newer claim's pod uses it"
     assert bench.files() == [f"claims/{uid}.json"]
 
 
-def test_payment_waits_for_no_gpu_that_is_busy(bench: Bench) -> None:
-    bench.owe(MPS)
+def test_cleanup_waits_for_no_gpu_that_is_busy(bench: Bench) -> None:
+    bench.leave(MPS)
     bench.tools.broken = []
     with bench.restarted().locks.hold({UUID_0}, 1):
-        [debt] = bench.cleaner.clean_all()
-    assert "is busy" in str(debt.cause)
+        [cleanup] = bench.cleaner.clean_all()
+    assert "is busy" in str(cleanup.cause)
     assert bench.cleaner.clean_all() == []
 
 
@@ -207,8 +207,8 @@ def test_claim_ends_though_another_one_keeps_its_gpu_busy(
 ) -> None:
     with bench.restarted().locks.hold({UUID_0}, 1):
         bench.end(record(MPS))
-    [debt] = bench.cleanups.outstanding()
-    assert "is busy with another claim" in debt.text
+    [cleanup] = bench.cleanups.outstanding()
+    assert "is busy with another claim" in cleanup.text
     assert bench.tools.undone == [CDI]
     assert bench.cleaner.clean_all() == []
 
@@ -221,11 +221,11 @@ def test_claim_ends_though_its_undo_hangs_and_the_gpu_stays_locked(
     other = SetTimeSlice(UUID_1, 1)
     bench.tools.hanging = [MPS]
     bench.end(record(MPS, other))
-    [debt] = bench.cleanups.outstanding()
-    assert debt.steps == (MPS,)
-    assert "has not ended in time" in debt.text
+    [cleanup] = bench.cleanups.outstanding()
+    assert cleanup.steps == (MPS,)
+    assert "has not ended in time" in cleanup.text
     assert bench.tools.undone == [CDI, other], "the other GPU feels nothing"
-    assert bench.cleaner.clean_all() == [debt]
+    assert bench.cleaner.clean_all() == [cleanup]
     assert bench.lanes.under_way().keys() == {UUID_0}, "nobody else touches the GPU meanwhile"
     bench.tools.let_on.set()
     deadline = time.monotonic() + 10
@@ -247,68 +247,68 @@ def test_disk_that_cannot_be_written_is_told_and_nothing_is_lost(bench: Bench) -
     assert bench.files() == ["debts/uid-1.json"]
 
 
-def test_unreadable_debt_is_set_aside_and_hides_no_other(bench: Bench) -> None:
-    bench.owe(MPS)
+def test_unreadable_cleanup_is_set_aside_and_hides_no_other(bench: Bench) -> None:
+    bench.leave(MPS)
     bench.end(record(MPS, uid="uid-2"))
     (bench.directory / "torn").write_text("{")
     (bench.directory / "torn").replace(bench.directory / "debts/uid-1.json")
-    assert [debt.record.ref.uid for debt in bench.cleanups.outstanding()] == ["uid-2"]
+    assert [one.record.ref.uid for one in bench.cleanups.outstanding()] == ["uid-2"]
     assert [name.partition(".json")[2][:11] for name in bench.files()] == [".unreadable", ""]
 
 
 # --- before a Prepare ------------------------------------------------------------------------------
 
 
-def test_prepare_pays_first(bench: Bench) -> None:
-    bench.owe(MPS)
+def test_prepare_cleans_up_first(bench: Bench) -> None:
+    bench.leave(MPS)
     bench.tools.broken = []
-    bench.settle(DEVICE_0)
+    bench.clean_before(DEVICE_0)
     assert bench.files() == []
 
 
 def test_prepare_waits_for_an_undo_that_works_a_moment_later(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.journal.cleanups._SETTLE_AGAIN_S", 0.02)
-    bench.owe(MPS)
+    monkeypatch.setattr("dra_driver.journal.cleanups._CLEAN_AGAIN_S", 0.02)
+    bench.leave(MPS)
     works_again = threading.Timer(0.2, bench.tools.broken.clear)
     works_again.start()
-    bench.settle(DEVICE_0)
+    bench.clean_before(DEVICE_0)
     assert bench.files() == []
     works_again.join()
 
 
-def test_prepare_is_refused_while_an_mps_daemon_is_owed(
+def test_prepare_is_refused_while_an_mps_daemon_is_left(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.journal.cleanups.SETTLE_S", 0.1)
-    bench.owe(MPS)
+    monkeypatch.setattr("dra_driver.journal.cleanups.CLEAN_BEFORE_S", 0.1)
+    bench.leave(MPS)
     with pytest.raises(RetryableError) as caught:
-        bench.settle(DEVICE_0)
+        bench.clean_before(DEVICE_0)
     assert str(caught.value) == (
         f"the device cannot be used yet: claim default/claim-uid-1 (UID uid-1) has ended, but cleanup is pending: the "
         f"end of the MPS daemon of device {GPU_0}: nvidia-smi fails for RunMps; gpu-dra-driver tries again; see that "
         "the MPS host (DaemonSet gpu-dra-driver-mps) and nvidia-smi work there"
     )
-    bench.settle(DEVICE_1)
-    bench.settle(DEVICE_0, MPS)  # who wants the daemon starts it anew
+    bench.clean_before(DEVICE_1)
+    bench.clean_before(DEVICE_0, MPS)  # who wants the daemon starts it anew
 
 
 def test_prepare_goes_on_without_a_time_slice(bench: Bench) -> None:
-    bench.owe(SLICE)
-    bench.settle(DEVICE_0)
+    bench.leave(SLICE)
+    bench.clean_before(DEVICE_0)
     assert bench.files() == ["debts/uid-1.json"]
 
 
-def test_claim_that_is_only_being_prepared_makes_no_debt_void(bench: Bench) -> None:
+def test_claim_that_is_only_being_prepared_makes_no_cleanup_void(bench: Bench) -> None:
     """It may fail before it has done anything, and then undoes nothing."""
-    bench.owe(MPS)
+    bench.leave(MPS)
     bench.records.save(replace(record(MPS, uid="uid-2"), phase="preparing"))
     with bench.restarted().locks.hold({UUID_0}, 1):  # as its Prepare holds it
         assert len(bench.cleaner.clean_all()) == 1
     bench.records.delete("uid-2")
     bench.tools.undone = []
-    bench.pay()
+    bench.clean()
     assert bench.tools.undone == [MPS]
 
 
@@ -318,21 +318,21 @@ def test_claim_for_another_gpu_forgets_nothing_of_the_first(bench: Bench) -> Non
     bench.end(record(MPS, other))
     bench.records.save(record(MPS, uid="uid-2"))
     bench.tools.broken = []
-    bench.settle(DEVICE_1)
-    [debt] = bench.cleanups.all()
-    assert debt.steps == (MPS,), "whether it is void is for him to say who holds the lock of that GPU"
+    bench.clean_before(DEVICE_1)
+    [cleanup] = bench.cleanups.all()
+    assert cleanup.steps == (MPS,), "whether it is void is for him to say who holds the lock of that GPU"
 
 
-def test_prepare_that_fails_again_and_again_owes_once(bench: Bench) -> None:
+def test_prepare_that_fails_again_and_again_leaves_one(bench: Bench) -> None:
     bench.tools.broken = [SLICE, MPS]
     for number in range(5):
         bench.end(record(SLICE, MPS, uid=f"uid-{number}"))
     assert len(bench.told.lines) == 1, "one event for one thing"
-    [debt] = bench.cleaner.clean_all()
-    assert (debt.name, debt.steps) == ("uid-0", (SLICE, MPS))
+    [cleanup] = bench.cleaner.clean_all()
+    assert (cleanup.name, cleanup.steps) == ("uid-0", (SLICE, MPS))
     assert bench.files() == ["debts/uid-0.json"]
     bench.tools.undone = []
-    bench.pay()
+    bench.clean()
     assert bench.tools.undone == [MPS, SLICE]
 
 
@@ -347,7 +347,7 @@ def test_claims_that_end_together_forget_nothing_of_each_other(bench: Bench) -> 
         bench.executor.clean(cleanup)
     assert len(bench.cleanups.outstanding()) == 2
     assert len(bench.cleaner.clean_all()) == 1
-    bench.pay()
+    bench.clean()
     assert bench.tools.undone == [CDI, CDI, MPS]
 
 
@@ -361,39 +361,39 @@ def test_cleanup_that_the_other_instance_has_finished_meanwhile_is_not_told(benc
     assert bench.cleanups.outstanding() == []
 
 
-def test_what_is_published_shows_no_debt_that_is_just_being_undone(bench: Bench) -> None:
+def test_what_is_published_shows_no_cleanup_that_is_just_being_undone(bench: Bench) -> None:
     bench.tools.hanging = [MPS]
     bench.records.save(record(MPS))
     begun = bench.executor.leave(record(MPS))
     ends = threading.Thread(target=lambda: bench.executor.clean(begun))
     ends.start()
     eventually(lambda: bench.files() == ["debts/uid-1.json"])
-    assert bench.cleanups.owing()(DEVICE_0) is None
+    assert bench.cleanups.withheld()(DEVICE_0) is None
     other = bench.restarted()
-    assert other.cleanups.owing()(DEVICE_0) is not None, "the other instance cannot know"
+    assert other.cleanups.withheld()(DEVICE_0) is not None, "the other instance cannot know"
     bench.tools.let_on.set()
     ends.join()
     other.cleaner._turn()
-    assert other.changes == 1, "but it hears when the debt is gone"
-    assert other.cleanups.owing()(DEVICE_0) is None
+    assert other.changes == 1, "but it hears when the cleanup is gone"
+    assert other.cleanups.withheld()(DEVICE_0) is None
     other.cleaner._turn()
     assert other.changes == 1
 
 
 def test_instance_that_publishes_nothing_is_told_once(bench: Bench) -> None:
-    bench.owe(MPS)
+    bench.leave(MPS)
     before = bench.changes
     for _ in range(5):
         bench.cleaner._turn()
     assert bench.changes == before + 1
 
 
-def test_claim_of_an_older_boot_makes_no_debt_void(bench: Bench) -> None:
+def test_claim_of_an_older_boot_makes_no_cleanup_void(bench: Bench) -> None:
     """Its own step is gone with that boot, so its Unprepare undoes nothing."""
     bench.records.save(record(MPS, uid="old", boot_id="boot-0"))
-    bench.owe(MPS)
+    bench.leave(MPS)
     assert len(bench.cleaner.clean_all()) == 1
-    bench.pay()
+    bench.clean()
     assert bench.tools.undone == [CDI, MPS]
 
 
@@ -402,9 +402,9 @@ def test_mig_device_of_an_ended_claim_is_destroyed_before_another_claim_gets_its
     made = CreateMig("gpu-0-mig-1g-0", UUID_0, None, 19, "1g.10gb", Placement(0, 1))
     with bench.restarted().locks.hold({UUID_0}, 1):
         bench.end(record(made))
-    [debt] = bench.cleanups.outstanding()
-    assert debt.kinds == ("mig-device",)
-    bench.settle(DEVICE_0, made)
+    [cleanup] = bench.cleanups.outstanding()
+    assert cleanup.kinds == ("mig-device",)
+    bench.clean_before(DEVICE_0, made)
     assert bench.tools.undone == [CDI, made]
     assert bench.cleanups.outstanding() == []
 
@@ -413,12 +413,12 @@ def test_mps_daemon_of_a_mig_device_keeps_nobody_from_its_neighbours(bench: Benc
     part = RunMps(MpsDaemonSpec(MIG_1G, MIXED.by_name[MIG_1G].uuid, "mig", MIXED.by_name[MIG_1G].gpu.uuid))
     bench.tools.broken = [part]
     bench.end(record(part))
-    bench.settle(MIXED.by_name[MIG_3G])
+    bench.clean_before(MIXED.by_name[MIG_3G])
     with pytest.raises(RetryableError, match="the end of the MPS daemon"):
-        bench.settle(MIXED.by_name[MIG_1G])
+        bench.clean_before(MIXED.by_name[MIG_1G])
 
 
-def test_bug_in_one_undo_keeps_no_other_from_being_paid(
+def test_bug_in_one_undo_keeps_no_other_from_being_undone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = SetTimeSlice(UUID_1, 1)
@@ -434,11 +434,11 @@ def test_bug_in_one_undo_keeps_no_other_from_being_paid(
     bench.end(record(MPS))
     bench.end(record(other, uid="uid-2"))
     bench.tools.broken = []
-    [debt] = bench.cleaner.clean_all()
-    assert (debt.steps, debt.cause) == ((MPS,), "a bug")
+    [cleanup] = bench.cleaner.clean_all()
+    assert (cleanup.steps, cleanup.cause) == ((MPS,), "a bug")
 
 
-def test_leading_instance_hears_of_the_debts_that_the_other_one_makes(bench: Bench) -> None:
+def test_leading_instance_hears_of_the_cleanups_that_the_other_one_makes(bench: Bench) -> None:
     assert bench.cleaner._turn() == 5.0
     older = bench.restarted()
     older.tools.broken = [MPS]
@@ -465,33 +465,33 @@ def test_leading_instance_hears_of_the_debts_that_the_other_one_makes(bench: Ben
 def test_devices_are_withheld_only_where_the_next_pod_would_suffer(
     step: Step, boot_id: str, names: set[str]
 ) -> None:
-    debt = PendingCleanup("uid-1", record(step, boot_id=boot_id), (step,), 1)
-    assert {name for name in (GPU_0, GPU_1) if withholding([debt], MIXED.by_name[name], BOOT)} == names
+    cleanup = PendingCleanup("uid-1", record(step, boot_id=boot_id), (step,), 1)
+    assert {name for name in (GPU_0, GPU_1) if withholding([cleanup], MIXED.by_name[name], BOOT)} == names
 
 
-def test_what_a_reboot_takes_away_is_owed_no_more() -> None:
+def test_what_a_reboot_takes_away_is_pending_no_more() -> None:
     assert still_pending((SLICE, MPS, CDI), record(boot_id="boot-0"), BOOT) == (MPS,)
     assert still_pending((SLICE, MPS, CDI), record(), BOOT) == (SLICE, MPS)
 
 
-def test_mps_debt_of_another_boot_is_tried_once(bench: Bench) -> None:
-    bench.owe(MPS)
+def test_mps_cleanup_of_another_boot_is_tried_once(bench: Bench) -> None:
+    bench.leave(MPS)
     after = bench.restarted("boot-2")
     after.tools.broken = [MPS]
     assert after.cleaner.clean_all() == []
     assert after.files() == []
 
 
-# --- the keeper's thread ---------------------------------------------------------------------------
+# --- the thread of the loop ---------------------------------------------------------------------------
 
 
 @contextmanager
-def running(keeper: Cleaner) -> Iterator[None]:
-    keeper.start()
+def running(cleaner: Cleaner) -> Iterator[None]:
+    cleaner.start()
     try:
         yield
     finally:
-        keeper.stop()
+        cleaner.stop()
 
 
 def eventually(check: Callable[[], object]) -> None:
@@ -501,8 +501,8 @@ def eventually(check: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_keeper_pays_as_soon_as_the_tool_is_back(bench: Bench) -> None:
-    bench.owe(MPS)
+def test_loop_cleans_up_as_soon_as_the_tool_is_back(bench: Bench) -> None:
+    bench.leave(MPS)
     bench.cleaner._turn()
     bench.cleaner._due = float("inf")
     with running(bench.cleaner):
@@ -513,16 +513,16 @@ def test_keeper_pays_as_soon_as_the_tool_is_back(bench: Bench) -> None:
         eventually(lambda: not bench.files())
 
 
-def test_keeper_tries_again_by_itself(bench: Bench) -> None:
-    bench.owe(MPS)
+def test_loop_tries_again_by_itself(bench: Bench) -> None:
+    bench.leave(MPS)
     with running(bench.cleaner):
         eventually(lambda: bench.cleaner._due > 0)
         bench.tools.broken = []
         eventually(lambda: not bench.files())
 
 
-def test_keeper_of_an_instance_that_does_not_lead_leaves_debts_alone(bench: Bench) -> None:
-    bench.owe(MPS)
+def test_loop_of_an_instance_that_does_not_lead_leaves_cleanups_alone(bench: Bench) -> None:
+    bench.leave(MPS)
     bench.tools.broken, bench.tools.undone = [], []
     follower = Cleaner(bench.cleanups, bench.lanes, bench.tools, BOOT, lambda: False)
     assert follower._turn() == 5.0
@@ -537,8 +537,10 @@ class Crash(BaseException):
 
 
 @pytest.mark.parametrize("point", ["undo", "unlink"])
-def test_process_that_dies_while_it_pays(bench: Bench, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
-    bench.owe(MPS)
+def test_process_that_dies_while_it_cleans_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    bench.leave(MPS)
     bench.tools.broken = []
 
     def die(*_args: object, **_options: object) -> None:

@@ -136,7 +136,7 @@ def test_the_matrix_covers_every_change(fresh, name: str) -> None:
     node.countdown.done.clear()
     node.unprepare()
     mode = [] if case.mode else ["set_mode", "disown_mode"]
-    assert node.countdown.done == ["move", "destroy_compute", "destroy", "delete", *mode, "lessen"]
+    assert node.countdown.done == ["move", "destroy_compute", "destroy", "delete", *mode, "note_undone"]
     assert len(node.countdown.done) == case.unprepare
     assert node.state() == untouched(case)
 

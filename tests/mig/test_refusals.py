@@ -55,7 +55,7 @@ class Node(MigNode):
         self.specs.create()
         steps = {CreateMig: self.steps, LeaveMigMode: self.steps, WriteCdiSpec: SpecSteps(self.specs)}
         self.runner = StepDispatcher(steps)
-        self.cleaner = Cleaner(self.debts, self.lanes, self.runner, self.boot_id)
+        self.cleaner = Cleaner(self.cleanups, self.lanes, self.runner, self.boot_id)
         self.executor = Executor(
             self.countdown.counted(self.records),
             self.cleaner,

@@ -28,5 +28,5 @@ def tools_seen(
 
 def is_owing(cleanups: PendingCleanups) -> Callable[[OfferedDevice], bool]:
     """Whether a pending cleanup keeps a device from being given out, as of now."""
-    owing = cleanups.owing()
+    owing = cleanups.withheld()
     return lambda device: owing(device) is not None
