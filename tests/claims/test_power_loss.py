@@ -19,8 +19,7 @@ from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.claims.planner import Identity
 from dra_driver.files.atomic import make_directory, write_atomically
 from dra_driver.health.store import HealthStore, KeptHealth
-from dra_driver.journal.cleanups import Cleaner
-from dra_driver.journal.executor import Executor, StepDispatcher
+from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all
@@ -150,21 +149,13 @@ class PoweredNode(Node):
         super().__init__(directory, MIXED, boot_id=boot_id, claims=claims, metadata=kind.metadata)
         self.boot = Boot()
         self.mps = MpsHost(directory / "plugin", self.boot, boot_id)
-        self.runner = StepDispatcher({
+        runner = StepDispatcher({
             WriteCdiSpec: self.steps,
             WriteDeviceMetadata: MetadataSteps(self.metadata_files, lambda: MIXED, lambda device: None),
             SetTimeSlice: TimeSliceSteps(self.boot, self.records, boot_id),
             RunMps: MpsSteps(self.mps, self.records, dict, lambda _device: None, boot_id),
         })  # fmt: skip
-        self.cleaner = Cleaner(self.cleanups, self.lanes, self.runner, boot_id)
-        self.executor = Executor(
-            self.records,
-            self.cleaner,
-            self.runner,
-            self.lanes,
-            boot_id,
-            lambda: "2026-08-07T12:00:00.000+00:00",
-        )
+        self.work_with(runner)
         self.serve(Identity(DRIVER, NODE, kind.sharing, kind.metadata))
         assert self.cleaner.clean_all() == []
 

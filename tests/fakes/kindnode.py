@@ -25,11 +25,7 @@ from dra_driver.errors import PermanentError
 from dra_driver.files.atomic import TEMPORARY_SUFFIX
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
-from dra_driver.journal.cleanups import Cleaner, PendingCleanups
-from dra_driver.journal.executor import Executor, StepDispatcher
-from dra_driver.journal.lanes import Lanes
-from dra_driver.journal.locks import ClaimLocks, GpuLocks
-from dra_driver.journal.records import RecordStore
+from dra_driver.journal.executor import StepDispatcher
 from dra_driver.mig.collector import MigCollector
 from dra_driver.mig.context import MigContext
 from dra_driver.mig.create import MigDevices
@@ -58,6 +54,7 @@ from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.simulator import device_node_reader
 from dra_driver.simulator.policy import TIMESLICE, Policies
 from tests.fakes.clock import Clock
+from tests.fakes.journal import Journaled
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.preparing import Claims, Crash, Devices, Outcomes, Users, claims_of, no_programs
 from tests.fakes.samples import DRIVER, NODE, claim, result
@@ -271,7 +268,7 @@ class _Effects:
         return call
 
 
-class KindNode:
+class KindNode(Journaled):
     """One instance of the plugin below `directory`."""
 
     def __init__(
@@ -279,17 +276,11 @@ class KindNode:
     ) -> None:
         self.site = site
         self.directory = directory
-        self.boot_id = boot_id
         self.metadata = metadata
         self.deaths = Deaths()
         self.claims = Claims()
         plugin = self.plugin = directory / "plugin"
-        self.records = RecordStore(plugin / "claims")
-        self.records.open(boot_id)
-        self.lanes = Lanes(GpuLocks(plugin / "locks"))
-        self.planning = GpuLocks(plugin / "locks", ".plan.lock")
-        self.planning.open()
-        self.claim_locks = ClaimLocks(plugin / "locks")
+        self.open_journal(plugin, boot_id)
         self.specs = CdiDirectory(directory / "cdi", DRIVER)
         self.specs.create()
         self.metadata_files = MetadataFiles(plugin, directory / "cdi", DRIVER)
@@ -310,20 +301,8 @@ class KindNode:
         )
         self.mig = MigDevices(context)
         self.collector = MigCollector(context, self.mig, self.lanes, adopt="leave", on_change=lambda: None)
-        self.cleanups = PendingCleanups(plugin / "debts", self.records, boot_id)
-        self.cleanups.open()
         runners = self._runners(context)
-        self.runner = StepDispatcher(runners)
-        self.cleaner = Cleaner(self.cleanups, self.lanes, self.runner, boot_id)
-        self.executor = Executor(
-            self.records,
-            self.cleaner,
-            self.runner,
-            self.lanes,
-            boot_id,
-            now=lambda: "2026-08-07T12:00:00.000+00:00",
-            lost_steps=runners[RunMps].lost_steps,
-        )
+        self.work_with(StepDispatcher(runners), lost_steps=runners[RunMps].lost_steps)
         self.outcomes = Outcomes()
         self.service = claims_of(
             self, Identity(DRIVER, NODE, sharing(site), metadata), Devices(site.inventory), Users()

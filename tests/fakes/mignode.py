@@ -9,11 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dra_driver.errors import NvmlTransientError
-from dra_driver.journal.cleanups import Cleaner, PendingCleanups
-from dra_driver.journal.executor import Executor, StepDispatcher
-from dra_driver.journal.lanes import Lanes
-from dra_driver.journal.locks import GpuLocks
-from dra_driver.journal.records import RecordStore
+from dra_driver.journal.executor import StepDispatcher
 from dra_driver.mig.collector import MigCollector
 from dra_driver.mig.context import MigContext
 from dra_driver.mig.create import MigDevices
@@ -29,6 +25,7 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, LeaveMigMode, Step
 from dra_driver.nvml.mig_hardware import MigHardware
 from tests.fakes.clock import Clock
+from tests.fakes.journal import Journaled
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.preparing import Crash
 from tests.fakes.samples import claim as a_claim
@@ -84,7 +81,7 @@ class _Counted:
         return call
 
 
-class MigNode:
+class MigNode(Journaled):
     """An instance of the plugin for GPU 0 of a machine."""
 
     def __init__(
@@ -93,7 +90,6 @@ class MigNode:
         self.simulated = simulated
         self.machine = simulated.machine
         self.directory = directory
-        self.boot_id = boot_id
         self.gpu_uuid = self.machine.gpu(0).uuid
         self.address = GpuAddress(self.gpu_uuid, None)
         self.lost: tuple[str, ...] = ()
@@ -106,11 +102,7 @@ class MigNode:
         self.hardware = MigHardware(nullcontext)
         self.ledger = MigLedger(directory / "mig", boot_id, self.clock)
         self.ledger.open()
-        self.records = RecordStore(directory / "claims")
-        self.records.open(boot_id)
-        self.locks = GpuLocks(directory / "locks")
-        self.locks.open()
-        self.lanes = Lanes(self.locks)
+        self.open_journal(directory, boot_id, self.countdown.counted)
         self.users = MigHolders(self.records, lambda: self.lost)
         self.context = MigContext(
             self.countdown.counted(self.hardware),
@@ -124,18 +116,7 @@ class MigNode:
         )
         self.devices = MigDevices(self.context)
         self.steps = MigSteps(self.context, self.devices, simulated.paths.proc)
-        self.cleanups = PendingCleanups(directory / "debts", self.countdown.counted(self.records), boot_id)
-        self.cleanups.open()
-        runner = StepDispatcher({CreateMig: self.steps, LeaveMigMode: self.steps})
-        self.cleaner = Cleaner(self.countdown.counted(self.cleanups), self.lanes, runner, boot_id)
-        self.executor = Executor(
-            self.countdown.counted(self.records),
-            self.cleaner,
-            runner,
-            self.lanes,
-            boot_id,
-            now=lambda: "2026-08-07T12:00:00.000+00:00",
-        )
+        self.work_with(StepDispatcher({CreateMig: self.steps, LeaveMigMode: self.steps}))
         self.collector = MigCollector(
             self.context, self.devices, self.lanes, adopt=adopt, on_change=self._changed
         )

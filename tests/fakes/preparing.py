@@ -23,11 +23,7 @@ from dra_driver.claims.reconciler import Reconciler, Rhythm
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
-from dra_driver.journal.cleanups import Cleaner, PendingCleanups
-from dra_driver.journal.executor import Executor, StepDispatcher
-from dra_driver.journal.lanes import Lanes
-from dra_driver.journal.locks import ClaimLocks, GpuLocks
-from dra_driver.journal.records import RecordStore
+from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.host import HostPaths
@@ -35,6 +31,7 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, Step, WriteCdiSpec, WriteDeviceMetadata
+from tests.fakes.journal import Journaled
 from tests.fakes.samples import DRIVER, NODE
 
 
@@ -222,7 +219,7 @@ def claims_of(
     )
 
 
-class Node:
+class Node(Journaled):
     """One instance of the plugin over a directory; `restarted` is the next one over the same."""
 
     def __init__(
@@ -240,12 +237,7 @@ class Node:
         self.patience = patience
         self.claims = claims or Claims()
         self.devices = Devices(inventory)
-        self.records = RecordStore(directory / "claims")
-        self.records.open(boot_id)
-        self.lanes = Lanes(GpuLocks(directory / "locks"))
-        self.planning = GpuLocks(directory / "locks", ".plan.lock")
-        self.planning.open()
-        self.claim_locks = ClaimLocks(directory / "locks")
+        self.open_journal(directory, boot_id)
         self.specs = CdiDirectory(directory / "cdi", DRIVER)
         self.specs.create()
         self.steps = SpecSteps(self.specs)
@@ -253,21 +245,11 @@ class Node:
         self.metadata_files.create()
         described = MetadataSteps(self.metadata_files, lambda: self.devices.inventory, lambda device: None)
         self.outcomes = Outcomes()
-        self.cleanups = PendingCleanups(directory / "debts", self.records, boot_id)
-        self.cleanups.open()
-        self.boot_id = boot_id
         mps = SpecSteps(self.specs)  # of which no test wants more than that it runs
-        self.runner = StepDispatcher({WriteCdiSpec: self.steps, WriteDeviceMetadata: described, RunMps: mps})
-        self.cleaner = Cleaner(self.cleanups, self.lanes, self.runner, boot_id)
-        self.executor = Executor(
-            self.records,
-            self.cleaner,
-            self.runner,
-            self.lanes,
-            boot_id,
+        self.work_with(
+            StepDispatcher({WriteCdiSpec: self.steps, WriteDeviceMetadata: described, RunMps: mps}),
             # As for steps that change more than the spec, so that the tests see the syncs too.
             must_last=lambda plan: True,
-            now=lambda: "2026-08-07T12:00:00.000+00:00",
         )
         self.waited_for: list[str] = []
         self.users: dict[str, str] = {}

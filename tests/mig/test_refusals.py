@@ -16,9 +16,7 @@ from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.errors import NvmlTransientError, NvmlUnknownOutcomeError
-from dra_driver.journal.cleanups import Cleaner
-from dra_driver.journal.executor import Executor, StepDispatcher
-from dra_driver.journal.locks import ClaimLocks, GpuLocks
+from dra_driver.journal.executor import StepDispatcher
 from dra_driver.mig.rules.counters import partitioned
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
 from dra_driver.model.inventory import DynamicMigDevice
@@ -54,19 +52,9 @@ class Node(MigNode):
         self.specs = CdiDirectory(directory / "cdi", DRIVER)
         self.specs.create()
         steps = {CreateMig: self.steps, LeaveMigMode: self.steps, WriteCdiSpec: SpecSteps(self.specs)}
-        self.runner = StepDispatcher(steps)
-        self.cleaner = Cleaner(self.cleanups, self.lanes, self.runner, self.boot_id)
-        self.executor = Executor(
-            self.countdown.counted(self.records),
-            self.cleaner,
-            self.runner,
-            self.lanes,
-            self.boot_id,
-        )
-        self.planning = GpuLocks(directory / "locks", ".plan.lock")
+        self.work_with(StepDispatcher(steps))
         self.claims = Claims()
         self.node_devices = Devices(self.inventory)
-        self.claim_locks = ClaimLocks(directory / "locks")
         self.outcomes = Outcomes()
         parts = claims_of(self, Identity(DRIVER, NODE), self.node_devices, Users(), patience)
         self.service, self.preparer, self.line = parts.service, parts.preparer, parts.line

@@ -1,0 +1,51 @@
+"""What an instance of the plugin has on disk for claims and GPUs, and what works on that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dra_driver.journal.cleanups import Cleaner, PendingCleanups
+from dra_driver.journal.executor import Executor
+from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.locks import ClaimLocks, GpuLocks
+from dra_driver.journal.records import RecordStore
+
+
+class Journaled:
+    """Base of the nodes of tests. `work_with` may be called again, with what does other steps."""
+
+    runner: Any
+    cleaner: Cleaner
+    executor: Executor
+
+    def open_journal(
+        self, directory: Path, boot_id: str, counted: Callable[[Any], Any] = lambda subject: subject
+    ) -> None:
+        """Records, locks and pending cleanups below `directory`; `counted` sees what changes them."""
+        self.boot_id = boot_id
+        self._counted = counted
+        self.records = RecordStore(directory / "claims")
+        self.records.open(boot_id)
+        self.locks = GpuLocks(directory / "locks")
+        self.locks.open()
+        self.lanes = Lanes(self.locks)
+        self.planning = GpuLocks(directory / "locks", ".plan.lock")
+        self.claim_locks = ClaimLocks(directory / "locks")
+        self.cleanups = PendingCleanups(directory / "debts", counted(self.records), boot_id)
+        self.cleanups.open()
+
+    def work_with(self, runner: Any, **options: Any) -> None:
+        """Have steps done and undone by `runner`."""
+        self.runner = runner
+        self.cleaner = Cleaner(self._counted(self.cleanups), self.lanes, runner, self.boot_id)
+        self.executor = Executor(
+            self._counted(self.records),
+            self.cleaner,
+            runner,
+            self.lanes,
+            self.boot_id,
+            now=lambda: "2026-08-07T12:00:00.000+00:00",
+            **options,
+        )
