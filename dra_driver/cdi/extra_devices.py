@@ -65,7 +65,7 @@ class ExtraDeviceFinder:
         return device
 
     def channel_nodes(self, plan: Plan) -> tuple[HostNode, ...]:
-        """The channels of a claim on GPUs in a fabric. Raises: RetryableError if the driver has none."""
+        """The channels of a claim on GPUs in a fabric. Raises: RetryableError if the NVIDIA driver has none."""
         channels = channels_of(plan)
         if channels is None:
             return ()

@@ -165,7 +165,7 @@ def _entries(directory: Path, prefix: str = "") -> list[Path]:
 
 
 def _readable_entries(directory: Path) -> list[Path]:
-    """As `_entries`; nothing if the disk fails, so that the driver can still serve other claims."""
+    """As `_entries`; nothing if the disk fails, so that the plugin can still serve other claims."""
     try:
         return _entries(directory)
     except StateError:

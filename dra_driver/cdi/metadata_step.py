@@ -46,8 +46,8 @@ class MetadataSteps:
         inventory = self._inventory()
         if inventory is None:
             raise NvmlUnavailableError(
-                "the devices of this node are not known now, so their metadata cannot be written; see the driver's log "
-                "for what NVML answers"
+                "the devices of this node are not known now, so their metadata cannot be written; see the log of "
+                "gpu-dra-driver for what NVML answers"
             )
         by_request: dict[str, list[DescribedDevice]] = {}
         for planned in plan.devices:

@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 
 class CdiSteps:
     """Does and undoes `WriteCdiSpec`. Each spec is made from what is on the disk now: no container may get a path that
-    is gone because the driver or the toolkit was replaced."""
+    is gone because the NVIDIA driver or the toolkit was replaced."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ is given out while a process uses it.
 | shows no process | no process uses the device. (NVML shows none, too, where it cannot see the host's processes) |
 | does not have the device, or the GPU is lost | the same: nothing computes there, and no claim gets the device |
 | is not available, because the kernel driver is not loaded | the same |
-| is not available for another reason, hangs, fails | the users are not known, so the driver asks again later |
+| is not available for another reason, hangs, fails | the users are not known, so the plugin asks again later |
 
 The processes of an earlier boot are gone, so a record of an earlier boot has no users.
 """

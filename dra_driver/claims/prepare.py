@@ -102,7 +102,7 @@ class Preparer:
                 if not self._finished_one_of(error, attempt.call):
                     self._line.wait(attempt, error)
             except (NvmlUnavailableError, DeviceLostError):
-                # Discovery may not have seen yet that the driver was loaded again or that the GPU is back.
+                # Discovery may not have seen yet that the NVIDIA driver was loaded again or that the GPU is back.
                 # A look takes a moment; the kubelet would call again only after a minute.
                 if has_looked or not self._planner.is_usable():
                     raise

@@ -1,7 +1,7 @@
 """Takes back the devices of stale claims: claims that the kubelet will not unprepare any more.
 
 The kubelet unprepares the claims that it remembers. It forgets claims when its own state is lost, when a node was cut
-off, or when pods were removed while the driver was down. So the reconciler compares the records with the API server:
+off, or when pods were removed while the plugin was down. So the reconciler compares the records with the API server:
 soon after the start, every ten minutes, and when an attempt waits for a holder.
 
     kept ──stale in a look──▶ stale ──still stale after a grace time──▶ taken back, as by the kubelet's Unprepare
@@ -110,7 +110,7 @@ class _UnsureError(Exception):
 
 
 class Reconciler:
-    """Looks in its own thread. Call `start` when the driver serves the kubelet."""
+    """Looks in its own thread. Call `start` when the plugin serves the kubelet."""
 
     def __init__(
         self,

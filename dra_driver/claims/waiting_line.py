@@ -113,7 +113,7 @@ class WaitTimeouts:
     for `doubt_s` while the API server does not answer again. `busy_s` limits the waiting for a device that no claim
     holds: the process that uses it may be a monitor, which never ends. The attempt tries again every `busy_pause_s`. It
     asks NVML which processes use a device only while at least `users_s` are left. `stop_s` is how long an attempt still
-    waits after the driver was told to stop.
+    waits after the plugin was told to stop.
 
     When the NVIDIA driver refuses for now, the attempt tries again after `refused_pause_s`, then after twice as long
     each time up to `refused_pause_most_s`, for `refused_s` in all, and only while at least `try_s` are left.

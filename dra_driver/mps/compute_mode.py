@@ -30,9 +30,9 @@ _NOT_SET = ("unable to set", "treating as warning")
 
 
 class ComputeMode:
-    """Reads and sets it through the driver's own nvidia-smi, as NVML's numbers: 0 default, 2 prohibited, 3 exclusive to
-    one process. nvidia-smi opens NVML, so it runs only within `using_nvml`, which raises NvmlDetachedError while NVML
-    is to stay closed."""
+    """Reads and sets it through the NVIDIA driver's own nvidia-smi, as NVML's numbers: 0 default, 2 prohibited, 3
+    exclusive to one process. nvidia-smi opens NVML, so it runs only within `using_nvml`, which raises NvmlDetachedError
+    while NVML is to stay closed."""
 
     def __init__(
         self, find: FindPrograms, using_nvml: Callable[[], AbstractContextManager[None]] = nullcontext

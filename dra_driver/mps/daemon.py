@@ -269,8 +269,9 @@ class Daemon:
     def _take_gpu(self, *, again: bool = False) -> None:
         """Each GPU is exclusive to MPS; what they were before is on disk before the first one changes.
 
-        `again` is for a daemon that runs: a reset of the GPU or a reload of the driver makes the mode the default
-        one, any other mode is somebody's wish. A GPU that does not answer keeps no other from being exclusive then.
+        `again` is for a daemon that runs: a reset of the GPU or a reload of the NVIDIA driver makes the mode the
+        default one, any other mode is somebody's wish. A GPU that does not answer keeps no other from being exclusive
+        then.
         """
         tools, spec = self._tools, self._record.spec
         self._look_at_gpu_at = time.monotonic() + tools.timings.exclusive

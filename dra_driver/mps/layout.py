@@ -32,7 +32,7 @@ class MpsLayout:
 
     @property
     def libraries(self) -> Path:
-        """Links to the driver's libraries, where they are not where the loader looks."""
+        """Links to the NVIDIA driver's libraries, where they are not where the loader looks."""
         return self.root / "host.lib"
 
     @property

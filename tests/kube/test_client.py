@@ -227,7 +227,7 @@ def test_own_limit_counts_against_the_time_of_a_request(server):
     client.request("GET", NODES, action="list nodes")
     start = time.monotonic()
     with pytest.raises(
-        ApiUnavailableError, match=r"list nodes: the driver's own limit of 0.1 requests a second"
+        ApiUnavailableError, match=r"list nodes: gpu-dra-driver's own limit of 0.1 requests a second"
     ):
         client.request("GET", NODES, action="list nodes", timeout_s=0.5)
     assert time.monotonic() - start < 5

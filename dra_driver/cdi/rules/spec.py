@@ -1,4 +1,4 @@
-"""CDI specs: one for each claim, with the driver's files once and the nodes of each device."""
+"""CDI specs: one for each claim, with the NVIDIA driver's files once and the nodes of each device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dra_driver.model.driver_files import CdiDevice, CdiMount, DriverFile, Drive
 
 CLASS = "claim"
 COMMON = "containerEdits"
-"""The field of a spec with the driver's part, which is most of a spec and equal in all specs."""
+"""The field of a spec with the NVIDIA driver's part, which is most of a spec and equal in all specs."""
 
 _UID = re.compile(r"^[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,126}[A-Za-z0-9])?\Z")
 _FILE_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
@@ -67,8 +67,8 @@ def file_stem(driver_name: str, claim_uid: str) -> str:
 
 
 def encode(spec: dict[str, Any], common: bytes | None = None) -> bytes:
-    """The bytes of a spec file; the same spec gives the same bytes. `common` is the driver's part of the spec, if it
-    was encoded before."""
+    """The bytes of a spec file; the same spec gives the same bytes. `common` is the NVIDIA driver's part of the
+    spec, if it was encoded before."""
     parts = (
         encoded(key) + b":" + (common if common is not None and key == COMMON else encoded(value))
         for key, value in spec.items()
@@ -89,7 +89,7 @@ def claim_spec(
     common: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The spec of a claim's devices. A device that occurs twice unchanged is listed once. `common` are the
-    `common_edits` of the driver, if they were made before.
+    `common_edits` of the NVIDIA driver, if they were made before.
 
     Raises: RetryableError if a node is missing without which the containers would have no GPU; ClaimRefusedError if the
     claim has no device, or two different devices with the same name.
@@ -153,8 +153,8 @@ def _distinct(claim_uid: str, devices: Sequence[CdiDevice]) -> list[CdiDevice]:
 
 
 def common_edits(driver: DriverFiles) -> dict[str, Any]:
-    """What every container gets of the driver, for any device. Raises: RetryableError if a node is missing without
-    which the container would have no GPU."""
+    """What every container gets of the NVIDIA driver, for any device. Raises: RetryableError if a node is missing
+    without which the container would have no GPU."""
     _check_common_nodes(driver)
     env = [_NO_SECOND_INJECTION]
     if driver.driver_dirs:

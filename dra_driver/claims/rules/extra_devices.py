@@ -42,7 +42,7 @@ def asked_host_devices(
         raise ClaimRefusedError(
             f"request {result.request}: its parameters ask for hostDevices {', '.join(more)}, which this node gives "
             "to no claim that asks for it; use a DeviceClass that has these parameters, or have an administrator add "
-            "it to claimHostDevices (--claim-host-devices) of the driver"
+            "it to claimHostDevices (--claim-host-devices) of gpu-dra-driver"
         )
     return asked
 

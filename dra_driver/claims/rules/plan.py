@@ -301,7 +301,7 @@ def _holds(known: ClaimRecord, uuid: str) -> bool:
 
 
 def _as_held(device: OfferedDevice, known: ClaimRecord | None) -> OfferedDevice:
-    """A MIG device that the driver made for the claim stays a device on demand, even if the node now offers it as a
+    """A MIG device that the plugin made for the claim stays a device on demand, even if the node now offers it as a
     static one."""
     is_ours = known is not None and any(
         held.device == device.name and held.placement is not None for held in known.devices

@@ -3,7 +3,7 @@
 CUDA looks for GPUs in one place: a process that is a client of an MPS daemon sees the devices of that daemon and no
 others. A daemon has one device, or the whole GPUs of one request. A container gets all devices of each request that it
 names, or of the whole claim if it names none. So a mix within a request can never work. A mix of requests works as long
-as each container names its own, and only the pods say which they name: the driver cannot refuse it, because claims for
+as each container names its own, and only the pods say which they name: the plugin cannot refuse it, because claims for
 several containers are made this way.
 """
 

@@ -86,7 +86,7 @@ def _percentage(part: Fraction) -> int:
 
 
 def _consumed(result: DeviceResult, name: str) -> Fraction:
-    """An amount of the allocation; its name may be written with the driver's domain."""
+    """An amount of the allocation; its name may be written with the domain of gpu-dra-driver."""
     consumed = result.consumed_capacity
     text = consumed.get(name, consumed.get(f"{result.driver}/{name}"))
     return Fraction(0) if text is None else parse_quantity(text)
