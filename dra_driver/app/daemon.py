@@ -78,8 +78,7 @@ from dra_driver.model.health import LOST
 from dra_driver.model.mig import GpuInstance
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
-from dra_driver.mps.host_files import MpsHostFiles
-from dra_driver.mps.layout import mps_layout
+from dra_driver.mps.host_files import MpsHostFiles, mps_layout
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.observability.metrics import Metrics
 from dra_driver.observability.probes import Probes

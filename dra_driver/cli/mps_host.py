@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dra_driver.host.driver_programs import InstalledPrograms
     from dra_driver.inventory.detachment import Detachments
     from dra_driver.mps.daemon_conversation import Timings
-    from dra_driver.mps.layout import MpsLayout
+    from dra_driver.mps.host_files import MpsLayout
 
 _PLUGINS = "/var/lib/kubelet/plugins"
 _CONTAINER_ROOT = "/driver-root"
@@ -83,7 +83,7 @@ def mps_host(given: Namespace) -> None:
     from dra_driver.inventory.detachment import Detachments
     from dra_driver.logs import configure_logs
     from dra_driver.mps.daemon_conversation import Timings
-    from dra_driver.mps.layout import mps_layout
+    from dra_driver.mps.host_files import mps_layout
 
     logs = configure_logs(given.log_level, given.log_format)
     logs.take_crashes()
@@ -118,12 +118,11 @@ def _serve(
 ) -> None:
     import structlog
 
-    from dra_driver.mps.compute_mode import ComputeMode
     from dra_driver.mps.daemon import HostTools
+    from dra_driver.mps.daemon_compute_mode import ComputeMode
     from dra_driver.mps.daemon_control import ControlProgram
+    from dra_driver.mps.daemon_mounts import KernelMounter, MountsWherePossible, SelinuxLabels, has_selinux
     from dra_driver.mps.host_supervisor import Supervisor
-    from dra_driver.mps.mounts import KernelMounter, MountsWherePossible
-    from dra_driver.mps.selinux import SelinuxLabels, has_selinux
 
     log = structlog.get_logger(__name__)
     stopped = threading.Event()

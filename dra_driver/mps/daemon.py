@@ -42,14 +42,13 @@ from dra_driver.errors import (
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.mps import daemon_control as control
 from dra_driver.mps import daemon_processes as processes
-from dra_driver.mps.compute_mode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
+from dra_driver.mps.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import BusyError, ControlProgram
 from dra_driver.mps.daemon_conversation import Conversation, HostStoppingError, Timings
+from dra_driver.mps.daemon_mounts import KernelMounter, SelinuxLabels, half_of_memory
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
-from dra_driver.mps.layout import MpsLayout
-from dra_driver.mps.mounts import KernelMounter, half_of_memory
-from dra_driver.mps.selinux import SelinuxLabels
+from dra_driver.mps.host_files import MpsLayout
 
 _log = structlog.get_logger(__name__)
 

@@ -21,8 +21,7 @@ from dra_driver.files.fields import NUMBER, TEXT, Kind, Shape, needed, nullable
 from dra_driver.files.formats import parse
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps.daemon_processes import ProcessId
-from dra_driver.mps.host_files import SPEC
-from dra_driver.mps.layout import SUFFIX, MpsLayout
+from dra_driver.mps.host_files import SPEC, SUFFIX, MpsLayout
 
 FORMAT = 2
 

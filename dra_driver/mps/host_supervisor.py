@@ -19,13 +19,20 @@ from dra_driver.files.file_lock import LockBusyError, hold_file
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps import host_files
-from dra_driver.mps.compute_mode import DEFAULT
 from dra_driver.mps.daemon import Daemon, HostTools
+from dra_driver.mps.daemon_compute_mode import DEFAULT
 from dra_driver.mps.daemon_conversation import HostStoppingError
 from dra_driver.mps.daemon_limits import check_spec
 from dra_driver.mps.daemon_records import DaemonRecord
-from dra_driver.mps.host_files import Report, encode_report, generation, generation_of, read_wish
-from dra_driver.mps.layout import SUFFIX, is_device_name
+from dra_driver.mps.host_files import (
+    SUFFIX,
+    Report,
+    encode_report,
+    generation,
+    generation_of,
+    is_device_name,
+    read_wish,
+)
 
 _log = structlog.get_logger(__name__)
 

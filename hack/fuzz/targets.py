@@ -62,8 +62,7 @@ from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.units import format_bytes, parse_quantity
 from dra_driver.mps import daemon_limits as limits
 from dra_driver.mps.daemon_records import DaemonRecords
-from dra_driver.mps.host_files import MpsHostFiles, encode_wish, read_wish
-from dra_driver.mps.layout import MpsLayout
+from dra_driver.mps.host_files import MpsHostFiles, MpsLayout, encode_wish, read_wish
 from dra_driver.settings import read_config_file
 from dra_driver.validation.documents import read_documents
 from dra_driver.validation.rules.selection import NotJudgedError, SelectorError, view

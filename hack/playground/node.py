@@ -17,7 +17,7 @@ from unittest import mock
 
 from dra_driver.app.daemon import Driver
 from dra_driver.app.platforms import Platform
-from dra_driver.mps.layout import mps_layout
+from dra_driver.mps.host_files import mps_layout
 from dra_driver.settings import Settings
 from dra_driver.simulator import create_machine
 from dra_driver.validation.rules.standard_classes import standard_classes

@@ -24,7 +24,7 @@ from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import WriteCdiSpec
-from dra_driver.mps.layout import mps_layout
+from dra_driver.mps.host_files import mps_layout
 from dra_driver.simulator import device_node_reader
 from tests.cdi.cdi_schema import faults
 from tests.fakes.machines import SimulatedNode

@@ -30,8 +30,15 @@ from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.model.steps import RunMps, SetTimeSlice
-from dra_driver.mps.host_files import MpsHostFiles, Report, encode_report, generation_of, read_wish
-from dra_driver.mps.layout import MpsLayout, mps_layout
+from dra_driver.mps.host_files import (
+    MpsHostFiles,
+    MpsLayout,
+    Report,
+    encode_report,
+    generation_of,
+    mps_layout,
+    read_wish,
+)
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from tests.fakes.kindnode import KINDS, KindNode, RecordedMpsHost, Site
 from tests.fakes.samples import claim

@@ -26,8 +26,7 @@ from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, sha
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
-from dra_driver.mps.host_files import encode_wish, withdraw
-from dra_driver.mps.layout import mps_layout
+from dra_driver.mps.host_files import encode_wish, mps_layout, withdraw
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.slices.leadership import InstanceLeadership
 from tests.fakes.powerloss import Disk, Tree, covering

@@ -13,9 +13,9 @@ from dra_driver.errors import RetryableError
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.mps import compute_mode as computemode
 from dra_driver.mps import daemon_control as control
-from dra_driver.mps.compute_mode import ComputeMode
+from dra_driver.mps.daemon_compute_mode import ComputeMode
 from dra_driver.mps.daemon_control import ControlProgram
-from dra_driver.mps.layout import MpsLayout
+from dra_driver.mps.host_files import MpsLayout
 
 
 def run(script, timeout_s=5.0, lane="test", **more):

@@ -40,7 +40,7 @@ from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.host import DeviceNode
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.record import ClaimRecord
-from dra_driver.mps.layout import mps_layout
+from dra_driver.mps.host_files import mps_layout
 from dra_driver.simulator import device_node_reader
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.tables import tabled

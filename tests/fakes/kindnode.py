@@ -45,10 +45,10 @@ from dra_driver.model.steps import (
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
-from dra_driver.mps.compute_mode import DEFAULT, EXCLUSIVE_PROCESS
+from dra_driver.mps.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
-from dra_driver.mps.layout import mps_layout
+from dra_driver.mps.host_files import mps_layout
 from dra_driver.nvml.mig_hardware import MigHardware
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.simulator import device_node_reader

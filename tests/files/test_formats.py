@@ -17,7 +17,7 @@ from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.mps.daemon_records import DaemonRecords
-from dra_driver.mps.layout import mps_layout
+from dra_driver.mps.host_files import mps_layout
 from tests.fakes.preparing import Node
 from tests.fakes.samples import GPU_0, GPU_1, MIXED, claim
 

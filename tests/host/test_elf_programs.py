@@ -22,13 +22,12 @@ from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.model.driver_programs import CONTROL_PROGRAM, SMI_PROGRAM, DriverPrograms, FindPrograms
 from dra_driver.model.mps import MpsDaemonSpec
-from dra_driver.mps.compute_mode import ComputeMode
 from dra_driver.mps.daemon import HostTools
+from dra_driver.mps.daemon_compute_mode import ComputeMode
 from dra_driver.mps.daemon_control import OUTPUT, ControlProgram
 from dra_driver.mps.daemon_conversation import Timings
-from dra_driver.mps.layout import MpsLayout
-from dra_driver.mps.mounts import MountsWherePossible
-from dra_driver.mps.selinux import SelinuxLabels
+from dra_driver.mps.daemon_mounts import MountsWherePossible, SelinuxLabels
+from dra_driver.mps.host_files import MpsLayout
 from tests.fakes import elfdriver
 from tests.fakes.elfdriver import LAYOUTS, LIBRARIES, loaded
 from tests.mps.conftest import Served
@@ -215,7 +214,7 @@ from dra_driver.concurrency.bounded_program import run_program
 from dra_driver.errors import NvmlUnavailableError
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
-from dra_driver.mps.compute_mode import ComputeMode
+from dra_driver.mps.daemon_compute_mode import ComputeMode
 
 os.chroot(sys.argv[1])
 find = InstalledPrograms("/", Path("/links"))

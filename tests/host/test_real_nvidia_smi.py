@@ -18,7 +18,7 @@ from dra_driver.errors import NotSupportedError, NvmlUnavailableError, Retryable
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
-from dra_driver.mps.compute_mode import ComputeMode
+from dra_driver.mps.daemon_compute_mode import ComputeMode
 
 UUID = "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"
 NO_DRIVER = (

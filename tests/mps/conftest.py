@@ -23,15 +23,13 @@ from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.mig_caps import MigCaps
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories, MpsMember
 from dra_driver.mps import daemon_processes as processes
-from dra_driver.mps.compute_mode import ComputeMode
 from dra_driver.mps.daemon import HostTools
+from dra_driver.mps.daemon_compute_mode import ComputeMode
 from dra_driver.mps.daemon_control import ControlProgram
 from dra_driver.mps.daemon_conversation import Timings
-from dra_driver.mps.host_files import MpsHostFiles
+from dra_driver.mps.daemon_mounts import MountsWherePossible, SelinuxLabels
+from dra_driver.mps.host_files import MpsHostFiles, MpsLayout
 from dra_driver.mps.host_supervisor import Supervisor
-from dra_driver.mps.layout import MpsLayout
-from dra_driver.mps.mounts import MountsWherePossible
-from dra_driver.mps.selinux import SelinuxLabels
 from dra_driver.simulator import Machine, create_machine, device_node_reader
 from tests.fakes.mps_behaviour import behave, misbehave
 

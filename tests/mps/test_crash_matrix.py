@@ -12,10 +12,10 @@ import pytest
 
 from dra_driver.mps import daemon as daemon_module
 from dra_driver.mps import host_supervisor
-from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS, ComputeMode
+from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import ControlProgram
+from dra_driver.mps.daemon_mounts import KernelMounter, is_tmpfs
 from dra_driver.mps.daemon_records import DaemonRecords
-from dra_driver.mps.mounts import KernelMounter, is_tmpfs
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting is one of the steps and needs root")
 

@@ -14,7 +14,7 @@ import pytest
 
 from dra_driver.errors import PermanentError, RetryableError
 from dra_driver.model.mps import MpsMember
-from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS
+from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS
 from dra_driver.mps.daemon_limits import check_spec
 from dra_driver.mps.host_files import MpsHostFiles, NoMpsHostError
 from tests.mps.conftest import GROUP, Host

@@ -25,6 +25,7 @@ from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus, Mps
 from dra_driver.mps import host_files
 from dra_driver.mps.host_files import (
     MpsHostFiles,
+    MpsLayout,
     NoMpsHostError,
     Report,
     encode_report,
@@ -32,7 +33,6 @@ from dra_driver.mps.host_files import (
     generation_of,
     read_wish,
 )
-from dra_driver.mps.layout import MpsLayout
 from tests.mps.conftest import Host
 
 SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1", default_memory_limit_mib=64)

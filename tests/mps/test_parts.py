@@ -18,14 +18,13 @@ from dra_driver.errors import PermanentError, StateError
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps import daemon_processes as processes
-from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS, ComputeMode
+from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import log_tail, shorten_logs
 from dra_driver.mps.daemon_limits import is_answer, limit_commands
+from dra_driver.mps.daemon_mounts import KernelMounter, SelinuxLabels, half_of_memory, is_tmpfs
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
-from dra_driver.mps.layout import MpsLayout, mps_layout
-from dra_driver.mps.mounts import KernelMounter, half_of_memory, is_tmpfs
-from dra_driver.mps.selinux import SelinuxLabels
+from dra_driver.mps.host_files import MpsLayout, mps_layout
 
 SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")
 TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())

@@ -13,8 +13,7 @@ from playground.mps_host import MpsHostProcess
 from dra_driver.errors import RetryableError
 from dra_driver.inventory.detachment import Detachments
 from dra_driver.mps import daemon_processes as processes
-from dra_driver.mps.host_files import MpsHostFiles
-from dra_driver.mps.layout import mps_layout
+from dra_driver.mps.host_files import MpsHostFiles, mps_layout
 
 
 @pytest.fixture

@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.mps.mounts import KernelMounter, MountsWherePossible, is_tmpfs
-from dra_driver.mps.selinux import CONTAINER_FILE, SelinuxLabels, has_selinux
+from dra_driver.mps.daemon_mounts import (
+    CONTAINER_FILE,
+    KernelMounter,
+    MountsWherePossible,
+    SelinuxLabels,
+    has_selinux,
+    is_tmpfs,
+)
 from tests.mps.conftest import Host
 
 IS_ROOT = os.geteuid() == 0

@@ -22,9 +22,9 @@ from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.mps import daemon_conversation
 from dra_driver.mps import daemon_processes as processes
-from dra_driver.mps.compute_mode import EXCLUSIVE_PROCESS, ComputeMode
+from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import BusyError, ControlProgram
-from dra_driver.mps.mounts import KernelMounter, is_tmpfs
+from dra_driver.mps.daemon_mounts import KernelMounter, is_tmpfs
 from tests.fakes.preparing import in_threads
 from tests.mps.conftest import NO_LABELS
 

@@ -23,7 +23,7 @@ from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.record import ClaimRecord
 from dra_driver.mps.daemon_records import DaemonRecords
-from dra_driver.mps.layout import MpsLayout
+from dra_driver.mps.host_files import MpsLayout
 from tests.integration.test_process import call
 
 DRIVER = "gpu.nvidia.com"

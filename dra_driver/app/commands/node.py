@@ -22,8 +22,7 @@ from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.steps import RunMps, SetTimeSlice
-from dra_driver.mps.host_files import MpsHostFiles
-from dra_driver.mps.layout import mps_layout
+from dra_driver.mps.host_files import MpsHostFiles, mps_layout
 from dra_driver.settings import Settings
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 

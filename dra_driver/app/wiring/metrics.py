@@ -11,8 +11,7 @@ from dra_driver.app.wiring.slices import PublishingParts
 from dra_driver.journal.cleanups import PendingCleanups
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.inventory import Inventory
-from dra_driver.mps.host_files import MpsHostFiles
-from dra_driver.mps.layout import MpsLayout
+from dra_driver.mps.host_files import MpsHostFiles, MpsLayout
 from dra_driver.observability.metrics import Metrics
 from dra_driver.observability.probes import Probes
 

@@ -14,8 +14,7 @@ from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.diagnostics.state_on_disk import set_aside_files
 from dra_driver.kubelet.sockets import listening
 from dra_driver.model.units import counted
-from dra_driver.mps.host_files import MpsHostFiles
-from dra_driver.mps.layout import mps_layout
+from dra_driver.mps.host_files import MpsHostFiles, mps_layout
 from dra_driver.sharing.rules.mps_notes import notes_of
 
 _ASK_S = 1.0
