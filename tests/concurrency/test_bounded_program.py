@@ -11,7 +11,7 @@ import pytest
 from dra_driver.concurrency import bounded_program
 from dra_driver.errors import RetryableError
 from dra_driver.model.driver_programs import DriverPrograms
-from dra_driver.mps import compute_mode as computemode
+from dra_driver.mps import daemon_compute_mode as computemode
 from dra_driver.mps import daemon_control as control
 from dra_driver.mps.daemon_compute_mode import ComputeMode
 from dra_driver.mps.daemon_control import ControlProgram

@@ -492,8 +492,9 @@ def test_mps_claim_is_refused_and_ends_where_no_host_was_installed(make_node: Ca
 
 @pytest.mark.parametrize(("count", "lost"), [(1, False), (3, True)])
 def test_mps_claim_ends_while_no_host_runs_and_the_next_host_stops_its_daemon(
-    shared: Callable[..., Node], count: int, lost: bool
+    shared: Callable[..., Node], count: int, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("dra_driver.journal.cleanups.CLEAN_BEFORE_S", 0.5)
     node = shared()
     before = snapshot(node)
     names = [device["name"] for device in node.devices()[:count]]

@@ -134,6 +134,7 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr("dra_driver.journal.cleanups._OTHER_INSTANCE_S", 0.1)
+    monkeypatch.setattr("dra_driver.journal.cleanups.CLEAN_BEFORE_S", 0.2)
     return Bench(tmp_path)
 
 
@@ -270,6 +271,7 @@ def test_prepare_waits_for_an_undo_that_works_a_moment_later(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.journal.cleanups._CLEAN_AGAIN_S", 0.02)
+    monkeypatch.setattr("dra_driver.journal.cleanups.CLEAN_BEFORE_S", 20.0)
     bench.leave(MPS)
     works_again = threading.Timer(0.2, bench.tools.broken.clear)
     works_again.start()
@@ -278,10 +280,7 @@ def test_prepare_waits_for_an_undo_that_works_a_moment_later(
     works_again.join()
 
 
-def test_prepare_is_refused_while_an_mps_daemon_is_left(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dra_driver.journal.cleanups.CLEAN_BEFORE_S", 0.1)
+def test_prepare_is_refused_while_an_mps_daemon_is_left(bench: Bench) -> None:
     bench.leave(MPS)
     with pytest.raises(RetryableError) as caught:
         bench.clean_before(DEVICE_0)
