@@ -64,10 +64,13 @@ class _Request:
         """Whether no time is left."""
         return self.until is not None and time.monotonic() >= self.until
 
-    def timeout(self) -> urllib3.Timeout:
-        """Of one attempt that begins now. Raises: TimeoutError."""
+    def timeout(self, most_s: float) -> urllib3.Timeout:
+        """Of one attempt that begins now, and in which the head of a stream must come within `most_s`.
+
+        Raises: TimeoutError."""
         if self.until is None:
-            return urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=self.idle_s)
+            head_s = None if self.idle_s is None else min(self.idle_s, most_s)
+            return urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=head_s)
         left = self.until - time.monotonic()
         if left <= 0:
             raise TimeoutError("no time was left to ask the API server")
@@ -136,7 +139,8 @@ class ApiClient:
     def watch(
         self, path: str, *, action: str, query: Mapping[str, str], idle_timeout_s: float
     ) -> WatchStream:
-        """Start a watch; the stream breaks if nothing, not even a bookmark, arrives for `idle_timeout_s`."""
+        """Start a watch; the stream breaks if nothing, not even a bookmark, arrives for `idle_timeout_s`. The first
+        attempt to start it has the limit of any request, since an API server answers at once."""
         with api_errors(action, self.endpoint):
             response = self._send(_Request("GET", self._url(path, query), None, idle_s=idle_timeout_s))
             try:
@@ -181,13 +185,13 @@ class ApiClient:
         pool = self._pool_now()
         status: int | None = None
         try:
-            with answered_by(wanted.until):
+            with answered_by(wanted.until, wanted.idle_s):
                 response = pool.urlopen(
                     wanted.method,
                     wanted.url,
                     body=wanted.body,
                     headers=self._request_headers(wanted),
-                    timeout=wanted.timeout(),
+                    timeout=wanted.timeout(most_s),
                     retries=False,
                     redirect=False,
                     preload_content=wanted.until is not None,

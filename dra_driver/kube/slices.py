@@ -14,7 +14,9 @@ from dra_driver.kube.watch_stream import WatchStream
 _PLURAL = "resourceslices"
 _jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
 _WATCH_S = (300, 600)  # the server ends a watch after that long; spread, so that not all nodes return at once
-_IDLE_S = 150.0  # bookmarks come about once a minute: after two missing ones the server is taken for dead
+_IDLE_S = 90.0
+"""Bookmarks come about once a minute. When one is missing, the server is dead, and a balancer acknowledges in its
+place. Until then nothing tells of slices that somebody deletes; claims and health do not need the watch."""
 
 
 class SliceClient:
@@ -65,7 +67,7 @@ class SliceClient:
         """A raw stream of events after `resource_version`; the caller closes it.
 
         Raises: WatchExpiredError (list again), ApiUnavailableError, ApiRejectedError; while it is read also
-        ApiUnavailableError for a connection that broke or 150 s of silence, after which the server is dead.
+        ApiUnavailableError for a connection that broke or 90 s of silence, after which the server is dead.
         """
         # Not a matter of security: spreads load.
         seconds = _jitter.uniform(*_WATCH_S)

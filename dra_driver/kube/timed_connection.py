@@ -16,17 +16,18 @@ import urllib3
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
-_until: ContextVar[float | None] = ContextVar("answer_until", default=None)
+_limits: ContextVar[tuple[float | None, float | None]] = ContextVar("answer_limits", default=(None, None))
 
 
 @contextmanager
-def answered_by(deadline: float | None) -> Iterator[None]:
-    """An answer that begins to be read inside has to be complete by `deadline` (time.monotonic()); None: whenever."""
-    token = _until.set(deadline)
+def answered_by(deadline: float | None, idle_s: float | None) -> Iterator[None]:
+    """An answer that begins to be read inside has to be complete by `deadline` (time.monotonic()). With None it may
+    take any time, as long as no pause in its body is longer than `idle_s`."""
+    token = _limits.set((deadline, idle_s))
     try:
         yield
     finally:
-        _until.reset(token)
+        _limits.reset(token)
 
 
 def time_answers(manager: urllib3.PoolManager) -> urllib3.PoolManager:
@@ -71,9 +72,16 @@ class _TimedSocket:
 
 class _TimedResponse(HTTPResponse):
     def __init__(self, sock: Any, *args: Any, **options: Any) -> None:
-        deadline = _until.get()
+        deadline, self._idle_s = _limits.get()
+        self._sock = sock
         timed: Any = sock if deadline is None else _TimedSocket(sock, deadline)
         super().__init__(timed, *args, **options)
+
+    def begin(self) -> None:
+        """Read the head."""
+        super().begin()
+        if self._idle_s is not None:
+            self._sock.settimeout(self._idle_s)
 
 
 class _HttpConnection(HTTPConnection):

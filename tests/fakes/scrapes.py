@@ -30,8 +30,13 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def scraped(metrics: Metrics) -> Samples:
+    return samples_in(generate_latest(metrics.registry).decode())
+
+
+def samples_in(text: str) -> Samples:
+    """What an answer to a scrape has."""
     samples: Samples = {}
-    for family in parse(generate_latest(metrics.registry).decode()):
+    for family in parse(text):
         for sample in family.samples:
             key = (sample.name, tuple(sorted(sample.labels.items())))
             assert key not in samples, f"{key} is there twice"

@@ -482,6 +482,19 @@ def test_watch_breaks_when_server_is_silent(server, client):
         list(stream)
 
 
+@pytest.mark.parametrize("how", LOSSES)
+def test_watch_opens_on_a_fresh_connection_when_server_vanishes(server, client, loses, how):
+    """Not only after the time for which an open watch may be silent; that is long, and still that of the new one."""
+    loses(how)
+    began = time.monotonic()
+    stream = client.watch(NODES, action="watch nodes", query={"watch": "true"}, idle_timeout_s=60)
+    assert time.monotonic() - began < 30
+    time.sleep(0.6)  # twice as long as an attempt
+    server.add("nodes", {"metadata": {"name": "m"}})
+    assert [next(events)["object"]["metadata"]["name"] for events in [iter(stream)] * 2] == ["n", "m"]
+    stream.close()
+
+
 def test_watch_ends_in_order_when_its_time_is_up(server, client):
     query = {"watch": "true", "timeoutSeconds": "1", "allowWatchBookmarks": "true"}
     stream = client.watch(NODES, action="watch nodes", query=query, idle_timeout_s=5)

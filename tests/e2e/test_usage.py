@@ -1,0 +1,90 @@
+"""Who holds a GPU and uses it, and who holds one that is idle: metrics, alert and `kubectl gpus --usage`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.test_monitoring import ALERTS, asked, series
+from tests.e2e.conftest import NAMESPACE, Cluster, Json, wait_for
+from tests.fakes.scrapes import Samples, samples_in
+
+pytestmark = pytest.mark.cluster
+
+BUSY, IDLE = "team-busy", "team-idle"
+
+
+@pytest.fixture
+def teams(cluster: Cluster) -> Iterator[dict[str, str]]:
+    """The UUID of the GPU that the pod of each team has. A simulated process keeps that of the busy team at work."""
+    for team in (BUSY, IDLE):
+        cluster.make_namespace(team)
+        cluster.start("worker", namespace=team)
+    held = {team: cluster.allocated("worker", team)[0] for team in (BUSY, IDLE)}
+    for team, percent in ((BUSY, 90), (IDLE, 0)):
+        cluster.simulate("hold", held[team], "--utilisation", str(percent))
+    yield held
+    for gpu in held.values():
+        cluster.simulate("release", gpu)
+    cluster.kubectl("delete", "namespace", BUSY, IDLE, "--timeout=300s")
+
+
+def usage_by(cluster: Cluster, what: str, *arguments: str) -> Any:
+    """What the plugin of kubectl prints, which kubectl itself finds and starts."""
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        [str(cluster.local.kubectl()), "gpus", "--usage", "--by", what, *arguments],
+        env={**os.environ, "KUBECONFIG": str(cluster.local.kubeconfig()), "PATH": programs},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def used_by_teams(cluster: Cluster, what: str) -> dict[str, Json]:
+    """In the order of the rows, which is that of waste."""
+    rows = json.loads(usage_by(cluster, what, "-o", "json"))["rows"]
+    return {row["namespace"]: row["used"] for row in rows if row["namespace"] in (BUSY, IDLE)}
+
+
+def test_busy_and_idle_pods_are_told_apart(cluster: Cluster, teams: dict[str, str]) -> None:
+    for what in ("claim", "pod", "workload", "namespace"):
+        found = used_by_teams(cluster, what)
+        assert [(team, used["utilisation_percent"]) for team, used in found.items()] == [
+            (IDLE, 0),
+            (BUSY, 90),
+        ]
+    table = [line.split() for line in usage_by(cluster, "claim").splitlines()]
+    percent = table[0].index("UTIL")
+    assert [(row[0], row[percent]) for row in table[1:] if row[0] in teams] == [(IDLE, "0%"), (BUSY, "90%")]
+
+
+def scraped(cluster: Cluster) -> Samples:
+    [pod] = cluster.staying_pods("node")
+    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}:8080/proxy/metrics"
+    return samples_in(cluster.kubectl("get", "--raw", path))
+
+
+def test_alert_names_the_team_whose_gpu_is_idle(cluster: Cluster, teams: dict[str, str]) -> None:
+    """Prometheus' own engine has an hour of what the real plugin's metrics say now."""
+    claims = ("nvidia_dra_claim_info", "nvidia_dra_device_utilization_ratio")
+
+    def told() -> Samples:
+        samples = {key: value for key, value in scraped(cluster).items() if key[0] in claims}
+        known = {dict(labels)["uuid"] for name, labels in samples if name == claims[1]}
+        return samples if known.issuperset(teams.values()) else {}
+
+    samples = wait_for("the use of both GPUs", told)
+    [answer] = asked(series(samples, lambda *_: None), ALERTS["GpuDraHeldIdle"]["expr"])
+    assert [(labels["namespace"], labels["claim"], labels["uuid"]) for labels, _ in answer] == [
+        (IDLE, "worker", teams[IDLE]),
+    ]  # fmt: skip
