@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +18,8 @@ from dra_driver.mig.rules.layouts import (
     target_of,
 )
 from dra_driver.model.mig import GpuInstance, Placement
-from dra_driver.model.mig_layouts import LayoutEntry
+from dra_driver.model.mig_layouts import LayoutEntry, MigLayouts
+from dra_driver.settings import config_values
 from tests.mig.migtables import MODELS, Silicon, table
 
 H100 = "h100-sxm"
@@ -115,6 +119,31 @@ def test_an_instance_of_somebody_else_counts_if_it_matches_and_is_in_the_way_if_
         with pytest.raises(LayoutRefusedError, match=r"GPU instance 7 .* was made by somebody else"):
             target_of(entry, TABLES[H100], there, fixed)
     assert target_of(LayoutEntry(True), TABLES[H100], there, fixed).only_mode
+
+
+def test_the_file_of_mig_parted_is_read_as_the_gpu_operator_has_it() -> None:
+    text = """
+        version: v1
+        mig-configs:
+          mode-only: [{devices: all, mig-enabled: true, mig-devices: {}}]
+          mixed-inference:
+          - {devices: [0, 1], mig-enabled: true, mig-devices: {"1g.10gb": 2, "3g.40gb": 1}}
+          - {device-filter: "0x233010DE", devices: [2, 3], mig-enabled: false}
+          - {device-filter: ["0x233010DE", "0x20B010DE"], devices: all, mig-enabled: false}
+    """
+    section = {"layout": "mode-only", "adopt": "destroy", "configuration": yaml.safe_load(text)}
+    assert config_values({"migLayouts": section}, Path("x"))["mig_layouts"] == MigLayouts(
+        {
+            "mode-only": (LayoutEntry(True),),
+            "mixed-inference": (
+                LayoutEntry(True, {"1g.10gb": 2, "3g.40gb": 1}, (0, 1)),
+                LayoutEntry(False, {}, (2, 3), ("0x233010de",)),
+                LayoutEntry(False, {}, None, ("0x233010de", "0x20b010de")),
+            ),
+        },
+        "mode-only",
+        destroys_foreign=True,
+    )
 
 
 @given(st.data())

@@ -108,7 +108,7 @@ def target_of(
 
     Raises: LayoutRefusedError that names the nearest layout that fits.
     """
-    if not profiles:
+    if not profiles and entry.mode:
         raise LayoutRefusedError("the GPU has no MIG")
     stays = [instance for instance in existing if instance.slot in set(fixed)]
     if not entry.counts:
