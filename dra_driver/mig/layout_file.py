@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from dra_driver.files.atomic import write_atomically
+from dra_driver.errors import StateError
+from dra_driver.files.atomic import read_plain, write_atomically
 from dra_driver.files.fields import NUMBER, TEXT, Shape, needed, one_of
 from dra_driver.files.formats import parse
 from dra_driver.model.mig_layouts import LAYOUT_STATES, GpuLayout
@@ -29,6 +31,18 @@ class LayoutFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._written: bytes | None = None
+
+    def load(self) -> tuple[GpuLayout, ...]:
+        """What an earlier instance of the plugin wrote; nothing if it cannot be read, since a look tells the same."""
+        try:
+            return decode(read_plain(self._path))
+        except (OSError, StateError):
+            return ()
+
+    def remove(self) -> None:
+        """The node gets no layout any more."""
+        with suppress(OSError):
+            self._path.unlink()
 
     def save(self, layouts: Sequence[GpuLayout]) -> None:
         """Write the file if it would be another. Raises: StateError."""

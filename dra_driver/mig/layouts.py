@@ -59,8 +59,8 @@ _HANGS_S = 60.0
 _PLANNING_S = 5.0
 TAINTED_FIRST_S = 5.0
 """How long a GPU is tainted before it is changed: claims that got it before that are prepared by then."""
-_LOOK_EVERY_S = 10.0
-_LOOK_WAITING_S = 2.0
+_LOOK_EVERY_S = 30.0
+_LOOK_WAITING_S = 5.0
 
 
 class LayoutKeeper:
@@ -103,6 +103,8 @@ class LayoutKeeper:
         self._rescan = rescan
         self._on_change = on_change
         self._states: Mapping[str, GpuLayout] = {}
+        if wanted.is_on:
+            self._states = {one.gpu_uuid: one for one in file.load()}
         self._tainted_at: dict[tuple[str, str], float] = {}  # by GPU and layout
         self._guard = threading.Lock()
         self._worker = BackgroundWorker(
@@ -185,7 +187,7 @@ class LayoutKeeper:
             self._file.save(list(found.values()))
         except DraDriverError as error:
             _log.warning("mig_layout_not_kept", reason=str(error))
-        new = [one for uuid, one in found.items() if _shown(before.get(uuid)) != _shown(one)]
+        new = [one for uuid, one in found.items() if before.get(uuid) != one]
         for one in new:
             _log.info(
                 "mig_layout", gpu_uuid=one.gpu_uuid, layout=one.layout, state=one.state, reason=one.text
@@ -205,22 +207,27 @@ class LayoutKeeper:
         try:
             self._lanes.refuse_unresponsive({gpu.uuid}, _HANGS_S)
             done = self._lanes.ask({gpu.uuid}, f"the MIG layout {name}", alone)
-            state = done.result(_HANGS_S)
+            try:
+                state = done.result(_HANGS_S)
+            finally:
+                done.cancel()  # if its turn has not come in that time, it comes with the next look
         except LayoutRefusedError as error:
             return self._state(gpu, name, "refused", str(error))
-        except TimeoutError:
-            done.cancel()
-            state = self._state(gpu, name, "waiting", f"it has not ended within {_HANGS_S:.0f} s")
-        except DraDriverError as error:
-            state = self._state(gpu, name, "waiting", str(error))
+        except (TimeoutError, DraDriverError) as error:
+            # The GPU cannot be read now, which does not mean that it is to change.
+            _log.warning(
+                "mig_layout_not_seen", gpu_uuid=gpu.uuid, reason=str(error) or "it has not ended in time"
+            )
+            known = self._states.get(gpu.uuid)
+            return known if known is not None and known.layout == name else None
         if state is not None and state.state == "waiting":
             self._tainted_at.setdefault((gpu.uuid, name), self._clock())
         return state
 
     def _state(self, gpu: Gpu, name: str, state: LayoutState, text: str = "") -> GpuLayout:
-        new = GpuLayout(gpu.uuid, name, state, text, int(time.time()))
         known = self._states.get(gpu.uuid)
-        return known if known == new else new
+        is_same = known is not None and (known.layout, known.state) == (name, state)
+        return GpuLayout(gpu.uuid, name, state, text, known.since if known and is_same else int(time.time()))
 
     # --- one GPU, in its lane ------------------------------------------------------------------
 
@@ -228,7 +235,7 @@ class LayoutKeeper:
         self, gpu: Gpu, gpu_name: str, index: int, name: str, *, may_change: bool
     ) -> GpuLayout | None:
         """Change the GPU if it `may_change` and no claim holds it; what became of the layout. Raises:
-        LayoutRefusedError; DraDriverError that says what is in the way."""
+        LayoutRefusedError; DraDriverError if the GPU cannot be read."""
         address = GpuAddress(gpu.uuid, gpu.pci_bus_id)
         target = self._target(gpu, address, index, name)
         if target is None:
@@ -237,18 +244,27 @@ class LayoutKeeper:
             return self._state(gpu, name, "applied")
         if not may_change:
             return self._state(gpu, name, "waiting", "the GPU is about to change; new pods stay away from it")
+        try:
+            holder = self._changed_if_free(gpu, gpu_name, target)
+        except DraDriverError as error:
+            return self._state(gpu, name, "waiting", str(error))
+        if holder is not None:
+            return self._state(
+                gpu, name, "waiting", f"{holder} holds the GPU; it changes when that has ended"
+            )
+        return self._state(gpu, name, "applied")
+
+    def _changed_if_free(self, gpu: Gpu, gpu_name: str, target: LayoutTarget) -> str | None:
+        """Change the GPU; or the claim that holds it, in words. Raises: DraDriverError that says what is in the way."""
         with self._changing.hold({gpu.uuid}, _PLANNING_S):
             with self._planning.hold({gpu.uuid}, _PLANNING_S):
-                holder = self._context.users.on_gpu(gpu.uuid, gpu_name)
-            if holder is not None:
-                return self._state(
-                    gpu, name, "waiting", f"{holder} holds the GPU; it changes when that has ended"
-                )
-            try:
-                self._change(target, address, gpu_name)
-            finally:
-                self._rescan()
-        return self._state(gpu, name, "applied")
+                holder = self._context.users.on_gpu(gpu.uuid, gpu_name, self._ledger.boot_id)
+            if holder is None:
+                try:
+                    self._change(target, GpuAddress(gpu.uuid, gpu.pci_bus_id), gpu_name)
+                finally:
+                    self._rescan()
+            return holder
 
     def _target(self, found: Gpu, gpu: GpuAddress, index: int, name: str) -> LayoutTarget | None:
         pci_id, profiles = self._hardware.cuts(found)
@@ -307,11 +323,6 @@ class LayoutKeeper:
             self._devices.create(step, for_layout=True)
         except ClaimRefusedError as error:
             raise RetryableError(str(error)) from error
-
-
-def _shown(state: GpuLayout | None) -> tuple[str, str] | None:
-    """What events and taints tell of; the text also changes with the claims that hold the GPU."""
-    return None if state is None else (state.layout, state.state)
 
 
 def _slot(row: PlacedProfile, placement: Placement) -> tuple[int, int]:

@@ -94,7 +94,7 @@ class Layouts:
 
 
 def hold(node: MigNode, device: str = "gpu-0", uid: str = "uid-1", **more: Any) -> None:
-    held = HeldDevice(device, "gpu", node.gpu_uuid, node.gpu_uuid, **more)
+    held = HeldDevice(**{"device": device, "kind": "gpu", "uuid": "u", "gpu_uuid": node.gpu_uuid, **more})
     node.records.save(ClaimRecord(a_claim(device, uid=uid), "prepared", node.boot_id, (held,), ()))
 
 
@@ -122,6 +122,7 @@ def test_a_gpu_is_tainted_first_then_cut_and_then_left_alone(node: MigNode) -> N
     assert profiles(node) == [THREE, ONE, ONE]
     assert all(entry.is_of_layout for entry in node.ledger.all().values())
     assert [one.state for one in layouts.told] == ["waiting", "applied"]
+    assert layouts.told[0].since <= layouts.told[1].since
     assert layouts.scans == 1
     layouts.keeper.refuse_changing({node.gpu_uuid})
     made = {entry.uuid for entry in node.ledger.all().values()}
@@ -241,12 +242,33 @@ def test_the_mode_alone_is_switched_and_stays(node: MigNode) -> None:
 
 def test_a_reboot_makes_everything_anew(node: MigNode) -> None:
     Layouts(node).settle()
+    hold(node, "gpu-0-mig", kind="mig")
     make_idle(node.simulated, mig_mode=False)
     after = node.restarted(boot_id="boot-2")
     after.collector.look()
     assert Layouts(after).settle().state == "applied"
     assert profiles(after) == [THREE, ONE, ONE]
     assert {entry.boot_id for entry in after.ledger.all().values()} == {"boot-2"}
+
+
+def test_a_claim_on_a_whole_gpu_keeps_it_over_a_reboot(node: MigNode) -> None:
+    hold(node)
+    after = Layouts(node.restarted(boot_id="boot-2"))
+    assert "holds the GPU" in after.settle().text
+    assert node.on_gpu() == (False, [])
+
+
+def test_the_next_instance_tells_nothing_anew_and_goes_on_with_the_taint(node: MigNode) -> None:
+    hold(node)
+    first = Layouts(node)
+    waiting = first.settle()
+    second = Layouts(node.restarted())
+    assert second.keeper.states() == {node.gpu_uuid: waiting}
+    node.records.delete("uid-1")
+    assert second.settle().state == "applied"
+    third = Layouts(node.restarted())
+    third.settle()
+    assert third.told == []
 
 
 def test_only_the_instance_that_leads_acts_and_the_next_one_goes_on(node: MigNode) -> None:

@@ -33,9 +33,24 @@ from dra_driver.settings import Settings
 _NVML_S = 30.0
 _MINOR_S = 10.0
 _RESCAN_S = 10.0
+LABELS_S = 20.0
+"""How old the labels of the node may be."""
 
 Operation = Callable[[Callable[[], float]], AbstractContextManager[None]]
 """Keeps NVML initialised; the argument answers how many seconds it may wait for that."""
+
+
+def _kept(labels: Callable[[], Mapping[str, str]]) -> Callable[[], Mapping[str, str]]:
+    """The labels as they were read last, for as long as no answer is too old: a layout may wait for days."""
+    known: tuple[float, Mapping[str, str]] | None = None
+
+    def read() -> Mapping[str, str]:
+        nonlocal known
+        if known is None or time.monotonic() >= known[0] + LABELS_S:
+            known = (time.monotonic(), labels())
+        return known[1]
+
+    return read
 
 
 class MigParts:
@@ -96,15 +111,16 @@ class MigParts:
             adopt="destroy" if settings.adopt_mig == "destroy" else "leave",
             on_change=on_change,
         )
+        self._layout_file = LayoutFile(settings.plugin_directory / LAYOUT_FILE)
         self._layouts = LayoutKeeper(
             self._context,
             self.devices,
             lanes,
             planning,
             GpuLocks(settings.plugin_directory / "locks", ".layout.lock"),
-            LayoutFile(settings.plugin_directory / LAYOUT_FILE),
+            self._layout_file,
             settings.mig_layouts,
-            labels=labels,
+            labels=_kept(labels),
             inventory=inventory,
             is_on_demand=settings.on_demand or (lambda _gpu: False),
             leads=leads,
@@ -126,6 +142,8 @@ class MigParts:
         """Begin to bring the node's layout about, if it may have one."""
         if self._has_layouts:
             self._layouts.start()
+        else:
+            self._layout_file.remove()
 
     def stop(self) -> None:
         """Stop both; harmless if they were not started."""
