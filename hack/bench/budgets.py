@@ -8,7 +8,6 @@ this one. Every figure is the median of several runs; the exit code is 1 if a bu
     python hack/bench --cluster   instead under the real kubelet of `make cluster` (root): its own measurements, beside
                                   the same pods without claims, and a churn in the shape of the test for DRA in
                                   kubernetes/perf-tests, whose limits its rows have
-    python hack/bench --memory    instead what the daemon's memory is made of
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -203,13 +201,7 @@ def main(options: Sequence[str]) -> int:
     parser.add_argument(
         "--churn", type=int, default=100, help="pods of the churn on the cluster (default 100)"
     )
-    parser.add_argument("--memory", action="store_true", help="show what the daemon's memory is made of")
     arguments = parser.parse_args(options)
-    if arguments.memory:
-        here = Path(__file__).resolve()
-        command = [sys.executable, str(here.with_name("memory.py"))]
-        environment = {**os.environ, "PYTHONPATH": str(here.parents[2])}
-        return subprocess.run(command, env=environment, check=False).returncode
     if arguments.cluster and os.geteuid() != 0:
         print("bench --cluster needs root: it runs a kubelet and a container runtime")
         return 1
