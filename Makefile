@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 MACHINE ?= dgx-h100
 
 .DEFAULT_GOAL := help
-.PHONY: audit coverage fuzz gpu-check help setup demo playground docs site test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix lock manifests policy proto clean clean-room release
+.PHONY: audit coverage fuzz gpu-check help setup demo playground docs site test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix lock manifests policy proto clean release
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -114,9 +114,6 @@ image: ## Build the container image as an OCI archive and print its path
 
 release: $(STAMP) ## Everything of a version into dist/: VERSION=0.2.0; IMAGE=registry/name for the manifests; SOURCE=URL for the label
 	@$(BIN)/python hack/release.py $(if $(IMAGE),--image $(IMAGE)) $(if $(SOURCE),--source $(SOURCE)) "$(VERSION)"
-
-clean-room: ## The README's first commands on a bare Debian 12 and 13, each in a chroot of its own (root)
-	@$(PYTHON) hack/clean_room.py $(ARGS)
 
 cluster: image ## A real Kubernetes on this machine with the driver installed (root)
 	@$(CLUSTER) up
