@@ -5,7 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.runtime
 PROGRAM := $(VENV)/.program
-INSTALL := $(BIN)/python hack/dependencies.py
+# What is compiled when it is first imported need not be compiled now: that is half of the time.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 STAMP := $(VENV)/.installed
 SITE_VENV := build/site-venv
 LIBCS := $(VENV)/.libcs
@@ -17,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 MACHINE ?= dgx-h100
 
 .DEFAULT_GOAL := help
-.PHONY: audit coverage fuzz gpu-check help setup demo playground docs site test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix lock manifests policy proto clean clean-room release
+.PHONY: audit coverage fuzz gpu-check help setup demo playground docs site test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix lock manifests policy proto clean release
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -30,21 +31,21 @@ $(RUNTIME): requirements.txt
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 		{ echo "The venv module is missing: install python3-venv"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing the driver's locked dependencies (once)"
+	@echo "Installing the locked dependencies (once, about a minute)"
 	@$(INSTALL) --no-deps --require-hashes -r requirements.txt
 	@touch $@
 
 # The commands of this tree in $(BIN), made by the locked setuptools.
 $(PROGRAM): $(RUNTIME) requirements-dev.txt pyproject.toml
 	@sed -n '/^setuptools==/,/[^\\]$$/p' requirements-dev.txt > $@.txt
-	@$(INSTALL) --quiet --require-hashes -r $@.txt
-	@PYTHONWARNINGS='ignore:Editable installation' $(INSTALL) --quiet --no-deps --no-build-isolation --editable .
+	@$(INSTALL) --require-hashes -r $@.txt
+	@PYTHONWARNINGS='ignore:Editable installation' $(INSTALL) --no-deps --no-build-isolation --editable .
 	@rm $@.txt && touch $@
 
 # --no-deps: the lock is complete, and pip 23 stops at a package that is locked and also wanted with an extra, once a newer
 # version of it is released.
 $(STAMP): $(PROGRAM) requirements-dev.txt
-	@echo "Installing the locked tools for development (once)"
+	@echo "Installing the locked tools for development (once, about a minute)"
 	@$(INSTALL) --no-deps --require-hashes -r requirements-dev.txt
 	@touch $@
 
@@ -99,7 +100,7 @@ soak: $(STAMP) ## A week of churn in five minutes on a simulated node, and what 
 scale: $(STAMP) ## What the publishers of 1,000 nodes cost the API server; ARGS="--kubeconfig FILE" for a real one
 	@$(BIN)/python hack/bench scale $(ARGS)
 
-audit: $(STAMP) ## Check the locked dependencies and write an SBOM; ARGS=--online asks the index as well
+audit: $(STAMP) ## Check the locked dependencies and write an SBOM
 	@$(BIN)/python hack/audit.py $(ARGS)
 
 fuzz: $(STAMP) ## Every parser of bytes from outside, 10 s each
@@ -113,9 +114,6 @@ image: ## Build the container image as an OCI archive and print its path
 
 release: $(STAMP) ## Everything of a version into dist/: VERSION=0.2.0; IMAGE=registry/name for the manifests; SOURCE=URL for the label
 	@$(BIN)/python hack/release.py $(if $(IMAGE),--image $(IMAGE)) $(if $(SOURCE),--source $(SOURCE)) "$(VERSION)"
-
-clean-room: ## The README's first commands on a bare Debian 12 and 13, each in a chroot of its own (root)
-	@$(PYTHON) hack/clean_room.py $(ARGS)
 
 cluster: image ## A real Kubernetes on this machine with the driver installed (root)
 	@$(CLUSTER) up

@@ -1,21 +1,18 @@
 """`make audit`: the dependencies of the driver, as they are locked and as they are installed.
 
-Without a network: every locked requirement is installed in the locked version, and of a licence that the project may
-ship. That each is pinned and hashed, and that nothing else is needed, pip checks at each installation
-(`--require-hashes`). Prints a table, writes a CycloneDX SBOM, exits with 1 if anything is wrong.
+Every locked requirement is installed in the locked version, and of a licence that the project may ship. That each is
+pinned and hashed, and that nothing else is needed, pip checks at each installation (`--require-hashes`). Prints a
+table, writes a CycloneDX SBOM, exits with 1 if anything is wrong.
 
-With `--online` the package index is asked whether a locked release was yanked, and pip-audit, where it is installed,
-for known vulnerabilities.
+Known vulnerabilities: `pip-audit --require-hashes --disable-pip -r requirements.txt`.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import re
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -190,51 +187,19 @@ def _purl(name: str, version: str) -> str:
     return f"pkg:pypi/{name}@{version}"
 
 
-def online(lock: Path) -> Iterator[str]:
-    """What the package index and pip-audit say against the locked releases."""
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "install",
-        "--require-hashes",
-        "-r",
-        str(lock),
-    ]
-    command = [*pip, "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        yield f"the package index could not be asked: {' '.join(done.stderr.split())[-300:]}"
-    else:
-        for entry in json.loads(done.stdout)["install"]:
-            if entry.get("is_yanked"):
-                yield f"{entry['metadata']['name']} {entry['metadata']['version']}: was yanked; run `make lock`"
-    if importlib.util.find_spec("pip_audit") is None:
-        print("pip-audit is not installed: no look for known vulnerabilities (pip install pip-audit)")
-        return
-    command = [sys.executable, "-m", "pip_audit", "--require-hashes", "--disable-pip", "-r", str(lock)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        yield f"pip-audit: {(done.stdout + done.stderr).strip()[-3000:]}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table and the faults, write the SBOM; 1 if there is a fault."""
     parser = argparse.ArgumentParser(prog="audit", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--online", action="store_true", help="ask the package index and pip-audit as well")
     parser.add_argument("--sbom", type=Path, default=SBOM, help="where to write it")
     options = parser.parse_args(arguments)
     locked, installed = read_lock(LOCK.read_text()), read_installed()
     for name, version in locked.items():
         here = installed.get(name)
         print(f"{name:24} {version:14} {here.licence if here else '?'}")
-    found = [*faults(locked, installed), *(online(LOCK) if options.online else ())]
+    found = list(faults(locked, installed))
     options.sbom.parent.mkdir(parents=True, exist_ok=True)
     options.sbom.write_text(json.dumps(sbom(locked, installed), indent=2, sort_keys=True) + "\n")
     print("\n".join(["", *found, f"{len(locked)} dependencies, {len(found)} faults; SBOM: {options.sbom}"]))
-    if not options.online:
-        print("Not looked at without a network: yanked releases, known vulnerabilities (--online)")
     return 1 if found else 0
 
 

@@ -8,7 +8,6 @@ this one. Every figure is the median of several runs; the exit code is 1 if a bu
     python hack/bench --cluster   instead under the real kubelet of `make cluster` (root): its own measurements, beside
                                   the same pods without claims, and a churn in the shape of the test for DRA in
                                   kubernetes/perf-tests, whose limits its rows have
-    python hack/bench --memory    instead what the daemon's memory is made of
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,8 +24,8 @@ from pathlib import Path
 
 from measurements import (
     cpu_of_prepares,
+    cpu_of_scrapes,
     crowded,
-    forget_files,
     growth_over_cycles,
     idle,
     parallel_prepares,
@@ -35,7 +33,6 @@ from measurements import (
     single_prepares,
     wipes,
 )
-from migshare import cpu_of_scrapes, own_shares
 from node import Node
 from processes import memory_mib, resident_mib
 
@@ -67,14 +64,10 @@ class Row:
 def measure(runs: int, cycles: int) -> list[Row]:
     """All rows; prints a dot for each run, since the whole takes a while."""
     started: list[tuple[float, float]] = []
-    cold_started: list[float] = []
     memory: list[float] = []
     for _ in range(runs):
         with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch, Node(Path(scratch)) as node:
             started.append((node.registered_s, node.published_s))
-        forget_files()
-        with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch, Node(Path(scratch)) as node:
-            cold_started.append(node.registered_s)
         print(".", end="", flush=True, file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch, Node(Path(scratch)) as node:
         time.sleep(2.0)  # a driver that was installed a second ago is looked through at each Prepare
@@ -87,7 +80,6 @@ def measure(runs: int, cycles: int) -> list[Row]:
         crowd, crowd_unprepared, spoiled = crowded(node, 10, 1000, 10 * runs)
         rows = [
             Row("start -> registered with the kubelet", [one for one, _ in started], "s", 0.9),
-            Row("the same with its files on the disk only", cold_started, "s", None),
             Row("start -> slices published", [two for _, two in started], "s", 1.0),
             Row("NodePrepareResources, one GPU, alone", alone, "ms", 8),
             Row("NodePrepareResources, mean of 8 at once", bursts, "ms", 20),
@@ -120,9 +112,6 @@ def measure(runs: int, cycles: int) -> list[Row]:
         warm += later
     rows.append(Row("first MPS Prepare (300 ms daemon start)", cold, "ms", 1000))
     rows.append(Row("Prepare of a share on a running daemon", warm, "ms", 8))
-    with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch:
-        made = own_shares(Path(scratch), 10 * runs)
-    rows.append(Row("Prepare that makes a MIG device, without NVML", made, "ms", 10))
     with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch:
         scraped = cpu_of_scrapes(Path(scratch), 4 * runs)
     rows.append(Row("CPU of a scrape, 8 GPUs with 56 MIG devices", scraped, "ms", 50))
@@ -203,13 +192,7 @@ def main(options: Sequence[str]) -> int:
     parser.add_argument(
         "--churn", type=int, default=100, help="pods of the churn on the cluster (default 100)"
     )
-    parser.add_argument("--memory", action="store_true", help="show what the daemon's memory is made of")
     arguments = parser.parse_args(options)
-    if arguments.memory:
-        here = Path(__file__).resolve()
-        command = [sys.executable, str(here.with_name("memory.py"))]
-        environment = {**os.environ, "PYTHONPATH": str(here.parents[2])}
-        return subprocess.run(command, env=environment, check=False).returncode
     if arguments.cluster and os.geteuid() != 0:
         print("bench --cluster needs root: it runs a kubelet and a container runtime")
         return 1

@@ -1,34 +1,26 @@
-"""The measurements: one daemon process on a simulated node, called as a kubelet calls it."""
+"""The measurements: one daemon process on a simulated node, called as a kubelet calls it, and its page of metrics."""
 
 from __future__ import annotations
 
-import os
 import statistics
-import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from node import GPUS, Node
+from node import GPUS, MeasuredNode, Node
+from playground.node import DRIVER
 from processes import Wear, threads_cpu_s, ticks_cpu_s, wait_for, wear
+from prometheus_client.exposition import generate_latest
 
-import dra_driver
+from dra_driver.app.daemon import Driver
+from dra_driver.logs import configure_logs
 from dra_driver.model.claim import ClaimRef
+
+_PROFILE = "1g.10gb"
+_MOST_DEVICES = 56
 
 _WORKERS_LEAVE_S = 12.0
 """Worker threads of the gRPC server stay for ten seconds after their last call."""
-
-
-def forget_files() -> None:
-    """Have the pages of all Python files leave memory, as before the first start from an image. Those that this process
-    itself has mapped stay: the interpreter and its compiled libraries."""
-    for top in {sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")} | {
-        dra_driver.__path__[0]
-    }:
-        for path in Path(top).rglob("*"):
-            if path.suffix in {".py", ".pyc", ".so", ".yaml"} and path.is_file():
-                with path.open("rb") as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def single_prepares(node: Node, count: int) -> tuple[list[float], list[float]]:
@@ -146,3 +138,36 @@ def shares(node: Node, count: int) -> tuple[float, list[float]]:
         node.unprepare(ref)
     node.unprepare(first)
     return cold, warm
+
+
+def cpu_of_scrapes(root: Path, count: int) -> list[float]:
+    """Milliseconds of CPU of each scrape of eight GPUs with 56 MIG devices in use, with the simulator's part: the
+    daemon runs in this process."""
+    configure_logs("warning", "json")
+    node = MeasuredNode(root)
+    driver = node.make_driver(dynamic_mig=True)
+    driver.start()
+    try:
+        node.kubelet.wait_registered(DRIVER)
+        for name in wait_for(lambda: _all_devices(node)):
+            node.prepare(node.add_claim(name, of="mig"))
+        return [_cpu_of_one(driver) for _ in range(count)]
+    finally:
+        driver.stop()
+        node.stop()
+
+
+def _all_devices(node: MeasuredNode) -> list[str] | None:
+    profile = {"string": _PROFILE}
+    found = [one["name"] for one in node.devices() if one["attributes"].get("profile") == profile]
+    return found if len(found) == _MOST_DEVICES else None
+
+
+def _cpu_of_one(driver: Driver) -> float:
+    time.sleep(1.1)  # a look that comes sooner takes no samples
+    before = time.process_time()
+    page = generate_latest(driver.metrics.registry)
+    used = time.process_time() - before
+    if page.count(b"\nnvidia_dra_device_memory_used_bytes{") != _MOST_DEVICES:
+        raise AssertionError("the scrape does not show the use of all MIG devices")
+    return used * 1000

@@ -6,8 +6,6 @@ import re
 
 import pytest
 from playground.apiserver import PlaygroundApiServer
-from playground.apiserver.failure import ApiFailure
-from playground.apiserver.rules import claim_faults
 from playground.scheduler import AllocationError, PlaygroundScheduler
 
 from dra_driver.model.sharing import SharingRule, share_all
@@ -242,32 +240,6 @@ def test_dropped_gate_makes_the_device_exclusive():
     assert "capacity" not in server.objects("resourceclaims")[0]["spec"]["devices"]["requests"][0]["exactly"]
     with pytest.raises(AllocationError):
         allocate(server, scheduler, "d")
-
-
-@pytest.mark.parametrize(
-    ("fields", "path"),
-    [
-        ({"shareID": "4CF8DB2D-06C0-4D70-8A51-E59B25B2C16C"}, "shareID"),
-        ({"shareID": "1"}, "shareID"),
-        ({"consumedCapacity": {"memory": "much"}}, "consumedCapacity.memory"),
-        ({"consumedCapacity": {"memory": "-1"}}, "consumedCapacity.memory"),
-        ({"consumedCapacity": {"not a name": "1"}}, "consumedCapacity"),
-    ],
-)
-def test_wrong_share_is_refused_by_the_server(fields, path):
-    result = {"request": "gpu", "driver": DRIVER, "pool": "n", "device": "g", **fields}
-    claim = {"spec": {}, "status": {"allocation": {"devices": {"results": [result]}}}}
-    assert [cause.field for cause in claim_faults(claim, None)] == [
-        f"status.allocation.devices.results[0].{path}"
-    ]
-
-
-def test_wrong_request_is_refused_by_the_server(server):
-    spec = {"devices": {"requests": [request(ask={"memory": "lots"})]}}
-    with pytest.raises(ApiFailure, match=r"capacity.requests.memory"):
-        server.add(
-            "resourceclaims", {"metadata": {"name": "c", "namespace": "default"}, "spec": spec}, group=GROUP
-        )
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,12 @@ _MADE_BY_OTHERS = (
     SHIM_SOCKETS.parent,
 )
 _PROPAGATING = ("/", "/dev")
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
 class Before:
     """The host as it was: what ``down`` goes back to."""
 
-    boot_id: str
     forwarding: dict[str, str]
     private_mounts: list[str]
     absent: list[str]
@@ -50,7 +48,6 @@ def remember(layout: Layout) -> None:
     if path.exists():
         return
     before = Before(
-        boot_id=_BOOT_ID.read_text().strip(),
         forwarding=network.forwarding(),
         private_mounts=_private_mounts(),
         absent=[str(path) for path in _MADE_BY_OTHERS if not path.exists()],
@@ -67,11 +64,6 @@ def recall(layout: Layout) -> Before | None:
         return Before(**json.loads((layout.state / "before.json").read_text()))
     except FileNotFoundError:
         return None
-
-
-def rebooted_since(before: Before) -> bool:
-    """Whether mounts, bridge and processes of the cluster went with a reboot."""
-    return before.boot_id != _BOOT_ID.read_text().strip()
 
 
 def refuse_foreign_kubelet(layout: Layout) -> None:

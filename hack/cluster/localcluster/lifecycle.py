@@ -42,7 +42,6 @@ def up(layout: Layout, options: Options) -> None:
     built = binaries.build(layout)
     debian.install_missing(debian.CLUSTER_PACKAGES)
     with locking.exclusive(layout.state / "lock"):
-        _forget_before_reboot(layout)
         _prepare(layout, options)
         components = all_components(layout, built, options_of(layout))
         with progress.step("etcd, containerd"):
@@ -177,21 +176,6 @@ def _wait(complaint: str, condition: Callable[[], bool]) -> None:
         if time.monotonic() > deadline:
             raise ClusterError(f"{complaint} within {_READY_SECONDS:.0f} s.")
         time.sleep(0.1)
-
-
-def _forget_before_reboot(layout: Layout) -> None:
-    """After a reboot of the machine nothing of the cluster lives: begin anew."""
-    before = host.recall(layout)
-    if before is None or not host.rebooted_since(before):
-        return
-    _take_down(layout)
-    for entry in layout.state.iterdir():
-        if entry.name == "lock":
-            continue
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
 
 
 def _take_down(layout: Layout) -> None:

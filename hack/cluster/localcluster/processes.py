@@ -16,9 +16,6 @@ from pathlib import Path
 
 from localcluster.errors import ClusterError
 
-_CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -31,18 +28,6 @@ class Process:
     def alive(self) -> bool:
         found = identify(self.pid)
         return found == self
-
-    @property
-    def age_seconds(self) -> float:
-        uptime = float(Path("/proc/uptime").read_text().split()[0])
-        return uptime - self.start_ticks / _CLOCK_TICKS
-
-    @property
-    def resident_bytes(self) -> int:
-        try:
-            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE_BYTES
-        except OSError:
-            return 0
 
 
 def identify(pid: int) -> Process | None:

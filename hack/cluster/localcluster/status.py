@@ -12,13 +12,11 @@ from localcluster.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class ComponentStatus:
-    """One component; ``pid`` None when it does not run. Seconds and bytes."""
+    """One component; ``pid`` None when it does not run."""
 
     name: str
     pid: int | None
     healthy: bool
-    age_seconds: float
-    resident_bytes: int
     log: Path
 
 
@@ -29,13 +27,10 @@ def read(layout: Layout) -> list[ComponentStatus]:
 
 def table(rows: list[ComponentStatus]) -> str:
     """The rows as text for a terminal."""
-    lines = [f"{'COMPONENT':<24} {'PID':>8} {'HEALTHY':<8} {'AGE':>8} {'MEMORY':>8}  LOG"]
+    lines = [f"{'COMPONENT':<24} {'PID':>8} {'HEALTHY':<8} LOG"]
     for row in rows:
-        age = f"{row.age_seconds:.0f} s" if row.pid else "-"
-        memory = f"{row.resident_bytes / 2**20:.0f} MiB" if row.pid else "-"
         healthy = "yes" if row.healthy else "no"
-        pid = row.pid or "-"
-        lines.append(f"{row.name:<24} {pid:>8} {healthy:<8} {age:>8} {memory:>8}  {row.log}")
+        lines.append(f"{row.name:<24} {row.pid or '-':>8} {healthy:<8} {row.log}")
     return "\n".join(lines)
 
 
@@ -46,7 +41,5 @@ def _read_one(layout: Layout, name: str) -> ComponentStatus:
         name=name,
         pid=process.pid if process else None,
         healthy=process is not None and api.answers(layout, component.probe),
-        age_seconds=process.age_seconds if process else 0.0,
-        resident_bytes=process.resident_bytes if process else 0,
         log=layout.log(name),
     )

@@ -1,7 +1,7 @@
 """Server-side apply for the one place where several writers share a list: `status.devices` of a claim.
 
-Who owns what is kept in `metadata.managedFields`, in the API's own notation: an entry of the list by its key,
-its conditions by type, everything else of it as a whole.
+Who owns what is kept in `metadata.managedFields`, though not in the API's notation, which nobody reads here: of each
+entry of the list its conditions by type, and everything else as a whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Owned = dict[str, set[_FIELD]]  # by the key of the list's entry
 
 
 def applied_status(
-    resource: Resource, current: Object, patch: Object, *, manager: str, force: bool, moment: str
+    resource: Resource, current: Object, patch: Object, *, manager: str, force: bool
 ) -> Object:
     """The claim after `manager` applied `patch`, both in stored form: what it no longer names and nobody else
     owns is gone.
@@ -37,8 +37,9 @@ def applied_status(
         cause = Cause("metadata.uid", f'Invalid value: "{uid}": field is immutable')
         raise invalid(resource.group, resource.kind, current["metadata"]["name"], [cause])
     result = copy.deepcopy(current)
-    known = {
-        entry["manager"]: _owned(entry) for entry in current["metadata"].get("managedFields") or () if entry
+    known: dict[str, _Owned] = {
+        entry["manager"]: {key: set(map(tuple, fields)) for key, fields in entry["owned"].items()}
+        for entry in current["metadata"].get("managedFields") or ()
     }
     before = known.pop(manager, {})
     status = result.get("status") or {}
@@ -50,7 +51,14 @@ def applied_status(
     for key, entry in wanted.items():
         _lay_over(devices.setdefault(key, {}), entry)
     result["metadata"]["managedFields"] = [
-        _entry(name, owned, moment) for name, owned in sorted((known | {manager: mine}).items()) if owned
+        {
+            "manager": name,
+            "operation": "Apply",
+            "subresource": "status",
+            "owned": {key: sorted(fields) for key, fields in owned.items()},
+        }
+        for name, owned in sorted((known | {manager: mine}).items())
+        if owned
     ]
     rest = {key: value for key, value in status.items() if key != "devices"}
     result["status"] = rest | ({"devices": list(devices.values())} if devices else {})
@@ -122,38 +130,3 @@ def _key(entry: Object) -> str:
     if not named:
         raise bad_request(f"associative list with keys has an element that omits all key fields {_KEYS}")
     return "k:" + json.dumps(named, separators=(",", ":"))
-
-
-def _entry(manager: str, owned: _Owned, moment: str) -> Object:
-    devices: Object = {}
-    for key, fields in sorted(owned.items()):
-        shown: Object = {".": {}} | {f"f:{name}": {} for name in json.loads(key[2:])}
-        for name, kind in sorted(fields):
-            inner = shown.setdefault(f"f:{name}", {})
-            if kind:
-                inner["k:" + json.dumps({"type": kind}, separators=(",", ":"))] = {".": {}}
-        devices[key] = shown
-    return {
-        "manager": manager,
-        "operation": "Apply",
-        "apiVersion": "resource.k8s.io/v1",
-        "time": moment,
-        "fieldsType": "FieldsV1",
-        "fieldsV1": {"f:status": {"f:devices": devices}},
-        "subresource": "status",
-    }
-
-
-def _owned(entry: Object) -> _Owned:
-    """The reverse of `_entry`."""
-    devices = ((entry.get("fieldsV1") or {}).get("f:status") or {}).get("f:devices") or {}
-    return {key: set(_shown_fields(shown)) for key, shown in devices.items()}
-
-
-def _shown_fields(shown: Object) -> Iterator[_FIELD]:
-    for marked, inner in shown.items():
-        name = marked.removeprefix("f:")
-        if name == "conditions":
-            yield from ((name, str(json.loads(kind[2:])["type"])) for kind in inner if kind != ".")
-        elif marked != "." and name not in _KEYS:
-            yield name, ""

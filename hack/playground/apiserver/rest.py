@@ -11,7 +11,7 @@ from dra_driver.model.json_copy import copy_json
 from playground.apiserver.apply import APPLY_TYPE, applied_status
 from playground.apiserver.convert import api_version, decode, encode
 from playground.apiserver.failure import ApiFailure, Cause, bad_request, invalid, not_found
-from playground.apiserver.operations import Operations, merge_patch, now
+from playground.apiserver.operations import Operations, merge_patch
 from playground.apiserver.resources import Resource, Route
 from playground.apiserver.selectors import selector
 from playground.apiserver.store import Key, Object
@@ -146,7 +146,6 @@ class Rest:
                 patch,
                 manager=call.query.get("fieldManager", ""),
                 force=call.query.get("force") == "true",
-                moment=now(),
             )
             applied["metadata"].pop("resourceVersion", None)
             return self._update(call, applied)
