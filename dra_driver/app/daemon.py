@@ -277,7 +277,7 @@ class Driver:
             extra_devices=extra_devices,
             timeouts=WaitTimeouts(),
             rhythm=Rhythm(),
-            refuse_changing=self.mig.refuse_changing,
+            refuse_changing=self.mig.refuse_changing(),
         )
 
         # The cluster and the kubelet.

@@ -69,9 +69,10 @@ class Preparer:
         steps: AttemptSteps,
         line: WaitingLine,
         unpreparer: Unpreparer,
-        refuse_changing: Callable[[Collection[str]], None],
+        refuse_changing: Callable[[Collection[str]], None] | None,
     ) -> None:
-        """`refuse_changing` raises NvmlTransientError while the node's MIG layout changes one of these GPUs."""
+        """`refuse_changing` raises NvmlTransientError while the node's MIG layout changes one of these GPUs; None on
+        a node without layouts."""
         self._planner = planner
         self._records = records
         self._claim_locks = claim_locks
@@ -183,7 +184,8 @@ class Preparer:
             gpus = self._planner.gpus_of(claim, call) | (known.locked_gpus if known else frozenset())
             self._planner.refuse_unready_imex(claim, known, call)
             with self._planning.hold(gpus, call.left(), call.has_left):
-                self._refuse_changing(gpus)
+                if self._refuse_changing is not None:
+                    self._refuse_changing(gpus)
                 try:
                     plan = self._planner.plan(claim, known, self._line.ahead_of(attempt))
                 except DeviceHeldError:

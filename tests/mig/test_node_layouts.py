@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dra_driver.journal.gpu_locks import GpuLocks
 
 from dra_driver.errors import ApiUnavailableError, NvmlTransientError
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile, decode
 from dra_driver.mig.layouts import TAINTED_FIRST_S, NodeLayouts
 from dra_driver.model.gpu import Gpu

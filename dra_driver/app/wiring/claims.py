@@ -54,7 +54,7 @@ def claim_parts(
     extra_devices: ExtraDeviceFinder,
     timeouts: WaitTimeouts,
     rhythm: Rhythm,
-    refuse_changing: Callable[[Collection[str]], None] = lambda _gpus: None,
+    refuse_changing: Callable[[Collection[str]], None] | None = None,
 ) -> ClaimParts:
     """Make the parts; none runs yet. `planning` are locks on GPUs that are held for files only. `make_sure` raises a
     DraDriverError unless the API server knows this node. `pods_run` answers whether a process of a claim's pods runs

@@ -152,10 +152,9 @@ class MigParts:
         """What became of the layout on each GPU that it is for, by UUID."""
         return self._layouts.states()
 
-    def refuse_changing(self, gpu_uuids: Collection[str]) -> None:
-        """Raises: NvmlTransientError while the layout changes one of these GPUs."""
-        if self._has_layouts:
-            self._layouts.refuse_changing(gpu_uuids)
+    def refuse_changing(self) -> Callable[[Collection[str]], None] | None:
+        """What raises NvmlTransientError while the layout changes one of these GPUs; None on a node without layouts."""
+        return self._layouts.refuse_changing if self._has_layouts else None
 
     def runners(self) -> dict[type, StepRunner]:
         """The runner of each type of step."""
