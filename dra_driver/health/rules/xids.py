@@ -52,7 +52,7 @@ _ROWS: tuple[tuple[tuple[int, ...], Bucket, str], ...] = (
     ((13,), Bucket.RESTART_APP, "a program caused a graphics engine exception"),
     ((14,), Bucket.IGNORE, "an error that somebody injected"),
     ((31,), Bucket.RESTART_APP, "a program accessed GPU memory that it does not have"),
-    ((37, 38), Bucket.IGNORE, "an error of the driver's firmware"),
+    ((37, 38), Bucket.IGNORE, "an error of the NVIDIA driver's firmware"),
     (
         (39, 40, 41, 70, 71, 72, 75, 76, 77, 85, *range(126, 136)),
         Bucket.RESTART_APP,
@@ -67,7 +67,7 @@ _ROWS: tuple[tuple[tuple[int, ...], Bucket, str], ...] = (
     ((62,), Bucket.RESET_GPU, "the GPU's internal microcontroller stopped"),
     ((63,), Bucket.IGNORE, "a memory row or page was set aside"),
     ((64,), Bucket.RESET_GPU, "a memory row or page could not be set aside"),
-    ((66, 67), Bucket.IGNORE, "the driver made an access that is not allowed"),
+    ((66, 67), Bucket.IGNORE, "the NVIDIA driver made an access that is not allowed"),
     (
         (60, 68, 83, 84, 88, 89, 96, 97, 98),
         Bucket.RESTART_APP,
