@@ -22,15 +22,6 @@ _ADDRESSING = {"none": 0, "hmm": 1, "ats": 2}
 _FABRIC_STATES = {"not-supported": 0, "not-started": 1, "in-progress": 2, "completed": 3}
 CONFIDENTIAL_MODES = ("off", "on", "devtools", "ppcie")
 _REMOTE_PCI = ("real", "placeholder", "not-supported")
-_CUDA_OF_DRIVER = {
-    "535": 12020,
-    "550": 12040,
-    "560": 12060,
-    "565": 12070,
-    "570": 12080,
-    "575": 12090,
-    "580": 13000,
-}
 _NAMESPACE = uuid.UUID("0f0c8c0e-5a70-5f0e-9a53-53696d4e5643")
 
 _MODEL_KEYS = {
@@ -48,23 +39,6 @@ _GPU_KEYS = {
     "bus", "model", "module", "numa", "cpus", "pcie", "uuid", "serial", "minor", "drm", "mig", "addressing",
     "memory_numa", "virtualization", "platform", "persistence", "fabric", "links_down", "links_unsupported",
 }  # fmt: skip
-_SYSTEM = {
-    "arch": "x86_64",
-    "kernel": "6.8.0-60-generic",
-    "numa_nodes": 2,
-    "open_kernel_module": True,
-    "uvm_major": 508,
-    "caps_major": 237,
-    "imex_major": 236,
-    "imex_channels": 2048,
-    "imex": "ready",
-    "confidential_compute": "off",
-    "confidential_ready": False,
-    "host_devices": [],
-    "cap_nodes": True,
-    "minors_move": False,
-    "cdi_hook": False,
-}
 
 
 def machine_names() -> list[str]:
@@ -165,7 +139,7 @@ def build(name: str) -> State:
     extra = document.get("models", {})
     models = load_models(extra, {str(item.get("model")) for item in entries})
     driver = document.get("driver", {})
-    system = {**_SYSTEM, **document.get("system", {})}
+    system = {**driver_facts()["system"], **document.get("system", {})}
     check_confidential_mode(system["confidential_compute"])
     state = State(
         machine=machine,
@@ -208,7 +182,7 @@ def check_confidential_mode(mode: object) -> None:
 
 def cuda_of_driver(version: str, otherwise: int) -> int:
     """The CUDA version that a driver branch brings."""
-    return _CUDA_OF_DRIVER.get(version.partition(".")[0], otherwise)
+    return int(driver_facts()["cuda_of_branch"].get(int(version.partition(".")[0]), otherwise))
 
 
 def _cuda(text: str) -> int:
