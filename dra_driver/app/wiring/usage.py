@@ -30,7 +30,8 @@ def usage_parts(
     """What runs; nothing, and no metrics, if that is switched off. `origin` returns where a process runs."""
     if not settings.usage_metrics:
         return ()
-    usage = Usage(nvml.usage_source().read, inventory, records.all, mig.created_instance, origin)
+    source = nvml.usage_source()
+    usage = Usage(source.read, source.read_processes, inventory, records.all, mig.created_instance, origin)
     metrics.show.usage(usage.look)
-    watch = UnclaimedMemory(usage.look, reporting.node.memory_unclaimed)
+    watch = UnclaimedMemory(usage.unclaimed, reporting.node.memory_unclaimed)
     return (Part("unclaimed_memory", watch.start, watch.stop),)
