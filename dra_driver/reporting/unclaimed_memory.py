@@ -23,8 +23,8 @@ class UnclaimedMemory:
         report: Callable[[str, GpuProcess], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`look` returns such processes by the UUID of each GPU that answers; it may raise DraDriverError. `report` gets
-        a GPU's UUID and a process. It returns False if somebody else reports for this node."""
+        """`look` returns such processes by the UUID of each GPU that answers; it may raise DraDriverError. `report`
+        gets a GPU's UUID and a process. It returns False if somebody else reports for this node."""
         self._look = look
         self._report = report
         self._clock = clock
