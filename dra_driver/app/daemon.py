@@ -346,15 +346,17 @@ class Driver:
 
     def _usage_watch(self, nvml: NvmlReader, proc: str) -> UnclaimedMemory:
         """What looks for memory that no claim has; scrapes measure the same."""
+        source = nvml.usage_source()
         usage = Usage(
-            nvml.usage_source().read,
+            source.read,
+            source.read_processes,
             self.discovery.latest,
             self.records.all,
             self.mig.created_instance,
             partial(origin, proc),
         )
         self.metrics.show.usage(usage.look)
-        return UnclaimedMemory(usage.look, self.reporting.node.memory_unclaimed)
+        return UnclaimedMemory(usage.unclaimed, self.reporting.node.memory_unclaimed)
 
     def _parts(self) -> Iterator[Part]:
         """Everything that runs, in the order of starts."""

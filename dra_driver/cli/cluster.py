@@ -92,13 +92,6 @@ def _tell(what: str) -> None:
     print(f"gpu-dra-driver: {what}", file=sys.stderr)
 
 
-def kubectl_gpus() -> None:
-    """Entry point of `kubectl gpus`."""
-    from dra_driver.cli.main import main
-
-    main(["cluster", *sys.argv[1:]], "kubectl gpus")
-
-
 class _Shown:
     """One look, counted."""
 
