@@ -5,6 +5,7 @@ Which keys there are stands in `settings`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -13,6 +14,7 @@ from dra_driver.errors import InvalidConfigError
 from dra_driver.model.extra_devices import LAST_IMEX_CHANNEL, ImexChannels
 from dra_driver.model.health import TAINTED_KEYS
 from dra_driver.model.ids import pci_bus_id
+from dra_driver.model.mig_layouts import LayoutEntry, MigLayouts
 from dra_driver.model.shapes import Choice, ListField, MapField, Object, Scalar, Words
 from dra_driver.model.sharing import (
     MAX_MPS_SHARES,
@@ -185,6 +187,94 @@ def _entry(given: Mapping[str, Any]) -> SharingEntry:
         given.get("multiUser") is not False,
     )
     return SharingEntry(selector, rule)
+
+
+def _pci_id(text: str) -> str | None:
+    if re.fullmatch(r"0[xX][0-9A-Fa-f]{8}", text):
+        return None
+    return f"{text!r} is not a PCI ID of device and vendor, such as 0x233010DE"
+
+
+def _pci_ids(value: Any) -> str | None:
+    if isinstance(value, str):
+        return _pci_id(value)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        return "expected a PCI ID, such as 0x233010DE in quotes, or a list of them"
+    return next(filter(None, map(_pci_id, value)), None)
+
+
+def _indexes(value: Any) -> str | None:
+    is_list = isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return None if value == "all" or is_list else "expected all, or a list of indexes from 0 on"
+
+
+def _mode_fits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if given.get("mig-enabled") is False and given.get("mig-devices"):
+        yield "mig-devices", "there can be none with mig-enabled false"
+
+
+def _uses_one(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if given.get("layout") is None and given.get("fromLabel") is not True:
+        yield "layout", "the node gets no layout; name one, or set fromLabel"
+
+
+_MIG_CONFIGS: Final = Object(
+    {
+        "version": Choice(("v1",)),
+        "mig-configs": MapField(
+            ListField(
+                Object(
+                    {
+                        "device-filter": Scalar(object, _pci_ids),
+                        "devices": Scalar(object, _indexes),
+                        "mig-enabled": Scalar(bool),
+                        "mig-devices": MapField(
+                            Scalar(int, least=1), lambda key: isinstance(key, str), "{} is no profile's name"
+                        ),
+                    },
+                    ("devices", "mig-enabled"),
+                    also=_mode_fits,
+                ),
+                None,
+            ),
+            lambda key: isinstance(key, str),
+            "{} is no layout's name",
+        ),
+    },
+    ("version", "mig-configs"),
+)
+MIG_LAYOUTS: Final = Object(
+    {
+        "layout": Scalar(str, least=1, most=253),
+        "fromLabel": Scalar(bool),
+        "adopt": Choice(("leave", "destroy")),
+        "configuration": _MIG_CONFIGS,
+    },
+    also=_uses_one,
+)
+"""`configuration` is a file of nvidia-mig-parted, as the GPU operator has it in a ConfigMap."""
+
+
+def mig_layouts(given: Mapping[str, Any]) -> MigLayouts:
+    """What MIG_LAYOUTS says."""
+    configs = (given.get("configuration") or {}).get("mig-configs") or {}
+    return MigLayouts(
+        {name: tuple(map(_layout_entry, entries or ())) for name, entries in configs.items()},
+        given.get("layout"),
+        bool(given.get("fromLabel")),
+        given.get("adopt") == "destroy",
+    )
+
+
+def _layout_entry(given: Mapping[str, Any]) -> LayoutEntry:
+    filters = given.get("device-filter") or ()
+    devices = given["devices"]
+    return LayoutEntry(
+        given["mig-enabled"],
+        given.get("mig-devices") or {},
+        None if devices == "all" else tuple(devices),
+        tuple(item.lower() for item in ([filters] if isinstance(filters, str) else filters)),
+    )
 
 
 XIDS: Final = ListField(Scalar(int, least=1, most=9999), None)

@@ -15,12 +15,14 @@ from typing import Any, Final, Literal, get_args
 from dra_driver.config_file import (
     GPUS,
     IMEX_CHANNEL,
+    MIG_LAYOUTS,
     SHARING,
     TAINTS,
     WORDS,
     XIDS,
     gpu_selector,
     imex_channel,
+    mig_layouts,
     read_document,
     sharing_policy,
     word,
@@ -34,6 +36,7 @@ from dra_driver.model.extra_devices import (
     in_order,
 )
 from dra_driver.model.gpu import Gpu
+from dra_driver.model.mig_layouts import MigLayouts
 from dra_driver.model.shapes import Choice, ListField, Object, Scalar, Shape, Words, faults
 from dra_driver.model.sharing import (
     MAX_SHARES,
@@ -305,6 +308,7 @@ class Settings:
         Choice(("leave", "destroy")),
         key="dynamicMig.adopt",
     )
+    mig_layouts: MigLayouts = _setting(MigLayouts(), None, MIG_LAYOUTS, of_file=mig_layouts)
     ignored_xids: frozenset[int] = _setting(
         frozenset(),
         "Xid errors that say nothing about a GPU's health, besides the known ones: 45,63.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -109,6 +110,8 @@ def _command(
     """What `execve` and the start of Python would do, and then the command."""
     from dra_driver.cli.main import main
 
+    # A shell's background job ignores SIGINT, and what it starts inherits that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if new_session:
         os.setsid()
     for number, file in enumerate(files):

@@ -112,6 +112,8 @@ def json_schema(shape: Shape) -> Json:
             return {"enum": [*words, False]} if "off" in words else {"type": "string", "enum": [*words]}
         case Scalar() if shape is IMEX_CHANNEL:
             return {"anyOf": [{"type": "integer"}, {"enum": ["all", "off", False]}]}
+        case Scalar() if shape.type is object:
+            return {}
         case Scalar():
             least, most = ("minLength", "maxLength") if shape.type is str else ("minimum", "maximum")
             bounds = {least: shape.least, most: shape.most}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from dra_driver.mig.context import MigAction
 from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.health import HealthChange
+from dra_driver.model.mig_layouts import GpuLayout
 
 
 class Registered(NamedTuple):
@@ -57,6 +58,12 @@ class MigSpaceFreed(NamedTuple):
     """An obstacle to the offer of MIG devices is gone: discovery has to look again."""
 
 
+class MigLayoutChanged(NamedTuple):
+    """The node's MIG layout got another state on these GPUs; none where GPUs have no layout any more."""
+
+    found: Sequence[GpuLayout]
+
+
 class ClaimReleased(NamedTuple):
     """A claim was unprepared: nothing of it is left on the node."""
 
@@ -75,6 +82,7 @@ Change = (
     | FabricPolled
     | MigDeviceChanged
     | MigSpaceFreed
+    | MigLayoutChanged
     | ClaimReleased
     | CleanupsChanged
 )

@@ -21,6 +21,7 @@ from dra_driver.app.change_table import (
     HealthShown,
     InventoryChanged,
     MigDeviceChanged,
+    MigLayoutChanged,
     MigSpaceFreed,
     Registered,
 )
@@ -68,7 +69,7 @@ from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
-from dra_driver.kube.cluster import node_uid
+from dra_driver.kube.cluster import node_labels, node_uid
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.kubelet.registration import RegistrationStatus
@@ -150,6 +151,12 @@ class Driver:
             partial(changes.tell, MigSpaceFreed()),
             lambda *seen: changes.tell(MigDeviceChanged(*seen)),
             nvml.session.operation,
+            self._planning,
+            partial(node_labels, self._client, settings.node_name),
+            lambda: self.discovery.latest(),  # noqa: PLW0108  it is made later
+            leadership.is_ours,
+            lambda seconds: self.discovery.scan_now(seconds),  # noqa: PLW0108  it is made later
+            lambda found: changes.tell(MigLayoutChanged(found)),
         )
         self.discovery = Discovery(
             nvml,
@@ -174,6 +181,7 @@ class Driver:
             leadership.speaks_for_node,
             lambda: self.cleanups.withheld(),  # noqa: PLW0108  it is made later
             self.lanes.hanging,
+            self.mig.layouts,
         )
 
         # What users are told.
@@ -269,6 +277,7 @@ class Driver:
             extra_devices=extra_devices,
             timeouts=WaitTimeouts(),
             rhythm=Rhythm(),
+            refuse_changing=self.mig.refuse_changing(),
         )
 
         # The cluster and the kubelet.
@@ -346,6 +355,10 @@ class Driver:
                 FabricPolled: (self.discovery.fabric_polled,),
                 MigDeviceChanged: (self.health.mig_changed, self.reporting.reporter.mig_changed),
                 MigSpaceFreed: (self.discovery.request_rescan,),
+                MigLayoutChanged: (
+                    lambda _found: self.publishing.publisher.mark_dirty(),
+                    self.reporting.node.mig_layouts_changed,
+                ),
                 ClaimReleased: (self.mig.claim_gone, self.publishing.claim_released),
                 CleanupsChanged: (
                     self.publishing.publisher.mark_dirty,
@@ -362,6 +375,7 @@ class Driver:
         yield from self.reporting.parts()
         yield Part("mig_collector", self.mig.start, self.mig.stop)
         yield Part("discovery", self.discovery.start, self.discovery.stop)
+        yield Part("mig_layouts", self.mig.start_layouts)
         yield Part("health", self.health.monitor.start, self.health.monitor.stop)
         yield Part("kubelet_plugin", self._plugin.start)
         yield Part("cleanup", self.cleaner.start, self.cleaner.stop)

@@ -13,7 +13,7 @@ the next Prepare goes on with the record, and an Unprepare takes it back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import structlog
 
@@ -69,7 +69,10 @@ class Preparer:
         steps: AttemptSteps,
         line: WaitingLine,
         unpreparer: Unpreparer,
+        refuse_changing: Callable[[Collection[str]], None] | None,
     ) -> None:
+        """`refuse_changing` raises NvmlTransientError while the node's MIG layout changes one of these GPUs; None on
+        a node without layouts."""
         self._planner = planner
         self._records = records
         self._claim_locks = claim_locks
@@ -77,6 +80,7 @@ class Preparer:
         self._steps = steps
         self._line = line
         self._unpreparer = unpreparer
+        self._refuse_changing = refuse_changing
 
     def prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
         """The answer to the kubelet, and the claim's record; None if the claim has no device of this driver.
@@ -180,6 +184,8 @@ class Preparer:
             gpus = self._planner.gpus_of(claim, call) | (known.locked_gpus if known else frozenset())
             self._planner.refuse_unready_imex(claim, known, call)
             with self._planning.hold(gpus, call.left(), call.has_left):
+                if self._refuse_changing is not None:
+                    self._refuse_changing(gpus)
                 try:
                     plan = self._planner.plan(claim, known, self._line.ahead_of(attempt))
                 except DeviceHeldError:

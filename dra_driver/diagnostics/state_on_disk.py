@@ -19,10 +19,13 @@ from dra_driver.health.store import decode
 from dra_driver.journal.cleanups import PendingCleanups
 from dra_driver.journal.record_codec import step_kind
 from dra_driver.journal.records import RecordStore
+from dra_driver.mig.layout_file import LAYOUT_FILE
+from dra_driver.mig.layout_file import decode as decode_layouts
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.mig.rules.ownership import instances_to_withhold
 from dra_driver.model.health import HealthState, Reset
 from dra_driver.model.mig import GpuInstance
+from dra_driver.model.mig_layouts import GpuLayout
 
 Value = TypeVar("Value")
 
@@ -53,6 +56,7 @@ def read_state(plugin_directory: Path, boot_id: str | None = None) -> NodeState:
     of_claims, owned = _read(records.all, claims, faults), _read(ledger.all, mig, faults)
     of_cleanups = _read(lambda: {one.name: one for one in cleanups.outstanding()}, pending, faults)
     health, notes = _read_health(plugin_directory / HEALTH_FILE, boot_id)
+    layouts = _read_layouts(plugin_directory / LAYOUT_FILE, faults)
     return NodeState(
         tuple(of_claims.values()),
         tuple(owned.values()),
@@ -61,7 +65,18 @@ def read_state(plugin_directory: Path, boot_id: str | None = None) -> NodeState:
         boot_id,
         tuple(faults),
         notes,
+        layouts,
     )
+
+
+def _read_layouts(path: Path, faults: list[str]) -> Sequence[GpuLayout]:
+    try:
+        return decode_layouts(read_plain(path))
+    except FileNotFoundError:
+        return ()
+    except (OSError, StateError) as error:
+        faults.append(f"the state of the MIG layout {path} cannot be read: {error}")
+        return ()
 
 
 def _read_health(path: Path, boot_id: str | None) -> tuple[Iterable[HealthState], tuple[str, ...]]:

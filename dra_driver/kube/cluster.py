@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dra_driver.errors import ApiRejectedError
@@ -20,6 +21,12 @@ def node_uid(client: ApiClient, name: str) -> str:
     if not uid:
         raise ApiRejectedError(f"{action}: the answer has no metadata.uid", status=200)
     return str(uid)
+
+
+def node_labels(client: ApiClient, name: str) -> Mapping[str, str]:
+    """The labels of node `name`. Raises: ApiRejectedError (404: the node name is wrong), ApiUnavailableError."""
+    node = client.request("GET", f"/api/v1/nodes/{path_segment(name)}", action=f"get node {name}")
+    return dict((node.get("metadata") or {}).get("labels") or {})
 
 
 def server_version(client: ApiClient) -> str:

@@ -252,13 +252,6 @@ class MigCollector:
         free, still_held = foreign_to_destroy(found, ours, held, foreign.uuids)
         changed = False
         for item in free:
-            _log.warning(
-                "mig_instance_of_others_destroyed",
-                gpu_uuid=gpu_uuid,
-                gpu_instance_id=item.instance.gpu_instance_id,
-                profile_id=item.instance.profile_id,
-                uuids=[uuid for _, uuid in item.compute_instances],
-            )
             changed |= self._is_destroyed(foreign.gpu, item)
         if still_held:
             self._foreign[gpu_uuid] = replace(foreign, uuids=still_held)
@@ -268,11 +261,8 @@ class MigCollector:
 
     def _is_destroyed(self, gpu: GpuAddress, found: FoundInstance) -> bool:
         """Destroy a foreign instance; False if it is in use, which does not keep the others from being destroyed."""
-        gpu_instance_id = found.instance.gpu_instance_id
         try:
-            for compute_instance_id, _ in found.compute_instances:
-                self._hardware.destroy_compute(*gpu, gpu_instance_id, compute_instance_id)
-            self._hardware.destroy(*gpu, gpu_instance_id)
+            self._devices.destroy_foreign(gpu, found.instance, found.compute_instances)
         except DeviceBusyError as error:
             _log.warning("mig_instance_not_destroyed", gpu_uuid=gpu.uuid, reason=str(error))
             return False

@@ -79,21 +79,21 @@ class MigDevices:
 
     # --- creation ------------------------------------------------------------------------------
 
-    def create(self, step: CreateMig) -> OwnedInstance:
-        """Have the device of a step exist.
+    def create(self, step: CreateMig, *, for_layout: bool = False) -> OwnedInstance:
+        """Have the device of a step exist, for a claim or for the node's layout.
 
         Raises: ClaimRefusedError if something of somebody else's is in the way; DeviceBusyError; NvmlTransientError;
         RetryableError; StateError. What this call made is undone then, but for the MIG mode, which goes with the claim.
         """
         began = self._context.clock()
         try:
-            entry = self._entry_in_use(step)
+            entry = self._entry_in_use(step, for_layout)
             found = self._hardware.instances(*step.gpu)
             instance = None if entry is None else at_slot(entry, found)
             if entry is not None and instance is not None:
                 created, is_new = self._complete(entry, instance)
             else:
-                created, is_new = self._make(step, found), True
+                created, is_new = self._make(step, found, for_layout), True
         except Exception as error:
             self._context.observe("create", step.device, self._context.clock() - began, error)
             raise
@@ -102,7 +102,7 @@ class MigDevices:
             self._context.observe("create", step.device, self._context.clock() - began, None)
         return created
 
-    def _entry_in_use(self, step: CreateMig) -> OwnedInstance | None:
+    def _entry_in_use(self, step: CreateMig, for_layout: bool) -> OwnedInstance | None:
         """The device's entry, if its instance may be used again. An orphan is destroyed first, because nobody knows
         what is still in it."""
         entry = self._entry(step.device)
@@ -111,6 +111,9 @@ class MigDevices:
         if entry.phase == "orphan":
             self._destroyer.destroy(entry)
             return None
+        if entry.is_of_layout != for_layout:
+            entry = replace(entry, is_of_layout=for_layout)
+            self._ledger.save(entry)
         return entry
 
     def _complete(self, entry: OwnedInstance, instance: GpuInstance) -> tuple[OwnedInstance, bool]:
@@ -126,7 +129,7 @@ class MigDevices:
             return self._add_compute_instance(entry, instance.gpu_instance_id), True
         return self._save_created(entry, instance.gpu_instance_id, *inside[0]), entry.phase != "created"
 
-    def _make(self, step: CreateMig, found: Iterable[GpuInstance]) -> OwnedInstance:
+    def _make(self, step: CreateMig, found: Iterable[GpuInstance], for_layout: bool) -> OwnedInstance:
         """Make the device from nothing."""
         in_the_way = [instance for instance in found if instance.placement.overlaps(step.placement)]
         self._clear(step.gpu, in_the_way, f"MIG device {step.device}")
@@ -139,6 +142,7 @@ class MigDevices:
             profile_name=step.profile_name,
             placement=step.placement,
             boot_id=self._ledger.boot_id,
+            is_of_layout=for_layout,
         )
         try:
             self._ledger.save(entry)
@@ -268,6 +272,25 @@ class MigDevices:
         if outcome == "expected":
             self._context.left_over()
         return outcome != "expected"
+
+    def destroy_foreign(
+        self, gpu: GpuAddress, instance: GpuInstance, inside: Sequence[tuple[int, str]] | None = None
+    ) -> None:
+        """Destroy an instance that somebody else made, with the compute instances `inside`. Raises: DeviceBusyError if
+        it is in use; RetryableError."""
+        number = instance.gpu_instance_id
+        if inside is None:
+            inside = self._hardware.compute_instances(*gpu, number)
+        _log.warning(
+            "mig_instance_of_others_destroyed",
+            gpu_uuid=gpu.uuid,
+            gpu_instance_id=number,
+            profile_id=instance.profile_id,
+            uuids=[uuid for _, uuid in inside],
+        )
+        for compute_instance_id, _ in inside:
+            self._hardware.destroy_compute(*gpu, number, compute_instance_id)
+        self._hardware.destroy(*gpu, number)
 
     def abandon(self, device: str) -> None:
         """Mark what may be left of a device, so that the collector destroys it. Raises: StateError."""

@@ -43,6 +43,21 @@ class MigHolders:
             if isinstance(step, CreateMig)
         )
 
+    def on_gpu(self, gpu_uuid: str, gpu_name: str, boot_id: str) -> str | None:
+        """A claim that holds the GPU, or a MIG device of it, in words; None if none does. A reboot ends MIG devices, so
+        one that was not prepared anew in this boot holds none. Raises: StateError."""
+        for record in self._records.all().values():
+            is_held = any(
+                held.gpu_uuid == gpu_uuid and (held.kind == "gpu" or record.boot_id == boot_id)
+                for held in record.devices
+                if not held.admin_access
+            )
+            if is_held:
+                return f"claim {record.ref}"
+        if any(f"{name}-".startswith(f"{gpu_name}-") for name in self._lost_devices()):
+            return "a claim whose record was lost"
+        return None
+
     def use_others(self, gpu_uuid: str, device: str, besides: str | None = None) -> bool:
         """Whether claims use on-demand devices of a GPU other than `device`; the claim with the UID `besides` does not
         count. Raises: StateError."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dra_driver.errors import StateError
-from dra_driver.files.fields import NUMBER, TEXT, Shape, needed, nullable, one_of
+from dra_driver.files.fields import FLAG, NUMBER, TEXT, Shape, left_out, needed, nullable, one_of
 from dra_driver.files.formats import parse
 from dra_driver.journal.record_codec import PLACEMENT
 from dra_driver.model.mig import OwnedInstance
@@ -41,6 +41,7 @@ ENTRY = Shape(
     compute_instance_id=nullable(NUMBER),
     uuid=nullable(TEXT),
     gpu_minor=nullable(NUMBER),
+    is_of_layout=left_out(FLAG, default=False),
 )
 MODE = Shape(OwnedMode, gpu_uuid=needed(TEXT), pci_bus_id=nullable(TEXT), boot_id=needed(TEXT))
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import structlog
 
-from dra_driver.errors import ClaimRefusedError, DraDriverError
+from dra_driver.errors import ClaimRefusedError, DraDriverError, RetryableError
 from dra_driver.mig.context import MigContext
 from dra_driver.model.mig import GpuAddress
 
@@ -53,6 +53,23 @@ class MigMode:
                     "mode off by hand (nvidia-smi --multi-instance-gpu 0), or delete the pod"
                 )
             self._switch(gpu, "off")
+        self._ledger.disown_mode(gpu.uuid)
+
+    def have(self, gpu: GpuAddress, on: bool) -> None:
+        """Have the mode that a layout asks for. It is nobody's to take back, also while it waits for a reset.
+
+        Raises: DeviceBusyError; RetryableError if the mode waits for a reset.
+        """
+        mode = self._hardware.mode(*gpu)
+        if mode is None:
+            return
+        if mode == (not on, on):
+            raise RetryableError(
+                f"MIG mode of GPU {gpu.uuid} is switched {'on' if on else 'off'} by the next reset of the GPU; stop "
+                "everything that uses the GPU and run `nvidia-smi --gpu-reset`, or reboot the node"
+            )
+        if mode[0] != on:
+            self._switch(gpu, "on" if on else "off")
         self._ledger.disown_mode(gpu.uuid)
 
     def leave_if_idle(self, gpu: GpuAddress) -> bool:

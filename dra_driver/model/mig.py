@@ -134,7 +134,8 @@ class OwnedInstance:
     It is written before the instance is created, so that an instance of ours never looks like one that somebody else
     made. The IDs and the UUID of the MIG device are None until they are known. No GPU instance survives the boot
     `boot_id`. The phase `orphan` marks an instance that no claim holds and that could not be destroyed yet. `gpu_minor`
-    is the GPU's minor number at the time when the instance was made.
+    is the GPU's minor number at the time when the instance was made. An instance `is_of_layout` if the node's MIG
+    layout asked for it; it stays without a claim.
     """
 
     device: str
@@ -149,6 +150,7 @@ class OwnedInstance:
     compute_instance_id: int | None = None
     uuid: str | None = None
     gpu_minor: int | None = None
+    is_of_layout: bool = False
 
     @property
     def slot(self) -> tuple[int, int]:

@@ -22,10 +22,10 @@ from dra_driver.errors import (
 )
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
-from dra_driver.model.mig import GpuInstance, MigProfile, Placement
+from dra_driver.model.mig import GpuInstance, MigProfile, PlacedProfile, Placement
 from dra_driver.nvml.busy_gpus import busy_error, holders_of
 from dra_driver.nvml.failures import nvml_errors, supported
-from dra_driver.nvml.mig_devices import Tables, read_profiles
+from dra_driver.nvml.mig_devices import Tables, read_placed_profiles, read_profiles
 from dra_driver.nvml.mig_instances import (
     compute_identity,
     compute_instance_handles,
@@ -77,6 +77,7 @@ class MigHardware:
         """`operation` keeps NVML initialised, and waits for it; calls within it may enter it again."""
         self._operation = operation
         self._profiles = Tables(read_profiles)
+        self._cuts = Tables(read_placed_profiles)
 
     # --- mode ----------------------------------------------------------------------------------
 
@@ -123,6 +124,17 @@ class MigHardware:
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         with nvml_errors(f"read the minor number of GPU {gpu_uuid}"):
             return supported(pynvml.nvmlDeviceGetMinorNumber, handle)
+
+    @_whole
+    def cuts(self, gpu: Gpu) -> tuple[str, tuple[PlacedProfile, ...]]:
+        """The GPU's PCI ID of device and vendor, as in `0x233010de`, and every profile with its placements, whether MIG
+        mode is on or off. Raises: RetryableError if the table is incomplete."""
+        handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
+        with nvml_errors(f"read the PCI ID of GPU {gpu.uuid}"):
+            pci_id = int(pynvml.nvmlDeviceGetPciInfo(handle).pciDeviceId)
+        if mig_mode(handle, gpu.uuid) is None:
+            return f"0x{pci_id:08x}", ()
+        return f"0x{pci_id:08x}", self._complete_table(self._cuts, handle, gpu)
 
     # --- GPU instances -------------------------------------------------------------------------
 
@@ -283,11 +295,15 @@ class MigHardware:
         return read_gpu_instances(handle, gpu_uuid, self._table(handle, gpu_uuid).values())
 
     def _table(self, handle: Handle, gpu_uuid: str) -> dict[int, MigProfile]:
-        """The GPU's profiles by ID, read once for each driver version. Raises: RetryableError if incomplete."""
+        """The GPU's profiles by ID. Raises: RetryableError if incomplete."""
+        return self._complete_table(self._profiles, handle, Gpu(uuid=gpu_uuid))
+
+    def _complete_table(self, tables: Tables[T], handle: Handle, gpu: Gpu) -> T:
+        """What the tables say of a GPU, read once for each driver version. Raises: RetryableError if incomplete."""
         with nvml_errors("read the driver version"):
             version = str(pynvml.nvmlSystemGetDriverVersion())
         faults: list[DiscoveryFault] = []
-        table = self._profiles.of(handle, Gpu(uuid=gpu_uuid), version, faults)
+        table = tables.of(handle, gpu, version, faults)
         if faults:
             raise RetryableError(faults[0].text)
         return table

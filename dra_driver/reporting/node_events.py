@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from dra_driver.journal.rules.cleanups import PendingCleanup, what
 from dra_driver.model.events import (
@@ -17,12 +17,16 @@ from dra_driver.model.events import (
     DRIVER_AVAILABLE,
     DRIVER_UNAVAILABLE,
     MEMORY_UNCLAIMED,
+    MIG_LAYOUT_APPLIED,
+    MIG_LAYOUT_REFUSED,
+    MIG_LAYOUT_WAITS,
     SLICE_FIELDS_DROPPED,
     SLICES_CONTESTED,
     SLICES_NOT_PUBLISHED,
     SLICES_PUBLISHED,
 )
 from dra_driver.model.gpu import GpuProcess
+from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.observability.metrics import Metrics
 from dra_driver.observability.rules.usage import unclaimed_text
 from dra_driver.reporting.event_recorder import EventRecorder
@@ -95,6 +99,17 @@ class NodeEvents:
             self._report(DRIVER_UNAVAILABLE, text, warning=True)
         elif problem is None and before is not None and had:
             self._report(DRIVER_AVAILABLE, "the node's GPUs can be used again", warning=False)
+
+    def mig_layouts_changed(self, found: Sequence[GpuLayout]) -> None:
+        """What became of the MIG layout on GPUs."""
+        for one in found:
+            reason, text = {
+                "applied": (MIG_LAYOUT_APPLIED, "is on the GPU"),
+                "waiting": (MIG_LAYOUT_WAITS, f"waits: {one.text}"),
+                "refused": (MIG_LAYOUT_REFUSED, f"is refused, and nothing was changed: {one.text}"),
+            }[one.state]
+            text = f"GPU {one.gpu_uuid}: the MIG layout {one.layout} {text}"
+            self._report(reason, text, warning=one.state == "refused")
 
     def memory_unclaimed(self, gpu_uuid: str, process: GpuProcess) -> bool:
         """A process has had memory on a GPU for ten minutes, and belongs to no claim and no container. Whether this

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -147,7 +148,7 @@ def test_static_mig_device_made_while_the_driver_runs(cluster: Cluster, example:
             "the MIG device to be published",
             lambda: [d for d in cluster.devices() if d["attributes"]["type"]["string"] == "mig"],
         )
-        assert len([d for d in cluster.devices() if d["attributes"]["type"]["string"] == "gpu"]) == whole - 1
+        assert len(_whole_gpus(cluster)) == whole - 1
         example("static-mig")
         cluster.wait_running("static-mig")
         seen = cluster.seen_by("static-mig")
@@ -158,7 +159,11 @@ def test_static_mig_device_made_while_the_driver_runs(cluster: Cluster, example:
         cluster.simulate("mig", "destroy", "7", gpu_instance[1])
     finally:
         cluster.simulate("mig", "disable", "7", "--force")
-    wait_for("the whole GPU to be offered again", lambda: len(cluster.devices()) == whole)
+    wait_for("the whole GPU to be offered again", lambda: len(_whole_gpus(cluster)) == whole)
+
+
+def _whole_gpus(cluster: Cluster) -> list[Any]:
+    return [device for device in cluster.devices() if device["attributes"]["type"]["string"] == "gpu"]
 
 
 @pytest.mark.core

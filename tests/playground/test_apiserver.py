@@ -42,12 +42,10 @@ def call(server, method, path, body=None, content_type="application/json"):
 def watch(server, path, count):
     """The first `count` events of a watch."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
-    connection.request("GET", path)
-    response = connection.getresponse()
-    events = [json.loads(response.readline()) for _ in range(count)]
-    response.close()
-    connection.close()
-    return events
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        with connection.getresponse() as response:
+            return [json.loads(response.readline()) for _ in range(count)]
 
 
 def a_slice(name="s", node="n", **spec):

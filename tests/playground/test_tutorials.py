@@ -18,6 +18,8 @@ __all__ = ["start", "temporary"]
 
 ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "docs/tutorials"
+EVENTS = {"mig-on-demand": "MigDeviceCreated", "mig-layouts": "MigLayoutWaits"}
+"""The reason that an event of the page has, where it is not that of a lost GPU."""
 PAGES = sorted(page.stem for page in TUTORIALS.glob("*.md") if page.stem != "index")
 
 
@@ -78,7 +80,7 @@ def test_every_block_works_as_printed(
             assert said.split()[0] == tainted[0]
             assert "gpu.nvidia.com/gpu-lost" in said
         elif "MESSAGE:.message" in block:
-            expected = "MigDeviceCreated" if page == "mig-on-demand" else "GPULost"
+            expected = EVENTS.get(page, "GPULost")
             eventually(lambda block=block, word=expected: word in second_terminal(playground, block))
         elif "consumedCapacity" in block:
             [one, other] = said.splitlines()

@@ -68,10 +68,11 @@ def _kept_taints(machine: CommandMachine) -> tuple[Taints, Callable[[OfferedDevi
     states = {entry.target: entry for entry in state.health}
     instances = instances_by_device(state.owned)
     policy = TaintPolicy(dict(settings.taint_effects))
+    layouts = {one.gpu_uuid: one for one in state.layouts}
 
     def taints(device: OfferedDevice) -> tuple[JsonObject, ...]:
         pending = withholding(state.cleanups, device, machine.boot_id or "")
-        return device_taints(device, states, instances, policy, pending)
+        return device_taints(device, states, instances, policy, pending, layouts.get(device.gpu.uuid))
 
     held = {held.device for record in state.records for held in record.devices if not held.admin_access}
 
@@ -105,4 +106,8 @@ def mig_maps(settings: Settings, session: ExitStack) -> tuple[list[GpuMap], list
     notes = [*unread(inventory), *waiting_for_mig_mode(inventory, machine.is_on_demand)]
     state = machine.state()
     maps = gpu_maps(inventory, state, machine.is_on_demand)
+    notes += [
+        f"GPU {one.gpu_uuid}: MIG layout {one.layout}: {one.state} {one.text}".rstrip()
+        for one in state.layouts
+    ]
     return maps, notes + (list(state.faults) if maps else [])

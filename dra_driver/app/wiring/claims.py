@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
@@ -54,11 +54,12 @@ def claim_parts(
     extra_devices: ExtraDeviceFinder,
     timeouts: WaitTimeouts,
     rhythm: Rhythm,
+    refuse_changing: Callable[[Collection[str]], None] | None = None,
 ) -> ClaimParts:
     """Make the parts; none runs yet. `planning` are locks on GPUs that are held for files only. `make_sure` raises a
     DraDriverError unless the API server knows this node. `pods_run` answers whether a process of a claim's pods runs
     here, None if that is not known. `setting_for_lost` answers what to set so that new pods stay away from lost GPUs,
-    None if they do."""
+    None if they do. `refuse_changing` is the `Preparer`'s."""
     line = WaitingLine(lookup, records, identity.driver, users, timeouts)
     steps = AttemptSteps(records, executor, claim_locks, cleaner)
     unpreparer = Unpreparer(records, claim_locks, executor, line, observer)
@@ -77,6 +78,6 @@ def claim_parts(
     )
     line.tell_leaving(reconciler.look_soon)
     planner = ClaimPlanner(identity, discovery, records, without_record, extra_devices, setting_for_lost)
-    preparer = Preparer(planner, records, claim_locks, planning, steps, line, unpreparer)
+    preparer = Preparer(planner, records, claim_locks, planning, steps, line, unpreparer, refuse_changing)
     service = ClaimService(ClaimFetch(lookup, records, identity.driver), preparer, unpreparer, line, observer)
     return ClaimParts(service, preparer, unpreparer, reconciler, line)

@@ -17,6 +17,7 @@ from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.health import HealthChange
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.nvml.events import HealthSource
 from dra_driver.settings import Settings
 from dra_driver.slices.rules.build import Taints
@@ -31,7 +32,7 @@ class HealthParts:
     after each change that others see, `on_transition` with each entry of the history, `on_fabric` as by the monitor.
     While `may_keep` answers no, another instance of the driver writes the file. `owing` returns which
     pending cleanup keeps a device from being given out, `hanging` which operation hangs on which GPU UUID, and since
-    when (time.monotonic()).
+    when (time.monotonic()). `layouts` returns what became of the MIG layout on each GPU.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class HealthParts:
         may_keep: Callable[[], bool],
         owing: Callable[[], Callable[[OfferedDevice], PendingCleanup | None]],
         hanging: Callable[[], Mapping[str, tuple[str, float]]],
+        layouts: Callable[[], Mapping[str, GpuLayout]],
     ) -> None:
         self._inventory = inventory
         self._unavailable = unavailable
         self._owned = owned
         self._owing = owing
+        self._layouts = layouts
         self.taint_policy = TaintPolicy(dict(settings.taint_effects))
         self._on_change = on_change
         kept = SharedHealth(HealthStore(settings.plugin_directory / "health.json"), may_keep)
@@ -91,8 +94,11 @@ class HealthParts:
     def taints(self, limits: TaintLimits = NEWEST_TAINTS) -> Taints:
         """How devices are tainted at the moment, within what the API server takes."""
         states, instances, owing = self.monitor.states(), self.instances(), self._owing()
+        layouts = self._layouts()
         policy = replace(self.taint_policy, limits=limits)
-        return lambda device: device_taints(device, states, instances, policy, owing(device))
+        return lambda device: device_taints(
+            device, states, instances, policy, owing(device), layouts.get(device.gpu.uuid)
+        )
 
     def _changed(self) -> None:
         self.stream.changed()

@@ -33,6 +33,7 @@ def show_node(
     show.inventory(inventory)
     show.health(inventory, health.monitor)
     show.stuck_mig(mig.collector.stuck)
+    show.mig_layouts(mig.layouts)
     show.cleanups(cleanups.outstanding)
     show.reports(reporting.recorder.counts)
     show.readiness(probes.readiness)

@@ -3,31 +3,52 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 
 from dra_driver.concurrency.deadline import seconds_for
 from dra_driver.errors import NvmlUnavailableError
 from dra_driver.journal.executor import StepRunner
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.collector import MigCollector
 from dra_driver.mig.context import MigContext, MigObserver
 from dra_driver.mig.create import MigDevices
 from dra_driver.mig.holders import MigHolders
+from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile
+from dra_driver.mig.layouts import NodeLayouts
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.mig.steps import MigSteps
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.model.steps import CreateMig, LeaveMigMode
 from dra_driver.nvml.mig_hardware import MigHardware
 from dra_driver.settings import Settings
 
 _NVML_S = 30.0
+_RESCAN_S = 10.0
+LABELS_S = 20.0
+"""How old the labels of the node may be."""
 
 Operation = Callable[[Callable[[], float]], AbstractContextManager[None]]
 """Keeps NVML initialised; the argument answers how many seconds it may wait for that."""
+
+
+def _kept(labels: Callable[[], Mapping[str, str]]) -> Callable[[], Mapping[str, str]]:
+    """The labels as they were read last, for as long as no answer is too old: a layout may wait for days."""
+    known: tuple[float, Mapping[str, str]] | None = None
+
+    def read() -> Mapping[str, str]:
+        nonlocal known
+        if known is None or time.monotonic() >= known[0] + LABELS_S:
+            known = (time.monotonic(), labels())
+        return known[1]
+
+    return read
 
 
 class MigParts:
@@ -45,7 +66,17 @@ class MigParts:
         on_change: Callable[[], None],
         observe: MigObserver,
         operation: Operation,
+        planning: GpuLocks,
+        labels: Callable[[], Mapping[str, str]],
+        inventory: Callable[[], Inventory | None],
+        leads: Callable[[], bool],
+        rescan: Callable[[float], None],
+        on_layouts: Callable[[Sequence[GpuLayout]], None],
     ) -> None:
+        """`planning` are the locks under which claims are planned, `labels` reads those of the own node. `leads` says
+        whether this instance acts on the layout, `rescan` has discovery look within so many seconds, and `on_layouts`
+        is told of what became of the layout on GPUs."""
+
         def kept_open() -> AbstractContextManager[None]:
             return operation(lambda: seconds_for("wait until NVML is initialised", _NVML_S))
 
@@ -57,7 +88,8 @@ class MigParts:
                     held.enter_context(kept_open())
                 yield
 
-        self._wanted = settings.dynamic_mig
+        self._wanted = settings.dynamic_mig or settings.mig_layouts.is_on
+        self._has_layouts = settings.mig_layouts.is_on
         self.ledger = MigLedger(settings.plugin_directory / "mig", boot_id)
         self._context = MigContext(
             MigHardware(kept_open),
@@ -77,6 +109,22 @@ class MigParts:
             adopt="destroy" if settings.adopt_mig == "destroy" else "leave",
             on_change=on_change,
         )
+        self._layout_file = LayoutFile(settings.plugin_directory / LAYOUT_FILE)
+        self._layouts = NodeLayouts(
+            self._context,
+            self.devices,
+            lanes,
+            planning,
+            GpuLocks(settings.plugin_directory / "locks", ".layout.lock"),
+            self._layout_file,
+            settings.mig_layouts,
+            labels=_kept(labels),
+            inventory=inventory,
+            is_on_demand=settings.on_demand or (lambda _gpu: False),
+            leads=leads,
+            rescan=partial(rescan, _RESCAN_S),
+            on_change=on_layouts,
+        )
         self._steps = MigSteps(self._context, self.devices, paths.proc)
 
     def open(self) -> None:
@@ -88,9 +136,25 @@ class MigParts:
         if self._wanted or self.ledger.all() or self.ledger.owned_modes():
             self.collector.start()
 
+    def start_layouts(self) -> None:
+        """Begin to bring the node's layout about, if it may have one."""
+        if self._has_layouts:
+            self._layouts.start()
+        else:
+            self._layout_file.remove()
+
     def stop(self) -> None:
-        """Stop the collector; harmless if it was not started."""
+        """Stop both; harmless if they were not started."""
+        self._layouts.stop()
         self.collector.stop()
+
+    def layouts(self) -> Mapping[str, GpuLayout]:
+        """What became of the layout on each GPU that it is for, by UUID."""
+        return self._layouts.states()
+
+    def refuse_changing(self) -> Callable[[Collection[str]], None] | None:
+        """What raises NvmlTransientError while the layout changes one of these GPUs; None on a node without layouts."""
+        return self._layouts.refuse_changing if self._has_layouts else None
 
     def runners(self) -> dict[type, StepRunner]:
         """The runner of each type of step."""
@@ -100,10 +164,12 @@ class MigParts:
         """The driver was found for the first time or loaded again: adopt the instances that others made."""
         if inventory is not None:
             self.collector.reconcile(inventory)
+            self._layouts.look_soon()
 
     def look_soon(self) -> None:
         """An instance of ours may be left over, or the GPUs may have changed."""
         self.collector.look_soon()
+        self._layouts.look_soon()
 
     def created_instance(self, device: str) -> OwnedInstance | None:
         """The created instance of a device now; None if there is none."""
@@ -117,3 +183,4 @@ class MigParts:
     def claim_gone(self) -> None:
         """A claim was unprepared."""
         self.collector.claim_gone()
+        self._layouts.look_soon()

@@ -133,6 +133,18 @@ class KubeletChecks:
             return warn(pending + more, f"{remedy}; `gpu-dra-driver cleanup` lists all")
         return ok("no cleanup is pending")
 
+    def mig_layout(self) -> Finding:
+        """Is the node's MIG layout on its GPUs?"""
+        found = self.node_state().layouts
+        if not found:
+            return ok("the node has no MIG layout")
+        for state in ("refused", "waiting"):
+            concerned = [one for one in found if one.state == state]
+            if concerned:
+                text = f"layout {concerned[0].layout} is {state} on {counted(len(concerned), 'GPU')}"
+                return warn(f"{text}: {concerned[0].gpu_uuid}: {concerned[0].text}", "docs/mig.md: Layouts")
+        return ok(f"layout {found[0].layout} is on {counted(len(found), 'GPU')}")
+
     def mps_host(self) -> Finding:
         """Does the MPS host run, and do what is wanted? Claims with MPS wait for it."""
         layout = mps_layout(self.state)
@@ -161,6 +173,7 @@ class KubeletChecks:
             Check("registration", self.sockets),
             Check("records", self.records),
             Check("cleanup", self.cleanup),
+            Check("MIG layout", self.mig_layout),
             Check("MPS host", self.mps_host),
         ]
 

@@ -147,7 +147,8 @@ def _without_claim(
         return "unknown, since the driver's records could not be read"
     for owned in known.owned:
         if owned.gpu_uuid == gpu.uuid and _is_same(owned, instance, devices, known.boot_id):
-            return _OURS[owned.phase]
+            of_layout = owned.is_of_layout and owned.phase == "created"
+            return "free, of the node's MIG layout" if of_layout else _OURS[owned.phase]
     if on_demand:
         return "not ours"
     return "free" if devices else "not offered"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.health import HealthState
 from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.model.record import ClaimRecord
 
 
@@ -27,3 +28,4 @@ class NodeState:
     boot_id: str | None = None
     faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    layouts: Sequence[GpuLayout] = ()

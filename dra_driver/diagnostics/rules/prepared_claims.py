@@ -117,7 +117,8 @@ def contradictions(state: NodeState, specs: Specs, claims: Sequence[PreparedClai
             )
     held = {device.device for claim in claims for device in claim.devices}
     for entry in state.owned:
-        if entry.device not in held and entry.boot_id == state.boot_id:
+        is_wanted = entry.device in held or entry.is_of_layout
+        if not is_wanted and entry.boot_id == state.boot_id:
             yield (
                 f"MIG device {entry.device} ({entry.phase}) is in the ledger and no claim holds it; the driver "
                 "removes it"

@@ -23,6 +23,7 @@ from dra_driver.model.health import (
 )
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.mig_layouts import MIG_LAYOUT, GpuLayout
 from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, TaintLimits
 
 JsonObject = dict[str, Any]
@@ -105,16 +106,22 @@ def device_taints(
     instances: Mapping[str, MadeInstance],
     policy: TaintPolicy = DEFAULT_POLICY,
     pending: PendingCleanup | None = None,
+    layout: GpuLayout | None = None,
 ) -> tuple[JsonObject, ...]:
     """The taints of a device in the wire shape, one a key, in the order of the keys. `pending` is what is
-    to be undone for an ended claim on it.
+    to be undone for an ended claim on it. `layout` is what became of the MIG layout on its GPU.
 
     A fabric that was not ready when discovery read the GPU is a reason until discovery has read it anew, whatever polls
     say meanwhile: the device that is published lacks its fabric attributes for so long. Of several reasons with one key
     the worst counts, and of equals the first.
     """
-    reasons = (*device_reasons(device, states, instances), *_unready_fabric(device))
-    return taints_of(reasons if pending is None else (*reasons, _reason_of(pending)), policy)
+    reasons = [*device_reasons(device, states, instances), *_unready_fabric(device)]
+    if pending is not None:
+        reasons.append(_reason_of(pending))
+    if layout is not None and layout.state == "waiting":
+        since = layout.since
+        reasons.append(Reason(MIG_LAYOUT, "change", Severity.UNHEALTHY, since, since, layout.text))
+    return taints_of(reasons, policy)
 
 
 def _unready_fabric(device: OfferedDevice) -> Iterable[Reason]:

@@ -60,6 +60,17 @@ def _possible(
     return tuple(sorted(possible, key=_publishing_order))
 
 
+def fits_beside(
+    profiles: tuple[PlacedProfile, ...],
+    instances: Iterable[GpuInstance],
+    profile: MigProfile,
+    placement: Placement,
+) -> bool:
+    """Whether one more instance fits in the silicon beside these."""
+    left = _left(profiles, instances)
+    return _fits(_use(profile, placement, left), left)
+
+
 def has_counters(gpu: Gpu) -> bool:
     """Whether the GPU's devices are counted: MIG devices of it can be made."""
     return gpu.partitioning is not None and bool(gpu.partitioning.possible)

@@ -50,11 +50,13 @@ def instances_to_withhold(
 
 
 def is_left_over(entry: OwnedInstance, boot_id: str, users: Mapping[str, str]) -> bool:
-    """Whether the entry's instance, or what remains of it, is to be destroyed because no claim wants it.
+    """Whether the entry's instance, or what remains of it, is to be destroyed because no claim and no layout wants it.
 
     `users` names the claim of each used device.
     """
-    return entry.boot_id != boot_id or entry.phase == "orphan" or entry.device not in users
+    if entry.boot_id != boot_id or entry.phase == "orphan":
+        return True
+    return not entry.is_of_layout and entry.device not in users
 
 
 def foreign_to_destroy(

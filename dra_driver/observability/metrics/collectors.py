@@ -17,6 +17,7 @@ from dra_driver.model.claim import Pods
 from dra_driver.model.gpu import GpuLoad
 from dra_driver.model.health import UNRESPONSIVE, Condition, HealthState, HealthTarget, Severity, condition
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.model.mps import MPS_STATES
 from dra_driver.model.record import ClaimRecord
 from dra_driver.observability.metrics.bounded_reads import Read, Readings
@@ -181,6 +182,19 @@ class Views:
         """MIG devices that still exist although no claim uses them."""
         text = "MIG devices that no claim uses and that cannot be destroyed."
         self._show_one("mig", "nvidia_dra_mig_devices_stuck", text, lambda: sum(1 for _ in stuck()))
+
+    def mig_layouts(self, layouts: Callable[[], Mapping[str, GpuLayout]]) -> None:
+        """What became of the node's MIG layout."""
+
+        def read() -> Iterator[Metric]:
+            yield self._gauge_by(
+                "nvidia_dra_mig_layout",
+                "1 for each GPU that the node's MIG layout is for: `state` is applied, waiting or refused.",
+                ("uuid", "layout", "state"),
+                {(one.gpu_uuid, one.layout, one.state): 1 for one in layouts().values()},
+            )
+
+        self._add("mig_layout", read)
 
     def cleanups(self, cleanups: Callable[[], Iterable[PendingCleanup]]) -> None:
         """What is still to be undone for claims that have ended."""

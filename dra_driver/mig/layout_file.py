@@ -1,0 +1,63 @@
+"""What became of the layout on each GPU, in a file for the commands, which are other processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from dra_driver.errors import StateError
+from dra_driver.files.atomic import read_plain, write_atomically
+from dra_driver.files.fields import NUMBER, TEXT, Shape, needed, one_of
+from dra_driver.files.formats import parse
+from dra_driver.model.mig_layouts import LAYOUT_STATES, GpuLayout
+
+LAYOUT_FILE = "mig-layout.json"
+_FORMAT_VERSION = 1
+_SHAPE = Shape(
+    GpuLayout,
+    gpu_uuid=needed(TEXT),
+    layout=needed(TEXT),
+    state=needed(one_of("state", *LAYOUT_STATES)),
+    text=needed(TEXT),
+    since=needed(NUMBER),
+)
+
+
+class LayoutFile:
+    """Written when its content changes, by the instance that leads."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written: bytes | None = None
+
+    def load(self) -> tuple[GpuLayout, ...]:
+        """What an earlier instance of the plugin wrote; nothing if it cannot be read, since a look tells the same."""
+        try:
+            return decode(read_plain(self._path))
+        except (OSError, StateError):
+            return ()
+
+    def remove(self) -> None:
+        """The node gets no layout any more."""
+        with suppress(OSError):
+            self._path.unlink()
+
+    def save(self, layouts: Sequence[GpuLayout]) -> None:
+        """Write the file if it would be another. Raises: StateError."""
+        document = {"version": _FORMAT_VERSION, "gpus": [_SHAPE.encode(one) for one in layouts]}
+        content = json.dumps(document, separators=(",", ":")).encode()
+        if content != self._written:
+            write_atomically(self._path, content, durable=False)
+            self._written = content
+
+
+def decode(content: bytes) -> tuple[GpuLayout, ...]:
+    """What the file holds. Raises: NewerFormatError, StateError."""
+    return parse(
+        content,
+        "MIG layout file",
+        lambda document: tuple(map(_SHAPE.decode, document["gpus"])),
+        known=_FORMAT_VERSION,
+    )

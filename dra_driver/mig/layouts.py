@@ -1,0 +1,329 @@
+"""The node's MIG layout, brought about GPU by GPU.
+
+A layout is part of what shall be. It never takes a GPU from a claim:
+
+    applied ──another is asked for──▶ waiting: tainted ──5 s later, and no claim holds the GPU──▶ changed ──▶ applied
+       ▲                                 │ a claim, a process or a reset is in the way: it says so, and looks again
+       └──── refused: nothing was changed ◀── no order of placement fits, or an instance of others is in the way
+
+The change is one operation in the GPU's lane, under the GPU's lock of changes, a file. Whoever plans a claim, which is
+done under the GPU's planning lock, waits while that lock is held. The change takes it first, then looks under the
+planning lock whether a claim holds the GPU, and keeps it until discovery has seen the GPU as it is afterwards. It ends
+with the process, however that dies.
+
+| A crash after | leaves | and then |
+|---|---|---|
+| the taint | the GPU as it was | the next start taints it again, or not if the layout is the old one again |
+| an instance that is destroyed | its entry, or nothing | the next look goes on from what it finds |
+| the mode | the mode, on or off | the same |
+| an entry `creating`, its GPU instance or compute instance | as in `create` | the same device is completed |
+| the last instance | everything | the next look finds the layout applied |
+
+Each look begins from the silicon and the ledger, so neither a layout that changes half way nor a second instance of the
+plugin needs more: only the one that leads acts, and what it finds is completed, kept or destroyed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import structlog
+
+from dra_driver.concurrency.worker import BackgroundWorker
+from dra_driver.errors import ClaimRefusedError, DraDriverError, NvmlTransientError, RetryableError
+from dra_driver.files.file_lock import LockBusyError
+from dra_driver.journal.lanes import Lanes, Operation
+from dra_driver.journal.locks import GpuLocks
+from dra_driver.mig.context import MigContext
+from dra_driver.mig.create import MigDevices
+from dra_driver.mig.layout_file import LayoutFile
+from dra_driver.mig.rules.layouts import LayoutRefusedError, LayoutTarget, entry_for, target_of
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.ids import mig_slot_name
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import GpuAddress, GpuInstance, MigProfile, PlacedProfile, Placement
+from dra_driver.model.mig_layouts import (
+    LAYOUT_LABEL,
+    LAYOUT_STATE_LABEL,
+    GpuLayout,
+    LayoutState,
+    MigLayouts,
+)
+from dra_driver.model.steps import CreateMig
+
+_log = structlog.get_logger(__name__)
+
+_HANGS_S = 60.0
+_PLANNING_S = 5.0
+TAINTED_FIRST_S = 5.0
+"""How long a GPU is tainted before it is changed: claims that got it before that are prepared by then."""
+_LOOK_EVERY_S = 30.0
+_LOOK_WAITING_S = 5.0
+
+
+class NodeLayouts:
+    """Looks in a thread of its own whether every GPU is as the layout asks, and changes those that are not."""
+
+    def __init__(
+        self,
+        context: MigContext,
+        devices: MigDevices,
+        lanes: Lanes,
+        planning: GpuLocks,
+        changing: GpuLocks,
+        file: LayoutFile,
+        wanted: MigLayouts,
+        *,
+        labels: Callable[[], Mapping[str, str]],
+        inventory: Callable[[], Inventory | None],
+        is_on_demand: Callable[[Gpu], bool],
+        leads: Callable[[], bool],
+        rescan: Callable[[], None],
+        on_change: Callable[[Sequence[GpuLayout]], None],
+    ) -> None:
+        """A GPU is changed under its lock of `changing`. `labels` reads those of the own node. While `leads` says no,
+        another instance of the plugin acts. `rescan` has discovery read the GPUs, and returns when it has. `on_change`
+        gets the states that are new."""
+        self._context = context
+        self._hardware = context.hardware
+        self._ledger = context.ledger
+        self._clock = context.clock
+        self._devices = devices
+        self._lanes = lanes
+        self._planning = planning
+        self._changing = changing
+        self._file = file
+        self._wanted = wanted
+        self._labels = labels
+        self._inventory = inventory
+        self._is_on_demand = is_on_demand
+        self._leads = leads
+        self._rescan = rescan
+        self._on_change = on_change
+        self._states: Mapping[str, GpuLayout] = {}
+        if wanted.is_on:
+            self._states = {one.gpu_uuid: one for one in file.load()}
+        self._tainted_at: dict[tuple[str, str], float] = {}  # by GPU and layout
+        self._guard = threading.Lock()
+        self._worker = BackgroundWorker(
+            "mig-layouts",
+            self._turn,
+            crash_event="mig_layouts_failed",
+            on_crash=lambda _error: _LOOK_EVERY_S,
+        )
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._worker.start()
+
+    def stop(self) -> None:
+        """Stop looking; a change that is under way is left to its lane."""
+        self._worker.stop(5)
+
+    def look_soon(self) -> None:
+        """A claim has ended, or the GPUs are others than before."""
+        self._worker.wake()
+
+    def states(self) -> Mapping[str, GpuLayout]:
+        """What became of the layout on each GPU that it is for, by UUID."""
+        with self._guard:
+            return self._states
+
+    def refuse_changing(self, gpu_uuids: Collection[str]) -> None:
+        """For who plans a claim on these GPUs under their planning locks. Raises: NvmlTransientError while one of them
+        is changed, by whichever instance of the plugin; StateError."""
+        try:
+            with self._changing.hold(gpu_uuids, 0.0):
+                return
+        except LockBusyError as error:
+            raise NvmlTransientError(
+                f"the node's MIG layout is changing {' or '.join(sorted(gpu_uuids))}; the claim is prepared after that"
+            ) from error
+
+    def _turn(self) -> float:
+        self.look()
+        is_waiting = any(one.state == "waiting" for one in self.states().values())
+        return _LOOK_WAITING_S if is_waiting else _LOOK_EVERY_S
+
+    def look(self) -> None:
+        """Have every GPU as the layout asks, as far as that is possible now. What is in the way is in `states`."""
+        inventory = self._inventory()
+        try:
+            if not self._leads() or inventory is None:
+                return
+            labels = self._labels()
+        except DraDriverError as error:
+            _log.warning("mig_layout_unknown", reason=str(error))
+            return
+        name = labels.get(LAYOUT_LABEL) if self._wanted.from_label else None
+        name = name or self._wanted.name
+        found: dict[str, GpuLayout] = {}
+        for index, gpu in enumerate(inventory.every_gpu):
+            if name is None or gpu.uuid in inventory.lost_uuids or self._is_on_demand(gpu):
+                continue
+            if LAYOUT_STATE_LABEL in labels:
+                text = (
+                    f"NVIDIA's mig-manager runs on this node (label {LAYOUT_STATE_LABEL}); remove it and that label, "
+                    "then the layout is applied"
+                )
+                state: GpuLayout | None = self._state(gpu, name, "refused", text)
+            else:
+                state = self._looked_at(gpu, inventory.gpu_names[gpu.uuid], index, name)
+            if state is not None:
+                found[gpu.uuid] = state
+        self._tell(found)
+
+    def _tell(self, found: Mapping[str, GpuLayout]) -> None:
+        with self._guard:
+            before, self._states = self._states, found
+        self._tainted_at = {
+            key: at
+            for key, at in self._tainted_at.items()
+            if key[0] in found and (found[key[0]].layout, found[key[0]].state) == (key[1], "waiting")
+        }
+        try:
+            self._file.save(list(found.values()))
+        except DraDriverError as error:
+            _log.warning("mig_layout_not_kept", reason=str(error))
+        new = [one for uuid, one in found.items() if before.get(uuid) != one]
+        for one in new:
+            _log.info(
+                "mig_layout", gpu_uuid=one.gpu_uuid, layout=one.layout, state=one.state, reason=one.text
+            )
+        if new or found.keys() != before.keys():
+            self._on_change(new)
+
+    def _looked_at(self, gpu: Gpu, gpu_name: str, index: int, name: str) -> GpuLayout | None:
+        """Look at one GPU in its lane; None if the layout says nothing of it."""
+        tainted_at = self._tainted_at.get((gpu.uuid, name))
+        may_change = tainted_at is not None and self._clock() >= tainted_at + TAINTED_FIRST_S
+
+        def alone(_operation: Operation) -> GpuLayout | None:
+            with self._context.operation():
+                return self._converged(gpu, gpu_name, index, name, may_change=may_change)
+
+        try:
+            self._lanes.refuse_unresponsive({gpu.uuid}, _HANGS_S)
+            done = self._lanes.ask({gpu.uuid}, f"the MIG layout {name}", alone)
+            try:
+                state = done.result(_HANGS_S)
+            finally:
+                done.cancel()  # if its turn has not come in that time, it comes with the next look
+        except LayoutRefusedError as error:
+            return self._state(gpu, name, "refused", str(error))
+        except (TimeoutError, DraDriverError) as error:
+            # The GPU cannot be read now, which does not mean that it is to change.
+            _log.warning(
+                "mig_layout_not_seen", gpu_uuid=gpu.uuid, reason=str(error) or "it has not ended in time"
+            )
+            known = self._states.get(gpu.uuid)
+            return known if known is not None and known.layout == name else None
+        if state is not None and state.state == "waiting":
+            self._tainted_at.setdefault((gpu.uuid, name), self._clock())
+        return state
+
+    def _state(self, gpu: Gpu, name: str, state: LayoutState, text: str = "") -> GpuLayout:
+        known = self._states.get(gpu.uuid)
+        is_same = known is not None and (known.layout, known.state) == (name, state)
+        return GpuLayout(gpu.uuid, name, state, text, known.since if known and is_same else int(time.time()))
+
+    # --- one GPU, in its lane ------------------------------------------------------------------
+
+    def _converged(
+        self, gpu: Gpu, gpu_name: str, index: int, name: str, *, may_change: bool
+    ) -> GpuLayout | None:
+        """Change the GPU if it `may_change` and no claim holds it; what became of the layout. Raises:
+        LayoutRefusedError; DraDriverError if the GPU cannot be read."""
+        address = GpuAddress(gpu.uuid, gpu.pci_bus_id)
+        target = self._target(gpu, address, index, name)
+        if target is None:
+            return None
+        if self._is_as(target, address):
+            return self._state(gpu, name, "applied")
+        if not may_change:
+            return self._state(gpu, name, "waiting", "the GPU is about to change; new pods stay away from it")
+        try:
+            holder = self._changed_if_free(gpu, gpu_name, target)
+        except DraDriverError as error:
+            return self._state(gpu, name, "waiting", str(error))
+        if holder is not None:
+            return self._state(
+                gpu, name, "waiting", f"{holder} holds the GPU; it changes when that has ended"
+            )
+        return self._state(gpu, name, "applied")
+
+    def _changed_if_free(self, gpu: Gpu, gpu_name: str, target: LayoutTarget) -> str | None:
+        """Change the GPU; or the claim that holds it, in words. Raises: DraDriverError that says what is in the way."""
+        with self._changing.hold({gpu.uuid}, _PLANNING_S):
+            with self._planning.hold({gpu.uuid}, _PLANNING_S):
+                holder = self._context.users.on_gpu(gpu.uuid, gpu_name, self._ledger.boot_id)
+            if holder is None:
+                try:
+                    self._change(target, GpuAddress(gpu.uuid, gpu.pci_bus_id), gpu_name)
+                finally:
+                    self._rescan()
+            return holder
+
+    def _target(self, found: Gpu, gpu: GpuAddress, index: int, name: str) -> LayoutTarget | None:
+        pci_id, profiles = self._hardware.cuts(found)
+        entry = entry_for(name, self._wanted.named, index, pci_id, profiles)
+        if entry is None:
+            return None
+        existing = self._hardware.instances(*gpu)
+        fixed = [] if self._wanted.destroys_foreign else self._foreign(gpu, existing)
+        target = target_of(entry, profiles, existing, [instance.slot for instance in fixed])
+        for instance in fixed:
+            if target.slots and not self._hardware.compute_instances(*gpu, instance.gpu_instance_id):
+                raise LayoutRefusedError(
+                    f"GPU instance {instance.gpu_instance_id}, which somebody else made, has no compute instance; "
+                    "make one or destroy the GPU instance by hand (nvidia-smi mig)"
+                )
+        return target
+
+    def _foreign(self, gpu: GpuAddress, existing: Sequence[GpuInstance]) -> list[GpuInstance]:
+        ours = self._ledger.entries_of(gpu.uuid)
+        return [instance for instance in existing if instance.slot not in ours]
+
+    def _is_as(self, target: LayoutTarget, gpu: GpuAddress) -> bool:
+        """Whether the GPU is as it shall be, so that nothing is to be done."""
+        if self._devices.mode.is_on(gpu) != target.mode:
+            return False
+        if target.only_mode:
+            return True
+        existing = self._hardware.instances(*gpu)
+        wanted = {_slot(*pair) for pair in target.slots}
+        entries = self._ledger.entries_of(gpu.uuid)
+        return {instance.slot for instance in existing} == wanted and all(
+            slot in wanted and entry.phase == "created" and entry.is_of_layout
+            for slot, entry in entries.items()
+        )
+
+    def _change(self, target: LayoutTarget, gpu: GpuAddress, gpu_name: str) -> None:
+        wanted = {_slot(*pair) for pair in target.slots}
+        if not target.only_mode:
+            for entry in self._ledger.entries_of(gpu.uuid).values():
+                if entry.slot not in wanted and not self._devices.destroy(entry.device, gpu, keeps_mode=True):
+                    raise RetryableError(f"MIG device {entry.device} may still appear; it is destroyed then")
+            for instance in self._foreign(gpu, self._hardware.instances(*gpu)):
+                if instance.slot not in wanted:
+                    self._devices.destroy_foreign(gpu, instance)
+        self._devices.mode.have(gpu, target.mode)
+        kept = {instance.slot for instance in self._foreign(gpu, self._hardware.instances(*gpu))}
+        for row, placement in target.slots:
+            if _slot(row, placement) not in kept:
+                self._make(gpu, gpu_name, row.profile, placement)
+
+    def _make(self, gpu: GpuAddress, gpu_name: str, profile: MigProfile, placement: Placement) -> None:
+        step = CreateMig(
+            mig_slot_name(gpu_name, profile, placement), *gpu, profile.profile_id, profile.name, placement
+        )
+        try:
+            self._devices.create(step, for_layout=True)
+        except ClaimRefusedError as error:
+            raise RetryableError(str(error)) from error
+
+
+def _slot(row: PlacedProfile, placement: Placement) -> tuple[int, int]:
+    return (row.profile.profile_id, placement.start)

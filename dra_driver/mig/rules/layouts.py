@@ -1,0 +1,235 @@
+"""MIG layouts: which instances each GPU of a node shall have, as in NVIDIA's mig-parted, and where on the GPU they go.
+
+A layout is a list of entries. An entry is for all GPUs or for some by index, in the order of their PCI addresses, and
+may be limited to GPUs with certain PCI IDs. Of several entries for one GPU the last one counts, as with mig-parted. A
+GPU that no entry names is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dra_driver.mig.rules.counters import fits_beside
+from dra_driver.model.mig import GpuInstance, PlacedProfile, Placement
+from dra_driver.model.mig_layouts import LayoutEntry, Layouts
+
+Slot = tuple[int, int]
+"""Profile ID and first memory slice of a GPU instance, as `GpuInstance.slot`."""
+
+_GENERATED = "all-"
+_BALANCED_SLICES = (1, 1, 2, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutTarget:
+    """What one GPU shall be: its MIG mode, and an instance at each of these slots. With `only_mode` the instances are
+    left as they are."""
+
+    mode: bool
+    slots: tuple[tuple[PlacedProfile, Placement], ...] = ()
+    only_mode: bool = False
+
+
+class LayoutRefusedError(ValueError):
+    """The layout cannot be on this GPU; nothing was changed."""
+
+
+def entry_for(
+    name: str, layouts: Layouts, index: int, pci_id: str | None, profiles: Sequence[PlacedProfile]
+) -> LayoutEntry | None:
+    """What the layout of this name asks of the GPU with this PCI index and ID; None if nothing.
+
+    Raises: LayoutRefusedError if there is no such layout.
+    """
+    if name in layouts:
+        found = [entry for entry in layouts[name] if _is_for(entry, index, pci_id)]
+        return found[-1] if found else None
+    generated = _generated(name, profiles)
+    if generated is None:
+        known = ", ".join(sorted({*layouts, *generated_names(profiles)}))
+        raise LayoutRefusedError(f"there is no layout {name!r}; there are: {known}")
+    return generated
+
+
+def generated_names(profiles: Sequence[PlacedProfile]) -> tuple[str, ...]:
+    """The layouts that a GPU has without any configuration."""
+    by_profile = [_GENERATED + _in_name(row.profile.name) for row in profiles]
+    return ("all-disabled", "all-enabled", "all-balanced", *sorted(by_profile))
+
+
+def _is_for(entry: LayoutEntry, index: int, pci_id: str | None) -> bool:
+    if entry.filters and (pci_id is None or pci_id not in entry.filters):
+        return False
+    return entry.devices is None or index in entry.devices
+
+
+def _generated(name: str, profiles: Sequence[PlacedProfile]) -> LayoutEntry | None:
+    match name:
+        case "all-disabled":
+            return LayoutEntry(mode=False)
+        case "all-enabled":
+            return LayoutEntry(mode=True)
+        case "all-balanced":
+            return LayoutEntry(mode=True, counts=_balanced(profiles)) if profiles else None
+    for row in profiles:
+        if name == _GENERATED + _in_name(row.profile.name):
+            wanted = {row.profile.name: row.profile.max_instances}
+            return LayoutEntry(mode=True, counts=largest_that_fits(wanted, profiles))
+    return None
+
+
+def _in_name(profile: str) -> str:
+    return profile.replace("+", ".")
+
+
+def _balanced(profiles: Sequence[PlacedProfile]) -> Mapping[str, int]:
+    """Two of the smallest, one of two slices and one of three, as far as the GPU has such profiles."""
+    plain = [row.profile for row in profiles if row.profile.name.partition("gb")[2] == ""]
+    smallest = {
+        slices: min(
+            (profile for profile in plain if profile.slice_count == slices), key=lambda one: one.memory_mib
+        ).name
+        for slices in {profile.slice_count for profile in plain}
+    }
+    wanted = Counter(smallest[slices] for slices in _BALANCED_SLICES if slices in smallest)
+    return largest_that_fits(wanted, profiles)
+
+
+def target_of(
+    entry: LayoutEntry,
+    profiles: Sequence[PlacedProfile],
+    existing: Sequence[GpuInstance],
+    fixed: Iterable[Slot],
+) -> LayoutTarget:
+    """Where the instances of an entry go on a GPU. Instances that exist and match keep their place, if there is a place
+    for the others beside them; those at the `fixed` slots keep theirs in any case.
+
+    Raises: LayoutRefusedError that names the nearest layout that fits.
+    """
+    if not profiles and entry.mode:
+        raise LayoutRefusedError("the GPU has no MIG")
+    stays = [instance for instance in existing if instance.slot in set(fixed)]
+    if not entry.counts:
+        if stays and not entry.mode:
+            raise LayoutRefusedError(_in_the_way(stays[0]))
+        return LayoutTarget(entry.mode, only_mode=entry.mode)
+    by_name = {row.profile.name: row for row in profiles}
+    unknown = sorted(entry.counts.keys() - by_name.keys())
+    if unknown:
+        known = ", ".join(sorted(by_name))
+        raise LayoutRefusedError(f"the GPU has no profile {unknown[0]}; its profiles are: {known}")
+    if not is_placeable(entry.counts, profiles):
+        nearest = largest_that_fits(entry.counts, profiles)
+        raise LayoutRefusedError(
+            f"{counts_text(entry.counts)} does not fit on the GPU in any order; the nearest layout that fits is "
+            f"{counts_text(nearest)}"
+        )
+    wanted = _wanted(entry.counts, by_name)
+    for kept in ([*stays, *(one for one in existing if one not in stays)], stays):
+        placed = _placed(wanted, profiles, kept, must_keep=stays)
+        if placed is not None:
+            return LayoutTarget(True, placed)
+    raise LayoutRefusedError(_in_the_way(stays[0]))
+
+
+def is_placeable(counts: Mapping[str, int], profiles: Sequence[PlacedProfile]) -> bool:
+    """Whether a GPU without instances has a place for all of these."""
+    return _placed(_wanted(counts, {row.profile.name: row for row in profiles}), profiles, ()) is not None
+
+
+def largest_that_fits(counts: Mapping[str, int], profiles: Sequence[PlacedProfile]) -> Mapping[str, int]:
+    """The counts, lessened until a GPU has a place for all. The largest profiles are kept first."""
+    by_name = {row.profile.name: row for row in profiles}
+    names = [name for name in counts if name in by_name]
+    fitting: dict[str, int] = {}
+    for name in sorted(names, key=lambda one: _order(by_name[one])):
+        for count in range(min(counts[name], by_name[name].profile.max_instances), 0, -1):
+            if is_placeable({**fitting, name: count}, profiles):
+                fitting[name] = count
+                break
+    return fitting
+
+
+def counts_text(counts: Mapping[str, int]) -> str:
+    """For people: `2 x 1g.10gb and 1 x 3g.40gb`."""
+    return " and ".join(f"{count} x {name}" for name, count in sorted(counts.items())) or "no instance"
+
+
+def _in_the_way(instance: GpuInstance) -> str:
+    return (
+        f"GPU instance {instance.gpu_instance_id} (profile {instance.profile_id} at memory slice "
+        f"{instance.placement.start}) was made by somebody else and does not fit the layout; destroy it by hand "
+        "(nvidia-smi mig), or set migLayouts.adopt to destroy"
+    )
+
+
+def _order(row: PlacedProfile) -> tuple[int, int, int]:
+    size = max((placement.size for placement in row.placements), default=0)
+    return (-size, -row.profile.slice_count, row.profile.profile_id)
+
+
+def _wanted(counts: Mapping[str, int], by_name: Mapping[str, PlacedProfile]) -> list[PlacedProfile] | None:
+    """Every wanted instance, the largest first; None if more are wanted than the GPU can have of a profile."""
+    if any(count > by_name[name].profile.max_instances for name, count in counts.items()):
+        return None
+    rows = sorted((by_name[name] for name, count in counts.items() if count), key=_order)
+    return [row for row in rows for _ in range(counts[row.profile.name])]
+
+
+def _placed(
+    wanted: Sequence[PlacedProfile] | None,
+    profiles: Sequence[PlacedProfile],
+    kept: Sequence[GpuInstance],
+    must_keep: Sequence[GpuInstance] = (),
+) -> tuple[tuple[PlacedProfile, Placement], ...] | None:
+    """A place for each wanted instance. Those of `kept` that match are used as they are. None if there is no place, or
+    one of `must_keep` is not used."""
+    if wanted is None:
+        return None
+    table = tuple(profiles)
+    left = list(wanted)
+    used: list[tuple[PlacedProfile, Placement]] = []
+    for instance in kept:
+        row = next((row for row in left if row.profile.profile_id == instance.profile_id), None)
+        if row is not None:
+            left.remove(row)
+            used.append((row, instance.placement))
+        elif instance in must_keep:
+            return None
+    free_slices = len({number for row in table for one in row.placements for number in one.memory_slices})
+    sizes = [max((one.size for one in row.placements), default=0) for row in wanted]
+    if sum(sizes) > free_slices:
+        return None
+    found = _search(left, table, used)
+    return None if found is None else tuple(sorted(found, key=lambda pair: pair[1]))
+
+
+def _search(
+    left: Sequence[PlacedProfile],
+    table: tuple[PlacedProfile, ...],
+    used: Sequence[tuple[PlacedProfile, Placement]],
+    after: Placement | None = None,
+) -> list[tuple[PlacedProfile, Placement]] | None:
+    """Every place that is used in the end. Equal profiles stand one after the other in `left`: each gets a place behind
+    that of the one before it, which is `after`, because their order does not matter."""
+    if not left:
+        return list(used)
+    row, others = left[0], left[1:]
+    instances = [
+        GpuInstance(number, other.profile.profile_id, placement)
+        for number, (other, placement) in enumerate(used)
+    ]
+    for placement in row.placements:
+        if after is not None and placement <= after:
+            continue
+        if any(placement.overlaps(taken) for _, taken in used):
+            continue
+        if not fits_beside(table, instances, row.profile, placement):
+            continue
+        is_same_next = bool(others) and others[0] is row
+        found = _search(others, table, [*used, (row, placement)], placement if is_same_next else None)
+        if found is not None:
+            return found
+    return None

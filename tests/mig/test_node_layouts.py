@@ -1,0 +1,348 @@
+"""The layout of a node on the simulated silicon: real ledger, records, lanes and locks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.errors import ApiUnavailableError, NvmlTransientError
+from dra_driver.journal.locks import GpuLocks
+from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile, decode
+from dra_driver.mig.layouts import TAINTED_FIRST_S, NodeLayouts
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig_layouts import GpuLayout, LayoutEntry, MigLayouts
+from dra_driver.model.record import ClaimRecord, HeldDevice
+from tests.fakes.machines import SimulatedNode
+from tests.fakes.mignode import MigNode, make_idle
+from tests.fakes.preparing import Crash
+from tests.fakes.samples import claim as a_claim
+
+MIXED = MigLayouts(
+    {
+        "mixed": (LayoutEntry(True, {"3g.40gb": 1, "1g.10gb": 2}),),
+        "other": (LayoutEntry(True, {"3g.40gb": 1, "2g.20gb": 1, "1g.10gb": 1}),),
+        "too-much": (LayoutEntry(True, {"3g.40gb": 2, "1g.10gb": 1}),),
+    },
+    "mixed",
+)
+THREE, TWO, ONE = 9, 14, 19
+
+
+class Layouts:
+    """One instance of the plugin with a keeper of its own."""
+
+    def __init__(self, node: MigNode, wanted: MigLayouts = MIXED, *, leads: bool = True) -> None:
+        self.node = node
+        self.labels: dict[str, str] | Exception = {}
+        self.told: list[GpuLayout] = []
+        self.scans = 0
+        self.planning = GpuLocks(node.directory / "locks", ".plan.lock")
+        self.keeper = NodeLayouts(
+            node.context,
+            node.devices,
+            node.lanes,
+            self.planning,
+            GpuLocks(node.directory / "locks", ".layout.lock"),
+            LayoutFile(node.directory / LAYOUT_FILE),
+            wanted,
+            labels=self._labels,
+            inventory=lambda: Inventory(gpus=(Gpu(uuid=node.gpu_uuid),)),
+            is_on_demand=lambda _gpu: False,
+            leads=lambda: leads,
+            rescan=self._rescan,
+            on_change=self._changed,
+        )
+
+    def _labels(self) -> Mapping[str, str]:
+        if isinstance(self.labels, Exception):
+            raise self.labels
+        return self.labels
+
+    def _rescan(self) -> None:
+        self.scans += 1
+        # Under the lock of the change and of no other: a claim that is planned now is told to wait.
+        with (
+            self.planning.hold({self.node.gpu_uuid}, 0),
+            pytest.raises(NvmlTransientError, match="is changing"),
+        ):
+            self.keeper.refuse_changing({self.node.gpu_uuid})
+
+    def _changed(self, new: Sequence[GpuLayout]) -> None:
+        self.told += new
+
+    def look(self) -> GpuLayout | None:
+        self.keeper.look()
+        return self.keeper.states().get(self.node.gpu_uuid)
+
+    def settle(self) -> GpuLayout:
+        """Looks until the taint has been there long enough, and one more; with the collector between them."""
+        self.look()
+        self.node.collector.look()
+        self.node.clock.pause(TAINTED_FIRST_S)
+        self.look()
+        self.node.collector.look()
+        state = self.look()
+        assert state is not None
+        return state
+
+    def label(self, name: str) -> None:
+        self.labels = {"nvidia.com/mig.config": name}
+
+
+def hold(node: MigNode, device: str = "gpu-0", uid: str = "uid-1", **more: Any) -> None:
+    held = HeldDevice(**{"device": device, "kind": "gpu", "uuid": "u", "gpu_uuid": node.gpu_uuid, **more})
+    node.records.save(ClaimRecord(a_claim(device, uid=uid), "prepared", node.boot_id, (held,), ()))
+
+
+def slots(node: MigNode) -> list[tuple[int, int]]:
+    """Profile and start of each instance with its compute instance."""
+    mode, found = node.on_gpu()
+    assert mode == bool(found)
+    assert all(compute == 1 for *_, compute in found)
+    return sorted((profile, start) for _, profile, start, _ in found)
+
+
+def profiles(node: MigNode) -> list[int]:
+    return [profile for profile, _ in slots(node)]
+
+
+def test_a_gpu_is_tainted_first_then_cut_and_then_left_alone(node: MigNode) -> None:
+    layouts = Layouts(node)
+    state = layouts.look()
+    assert state is not None
+    assert (state.state, node.on_gpu()) == ("waiting", (False, []))
+    node.clock.pause(TAINTED_FIRST_S - 0.1)
+    layouts.look()
+    assert node.on_gpu() == (False, [])
+    assert layouts.settle().state == "applied"
+    assert profiles(node) == [THREE, ONE, ONE]
+    assert all(entry.is_of_layout for entry in node.ledger.all().values())
+    assert [one.state for one in layouts.told] == ["waiting", "applied"]
+    assert layouts.told[0].since <= layouts.told[1].since
+    assert layouts.scans == 1
+    layouts.keeper.refuse_changing({node.gpu_uuid})
+    made = {entry.uuid for entry in node.ledger.all().values()}
+    layouts.settle()
+    assert made == {entry.uuid for entry in node.ledger.all().values()}
+    kept = decode((node.directory / LAYOUT_FILE).read_bytes())
+    assert [(one.layout, one.state) for one in kept] == [("mixed", "applied")]
+
+
+def test_a_claim_keeps_its_gpu_until_it_ends(node: MigNode) -> None:
+    hold(node)
+    layouts = Layouts(node)
+    state = layouts.settle()
+    assert (state.state, node.on_gpu()) == ("waiting", (False, []))
+    assert "claim default/" in state.text
+    assert "holds the GPU" in state.text
+    node.records.delete("uid-1")
+    assert layouts.settle().state == "applied"
+
+
+def test_who_only_looks_on_does_not_hold_a_gpu_and_a_lost_claim_does(node: MigNode) -> None:
+    hold(node, admin_access=True)
+    name = Inventory(gpus=(Gpu(uuid=node.gpu_uuid),)).gpu_names[node.gpu_uuid]
+    node.lost = (f"{name}-mig-19-3",)
+    layouts = Layouts(node)
+    assert "record was lost" in layouts.settle().text
+    node.lost = ()
+    assert layouts.settle().state == "applied"
+
+
+def test_a_process_on_an_instance_keeps_it(node: MigNode) -> None:
+    layouts = Layouts(node, MigLayouts(MIXED.named, from_label=True))
+    layouts.label("mixed")
+    layouts.settle()
+    before = slots(node)
+    number = node.machine.gpu(0).instances[0].id
+    node.machine.hold_gpu(0, pid=4711, name="train", gpu_instance=number)
+    layouts.label("all-disabled")
+    state = layouts.settle()
+    assert state.state == "waiting"
+    assert "4711" in state.text
+    assert set(slots(node)) <= set(before)
+    node.machine.release_gpu(0)
+    assert layouts.settle().state == "applied"
+    assert node.on_gpu() == (False, [])
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_touched(node: MigNode) -> None:
+    layouts = Layouts(node, MigLayouts(MIXED.named, from_label=True))
+    layouts.label("mixed")
+    layouts.settle()
+    before = node.state()
+    for name, text in (("too-much", "2 x 3g.40gb"), ("nothing", "there is no layout 'nothing'")):
+        layouts.label(name)
+        state = layouts.settle()
+        assert state.state == "refused"
+        assert text in state.text
+    assert node.state() == before
+
+
+def test_a_label_that_flips_back_half_way_keeps_what_still_fits(node: MigNode) -> None:
+    layouts = Layouts(node, MigLayouts(MIXED.named, from_label=True))
+    layouts.label("mixed")
+    layouts.settle()
+    three = next(entry.uuid for entry in node.ledger.all().values() if entry.profile_id == THREE)
+    layouts.label("other")
+    layouts.look()
+    node.clock.pause(TAINTED_FIRST_S)
+    with node.dying_after(3), pytest.raises(Crash):
+        layouts.look()
+    layouts.label("mixed")
+    assert layouts.settle().state == "applied"
+    assert profiles(node) == [THREE, ONE, ONE]
+    assert three in {entry.uuid for entry in node.ledger.all().values()}
+    layouts.labels = {}
+    assert layouts.look() is None
+    node.collector.look()
+    assert profiles(node) == [THREE, ONE, ONE]
+
+
+def test_the_label_wins_over_the_configuration_and_mig_manager_over_both(node: MigNode) -> None:
+    layouts = Layouts(node, MigLayouts(MIXED.named, "mixed", from_label=True))
+    layouts.label("all-1g.10gb")
+    assert layouts.settle().state == "applied"
+    assert profiles(node) == [ONE] * 7
+    layouts.labels = {"nvidia.com/mig.config.state": "success"}
+    state = layouts.settle()
+    assert state.state == "refused"
+    assert "mig-manager runs on this node" in state.text
+    assert profiles(node) == [ONE] * 7
+    layouts.labels = ApiUnavailableError("no")
+    layouts.settle()
+    assert profiles(node) == [ONE] * 7
+
+
+def test_instances_of_others_stay_or_go_as_it_is_said(node: MigNode) -> None:
+    node.machine.set_mig_mode(0, True)
+    made = node.hardware.create(*node.address, TWO, node.wanted("2g.20gb", 0).placement)
+    node.hardware.create_compute(*node.address, made)
+    before = node.on_gpu()
+    state = Layouts(node).settle()
+    assert state.state == "refused"
+    assert "made by somebody else" in state.text
+    assert node.on_gpu() == before
+    assert Layouts(node, MigLayouts(MIXED.named, "other")).settle().state == "applied"
+    assert profiles(node) == [THREE, TWO, ONE]
+    assert Layouts(node, MigLayouts({}, "all-disabled", destroys_foreign=True)).settle().state == "applied"
+    assert node.on_gpu() == (False, [])
+
+
+def test_the_mode_alone_is_switched_and_stays(node: MigNode) -> None:
+    assert Layouts(node, MigLayouts({}, "all-enabled")).settle().state == "applied"
+    assert node.on_gpu() == (True, [])
+    node.settle()
+    assert node.on_gpu() == (True, [])
+
+
+def test_a_reboot_makes_everything_anew(node: MigNode) -> None:
+    Layouts(node).settle()
+    hold(node, "gpu-0-mig", kind="mig")
+    make_idle(node.simulated, mig_mode=False)
+    after = node.restarted(boot_id="boot-2")
+    after.collector.look()
+    assert Layouts(after).settle().state == "applied"
+    assert profiles(after) == [THREE, ONE, ONE]
+    assert {entry.boot_id for entry in after.ledger.all().values()} == {"boot-2"}
+
+
+def test_a_claim_on_a_whole_gpu_keeps_it_over_a_reboot(node: MigNode) -> None:
+    hold(node)
+    after = Layouts(node.restarted(boot_id="boot-2"))
+    assert "holds the GPU" in after.settle().text
+    assert node.on_gpu() == (False, [])
+
+
+def test_the_next_instance_tells_nothing_anew_and_goes_on_with_the_taint(node: MigNode) -> None:
+    hold(node)
+    first = Layouts(node)
+    waiting = first.settle()
+    second = Layouts(node.restarted())
+    assert second.keeper.states() == {node.gpu_uuid: waiting}
+    node.records.delete("uid-1")
+    assert second.settle().state == "applied"
+    third = Layouts(node.restarted())
+    third.settle()
+    assert third.told == []
+
+
+def test_only_the_instance_that_leads_acts_and_the_next_one_goes_on(node: MigNode) -> None:
+    old = Layouts(node)
+    old.look()
+    node.clock.pause(TAINTED_FIRST_S)
+    with node.dying_after(6), pytest.raises(Crash):
+        old.look()
+    half = node.on_gpu()
+    standing_by = Layouts(node.restarted(), leads=False)
+    standing_by.look()
+    standing_by.node.clock.pause(TAINTED_FIRST_S)
+    standing_by.look()
+    assert node.on_gpu() == half
+    assert Layouts(node.restarted()).settle().state == "applied"
+    assert profiles(node) == [THREE, ONE, ONE]
+
+
+@pytest.mark.parametrize("begin", ["mixed", "all-1g.10gb"])
+@pytest.mark.parametrize("changes", range(1, 22))
+def test_a_death_after_any_change_ends_where_an_uninterrupted_one_does(
+    node: MigNode, begin: str, changes: int
+) -> None:
+    """From a layout to another, with a death after each change of it."""
+    by_label = MigLayouts(MIXED.named, from_label=True)
+    first = Layouts(node, by_label)
+    first.label(begin)
+    first.settle()
+    first.label("other")
+    first.look()
+    node.clock.pause(TAINTED_FIRST_S)
+    with node.dying_after(changes) as done:
+        try:
+            first.look()
+        except Crash:
+            assert len(done) == changes
+    second = Layouts(node.restarted(), by_label)
+    second.label("other")
+    second.node.collector.look()
+    assert second.settle().state == "applied"
+    assert profiles(node) == [THREE, TWO, ONE]
+    entries = second.node.ledger.all().values()
+    assert sorted(entry.profile_id for entry in entries) == [THREE, TWO, ONE]
+    assert all(entry.is_of_layout and entry.phase == "created" for entry in entries)
+
+
+def test_a_gpu_that_needs_a_reset_says_so_and_is_cut_after_it(make_memory_path: Any, tmp_path: Path) -> None:
+    simulated = SimulatedNode("dgx-a100-40gb", make_memory_path())
+    try:
+        make_idle(simulated, mig_mode=False)
+        simulated.machine.set_gpu(0, virtualization=1)
+        node = MigNode(simulated, tmp_path)
+        wanted = MigLayouts({}, "all-balanced")
+        layouts = Layouts(node, wanted)
+        for _ in range(2):
+            state = layouts.settle()
+            assert state.state == "waiting"
+            assert "--gpu-reset" in state.text
+        assert node.told_of_modes == [("mode-on", node.gpu_uuid, "RetryableError")]
+        node.machine.reboot()
+        simulated.session.reopen()
+        after = node.restarted(boot_id="boot-2")
+        assert Layouts(after, wanted).settle().state == "applied"
+        assert len(slots(node)) == 4
+    finally:
+        simulated.close()
+
+
+def test_a_prepare_is_not_planned_while_its_gpu_changes(node: MigNode) -> None:
+    layouts = Layouts(node)
+    layouts.look()
+    node.clock.pause(TAINTED_FIRST_S)
+    with layouts.planning.hold({node.gpu_uuid}, 1):
+        state = layouts.look()
+    assert state is not None
+    assert state.state == "waiting"
+    assert node.on_gpu() == (False, [])
