@@ -24,7 +24,8 @@ def table_of(text: str, kind: str) -> tuple[str, str, str]:
     """The text before the table of a kind, the table, and the text after it."""
     before, begin, rest = text.partition(f"<!-- {kind} -->\n")
     table, end, after = rest.partition(f"<!-- end of {kind} -->\n")
-    assert begin and end, f"docs/api.md has no table of {kind}"
+    assert begin, f"docs/api.md has no table of {kind}"
+    assert end, f"the table of {kind} has no end"
     return before + begin, table, end + after
 
 
