@@ -15,6 +15,7 @@ from dra_driver.health.monitor import Monitor
 from dra_driver.health.rules.taints import MadeInstance, device_reasons
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1
 from dra_driver.model.health import Reason, Severity
+from dra_driver.model.ids import one_line
 from dra_driver.model.inventory import OfferedDevice
 
 _RESEND_S = 10.0
@@ -112,13 +113,5 @@ class HealthStream:
             health=health,
             last_updated_time=self._monitor.polled_at(uuid) or 0,
             health_check_timeout_seconds=_TIMEOUT_S,
-            message=_cut(message),
+            message=one_line(message, _MAX_MESSAGE),
         )
-
-
-def _cut(message: str) -> str:
-    """One line within the kubelet's limit, which may count bytes."""
-    line = " ".join(message.split()).encode(errors="replace")
-    if len(line) <= _MAX_MESSAGE:
-        return line.decode()
-    return line[: _MAX_MESSAGE - 3].decode(errors="ignore") + "..."

@@ -27,8 +27,7 @@ from dra_driver.health.rules.xids import (
     severity_of_xid,
     xid_text,
 )
-from dra_driver.health.shared_store import SharedHealth
-from dra_driver.health.store import KeptHealth
+from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.health import (
     UNRESPONSIVE,
@@ -87,7 +86,7 @@ class Monitor:
         source: HealthSource,
         gpus: Callable[[], Mapping[str, str | None] | None],
         is_on_bus: Callable[[str], bool],
-        store: SharedHealth,
+        store: HealthStore,
         boot_id: str,
         *,
         on_change: Callable[[], None],

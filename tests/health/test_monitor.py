@@ -21,7 +21,6 @@ from dra_driver.health.rules.state import (
     UNRESPONSIVE_AFTER_S,
 )
 from dra_driver.health.rules.taints import device_taints
-from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.gpu import Fabric, FabricRegistration, UnreadyFabric
 from dra_driver.model.health import HealthChange, HealthEvent, HealthTarget, PolledHealth, Severity, Xid
@@ -70,7 +69,7 @@ class Bench:
             self.source,
             lambda: None if self.shown is None else {uuid: self.places[uuid] for uuid in self.shown},
             lambda place: place in self.on_bus,
-            SharedHealth(self.store, lambda: True),
+            self.store,
             boot_id,
             on_change=self._changed,
             on_transition=self.transitions.append,
@@ -702,7 +701,7 @@ def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     started: list[tuple[Monitor, HangingSource]] = []
 
     def start(source: HangingSource, **more: object) -> Monitor:
-        store = SharedHealth(HealthStore(tmp_path / "health.json"), lambda: True)
+        store = HealthStore(tmp_path / "health.json", lambda: True)
         heard = {"on_change": lambda: None, "on_transition": lambda _: None, "on_fabric": lambda *_: None}
         monitor = Monitor(source, lambda: {"GPU-a": None}, lambda _: True, store, "boot", **heard | more)
         started.append((monitor, source))

@@ -12,7 +12,6 @@ from dra_driver.health.kubelet_stream import HealthStream
 from dra_driver.health.monitor import Monitor
 from dra_driver.health.rules.taints import MadeInstance, TaintPolicy, device_taints, instances_by_device
 from dra_driver.health.rules.xids import XidPolicy
-from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import HealthStore
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.inventory.host_facts import HostView
@@ -51,9 +50,7 @@ class HealthParts:
         self._cleanups = cleanups
         self._changes = changes
         self.taint_policy = TaintPolicy(dict(settings.taint_effects))
-        kept = SharedHealth(
-            HealthStore(settings.plugin_directory / "health.json"), leadership.speaks_for_node
-        )
+        kept = HealthStore(settings.plugin_directory / "health.json", leadership.speaks_for_node)
         self.monitor = Monitor(
             source,
             self._gpus,
