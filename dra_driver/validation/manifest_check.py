@@ -221,7 +221,7 @@ class ManifestCheck:
         spec = claim_spec(v1)
         self._admin_hint(spec, self._namespace_of(content), report)
         path = "spec.spec.devices" if v1["kind"] == "ResourceClaimTemplate" else "spec.devices"
-        report.hints += alternative_hints(spec.get("devices") or {}, f"{path}.config", self._driver)
+        report.hints += alternative_hints(spec.get("devices") or {}, path, self._driver)
         if self._knows_classes(sorted(set(class_names(spec))), report):
             self._try_claim(spec, report)
 

@@ -310,11 +310,12 @@ def test_imex_without_a_fabric(host: Host) -> None:
         "no GPU is in a fabric",
         "nvidia-smi -q",
     )
-    says(
-        host.checks(NvmlUnavailableError("away"), extra_devices=ExtraDevices(imex=0)).imex(),
-        "SKIP",
-        "without NVML",
-    )
+
+
+def test_checks_that_need_nvml_are_skipped_without_it(host: Host) -> None:
+    checks = host.checks(NvmlUnavailableError("away; x"), extra_devices=ExtraDevices(imex=0))
+    outcomes = [one for one in run_checks(checks.all()) if one.check in ("IMEX", "MIG mode", "GPU memory")]
+    assert [one.finding for one in outcomes] == [skip("not known without NVML")] * 3
 
 
 def test_host_devices_that_are_missing(host: Host) -> None:
@@ -381,7 +382,7 @@ def test_a_driver_root_that_lacks_something(host: Host, tmp_path: Path) -> None:
     nothing = {"sys": str(tmp_path), "proc": str(tmp_path), "dev_root": str(tmp_path)}
     with pytest.raises(NvmlLibraryError) as caught:
         find_nvml_library(str(tmp_path))
-    found = {check.name: check.look() for check in host.checks(caught.value, paths=nothing).all()}
+    found = {one.check: one.finding for one in run_checks(host.checks(caught.value, paths=nothing).all())}
     first = "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1, is made for ELF machine 22"
     says(found["NVML"], "FAIL", first, "remove these libraries if this node has no GPU")
 
@@ -444,7 +445,6 @@ def test_mig_mode_without_devices(host: Host) -> None:
         "--dynamic-mig",
     )
     says(replace(checks, dynamic_mig=True).mig_mode(), "OK", "1 of 8 GPUs")
-    says(host.checks(NvmlUnavailableError("x")).mig_mode(), "SKIP", "without NVML")
 
 
 def test_the_hook_that_was_asked_for(host: Host, tmp_path: Path) -> None:
@@ -475,7 +475,6 @@ def test_memory_of_gpus_that_is_memory_of_the_host(host: Host, tmp_path: Path) -
     finally:
         tray.close()
     says(found, "WARN", "NUMA nodes of the host (2, 10, 18, 26)", "the kubelet counts it", "CDMM (coherent")
-    says(host.checks(NvmlUnavailableError("away; x")).gpu_memory(), "SKIP")
 
 
 # --- the container runtime ----------------------------------------------------------------------
