@@ -103,9 +103,6 @@ class TimeSliceSteps:
         """Taken for granted: only the GPU driver could tell."""
         return True
 
-    def forget(self, claim_uid: str) -> None:
-        """Nothing of it bears a claim's name."""
-
     def set_again(self, lanes: Lanes) -> None:
         """Have the lanes set the time slices of all claims again: the NVIDIA driver was loaded anew, or the GPUs are
         others than before. Waits for nothing. MPS daemons are the MPS host's business."""
@@ -182,9 +179,6 @@ class MpsSteps:
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """Taken for granted: the MPS host watches its daemons itself."""
         return True
-
-    def forget(self, claim_uid: str) -> None:
-        """No file of it has a claim's name."""
 
     def lost_steps(self, claim_uid: str) -> list[Step]:
         """What is to be undone for a claim whose record was lost: the daemons that its CDI spec tells of."""
