@@ -238,6 +238,8 @@ class Driver:
             self._boot_id,
             leadership.is_ours,
             partial(tools_seen, programs, layout.lock, paths.proc, detachments.problem),
+            time_slices.is_lost,
+            partial(time_slices.restore, self.lanes),
         )
         self.claims = claim_parts(
             Identity(
@@ -341,12 +343,12 @@ class Driver:
                     self.publishing.publisher.mark_dirty,
                 ),
                 DriverReloaded: (
-                    partial(time_slices.set_again, self.lanes),
+                    time_slices.driver_reloaded,
                     self.cleaner.look_soon,
                     lambda: self.mig.reconcile(self.discovery.latest()),
                 ),
                 HardwareChanged: (
-                    partial(time_slices.set_again, self.lanes),
+                    time_slices.driver_reloaded,
                     self.cleaner.look_soon,
                     self.mig.look_soon,
                 ),
