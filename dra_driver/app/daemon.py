@@ -219,6 +219,8 @@ class Driver:
             self._boot_id,
             leadership.is_ours,
             partial(_tools_seen, programs, layout.lock, paths.proc, detachments),
+            time_slices.is_lost,
+            partial(time_slices.restore, self.lanes),
         )
         self.claims = claim_parts(
             Identity(
@@ -317,12 +319,12 @@ class Driver:
                     self.publishing.publisher.mark_dirty,
                 ),
                 Change.DRIVER_RELOADED: (
-                    partial(time_slices.set_again, self.lanes),
+                    time_slices.driver_reloaded,
                     self.cleaner.look_soon,
                     lambda: self.mig.reconcile(self.discovery.latest()),
                 ),
                 Change.HARDWARE: (
-                    partial(time_slices.set_again, self.lanes),
+                    time_slices.driver_reloaded,
                     self.cleaner.look_soon,
                     self.mig.look_soon,
                 ),

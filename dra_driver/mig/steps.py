@@ -70,6 +70,3 @@ class MigSteps:
         if minor is None or gpu_instance is None or compute is None:
             return False
         return MigCaps(self._proc).exist(minor, gpu_instance, compute)
-
-    def forget(self, claim_uid: str) -> None:
-        """Nothing on the GPU bears a claim's name; the collector destroys what a lost claim used."""
