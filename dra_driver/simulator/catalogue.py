@@ -225,15 +225,8 @@ def _gpu(machine: str, index: int, item: dict[str, Any], document: dict[str, Any
 
 
 def _function(item: dict[str, Any]) -> Function:
-    return Function(
-        bus_id=item["bus"],
-        pcie=item["pcie"],
-        device=int(item["device"]),
-        pci_class=int(item["class"]),
-        numa=int(item.get("numa", -1)),
-        driver=str(item.get("driver", "")),
-        physical=str(item.get("physical", "")),
-    )
+    renamed = {"bus": "bus_id", "class": "pci_class"}
+    return Function(**{renamed.get(name, name): value for name, value in item.items()})
 
 
 def _fabric(item: dict[str, Any]) -> dict[str, Any]:
