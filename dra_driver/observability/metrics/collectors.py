@@ -198,17 +198,12 @@ class Views:
 
     def cleanups(self, cleanups: Callable[[], Iterable[PendingCleanup]]) -> None:
         """What is still to be undone for claims that have ended."""
+        text = "Pending cleanup: what is still to be undone for claims that have ended."
 
-        def read() -> Iterator[Metric]:
-            tally = Tally(kind_of(step) for one in cleanups() for step in one.steps)
-            yield self._gauge_by(
-                "nvidia_dra_debts",
-                "Pending cleanup: what is still to be undone for claims that have ended.",
-                ("kind",),
-                {(kind,): tally[kind] for kind in CLEANUP_KINDS},
-            )
+        def kinds() -> Iterator[str]:
+            return (kind_of(step) for one in cleanups() for step in one.steps)
 
-        self._add("debts", read)
+        self._show_tally("debts", "nvidia_dra_debts", text, "kind", CLEANUP_KINDS, kinds)
 
     def partitions_unsupported(self, value: Callable[[], bool]) -> None:
         """Whether the API server cannot count partitions although they are wanted."""
@@ -229,17 +224,8 @@ class Views:
 
     def mps(self, states: Callable[[], Iterable[str]]) -> None:
         """The state of each MPS daemon of the node."""
-
-        def read() -> Iterator[Metric]:
-            tally = Tally(states())
-            yield self._gauge_by(
-                "nvidia_dra_mps_daemons",
-                "MPS control daemons of the node.",
-                ("state",),
-                {(state,): tally[state] for state in MPS_STATES},
-            )
-
-        self._add("mps", read, waits=True)
+        text = "MPS control daemons of the node."
+        self._show_tally("mps", "nvidia_dra_mps_daemons", text, "state", MPS_STATES, states, waits=True)
 
     def reports(self, counts: Callable[[], Mapping[str, int]]) -> None:
         """Events and claim states, how many of them by what became of them."""
@@ -380,6 +366,25 @@ class Views:
 
     def _show_one(self, source: str, name: str, text: str, value: Callable[[], float]) -> None:
         self._add(source, lambda: (self._one(name, text, value()),))
+
+    def _show_tally(
+        self,
+        source: str,
+        name: str,
+        text: str,
+        label: str,
+        values: Sequence[str],
+        found: Callable[[], Iterable[str]],
+        *,
+        waits: bool = False,
+    ) -> None:
+        """How often each of the values of a label is found."""
+
+        def read() -> Iterator[Metric]:
+            tally = Tally(found())
+            yield self._gauge_by(name, text, (label,), {(value,): tally[value] for value in values})
+
+        self._add(source, read, waits=waits)
 
     def _one(self, name: str, text: str, value: float) -> Metric:
         return self._gauge_by(name, text, (), {(): value})
