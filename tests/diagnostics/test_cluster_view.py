@@ -296,13 +296,7 @@ def test_devices_of_another_driver_are_not_judged() -> None:
     assert found.unknown == "class nic.example.com is of another driver"
 
 
-@pytest.mark.parametrize(
-    "request_of_later",
-    [
-        {"name": "r", "oneOf": {}},
-        {"name": "r", "exactly": {"deviceClassName": "gpu.nvidia.com", "selectors": [{"later": {}}]}},
-    ],
-)
+@tabled("request_of_later")
 def test_a_request_of_a_later_version_is_told_and_hides_no_other_claim(request_of_later: Json) -> None:
     later = asking("later")
     later["spec"]["devices"]["requests"] = [request_of_later]
