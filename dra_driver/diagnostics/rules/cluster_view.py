@@ -43,7 +43,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class ClusterDevice:
-    """A device of the driver. `node` is ALL_NODES or SOME_NODES where several can use it. `state` is of the whole
+    """A device of ours. `node` is ALL_NODES or SOME_NODES where several can use it. `state` is of the whole
     device: `blocked` if what other devices take of the same GPU leaves too little for it. A device that is shared is
     allocated from its first holder on. `capacity` is of shared devices only."""
 
