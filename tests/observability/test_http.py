@@ -69,7 +69,7 @@ def test_other_paths_and_methods_are_refused(endpoint: HttpEndpoint) -> None:
 def test_page_that_fails_is_told_in_the_log_and_not_in_the_answer(endpoint: HttpEndpoint) -> None:
     with structlog.testing.capture_logs() as lines:
         status, _, body = get(endpoint, "/broken")
-    assert (status, body) == (500, b"internal error; see the driver's log\n")
+    assert (status, body) == (500, b"internal error; see the log of gpu-dra-driver\n")
     assert [(line["event"], line["path"], line["exc_info"]) for line in lines] == [
         ("page_failed", "/broken", True)
     ]
