@@ -64,7 +64,7 @@ def pending_claims(
     classes: Sequence[JsonObject],
     namespace: str | None = None,
 ) -> list[PendingClaim]:
-    """The claims that ask for devices of the driver, or of a class that is not there, and have none. All in v1 shape;
+    """The claims that ask for devices of a DRA driver, or of a class that is missing, and have none. All in v1 shape;
     `pools` are whole pools of slices by name, each of one node. A claim that is being deleted is not pending."""
     by_name = {entry["metadata"]["name"]: entry for entry in classes}
     ours = {name for name, entry in by_name.items() if driver in json.dumps(entry.get("spec") or {})}
@@ -236,7 +236,7 @@ def _named(claim: JsonObject, classes: Mapping[str, JsonObject]) -> frozenset[st
 
 def _look(slices: Sequence[JsonObject], taken: Iterable[JsonObject], named: frozenset[str]) -> bytes:
     """A digest of what a node has and what is taken of it, without what makes it this node, in any order of its GPUs.
-    Attributes that are `named` are told apart by their values."""
+    The values of `named` attributes count."""
     held: dict[str, list[str]] = {}
     for result in taken:
         held.setdefault(result["device"], []).append(repr(result.get("consumedCapacity") or {}))

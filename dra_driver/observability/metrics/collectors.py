@@ -211,15 +211,15 @@ class Views:
         self._show_one("partitions", "nvidia_dra_partitions_unsupported", text, value)
 
     def readiness(self, problems: Callable[[], Iterable[str]]) -> None:
-        """Whether the page /readyz answers that the driver is ready; it may do so with notes."""
-        text = "1 while /readyz answers that the driver is ready; what it only notes is in `nvidia_dra_node_problem`."
+        """Whether the page /readyz says that the plugin is ready; it may have notes."""
+        text = (
+            "1 while /readyz says that gpu-dra-driver is ready; its notes count in `nvidia_dra_node_problem`."
+        )
         self._show_one("readiness", "nvidia_dra_ready", text, lambda: not [*problems()])
 
     def problem(self, problems: Callable[[], Iterable[str]]) -> None:
         """Whether anything is wrong with the node, ready or not."""
-        text = (
-            "1 while something is wrong with the node: all that /readyz tells, also where it answers ready."
-        )
+        text = "1 while something is wrong with the node: all that /readyz says, also its notes."
         self._show_one("problem", "nvidia_dra_node_problem", text, lambda: bool([*problems()]))
 
     def mps(self, states: Callable[[], Iterable[str]]) -> None:
@@ -353,7 +353,7 @@ class Views:
         )
         xids = CounterMetricFamily(
             "nvidia_dra_gpu_xids",
-            "Xid errors that the GPU reported since the start of the driver.",
+            "Xid errors that the GPU reported since the start of gpu-dra-driver.",
             labels=("driver", "uuid", "xid"),
         )
         for (uuid, number), count in health.xid_counts().items():
@@ -390,7 +390,7 @@ class Views:
         return self._gauge_by(name, text, (), {(): value})
 
     def _gauge_by(self, name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
-        """A gauge with the driver's name as one of its labels."""
+        """A gauge with the name of our DRA driver as one of its labels."""
         named = {(self._driver, *values): value for values, value in samples.items()}
         return _gauge(name, text, ("driver", *labels), named)
 
