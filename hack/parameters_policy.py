@@ -254,4 +254,3 @@ def _written(variables: Variables) -> Iterator[str]:
         yield f"    - name: {name}\n      expression: >-\n"
         for line in expression.splitlines():
             yield f"        {line.strip()}\n"
-

@@ -107,7 +107,9 @@ def test_probes_ask_services_that_are_there_and_wait_for_a_dial_to_fail() -> Non
         "liveness": "/healthz",
     }
     assert all(probes[name]["timeoutSeconds"] > DIAL_TIMEOUT_S for name in ("startup", "liveness"))
-    assert probes["liveness"]["periodSeconds"] > DIAL_TIMEOUT_S, "or checks would follow one another without a pause"
+    assert probes["liveness"]["periodSeconds"] > DIAL_TIMEOUT_S, (
+        "or checks would follow one another without a pause"
+    )
     assert probes["liveness"]["failureThreshold"] >= 3
 
 
