@@ -41,7 +41,7 @@ _PATIENCE_S = 60.0
 @dataclass(frozen=True, slots=True)
 class ClusterLists:
     """Slices, claims and classes in v1 shape; `workloads` has that of each pod, `waiting` the pods without a node.
-    `lacking` are the rights that are missing, and without which something cannot be told; `unreadable` says which
+    `lacking` are the rights that are missing, without which something is not known; `unreadable` says which
     objects were left out, and why. `loads` has the load of each device of a claim, by pool and device name, None if
     nobody asked for that; `unmeasured` says which loads are not known, and why."""
 

@@ -78,7 +78,7 @@ def _read_layouts(path: Path, faults: list[str]) -> Sequence[GpuLayout]:
 
 
 def _read_health(path: Path, boot_id: str | None) -> tuple[Iterable[HealthState], tuple[str, ...]]:
-    """What the driver wrote down of the GPUs, and what is wrong with that. The file is left as it is."""
+    """What gpu-dra-driver wrote down of the GPUs, and what is wrong with that. The file is left as it is."""
     try:
         kept = decode(read_plain(path))
     except FileNotFoundError:
@@ -106,7 +106,7 @@ def read_claims(
         problems.append(str(error))
     claims = prepared_claims(state, specs, step_kind, now)
     problems += [
-        f"{file} was set aside, because it is not a readable file of the driver; look at it, then remove it"
+        f"{file} was set aside, because it is not a readable file of gpu-dra-driver; look at it, then remove it"
         for file in set_aside_files(plugin_directory, cdi_root, driver)
     ]
     problems += contradictions(state, specs, claims)
@@ -114,8 +114,8 @@ def read_claims(
 
 
 def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) -> list[Path]:
-    """The files that the driver renamed because it could not read them, or because they had the name of one of its own
-    files. A directory that cannot be read has none."""
+    """The files that gpu-dra-driver renamed because it could not read them, or because they had the name of one of its
+    own files. A directory that cannot be read has none."""
     found: list[Path] = []
     places = ["", "claims", "debts", "mig", "locks", "mps", f"{METADATA}/*/*"]
     globs = [(plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]

@@ -28,16 +28,15 @@ _MODEL_KEYS = {
     "arch": "architecture",
     "sm": "multiprocessors",
     "power": "power_limit_w",
-    "part": "part_number",
     "subsystem": "subsystem_id",
 }
 _TOP_KEYS = {
-    "description", "name", "driver", "system", "defaults", "gpus", "nvlink", "fabric", "platform", "functions",
+    "description", "name", "driver", "system", "defaults", "gpus", "nvlink", "fabric", "functions",
     "models", "missing_functions",
 }  # fmt: skip
 _GPU_KEYS = {
-    "bus", "model", "module", "numa", "cpus", "pcie", "uuid", "serial", "minor", "drm", "mig", "addressing",
-    "memory_numa", "virtualization", "platform", "persistence", "fabric", "links_down", "links_unsupported",
+    "bus", "model", "numa", "cpus", "pcie", "uuid", "serial", "minor", "drm", "mig", "addressing",
+    "memory_numa", "virtualization", "persistence", "fabric", "links_down", "links_unsupported",
 }  # fmt: skip
 
 
@@ -148,7 +147,7 @@ def build(name: str) -> State:
         cuda_version=_cuda(str(driver.get("cuda", "13.0"))),
         boot_id=str(uuid.uuid4()),
         models=models,
-        gpus=[_gpu(machine, index, item, document) for index, item in enumerate(entries)],
+        gpus=[_gpu(machine, index, item) for index, item in enumerate(entries)],
         functions=[_function(item) for item in document.get("functions", [])],
         system=system,
         nvlink=document.get("nvlink", {}),
@@ -194,7 +193,7 @@ def gpu_uuid(machine: str, bus_id: str) -> str:
     return f"GPU-{uuid.uuid5(_NAMESPACE, f'{machine}/{bus_id}')}"
 
 
-def _gpu(machine: str, index: int, item: dict[str, Any], document: dict[str, Any]) -> Gpu:
+def _gpu(machine: str, index: int, item: dict[str, Any]) -> Gpu:
     bus_id = str(item.get("bus", ""))
     if not _BUS_ID.match(bus_id):
         raise InvalidConfigError(
@@ -207,7 +206,6 @@ def _gpu(machine: str, index: int, item: dict[str, Any], document: dict[str, Any
         model=item["model"],
         bus_id=bus_id,
         minor=int(item.get("minor", index)),
-        module_id=int(item.get("module", index + 1)),
         serial=str(item.get("serial") or f"165{identity.int % 10**10:010d}"),
         pcie=str(item.get("pcie") or f"pci{bus_id[:7]}"),
         numa=int(item.get("numa", -1)),
@@ -216,7 +214,6 @@ def _gpu(machine: str, index: int, item: dict[str, Any], document: dict[str, Any
         addressing=None if addressing is None else _ADDRESSING[addressing],
         virtualization=int(item.get("virtualization", 0)),
         drm=item.get("drm", index + 1),
-        platform={**document.get("platform", {}), **item.get("platform", {})},
         persistence=int(item.get("persistence", 1)),
         fabric=_fabric(item.get("fabric", {})),
         links_down=[int(link) for link in item.get("links_down", [])],
@@ -225,15 +222,8 @@ def _gpu(machine: str, index: int, item: dict[str, Any], document: dict[str, Any
 
 
 def _function(item: dict[str, Any]) -> Function:
-    return Function(
-        bus_id=item["bus"],
-        pcie=item["pcie"],
-        device=int(item["device"]),
-        pci_class=int(item["class"]),
-        numa=int(item.get("numa", -1)),
-        driver=str(item.get("driver", "")),
-        physical=str(item.get("physical", "")),
-    )
+    renamed = {"bus": "bus_id", "class": "pci_class"}
+    return Function(**{renamed.get(name, name): value for name, value in item.items()})
 
 
 def _fabric(item: dict[str, Any]) -> dict[str, Any]:
@@ -336,7 +326,7 @@ def new_gpu(state: State, model_key: str) -> tuple[Gpu, Model]:
     }
     if like is not None:
         item |= {"numa": like.numa, "cpus": like.cpus}
-    gpu = _gpu(state.machine, minor, item, {})
+    gpu = _gpu(state.machine, minor, item)
     gpu.addressing = like.addressing if like else None
     gpu.links = [[None, None]] * model.nvlinks
     return gpu, model

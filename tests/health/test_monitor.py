@@ -121,7 +121,7 @@ def test_well_gpus_cost_nothing(bench):
     for _ in range(20):
         bench.turn(3)
     assert [bench.condition(index) for index in range(4)] == ["ok"] * 4
-    assert (bench.changes, bench.store.saves, bench.tainted()) == (0, saves, {})
+    assert (bench.changes, bench.store.saves, bench.tainted()) == (1, saves, {}), "known since the first poll"
     assert bench.monitor.polled_at(bench.uuids[0]) >= bench.now - 10
     assert bench.monitor.problem() is None
 
@@ -622,7 +622,7 @@ def test_a_program_that_fails_over_and_over_fills_nothing(bench, logs):
     bench.turn()
     (entry,) = bench.monitor.history(bench.uuids[0])
     assert (entry.times, entry.before, entry.after) == (70, Severity.OK, Severity.OK)
-    assert (bench.changes, bench.store.saves, len(bench.transitions)) == (0, saves, 1)
+    assert (bench.changes, bench.store.saves, len(bench.transitions)) == (1, saves, 1)
     assert len([line for line in logs if line["event"] == "health_changed"]) == 1
 
 
@@ -642,6 +642,15 @@ def test_events_that_fail_leave_the_looks(bench, logs, function):
     assert "xid/48" in bench.reasons(1)
 
 
+def test_a_gpu_whose_health_is_known_again_is_news(bench):
+    bench.turn()
+    bench.monitor._polls.clear()
+    before = bench.changes
+    bench.turn(10)
+    bench.turn(10)
+    assert bench.changes == before + 1
+
+
 def test_a_disk_that_refuses_costs_only_the_memory(bench, logs, monkeypatch):
     def refuse(kept: KeptHealth) -> None:
         raise StateError("the disk is full")
@@ -649,7 +658,7 @@ def test_a_disk_that_refuses_costs_only_the_memory(bench, logs, monkeypatch):
     monkeypatch.setattr(bench.store, "save", refuse)
     bench.machine.raise_xid(0, 48)
     bench.turn()
-    assert (bench.reasons(0), bench.changes) == (["xid/48"], 1)
+    assert (bench.reasons(0), bench.changes) == (["xid/48"], 2)
     assert "health_not_kept" in [line["event"] for line in logs]
 
 
@@ -824,5 +833,5 @@ def test_a_listener_that_fails_does_not_end_the_watch(bench, logs):
     bench.monitor._history._listener = fail
     bench.machine.raise_xid(0, 48)
     bench.turn()
-    assert bench.changes == 1
+    assert bench.changes == 2
     assert "health_listener_failed" in [line["event"] for line in logs]

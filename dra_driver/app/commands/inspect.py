@@ -42,7 +42,7 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
     ownership = Ownership(state, ended=is_empty)
 
     def on_demand(gpu: Gpu) -> bool:
-        # MIG devices come back where gpu-dra-driver made some, also if this command was not told that it makes them.
+        # MIG devices come back where gpu-dra-driver made some, also if this command is run without that setting.
         return machine.is_on_demand(gpu) or (is_empty and ownership.makes_devices_of(gpu.uuid))
 
     reader = machine.nvml_reader(on_demand)

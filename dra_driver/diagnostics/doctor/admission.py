@@ -31,7 +31,7 @@ _CONSUMER = {"resource": "pods", "name": "gpu-dra-driver-probe", "uid": "gpu-dra
 class AdmissionProof:
     """Asks with the token of gpu-dra-driver; an account to which the policies do not apply proves nothing.
 
-    `claims` are those that the driver of this node has prepared. Raises from both: as ApiClient.
+    `claims` are those that gpu-dra-driver has prepared on this node. Raises from both: as ApiClient.
     """
 
     client: ApiClient

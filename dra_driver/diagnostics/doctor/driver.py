@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from dra_driver.diagnostics.doctor.checks import Check, Look, Shared
 from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
 from dra_driver.diagnostics.rules.health_findings import health_findings
-from dra_driver.diagnostics.rules.top_data import NodeHealth
+from dra_driver.diagnostics.rules.node_view import NodeView
 from dra_driver.errors import (
     DraDriverError,
     NvmlDetachedError,
@@ -54,12 +54,12 @@ class _NotKnownError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DriverChecks:
-    """Checks of one host. `inventory` raises what NVML answers; `node_health` is what `top` shows too."""
+    """Checks of one host. `inventory` raises what NVML answers; `node_view` is what `top` shows too."""
 
     paths: HostPaths
     nodes: DeviceNodeReader
     inventory: Shared[Inventory]
-    node_health: Callable[[], NodeHealth]
+    node_view: Callable[[], NodeView]
     hook: str | None = None
     dynamic_mig: bool = False
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
@@ -193,7 +193,7 @@ class DriverChecks:
 
     def health(self) -> list[Finding]:
         """Is every GPU and every MIG device well?"""
-        return health_findings(self.node_health())
+        return health_findings(self.node_view(), has_nvml=self.inventory.or_none() is not None)
 
     def device_nodes(self) -> Finding:
         """Are the nodes there through which containers reach the GPUs?"""
@@ -331,10 +331,8 @@ class DriverChecks:
 
     def gpu_processes(self) -> list[Finding]:
         """Is there memory on GPUs that nobody claims?"""
-        health = self.node_health()
-        if not health.has_nvml:
-            return [skip("not known without NVML")]
-        found = [one for one in health.processes if one.is_unclaimed]
+        self._known()
+        found = [one for one in self.node_view().processes if one.is_unclaimed]
         texts = (unclaimed_text(one.gpu, GpuProcess(one.pid, one.name, one.memory_bytes)) for one in found)
         findings = [warn(*text.split("; ", 1)) for text in texts]
         return findings or [ok("NVML shows no process without a claim or a container")]

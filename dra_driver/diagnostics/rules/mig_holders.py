@@ -142,7 +142,7 @@ def _without_claim(
     gpu: Gpu, instance: GpuInstance, devices: Sequence[MigDevice], known: NodeState, on_demand: bool
 ) -> str:
     if known.faults:
-        return "unknown, since the driver's records could not be read"
+        return "unknown, since the records of gpu-dra-driver could not be read"
     for owned in known.owned:
         if owned.gpu_uuid == gpu.uuid and _is_same(owned, instance, devices, known.boot_id):
             of_layout = owned.is_of_layout and owned.phase == "created"

@@ -1,4 +1,4 @@
-"""What `top` shows of a node, put together from NVML, the driver's files and the MPS host."""
+"""What `top` shows of a node, from NVML, the files of gpu-dra-driver and the MPS host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dra_driver.diagnostics.rules.node_view import (
     SeenProcess,
     SeenReason,
 )
-from dra_driver.diagnostics.rules.prepared_claims import NodeClaims, PreparedClaim
+from dra_driver.diagnostics.rules.prepared_claims import PreparedClaim
 from dra_driver.health.rules.polling import FABRIC
 from dra_driver.health.rules.state import observe
 from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
@@ -37,7 +37,7 @@ from dra_driver.observability.rules.usage import Origin, Place, unclaimed
 
 @dataclass(frozen=True, slots=True)
 class NvmlFacts:
-    """What NVML tells now, by UUID. `lost` are the GPUs that stopped answering between two calls. `hidden` are those
+    """What NVML reports now, by UUID. `lost` are the GPUs that stopped answering between two calls. `hidden` are those
     that the NVIDIA driver is bound to and NVML does not show: their UUIDs, None where unknown, by PCI bus ID. `pods`
     are the UIDs of the pods that processes belong to, and `origins` says where processes run, by process ID."""
 
@@ -61,82 +61,43 @@ class _ShownReason:
     shown: SeenReason
 
 
-@dataclass(frozen=True, slots=True)
-class NodeHealth:
-    """The part of a view that is about health. `problems` are sentences on why not all of it is known; `; ` comes
-    before what to do. `has_nvml` says whether NVML was asked."""
-
-    gpus: tuple[SeenGpu, ...] = ()
-    reasons: tuple[SeenReason, ...] = ()
-    problems: tuple[str, ...] = ()
-    has_nvml: bool = False
-    processes: tuple[SeenProcess, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
-    """All that was found. `problems` are sentences on what could not be asked."""
-
-    node: str
-    driver: str
-    now: datetime
-    nvml: NvmlFacts
-    claims: NodeClaims
-    state: NodeState
-    daemons: Sequence[MpsDaemonStatus]
-    problems: Sequence[str]
-
-
-def node_view(found: NodeFacts, on_demand: Callable[[Gpu], bool]) -> NodeView:
-    """The view. `on_demand` tells the GPUs whose MIG devices are made on demand."""
-    inventory = found.nvml.inventory
-    ids = found.state.instance_ids(inventory)
-    names, places, reasons = _named_reasons(found.nvml, found.state, ids, found.now)
+def node_view(
+    node: str,
+    driver: str,
+    now: datetime,
+    nvml: NvmlFacts,
+    claims: Sequence[PreparedClaim],
+    state: NodeState,
+    daemons: Sequence[MpsDaemonStatus],
+    notes: Iterable[str],
+    on_demand: Callable[[Gpu], bool],
+) -> NodeView:
+    """The view. `notes` are sentences, each shown once; `on_demand` says of a GPU whether its MIG devices are made on
+    demand."""
+    inventory = nvml.inventory
+    ids = state.instance_ids(inventory)
+    names, places, reasons = _named_reasons(nvml, state, ids, now)
     cuda = inventory.versions.cuda
-    pending = (one.text for one in found.claims.debts)
-    unread = (f"{fault.subject}: {fault.text}" for fault in inventory.faults)
     return NodeView(
-        node=found.node,
-        driver=found.driver,
-        taken_at=f"{found.now:%Y-%m-%d %H:%M:%S} UTC",
+        node=node,
+        driver=driver,
+        taken_at=f"{now:%Y-%m-%d %H:%M:%S} UTC",
         nvidia_version=inventory.versions.driver,
         cuda_version=None if cuda is None else f"{cuda[0]}.{cuda[1]}",
-        gpus=tuple(_gpus(found.nvml, names, places, reasons)),
+        gpus=tuple(_gpus(nvml, names, places, reasons)),
         domains=_domains(inventory, names),
-        holdings=tuple(
-            holding for claim in found.claims.claims for holding in _holdings(claim, reasons, ids)
-        ),
+        holdings=tuple(holding for claim in claims for holding in _holdings(claim, reasons, ids)),
         instances=tuple(
             instance
-            for drawn in gpu_maps(inventory, found.state, on_demand)
+            for drawn in gpu_maps(inventory, state, on_demand)
             for instance in sorted(drawn.instances, key=lambda one: (one.start, one.size))
         ),
         health=tuple(reason.shown for reason in reasons),
         mps=tuple(
-            _daemon(device, status, found.now.timestamp())
-            for status in found.daemons
-            for device in status.spec.devices
+            _daemon(device, status, now.timestamp()) for status in daemons for device in status.spec.devices
         ),
-        processes=tuple(
-            _processes(found.nvml, found.claims.claims, names, _places_of_claims(found.state, ids))
-        ),
-        notes=tuple(
-            dict.fromkeys([*found.problems, *found.state.notes, *pending, *found.claims.problems, *unread])
-        ),
-    )
-
-
-def node_health(nvml: NvmlFacts | None, state: NodeState, now: datetime) -> NodeHealth:
-    """As in `node_view`; `nvml` is None where NVML does not answer."""
-    facts = nvml or NvmlFacts()
-    ids = state.instance_ids(facts.inventory)
-    names, places, reasons = _named_reasons(facts, state, ids, now)
-    return NodeHealth(
-        tuple(_gpus(facts, names, places, reasons)),
-        tuple(reason.shown for reason in reasons),
-        state.notes,
-        nvml is not None,
-        tuple(_processes(facts, (), names, _places_of_claims(state, ids))),
+        processes=tuple(_processes(nvml, claims, names, _places_of_claims(state, ids))),
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 

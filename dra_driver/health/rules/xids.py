@@ -1,7 +1,7 @@
 """What an Xid number means for new and for running work, as data.
 
-`CATALOG` is NVIDIA's public Xid catalog for Ampere and newer GPUs: what happened, in our words, and what NVIDIA says to
-do first. `xids.json` has its rows. Below it stands our policy, which is not NVIDIA's.
+`CATALOG` is NVIDIA's public Xid catalog for Ampere and newer GPUs, in our words: what happened, and what NVIDIA says to
+do first. Below it stands our policy, which is not NVIDIA's.
 
 NVML's recovery action, which the driver reads after each Xid, decides where the number alone does not: a number that is
 not in the catalog, or one whose sub-codes differ. Older NVIDIA drivers tell no recovery action (the catalog links it
@@ -10,10 +10,8 @@ from R565 on); then such an Xid keeps new work away.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from dra_driver.model.health import Severity
 
@@ -26,10 +24,81 @@ class CatalogEntry:
     text: str
 
 
+_ROWS: tuple[tuple[tuple[int, ...], str, str], ...] = (
+    ((8,), "RESTART_APP", "a program's channel was idle for too long"),
+    ((11, 25, 32), "RESTART_APP", "a program sent commands that are not valid"),
+    ((13,), "RESTART_APP", "a program caused a graphics engine exception"),
+    ((14,), "IGNORE", "an error that somebody injected"),
+    ((31,), "RESTART_APP", "a program accessed GPU memory that it does not have"),
+    ((37, 38), "IGNORE", "an error of the driver's firmware"),
+    (
+        (39, 40, 41, 70, 71, 72, 75, 76, 77, 85, *range(126, 136)),
+        "RESTART_APP",
+        "a copy engine raised an exception for a program",
+    ),
+    ((43,), "IGNORE", "a program's channel was stopped"),
+    ((44,), "IGNORE", "a graphics engine fault during a context switch"),
+    ((45,), "WORKFLOW_XID_45", "a program's channel was removed, mostly because the program ended"),
+    ((46,), "RESET_GPU", "the GPU stopped processing"),
+    ((48,), "WORKFLOW_XID_48", "uncorrectable memory error"),
+    ((54,), "CHECK_MECHANICALS", "the GPU's auxiliary power is not connected"),
+    ((62,), "RESET_GPU", "the GPU's internal microcontroller stopped"),
+    ((63,), "IGNORE", "a memory row or page was set aside"),
+    ((64,), "RESET_GPU", "a memory row or page could not be set aside"),
+    ((66, 67), "IGNORE", "the driver made an access that is not allowed"),
+    (
+        (60, 68, 83, 84, 88, 89, 96, 97, 98),
+        "RESTART_APP",
+        "the video processor raised an exception for a program",
+    ),
+    ((69,), "RESTART_APP", "a program used a graphics engine class wrongly"),
+    ((74,), "WORKFLOW_NVLINK_ERR", "NVLink error"),
+    ((78,), "UPDATE_SWFW", "a virtual GPU could not be started"),
+    ((79,), "RESTART_BM", "the GPU fell off the bus"),
+    ((80,), "RESTART_APP", "the GPU received damaged commands"),
+    ((82, *range(99, 106)), "RESTART_APP", "the JPEG engine raised an exception for a program"),
+    ((86, 139), "RESTART_APP", "the optical flow engine raised an exception for a program"),
+    ((92,), "IGNORE", "very many correctable memory errors"),
+    ((93,), "IGNORE", "the wear limit of the InfoROM was reached"),
+    ((94,), "RESTART_APP", "uncorrectable memory error, contained to one program"),
+    ((95,), "RESET_GPU", "uncorrectable memory error that was not contained"),
+    ((106, 107), "IGNORE", "a test message of the board's management interface"),
+    ((108,), "IGNORE", "an NVLink address could not be translated at the other end"),
+    ((109,), "RESET_GPU", "a context switch took too long"),
+    ((110,), "RESET_GPU", "security fault"),
+    ((119,), "RESET_GPU", "the GPU's system processor does not answer"),
+    ((120,), "RESET_GPU", "the GPU's system processor failed"),
+    ((121,), "IGNORE", "corrected errors on the link to the CPU"),
+    ((136,), "RESET_GPU", "an NVLink could not be trained"),
+    ((137,), "IGNORE", "a program made an NVLink access that is not allowed"),
+    ((140,), "RESET_GPU", "uncorrectable memory error that was not recovered"),
+    ((141,), "IGNORE", "an error of CUDA's fast path"),
+    ((142,), "CONTACT_SUPPORT", "the video encoder raised an exception"),
+    ((143,), "RESET_GPU", "the GPU could not be initialised"),
+    ((*range(144, 151),), "WORKFLOW_NVLINK5_ERR", "NVLink error"),
+    ((151,), "RESTART_VM", "a key of confidential computing could not be changed"),
+    ((154,), "XID_154", "the NVIDIA driver requests another recovery action"),
+    ((155,), "RESET_GPU", "an NVLink was taken down by software"),
+    ((156,), "RESET_GPU", "a damaged part of the GPU was retired"),
+    ((157,), "IGNORE", "a damaged part of the GPU could not be retired"),
+    ((158,), "RESET_GPU", "the GPU timed out"),
+    ((159,), "CHECK_UVM", "an error on the link to the CPU"),
+    ((160,), "IGNORE", "a memory channel was retired"),
+    ((161,), "IGNORE", "a memory channel could not be retired"),
+    ((162,), "", "power smoothing works again"),
+    ((163,), "", "power smoothing stopped"),
+    ((164,), "", "the circuit of power smoothing is nearly worn out"),
+    ((165,), "", "the circuit of power smoothing is worn out"),
+    ((166,), "", "traffic on an NVLink before its encryption was set up"),
+    ((167,), "", "a fatal timeout on the PCI bus"),
+    ((168,), "", "errors in the protected memory region; the GPU has less memory"),
+    ((169,), "", "the GPU's security processor stopped"),
+    ((170,), "", "an NVLink interrupt in confidential computing"),
+    ((171,), "", "uncorrectable error of the GPU's DRAM; comes with 48"),
+    ((172,), "", "uncorrectable error of the GPU's SRAM; comes with 48"),
+)
 CATALOG: Mapping[int, CatalogEntry] = {
-    number: CatalogEntry(bucket, text)
-    for numbers, bucket, text in json.loads(Path(__file__).with_name("xids.json").read_bytes())
-    for number in numbers
+    number: CatalogEntry(bucket, text) for numbers, bucket, text in _ROWS for number in numbers
 }
 
 RECOVERY_ACTION_CHANGED = 154

@@ -42,7 +42,7 @@ CLASS_TYPES: Mapping[str, DeviceType] = {
     "mps.gpu.nvidia.com": "gpu",
     "mig.nvidia.com": "mig",
 }
-"""What the classes that are installed with the driver give."""
+"""Which devices the classes that are installed with gpu-dra-driver give."""
 _FOREIGN_KINDS: Final = ("ComputeDomain", "ComputeDomainClique")
 """Objects of NVIDIA's own DRA driver in the API group of our parameters."""
 PROFILE_CLASS: Final = ("mig-", ".nvidia.com")
@@ -79,7 +79,7 @@ def _cel(value: str) -> str | None:
     except InvalidConfigError as error:
         return str(error)
     except NotJudgedError:
-        return None  # nobody says that it is wrong; the report says that nobody looked
+        return None  # not known to be wrong; the report says that it is not judged
     return None
 
 
@@ -294,7 +294,7 @@ def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFaul
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """Parameters of this driver for a request. `entry` is the path of the config entry, `named` that of the name in it,
+    """Parameters of ours for a request. `entry` is the path of the config entry, `named` that of the name in it,
     None where it names no request. `bodies` are what is meant of the request, by their names in allocation results."""
 
     entry: str
@@ -314,7 +314,7 @@ class _Use:
 
 
 def _uses(devices: JsonObject, path: str, driver: str) -> Iterator[_Use]:
-    """Each use of parameters of this driver that are of a known kind."""
+    """Each use of parameters of ours that are of a known kind."""
     requests = devices.get("requests") or ()
     for number, entry in enumerate(devices.get("config") or ()):
         parameters = entry["opaque"]["parameters"]
@@ -362,7 +362,7 @@ def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[s
 
 
 def class_type(name: str) -> DeviceType | None:
-    """What a class of this driver gives; None for one that it does not know."""
+    """The type of device that a class of ours gives; None for a class that is not known."""
     begin, end = PROFILE_CLASS
     return "mig" if name.startswith(begin) and name.endswith(end) else CLASS_TYPES.get(name)
 
@@ -396,7 +396,7 @@ def _config_faults(
 
 
 def parameter_faults(parameters: Any, path: str) -> list[FieldFault]:
-    """The faults of opaque parameters of this driver, each with its own path."""
+    """The faults of opaque parameters of ours, each with its own path."""
     try:
         config = decode(parameters)
     except InvalidConfigError as error:
