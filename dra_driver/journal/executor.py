@@ -69,16 +69,6 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def tell_incomplete(claim_uid: str, error: DraDriverError) -> None:
-    """Log why a half-prepared claim could not be taken back."""
-    _log.error(
-        "rollback_incomplete",
-        claim_uid=claim_uid,
-        reason=str(error),
-        remedy="the record is kept; the next Prepare or Unprepare of the claim goes on with it",
-    )
-
-
 def changes_more_than_the_spec(plan: Plan) -> bool:
     """Whether a plan has a step whose effect survives a power cut.
 
