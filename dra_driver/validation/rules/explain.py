@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from dra_driver.errors import InvalidConfigError
-from dra_driver.model.units import parse_quantity
 from dra_driver.validation.rules.allocator import Candidate, Wanted
+from dra_driver.validation.rules.consumable import consumption
 from dra_driver.validation.rules.selection import SelectorError
 from dra_driver.validation.rules.selectors import Selector
 
@@ -70,7 +68,7 @@ def _with_the_rest(wanted: Wanted, left: list[Candidate], steps: list[FunnelStep
     """Capacity and taints, which are looked at after the selectors."""
     if wanted.capacity:
         asked = ", ".join(f"{name} {amount}" for name, amount in wanted.capacity.items())
-        left = [device for device in left if _has(wanted.capacity, device)]
+        left = [one for one in left if consumption(wanted.capacity, one.device, one.view.driver) is not None]
         steps.append(FunnelStep(f"have {asked}", len(left)))
     taints = [taint for device in left if (taint := wanted.untolerated(device)) is not None]
     if taints:
@@ -100,19 +98,6 @@ def _matches(selector: Selector, device: Candidate) -> bool:
         key = text.removeprefix("no such key: ")
         remedy = f'; test `"{key}" in device.attributes[…]` before it' if key != text else ""
         raise SelectorError(f"fails on device {device.name}: {text}{remedy}") from error
-
-
-def _has(requests: Mapping[str, Any], device: Candidate) -> bool:
-    """Whether a device has the amounts that are asked for."""
-    for name, amount in requests.items():
-        domain, slash, key = name.rpartition("/")
-        held = device.view.capacity.get(domain if slash else device.view.driver, {}).get(key)
-        try:
-            if held is None or parse_quantity(str(amount)) > parse_quantity(held):
-                return False
-        except InvalidConfigError:
-            return False
-    return True
 
 
 def _cut(text: str) -> str:
