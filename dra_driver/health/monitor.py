@@ -31,7 +31,6 @@ from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.health import (
     UNRESPONSIVE,
-    Condition,
     Hanging,
     HealthChange,
     HealthEvent,
@@ -47,7 +46,6 @@ from dra_driver.model.health import (
     Severity,
     Unreachable,
     Xid,
-    condition,
     identity_of,
 )
 
@@ -147,10 +145,6 @@ class Monitor:
         """Whether the last poll is recent enough to say anything about the GPU."""
         poll = self._polls.get(gpu_uuid)
         return poll is not None and self._monotonic() - poll[1] <= _FRESH_S
-
-    def condition(self, target: HealthTarget) -> Condition:
-        """One word: the severity, or `unknown`."""
-        return condition(self._states.get(target), is_fresh=self.is_fresh(target.gpu_uuid))
 
     def history(self, gpu_uuid: str) -> Sequence[HealthChange]:
         """The last changes of a GPU and its instances since the start, oldest first."""

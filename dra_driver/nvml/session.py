@@ -65,26 +65,18 @@ class NvmlSession:
         self._mark = mark
         self._clock = clock
         self._lock = threading.Lock()
-        self._is_open = False
+        # Whether NVML is initialised.
+        self.is_open = False
         self._openings = 0
         self._driver_absent = False
-        self._driver_loads = 0
+        # How often NVML could be initialised after it could not, for want of a driver.
+        self.driver_loads = 0
         self._users = 0
         self._turn = threading.Condition()
         self._begun: dict[int, float] = {}
         # Who comes before the first opening waits for it.
         self._is_changing = True
         self._failure: DraDriverError | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether NVML is initialised."""
-        return self._is_open
-
-    @property
-    def driver_loads(self) -> int:
-        """How often NVML could be initialised after it could not, for want of a driver."""
-        return self._driver_loads
 
     @contextmanager
     def kept_open(self) -> Iterator[int]:
@@ -94,7 +86,7 @@ class NvmlSession:
         Raises: NvmlUnavailableError if NVML is not initialised.
         """
         with self._turn:
-            if not self._is_open:
+            if not self.is_open:
                 raise self._why_closed()
             self._users += 1
         try:
@@ -119,7 +111,7 @@ class NvmlSession:
         with self._turn:
             if self._is_changing:
                 self._turn.wait_for(lambda: not self._is_changing, patience())
-            if self._is_changing or not self._is_open:
+            if self._is_changing or not self.is_open:
                 raise self._why_closed()
             self._begun[thread] = self._clock()
         try:
@@ -135,7 +127,7 @@ class NvmlSession:
         Raises: NvmlUnavailableError; RetryableError where access is refused.
         """
         with self._lock:
-            if self._is_open:
+            if self.is_open:
                 return
             with self._changing():
                 self._open_counted()
@@ -144,7 +136,7 @@ class NvmlSession:
         """Shut NVML down for good; errors do not matter any more."""
         with self._lock:
             with self._turn:
-                was_open, self._is_open, self._is_changing = self._is_open, False, False
+                was_open, self.is_open, self._is_changing = self.is_open, False, False
                 self._turn.notify_all()
                 self._turn.wait_for(lambda: not self._users and not self._begun, _PATIENCE_S)
                 if self._begun:
@@ -158,7 +150,7 @@ class NvmlSession:
         """Shut NVML down until the next `reopen`; `why` is what everybody hears meanwhile. Raises: NvmlInUseError, with
         NVML as it was, while a change of a GPU is under way."""
         with self._lock, self._changing():
-            if self._is_open:
+            if self.is_open:
                 self._end_uses()
                 self._shut_down()
             self._failure = NvmlDetachedError(why)
@@ -171,7 +163,7 @@ class NvmlSession:
         NvmlInUseError, with NVML as it was, if an operation takes longer than a few seconds.
         """
         with self._lock, self._changing():
-            if self._is_open:
+            if self.is_open:
                 self._end_uses()
                 # The mark stays: for others NVML is open throughout.
                 with suppress(pynvml.NVMLError):
@@ -183,7 +175,7 @@ class NvmlSession:
         with self._turn:
             self._turn.wait_for(lambda: not self._begun, _PATIENCE_S)
             self._give_way_to_operations()
-            self._is_open = False
+            self.is_open = False
             self._turn.wait_for(lambda: not self._users, _PATIENCE_S)
 
     def _give_way_to_operations(self) -> None:
@@ -219,10 +211,10 @@ class NvmlSession:
             self._driver_absent |= is_absent
             raise
         self._failure = None
-        self._driver_loads += self._driver_absent
+        self.driver_loads += self._driver_absent
         self._driver_absent = False
         self._openings += 1
-        self._is_open = True
+        self.is_open = True
 
     def _open(self) -> None:
         # The loader is asked while the mark is held: whoever asks everybody to let go, and then sees no mark, is sure
