@@ -2,7 +2,7 @@
 
 One thread waits for NVML's events and polls every GPU at intervals; both feed the pure model. Only real changes are
 told, written to disk and published. Everybody else reads snapshots and never waits: when NVML hangs, the thread hangs
-with it, the last poll becomes old, and nobody relies any more on what was known. That an operation of this driver hangs
+with it, the last poll becomes old, and nobody relies any more on what was known. That an operation of this plugin hangs
 on a GPU is therefore taken in by another thread.
 """
 
@@ -195,7 +195,7 @@ class Monitor:
         self._worker.start()
 
     def stop(self) -> None:
-        """End; a thread that hangs in the driver is left behind."""
+        """End; a thread that hangs in the NVIDIA driver is left behind."""
         if self._worker.stop(_JOIN_S):
             self._source.close()
 

@@ -56,7 +56,7 @@ NOT_DISCOVERED = "devices have not been discovered yet"
 class Discovery:
     """Owns the inventory.
 
-    The callbacks come from the discovery thread: `on_change` after each change; `on_reload` when the driver was
+    The callbacks come from the discovery thread: `on_change` after each change; `on_reload` when the NVIDIA driver was
     found for the first time or loaded again; `on_hardware` when NVML shows other GPUs under the same driver, or
     answers again.
     """
@@ -71,7 +71,7 @@ class Discovery:
         on_hardware: Callable[[], None],
         detached: Callable[[], Detachment | None] = lambda: None,
     ) -> None:
-        """Without an `ownership` every MIG device is somebody else's. While `detached` answers something, NVML is kept
+        """Without an `ownership` every MIG device is somebody else's. While `detached` returns something, NVML is kept
         closed."""
         self._detached = detached
         self._unsettled: frozenset[str] = frozenset()  # GPUs whose MIG devices changed at the last look
@@ -258,7 +258,7 @@ class Discovery:
                 # The session of before shows the hardware of before.
                 host = replace(host, hardware=before.host.hardware, driver=before.host.driver)
             elif not self._has_nvml:
-                # Initialising NVML may have loaded the driver.
+                # Initialising NVML may have loaded the NVIDIA driver.
                 host = replace(host, driver=self._host.driver())
             seen = HardwareFingerprint(host, self._nvml.nvml_fingerprint())
             inventory = self._complete(with_nvlink_domains(self._nvml.read_inventory()))
@@ -290,7 +290,7 @@ class Discovery:
         self._became_unavailable(NvmlDetachedError(detached.problem))
 
     def _wants_new_session(self, now: HostFingerprint) -> bool:
-        """NVML stays open otherwise: when its last client closes it, the driver lets go of the GPUs, which takes
+        """NVML stays open otherwise: when its last client closes it, the NVIDIA driver lets go of the GPUs, which takes
         seconds to undo and loses compute mode and time slices."""
         before = self._fingerprint
         return (
@@ -381,7 +381,7 @@ class Discovery:
         self._became_known(Inventory())
 
     def _became_unavailable(self, error: DraDriverError) -> None:
-        """Devices that were known are withdrawn: they cannot be used without the driver."""
+        """Devices that were known are withdrawn: they cannot be used without the NVIDIA driver."""
         problem = str(error)
         if self._problem != problem:
             _log.warning("nvml_unavailable", reason=problem)

@@ -40,7 +40,7 @@ def server_version(client: ApiClient) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """One thing that an account may be allowed; the driver can do without an `optional` one, and tells less then."""
+    """One thing that an account may be allowed; the plugin can do without an `optional` one, and tells less then."""
 
     verb: str
     resource: str

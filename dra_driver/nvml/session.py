@@ -159,7 +159,7 @@ class NvmlSession:
         """Shut down and initialise anew, which is how NVML learns of GPUs that came or went.
 
         This waits for operations that have begun, and no new ones begin meanwhile. An operation that has not ended
-        after a minute hangs in the driver and must not keep everybody from a new session. Raises: as `open`;
+        after a minute hangs in the NVIDIA driver and must not keep everybody from a new session. Raises: as `open`;
         NvmlInUseError, with NVML as it was, if an operation takes longer than a few seconds.
         """
         with self._lock, self._changing():

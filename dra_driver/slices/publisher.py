@@ -66,8 +66,8 @@ class Publisher:
     """Brings the node's slices in line with the inventory, again and again.
 
     Discovery, the watch, health and MIG only call `mark_dirty`. While `may_publish` says no, nothing is written.
-    `support` says what the server takes and keeps. `taints` answers how devices are tainted at the moment; its argument
-    is what the server takes of taints. `withheld` answers which devices are left out of the slices; its argument says
+    `support` says what the server takes and keeps. `taints` returns how devices are tainted at the moment; its argument
+    is what the server takes of taints. `withheld` returns which devices are left out of the slices; its argument says
     whether the server drops taints.
     """
 
