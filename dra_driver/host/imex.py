@@ -90,12 +90,7 @@ class ImexDaemon:
     def _ask(self, timeout_s: float) -> None:
         socket = self._socket()
         programs = self._find()
-        program = programs.paths.get(IMEX_PROGRAM)
-        if program is None:
-            raise RetryableError(
-                f"whether nvidia-imex is ready cannot be asked: {IMEX_PROGRAM} is not below the driver root "
-                f"{programs.root}; install the package nvidia-imex of the driver's version"
-            )
+        program = programs.path(IMEX_PROGRAM)
         action = f"ask nvidia-imex at {socket}"
         try:
             code, output = run_program(

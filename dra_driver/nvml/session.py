@@ -102,7 +102,7 @@ class NvmlSession:
         an operation of the same thread this does nothing more.
 
         While NVML is being initialised, or is about to be, this waits for it; only then `patience` is asked for how
-        many seconds at most. Raises: NvmlUnavailableError, as from `open` where that failed; what `patience` raises.
+        many seconds at most. Raises: NvmlUnavailableError, as from `reopen` where that failed; what `patience` raises.
         """
         thread = threading.get_ident()
         if thread in self._begun:
@@ -120,17 +120,6 @@ class NvmlSession:
             with self._turn:
                 del self._begun[thread]
                 self._turn.notify_all()
-
-    def open(self) -> None:
-        """Initialise NVML; nothing happens if it is initialised already.
-
-        Raises: NvmlUnavailableError; RetryableError where access is refused.
-        """
-        with self._lock:
-            if self.is_open:
-                return
-            with self._changing():
-                self._open_counted()
 
     def close(self) -> None:
         """Shut NVML down for good; errors do not matter any more."""
@@ -156,10 +145,11 @@ class NvmlSession:
             self._failure = NvmlDetachedError(why)
 
     def reopen(self) -> None:
-        """Shut down and initialise anew, which is how NVML learns of GPUs that came or went.
+        """Initialise NVML, after a shutdown if it is initialised: so NVML learns of GPUs that came or went.
 
         This waits for operations that have begun, and no new ones begin meanwhile. An operation that has not ended
-        after a minute hangs in the NVIDIA driver and must not keep everybody from a new session. Raises: as `open`;
+        after a minute hangs in the NVIDIA driver and must not keep everybody from a new session. Raises:
+        NvmlUnavailableError; RetryableError where access is refused;
         NvmlInUseError, with NVML as it was, if an operation takes longer than a few seconds.
         """
         with self._lock, self._changing():
