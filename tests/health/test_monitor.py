@@ -23,7 +23,15 @@ from dra_driver.health.rules.state import (
 from dra_driver.health.rules.taints import device_taints
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.gpu import Fabric, FabricRegistration, UnreadyFabric
-from dra_driver.model.health import HealthChange, HealthEvent, HealthTarget, PolledHealth, Severity, Xid
+from dra_driver.model.health import (
+    HealthChange,
+    HealthEvent,
+    HealthTarget,
+    PolledHealth,
+    Severity,
+    Xid,
+    condition,
+)
 from dra_driver.nvml.events import HealthSource
 from tests.fakes.machines import SimulatedNode
 
@@ -37,6 +45,10 @@ class CountingStore(HealthStore):
     def save(self, kept: KeptHealth) -> None:
         self.saves += 1
         super().save(kept)
+
+
+def condition_of(monitor: Monitor, target: HealthTarget) -> str:
+    return condition(monitor.states().get(target), is_fresh=monitor.is_fresh(target.gpu_uuid))
 
 
 class Bench:
@@ -89,7 +101,7 @@ class Bench:
         return ["/".join(filter(None, reason.name)) for reason in state.reasons]
 
     def condition(self, index: int) -> str:
-        return self.monitor.condition(HealthTarget(self.uuids[index]))
+        return condition_of(self.monitor, HealthTarget(self.uuids[index]))
 
     def tainted(self) -> dict[str, list[str]]:
         """Taints as `key=value:effect` by the index of the GPU, or `profile` of the MIG device."""
@@ -733,9 +745,9 @@ def test_a_hang_in_nvml_makes_health_unknown(threaded):
     source.hangs = True
     time[0] = 20.0
     assert source.hanging.wait(20)
-    assert (monitor.condition(HealthTarget("GPU-a")), monitor.problem()) == ("unhealthy", None)
+    assert (condition_of(monitor, HealthTarget("GPU-a")), monitor.problem()) == ("unhealthy", None)
     time[0] = 51.0
-    assert monitor.condition(HealthTarget("GPU-a")) == "unknown"
+    assert condition_of(monitor, HealthTarget("GPU-a")) == "unknown"
     assert "GPU GPU-a" in (monitor.problem() or "")
 
 

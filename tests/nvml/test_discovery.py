@@ -144,7 +144,7 @@ def test_one_failing_attribute_costs_nothing_else(
 
 def test_some_links_that_fail_do_not_look_like_a_gpu_with_fewer(dgx: SimulatedNode) -> None:
     node = dgx
-    node.session.open()
+    node.session.reopen()
     node.machine.set_fault("nvmlDeviceGetNvLinkState", code="timeout", count=1)
     _, gpu, faults = read_gpu(0)
     assert (gpu.nvlink_links, [fault.text.partition(":")[0] for fault in faults]) == (None, ["NVLink 0"])
@@ -203,7 +203,7 @@ def test_gpu_that_is_lost_while_it_is_read_hides_no_other(dgx: SimulatedNode, fu
 
 def test_gpu_that_is_lost_before_its_links_are_read_hides_no_other(machine: Make) -> None:
     node = machine("dgx-h100")
-    node.session.open()
+    node.session.reopen()
     gpus = [read_gpu(index)[:2] for index in range(8)]
     node.machine.lose_gpu(0)
     pairs = read_reachable_pairs(gpus, PeerMemory())
@@ -213,7 +213,7 @@ def test_gpu_that_is_lost_before_its_links_are_read_hides_no_other(machine: Make
 
 def test_lost_gpu_raises_its_own_error(machine: Make) -> None:
     node = machine("dgx-h100")
-    node.session.open()
+    node.session.reopen()
     node.machine.lose_gpu(0)
     with pytest.raises(DeviceLostError, match="the GPU does not answer"):
         read_gpu(0)
@@ -341,7 +341,7 @@ def test_device_has_the_identity_that_the_administrator_created(machine: Make) -
 
 def test_compute_instances_of_one_gpu_instance_are_named_apart(machine: Make) -> None:
     node = machine("h100-mig-empty")
-    node.session.open()
+    node.session.reopen()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     instance = pynvml.nvmlDeviceCreateGpuInstance(handle, PROFILE_3G)
     for _ in range(3):

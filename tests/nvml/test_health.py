@@ -31,7 +31,7 @@ CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 @pytest.fixture
 def node(machine: Callable[[str], SimulatedNode]) -> SimulatedNode:
     made = machine("dgx-h100")
-    made.session.open()
+    made.session.reopen()
     return made
 
 
@@ -52,7 +52,7 @@ def uuid(node: SimulatedNode, index: int = 0) -> str:
 )
 def test_every_machine_is_well_at_first(machine, name):
     made = machine(name)
-    made.session.open()
+    made.session.reopen()
     for gpu in made.machine.current().present:
         signals = read_health(gpu.uuid)
         assert observe(HealthState(HealthTarget(gpu.uuid)), PollResult(signals), 1).reasons == ()
@@ -80,7 +80,7 @@ def test_every_signal(node):
 
 def test_what_a_gpu_does_not_tell_is_unknown(machine):
     made = machine("t4-4")
-    made.session.open()
+    made.session.reopen()
     gpu = uuid(made)
     signals = read_health(gpu)
     assert (signals.remap_pending, signals.fabric, signals.pages_pending) == (None, None, False)
@@ -136,7 +136,7 @@ def test_fabric_without_its_health_from_a_library_that_knows_only_the_first_form
     made = machine("dgx-h100")
     made.machine.set_missing_functions("nvmlDeviceGetGpuFabricInfoV")
     made.machine.set_fabric(0, **facts)
-    made.session.open()
+    made.session.reopen()
     signals = read_health(uuid(made))
     assert (signals.fabric, signals.fabric_text) == (state, text)
 
@@ -183,13 +183,13 @@ def test_a_lost_gpu_before_and_after_a_new_session(node):
 
 def test_mig_devices_by_their_ids(machine):
     made = machine("h100-mig-static")
-    made.session.open()
+    made.session.reopen()
     gpu = next(gpu for gpu in made.machine.current().present if gpu.instances)
     expected = {(gi.id, ci.id): ci.uuid for gi, ci in gpu.mig_devices}
     assert expected
     assert read_instances(gpu.uuid) == expected
     plain = machine("dgx-h100")
-    plain.session.open()
+    plain.session.reopen()
     assert read_instances(uuid(plain)) == {}
 
 
@@ -230,7 +230,7 @@ def test_a_gpu_that_cannot_be_registered_hides_no_other(node, source):
 
 def test_gpus_without_xid_events_are_not_heard(machine):
     made = machine("gb10")
-    made.session.open()
+    made.session.reopen()
     supported = pynvml.nvmlDeviceGetSupportedEventTypes(pynvml.nvmlDeviceGetHandleByIndex(0))
     made.machine.set_fault("nvmlDeviceRegisterEvents", code="not-supported")
     assert supported & pynvml.nvmlEventTypeXidCriticalError

@@ -45,7 +45,7 @@ class Bench:
         self.node = node
         self.machine = node.machine
         self.hardware = MigHardware(nullcontext)
-        node.session.open()
+        node.session.reopen()
         self.where = (self.gpu.uuid, self.gpu.bus_id if by_address else None)
 
     @property

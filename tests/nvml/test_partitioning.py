@@ -35,7 +35,7 @@ def always(gpu: Gpu) -> bool:
 
 
 def scan(node: SimulatedNode, memory: ScanMemory | None = None) -> Inventory:
-    node.session.open()
+    node.session.reopen()
     return read_inventory(always, memory)
 
 
@@ -113,7 +113,7 @@ def test_mode_that_goes_off_while_the_gpu_is_read_costs_nothing(
     machine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = machine("h100-mig-empty")
-    node.session.open()
+    node.session.reopen()
     ask = pynvml.nvmlLib.nvmlDeviceGetGpuInstances
 
     def switch_off_first(handle: Any, *rest: Any) -> int:
@@ -185,7 +185,7 @@ def test_field_that_is_refused_is_no_answer(dgx: SimulatedNode, monkeypatch: pyt
 def test_field_decides_against_the_generation(machine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     node = machine("dgx-h100")
     node.machine.set_mig_mode(0, True)
-    node.session.open()
+    node.session.reopen()
 
     def answer(_handle: Any, _count: Any, out: Any) -> int:
         out._obj[0].nvmlReturn = pynvml.NVML_SUCCESS

@@ -24,8 +24,7 @@ def test_library_is_loaded_once_and_again_after_reopen(machine: Callable[[str], 
     loads: list[object] = []
     loader = node.session._loader
     session = NvmlSession(lambda: loads.append(1) or loader())
-    session.open()
-    session.open()
+    session.reopen()
     assert (session.is_open, len(loads)) == (True, 1)
     session.reopen()
     assert (session.is_open, len(loads)) == (True, 2)
@@ -38,19 +37,19 @@ def test_driver_that_is_not_loaded_is_one_sentence(machine: Callable[[str], Simu
     node = machine("t4-4")
     node.machine.unload_driver()
     with pytest.raises(NvmlUnavailableError) as caught:
-        node.session.open()
+        node.session.reopen()
     assert str(caught.value) == (
         "initialise NVML: the NVIDIA kernel driver is not loaded; load it (modprobe nvidia)"
     )
     assert not node.session.is_open
     node.machine.load_driver()
-    node.session.open()
+    node.session.reopen()
     assert pynvml.nvmlDeviceGetCount() == 4
 
 
 def test_other_driver_version_needs_a_new_session(machine: Callable[[str], SimulatedNode]) -> None:
     node = machine("t4-4")
-    node.session.open()
+    node.session.reopen()
     node.machine.load_driver("590.1.2")
     with pytest.raises(pynvml.NVMLError):
         pynvml.nvmlSystemGetDriverVersion()
@@ -60,7 +59,7 @@ def test_other_driver_version_needs_a_new_session(machine: Callable[[str], Simul
 
 def test_close_does_not_mind_a_driver_that_is_gone(machine: Callable[[str], SimulatedNode]) -> None:
     node = machine("t4-4")
-    node.session.open()
+    node.session.reopen()
     node.machine.unload_driver()
     node.session.close()
     assert not node.session.is_open
@@ -125,7 +124,7 @@ class Bench:
         self.gate.set()
         self.node = node
         self.session = NvmlSession(self._load, lambda: self.now)
-        self.session.open()
+        self.session.reopen()
 
     def _load(self) -> object:
         self.opening.set()

@@ -43,7 +43,7 @@ def test_what_a_static_layout_cannot_say_is_discovered(tmp_path: Path) -> None:
     platform = simulated_platform(str(file), tmp_path / "machine")
     reader = NvmlReader(platform.load_nvml)
     try:
-        reader.session.open()
+        reader.session.reopen()
         found = discover_once(reader, HostView(platform.paths), None)
     finally:
         reader.session.close()

@@ -160,7 +160,7 @@ class MigParts:
         return {CreateMig: self._steps, LeaveMigMode: self._steps}
 
     def reconcile(self, inventory: Inventory | None) -> None:
-        """The driver was found for the first time or loaded again: adopt the instances that others made."""
+        """The NVIDIA driver was found for the first time or loaded again: adopt the instances that others made."""
         if inventory is not None:
             self.collector.reconcile(inventory)
             self._layouts.look_soon()
