@@ -290,10 +290,10 @@ def _verdict_lines(
         idle = "" if pods or lacking else "; no pod uses it, and devices are allocated only for a pod"
         lines.append(f"  {verdict.fits[0]}{more} could serve it{idle}")
     if verdict.untried:
-        lines.append(f"  {counted(verdict.untried, 'more node was', 'more nodes were')} not looked at")
+        lines.append(f"  {counted(verdict.untried, 'more node was', 'more nodes were')} not checked")
     if shared_pools and not verdict.fits and not verdict.unknown:
         were = counted(shared_pools, "pool that nodes share was", "pools that nodes share were")
-        lines.append(f"  {were} not looked at")
+        lines.append(f"  {were} not checked")
     elif not (verdict.reasons or verdict.fits or verdict.untried or verdict.unknown):
         lines.append("  no node publishes devices of gpu-dra-driver")
     said = next((pod.says for pod in pods if pod.says), None)

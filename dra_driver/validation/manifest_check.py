@@ -265,13 +265,13 @@ class ManifestCheck:
             ]
             meant = f"; did you mean {near[0]}?" if near else ""
             if self._cluster_classes is not None:
-                absent = f"DeviceClass {name} is neither in the cluster nor among the files"
+                absent = f"DeviceClass {name} is not in the cluster and not in the files"
                 report.faults.append(f"{absent}: the claim gets no devices{meant}")
             elif near:
                 report.faults.append(f"unknown DeviceClass {name}{meant}")
             else:
                 unjudged.append(
-                    f"DeviceClass {name} is neither among the files nor a class of gpu-dra-driver"
+                    f"unknown DeviceClass {name}: it is not in the files, and gpu-dra-driver does not install it"
                 )
         if unjudged:
             report.verdict = NOT_JUDGED
@@ -373,7 +373,7 @@ class ManifestCheck:
             found = self._server.found[reference]
             if found is None:
                 report.hints.append(
-                    f"{shown} is neither among the files nor in the cluster: the pods wait for it"
+                    f"{shown} is not in the files and not in the cluster: the pods wait for it"
                 )
                 return None
         if found is None:

@@ -212,10 +212,10 @@ def test_classes_claims_and_templates_of_the_cluster_count(
         (reports[2], "mig-1g.10gb.nvidia.com"),
     ):
         assert report.faults == [
-            f"DeviceClass {name} is neither in the cluster nor among the files: the claim gets no devices"
+            f"DeviceClass {name} is not in the cluster and not in the files: the claim gets no devices"
         ]
     assert reports[3].hints == [
-        "ResourceClaim default/absent is neither among the files nor in the cluster: the pods wait for it"
+        "ResourceClaim default/absent is not in the files and not in the cluster: the pods wait for it"
     ]
 
 

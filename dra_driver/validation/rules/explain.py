@@ -35,16 +35,17 @@ class Funnel:
     error: str | None = None
 
     def sentence(self) -> str:
-        """`8 devices, 8 of class gpu.nvidia.com, 0 match selector 1: …`"""
-        return ", ".join(f"{step.left} {step.text}" for step in self.steps)
+        """`8 devices of class gpu.nvidia.com, 0 match selector 1: …`, or `8 devices, 2 of class mig.nvidia.com`."""
+        shown = [f"{step.left} {step.text}" for step in self.steps]
+        if len(shown) > 1 and self.steps[0].left == self.steps[1].left:
+            shown[:2] = [f"{shown[0]} {self.steps[1].text}"]
+        return ", ".join(shown)
 
 
 def funnel(wanted: Wanted, machine: Sequence[Candidate]) -> Funnel:
     """What each condition of a request leaves of the machine's devices, as long as any are left."""
     left = list(machine)
-    drivers = sorted({device.view.driver for device in machine})
-    first = "device" if len(left) == 1 else "devices"
-    steps = [FunnelStep(first + (f" of driver {', '.join(drivers)}" if drivers else ""), len(left))]
+    steps = [FunnelStep("device" if len(left) == 1 else "devices", len(left))]
     groups = [(f"of class {wanted.class_name}", wanted.class_selectors)]
     groups += [
         (f"match selector {number}: {_cut(selector.text)}", (selector,))
