@@ -172,7 +172,7 @@ def test_c16_rolling_update(make_node: MakeNode) -> None:
 
 
 def test_c17_driver_starts_after_the_pod(node: ConformanceNode) -> None:
-    """Without the driver the pod waits with the kubelet's words; it runs once the driver is there."""
+    """Without the plugin the pod waits with the kubelet's words; it runs once the plugin is there."""
     ref = node.claim("early")
     node.driver.stop()
     node.kubelet.wait_registered(DRIVER, count=0)
