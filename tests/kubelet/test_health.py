@@ -8,9 +8,11 @@ from grpc_health.v1 import health_pb2 as pb
 from dra_driver.errors import InvalidConfigError
 from dra_driver.kubelet import serving
 from dra_driver.kubelet.health_port import HealthServer
-from dra_driver.kubelet.liveness import DIAL_PAUSE_S, DIAL_TIMEOUT_S, DIALS, Liveness, dial
+from dra_driver.kubelet.liveness import Liveness, dial
 from dra_driver.kubelet.pb import dra_health_v1_pb2, dra_health_v1alpha1_pb2
-from tests.kubelet.support import FakeClaims, Gate, ask, channel, claim, eventually, get_info, prepare
+from tests.fakes.tables import tabled
+from tests.fakes.waiting import eventually
+from tests.kubelet.support import FakeClaims, Gate, ask, channel, claim, prepare
 
 Status = pb.HealthCheckResponse.ServingStatus
 HEALTH = "/grpc.health.v1.Health/"
@@ -144,24 +146,12 @@ def test_check_result_is_shared_for_a_while_and_renewed_after():
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize(
-    ("answers", "dialled", "fault"),
-    [
-        ([None], 1, False),
-        (["busy", None], 2, False),
-        (["busy", "busy", None], 3, False),
-        (["gone", "gone", "gone", None], 3, True),
-    ],
-)
+@tabled("answers", "dialled", "fault")
 def test_only_failures_in_a_row_are_a_fault(answers, dialled, fault):
     left = list(answers)
     liveness = Liveness(lambda: left.pop(0), dials=3, pause_s=0)
     assert (liveness.fault() is not None) is fault
     assert len(answers) - len(left) == dialled
-
-
-def test_check_ends_before_the_probe_gives_up():
-    assert DIALS * DIAL_TIMEOUT_S + (DIALS - 1) * DIAL_PAUSE_S < 10
 
 
 def test_check_that_raises_counts_as_a_fault():
@@ -198,32 +188,3 @@ def test_device_health_is_unimplemented_without_a_stream_and_takes_no_thread(nod
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert not [thread for thread in threading.enumerate() if thread.name == "dra"]
     assert prepare(plugin.sockets.dra, claim()).claims
-
-
-@pytest.mark.parametrize(
-    ("version", "api"), [("v1", dra_health_v1_pb2), ("v1alpha1", dra_health_v1alpha1_pb2)]
-)
-def test_device_health_stream_plugs_in_for_both_generations(node, version, api):
-    sent = dra_health_v1_pb2.NodeWatchResourcesResponse(
-        devices=[
-            dra_health_v1_pb2.DeviceHealth(
-                device=dra_health_v1_pb2.DeviceIdentifier(pool_name="node-1", device_name="gpu-1"),
-                health=dra_health_v1_pb2.UNHEALTHY,
-                message="XID 79",
-            )
-        ]
-    )
-    plugin = node.plugin(watch_device_health=lambda _request, _context: iter([sent]))
-    assert list(get_info(plugin.sockets.registrar).supported_versions)[2:] == [
-        "v1.DRAResourceHealth",
-        "v1alpha1.DRAResourceHealth",
-    ]
-    with channel(plugin.sockets.dra) as opened:
-        call = opened.unary_stream(
-            f"/{version}.DRAResourceHealth/NodeWatchResources",
-            api.NodeWatchResourcesRequest.SerializeToString,
-            api.NodeWatchResourcesResponse.FromString,
-        )
-        (received,) = call(api.NodeWatchResourcesRequest(), timeout=20)
-    assert received.SerializeToString() == sent.SerializeToString()
-    assert received.devices[0].health == api.UNHEALTHY
