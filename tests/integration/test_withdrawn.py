@@ -11,7 +11,9 @@ import pytest
 
 from dra_driver.model.health import HealthTarget
 from dra_driver.model.record import ClaimRecord
-from tests.integration.conftest import Node, eventually
+from tests.fakes.tables import tabled
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Node
 from tests.integration.test_mig import named
 
 MakeNode = Callable[..., Node]
@@ -139,20 +141,7 @@ def test_an_older_server_with_the_gate_on_gets_no_more_taints_than_it_takes(make
 ELSEWHERE = "delete the pod so that it starts elsewhere"
 
 
-@pytest.mark.parametrize(
-    ("minor", "settings", "advice"),
-    [
-        (35, {}, f"or {ELSEWHERE}"),
-        (36, {}, f"or {ELSEWHERE}"),
-        (35, {"unhealthy_devices": "taint"}, "set health.unhealthyDevices to auto and then delete the pod"),
-        (36, {"unhealthy_devices": "taint"}, f"or {ELSEWHERE}"),
-        (
-            36,
-            {"taint_effects": {"gpu-lost": "None"}},
-            "set health.taints.gpu-lost to NoSchedule and then delete the pod",
-        ),
-    ],
-)
+@tabled("minor", "settings", "advice")
 def test_a_prepare_advises_what_helps(make_node: MakeNode, minor: int, settings: dict, advice: str) -> None:
     node = make_node(minor=minor).running(**settings)
     ref = node.claim("one")
