@@ -145,9 +145,6 @@ def test_a_compute_mode_that_somebody_changed_meanwhile_stays(host):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"default_active_thread_percentage": 0}, "percentage is 0; it must be from 1 to 100"),
-        ({"default_active_thread_percentage": 101}, "percentage is 101"),
-        ({"default_memory_limit_mib": 0}, "memory limit is 0 MiB"),
         ({"uuid": "0"}, "'0' is not the UUID of a GPU"),
         ({"device": "../x"}, "is not a device name"),
     ],
@@ -402,19 +399,6 @@ def test_a_foreign_process_of_the_recorded_number_is_never_touched(host):
 
 
 # --- host processes come and go ------------------------------------------------------------------
-
-
-def test_a_daemon_whose_record_was_lost_is_found_by_its_pipe_directory(host, logs):
-    old = host.supervisor()
-    first = old.ensure(host.spec(), 10)
-    old.close()
-    host.layout.record("gpu-2").write_text("{")
-    new = host.supervisor()
-    assert new.status() == ()
-    assert "mps_record_unreadable" in [line["event"] for line in logs]
-    assert new.ensure(first.spec, 10).pid == first.pid
-    new.stop("gpu-2", 10)
-    host.assert_nothing_left()
 
 
 @pytest.mark.parametrize("wish", ["kept", "lost"])
@@ -698,31 +682,6 @@ def is_busy(host):
     except BusyError:
         return True
     return False
-
-
-def test_nothing_is_read_from_silence_when_somebody_else_talks_with_the_daemon(host):
-    supervisor = host.supervisor(probe=60)
-    supervisor.ensure(host.spec(), 10)
-    other = held(host)
-    try:
-        with pytest.raises(BusyError, match=r"it talked with another program|Cannot send command"):
-            host.tools.control.ask(host.directories(), "get_server_list", timeout_s=2)
-        supervisor._daemons["gpu-2"].probe()
-        assert supervisor.status()[0].clients is None
-    finally:
-        other.communicate()
-    supervisor._daemons["gpu-2"].probe()
-    assert supervisor.status()[0].clients == 0
-
-
-def test_a_question_is_repeated_until_the_other_program_has_ended(host):
-    supervisor = host.supervisor(probe=60, answer=60)
-    supervisor.ensure(host.spec(), 10)
-    other = held(host)
-    threading.Timer(0.3, other.communicate).start()
-    supervisor._daemons["gpu-2"].probe()
-    assert supervisor.status()[0].clients == 0
-    other.wait()
 
 
 def test_a_daemon_of_another_uuid_is_kept_when_nobody_can_say_whether_it_is_used(host):

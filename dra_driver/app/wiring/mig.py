@@ -9,7 +9,7 @@ from functools import partial
 
 from dra_driver.concurrency.deadline import seconds_for
 from dra_driver.errors import NvmlUnavailableError
-from dra_driver.journal.executor import StepRunner
+from dra_driver.journal.cleanups import StepRunner
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
