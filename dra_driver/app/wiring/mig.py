@@ -11,7 +11,7 @@ from dra_driver.app.change_table import Change, Changes
 from dra_driver.concurrency.deadline import seconds_for
 from dra_driver.errors import NvmlUnavailableError
 from dra_driver.inventory.discovery import Discovery
-from dra_driver.journal.executor import StepRunner
+from dra_driver.journal.cleanups import StepRunner
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
