@@ -41,8 +41,7 @@ class Node:
         self.fail: set[str] = set()
         self.origins: dict[int, Origin] = {}
         self.usage = Usage(
-            self.read,
-            self.read_processes,
+            self,
             lambda: MIXED,
             lambda: self.records,
             lambda device: MADE if device == PART else None,

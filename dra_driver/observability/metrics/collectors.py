@@ -113,7 +113,7 @@ class Views:
         pods: Callable[[ClaimRecord], Pods],
         inventory: InventorySource,
     ) -> None:
-        """Which claim has which device, for which pods. `made_uuid` answers the UUID that a MIG device on demand has
+        """Which claim has which device, for which pods. `made_uuid` returns the UUID that a MIG device on demand has
         now, by the device's name. The labels that begin with `dra_` are those of the DCGM exporter."""
 
         def read() -> Iterator[Metric]:

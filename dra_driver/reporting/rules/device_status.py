@@ -28,7 +28,7 @@ def device_statuses(
     created_instance: CreatedInstanceOf,
     states: HealthStates,
 ) -> tuple[DeviceStatus, ...]:
-    """One entry for each device of a prepared claim. `created_instance` answers what was made for a device on demand.
+    """One entry for each device of a prepared claim. `created_instance` returns what was made for a device on demand.
 
     A device that cannot do its work, by the health `states`, is not ready.
     """
