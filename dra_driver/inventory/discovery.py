@@ -290,7 +290,7 @@ class Discovery:
         self._became_unavailable(NvmlDetachedError(detached.problem))
 
     def _wants_new_session(self, now: HostFingerprint) -> bool:
-        """NVML stays open otherwise: when its last client closes it, the NVIDIA driver lets go of the GPUs, which takes
+        """NVML stays open otherwise: when its last client closes it, the NVIDIA driver releases the GPUs, which takes
         seconds to undo and loses compute mode and time slices."""
         before = self._fingerprint
         return (
