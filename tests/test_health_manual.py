@@ -98,7 +98,7 @@ def signal_rows() -> Iterator[str]:
         [DoubleBitError()],
         [Unreachable()],
         [MonitoringState("events of the GPU cannot be heard: …")],
-        [Hanging("an operation of the driver", rules.UNRESPONSIVE_AFTER_S)],
+        [Hanging("an operation of gpu-dra-driver", rules.UNRESPONSIVE_AFTER_S)],
     ]
     stories += [[PollResult(PolledHealth(ecc_uncorrected=0)), PollResult(PolledHealth(ecc_uncorrected=2))]]
     stories += [

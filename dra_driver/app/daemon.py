@@ -219,6 +219,8 @@ class Driver:
             self._boot_id,
             leadership.is_ours,
             partial(_tools_seen, programs, layout.lock, paths.proc, detachments),
+            time_slices.is_lost,
+            partial(time_slices.restore, self.lanes),
         )
         self.claims = claim_parts(
             Identity(
@@ -317,12 +319,12 @@ class Driver:
                     self.publishing.publisher.mark_dirty,
                 ),
                 Change.DRIVER_RELOADED: (
-                    partial(time_slices.set_again, self.lanes),
+                    time_slices.driver_reloaded,
                     self.cleaner.look_soon,
                     lambda: self.mig.reconcile(self.discovery.latest()),
                 ),
                 Change.HARDWARE: (
-                    partial(time_slices.set_again, self.lanes),
+                    time_slices.driver_reloaded,
                     self.cleaner.look_soon,
                     self.mig.look_soon,
                 ),
@@ -346,15 +348,17 @@ class Driver:
 
     def _usage_watch(self, nvml: NvmlReader, proc: str) -> UnclaimedMemory:
         """What looks for memory that no claim has; scrapes measure the same."""
+        source = nvml.usage_source()
         usage = Usage(
-            nvml.usage_source().read,
+            source.read,
+            source.read_processes,
             self.discovery.latest,
             self.records.all,
             self.mig.created_instance,
             partial(origin, proc),
         )
         self.metrics.show.usage(usage.look)
-        return UnclaimedMemory(usage.look, self.reporting.node.memory_unclaimed)
+        return UnclaimedMemory(usage.unclaimed, self.reporting.node.memory_unclaimed)
 
     def _parts(self) -> Iterator[Part]:
         """Everything that runs, in the order of starts."""
