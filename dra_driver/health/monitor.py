@@ -2,7 +2,7 @@
 
 One thread waits for NVML's events and polls every GPU at intervals; both feed the pure model. Only real changes are
 told, written to disk and published. Everybody else reads snapshots and never waits: when NVML hangs, the thread hangs
-with it, the last poll becomes old, and nobody relies any more on what was known. That an operation of this plugin hangs
+with it, the last poll becomes old, and nobody relies on what was known before. That an operation of this plugin hangs
 on a GPU is therefore taken in by another thread.
 """
 
@@ -228,7 +228,7 @@ class Monitor:
     def turn(self, wait_s: float) -> float:
         """One round: poll the GPUs if that is due, then wait for events and take them in.
 
-        Answers how long to pause before the next round.
+        Returns how long to pause before the next round.
         """
         if self._store.is_outdated():
             self.restore()

@@ -1,9 +1,9 @@
-"""Letting go of NVML for a while, so that others can reset GPUs, switch MIG modes or unload the NVIDIA driver.
+"""Closing NVML for a while, so that others can reset GPUs, switch MIG modes or unload the NVIDIA driver.
 
 The NVIDIA driver counts every process with an open NVML session as a client of every GPU. `gpu-dra-driver detach`
 writes a file that names an end. Every instance of this plugin on the node closes NVML when it sees the file, and opens
 NVML again when the end has come or the file is gone. A lock that each instance holds while it has NVML open shows when
-all have let go. The MPS host reads the same file, and holds the lock while it runs nvidia-smi.
+all have closed NVML. The MPS host reads the same file, and holds the lock while it runs nvidia-smi.
 
     attached ──file──▶ letting go ──no change of a GPU under way──▶ detached ──its end, or `--end`──▶ attached
                           └── a change is under way: a second later again
@@ -11,11 +11,11 @@ all have let go. The MPS host reads the same file, and holds the lock while it r
 | A crash … | leaves | and then |
 |---|---|---|
 | of the command, before the file | nothing | |
-| of the command, after it | the file | the plugin comes back by itself when the time is over |
+| of the command, after it | the file | the plugin opens NVML by itself when the time is over |
 | of the plugin | the file, no lock | the next instance opens NVML only when the time is over |
 | of the node | the file of an older boot | it counts no more |
 
-A file and not a socket of one daemon: of two instances in a rolling update both let go, and a restart changes nothing.
+A file and not a socket of one daemon: both instances of a rolling update close NVML, and a restart changes nothing.
 """
 
 from __future__ import annotations
@@ -166,11 +166,11 @@ def detach(
     claims: Callable[[], Sequence[str]] | None,
     timeout_s: float = _TIMEOUT_S,
 ) -> Detachment:
-    """Have NVML closed for `seconds`, and wait until every instance has let go. `claims` returns the claims that use
+    """Have NVML closed for `seconds`, and wait until every instance has closed it. `claims` returns the claims that use
     the GPUs; None if they do not matter.
 
     If it fails, everything is as it was before. Raises: ClaimsInTheWayError; NvmlInUseError if an instance
-    does not let go in time; StateError.
+    does not close it in time; StateError.
     """
     _refuse(claims)
     before = detachments.content()

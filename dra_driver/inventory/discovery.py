@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import structlog
 
+from dra_driver.concurrency.backoff import Backoff
 from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import (
     DraDriverError,
@@ -94,7 +95,7 @@ class Discovery:
         self._scans_ended = 0
         self._scan_began_at: float | None = None
         self._last_scan = 0.0
-        self._retry_s = _RETRY_FIRST_S
+        self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._logged_faults: frozenset[DiscoveryFault] = frozenset()
         self._is_started = False
         self._worker = BackgroundWorker(
@@ -184,10 +185,9 @@ class Discovery:
 
     def _pause_s(self) -> float:
         if self._problem is None or self._detached() is not None:
-            self._retry_s = _RETRY_FIRST_S
+            self._backoff.reset()
             return _LOOK_EVERY_S
-        pause, self._retry_s = self._retry_s, min(2 * self._retry_s, _RETRY_MOST_S)
-        return pause
+        return self._backoff.step()
 
     def _is_scan_due(self) -> bool:
         return (
@@ -290,7 +290,7 @@ class Discovery:
         self._became_unavailable(NvmlDetachedError(detached.problem))
 
     def _wants_new_session(self, now: HostFingerprint) -> bool:
-        """NVML stays open otherwise: when its last client closes it, the NVIDIA driver lets go of the GPUs, which takes
+        """NVML stays open otherwise: when its last client closes it, the NVIDIA driver releases the GPUs, which takes
         seconds to undo and loses compute mode and time slices."""
         before = self._fingerprint
         return (

@@ -120,7 +120,7 @@ class MigHardware:
 
     @_whole
     def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
-        """The minor number of the GPU's device node as it is now; None if NVML does not tell."""
+        """The minor number of the GPU's device node as it is now; None if NVML does not report."""
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         with nvml_errors(f"read the minor number of GPU {gpu_uuid}"):
             return supported(pynvml.nvmlDeviceGetMinorNumber, handle)

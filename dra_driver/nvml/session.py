@@ -207,8 +207,8 @@ class NvmlSession:
         self.is_open = True
 
     def _open(self) -> None:
-        # The loader is asked while the mark is held: whoever asks everybody to let go, and then sees no mark, is sure
-        # that nobody is about to open NVML.
+        # The loader is asked while the mark is held: whoever asks everybody to close NVML, and then sees no mark, is
+        # sure that nobody is about to open NVML.
         with nvml_errors("initialise NVML"), self._marked():
             pynvml.nvmlLib = self._loader()
             pynvml._nvmlGetFunctionPointer_cache.clear()

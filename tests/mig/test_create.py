@@ -418,7 +418,7 @@ def fault(node: MigNode, function: str, **how: Any) -> Callable[[], None]:
 
 def nvml_closed(node: MigNode) -> Callable[[], None]:
     node.simulated.session.close()
-    return node.simulated.session.open
+    return node.simulated.session.reopen
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ def always(gpu: Gpu) -> bool:
 
 
 def scan(node: SimulatedNode, memory: ScanMemory | None = None) -> Inventory:
-    node.session.reopen()
+    if not node.session.is_open:
+        node.session.reopen()
     return read_inventory(always, memory)
 
 
@@ -301,7 +302,7 @@ def test_mode_that_comes_on_while_the_links_are_read_changes_no_domain(
     node = machine("dgx-h100")
     memory = ScanMemory()
     healthy = scan(node, memory)
-    memory.reopened()
+    memory.peers.reopened()
 
     def switch_on() -> None:
         node.machine.set_mig_mode(0, True)

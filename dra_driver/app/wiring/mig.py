@@ -38,7 +38,7 @@ LABELS_S = 20.0
 """How old the labels of the node may be."""
 
 Operation = Callable[[Callable[[], float]], AbstractContextManager[None]]
-"""Keeps NVML initialised; the argument answers how many seconds it may wait for that."""
+"""Keeps NVML initialised; the argument returns how many seconds it may wait for that."""
 
 
 def _kept(labels: Callable[[], Mapping[str, str]]) -> Callable[[], Mapping[str, str]]:
