@@ -132,3 +132,23 @@ def test_name_breaks_after_its_parts_and_only_in_tables() -> None:
         "nvidia_",
         "dra",
     ]
+
+
+def test_a_page_says_whose_driver_it_means() -> None:
+    """NVIDIA's is "the NVIDIA driver", ours is gpu-dra-driver or "the plugin"; a driver manager is the GPU operator's."""
+    alone = re.compile(r"\b(?:the|this) driver\b(?! (?:root|manager|name)\b)", re.IGNORECASE)
+    faults = []
+    for page in [
+        *PAGES,
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "daemonset/README.md",
+    ]:
+        prose = "".join(line for line, is_prose in links.prose((ROOT / page).read_text()) if is_prose)
+        text = " ".join(re.sub(r"`[^`]*`", "`code`", prose).split())
+        faults += [
+            f"{page}: …{text[max(0, one.start() - 40) : one.end() + 20]}" for one in alone.finditer(text)
+        ]
+    assert faults == []
