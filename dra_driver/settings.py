@@ -375,7 +375,7 @@ class Settings:
 
     @property
     def plugin_directory(self) -> Path:
-        """Where sockets, records and locks of this driver lie: below the kubelet's plugins directory."""
+        """Where sockets, records and locks of this plugin lie: below the kubelet's plugins directory."""
         return Path(self.kubelet_plugins_directory_path) / self.driver_name
 
 

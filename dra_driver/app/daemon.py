@@ -209,8 +209,9 @@ class Driver:
                     self.mig.created_instance,
                     extra_devices,
                 ),
-            }
-        ).observed(self.metrics)
+            },
+            self.metrics,
+        )
 
         self.cleaner = Cleaner(
             self.cleanups,

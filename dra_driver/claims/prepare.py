@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import structlog
+
 from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.planner import ClaimPlanner
 from dra_driver.claims.rules.plan import DeviceHeldError
@@ -28,7 +30,7 @@ from dra_driver.errors import (
 )
 from dra_driver.files.file_lock import LockBusyError
 from dra_driver.journal.cleanups import Cleaner
-from dra_driver.journal.executor import Executor, OperationHangsError, tell_incomplete
+from dra_driver.journal.executor import Executor, OperationHangsError
 from dra_driver.journal.lanes import GpuUnresponsiveError
 from dra_driver.journal.locks import ClaimGuard, ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
@@ -36,6 +38,8 @@ from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.claim import AllocatedClaim, Prepared
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
+
+_log = structlog.get_logger(__name__)
 
 _LOOK_S = 1.0
 _LOCK_S = 5.0
@@ -259,7 +263,12 @@ class AttemptSteps:
                 cleanup = self._executor.leave(record, attempt.begun)
             self._executor.clean(cleanup)
         except DraDriverError as error:
-            tell_incomplete(uid, error)
+            _log.error(
+                "rollback_incomplete",
+                claim_uid=uid,
+                reason=str(error),
+                remedy="the record is kept; the next Prepare or Unprepare of the claim goes on with it",
+            )
 
 
 def refuse_unprepared(guard: ClaimGuard, call: KubeletCall) -> None:

@@ -105,7 +105,7 @@ anyway."""
 
 
 class DriverRoot:
-    """Finds the driver's files. Each call of `scan` reads everything again."""
+    """Finds the NVIDIA driver's files. Each call of `scan` reads everything again."""
 
     def __init__(
         self,
@@ -149,8 +149,8 @@ class DriverRoot:
         return files
 
     def fingerprint(self) -> Fingerprint:
-        """A value that changes when a part of the driver or toolkit is added, removed or replaced, or when the hook is
-        to be asked again."""
+        """A value that changes when a part of the NVIDIA driver or toolkit is added, removed or replaced, or when the
+        hook is to be asked again."""
         tree = RootedTree(self._paths.driver_root)
         marks: list[object] = [_mark(tree, path) for path in _WATCHED]
         trees = {self._paths.driver_root: tree}
@@ -161,7 +161,7 @@ class DriverRoot:
         return tuple(marks)
 
     def scan(self, nvml_version: str | None) -> DriverFiles:
-        """The driver that is installed.
+        """The NVIDIA driver that is installed.
 
         Raises: RetryableError if a part is missing without which no container can use a GPU, if the installed files
         have another version than the loaded driver (`nvml_version`), or if the configured hook does not exist.

@@ -1,4 +1,4 @@
-"""The driver's libraries below a root: the installed version, its files, and the links to them."""
+"""The NVIDIA driver's libraries below a root: the installed version, its files, and the links to them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class _Listing:
 
 
 def library_directories(tree: RootedTree, machine: str = MACHINE) -> list[str]:
-    """Resolved directories that may hold the driver libraries for `machine`, each once, in search order."""
+    """Resolved directories that may hold the NVIDIA driver libraries for `machine`, each once, in search order."""
     return [listing.directory for listing in _search(tree, machine, {})]
 
 
@@ -199,7 +199,7 @@ def linker_directories(paths: Iterable[str], machine: str = MACHINE) -> tuple[st
 
 
 def _search(tree: RootedTree, machine: str, left_out: dict[str, str]) -> list[_Listing]:
-    """Listings of the driver's files in each directory; a libcuda of another architecture goes to `left_out`.
+    """Listings of the NVIDIA driver's files in each directory; a libcuda of another architecture goes to `left_out`.
 
     Links that lead out of their directory are followed only if libcuda is nowhere else: hosts with links to their
     libraries mostly have the files in another directory of these.

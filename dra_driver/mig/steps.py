@@ -49,7 +49,7 @@ class MigSteps:
     def undo(self, step: Step, record: ClaimRecord) -> None:
         """Destroy the device with the last claim that uses it. If it cannot be destroyed now, the ledger says that it
         is to go, and the collector tries again. Raises: StateError if the ledger cannot be written."""
-        if not isinstance(step, CreateMig) or self._users.of(step.device, besides=record.ref.uid) is not None:
+        if not isinstance(step, CreateMig) or step.device in self._users.by_device(record.ref.uid):
             return
         try:
             patience = seconds_for(f"destroy MIG device {step.device}", _BUSY_S)

@@ -36,11 +36,8 @@ from dra_driver.sharing.rules.mps_requests import advice_on_requests
 
 _log = structlog.get_logger(__name__)
 
-_CHANGED = {
-    "create": (MIG_DEVICE_CREATED, "Created", "mig_device_created"),
-    "destroy": (MIG_DEVICE_DESTROYED, "Destroyed", "mig_device_destroyed"),
-}
-"""Reason and verb of the event, and the log event, of a MIG device that was made or destroyed."""
+_CHANGED = {"create": (MIG_DEVICE_CREATED, "Created"), "destroy": (MIG_DEVICE_DESTROYED, "Destroyed")}
+"""Reason and verb of the event of a MIG device that was made or destroyed."""
 
 
 class Reporter:
@@ -142,8 +139,12 @@ class Reporter:
     ) -> None:
         ref = self._claim_of(device)
         if error is None:
-            reason, verb, event = _CHANGED[action]
-            _log.info(event, device=device, duration_s=round(duration_s, 4))
+            reason, verb = _CHANGED[action]
+            _log.info(
+                "mig_device_created" if action == "create" else "mig_device_destroyed",
+                device=device,
+                duration_s=round(duration_s, 4),
+            )
             text = f"{verb} MIG device {device}{self._identity(device)} in {duration_s:.2f} s"
             if ref is not None:
                 self._recorder.minor_claim_event(ref, reason, text)

@@ -8,7 +8,7 @@ LONGEST = 45
 """Characters of a piece, as the names of NVML have; wider tables scroll."""
 _CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 _CODE = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
-_AFTER = re.compile(r"(?<=[_./,=@|])(?=[\w$<{\[(&-])")
+_AFTER = re.compile(r"(?<=[\w>)}\]][_./,=@|])(?=[\w$<{\[(&-])")
 
 
 def with_places_to_break(html: str) -> str:

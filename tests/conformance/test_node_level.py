@@ -18,7 +18,8 @@ from dra_driver.kubelet.server import KubeletPlugin
 from dra_driver.model.claim import Failed, Prepared, PreparedDevice
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.conformance.conftest import OTHER_DRIVER, SLOW_S, ConformanceNode, in_background
-from tests.integration.conftest import DRIVER, NODE, eventually, result
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER, NODE, result
 from tests.kubelet.support import FakeClaims
 
 SHARE_IDS = [f"00000000-0000-4000-8000-00000000000{number}" for number in range(2)]
@@ -27,7 +28,7 @@ MakeNode = Callable[..., ConformanceNode]
 
 
 def test_c01_registration(make_node: MakeNode) -> None:
-    """The driver registers, though GetInfo fails at first, and again after a restart of the kubelet or of its own."""
+    """The plugin registers, though GetInfo fails at first, and again after a restart of the kubelet or of its own."""
     node = make_node()
     node.kubelet.inject("GetInfo", "connection refused", times=3)
     driver = node.start_driver()
@@ -45,7 +46,7 @@ def test_c01_registration(make_node: MakeNode) -> None:
 
 
 def test_c02_pod_created_while_the_kubelet_is_down(node: ConformanceNode) -> None:
-    """A pod that came while kubelet and driver were down gets its devices when both are up."""
+    """A pod that came while kubelet and plugin were down gets its devices when both are up."""
     node.kubelet.stop()
     node.driver.stop()
     ref = node.claim("one")
@@ -151,7 +152,7 @@ def _accepted(socket: Path) -> list[str]:
 def test_c07_two_drivers_in_one_claim(
     node: ConformanceNode, other_driver: Callable[[ConformanceNode, FakeClaims], KubeletPlugin]
 ) -> None:
-    """While another driver of the claim fails or restarts, our part stays as it was prepared, and goes when told."""
+    """While another driver of the claim fails or restarts, our part stays prepared, and ends when the kubelet asks."""
     claims = FakeClaims()
     claims.on_prepare = lambda refs: {ref.uid: Failed("no link") for ref in refs}
     plugin = other_driver(node, claims)
@@ -178,7 +179,7 @@ def test_c07_two_drivers_in_one_claim(
 
 
 def test_c09_slices_over_restarts(node: ConformanceNode) -> None:
-    """Slices that the kubelet removed come back; over a quick restart of the driver they are not even touched."""
+    """Slices that the kubelet removed come back; over a quick restart of the plugin they are not even touched."""
     before, writes = node.slices(), len(node.slice_writes())
     kubelet = node.use_kubelet(wipe_after_s=30.0)
     kubelet.wait_registered(DRIVER)
@@ -202,7 +203,7 @@ def test_c09_slices_over_restarts(node: ConformanceNode) -> None:
 
 @pytest.mark.parametrize("version", ["v1alpha1", "v1"])
 def test_c10_health_of_devices(node: ConformanceNode, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Health turns bad and good again with a message, and is told to one stream only, which ends with the driver."""
+    """Health turns bad and good again with a message, and goes to one stream only, which ends with the plugin."""
     streams: list[int] = []
     ended: list[int] = []
     watch = HealthStream.watch
@@ -242,7 +243,7 @@ def test_c10_health_of_devices(node: ConformanceNode, version: str, monkeypatch:
 
 
 def test_c10_health_that_nobody_can_tell(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a look at a GPU hangs it is told as unknown, then healthy again; a driver that ends tells no more."""
+    """While a look at a GPU hangs it is reported as unknown, then healthy again; a plugin that ends reports no more."""
     monkeypatch.setattr("dra_driver.health.monitor._POLL_EVERY_S", 0.05)
     monkeypatch.setattr("dra_driver.health.monitor._FRESH_S", 0.5)
     monkeypatch.setattr("dra_driver.health.kubelet_stream._RESEND_S", 0.1)

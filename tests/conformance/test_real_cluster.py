@@ -119,7 +119,7 @@ def test_c14_all_kinds_of_containers(cluster: Cluster) -> None:
 
 @pytest.mark.timeout(1800)
 def test_c17_driver_starts_after_the_pod(cluster: Cluster, without_driver: Callable[[], None]) -> None:
-    """A pod that was created while there was no driver runs once there is one."""
+    """A pod that was created while there was no plugin runs once there is one."""
     cluster.apply(user("patient"))
     wait_for("the pod to be there", lambda: cluster.pod("patient")["status"]["phase"] == "Pending")
     without_driver()

@@ -9,14 +9,6 @@ import audit
 import pytest
 from audit import Installed
 
-HASH = "a" * 64
-LOCK = f"""one==1.0 \\
-    --hash=sha256:{HASH} \\
-    --hash=sha256:{"b" * 64}
-    # via gpu-dra-driver
-Two.Parts[extra]==2.0 ; python_version < "4" \\
-    --hash=sha256:{HASH}
-"""
 LOCKED = {"one": "1.0", "two-parts": "2.0"}
 INSTALLED = {
     "gpu-dra-driver": Installed("gpu-dra-driver", "0.1.0", "Apache-2.0", requires=("one",)),
@@ -24,10 +16,6 @@ INSTALLED = {
     "two-parts": Installed("two-parts", "2.0", "MIT OR GPL-3.0-only"),
     "pip": Installed("pip", "30.0", ""),
 }
-
-
-def test_the_lock_file_is_read() -> None:
-    assert audit.read_lock(LOCK) == LOCKED
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_ampere_gpu_does_not_change_its_mode_with_the_next_reset(tmp_path: Path)
 def test_gpu_without_mig_is_refused(tmp_path: Path) -> None:
     t4 = SimulatedNode("t4-4", tmp_path / "machine")
     try:
-        t4.session.open()
+        t4.session.reopen()
         node = MigNode(t4, tmp_path)
         with pytest.raises(ClaimRefusedError, match="has no MIG"):
             node.devices.mode.enter(node.address)
@@ -386,9 +386,10 @@ def test_pauses_of_the_background_double_up_to_ten_seconds(node: MigNode, small,
     left_over(node, small)
     hold_instance(node)
     tries: list[float] = []
+    node.collector.look_soon()
     for _ in range(600):
         node.told.clear()
-        node.collector.look()
+        node.collector._look_if_due()
         if node.told:
             tries.append(round(node.clock.now, 1))
         node.clock.now += 0.1

@@ -142,6 +142,7 @@ one that the image has too.
 {{- $file := deepCopy .Values.config -}}
 {{- with .Values.sharing }}{{ $_ := set $file "sharing" . }}{{ end -}}
 {{- with .Values.health }}{{ $_ := set $file "health" . }}{{ end -}}
+{{- with .Values.migLayouts }}{{ $_ := set $file "migLayouts" . }}{{ end -}}
 {{- if and (include "gpu-dra-driver.dynamicMig" .) (or .Values.dynamicMig.gpus (ne .Values.dynamicMig.adopt "leave")) -}}
 {{- $section := dict "enabled" true "adopt" .Values.dynamicMig.adopt -}}
 {{- with .Values.dynamicMig.gpus }}{{ $_ := set $section "gpus" . }}{{ end -}}

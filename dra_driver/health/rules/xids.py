@@ -3,10 +3,9 @@
 `CATALOG` is NVIDIA's public Xid catalog for Ampere and newer GPUs, in our words: what happened, and what NVIDIA says to
 do first. Below it stands our policy, which is not NVIDIA's.
 
-NVML's recovery action, which the driver reads after each Xid, decides where the number alone does not: a number that is
-not in the catalog, or one whose sub-codes differ. Older NVIDIA drivers tell no recovery action (the catalog links it
-from R565 on); then such an Xid keeps new work away.
-"""
+NVML's recovery action, which the plugin reads after each Xid, decides where the number alone does not: a number
+that is not in the catalog, or one whose sub-codes differ. Older NVIDIA drivers tell no recovery action (the catalog
+links it from R565 on); then such an Xid keeps new work away."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ _ROWS: tuple[tuple[tuple[int, ...], str, str], ...] = (
     ((13,), "RESTART_APP", "a program caused a graphics engine exception"),
     ((14,), "IGNORE", "an error that somebody injected"),
     ((31,), "RESTART_APP", "a program accessed GPU memory that it does not have"),
-    ((37, 38), "IGNORE", "an error of the driver's firmware"),
+    ((37, 38), "IGNORE", "an error of the NVIDIA driver's firmware"),
     (
         (39, 40, 41, 70, 71, 72, 75, 76, 77, 85, *range(126, 136)),
         "RESTART_APP",
@@ -45,7 +44,7 @@ _ROWS: tuple[tuple[tuple[int, ...], str, str], ...] = (
     ((62,), "RESET_GPU", "the GPU's internal microcontroller stopped"),
     ((63,), "IGNORE", "a memory row or page was set aside"),
     ((64,), "RESET_GPU", "a memory row or page could not be set aside"),
-    ((66, 67), "IGNORE", "the driver made an access that is not allowed"),
+    ((66, 67), "IGNORE", "the NVIDIA driver made an access that is not allowed"),
     (
         (60, 68, 83, 84, 88, 89, 96, 97, 98),
         "RESTART_APP",
