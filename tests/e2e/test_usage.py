@@ -86,7 +86,8 @@ def test_alert_names_the_team_whose_gpu_is_idle(cluster: Cluster, teams: dict[st
         return samples if known.issuperset(teams.values()) else {}
 
     samples = wait_for("the use of both GPUs", told)
-    [answer] = asked(series(samples, lambda *_: None), ALERTS["GpuDraHeldIdle"]["expr"])
+    load = series(samples, lambda *_: None, cluster.node)
+    [answer] = asked(load, ALERTS["GpuDraHeldIdle"]["expr"])
     assert [(labels["namespace"], labels["claim"], labels["uuid"]) for labels, _ in answer] == [
         (IDLE, "worker", teams[IDLE]),
     ]  # fmt: skip
