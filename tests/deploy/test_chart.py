@@ -505,7 +505,7 @@ def test_the_notes_tell_what_to_mind_on_a_first_install(notes: Callable[..., str
     text = notes({})
     assert f"kubectl label namespace {NAME} pod-security.kubernetes.io/enforce=privileged" in text
     assert "image.tag" not in notes({"image": {"tag": VERSION}})
-    assert f"image.tag is v25.3.2, and this chart goes with the image of gpu-dra-driver {VERSION}" in notes(
+    assert f"image.tag is v25.3.2, and this chart belongs to the image of gpu-dra-driver {VERSION}" in notes(
         {"image": {"tag": "v25.3.2"}}
     )
     assert "nobody may scrape the metrics" in notes({"kubeletPlugin": {"networkPolicy": {"enabled": True}}})

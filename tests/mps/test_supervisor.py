@@ -401,6 +401,18 @@ def test_a_foreign_process_of_the_recorded_number_is_never_touched(host):
 # --- host processes come and go ------------------------------------------------------------------
 
 
+def test_a_daemon_whose_record_was_lost_is_found_by_its_pipe_directory(host, logs):
+    old = host.supervisor()
+    first = old.ensure(host.spec(), 10)
+    old.close()
+    host.layout.record("gpu-2").write_text("{")
+    new = host.supervisor()
+    assert "mps_record_unreadable" in [line["event"] for line in logs]
+    assert new.ensure(first.spec, 10).pid == first.pid
+    new.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
 @pytest.mark.parametrize("wish", ["kept", "lost"])
 @pytest.mark.parametrize("lost", [lambda path: path.unlink(), lambda path: path.write_text("{")])
 def test_a_stop_without_a_record_puts_the_gpu_back_too(host, lost, wish):

@@ -31,110 +31,73 @@ def counters(count):
     return {f"c{i}": {"value": "1"} for i in range(count)}
 
 
+def gpus(count, **fields):
+    return [{"name": f"g{i}", **fields} for i in range(count)]
+
+
+def counter_sets(count, each):
+    return [{"name": f"s{i}", "counters": counters(each)} for i in range(count)]
+
+
+TWENTY = {"attributes": attributes(20)}
+
+
 def test_smallest_slice_is_valid():
     assert faults() == []
     assert faults(devices=[], sharedCounters=[]) == []
 
 
-@pytest.mark.parametrize(
-    ("good", "bad", "field"),
-    [
-        (
-            {"devices": [{"name": f"g{i}"} for i in range(128)]},
-            {"devices": [{"name": f"g{i}"} for i in range(129)]},
-            "spec.devices",
-        ),
-        (
-            {"devices": [{"name": f"g{i}", "taints": [_TAINT]} for i in range(64)]},
-            {"devices": [{"name": f"g{i}", "taints": [_TAINT]} for i in range(65)]},
-            "spec.devices",
-        ),
-        (
-            {"sharedCounters": [{"name": f"s{i}", "counters": counters(32)} for i in range(8)]},
-            {"sharedCounters": [{"name": f"s{i}", "counters": counters(1)} for i in range(9)]},
-            "spec.sharedCounters",
-        ),
-        (
-            {},
-            {"sharedCounters": [{"name": "s", "counters": counters(33)}]},
-            "spec.sharedCounters[0].counters",
-        ),
-        ({}, {"sharedCounters": [{"name": "s", "counters": {}}]}, "spec.sharedCounters[0].counters"),
-        (
-            {},
-            {"sharedCounters": [{"name": "s", "counters": counters(1)}], "devices": [{"name": "g"}]},
-            "spec",
-        ),
-        ({"pool": _POOL | {"name": "a/b.c"}}, {"pool": _POOL | {"name": "a//b"}}, "spec.pool.name"),
-        ({"pool": _POOL | {"generation": 0}}, {"pool": _POOL | {"generation": -1}}, "spec.pool.generation"),
-        ({"driver": "a" * 63}, {"driver": "a" * 64}, "spec.driver"),
-        ({}, {"driver": "Upper"}, "spec.driver"),
-        ({}, {"nodeName": None}, "spec"),
-        ({}, {"devices": [{"name": "g"}] * 2}, "spec.devices[1].name"),
-        ({}, {"devices": [{"name": "G"}]}, "spec.devices[0].name"),
-    ],
-)
+SLICES = [
+    ({"devices": gpus(128)}, {"devices": gpus(129)}, "spec.devices"),
+    ({"devices": gpus(64, taints=[_TAINT])}, {"devices": gpus(65, taints=[_TAINT])}, "spec.devices"),
+    ({"sharedCounters": counter_sets(8, 32)}, {"sharedCounters": counter_sets(9, 1)}, "spec.sharedCounters"),
+    ({}, {"sharedCounters": counter_sets(1, 33)}, "spec.sharedCounters[0].counters"),
+    ({}, {"sharedCounters": counter_sets(1, 0)}, "spec.sharedCounters[0].counters"),
+    ({}, {"sharedCounters": counter_sets(1, 1), "devices": gpus(1)}, "spec"),
+    ({"pool": _POOL | {"name": "a/b.c"}}, {"pool": _POOL | {"name": "a//b"}}, "spec.pool.name"),
+    ({"pool": _POOL | {"generation": 0}}, {"pool": _POOL | {"generation": -1}}, "spec.pool.generation"),
+    ({"driver": "a" * 63}, {"driver": "a" * 64}, "spec.driver"),
+    ({}, {"driver": "Upper"}, "spec.driver"),
+    ({}, {"nodeName": None}, "spec"),
+    ({}, {"devices": gpus(1) * 2}, "spec.devices[1].name"),
+    ({}, {"devices": [{"name": "G"}]}, "spec.devices[0].name"),
+]
+
+
+@pytest.mark.parametrize(("good", "bad", "field"), SLICES)
 def test_slice_limits(good, bad, field):
     assert faults(**good) == []
     assert field in faults(**bad)
 
 
-@pytest.mark.parametrize(
-    ("good", "bad", "field"),
-    [
-        ({"attributes": attributes(32)}, {"attributes": attributes(33)}, ""),
-        (
-            {"attributes": attributes(20), "capacity": counters(12)},
-            {"attributes": attributes(20), "capacity": counters(13)},
-            "",
-        ),
-        (
-            {"attributes": {"a": {"string": "x" * 64}}},
-            {"attributes": {"a": {"string": "x" * 65}}},
-            ".attributes.a.string",
-        ),
-        (
-            {"attributes": {"a": {"string": "ü" * 32}}},
-            {"attributes": {"a": {"string": "ü" * 33}}},
-            ".attributes.a.string",
-        ),
-        (
-            {"attributes": {"a": {"version": "1.2.3-rc.1+b"}}},
-            {"attributes": {"a": {"version": "1.02.3"}}},
-            ".attributes.a.version",
-        ),
-        ({}, {"attributes": {"a": {"version": "550.54"}}}, ".attributes.a.version"),
-        ({"attributes": {"a": {"bool": False}}}, {"attributes": {"a": {"int": True}}}, ".attributes.a.int"),
-        (
-            {"attributes": {"a.b/c_d": {"int": 1}}},
-            {"attributes": {"a.b/c-d": {"int": 1}}},
-            ".attributes",
-        ),
-        ({}, {"attributes": {"a": {"int": 1, "string": "x"}}}, ".attributes.a.value"),
-        (
-            {"capacity": {"m": {"value": "1.5Gi"}}},
-            {"capacity": {"m": {"value": "lots"}}},
-            ".capacity.m.value",
-        ),
-        (
-            {"consumesCounters": [{"counterSet": f"s{i}", "counters": counters(32)} for i in range(2)]},
-            {"consumesCounters": [{"counterSet": f"s{i}", "counters": counters(1)} for i in range(3)]},
-            ".consumesCounters",
-        ),
-        (
-            {},
-            {"consumesCounters": [{"counterSet": "s", "counters": counters(1)}] * 2},
-            ".consumesCounters[1].counterSet",
-        ),
-        ({"taints": [_TAINT] * 16}, {"taints": [_TAINT] * 17}, ".taints"),
-        (
-            {"taints": [{"key": "a", "effect": "None"}]},
-            {"taints": [{"key": "a", "effect": "Evict"}]},
-            ".taints[0].effect",
-        ),
-        ({}, {"taints": [{"key": "a b", "effect": "None"}]}, ".taints[0].key"),
-    ],
-)
+def value(kind, given, name="a"):
+    return {"attributes": {name: {kind: given}}}
+
+
+def uses(*counter_sets, count=1):
+    return {"consumesCounters": [{"counterSet": name, "counters": counters(count)} for name in counter_sets]}
+
+
+DEVICES = [
+    ({"attributes": attributes(32)}, {"attributes": attributes(33)}, ""),
+    ({**TWENTY, "capacity": counters(12)}, {**TWENTY, "capacity": counters(13)}, ""),
+    (value("string", "x" * 64), value("string", "x" * 65), ".attributes.a.string"),
+    (value("string", "ü" * 32), value("string", "ü" * 33), ".attributes.a.string"),
+    (value("version", "1.2.3-rc.1+b"), value("version", "1.02.3"), ".attributes.a.version"),
+    ({}, value("version", "550.54"), ".attributes.a.version"),
+    (value("bool", False), value("int", True), ".attributes.a.int"),
+    (value("int", 1, "a.b/c_d"), value("int", 1, "a.b/c-d"), ".attributes"),
+    ({}, {"attributes": {"a": {"int": 1, "string": "x"}}}, ".attributes.a.value"),
+    ({"capacity": {"m": {"value": "1.5Gi"}}}, {"capacity": {"m": {"value": "lots"}}}, ".capacity.m.value"),
+    (uses("s0", "s1", count=32), uses("s0", "s1", "s2"), ".consumesCounters"),
+    ({}, uses("s", "s"), ".consumesCounters[1].counterSet"),
+    ({"taints": [_TAINT] * 16}, {"taints": [_TAINT] * 17}, ".taints"),
+    ({"taints": [{"key": "a", "effect": "None"}]}, {"taints": [{"key": "a", "effect": "Evict"}]}, ".taints[0].effect"),
+    ({}, {"taints": [{"key": "a b", "effect": "None"}]}, ".taints[0].key"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("good", "bad", "field"), DEVICES)
 def test_device_limits(good, bad, field):
     assert device_faults(**good) == []
     assert field in device_faults(**bad)

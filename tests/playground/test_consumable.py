@@ -9,10 +9,9 @@ from playground.apiserver import PlaygroundApiServer
 from playground.scheduler import AllocationError, PlaygroundScheduler
 
 from dra_driver.model.sharing import SharingRule, share_all
-from dra_driver.sharing.rules.shared_device import shared_device
 from dra_driver.slices.rules.build import build_pool
 from dra_driver.validation.rules.consumable import consumption, fits
-from tests.fakes.samples import DRIVER, MIXED, h100, inventory
+from tests.fakes.samples import DRIVER, h100, inventory
 
 GROUP = "resource.k8s.io"
 SHARE_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
@@ -58,8 +57,7 @@ def test_request_is_rounded_by_the_policy(requests, expected):
 
 
 @pytest.mark.parametrize(
-    ("requests", "expected"),
-    [({}, {"m": "8Gi"}), ({"m": "1500Mi"}, {"m": "1500Mi"}), ({"m": "9Gi"}, None)],
+    ("requests", "expected"), [({}, {"m": "8Gi"}), ({"m": "1500Mi"}, {"m": "1500Mi"}), ({"m": "9Gi"}, None)]
 )
 def test_capacity_without_policy_is_taken_whole_or_as_asked(requests, expected):
     assert consumption(requests, {"capacity": {"m": capacity("8Gi")}}, DRIVER) == expected
@@ -148,42 +146,12 @@ def test_claims_of_several_namespaces_share_until_the_device_is_full(server, sch
     assert scheduler.allocate_claim("default", "late")["status"]["allocation"]
 
 
-def test_next_device_is_taken_when_one_is_full(server, scheduler):
-    publish(server, device("gpu-0"), device("gpu-1"))
-    picked = [allocate(server, scheduler, f"c{number}")[0]["device"] for number in range(4)]
-    assert picked == ["gpu-0", "gpu-0", "gpu-1", "gpu-1"]
-
-
 def test_one_claim_may_get_several_shares_of_one_device(server, scheduler):
     publish(server, device("gpu-0"), device("gpu-1"))
     small = {"memory": "1Gi", "slots": "0"}
     results = allocate(server, scheduler, "c", request("a", ask=small, count=2), request("b", ask=small))
     assert [result["device"] for result in results] == ["gpu-0"] * 3
     assert len({result["shareID"] for result in results}) == 3
-
-
-def test_distinct_attribute_keeps_shares_on_different_devices(server, scheduler):
-    publish(server, device("gpu-0"), device("gpu-1"))
-    apart = [{"distinctAttribute": f"{DRIVER}/kind"}]
-    results = allocate(server, scheduler, "c", request(count=2), constraints=apart)
-    assert [result["device"] for result in results] == ["gpu-0", "gpu-1"]
-
-
-def test_all_takes_one_share_of_each(server, scheduler):
-    publish(server, device("gpu-0"), device("gpu-1"))
-    results = allocate(server, scheduler, "c", request(allocationMode="All"))
-    assert [result["device"] for result in results] == ["gpu-0", "gpu-1"]
-
-
-def test_first_available_falls_back_to_less(server, scheduler):
-    publish(server, device())
-    allocate(server, scheduler, "first")
-    entries = [
-        {"name": name, "deviceClassName": DRIVER, "capacity": {"requests": {"memory": memory}}}
-        for name, memory in (("big", "8Gi"), ("small", "2Gi"))
-    ]
-    (result,) = allocate(server, scheduler, "c", {"name": "gpu", "firstAvailable": entries})
-    assert (result["request"], result["consumedCapacity"]["memory"]) == ("gpu/small", "2Gi")
 
 
 def test_admin_access_takes_no_share(server, scheduler):
@@ -214,22 +182,6 @@ def test_device_that_becomes_shareable_waits_for_its_exclusive_holder(server, sc
     assert scheduler.allocate_claim("default", "after")["status"]["allocation"]
 
 
-def test_counters_of_a_shared_device_are_taken_once():
-    server = PlaygroundApiServer()
-    scheduler = PlaygroundScheduler(server)
-    server.add("deviceclasses", {"metadata": {"name": DRIVER}, "spec": {}}, group=GROUP)
-    uses = [{"counterSet": "g", "counters": {"slices": {"value": "4"}}}]
-    pool = {"name": "n1", "generation": 1, "resourceSliceCount": 2}
-    devices = [device("gpu-0", consumesCounters=uses), device("gpu-1", consumesCounters=uses)]
-    counters = [{"name": "g", "counters": {"slices": {"value": "4"}}}]
-    for name, part in (("a", {"sharedCounters": counters}), ("b", {"devices": devices})):
-        spec = {"driver": DRIVER, "nodeName": "n1", "pool": pool, **part}
-        server.add("resourceslices", {"metadata": {"name": name}, "spec": spec}, group=GROUP)
-    assert [allocate(server, scheduler, name)[0]["device"] for name in ("x", "y")] == ["gpu-0", "gpu-0"]
-    with pytest.raises(AllocationError):
-        allocate(server, scheduler, "z")
-
-
 def test_dropped_gate_makes_the_device_exclusive():
     server = PlaygroundApiServer(gates={"DRAConsumableCapacity": False})
     scheduler = PlaygroundScheduler(server)
@@ -258,11 +210,3 @@ def test_our_own_devices_are_shared_as_often_as_the_rule_says(server, scheduler,
         allocate(server, scheduler, f"c{number}", request(ask=ask))
     with pytest.raises(AllocationError):
         allocate(server, scheduler, "late", request(ask=ask))
-
-
-def test_mig_devices_are_shared_too(server, scheduler):
-    pool = build_pool(MIXED, "n1", share_all(SharingRule("shares", 2)))
-    publish(server, *pool.slices[0].devices)
-    picked = [allocate(server, scheduler, f"c{number}")[0]["device"] for number in range(8)]
-    assert sorted(picked) == sorted([*MIXED.by_name, *MIXED.by_name])
-    assert shared_device({"name": "x"}, MIXED.by_name[picked[-1]], SharingRule("shares", 2))["capacity"]

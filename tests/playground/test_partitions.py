@@ -74,13 +74,6 @@ def test_seven_small_devices_fill_a_gpu_from_the_end() -> None:
             cluster.claim(f"after-{len(cluster.server.objects('resourceclaims'))}", refused)
 
 
-def test_large_device_still_fits_beside_three_small_ones() -> None:
-    cluster = Cluster(on_demand(0))
-    for number in range(3):
-        cluster.claim(f"c{number}", mig("1g.10gb"))
-    assert slots(cluster.claim("large", mig("4g.40gb"))) == ["4g40gb-5-0"]
-
-
 def test_four_devices_of_one_claim_lie_side_by_side_on_one_gpu() -> None:
     cluster = Cluster(on_demand(0), on_demand(1))
     cluster.claim("before", mig("1g.10gb"))
@@ -136,15 +129,3 @@ def test_shares_of_one_part_take_its_counters_once() -> None:
     assert taken == [["3g40gb-9-4"], ["3g40gb-9-4"], ["3g40gb-9-0"], ["3g40gb-9-0"]]
     with pytest.raises(AllocationError):
         cluster.claim("late", mig("3g.40gb"))
-
-
-def test_server_without_the_gate_drops_counters_and_consumption() -> None:
-    """What makes the driver fall back to whole GPUs: nothing would keep devices apart any more."""
-    server = PlaygroundApiServer(gates={"DRAPartitionableDevices": False})
-    pool = build_pool(inventory(on_demand(0)), NODE)
-    for index, entry in enumerate(slice_changes(pool, [], OWNER).creates):
-        named = {**entry["metadata"], "name": f"{index:05x}"}
-        server.add("resourceslices", entry | {"metadata": named}, group=GROUP)
-    counters, devices = (entry["spec"] for entry in server.objects("resourceslices"))
-    assert "sharedCounters" not in counters
-    assert not any("consumesCounters" in device for device in devices["devices"])
