@@ -135,7 +135,7 @@ def test_name_breaks_after_its_parts_and_only_in_tables() -> None:
 
 
 def test_a_page_says_whose_driver_it_means() -> None:
-    """NVIDIA's is "the NVIDIA driver", ours is gpu-dra-driver or "the plugin"; a driver manager is the GPU operator's."""
+    """NVIDIA's is "the NVIDIA driver", ours is gpu-dra-driver or "the plugin". Others have driver managers."""
     alone = re.compile(r"\b(?:the|this) driver\b(?! (?:root|manager|name)\b)", re.IGNORECASE)
     faults = []
     for page in [
