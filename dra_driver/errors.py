@@ -1,4 +1,4 @@
-"""The errors of the driver, one tree.
+"""The errors of the plugin, one tree.
 
     DraDriverError
     ├── RetryableError        the same call may succeed later: API server down, device being torn down
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 
 class DraDriverError(Exception):
-    """Base of all errors that this driver raises on purpose.
+    """Base of all errors that this plugin raises on purpose.
 
     `has_no_effect` says that the action failed before it reached the tool, daemon or device: nothing is to be undone.
     """

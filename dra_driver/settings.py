@@ -375,7 +375,7 @@ class Settings:
 
     @property
     def plugin_directory(self) -> Path:
-        """Where sockets, records and locks of this driver lie: below the kubelet's plugins directory."""
+        """Where sockets, records and locks of this plugin lie: below the kubelet's plugins directory."""
         return Path(self.kubelet_plugins_directory_path) / self.driver_name
 
 
@@ -498,16 +498,11 @@ def has_gate(text: str, name: str) -> bool:
     return f"{name}=true" in text.replace(" ", "").split(",")
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
-    """The values of a YAML file by setting name.
+def config_values(document: Any, path: Path) -> dict[str, Any]:
+    """The values of a configuration document by setting name; `path` is for error texts.
 
     Raises: InvalidConfigError that lists every fault with its path in the file.
     """
-    return config_values(read_document(path), path)
-
-
-def config_values(document: Any, path: Path) -> dict[str, Any]:
-    """The values of a configuration document by setting name; `path` is for error texts. Raises: InvalidConfigError."""
     values, in_file = _checked(document)
     _raise((), in_file, path)
     return values

@@ -2,16 +2,14 @@
 
 Every locked requirement is installed in the locked version, and of a licence that the project may ship. That each is
 pinned and hashed, and that nothing else is needed, pip checks at each installation (`--require-hashes`). Prints a
-table, writes a CycloneDX SBOM, exits with 1 if anything is wrong.
+table, exits with 1 if anything is wrong. `make release` takes its SBOMs from here.
 
 Known vulnerabilities: `pip-audit --require-hashes --disable-pip -r requirements.txt`.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
-import json
 import re
 import sys
 import uuid
@@ -25,7 +23,6 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements.txt"
-SBOM = ROOT / "build" / "sbom.cdx.json"
 PROJECT = "gpu-dra-driver"
 
 ALLOWED = frozenset(
@@ -126,17 +123,15 @@ def sbom(
     locked: Mapping[str, str],
     installed: Mapping[str, Installed],
     *,
-    version: str = "",
+    version: str,
     image: Json | None = None,
     beside: Sequence[Json] = (),
 ) -> Json:
     """A CycloneDX 1.6 document; the same lock file gives the same document.
 
-    It describes the package of `version`, by default the installed one; or an `image` given as component, which holds
-    the package, what is locked, and the components `beside` those.
+    It describes the package of `version`; or an `image` given as component, which holds the package, what is locked,
+    and the components `beside` those.
     """
-    own = installed.get(PROJECT)
-    version = version or (own.version if own else "0")
     refs = {name: _purl(name, pinned) for name, pinned in locked.items()}
     package: Json = {
         "type": "application", "bom-ref": _purl(PROJECT, version), "name": PROJECT, "version": version,
@@ -150,7 +145,10 @@ def sbom(
         *beside,
     ]
     names = "".join([subject["bom-ref"], *sorted(entry["bom-ref"] for entry in listed)])
-    refs_of = {package["bom-ref"]: own, **{ref: installed.get(name) for name, ref in refs.items()}}
+    refs_of = {
+        package["bom-ref"]: installed.get(PROJECT),
+        **{ref: installed.get(name) for name, ref in refs.items()},
+    }
     dependencies = [
         {"ref": ref, "dependsOn": sorted({refs[one] for one in here.requires if one in refs} if here else ())}
         for ref, here in refs_of.items()
@@ -187,19 +185,14 @@ def _purl(name: str, version: str) -> str:
     return f"pkg:pypi/{name}@{version}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table and the faults, write the SBOM; 1 if there is a fault."""
-    parser = argparse.ArgumentParser(prog="audit", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--sbom", type=Path, default=SBOM, help="where to write it")
-    options = parser.parse_args(arguments)
+def main() -> int:
+    """Print the table and the faults; 1 if there is a fault."""
     locked, installed = read_lock(LOCK.read_text()), read_installed()
     for name, version in locked.items():
         here = installed.get(name)
         print(f"{name:24} {version:14} {here.licence if here else '?'}")
     found = list(faults(locked, installed))
-    options.sbom.parent.mkdir(parents=True, exist_ok=True)
-    options.sbom.write_text(json.dumps(sbom(locked, installed), indent=2, sort_keys=True) + "\n")
-    print("\n".join(["", *found, f"{len(locked)} dependencies, {len(found)} faults; SBOM: {options.sbom}"]))
+    print("\n".join(["", *found, f"{len(locked)} dependencies, {len(found)} faults"]))
     return 1 if found else 0
 
 

@@ -23,6 +23,7 @@ from dra_driver.kube.credentials import FileToken
 from dra_driver.kube.endpoint import Endpoint, load_endpoint
 from dra_driver.logs import configure_logs
 from tests.fakes.logevents import LEVELS, LogCall, log_calls
+from tests.fakes.tables import tabled
 
 MANUAL = Path(__file__).parents[1] / "docs/log-events.md"
 BEGIN, END = "<!-- log events -->\n", "<!-- end of log events -->\n"
@@ -174,22 +175,7 @@ def test_every_event_is_one_line_whatever_is_in_it(written: Callable[[], list[di
     assert [frame["name"] for frame in shown["frames"]] == ["test_every_event_is_one_line_whatever_is_in_it"]
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        " ",
-        "\n",
-        "a.",
-        "eyJ-",
-        "eyJaaaaaaaa.",
-        "bearer ",
-        "authorization:",
-        "token: ",
-        "a://",
-        "-----BEGIN A",
-        "LS0tLS1CRUdJTi",
-    ],
-)
+@tabled("part")
 def test_long_text_of_anybody_costs_little_time_and_a_short_line(
     part: str, written: Callable[[], list[dict]]
 ) -> None:

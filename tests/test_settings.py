@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from dra_driver.config_file import read_document
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.gpu import Gpu
-from dra_driver.settings import Settings, read_config_file, resolve
+from dra_driver.settings import Settings, config_values, resolve
 
 GPU = "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"
 FAULTS = Path(__file__).with_name("config_faults.yaml")
@@ -29,7 +30,7 @@ def write(tmp_path: Path):
 
 def refusal(path: Path) -> InvalidConfigError:
     with pytest.raises(InvalidConfigError) as caught:
-        read_config_file(path)
+        config_values(read_document(path), path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     return caught.value
@@ -110,7 +111,7 @@ def test_each_fault_is_named_with_its_path(write, update_golden: bool) -> None:
 
 @pytest.mark.parametrize("text", ["", "---\n", "# nothing\n", "{}", "nodeName: null\n"])
 def test_empty_file_sets_nothing(write, text: str) -> None:
-    assert read_config_file(write(text)) == {}
+    assert config_values(read_document(write(text)), write(text)) == {}
 
 
 @pytest.mark.parametrize(

@@ -209,8 +209,9 @@ class Driver:
                     self.mig.created_instance,
                     extra_devices,
                 ),
-            }
-        ).observed(self.metrics)
+            },
+            self.metrics,
+        )
 
         self.cleaner = Cleaner(
             self.cleanups,
@@ -348,10 +349,8 @@ class Driver:
 
     def _usage_watch(self, nvml: NvmlReader, proc: str) -> UnclaimedMemory:
         """What looks for memory that no claim has; scrapes measure the same."""
-        source = nvml.usage_source()
         usage = Usage(
-            source.read,
-            source.read_processes,
+            nvml.usage_source(),
             self.discovery.latest,
             self.records.all,
             self.mig.created_instance,

@@ -96,10 +96,6 @@ class _Verdict:
     looked_ns: int
 
 
-class _UnsureError(Exception):
-    """The API server does not tell whether a claim is stale; the cause says why."""
-
-
 class Reconciler:
     """Looks in its own thread. Call `start` when the plugin serves the kubelet."""
 
@@ -206,16 +202,15 @@ class Reconciler:
         failed."""
         try:
             failed = self._take_back(self._judged(only))
-        except (_UnsureError, DraDriverError) as error:
+        except DraDriverError as error:
             return self._later(error)
         self._failures = 0
         return self._rhythm.retry_s if failed or self._unanswered else None
 
-    def _later(self, error: Exception) -> float:
-        cause = error.__cause__ or error
+    def _later(self, error: DraDriverError) -> float:
         if not self._failures:
-            _log.warning("reconcile_delayed", reason=str(cause))
-        asked = (cause.retry_after_s or 0.0) if isinstance(cause, ApiUnavailableError) else 0.0
+            _log.warning("reconcile_delayed", reason=str(error))
+        asked = (error.retry_after_s or 0.0) if isinstance(error, ApiUnavailableError) else 0.0
         pause = min(self._rhythm.retry_s * 2.0 ** min(self._failures, 16), self._rhythm.every_s)
         self._failures += 1
         return max(pause, asked)
@@ -240,10 +235,11 @@ class Reconciler:
         return records
 
     def _judged(self, only: Collection[str] | None) -> dict[str, _Verdict]:
-        """The stale claims of this look by UID. Raises: _UnsureError; claims that were stale before stay stale."""
+        """The stale claims of this look by UID. Raises: DraDriverError if the API server does not tell of any claim;
+        claims that were stale before stay stale."""
         subjects = self._subjects()
         verdicts: dict[str, _Verdict] = {}
-        unanswered: dict[str, _UnsureError] = {}
+        unanswered: dict[str, DraDriverError] = {}
         in_a_row = 0
         asked = [uid for uid in subjects if only is None or uid in only]
         _jitter.shuffle(asked)  # what ends this look must not keep the next one from the same claims
@@ -253,17 +249,15 @@ class Reconciler:
             try:
                 verdicts[uid] = self._judge(subjects[uid])
                 in_a_row = 0
-            except _UnsureError as error:
+            except DraDriverError as error:
                 unanswered[uid] = error
-                in_a_row = in_a_row + 1 if isinstance(error.__cause__, ApiUnavailableError) else 0
+                in_a_row = in_a_row + 1 if isinstance(error, ApiUnavailableError) else 0
                 if in_a_row >= _MOST_UNANSWERED_IN_A_ROW:
                     break
         if unanswered and not verdicts:
             raise next(iter(unanswered.values()))
         for uid, unsure in unanswered.items():
-            self._tell_once(
-                uid, f"the API server does not answer for it, and is asked again: {unsure.__cause__}"
-            )
+            self._tell_once(uid, f"the API server does not answer for it, and is asked again: {unsure}")
         self._unanswered = len(unanswered)
         for uid in self._stale.keys() - subjects.keys():
             del self._stale[uid]  # the kubelet unprepared it
@@ -281,10 +275,7 @@ class Reconciler:
 
     def _judge(self, record: ClaimRecord) -> _Verdict:
         looked_ns = time.monotonic_ns()
-        try:
-            now = self._lookup.look(record.ref, self._rhythm.request_s)
-        except DraDriverError as error:
-            raise _UnsureError from error
+        now = self._lookup.look(record.ref, self._rhythm.request_s)
         why = staleness(record, now, self._driver)
         if why is None and now is not None and now.uid == record.ref.uid:
             self._recorded.keep(record, now.pods, looked_ns)

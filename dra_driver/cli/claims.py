@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from dra_driver.cli.flags import of_run
 from dra_driver.cli.output import OUTPUT, Output, print_object
+from dra_driver.cli.scratch import node_settings
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
 
@@ -43,11 +44,8 @@ def claims(given: Namespace) -> None:
     are written down every ten minutes; json and yaml list all of them.
     """
     from dra_driver.app.commands.node import prepared_claims
-    from dra_driver.logs import configure_logs
-    from dra_driver.settings import resolve
 
-    configure_logs("critical", "console")
-    settings = resolve(vars(given), given.config, {"node_name": "this-node"})
+    settings = node_settings(given)
     found = prepared_claims(settings)
     if given.output.is_for_people:
         width = terminal_width(all_columns=given.output is Output.wide)

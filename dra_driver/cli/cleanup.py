@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from dra_driver.cli.flags import of_run, switch
 from dra_driver.cli.output import OUTPUT, Output, print_object
+from dra_driver.cli.scratch import node_settings
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
 
@@ -29,12 +30,8 @@ def cleanup(given: Namespace) -> int:
     """
     from dra_driver.app.commands.node import pending_cleanup
     from dra_driver.diagnostics.rules.prepared_claims import shown
-    from dra_driver.logs import configure_logs
-    from dra_driver.settings import resolve
 
-    configure_logs("critical", "console")
-    settings = resolve(vars(given), given.config, {"node_name": "this-node"})
-    left, problems = pending_cleanup(settings, now=given.now)
+    left, problems = pending_cleanup(node_settings(given), now=given.now)
     if given.output.is_for_people:
         width = terminal_width(all_columns=given.output is Output.wide)
         lines = [hanging("", one.text, width) for one in left] or ["no cleanup is pending"]

@@ -6,6 +6,7 @@ import re
 from argparse import Namespace
 
 from dra_driver.cli.flags import of_run, switch
+from dra_driver.cli.scratch import node_settings
 from dra_driver.errors import InvalidConfigError
 from dra_driver.settings import Flag
 
@@ -48,14 +49,11 @@ def detach(given: Namespace) -> None:
     node, or with kubectl exec in the pod of gpu-dra-driver.
     """
     from dra_driver.app.commands.detach import attach_node, detach_node
-    from dra_driver.logs import configure_logs
-    from dra_driver.settings import resolve
 
-    configure_logs("critical", "console")
     if given.end and (given.gpus or given.force or given.duration is not None):
         raise InvalidConfigError("--end ends all of it: leave out GPUs, --for and --force")
     seconds = _seconds("5m" if given.duration is None else given.duration)
-    settings = resolve(vars(given), given.config, {"node_name": "this-node"})
+    settings = node_settings(given)
     if given.end:
         print(attach_node(settings))
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dra_driver.cli.flags import of_run
 from dra_driver.cli.output import COLOR, OUTPUT, Output, colored, print_object
-from dra_driver.cli.scratch import this_machine
+from dra_driver.cli.scratch import node_settings, this_machine
 from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
 
@@ -47,11 +47,8 @@ def doctor(given: Namespace) -> int:
     """
     from dra_driver.app.commands.doctor import doctor_checks
     from dra_driver.diagnostics.doctor.checks import run_checks
-    from dra_driver.logs import configure_logs
-    from dra_driver.settings import resolve
 
-    configure_logs("critical", "console")
-    outcomes = run_checks(doctor_checks(resolve(vars(given), given.config, {"node_name": this_machine()})))
+    outcomes = run_checks(doctor_checks(node_settings(given, this_machine())))
     _print(outcomes, given.output, is_colored=given.color.is_on())
     return int(any(outcome.finding.status == "FAIL" for outcome in outcomes))
 

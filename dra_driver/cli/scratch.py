@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,6 +44,15 @@ def scratch_settings(purpose: str, given: Mapping[str, Any], config: Path | None
         if settings.simulate is not None and str(settings.simulator_dir) == machine:
             settings = replace(settings, kubelet_plugins_directory_path=str(Path(scratch) / "plugins"))
         yield settings
+
+
+def node_settings(given: Namespace, node: str = "this-node") -> Settings:
+    """What a command that looks at this node begins with: logs for people, and the settings. Raises: as `resolve`."""
+    from dra_driver.logs import configure_logs
+    from dra_driver.settings import resolve
+
+    configure_logs("critical", "console")
+    return resolve(vars(given), given.config, {"node_name": node})
 
 
 def this_machine() -> str:

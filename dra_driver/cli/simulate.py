@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,176 +93,119 @@ def _be_a_client(given: Namespace) -> None:
         signal.sigtimedwait(stopped, _LONGEST_S if given.seconds is None else given.seconds)
 
 
-def _command(
-    summary: str, act: Callable[[Namespace], None], *flags: Flag, example: str, about: str = ""
-) -> Command:
-    return Command(summary, about, (*flags, _DIRECTORY), act, examples=(example,))
+_Row = tuple[Callable[[Namespace], None], str, str, Sequence[Flag]]
 
 
-_MIG = {
-    "enable": _command("Switch MIG mode on.", _calls("mig_mode", on=True), _GPU, _FORCE, example="0"),
-    "disable": _command("Switch MIG mode off.", _calls("mig_mode", on=False), _GPU, _FORCE, example="0"),
-    "create": _command(
-        "Create a MIG device at a placement.",
-        _calls("mig_create"),
+def _commands(rows: Mapping[str, _Row], about: Mapping[str, str]) -> dict[str, Command]:
+    return {
+        name: Command(summary, about.get(name, ""), (*flags, _DIRECTORY), act, examples=(example,))
+        for name, (act, summary, example, flags) in rows.items()
+    }
+
+
+_ABOUT = {
+    "create": "A machine of that name that is there already is kept. The directory is empty, or does not exist yet.",
+    "client": "A monitoring agent does this. While it runs, the NVIDIA driver cannot be unloaded, no GPU can be reset, "
+    "and no MIG mode can be switched.",
+    "unload-driver": "Its /proc files go, calls return DRIVER_NOT_LOADED.",
+    "reboot": "It has a new boot ID, MIG devices and settings are gone, lost GPUs are back.",
+    "add-gpu": "NVML shows it after its next initialisation.",
+    "hold": "Then MIG changes are refused with IN_USE.",
+    "reset": "Pending repairs are done, volatile error counters start anew.",
+}
+"""What the help of a command for machines says beside its summary."""
+_MIG: Mapping[str, _Row] = {
+    "enable": (_calls("mig_mode", on=True), "Switch MIG mode on.", "0", (_GPU, _FORCE)),
+    "disable": (_calls("mig_mode", on=False), "Switch MIG mode off.", "0", (_GPU, _FORCE)),
+    "create": (_calls("mig_create"), "Create a MIG device at a placement.", "0 1g.10gb 0", (
         _GPU,
         _argument("profile", "MIG profile, such as 1g.10gb."),
         _number("start", "First memory slice."),
-        example="0 1g.10gb 0",
-    ),
-    "destroy": _command(
-        "Destroy a GPU instance with everything in it.",
-        _calls("mig_destroy"),
+    )),
+    "destroy": (_calls("mig_destroy"), "Destroy a GPU instance with everything in it.", "0 1", (
         _GPU,
         _number("gpu_instance", "Id of the GPU instance.", "GI"),
-        example="0 1",
-    ),
-    "profiles": _command(
-        "List the MIG profiles of a GPU with their placements.", _calls("mig_profiles"), _GPU, example="0"
-    ),
-}
-COMMANDS = {
-    "list": Command("List the machines that can be simulated.", act=_calls("list_machines"), examples=("",)),
-    "create": _command(
-        "Create a machine.",
-        _calls("create_machine"),
+    )),
+    "profiles": (_calls("mig_profiles"), "List the MIG profiles of a GPU with their placements.", "0", (_GPU,)),
+}  # fmt: skip
+_OF_MACHINES: Mapping[str, _Row] = {
+    "create": (_calls("create_machine"), "Create a machine.", "dgx-h100 --simulator-dir /tmp/machine", (
         _argument("name", "A name from `simulate list`, or a path to a YAML file.", "MACHINE"),
         _option("cdi_hook", "Put nvidia-cdi-hook among the programs of the NVIDIA driver.", bool, shown="no"),
         _option("device_nodes", "auto, real (needs root) or described.", default="auto"),
-        about="A machine of that name that is there already is kept. The directory is empty, or does not exist yet.",
-        example="dgx-h100 --simulator-dir /tmp/machine",
-    ),
-    "show": _command("Show the machine and its GPUs.", _calls("show"), example=""),
-    "lose": _command(
-        "Let a GPU fall off the bus: Xid 79, then GPU_IS_LOST.", _calls("lose"), _GPU, example="gpu-6b45fc99"
-    ),
-    "restore": _command("Bring a lost GPU back.", _calls("restore"), _GPU, example="gpu-6b45fc99"),
-    "xid": _command(
-        "Raise an Xid error on a GPU.",
-        _calls("xid"),
+    )),
+    "show": (_calls("show"), "Show the machine and its GPUs.", "", ()),
+    "lose": (_calls("lose"), "Let a GPU fall off the bus: Xid 79, then GPU_IS_LOST.", "gpu-6b45fc99", (_GPU,)),
+    "restore": (_calls("restore"), "Bring a lost GPU back.", "gpu-6b45fc99", (_GPU,)),
+    "xid": (_calls("xid"), "Raise an Xid error on a GPU.", "0 79", (
         _GPU,
         _number("number", "Number of the Xid error, such as 48.", "XID"),
         _option("gpu_instance", "Only this GPU instance is affected.", int, spelled=("--gi",)),
         _option("compute_instance", "Only this compute instance.", int, spelled=("--ci",)),
-        example="0 79",
-    ),
-    "fault": _command(
-        "Make calls of an NVML function fail, or slow.",
-        _calls("fault"),
+    )),
+    "fault": (_calls("fault"), "Make calls of an NVML function fail, or slow.",
+              "nvmlDeviceGetUUID --error gpu-is-lost --count 3", (
         _argument("function", "NVML function, such as nvmlDeviceGetUUID; * matches anything."),
         _option("code", "What it returns: a number or a name such as gpu-is-lost.", spelled=("--error",)),
         _option("delay_s", "Seconds until it returns.", float, spelled=("--delay",), default=0.0),
         _option("count", "Only this many calls.", int, shown="until cleared"),
         _option("gpu", "Only calls about this GPU: device name, index, UUID or PCI bus ID."),
-        example="nvmlDeviceGetUUID --error gpu-is-lost --count 3",
-    ),
-    "clear-faults": _command("Remove all injected faults.", _calls("clear_faults"), example=""),
-    "client": _command(
-        "Simulate a program that keeps NVML open, until Ctrl-C.",
-        _be_a_client,
+    )),
+    "clear-faults": (_calls("clear_faults"), "Remove all injected faults.", "", ()),
+    "client": (_be_a_client, "Simulate a program that keeps NVML open, until Ctrl-C.", "dcgm --for 60", (
         _argument("name", "Name of the program, such as dcgm."),
         _option("seconds", "Seconds after which it ends.", float, least=0, spelled=("--for",), shown="never"),
-        about="A monitoring agent does this. While it runs, the NVIDIA driver cannot be unloaded, no GPU can be "
-        "reset, and no MIG mode can be switched.",
-        example="dcgm --for 60",
-    ),
-    "unload-driver": _command(
-        "Unload the NVIDIA driver.",
-        _calls("unload_driver"),
-        _FORCE,
-        about="Its /proc files go, calls return DRIVER_NOT_LOADED.",
-        example="",
-    ),
-    "load-driver": _command(
-        "Load the NVIDIA driver, or another version of it.",
-        _calls("load_driver"),
+    )),
+    "unload-driver": (_calls("unload_driver"), "Unload the NVIDIA driver.", "", (_FORCE,)),
+    "load-driver": (_calls("load_driver"), "Load the NVIDIA driver, or another version of it.", "580.95.05", (
         Flag("version", "A version of the NVIDIA driver.", count="?", shown="the one it had"),
-        example="580.95.05",
-    ),
-    "reboot": _command(
-        "Reboot the machine.",
-        _calls("reboot"),
-        about="It has a new boot ID, MIG devices and settings are gone, lost GPUs are back.",
-        example="",
-    ),
-    "imex": _command(
-        "Set the state of the simulated nvidia-imex.",
-        _calls("imex"),
+    )),
+    "reboot": (_calls("reboot"), "Reboot the machine.", "", ()),
+    "imex": (_calls("imex"), "Set the state of the simulated nvidia-imex.", "ready", (
         _argument("state", "ready, initializing, hung, killed (the socket stays) or stopped."),
         _option("channels", "Number of IMEX channels of the NVIDIA driver; 0: it has none.", int, least=0),
-        example="ready",
-    ),
-    "confidential": _command(
-        "Set confidential computing and its ready state.",
-        _calls("confidential_compute"),
+    )),
+    "confidential": (_calls("confidential_compute"), "Set confidential computing and its ready state.", "on --ready", (
         _argument("mode", "off, on, devtools or ppcie."),
         switch("ready", "The GPUs accept work, until a reboot."),
-        example="on --ready",
-    ),
-    "host-devices": _command(
-        "Set the device nodes for storage, RDMA, GDRCopy.",
-        _calls("host_devices"),
+    )),
+    "host-devices": (_calls("host_devices"), "Set the device nodes for storage, RDMA, GDRCopy.", "gds mofed", (
         _argument("kinds", "gds, mofed, gdrcopy; without any, all are removed.", "KIND", "*"),
-        example="gds mofed",
-    ),
-    "add-gpu": _command(
-        "Plug a GPU in.",
-        _calls("add_gpu"),
+    )),
+    "add-gpu": (_calls("add_gpu"), "Plug a GPU in.", "h100-sxm", (
         _argument("model", "GPU model, such as h100-sxm or l40s."),
-        about="NVML shows it after its next initialisation.",
-        example="h100-sxm",
-    ),
-    "remove-gpu": _command("Pull a GPU out.", _calls("remove_gpu"), _GPU, example="0"),
-    "hold": _command(
-        "Let a process use a GPU.",
-        _calls("hold"),
+    )),
+    "remove-gpu": (_calls("remove_gpu"), "Pull a GPU out.", "0", (_GPU,)),
+    "hold": (_calls("hold"), "Let a process use a GPU.", "0 --name python3", (
         _GPU,
         _option("pid", "Process id.", int, default=4242),
         _option("name", "Process name.", default="python3"),
         _option("gpu_instance", "It uses only this GPU instance.", int, spelled=("--gi",)),
-        _option(
-            "utilisation", "Percent of the time in which it keeps the GPU busy.", int, least=0, default=40
-        ),
-        about="Then MIG changes are refused with IN_USE.",
-        example="0 --name python3",
-    ),
-    "release": _command(
-        "End the processes that use a GPU.",
-        _calls("release"),
+        _option("utilisation", "Percent of the time in which it keeps the GPU busy.", int, least=0, default=40),
+    )),
+    "release": (_calls("release"), "End the processes that use a GPU.", "0", (
         _GPU,
         _option("pid", "Only this process.", int, shown="all"),
-        example="0",
-    ),
-    "reset": _command(
-        "Reset a GPU.",
-        _calls("reset"),
-        _GPU,
-        _FORCE,
-        about="Pending repairs are done, volatile error counters start anew.",
-        example="0",
-    ),
-    "ecc": _command(
-        "Set a GPU's volatile ECC counters.",
-        _calls("ecc"),
+    )),
+    "reset": (_calls("reset"), "Reset a GPU.", "0", (_GPU, _FORCE)),
+    "ecc": (_calls("ecc"), "Set a GPU's volatile ECC counters.", "0 --uncorrected 1", (
         _GPU,
         _option("corrected", "Errors that were corrected.", int, default=0),
         _option("uncorrected", "Errors that were not corrected.", int, default=0),
-        example="0 --uncorrected 1",
-    ),
-    "remap": _command(
-        "Set the state of a GPU's row remapping.",
-        _calls("remap"),
+    )),
+    "remap": (_calls("remap"), "Set the state of a GPU's row remapping.", "0 --pending", (
         _GPU,
         _option("pending", "Rows wait for a reset to be remapped.", bool, shown="no"),
         _option("failed", "A row could not be remapped.", bool, shown="no"),
-        example="0 --pending",
-    ),
-    "recovery-action": _command(
-        "Let a GPU request a recovery action (Xid 154).",
-        _calls("recovery_action"),
+    )),
+    "recovery-action": (_calls("recovery_action"), "Let a GPU request a recovery action (Xid 154).", "0 1", (
         _GPU,
         _number("action", "0 none, 1 GPU reset, 2 node reboot, 3 drain P2P, 4 drain and reset."),
-        example="0 1",
-    ),
-    "mig": Command("MIG mode and MIG devices of a simulated GPU.", commands=_MIG),
+    )),
+}  # fmt: skip
+"""What carries it out, summary, an example, and its flags."""
+COMMANDS = {
+    "list": Command("List the machines that can be simulated.", act=_calls("list_machines"), examples=("",)),
+    **_commands(_OF_MACHINES, _ABOUT),
+    "mig": Command("MIG mode and MIG devices of a simulated GPU.", commands=_commands(_MIG, {})),
 }

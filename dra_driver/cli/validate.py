@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
 EXIT_NOT_ASKED = 3
 """Nothing is wrong, but the API server could not be asked about every document."""
 _INDENT = " " * 9
+_VERBS = {
+    "accepted": "accepts",
+    "refused": "refuses",
+    "waits": "cannot check yet",
+    "not asked": "was not asked about",
+}
+"""What an API server does with documents, by outcome."""
 
 
 FLAGS = (
@@ -86,7 +94,9 @@ def validate(given: Namespace) -> int:
     _print(reports, sentence, findings, given.output, is_colored=given.color.is_on())
     if any(report.faults for report in reports):
         return 1
-    is_open = findings is not None and (findings.problem or _outcomes(reports, "not asked"))
+    is_open = findings is not None and (
+        findings.problem or any(report.server == "not asked" for report in reports)
+    )
     return EXIT_NOT_ASKED if is_open else 0
 
 
@@ -167,18 +177,9 @@ def _print(
 
 
 def _server_line(reports: Sequence[DocumentReport], findings: ServerFindings) -> str:
-    counts = {
-        "accepts": _outcomes(reports, "accepted"),
-        "refuses": _outcomes(reports, "refused"),
-        "cannot check yet": _outcomes(reports, "waits"),
-        "was not asked about": _outcomes(reports, "not asked"),
-    }
-    told = ", ".join(f"{verb} {number}" for verb, number in counts.items() if number)
+    counts = Counter(report.server for report in reports)
+    said = ", ".join(f"{verb} {counts[outcome]}" for outcome, verb in _VERBS.items() if counts[outcome])
     if findings.problem is None:
-        return f"the API server {findings.server} {told or 'was asked about nothing'}"
-    rest = f"; before that it {told}" if told else ""
+        return f"the API server {findings.server} {said or 'was asked about nothing'}"
+    rest = f"; before that it {said}" if said else ""
     return f"not asked: the API server {findings.server}: {findings.problem}{rest}"
-
-
-def _outcomes(reports: Sequence[DocumentReport], outcome: str) -> int:
-    return sum(report.server == outcome for report in reports)

@@ -58,7 +58,7 @@ class ClusterLists:
 
 @dataclass(frozen=True, slots=True)
 class _List:
-    """A resource to list: `page` answers one request with that query; `keep` makes of an object what is kept of it."""
+    """A resource to list: `page` makes one request with that query; `keep` returns what is kept of an object."""
 
     name: str
     resource: str

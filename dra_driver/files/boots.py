@@ -30,7 +30,7 @@ def begin_boot(directory: Path, boot_id: str, torn: Callable[[str], None]) -> No
         return
     if before is not None:
         _clear_torn(directory, torn)
-    with suppress(StateError):  # a disk that is full or read-only must not keep the driver from serving
+    with suppress(StateError):  # a disk that is full or read-only must not keep the plugin from serving
         write_atomically(marker, boot_id.encode())
 
 

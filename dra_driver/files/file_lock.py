@@ -129,7 +129,7 @@ def _busy(what: str) -> LockBusyError:
 
 class UseMark:
     """A lock file that all who use a thing hold at the same time, so that others see whether somebody does. For one
-    thread at a time; a crash lets go."""
+    thread at a time; a crash releases it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -209,7 +209,7 @@ class JsonStore(Generic[T]):
             self._tell(UnreadableFile(name, aside, reason, is_newer=False))
 
     def _leave(self, name: str, stamp: Stamp, reason: str, *, is_newer: bool = False) -> None:
-        """The file stays in its place; tell of it if that is news."""
+        """The file stays in its place; report it once."""
         is_news = self._unread.get(name, (None, None))[0] != stamp
         self._forget(name)
         self._unread[name] = (stamp, reason if is_newer else None)

@@ -1,9 +1,8 @@
 """The stream of device health that the kubelet shows in the status of pods.
 
 The kubelet takes a device for unknown when it has not heard of it for a while, so everything is sent again at
-intervals. Each answer is made anew from the monitor's last poll of the GPU: while the monitor hangs in the driver,
-devices become unknown and do not stay healthy.
-"""
+intervals. Each answer is made anew from the monitor's last poll of the GPU: while the monitor hangs in the NVIDIA
+driver, devices become unknown and do not stay healthy."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _MAX_MESSAGE = 1024
 class HealthStream:
     """Serves any number of subscribers, each in its own gRPC thread.
 
-    `devices` are those that are published now. `instances` answers the instances of MIG devices made on demand, by
+    `devices` are those that are published now. `instances` returns the instances of MIG devices made on demand, by
     device name.
     """
 

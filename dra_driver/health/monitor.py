@@ -2,7 +2,7 @@
 
 One thread waits for NVML's events and polls every GPU at intervals; both feed the pure model. Only real changes are
 told, written to disk and published. Everybody else reads snapshots and never waits: when NVML hangs, the thread hangs
-with it, the last poll becomes old, and nobody relies any more on what was known. That an operation of this driver hangs
+with it, the last poll becomes old, and nobody relies on what was known before. That an operation of this plugin hangs
 on a GPU is therefore taken in by another thread.
 """
 
@@ -31,7 +31,6 @@ from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.health import (
     UNRESPONSIVE,
-    Condition,
     Hanging,
     HealthChange,
     HealthEvent,
@@ -47,7 +46,6 @@ from dra_driver.model.health import (
     Severity,
     Unreachable,
     Xid,
-    condition,
     identity_of,
 )
 
@@ -148,10 +146,6 @@ class Monitor:
         poll = self._polls.get(gpu_uuid)
         return poll is not None and self._monotonic() - poll[1] <= _FRESH_S
 
-    def condition(self, target: HealthTarget) -> Condition:
-        """One word: the severity, or `unknown`."""
-        return condition(self._states.get(target), is_fresh=self.is_fresh(target.gpu_uuid))
-
     def history(self, gpu_uuid: str) -> Sequence[HealthChange]:
         """The last changes of a GPU and its instances since the start, oldest first."""
         return self._history.of(gpu_uuid)
@@ -201,7 +195,7 @@ class Monitor:
         self._worker.start()
 
     def stop(self) -> None:
-        """End; a thread that hangs in the driver is left behind."""
+        """End; a thread that hangs in the NVIDIA driver is left behind."""
         if self._worker.stop(_JOIN_S):
             self._source.close()
 
@@ -234,7 +228,7 @@ class Monitor:
     def turn(self, wait_s: float) -> float:
         """One round: poll the GPUs if that is due, then wait for events and take them in.
 
-        Answers how long to pause before the next round.
+        Returns how long to pause before the next round.
         """
         if self._store.is_outdated():
             self.restore()

@@ -26,7 +26,7 @@ class CapabilityNodes:
 
     def make_missing(self) -> None:
         """Have a node for every GPU instance and compute instance that is there now, as nvidia-smi does. A node with
-        the right numbers is left alone; one with others is from before a reload of the driver, and is made anew.
+        the right numbers is left alone; one with others is from before a reload of the NVIDIA driver, and is made anew.
 
         Raises: RetryableError if one is missing and cannot be made.
         """

@@ -24,11 +24,10 @@ BINARY_DIRS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/s
 
 
 class InstalledPrograms:
-    """Finds the driver's programs at each call.
+    """Finds the NVIDIA driver's programs at each call.
 
-    If the driver is not installed in `/`, its programs find its libraries through a directory of links. The library
-    directories of the other system would also bring its C library, and with that no program starts.
-    """
+    If the NVIDIA driver is not installed in `/`, its programs find its libraries through a directory of links. The
+    library directories of the other system would also bring its C library, and with that no program starts."""
 
     def __init__(
         self, root: str, links: Path, links_mode: int = 0o700, names: Sequence[str] = _PROGRAMS

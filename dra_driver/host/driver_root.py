@@ -15,6 +15,7 @@ from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceN
 from dra_driver.host.driver_programs import BINARY_DIRS, find_program
 from dra_driver.host.hook import HookFinder
 from dra_driver.host.libraries import (
+    INSTALLATION,
     MACHINE,
     UNUSUAL_DIRS,
     USUAL_DIRS,
@@ -35,10 +36,7 @@ Fingerprint = tuple[object, ...]
 
 _SETTLED_NS = 1_000_000_000
 
-_BINARIES = (
-    "nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control",
-    "nvidia-cuda-mps-server", "nvidia-imex", "nvidia-imex-ctl", "nvidia-xconfig",
-)  # fmt: skip
+_BINARIES: list[str] = INSTALLATION["binaries"]
 _LDCONFIGS = ("/sbin/ldconfig.real", "/sbin/ldconfig", "/usr/sbin/ldconfig")
 _SOCKETS = tuple(
     f"{run}/{daemon}/socket"
@@ -47,33 +45,9 @@ _SOCKETS = tuple(
 )
 _FIRMWARE = re.compile(r"^(?:gsp|ucodes).*\.bin\Z")
 
-# Containers get these files where the loaders of all images look, wherever the host has them.
-_CONFIG_DIRS = ("/etc", "/usr/local/share", "/usr/share")
-_SHARED = (
-    "glvnd/egl_vendor.d/10_nvidia.json",
-    "egl/egl_external_platform.d/15_nvidia_gbm.json",
-    "egl/egl_external_platform.d/10_nvidia_wayland.json",
-    "egl/egl_external_platform.d/09_nvidia_wayland2.json",
-    "egl/egl_external_platform.d/20_nvidia_xcb.json",
-    "egl/egl_external_platform.d/20_nvidia_xlib.json",
-    "nvidia/nvoptix.bin",
-    "X11/xorg.conf.d/10-nvidia.conf",
-    "X11/xorg.conf.d/nvidia-drm-outputclass.conf",
-)
-_OPENCL = ("OpenCL/vendors/nvidia.icd",)
-_VULKAN = (
-    "vulkan/icd.d/nvidia_icd.json",
-    "vulkan/icd.d/nvidia_icd.x86_64.json",
-    "vulkan/icd.d/nvidia_icd.aarch64.json",
-    "vulkan/icd.d/nvidia_layers.json",
-    "vulkan/implicit_layer.d/nvidia_layers.json",
-)
-# (files, where the host may have them, where containers get them); GKE has Vulkan's files in the driver root itself.
-_CONFIGS = (
-    (_SHARED, _CONFIG_DIRS, "/usr/share"),
-    (_OPENCL, _CONFIG_DIRS, "/etc"),
-    (_VULKAN, (*_CONFIG_DIRS, ""), "/etc"),
-)
+# Containers get these files where the loaders of all images look, wherever the host has them. GKE has Vulkan's files in
+# the driver root itself.
+_CONFIGS = [(group["files"], group["on_host"], group["in_container"]) for group in INSTALLATION["configs"]]
 _XORG_TOPS = ("/usr/lib/xorg", "/usr/lib64/xorg", "/usr/X11R6/lib", "/usr/X11R6/lib64")
 _XORG_TAILS = tuple(
     f"{modules}/{kind}" for modules in ("modules", "modules/updates") for kind in ("drivers", "extensions")
@@ -105,7 +79,7 @@ anyway."""
 
 
 class DriverRoot:
-    """Finds the driver's files. Each call of `scan` reads everything again."""
+    """Finds the NVIDIA driver's files. Each call of `scan` reads everything again."""
 
     def __init__(
         self,
@@ -149,8 +123,8 @@ class DriverRoot:
         return files
 
     def fingerprint(self) -> Fingerprint:
-        """A value that changes when a part of the driver or toolkit is added, removed or replaced, or when the hook is
-        to be asked again."""
+        """A value that changes when a part of the NVIDIA driver or toolkit is added, removed or replaced, or when the
+        hook is to be asked again."""
         tree = RootedTree(self._paths.driver_root)
         marks: list[object] = [_mark(tree, path) for path in _WATCHED]
         trees = {self._paths.driver_root: tree}
@@ -161,7 +135,7 @@ class DriverRoot:
         return tuple(marks)
 
     def scan(self, nvml_version: str | None) -> DriverFiles:
-        """The driver that is installed.
+        """The NVIDIA driver that is installed.
 
         Raises: RetryableError if a part is missing without which no container can use a GPU, if the installed files
         have another version than the loaded driver (`nvml_version`), or if the configured hook does not exist.

@@ -1,4 +1,4 @@
-"""A cheap look at the host, which shows whether the hardware, the driver or its MIG devices have changed."""
+"""A cheap look at the host, which shows whether the hardware, the NVIDIA driver or its MIG devices have changed."""
 
 from __future__ import annotations
 

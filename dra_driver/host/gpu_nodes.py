@@ -61,7 +61,7 @@ class GpuNodes:
         """The nodes through which an agent manages GPUs and their MIG devices, and what the host lacks of them: an
         agent is wanted on a node with a bad GPU too. `has_mig` says whether one of the GPUs can have MIG devices.
 
-        Raises: RetryableError if the driver is being loaded or unloaded.
+        Raises: RetryableError if the NVIDIA driver is being loaded or unloaded.
         """
         wanted = [f"/dev/nvidia{minor}" for minor in minors if minor is not None]
         found = [(path, self._dev.node(path)) for path in wanted]
@@ -101,7 +101,7 @@ class GpuNodes:
 def _known(name: str, minor: int | None) -> int:
     if minor is None:
         raise RetryableError(
-            f"the driver does not tell the device minor of {name}, so its device node is not "
+            f"the NVIDIA driver does not report the device minor of {name}, so its device node is not "
             "known; see `nvidia-smi -q` on the host"
         )
     return minor

@@ -71,7 +71,7 @@ class _View:
 
 
 class HookFinder:
-    """Looks for the hook in the usual places below the host's `/`, then in this driver's own directory, where
+    """Looks for the hook in the usual places below the host's `/`, then in this plugin's own directory, where
     components/cdi-hook installs one, then in the driver root. The hook runs on the host with the host's libraries, so a
     copy in a driver container is only the last choice."""
 

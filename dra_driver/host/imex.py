@@ -42,18 +42,18 @@ class ImexChannelNodes:
         self._caps = MigCaps(proc)
 
     def major(self) -> int | None:
-        """The major number of the channels' nodes; None if the driver that is loaded has no channels."""
+        """The major number of the channels' nodes; None if the NVIDIA driver that is loaded has no channels."""
         return self._caps.majors().get(MAJOR_NAME)
 
     def count(self) -> int | None:
-        """How many channels the driver has; None if there are none, or if that is not known."""
+        """How many channels the NVIDIA driver has; None if there are none, or if that is not known."""
         if self.major() is None:
             return None
         found = _COUNT.search(text_of(self._proc / "driver/nvidia/params"))
         return int(found[1]) if found is not None and int(found[1]) else None
 
     def nodes(self, channels: ImexChannels) -> tuple[DeviceNode, ...]:
-        """The nodes of the channels. Raises: RetryableError if the driver has no channels."""
+        """The nodes of the channels. Raises: RetryableError if the NVIDIA driver has no channels."""
         major = self.major()
         if major is None:
             raise RetryableError(
@@ -90,12 +90,7 @@ class ImexDaemon:
     def _ask(self, timeout_s: float) -> None:
         socket = self._socket()
         programs = self._find()
-        program = programs.paths.get(IMEX_PROGRAM)
-        if program is None:
-            raise RetryableError(
-                f"whether nvidia-imex is ready cannot be asked: {IMEX_PROGRAM} is not below the driver root "
-                f"{programs.root}; install the package nvidia-imex of the driver's version"
-            )
+        program = programs.path(IMEX_PROGRAM)
         action = f"ask nvidia-imex at {socket}"
         try:
             code, output = run_program(

@@ -1,17 +1,21 @@
-"""The driver's libraries below a root: the installed version, its files, and the links to them."""
+"""The NVIDIA driver's libraries below a root: the installed version, its files, and the links to them."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.driver_files import DriverLink
 from dra_driver.model.units import counted
 
+INSTALLATION: Final = json.loads(Path(__file__).with_name("installation.json").read_bytes())
+"""Names of files of the NVIDIA driver."""
 _ARCHES = ("x86_64-linux-gnu", "aarch64-linux-gnu")
 _PER_ARCH = tuple(
     f"/{top}/{arch}{tail}"
@@ -43,29 +47,10 @@ _ELF_MACHINE = slice(18, 20)
 """Where in its header an ELF file names the architecture."""
 
 # The name under which programs load a library, where it is not `<library>.so.1`; None: its full name.
-_LOADED_AS: dict[str, str | None] = {
-    "libEGL_nvidia": "0",
-    "libGLX_nvidia": "0",
-    "libGLESv2_nvidia": "2",
-    "libnvidia-nvvm": "4",
-    **dict.fromkeys(
-        (
-            "libnvidia-eglcore", "libnvidia-glcore", "libnvidia-glsi", "libnvidia-glvkspirv", "libnvidia-gpucomp",
-            "libnvidia-present", "libnvidia-rtcore", "libnvidia-tls", "libnvidia-vulkan-producer",
-            "libnvidia-compiler", "libnvidia-pkcs11", "libnvidia-pkcs11-openssl3", "libnvidia-gtk2",
-            "libnvidia-gtk3", "libnvidia-wayland-client",
-        )
-    ),
-}  # fmt: skip
+_LOADED_AS: dict[str, str | None] = INSTALLATION["loaded_as"]
 
 # Links that programs need although no package makes them on the host: (library, link below its directory, target).
-_EXTRA_LINKS = (
-    ("libcuda", "libcuda.so", "libcuda.so.1"),
-    ("libnvidia-opticalflow", "libnvidia-opticalflow.so", "libnvidia-opticalflow.so.1"),
-    ("libGLX_nvidia", "libGLX_indirect.so.0", "libGLX_nvidia.so.{version}"),
-    ("libnvidia-allocator", "gbm/nvidia-drm_gbm.so", "../libnvidia-allocator.so.1"),
-    ("libnvidia-vulkan-producer", "libnvidia-vulkan-producer.so", "libnvidia-vulkan-producer.so.{version}"),
-)
+_EXTRA_LINKS: list[tuple[str, str, str]] = INSTALLATION["extra_links"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +84,7 @@ class _Listing:
 
 
 def library_directories(tree: RootedTree, machine: str = MACHINE) -> list[str]:
-    """Resolved directories that may hold the driver libraries for `machine`, each once, in search order."""
+    """Resolved directories that may hold the NVIDIA driver libraries for `machine`, each once, in search order."""
     return [listing.directory for listing in _search(tree, machine, {})]
 
 
@@ -199,7 +184,7 @@ def linker_directories(paths: Iterable[str], machine: str = MACHINE) -> tuple[st
 
 
 def _search(tree: RootedTree, machine: str, left_out: dict[str, str]) -> list[_Listing]:
-    """Listings of the driver's files in each directory; a libcuda of another architecture goes to `left_out`.
+    """Listings of the NVIDIA driver's files in each directory; a libcuda of another architecture goes to `left_out`.
 
     Links that lead out of their directory are followed only if libcuda is nowhere else: hosts with links to their
     libraries mostly have the files in another directory of these.

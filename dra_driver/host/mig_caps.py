@@ -38,7 +38,7 @@ class MigCaps:
     ) -> tuple[DeviceNode, DeviceNode]:
         """The nodes that open a GPU instance and a compute instance in it.
 
-        Raises: RetryableError if the instance or the driver's capability interface does not exist.
+        Raises: RetryableError if the instance or the NVIDIA driver's capability interface does not exist.
         """
         major = self._major()
         access = f"gpu{gpu_minor}/mig/gi{gpu_instance}/access"
@@ -50,7 +50,7 @@ class MigCaps:
 
     def all_nodes(self) -> list[tuple[str, DeviceNode]]:
         """The nodes of all GPU instances and compute instances that are there now, each with the path of its
-        capability below `capabilities`. Without those that the driver leaves to the administrator.
+        capability below `capabilities`. Without those that the NVIDIA driver leaves to the administrator.
 
         Raises: RetryableError if there are instances, but no major number for their nodes.
         """
@@ -84,7 +84,7 @@ class MigCaps:
         return nodes + [node for _, node in self.all_nodes()]
 
     def exist(self, gpu_minor: int, gpu_instance: int, compute_instance: int) -> bool:
-        """Whether the driver shows the capabilities of a compute instance."""
+        """Whether the NVIDIA driver shows the capabilities of a compute instance."""
         instance = self._proc / f"driver/nvidia/capabilities/gpu{gpu_minor}/mig/gi{gpu_instance}"
         return (instance / f"ci{compute_instance}/access").exists()
 
@@ -105,8 +105,8 @@ class MigCaps:
             return self._path(capability).read_text("ascii", errors="replace")
         except OSError as error:
             raise RetryableError(
-                f"the driver has no MIG capability {capability} ({error.strerror}): "
-                "the MIG device was destroyed or the driver is being reloaded"
+                f"the NVIDIA driver has no MIG capability {capability} ({error.strerror}): "
+                "the MIG device was destroyed or the NVIDIA driver is being reloaded"
             ) from error
 
     def _node(self, major: int, capability: str, text: str) -> DeviceNode:

@@ -1,4 +1,4 @@
-"""Runs the driver's own nvidia-smi, for settings for which NVML has no call."""
+"""Runs the NVIDIA driver's own nvidia-smi, for settings for which NVML has no call."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _ABSENT = (
 
 
 class NvidiaSmi:
-    """The driver's nvidia-smi, looked up at each call. It opens NVML, so it does not run while `detached` says why NVML
-    is to stay closed."""
+    """The NVIDIA driver's nvidia-smi, looked up at each call. It opens NVML, so it does not run while `detached` says
+    why NVML is to stay closed."""
 
     def __init__(self, find: FindPrograms, detached: Callable[[], str | None] = lambda: None) -> None:
         self._find = find
@@ -29,9 +29,9 @@ class NvidiaSmi:
     def set_time_slice(self, gpu_uuid: str, level: int, timeout_s: float = _TIMEOUT_S) -> None:
         """Set the length of a GPU's time slices: 0 default, 1 short, 2 medium, 3 long; in `timeout_s` seconds at most.
 
-        Raises: NotSupportedError if the GPU has no such setting, NvmlUnavailableError if the driver or the GPU is
-        missing, StateError if the driver's libraries do not fit or cannot be linked, RetryableError otherwise.
-        """
+        Raises: NotSupportedError if the GPU has no such setting, NvmlUnavailableError if the NVIDIA driver or the GPU
+        is missing, StateError if the NVIDIA driver's libraries do not fit or cannot be linked, RetryableError
+        otherwise."""
         action = f"set the time slice of GPU {gpu_uuid}"
         reason = self._detached()
         if reason is not None:

@@ -60,7 +60,7 @@ class Sysfs:
 
     def gpus_of_the_nvidia_driver(self) -> Mapping[str, str | None]:
         """The UUIDs of the GPUs that the NVIDIA driver is bound to and does not exclude, by bus ID, as its files tell
-        them; also of a GPU that is lost. None if the driver never learned the UUID."""
+        them; also of a GPU that is lost. None if the NVIDIA driver never learned the UUID."""
         bound = [item.bus_id for item in self.nvidia_functions() if item.is_gpu and item.driver == "nvidia"]
         told = {
             bus_id: text_of(self._proc / "driver/nvidia/gpus" / bus_id / "information") for bus_id in bound

@@ -1,9 +1,9 @@
-"""Letting go of NVML for a while, so that others can reset GPUs, switch MIG modes or unload the NVIDIA driver.
+"""Closing NVML for a while, so that others can reset GPUs, switch MIG modes or unload the NVIDIA driver.
 
 The NVIDIA driver counts every process with an open NVML session as a client of every GPU. `gpu-dra-driver detach`
-writes a file that names an end. Every instance of this driver on the node closes NVML when it sees the file, and opens
+writes a file that names an end. Every instance of this plugin on the node closes NVML when it sees the file, and opens
 NVML again when the end has come or the file is gone. A lock that each instance holds while it has NVML open shows when
-all have let go. The MPS host reads the same file, and holds the lock while it runs nvidia-smi.
+all have closed NVML. The MPS host reads the same file, and holds the lock while it runs nvidia-smi.
 
     attached ──file──▶ letting go ──no change of a GPU under way──▶ detached ──its end, or `--end`──▶ attached
                           └── a change is under way: a second later again
@@ -11,11 +11,11 @@ all have let go. The MPS host reads the same file, and holds the lock while it r
 | A crash … | leaves | and then |
 |---|---|---|
 | of the command, before the file | nothing | |
-| of the command, after it | the file | the driver comes back by itself when the time is over |
-| of the driver | the file, no lock | the next instance opens NVML only when the time is over |
+| of the command, after it | the file | the plugin opens NVML by itself when the time is over |
+| of the plugin | the file, no lock | the next instance opens NVML only when the time is over |
 | of the node | the file of an older boot | it counts no more |
 
-A file and not a socket of one daemon: of two instances in a rolling update both let go, and a restart changes nothing.
+A file and not a socket of one daemon: both instances of a rolling update close NVML, and a restart changes nothing.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Detachments:
         return made
 
     def is_nvml_open(self) -> bool:
-        """Whether an instance of the driver has NVML open. Raises: StateError."""
+        """Whether an instance of the plugin has NVML open. Raises: StateError."""
         return UseMark(self._path.with_name(LOCK_FILE)).is_held()
 
     def content(self) -> bytes | None:
@@ -166,11 +166,11 @@ def detach(
     claims: Callable[[], Sequence[str]] | None,
     timeout_s: float = _TIMEOUT_S,
 ) -> Detachment:
-    """Have NVML closed for `seconds`, and wait until every instance has let go. `claims` answers the claims that use
+    """Have NVML closed for `seconds`, and wait until every instance has closed it. `claims` returns the claims that use
     the GPUs; None if they do not matter.
 
     If it fails, everything is as it was before. Raises: ClaimsInTheWayError; NvmlInUseError if an instance
-    does not let go in time; StateError.
+    does not close it in time; StateError.
     """
     _refuse(claims)
     before = detachments.content()
@@ -180,8 +180,8 @@ def detach(
         while detachments.is_nvml_open():
             if time.monotonic() >= deadline:
                 raise NvmlInUseError(
-                    f"the driver has not closed NVML within {timeout_s:.0f} s; a change of a GPU may be under way, or "
-                    "NVML hangs: see the driver's log, and try again"
+                    f"the plugin has not closed NVML within {timeout_s:.0f} s; a change of a GPU may be under way, or "
+                    "NVML hangs: see the plugin's log, and try again"
                 )
             time.sleep(_POLL_S)
         _refuse(claims)  # of what was prepared meanwhile

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import structlog
 
+from dra_driver.concurrency.backoff import Backoff
 from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import (
     DraDriverError,
@@ -56,7 +57,7 @@ NOT_DISCOVERED = "devices have not been discovered yet"
 class Discovery:
     """Owns the inventory.
 
-    The callbacks come from the discovery thread: `on_change` after each change; `on_reload` when the driver was
+    The callbacks come from the discovery thread: `on_change` after each change; `on_reload` when the NVIDIA driver was
     found for the first time or loaded again; `on_hardware` when NVML shows other GPUs under the same driver, or
     answers again.
     """
@@ -71,7 +72,7 @@ class Discovery:
         on_hardware: Callable[[], None],
         detached: Callable[[], Detachment | None] = lambda: None,
     ) -> None:
-        """Without an `ownership` every MIG device is somebody else's. While `detached` answers something, NVML is kept
+        """Without an `ownership` every MIG device is somebody else's. While `detached` returns something, NVML is kept
         closed."""
         self._detached = detached
         self._unsettled: frozenset[str] = frozenset()  # GPUs whose MIG devices changed at the last look
@@ -81,7 +82,8 @@ class Discovery:
         self._on_change = on_change
         self._on_reload = on_reload
         self._on_hardware = on_hardware
-        self._inventory: Inventory | None = None
+        # The last snapshot; None until NVML answered for the first time.
+        self.inventory: Inventory | None = None
         self._problem: str | None = NOT_DISCOVERED
         self._fingerprint: HardwareFingerprint | None = None
         self._driver: str | None = None
@@ -93,7 +95,7 @@ class Discovery:
         self._scans_ended = 0
         self._scan_began_at: float | None = None
         self._last_scan = 0.0
-        self._retry_s = _RETRY_FIRST_S
+        self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._logged_faults: frozenset[DiscoveryFault] = frozenset()
         self._is_started = False
         self._worker = BackgroundWorker(
@@ -102,16 +104,11 @@ class Discovery:
 
     def latest(self) -> Inventory | None:
         """As `inventory`, for those who ask again and again."""
-        return self._inventory
+        return self.inventory
 
     def driver_version(self) -> str | None:
         """The version of the NVIDIA driver; None until NVML answered for the first time."""
-        return self._inventory.versions.driver if self._inventory else None
-
-    @property
-    def inventory(self) -> Inventory | None:
-        """The last snapshot; None until NVML answered for the first time."""
-        return self._inventory
+        return self.inventory.versions.driver if self.inventory else None
 
     def unavailable(self) -> str | None:
         """Why devices cannot be used now; None when they can."""
@@ -130,7 +127,7 @@ class Discovery:
 
     def files_problem(self) -> str | None:
         """Why no claim can be prepared though devices are known: files of the NVIDIA driver are missing."""
-        faults = () if self._inventory is None else self._inventory.faults
+        faults = () if self.inventory is None else self.inventory.faults
         return next((fault.text for fault in faults if fault.subject == _DRIVER_FILES), None)
 
     def start(self) -> None:
@@ -154,7 +151,7 @@ class Discovery:
 
         It is compared with each poll, so that a change is found in whatever order looks and polls come.
         """
-        if is_other_fabric(self._inventory, gpu_uuid, registration):
+        if is_other_fabric(self.inventory, gpu_uuid, registration):
             self.request_rescan()
 
     def scan_now(self, timeout_s: float) -> None:
@@ -188,10 +185,9 @@ class Discovery:
 
     def _pause_s(self) -> float:
         if self._problem is None or self._detached() is not None:
-            self._retry_s = _RETRY_FIRST_S
+            self._backoff.reset()
             return _LOOK_EVERY_S
-        pause, self._retry_s = self._retry_s, min(2 * self._retry_s, _RETRY_MOST_S)
-        return pause
+        return self._backoff.step()
 
     def _is_scan_due(self) -> bool:
         return (
@@ -201,7 +197,7 @@ class Discovery:
         )
 
     def _rescan_every_s(self) -> float:
-        is_incomplete = self._inventory is not None and (self._inventory.unread or self.files_problem())
+        is_incomplete = self.inventory is not None and (self.inventory.unread or self.files_problem())
         return _RESCAN_INCOMPLETE_S if is_incomplete else _RESCAN_EVERY_S
 
     def _has_changed(self) -> bool:
@@ -226,8 +222,8 @@ class Discovery:
 
     def _is_all_ours(self, gpu_uuids: frozenset[str]) -> bool:
         """Whether the offer of these GPUs is what it was. Raises: DraDriverError."""
-        known = {gpu.uuid: gpu for gpu in (self._inventory or Inventory()).gpus}
-        if self._inventory is None or self._inventory.unread & gpu_uuids:
+        known = {gpu.uuid: gpu for gpu in (self.inventory or Inventory()).gpus}
+        if self.inventory is None or self.inventory.unread & gpu_uuids:
             return False
         return all(
             uuid in known
@@ -262,7 +258,7 @@ class Discovery:
                 # The session of before shows the hardware of before.
                 host = replace(host, hardware=before.host.hardware, driver=before.host.driver)
             elif not self._has_nvml:
-                # Initialising NVML may have loaded the driver.
+                # Initialising NVML may have loaded the NVIDIA driver.
                 host = replace(host, driver=self._host.driver())
             seen = HardwareFingerprint(host, self._nvml.nvml_fingerprint())
             inventory = self._complete(with_nvlink_domains(self._nvml.read_inventory()))
@@ -294,7 +290,7 @@ class Discovery:
         self._became_unavailable(NvmlDetachedError(detached.problem))
 
     def _wants_new_session(self, now: HostFingerprint) -> bool:
-        """NVML stays open otherwise: when its last client closes it, the driver lets go of the GPUs, which takes
+        """NVML stays open otherwise: when its last client closes it, the NVIDIA driver releases the GPUs, which takes
         seconds to undo and loses compute mode and time slices."""
         before = self._fingerprint
         return (
@@ -304,7 +300,7 @@ class Discovery:
             or is_other_hardware(now, before.host)
             or before.lost_some
             # A GPU that is back shows only in a new session.
-            or bool(self._inventory is not None and self._inventory.lost)
+            or bool(self.inventory is not None and self.inventory.lost)
         )
 
     def _reopen(self) -> bool:
@@ -323,7 +319,7 @@ class Discovery:
 
     def _complete(self, read: Inventory) -> Inventory:
         """Add what only the host knows. Raises: StateError; NvmlUnavailableError as `assembled`."""
-        before, now = self._inventory, int(time.time())
+        before, now = self.inventory, int(time.time())
         located = (self._located(with_unready_since(gpu, before, now)) for gpu in read.gpus)
         gpus = tuple(self._offer.of(gpu, read, before) for gpu in located)
         # A GPU that was drained, pulled or bound to another driver is not lost but gone.
@@ -351,9 +347,9 @@ class Discovery:
 
     def _became_known(self, inventory: Inventory) -> None:
         self._log_faults(inventory)
-        changed = differs(inventory, self._inventory)
+        changed = differs(inventory, self.inventory)
         # The inventory comes first: whoever reads that there is no problem must not find the old devices.
-        self._inventory = inventory
+        self.inventory = inventory
         self._problem = None
         if not changed:
             return
@@ -385,13 +381,13 @@ class Discovery:
         self._became_known(Inventory())
 
     def _became_unavailable(self, error: DraDriverError) -> None:
-        """Devices that were known are withdrawn: they cannot be used without the driver."""
+        """Devices that were known are withdrawn: they cannot be used without the NVIDIA driver."""
         problem = str(error)
         if self._problem != problem:
             _log.warning("nvml_unavailable", reason=problem)
         self._problem = problem
-        if self._inventory is not None and self._inventory.every_gpu:
-            self._inventory = Inventory(self._inventory.versions)
+        if self.inventory is not None and self.inventory.every_gpu:
+            self.inventory = Inventory(self.inventory.versions)
             self._on_change()
 
     def _log_faults(self, inventory: Inventory) -> None:

@@ -57,6 +57,7 @@ from dra_driver.journal.rules.cleanups import (
     without,
 )
 from dra_driver.model.inventory import OfferedDevice
+from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, Step
 
@@ -81,11 +82,17 @@ _STOP_S = 5.0
 _NOT_IN_TIME = "it has not ended in time"
 
 
-class Undo(Protocol):
-    """Takes a step back; see `executor.StepRunner`."""
+class StepRunner(Protocol):
+    """Does and undoes steps of one type. Both converge: many calls have the same result as one."""
+
+    def do(self, step: Step, plan: Plan) -> None:
+        """Do what the step describes, whatever part of it is done already."""
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
         """Take back what the step may have done; the record must be enough for that."""
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        """Whether what the step made is still there, as far as that shows without the GPU driver."""
 
 
 class CleanupObserver(Protocol):
@@ -280,7 +287,7 @@ class Cleaner:
         self,
         cleanups: PendingCleanups,
         lanes: Lanes,
-        runner: Undo,
+        runner: StepRunner,
         boot_id: str,
         leads: Callable[[], bool] = lambda: True,
         tools: Callable[[], Hashable] = lambda: None,

@@ -28,7 +28,7 @@ import structlog
 
 from dra_driver.concurrency.deadline import time_left
 from dra_driver.errors import DraDriverError, NvmlTransientError, RetryableError
-from dra_driver.journal.cleanups import Cleaner
+from dra_driver.journal.cleanups import Cleaner, StepRunner
 from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup, by_gpus, still_pending
@@ -46,19 +46,6 @@ _FINISH_S = 0.5
 """What is left of the call's time for the files, and for taking back."""
 _TAKE_BACK_S = 5.0
 """How long whoever ends a claim waits for undos, whose failure does not keep it from ending."""
-
-
-class StepRunner(Protocol):
-    """Does and undoes steps of one type. Both converge: many calls have the same result as one."""
-
-    def do(self, step: Step, plan: Plan) -> None:
-        """Do what the step describes, whatever part of it is done already."""
-
-    def undo(self, step: Step, record: ClaimRecord) -> None:
-        """Take back what the step may have done; the record must be enough for that."""
-
-    def in_place(self, step: Step, record: ClaimRecord) -> bool:
-        """Whether what the step made is still there, as far as that shows without the GPU driver."""
 
 
 class OperationHangsError(RetryableError):
@@ -289,10 +276,6 @@ class StepDispatcher:
         self._runners = runners
         self._observer = observer
         self._clock = clock
-
-    def observed(self, observer: StepObserver) -> StepDispatcher:
-        """The same runners, timed for an observer."""
-        return StepDispatcher(self._runners, observer)
 
     def do(self, step: Step, plan: Plan) -> None:
         """As the step's runner."""

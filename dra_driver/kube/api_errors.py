@@ -1,4 +1,4 @@
-"""The one place where transport errors and HTTP status codes become errors of this driver."""
+"""The one place where transport errors and HTTP status codes become errors of this plugin."""
 
 from __future__ import annotations
 

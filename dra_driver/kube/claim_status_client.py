@@ -38,7 +38,7 @@ _DATA_VERSION = "v1alpha1"
 class ClaimStatusClient:
     """Reads claims and applies the entries of one driver on one node. For one thread.
 
-    Entries are written by server-side apply under a field manager of this driver and node. So drivers, and nodes that
+    Entries are written by server-side apply under a field manager of this plugin and node. So drivers, and nodes that
     had the claim before, never change each other's entries. Raises: ApiUnavailableError, ApiRejectedError.
     """
 
@@ -76,7 +76,7 @@ class ClaimStatusClient:
         is_first: bool = False,
         timeout_s: float | None = None,
     ) -> bool:
-        """Make `devices` all that the claim's status says of this driver; whether that took a write.
+        """Make `devices` all that the claim's status says of this plugin; whether that took a write.
 
         Nothing is written for a claim that is gone, replaced or not allocated, nor for devices that are not in its
         allocation, nor where the status says so already. With `is_first` the claim was read a moment ago, without a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.api_errors import PathNotFoundError
@@ -15,18 +16,20 @@ def node_uid(client: ApiClient, name: str) -> str:
 
     Raises: ApiRejectedError (404: the node name is wrong), ApiUnavailableError.
     """
-    action = f"get node {name}"
-    node = client.request("GET", f"/api/v1/nodes/{path_segment(name)}", action=action)
-    uid = (node.get("metadata") or {}).get("uid")
+    uid = _node_metadata(client, name).get("uid")
     if not uid:
-        raise ApiRejectedError(f"{action}: the answer has no metadata.uid", status=200)
+        raise ApiRejectedError(f"get node {name}: the answer has no metadata.uid", status=200)
     return str(uid)
 
 
 def node_labels(client: ApiClient, name: str) -> Mapping[str, str]:
     """The labels of node `name`. Raises: ApiRejectedError (404: the node name is wrong), ApiUnavailableError."""
+    return dict(_node_metadata(client, name).get("labels") or {})
+
+
+def _node_metadata(client: ApiClient, name: str) -> Mapping[str, Any]:
     node = client.request("GET", f"/api/v1/nodes/{path_segment(name)}", action=f"get node {name}")
-    return dict((node.get("metadata") or {}).get("labels") or {})
+    return node.get("metadata") or {}
 
 
 def server_version(client: ApiClient) -> str:
@@ -40,7 +43,7 @@ def server_version(client: ApiClient) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """One thing that an account may be allowed; the driver can do without an `optional` one, and tells less then."""
+    """One thing that an account may be allowed; the plugin can do without an `optional` one, and tells less then."""
 
     verb: str
     resource: str

@@ -1,4 +1,4 @@
-"""The kubelet's side of the driver: registration, DRA v1 and v1beta1, and health, over gRPC.
+"""The kubelet's side of the plugin: registration, DRA v1 and v1beta1, and health, over gRPC.
 
 sockets.py       which path each socket has, and whether it may be taken
 serving.py       gRPC servers with limits; those on a Unix socket become visible only once they serve

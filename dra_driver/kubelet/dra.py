@@ -128,7 +128,7 @@ def _prepare_entry(outcome: PrepareOutcome) -> pb.NodePrepareResourceResponse:
 
 def _failure(outcome: Failed) -> str:
     """The text of an error, never empty: the kubelet takes an empty text for success."""
-    return error_text(outcome.error) or "internal error: the driver failed without giving a reason"
+    return error_text(outcome.error) or "internal error: the plugin failed without giving a reason"
 
 
 def _device(device: PreparedDevice) -> pb.Device:

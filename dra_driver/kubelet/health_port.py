@@ -35,7 +35,7 @@ _Status = pb.HealthCheckResponse.ServingStatus
 
 
 class HealthServer:
-    """Serves grpc.health.v1 at a TCP address; `ready` answers readiness."""
+    """Serves grpc.health.v1 at a TCP address; `ready` says whether the plugin is ready."""
 
     def __init__(self, address: str, liveness: Liveness, ready: Callable[[], bool]) -> None:
         self._address = address

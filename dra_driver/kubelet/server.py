@@ -34,9 +34,9 @@ _GUARD_JOIN_S = 2.0
 class PluginSettings:
     """How the plugin presents itself to the kubelet.
 
-    `plugins_dir` belongs to the kubelet; our own directory in it has the driver's name. `pod_uid` switches rolling
-    updates on. `health_address` is `host:port`, None for no health service. Calls in flight may go on for `grace_s`
-    seconds after stop(). Every `guard_s` seconds the plugin checks its sockets.
+    `plugins_dir` belongs to the kubelet; our own directory in it is named after the DRA driver. `pod_uid` switches
+    rolling updates on. `health_address` is `host:port`, None for no health service. Calls in flight may go on for
+    `grace_s` seconds after stop(). Every `guard_s` seconds the plugin checks its sockets.
     """
 
     driver: str
@@ -49,15 +49,15 @@ class PluginSettings:
 
     @property
     def plugin_dir(self) -> Path:
-        """The driver's own directory, which holds its DRA socket."""
+        """The plugin's own directory, which holds its DRA socket."""
         return self.plugins_dir / self.driver
 
 
 class KubeletPlugin:
     """Serves the kubelet from start() to stop(); used once.
 
-    `ready` answers readiness probes. `on_status` is called after each change of the registration, and `on_fatal` once
-    if a server dies. Threads of the plugin call both; both may call stop().
+    `ready` is what readiness probes ask. `on_status` is called after each change of the registration, and `on_fatal`
+    once if a server dies. Threads of the plugin call both; both may call stop().
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class KubeletPlugin:
         while not self._stopping.wait(self.settings.guard_s):
             fault = self._dra.fault() or self._registration.fault()
             if fault is not None and not self.stopping:
-                error = FatalError(f"{fault}; restart the driver")
+                error = FatalError(f"{fault}; restart the plugin")
                 _log.critical("kubelet_server_died", error=str(error))
                 if self._on_fatal is not None:
                     self._on_fatal(error)

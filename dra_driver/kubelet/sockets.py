@@ -133,7 +133,7 @@ def ensure_free(path: Path) -> None:
         ) from error
     if not stat.S_ISSOCK(mode):
         raise StateError(
-            f"{path} exists and is not a socket; move it away, because the driver must listen there"
+            f"{path} exists and is not a socket; move it away, because the plugin must listen there"
         )
     if listening(path):
         raise StateError(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -34,3 +34,13 @@ class MigContext:
     operation: Callable[[], AbstractContextManager[object]]
     clock: Callable[[], float]
     pause: Callable[[float], None]
+
+    @contextmanager
+    def observed(self, action: MigAction, subject: str) -> Iterator[Callable[[], None]]:
+        """Report what fails within it. The caller calls what it yields once there is something done to report."""
+        began = self.clock()
+        try:
+            yield lambda: self.observe(action, subject, self.clock() - began, None)
+        except Exception as error:
+            self.observe(action, subject, self.clock() - began, error)
+            raise

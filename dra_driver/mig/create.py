@@ -85,8 +85,7 @@ class MigDevices:
         Raises: ClaimRefusedError if something of somebody else's is in the way; DeviceBusyError; NvmlTransientError;
         RetryableError; StateError. What this call made is undone then, but for the MIG mode, which goes with the claim.
         """
-        began = self._context.clock()
-        try:
+        with self._context.observed("create", step.device) as made:
             entry = self._entry_in_use(step, for_layout)
             found = self._hardware.instances(*step.gpu)
             instance = None if entry is None else at_slot(entry, found)
@@ -94,12 +93,9 @@ class MigDevices:
                 created, is_new = self._complete(entry, instance)
             else:
                 created, is_new = self._make(step, found, for_layout), True
-        except Exception as error:
-            self._context.observe("create", step.device, self._context.clock() - began, error)
-            raise
         self._destroyer.stop_expecting(step.device)
         if is_new:
-            self._context.observe("create", step.device, self._context.clock() - began, None)
+            made()
         return created
 
     def _entry_in_use(self, step: CreateMig, for_layout: bool) -> OwnedInstance | None:

@@ -71,14 +71,10 @@ class InstanceDestroyer:
         Raises: DeviceBusyError that names the holders, if they are still there after `patience_s` seconds;
         NvmlUnavailableError, DeviceLostError, RetryableError, StateError. The entry stays then.
         """
-        began = self._clock()
-        try:
-            outcome = self._destroy_patiently(entry, began + patience_s)
-        except Exception as error:
-            self._context.observe("destroy", entry.device, self._clock() - began, error)
-            raise
+        with self._context.observed("destroy", entry.device) as destroyed:
+            outcome = self._destroy_patiently(entry, self._clock() + patience_s)
         if outcome == "destroyed":
-            self._context.observe("destroy", entry.device, self._clock() - began, None)
+            destroyed()
         if outcome != "expected":
             self.stop_expecting(entry.device)
         return outcome

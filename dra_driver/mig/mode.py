@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 import structlog
@@ -90,7 +88,7 @@ class MigMode:
     def _take_back(self, gpu: GpuAddress) -> None:
         """The mode could not be entered. Where it waits for a reset of the GPU, it must not come with that reset."""
         try:
-            with self._observed(gpu, "mode-off", success=False):
+            with self._context.observed("mode-off", gpu.uuid):
                 mode = self._hardware.mode(*gpu)
                 if mode is not None and not mode[0]:
                     if mode[1]:
@@ -101,19 +99,6 @@ class MigMode:
             self._context.left_over()
 
     def _switch(self, gpu: GpuAddress, wanted: Literal["on", "off"]) -> None:
-        with self._observed(gpu, "mode-on" if wanted == "on" else "mode-off"):
+        with self._context.observed("mode-on" if wanted == "on" else "mode-off", gpu.uuid) as switched:
             self._hardware.set_mode(*gpu, wanted == "on")
-
-    @contextmanager
-    def _observed(
-        self, gpu: GpuAddress, action: Literal["mode-on", "mode-off"], *, success: bool = True
-    ) -> Iterator[None]:
-        """Report how long it took and how it ended; without `success` only if it failed."""
-        began = self._context.clock()
-        try:
-            yield
-        except Exception as error:
-            self._context.observe(action, gpu.uuid, self._context.clock() - began, error)
-            raise
-        if success:
-            self._context.observe(action, gpu.uuid, self._context.clock() - began, None)
+        switched()

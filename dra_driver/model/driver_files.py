@@ -52,11 +52,10 @@ class CdiMount:
 class DriverFiles:
     """The parts of a driver installation that every container with a GPU gets.
 
-    `library_dirs` are the container paths of all directories with libraries, `driver_dirs` those of the driver's own
-    directories without their subdirectories; `linker_dirs` are where dynamic linkers of images look by default. `hook`
-    and `ldconfig` are host paths, None if there is none; the hook knows the verbs `hook_verbs`. `notes` name missing
-    parts that CUDA does not need.
-    """
+    `library_dirs` are the container paths of all directories with libraries, `driver_dirs` those of the NVIDIA driver's
+    own directories without their subdirectories; `linker_dirs` are where dynamic linkers of images look by default.
+    `hook` and `ldconfig` are host paths, None if there is none; the hook knows the verbs `hook_verbs`. `notes` name
+    missing parts that CUDA does not need."""
 
     version: str
     libraries: tuple[DriverFile, ...]

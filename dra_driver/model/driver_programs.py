@@ -29,9 +29,9 @@ _WHY_NOT_RUN = {
 
 @dataclass(frozen=True, slots=True)
 class DriverPrograms:
-    """How to run the driver's programs: `paths` has their paths for this process, by name.
+    """How to run the NVIDIA driver's programs: `paths` has their paths for this process, by name.
 
-    `search_path` is their PATH. `library_path` is their LD_LIBRARY_PATH, None if the loader finds the driver's
+    `search_path` is their PATH. `library_path` is their LD_LIBRARY_PATH, None if the loader finds the NVIDIA driver's
     libraries by itself.
     """
 
@@ -51,7 +51,7 @@ class DriverPrograms:
         return found
 
     def environment(self) -> dict[str, str]:
-        """The environment for every program of the driver."""
+        """The environment for every program of the NVIDIA driver."""
         directories = dict.fromkeys(path.rpartition("/")[0] for path in self.paths.values())
         found = {"PATH": ":".join([*directories, self.search_path])}
         if self.library_path is not None:

@@ -1,4 +1,4 @@
-"""What the driver looks at again and again to notice that the hardware has changed."""
+"""What the plugin looks at again and again to notice that the hardware has changed."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Fabric:
 @dataclass(frozen=True, slots=True)
 class UnreadyFabric:
     """A GPU has an NVLink fabric and is not registered with it yet (`pending`), could not be registered (`broken`), or
-    NVML does not tell (`unknown`).
+    NVML does not report (`unknown`).
 
     `text` is what NVML says of it. `since` is when the GPU was first found so, in seconds since 1970; it does not count
     when two values are compared.

@@ -1,4 +1,4 @@
-"""Health of GPUs and MIG devices: what the driver observed, and what follows from it. Times are whole seconds since
+"""Health of GPUs and MIG devices: what the plugin observed, and what follows from it. Times are whole seconds since
 1970."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Reason:
 class HealthState:
     """All that is known of one target; `reasons` in the order of their names.
 
-    `ecc_uncorrected` is the driver's volatile count at the last poll. `identity` is the UUID (several
+    `ecc_uncorrected` is the NVIDIA driver's volatile count at the last poll. `identity` is the UUID (several
     joined by commas) of the MIG devices of an instance, because instance IDs are used again. `setbacks` are the times
     at which the device became bad lately; because of them it is not offered until `held_until`. `pci_bus_id` is where a
     GPU was last seen: a lost one is watched as long as it is on the bus.
@@ -157,7 +157,7 @@ class PolledHealth:
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """The driver reported an Xid. `action_is_told` says whether the driver tells a recovery action for this GPU."""
+    """The NVIDIA driver reported an Xid. `action_is_told` says whether it reports a recovery action for this GPU."""
 
     number: int
     action_is_told: bool = True
@@ -182,14 +182,14 @@ class Unreachable:
 
 @dataclass(frozen=True, slots=True)
 class MonitoringState:
-    """Whether the driver gets events of the GPU; `problem` says why not."""
+    """Whether the plugin gets events of the GPU; `problem` says why not."""
 
     problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Hanging:
-    """An operation of this driver on the GPU has not ended for `for_s` seconds; `what` it is, None if none hangs."""
+    """An operation of this plugin on the GPU has not ended for `for_s` seconds; `what` it is, None if none hangs."""
 
     what: str | None = None
     for_s: float = 0.0
@@ -197,7 +197,7 @@ class Hanging:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """The device was reset: by a reboot, a reload of the driver, or a reset of the GPU."""
+    """The device was reset: by a reboot, a reload of the NVIDIA driver, or a reset of the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ Observation = (
 @dataclass(frozen=True, slots=True)
 class HealthEvent:
     """An event from NVML's event set. `gpu_uuid` is None if NVML could not tell the GPU any more; both instance IDs are
-    None for the whole GPU. `observation` is None for an event after which the driver only needs to poll."""
+    None for the whole GPU. `observation` is None for an event after which the plugin only needs to poll."""
 
     gpu_uuid: str | None
     observation: Xid | DoubleBitError | None

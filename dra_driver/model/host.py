@@ -28,11 +28,10 @@ class DeviceNode:
 class HostPaths:
     """Where this process sees the host.
 
-    `driver_root` is the driver's installation as this process sees it, `host_driver_root` the same directory as the
-    container runtime sees it. `host_root` is where this process sees the host's `/`, None if it does not see it.
+    `driver_root` is the NVIDIA driver's installation as this process sees it, `host_driver_root` the same directory as
+    the container runtime sees it. `host_root` is where this process sees the host's `/`, None if it does not see it.
     `dev_root` holds `dev/`; None means the driver root if that has the NVIDIA nodes, else `/`. `plugin_directory` is
-    this driver's own directory below the kubelet's, with the same path here and on the host; None if there is none.
-    """
+    this plugin's own directory below the kubelet's, with the same path here and on the host; None if there is none."""
 
     driver_root: str = "/"
     host_driver_root: str = "/"

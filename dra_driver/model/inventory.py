@@ -138,7 +138,7 @@ class Inventory:
 
     @cached_property
     def withheld_by_name(self) -> Mapping[str, StaticMigDevice]:
-        """MIG devices on partitioned GPUs that this driver does not give out, by the name that they would have."""
+        """MIG devices on partitioned GPUs that this plugin does not give out, by the name that they would have."""
         return {
             (name := mig_device_name(self.gpu_names[gpu.uuid], mig)): StaticMigDevice(name, gpu, mig)
             for gpu in self.every_gpu
@@ -148,7 +148,7 @@ class Inventory:
 
     @cached_property
     def returning_by_name(self) -> Mapping[str, OfferedDevice]:
-        """Devices that are not on offer only because the driver has still to destroy its own instances in their
+        """Devices that are not on offer only because the plugin has still to destroy its own instances in their
         place."""
         return {
             device.name: device

@@ -1,4 +1,4 @@
-"""MIG: profiles and placements as NVML lists them, the instances that exist, and the instances that this driver
+"""MIG: profiles and placements as NVML lists them, the instances that exist, and the instances that this plugin
 made."""
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class PlacedProfile:
 class GpuInstance:
     """A GPU instance that exists, with or without compute instances in it.
 
-    `leaving` marks an instance that this driver made and has still to destroy.
+    `leaving` marks an instance that this plugin made and has still to destroy.
     """
 
     gpu_instance_id: int
@@ -106,9 +106,9 @@ class GpuInstance:
 class Partitioning:
     """How a GPU is cut into MIG devices on demand.
 
-    `profiles` is NVML's whole table. `withheld` are the existing GPU instances that this driver does not give out;
+    `profiles` is NVML's whole table. `withheld` are the existing GPU instances that this plugin does not give out;
     `possible` is every profile and placement that fits beside them, in publishing order. `offers_whole` says that the
-    GPU can be given out whole too: its MIG mode can be changed while it is idle, and only this driver may have switched
+    GPU can be given out whole too: its MIG mode can be changed while it is idle, and only this plugin may have switched
     it on.
 
     `returning` and `whole_returns` come back on offer once the `leaving` ones of `withheld` are destroyed.
@@ -129,7 +129,7 @@ MigPhase = Literal["creating", "created", "orphan"]
 
 @dataclass(frozen=True, slots=True)
 class OwnedInstance:
-    """The ledger's entry of a GPU instance that this driver makes or made.
+    """The ledger's entry of a GPU instance that this plugin makes or made.
 
     It is written before the instance is created, so that an instance of ours never looks like one that somebody else
     made. The IDs and the UUID of the MIG device are None until they are known. No GPU instance survives the boot

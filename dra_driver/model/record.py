@@ -1,4 +1,4 @@
-"""What the driver remembers of a claim between calls, restarts and reboots."""
+"""What the plugin remembers of a claim between calls, restarts and reboots."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from dra_driver.model.mps import MpsDaemonSpec
 
 INTERVALS: tuple[str, ...] = ("Default", "Short", "Medium", "Long")
-"""Names of time slice lengths in the order of the driver's levels 0 to 3."""
+"""Names of time slice lengths in the order of the NVIDIA driver's levels 0 to 3."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSliced:
-    """Time-sliced with other claims; `interval` is the driver's level: 0 is the default, None keeps the present
+    """Time-sliced with other claims; `interval` is the NVIDIA driver's level: 0 is the default, None keeps the present
     level."""
 
     interval: int | None = None

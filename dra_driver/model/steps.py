@@ -32,9 +32,9 @@ class RunMps:
 
 @dataclass(frozen=True, slots=True)
 class CreateMig:
-    """Make the MIG device of a profile at a placement of a GPU, unless this driver has made it already.
+    """Make the MIG device of a profile at a placement of a GPU, unless this plugin has made it already.
 
-    Undo: destroy it, unless another claim uses the same device; then leave MIG mode if this driver switched it on and
+    Undo: destroy it, unless another claim uses the same device; then leave MIG mode if this plugin switched it on and
     no instance is left.
     """
 

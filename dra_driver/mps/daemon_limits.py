@@ -13,33 +13,13 @@ _MIB = {"": 1 / 1048576, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1048576}
 
 
 def check_spec(spec: MpsDaemonSpec) -> None:
-    """Raises: PermanentError that names every value that cannot be."""
-    faults = []
-    if not _UUIDS[spec.kind].fullmatch(spec.uuid):
-        faults.append(f"{spec.uuid!r} is not the UUID of a {'MIG device' if spec.kind == 'mig' else 'GPU'}")
-    if not _UUIDS["gpu"].fullmatch(spec.gpu_uuid):
-        faults.append(f"{spec.gpu_uuid!r} is not the UUID of a GPU")
-    if spec.kind == "gpu" and spec.uuid != spec.gpu_uuid:
-        faults.append("a whole GPU has two UUIDs")
-    if spec.others and spec.kind != "gpu":
-        faults.append("a daemon of a MIG device serves that alone")
-    faults += [
-        f"{other.gpu_uuid!r} is not the UUID of a GPU"
-        for other in spec.others
-        if not _UUIDS["gpu"].fullmatch(other.gpu_uuid)
-    ]
-    if len(set(spec.gpu_uuids)) < len(spec.gpu_uuids) or len(set(spec.devices)) < len(spec.devices):
-        faults.append("it has a device twice")
-    percentage = spec.default_active_thread_percentage
-    if percentage is not None and not 1 <= percentage <= 100:
-        faults.append(f"the active thread percentage is {percentage}; it must be from 1 to 100")
-    faults += [
-        f"the memory limit is {memory} MiB; it must be at least 1"
-        for memory in spec.default_memory_limits_mib
-        if memory is not None and memory < 1
-    ]
-    if faults:
-        raise PermanentError(f"no MPS daemon can be started for {spec.device}: {'; '.join(faults)}")
+    """UUIDs go into command lines. Raises: PermanentError if one is none."""
+    for uuid, kind in {spec.uuid: spec.kind, **dict.fromkeys(spec.gpu_uuids, "gpu")}.items():
+        if not _UUIDS[kind].fullmatch(uuid):
+            whose = "MIG device" if kind == "mig" else "GPU"
+            raise PermanentError(
+                f"no MPS daemon can be started for {spec.device}: {uuid!r} is not the UUID of a {whose}"
+            )
 
 
 def limit_commands(spec: MpsDaemonSpec) -> tuple[tuple[str, str, str], ...]:

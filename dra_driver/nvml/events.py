@@ -50,8 +50,8 @@ class HealthSource:
 
     @property
     def driver_loads(self) -> int:
-        """How often the driver answered again after NVML had said that it is not loaded. Each time counts at least
-        once."""
+        """How often the NVIDIA driver answered again after NVML had said that it is not loaded. Each time counts at
+        least once."""
         return self._driver_loads + self._session.driver_loads
 
     def driver_version(self) -> str | None:

@@ -1,4 +1,4 @@
-"""The one map from NVML return codes to the driver's errors."""
+"""The one map from NVML return codes to the NVIDIA driver's errors."""
 
 from __future__ import annotations
 

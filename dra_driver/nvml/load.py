@@ -49,8 +49,8 @@ def ask(call: Callable[..., T], *args: object) -> T | None:
 
 
 def read_memory(handle: Handle) -> Any:
-    """NVML's struct, by the newer call, which does not count as used what the driver keeps for itself; by the older one
-    where that is missing. Raises: pynvml.NVMLError."""
+    """NVML's struct, by the newer call, which does not count as used what the NVIDIA driver keeps for itself; by the
+    older one where that is missing. Raises: pynvml.NVMLError."""
     try:
         return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
     except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported):

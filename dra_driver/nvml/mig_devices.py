@@ -184,7 +184,7 @@ def _placements(handle: Handle, profile_id: int) -> tuple[Placement, ...]:
 
 
 def _profile_info(handle: Handle, number: int) -> Any:
-    """Version 2 of the struct carries the driver's own name; older drivers have version 1 only."""
+    """Version 2 of the struct carries the NVIDIA driver's own name; older drivers have version 1 only."""
     try:
         return pynvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number, version=2)
     except pynvml.NVMLError_InvalidArgument:
@@ -213,7 +213,7 @@ def _profile(info: Any, number: int, gpu: Gpu) -> MigProfile:
 
 
 def _driver_name(info: Any) -> str | None:
-    """`1g.10gb+me` from the driver's `MIG 1g.10gb+me`."""
+    """`1g.10gb+me` from the NVIDIA driver's `MIG 1g.10gb+me`."""
     name = getattr(info, "name", None)
     if isinstance(name, bytes):
         name = name.decode(errors="replace")

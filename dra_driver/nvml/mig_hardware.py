@@ -120,7 +120,7 @@ class MigHardware:
 
     @_whole
     def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
-        """The minor number of the GPU's device node as it is now; None if NVML does not tell."""
+        """The minor number of the GPU's device node as it is now; None if NVML does not report."""
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         with nvml_errors(f"read the minor number of GPU {gpu_uuid}"):
             return supported(pynvml.nvmlDeviceGetMinorNumber, handle)
@@ -151,9 +151,9 @@ class MigHardware:
     def create(self, gpu_uuid: str, pci_bus_id: str | None, profile_id: int, placement: Placement) -> int:
         """Create a GPU instance at exactly this placement; its ID.
 
-        Raises: RetryableError where an instance is in the way, or the driver took another placement;
-        NvmlTransientError also where MIG mode is off, and while nothing is in the way but the driver has no room.
-        """
+        Raises: RetryableError where an instance is in the way, or the NVIDIA driver took another placement;
+        NvmlTransientError also where MIG mode is off, and while nothing is in the way but the NVIDIA driver has no
+        room."""
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         action = f"create a GPU instance of profile {profile_id} at {_slices(placement)} of GPU {gpu_uuid}"
         wanted = pynvml.c_nvmlGpuInstancePlacement_t(placement.start, placement.size)
@@ -334,7 +334,7 @@ class MigHardware:
 @contextmanager
 def _making(action: str) -> Iterator[None]:
     """`nvml_errors` for something that no process can hold, because it does not exist yet: if NVML says that it is in
-    use, the driver itself is busy."""
+    use, the NVIDIA driver itself is busy."""
     try:
         with nvml_errors(action):
             yield

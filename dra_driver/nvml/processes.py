@@ -82,7 +82,7 @@ def process_text(pid: int, name: str) -> str:
 
 
 def listed(handle: Handle, uuid: str, versions: Sequence[str]) -> Sequence[Any]:
-    """One kind of processes, by the first of the functions that the driver has."""
+    """One kind of processes, by the first of the functions that the NVIDIA driver has."""
     for name in versions:
         try:
             with nvml_errors(f"list the processes on {uuid}"):

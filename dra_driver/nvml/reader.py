@@ -50,7 +50,7 @@ class NvmlReader:
         all as it was, while a change of a GPU is under way."""
         self.session.reopen()
         if self._memory is not None:
-            self._memory.reopened()
+            self._memory.peers.reopened()
 
     def read_inventory(self) -> Inventory:
         """All GPUs that NVML shows, without NVLink domains. Raises: NvmlUnavailableError; StateError from

@@ -33,10 +33,6 @@ class ScanMemory:
     peers: PeerMemory = field(default_factory=PeerMemory)
     profiles: Tables[dict[int, MigProfile]] = field(default_factory=lambda: Tables(read_profiles))
 
-    def reopened(self) -> None:
-        """NVML was initialised anew."""
-        self.peers.reopened()
-
 
 def read_gpus(
     on_demand: Callable[[Gpu], bool] | None,

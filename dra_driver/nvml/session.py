@@ -65,26 +65,18 @@ class NvmlSession:
         self._mark = mark
         self._clock = clock
         self._lock = threading.Lock()
-        self._is_open = False
+        # Whether NVML is initialised.
+        self.is_open = False
         self._openings = 0
         self._driver_absent = False
-        self._driver_loads = 0
+        # How often NVML could be initialised after it could not, for want of a driver.
+        self.driver_loads = 0
         self._users = 0
         self._turn = threading.Condition()
         self._begun: dict[int, float] = {}
         # Who comes before the first opening waits for it.
         self._is_changing = True
         self._failure: DraDriverError | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether NVML is initialised."""
-        return self._is_open
-
-    @property
-    def driver_loads(self) -> int:
-        """How often NVML could be initialised after it could not, for want of a driver."""
-        return self._driver_loads
 
     @contextmanager
     def kept_open(self) -> Iterator[int]:
@@ -94,7 +86,7 @@ class NvmlSession:
         Raises: NvmlUnavailableError if NVML is not initialised.
         """
         with self._turn:
-            if not self._is_open:
+            if not self.is_open:
                 raise self._why_closed()
             self._users += 1
         try:
@@ -110,7 +102,7 @@ class NvmlSession:
         an operation of the same thread this does nothing more.
 
         While NVML is being initialised, or is about to be, this waits for it; only then `patience` is asked for how
-        many seconds at most. Raises: NvmlUnavailableError, as from `open` where that failed; what `patience` raises.
+        many seconds at most. Raises: NvmlUnavailableError, as from `reopen` where that failed; what `patience` raises.
         """
         thread = threading.get_ident()
         if thread in self._begun:
@@ -119,7 +111,7 @@ class NvmlSession:
         with self._turn:
             if self._is_changing:
                 self._turn.wait_for(lambda: not self._is_changing, patience())
-            if self._is_changing or not self._is_open:
+            if self._is_changing or not self.is_open:
                 raise self._why_closed()
             self._begun[thread] = self._clock()
         try:
@@ -129,22 +121,11 @@ class NvmlSession:
                 del self._begun[thread]
                 self._turn.notify_all()
 
-    def open(self) -> None:
-        """Initialise NVML; nothing happens if it is initialised already.
-
-        Raises: NvmlUnavailableError; RetryableError where access is refused.
-        """
-        with self._lock:
-            if self._is_open:
-                return
-            with self._changing():
-                self._open_counted()
-
     def close(self) -> None:
         """Shut NVML down for good; errors do not matter any more."""
         with self._lock:
             with self._turn:
-                was_open, self._is_open, self._is_changing = self._is_open, False, False
+                was_open, self.is_open, self._is_changing = self.is_open, False, False
                 self._turn.notify_all()
                 self._turn.wait_for(lambda: not self._users and not self._begun, _PATIENCE_S)
                 if self._begun:
@@ -158,20 +139,21 @@ class NvmlSession:
         """Shut NVML down until the next `reopen`; `why` is what everybody hears meanwhile. Raises: NvmlInUseError, with
         NVML as it was, while a change of a GPU is under way."""
         with self._lock, self._changing():
-            if self._is_open:
+            if self.is_open:
                 self._end_uses()
                 self._shut_down()
             self._failure = NvmlDetachedError(why)
 
     def reopen(self) -> None:
-        """Shut down and initialise anew, which is how NVML learns of GPUs that came or went.
+        """Initialise NVML, after a shutdown if it is initialised: so NVML learns of GPUs that came or went.
 
         This waits for operations that have begun, and no new ones begin meanwhile. An operation that has not ended
-        after a minute hangs in the driver and must not keep everybody from a new session. Raises: as `open`;
+        after a minute hangs in the NVIDIA driver and must not keep everybody from a new session. Raises:
+        NvmlUnavailableError; RetryableError where access is refused;
         NvmlInUseError, with NVML as it was, if an operation takes longer than a few seconds.
         """
         with self._lock, self._changing():
-            if self._is_open:
+            if self.is_open:
                 self._end_uses()
                 # The mark stays: for others NVML is open throughout.
                 with suppress(pynvml.NVMLError):
@@ -183,7 +165,7 @@ class NvmlSession:
         with self._turn:
             self._turn.wait_for(lambda: not self._begun, _PATIENCE_S)
             self._give_way_to_operations()
-            self._is_open = False
+            self.is_open = False
             self._turn.wait_for(lambda: not self._users, _PATIENCE_S)
 
     def _give_way_to_operations(self) -> None:
@@ -219,14 +201,14 @@ class NvmlSession:
             self._driver_absent |= is_absent
             raise
         self._failure = None
-        self._driver_loads += self._driver_absent
+        self.driver_loads += self._driver_absent
         self._driver_absent = False
         self._openings += 1
-        self._is_open = True
+        self.is_open = True
 
     def _open(self) -> None:
-        # The loader is asked while the mark is held: whoever asks everybody to let go, and then sees no mark, is sure
-        # that nobody is about to open NVML.
+        # The loader is asked while the mark is held: whoever asks everybody to close NVML, and then sees no mark, is
+        # sure that nobody is about to open NVML.
         with nvml_errors("initialise NVML"), self._marked():
             pynvml.nvmlLib = self._loader()
             pynvml._nvmlGetFunctionPointer_cache.clear()

@@ -63,10 +63,9 @@ class PeerMemory:
 def read_reachable_pairs(gpus: Sequence[tuple[Handle, Gpu]], memory: PeerMemory) -> dict[frozenset[str], int]:
     """Pairs of GPU UUIDs with NVLink peer access, and the number of links that join them directly.
 
-    The driver's answer on peer access decides, because it knows of switch partitions; where it has none, the links
-    decide. Behind a switch the count is 1, because every pair is equal there. For GPUs that are in MIG mode now and
-    can be whole again, the answer in `memory` counts.
-    """
+    The NVIDIA driver's answer on peer access decides, because it knows of switch partitions; where it has none, the
+    links decide. Behind a switch the count is 1, because every pair is equal there. For GPUs that are in MIG mode now
+    and can be whole again, the answer in `memory` counts."""
     linked = [(handle, gpu) for handle, gpu in gpus if gpu.nvlink_links and gpu.can_be_whole]
     out_of_mig_mode = {gpu.uuid for _, gpu in linked if not gpu.mig_enabled}
     asked = {
@@ -98,7 +97,8 @@ def read_reachable_pairs(gpus: Sequence[tuple[Handle, Gpu]], memory: PeerMemory)
 
 
 def _links(of_a: Mapping[str, int], of_b: Mapping[str, int], b: Gpu, granted: bool | None) -> int:
-    """The links that join two GPUs, 1 if it is through switches; 0 where the driver does not grant peer access."""
+    """The links that join two GPUs, 1 if it is through switches; 0 where the NVIDIA driver does not grant peer
+    access."""
     direct = of_a.get(b.pci_bus_id or "", 0)
     reached = granted if granted is not None else bool(direct or (_SWITCH in of_a and _SWITCH in of_b))
     return max(direct, 1) if reached else 0
@@ -119,7 +119,7 @@ def _is_out_of_mig_mode(handle: Handle, gpu: Gpu) -> bool:
 
 
 def _peer_access(a: Handle, b: Handle) -> bool | None:
-    """Whether the driver grants peer access over NVLink; None if it cannot tell."""
+    """Whether the NVIDIA driver grants peer access over NVLink; None if it cannot tell."""
     try:
         status = supported(pynvml.nvmlDeviceGetP2PStatus, a, b, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
     except DraDriverError:
@@ -142,7 +142,7 @@ def _remotes(handle: Handle, gpu: Gpu, memory: PeerMemory) -> Mapping[str, int]:
 
 
 def _remote(handle: Handle, link: int) -> str | None:
-    """Where a link leads; None where the driver does not say."""
+    """Where a link leads; None where the NVIDIA driver does not say."""
     try:
         kind = supported(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
         if kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:

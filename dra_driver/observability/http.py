@@ -32,7 +32,7 @@ _NO_IPV6 = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUP
 
 
 class Response(NamedTuple):
-    """The answer of a page."""
+    """What a page returns."""
 
     status: int
     content_type: str

@@ -1,4 +1,4 @@
-"""The answers of the probes: alive, started, ready; if not, with the reason.
+"""What the probes say: alive, started, ready; if not, with the reason.
 
 A rolling update waits for readiness before it goes on to the next node. So readiness fails for faults that a bad
 release or a bad configuration causes on every node: the kubelet refuses the plugin, or nothing can be published. It
@@ -34,7 +34,7 @@ _STOPPING = "gpu-dra-driver is stopping; another instance takes over, or the pod
 class Probes:
     """Answers for the kubelet's probes, by gRPC and by HTTP: lists of sentences, empty if all is well.
 
-    Plugin and publisher are None before they are made. `others` count for notes only; each answers what is wrong, or
+    Plugin and publisher are None before they are made. `others` count for notes only; each returns what is wrong, or
     None.
     """
 

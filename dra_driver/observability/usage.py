@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from dra_driver.concurrency.bounded_call import BoundedCall
@@ -12,6 +12,7 @@ from dra_driver.model.gpu import GpuProcess, GpuUse
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuAddress, MigAddress
 from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.nvml.usage import UsageSource
 from dra_driver.observability.rules.usage import (
     Made,
     NodeUse,
@@ -32,8 +33,7 @@ class Usage:
 
     def __init__(
         self,
-        read: Callable[[GpuAddress, Collection[MigAddress]], GpuUse],
-        read_processes: Callable[[GpuAddress], GpuUse],
+        source: UsageSource,
         inventory: Callable[[], Inventory | None],
         records: Callable[[], Mapping[str, ClaimRecord]],
         made: Made,
@@ -41,10 +41,8 @@ class Usage:
         *,
         within_s: float = _WITHIN_S,
     ) -> None:
-        """`read` and `read_processes` are called in a thread for each GPU. `within_s` is how long a look waits for all
-        GPUs together."""
-        self._read = read
-        self._read_processes = read_processes
+        """`source` is asked in a thread for each GPU. `within_s` is how long a look waits for all GPUs together."""
+        self._source = source
         self._inventory = inventory
         self._records = records
         self._made = made
@@ -62,7 +60,9 @@ class Usage:
         wanted: dict[str, list[MigAddress]] = {}
         for name, mig in addresses.items():
             wanted.setdefault(held[name].gpu_uuid, []).append(mig)
-        gpus = self._ask(inventory, lambda gpu: partial(self._read, gpu, tuple(wanted.get(gpu.uuid, ()))))
+        gpus = self._ask(
+            inventory, lambda gpu: partial(self._source.read, gpu, tuple(wanted.get(gpu.uuid, ())))
+        )
         nobodys = self._unclaimed(gpus, held, addresses)
         return NodeUse(device_uses(records, inventory, addresses, gpus), gpus, nobodys)
 
@@ -71,7 +71,7 @@ class Usage:
         GPU. Raises: as `look`."""
         inventory, records = self._inventory() or Inventory(), [*self._records().values()]
         held = held_devices(records)
-        gpus = self._ask(inventory, lambda gpu: partial(self._read_processes, gpu))
+        gpus = self._ask(inventory, lambda gpu: partial(self._source.read_processes, gpu))
         return self._unclaimed(gpus, held, mig_addresses(held, inventory, self._made))
 
     def _unclaimed(

@@ -38,7 +38,7 @@ class ClaimStatusReporter:
     """Gives the status of claims to the recorder; safe for several threads.
 
     It gives only what differs from what this process wrote last: after each restart of its own, the kubelet prepares
-    every claim again. `record` answers a claim's record by its UID.
+    every claim again. `record` returns a claim's record by its UID.
     """
 
     def __init__(

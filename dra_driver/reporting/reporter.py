@@ -53,7 +53,7 @@ class Reporter:
         freed: Callable[[], None],
         mps: MpsEvents,
     ) -> None:
-        """`users` answers a claim whose record asks for a MIG device that is made on demand. `freed` is called when a
+        """`users` returns a claim whose record asks for a MIG device that is made on demand. `freed` is called when a
         claim was unprepared."""
         self._metrics = metrics
         self._recorder = recorder

@@ -118,8 +118,8 @@ class MachineBase:
             return self._sessions.open(name)
 
     def close_session(self, session: Session) -> None:
-        """It shuts NVML down. When the last client of a GPU goes, the driver lets go of a GPU without persistence mode,
-        and forgets its settings."""
+        """It shuts NVML down. When the last client of a GPU goes, the NVIDIA driver lets go of a GPU without
+        persistence mode, and forgets its settings."""
         with self._store.locked():
             session.end()
             if self._sessions.is_any_open():

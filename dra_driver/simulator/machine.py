@@ -198,7 +198,8 @@ class Machine(MachineBase):
     # --- what is beside the GPUs ---------------------------------------------------------------
 
     def set_imex(self, state: str, channels: int | None = None) -> None:
-        """What nvidia-imex does; with `channels` also how many the driver has, 0 for a driver that knows none."""
+        """What nvidia-imex does; with `channels` also how many the NVIDIA driver has, 0 for a driver that knows
+        none."""
         if state not in imex.STATES:
             raise InvalidConfigError(f"nvidia-imex can be {', '.join(imex.STATES)}, not {state!r}")
         with self._change() as now:
@@ -232,7 +233,7 @@ class Machine(MachineBase):
             self._forget(state)
 
     def load_driver(self, version: str | None = None) -> None:
-        """Load the driver, also another version of it."""
+        """Load the NVIDIA driver, also another version of it."""
         with self._change() as state:
             state.driver_loaded = True
             state.driver_loads += 1
@@ -261,7 +262,7 @@ class Machine(MachineBase):
             self._forget(state)
 
     def _forget(self, state: State) -> None:
-        """Forget everything that lives in the driver's memory."""
+        """Forget everything that lives in the NVIDIA driver's memory."""
         state.system["confidential_ready"] = False
         for gpu in state.gpus:
             mig.after_reboot(gpu, state.model_of(gpu))
@@ -353,7 +354,7 @@ def create_machine(
     """Create a machine, or open it if the directory holds one of the same name.
 
     `name` is one of `machine_names()` or a path to a YAML file. `device_nodes` is "real" (needs root), "described" or
-    "auto". `cdi_hook` puts an nvidia-cdi-hook into the driver's programs.
+    "auto". `cdi_hook` puts an nvidia-cdi-hook into the NVIDIA driver's programs.
 
     Raises: InvalidConfigError for an unknown name or a bad file, StateError for a directory that holds another machine
     or other files.

@@ -1,8 +1,7 @@
 """The rules of MIG: which instances fit, which IDs they get, which profiles a GPU instance offers.
 
-All functions work on a private copy of the machine; they raise a `Refusal` with the NVML code that the driver would
-return.
-"""
+All functions work on a private copy of the machine; they raise a `Refusal` with the NVML code that the NVIDIA driver
+would return."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ ARCH_HOPPER = 9
 COMPUTE_SLICES = {0: 1, 1: 2, 2: 3, 3: 4, 4: 7, 5: 8, 6: 6}
 
 
-class Refusal(Exception):  # noqa: N818 - a return code of the driver, not a fault of ours
-    """The driver refuses with this NVML return code."""
+class Refusal(Exception):  # noqa: N818 - a return code of the NVIDIA driver, not a fault of ours
+    """The NVIDIA driver refuses with this NVML return code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -112,7 +111,7 @@ def create_gpu_instance(
     free = free_placements(gpu, model, profile)
     if not free or (placement is not None and placement[0] not in free):
         raise Refusal(pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES)
-    # Without a placement the driver fills from the end, so the order of creation matters.
+    # Without a placement the NVIDIA driver fills from the end, so the order of creation matters.
     start = placement[0] if placement is not None else free[-1]
     taken = {item.id for item in gpu.instances}
     wanted_ids = _instance_ids(model, profile, start)
@@ -123,7 +122,7 @@ def create_gpu_instance(
 
 
 def _instance_ids(model: Model, profile: MigProfile, start: int) -> list[int]:
-    """Ids that the driver prefers: the bigger the instance, the lower its id."""
+    """Ids that the NVIDIA driver prefers: the bigger the instance, the lower its id."""
     total = max(row.size for row in model.mig)
     if profile.size == total:
         return [0]

@@ -183,7 +183,7 @@ class ApiSupport:
     """Remembers what the server takes and keeps, from what it was asked and from its answers to writes.
 
     `ask` gets what is known, and whether partitions matter. `tell` gets the reason each time that the server is found
-    not to count partitions. `caution` answers what is wrong with counters for these devices on a server that keeps
+    not to count partitions. `caution` returns what is wrong with counters for these devices on a server that keeps
     them, if anything; it is asked each time that the server is found to count, and `warn` gets what it says.
 
     For the publisher's thread; any thread may read `problem` and `drops_taints`.

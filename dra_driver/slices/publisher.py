@@ -66,8 +66,8 @@ class Publisher:
     """Brings the node's slices in line with the inventory, again and again.
 
     Discovery, the watch, health and MIG only call `mark_dirty`. While `may_publish` says no, nothing is written.
-    `support` says what the server takes and keeps. `taints` answers how devices are tainted at the moment; its argument
-    is what the server takes of taints. `withheld` answers which devices are left out of the slices; its argument says
+    `support` says what the server takes and keeps. `taints` returns how devices are tainted at the moment; its argument
+    is what the server takes of taints. `withheld` returns which devices are left out of the slices; its argument says
     whether the server drops taints.
     """
 
@@ -97,7 +97,8 @@ class Publisher:
         self._marked_at: float | None = None
         self._behind_since: float | None = None  # the publisher's thread's own
         self._published = threading.Event()
-        self._problem: str | None = _NOT_YET
+        # Why the published slices are not what they should be; None when they are, or are not our concern.
+        self.problem: str | None = _NOT_YET
         self.standing_by = False
         """Whether this instance publishes nothing because another one on this node does."""
         self._known_faults: tuple[str, ...] = ()
@@ -116,11 +117,6 @@ class Publisher:
         self._worker = BackgroundWorker(
             "publisher", self._round, crash_event="publish_failed", on_crash=self._crashed
         )
-
-    @property
-    def problem(self) -> str | None:
-        """Why the published slices are not what they should be; None when they are, or are not our concern."""
-        return self._problem
 
     def start(self) -> None:
         """Begin to publish in the background."""
@@ -155,7 +151,7 @@ class Publisher:
         return max(0.0, self._due_at - time.monotonic())
 
     def _pause_after(self, error: DraDriverError) -> None:
-        self._problem = str(error)
+        self.problem = str(error)
         self._observer.publish_failed(error)
         asked = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
         delay = self._backoff.next(asked)
@@ -164,7 +160,7 @@ class Publisher:
 
     def _crashed(self, error: Exception) -> float:
         self._observer.publish_failed(error)
-        self._problem = "publishing failed unexpectedly; see the log"
+        self.problem = "publishing failed unexpectedly; see the log"
         self._worker.pause(self._backoff.step())
         return 0.0
 
@@ -223,7 +219,7 @@ class Publisher:
         ours = self._may_publish()
         if ours == self.standing_by:
             _log.info("publishing_resumed" if ours else "publishing_stands_by")
-            self._problem = None if self._published.is_set() or not ours else _NOT_YET
+            self.problem = None if self._published.is_set() or not ours else _NOT_YET
         self.standing_by = not ours
         if not ours:
             self._behind_since = None
@@ -236,19 +232,19 @@ class Publisher:
         wait_s = self._pacing.wait_s(pool, now)
         if wait_s <= 0:
             return False
-        if self._problem != _CONTESTED:
+        if self.problem != _CONTESTED:
             _log.warning("slices_contested", reason=_CONTESTED, next_write_in_s=round(wait_s, 2))
             self._observer.contested(_CONTESTED)
-        self._problem = _CONTESTED
+        self.problem = _CONTESTED
         self._again_at(now + wait_s)
         return True
 
     def _settle(self) -> None:
         """All that the server takes is published; a slice that cannot be deleted may be left."""
         left = next(iter(self._undeleted.values()), None)
-        self._problem = f"a slice that is obsolete is still there: {left}" if left else None
+        self.problem = f"a slice that is obsolete is still there: {left}" if left else None
         if self._refused_slices.problem is not None:
-            self._problem = f"a slice is not what it should be: {self._refused_slices.problem}"
+            self.problem = f"a slice is not what it should be: {self._refused_slices.problem}"
         self._again_at(self._refused_slices.due)
         if self._undeleted:
             self._again_at(self._delete_again_at)

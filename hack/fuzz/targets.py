@@ -23,6 +23,7 @@ from dra_driver.api.resolve import config_for_result
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.rules.metadata import cdi_file, check_names, container_path, directory_name, requests_of
 from dra_driver.cdi.rules.spec import file_stem
+from dra_driver.config_file import read_document
 from dra_driver.diagnostics.doctor.runtime import read_configs
 from dra_driver.errors import (
     ApiRejectedError,
@@ -56,7 +57,7 @@ from dra_driver.model.units import format_bytes, parse_quantity
 from dra_driver.mps import daemon_limits as limits
 from dra_driver.mps.daemon_records import DaemonRecords
 from dra_driver.mps.host_files import MpsLayout
-from dra_driver.settings import read_config_file
+from dra_driver.settings import config_values
 from dra_driver.validation.documents import read_documents
 from dra_driver.validation.rules.selection import NotJudgedError, SelectorError, view
 from dra_driver.validation.rules.selectors import compiled
@@ -312,7 +313,7 @@ def config_file(content: bytes, directory: Path) -> None:
     path = directory / "config.yaml"
     path.write_bytes(content)
     with suppress(InvalidConfigError):
-        read_config_file(path)
+        config_values(read_document(path), path)
 
 
 def quantity(content: bytes) -> None:

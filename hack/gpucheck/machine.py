@@ -73,7 +73,7 @@ def opened(settings: Settings) -> Iterator[View]:
 
         reader = NvmlReader(load)
         try:
-            reader.session.open()
+            reader.session.reopen()
             inventory = discover_once(reader, HostView(platform.paths), None)
             yield View(settings, platform, library[-1], inventory)
         finally:

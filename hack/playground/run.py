@@ -12,9 +12,10 @@ from typing import Any
 
 from dra_driver.app.posix_signals import SignalWatch
 from dra_driver.cli.scratch import scratch_directory
+from dra_driver.config_file import read_document
 from dra_driver.logs import configure_logs
 from dra_driver.model.ids import gpu_device_names
-from dra_driver.settings import read_config_file
+from dra_driver.settings import config_values
 from playground.node import DRIVER, PlaygroundNode
 from playground.pods import PodLoop
 
@@ -31,7 +32,7 @@ def run(machine: str, config: Path | None, log_level: str) -> None:
         changes: dict[str, Any] = {"log_level": log_level, "log_format": "console"}
         if config is not None:
             node.options["--config"] = str(config.resolve())
-            changes |= read_config_file(config)
+            changes |= config_values(read_document(config), config)
         for entry in _installed_classes():
             resource = node.server.resource("deviceclasses")
             if node.server.store.get(resource, ("", entry["metadata"]["name"])) is not None:

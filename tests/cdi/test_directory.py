@@ -69,13 +69,6 @@ def test_the_directory_is_made_anew_when_a_reboot_took_it(tmp_path: Path, direct
     assert directory.write(UID, spec()) is True
 
 
-def test_removing_twice_is_removing_once(directory: CdiDirectory) -> None:
-    directory.write(UID, spec())
-    assert directory.remove(UID) is True
-    assert directory.remove(UID) is False
-    assert directory.list() == {}
-
-
 def test_claims_are_listed_with_their_devices(tmp_path: Path, directory: CdiDirectory) -> None:
     directory.write(UID, claim_spec(UID, DRIVER, driver(), [gpu(0), gpu(1)]))
     CdiDirectory(tmp_path / "cdi", "other.example.com").write(

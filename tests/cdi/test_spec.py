@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.cdi.rules.spec import cdi_id, checked_claim_uid, claim_spec, encode, file_stem
+from dra_driver.cdi.rules.spec import checked_claim_uid, claim_spec, encode
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.driver_files import BASE_HOOK_VERBS, CdiDevice, DriverFile, DriverFiles, DriverLink
 from tests.cdi.cdi_samples import DRIVER, UID, driver, gpu, mig
@@ -143,11 +143,6 @@ def test_a_driver_without_its_control_nodes_is_refused() -> None:
 def test_a_claim_without_devices_is_refused() -> None:
     with pytest.raises(ClaimRefusedError, match="has no device"):
         claim_spec(UID, DRIVER, driver(), [])
-
-
-def test_names_contain_the_claim_uid() -> None:
-    assert cdi_id(DRIVER, UID, "gpu-0") == f"k8s.gpu.nvidia.com/claim={UID}-gpu-0"
-    assert file_stem(DRIVER, UID) == f"k8s.gpu.nvidia.com-claim_{UID}"
 
 
 @pytest.mark.parametrize("uid", ["", "../x", "a/b", "a..b", ".a", "a\n", "a b", "ä", "a" * 200, "-"])

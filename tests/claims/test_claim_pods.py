@@ -114,16 +114,6 @@ def test_pods_that_come_and_go_without_a_call_are_written_down(
     assert bench.node.files() == {}
 
 
-def test_record_of_a_release_that_wrote_no_pods_gets_them(bench: Bench) -> None:
-    bench.node.prepare(ONE)
-    assert bench.recorded() is None
-    bench.look()
-    assert bench.recorded() is None, "the API server did not say"
-    bench.node.claims.add(used_by(ONE, A))
-    bench.look()
-    assert bench.recorded() == (A,)
-
-
 def test_pods_of_a_claim_that_is_stale_or_another_by_now_are_not_looked_at(bench: Bench) -> None:
     bench.node.prepare(used_by(ONE, A))
     bench.node.prepare(used_by(TWO, C))

@@ -121,14 +121,6 @@ def recorded_pods(node: Node) -> Pods:
     return record.claim.pods
 
 
-def test_prepare_then_unprepare_is_the_start(node: Node) -> None:
-    before = node.files()
-    for _ in range(3):
-        node.prepare(claim(GPU_0, MIG_3G))
-        assert node.unprepare(claim(GPU_0, MIG_3G)) is None
-        assert node.files() == before == {}
-
-
 def test_unprepare_of_an_unknown_claim_succeeds_without_api_server_and_devices(tmp_path: Path) -> None:
     node = Node(tmp_path, Inventory())
     node.claims.down = True
@@ -200,15 +192,6 @@ def test_failure_of_one_claim_does_not_touch_the_others(node: Node) -> None:
     assert sorted(node.outcomes.told, key=str) == [
         ("prepare", "ClaimRefusedError"), ("prepare", "ClaimRefusedError"), ("prepare", None), ("prepare", None),
     ]  # fmt: skip
-
-
-def test_device_of_another_claim_is_refused_until_that_is_unprepared(node: Node) -> None:
-    node.prepare(claim(GPU_0))
-    second = claim(GPU_0, uid="uid-2")
-    assert "is held by claim default/claim-uid-1 (UID uid-1)" in error_of(node.prepare(second))
-    assert list(node.records.all()) == ["uid-1"]
-    node.unprepare(claim(GPU_0))
-    assert node.prepare(second) == prepared(second)
 
 
 def test_bug_in_a_step_is_the_claims_error_and_nothing_is_left(node: Node, logs: list) -> None:
@@ -425,14 +408,6 @@ def test_thousand_claims_are_answered_in_one_call(node: Node) -> None:
     assert node.files() == {}
 
 
-def test_hundred_claims_with_admin_access_hold_one_gpu(node: Node) -> None:
-    wanted = [claim(result(GPU_0, admin_access=True), uid=f"uid-{number}") for number in range(100)]
-    for item in wanted:
-        assert isinstance(node.prepare(item), Prepared)
-    assert isinstance(node.prepare(claim(GPU_0, uid="owner")), Prepared)
-    assert len(node.records.all()) == 101
-
-
 def test_prepared_claim_on_a_lost_gpu_keeps_what_it_has(node: Node) -> None:
     """One GPU of two is lost: the kubelet's next call is answered as without NVML, so the pod keeps the other one."""
     both = claim(GPU_0, GPU_1)
@@ -525,16 +500,6 @@ def test_eight_claims_on_eight_gpus_are_prepared_at_the_same_time(tmp_path: Path
     wanted = [claim(f"gpu-{number:08x}", uid=f"uid-{number}") for number in range(8)]
     answers = in_threads(*(lambda item=item: node.prepare(item) for item in wanted))
     assert answers == [prepared(item) for item in wanted]
-
-
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
-def test_two_claims_for_one_gpu_are_decided_one_after_the_other(node: Node, elsewhere: bool) -> None:
-    second = node.restarted() if elsewhere else node
-    answers = in_threads(
-        lambda: node.prepare(claim(GPU_0, uid="uid-1")), lambda: second.prepare(claim(GPU_0, uid="uid-2"))
-    )
-    assert sorted(type(answer).__name__ for answer in answers) == ["Failed", "Prepared"]
-    assert len(node.records.all()) == len(node.specs.list()) == 1
 
 
 def test_unprepare_during_prepare_waits_for_it_and_leaves_nothing(node: Node) -> None:

@@ -380,17 +380,6 @@ def test_nothing_is_taken_back_while_it_is_not_sure_what_computes(
     assert (bench.later(30), bench.held, bench.told.kept_claims) == (None, [], [])
 
 
-def test_claim_that_is_wanted_again_is_not_asked_about(node: Node) -> None:
-    uses = [in_use(4711)]
-    bench = Bench(node, in_use=lambda record: uses.pop(0))
-    bench.node.prepare(ONE)
-    deallocate(bench)
-    bench.look()
-    bench.later()
-    bench.node.claims.deallocated.clear()
-    assert (bench.later(), bench.reconciler.stale(), uses) == (None, [], [])
-
-
 def test_failure_of_one_claim_keeps_no_other_and_is_tried_again(bench: Bench) -> None:
     def refuse_one(record: ClaimRecord) -> None:
         if record.ref.uid == "uid-1":
@@ -401,15 +390,6 @@ def test_failure_of_one_claim_keeps_no_other_and_is_tried_again(bench: Bench) ->
     assert (bench.later(), bench.held) == (30, ["uid-1"])
     bench.node.steps.on_undo = lambda record: None
     assert (bench.later(30), bench.held) == (None, [])
-
-
-def test_only_the_claims_that_somebody_waits_for_are_asked_about(bench: Bench) -> None:
-    bench.node.prepare(ONE)
-    bench.node.prepare(TWO)
-    bench.look(["uid-2"])
-    assert bench.node.claims.looks == ["uid-2"]
-    bench.look([])
-    assert bench.node.claims.looks == ["uid-2"]
 
 
 # --- against the kubelet -------------------------------------------------------------------------
@@ -695,11 +675,3 @@ def test_claim_that_was_found_stale_before_goes_at_once_when_somebody_begins_to_
     bench.reconciler.look_soon(ONE.ref)
     bench.reconciler._turn()
     assert bench.held == []
-
-
-def test_claim_that_nobody_waits_for_has_the_grace_time(node: Node) -> None:
-    bench = Bench(node, pods_run=lambda record: False)
-    node.prepare(replace(ONE, pods=(POD,)))
-    forget(bench, "uid-1")
-    bench.look()
-    assert bench.held == ["uid-1"]

@@ -391,18 +391,6 @@ def test_those_who_wait_are_served_in_order_and_the_next_is_told_who_has_it(node
     assert (list(node.records.all()), node.line.waiting) == (["uid-0"], [])
 
 
-def test_each_gets_the_device_when_the_one_before_leaves(node: Node, calls: Calls) -> None:
-    """Pods that are force-deleted and made anew, faster than they are torn down."""
-    leaving(node)
-    node.claims.unused |= {f"uid-{number}" for number in range(4)}
-    calls.waits(node, *(claim(GPU_0, uid=f"uid-{number}") for number in range(4)))
-    last = HOLDER
-    for number in range(4):
-        assert node.unprepare(last) is None
-        assert isinstance(calls.answer(f"uid-{number}"), Prepared)
-        last = claim(GPU_0, uid=f"uid-{number}")
-
-
 def test_who_comes_later_does_not_overtake(node: Node, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is free already, but the one who waits for it was not woken yet."""
     leaving(node)

@@ -33,18 +33,7 @@ def test_a_cell_cannot_move_the_cursor() -> None:
     assert table((Column("A"),), [("x\x1b[2J\ny",)], None) == "A\nx?[2J?y\n"
 
 
-@pytest.mark.parametrize(
-    ("width", "titles", "product"),
-    [
-        (None, ["NAME", "BUS", "UUID", "PRODUCT"], ROW[3]),
-        (80, ["NAME", "BUS", "UUID", "PRODUCT"], ROW[3]),
-        (60, ["NAME", "BUS", "UUID", "PRODUCT"], "NVIDIA H100 80G.."),
-        (50, ["NAME", "BUS", "PRODUCT"], ROW[3]),
-        (32, ["NAME", "PRODUCT"], ROW[3]),
-        (24, ["NAME", "PRODUCT"], "NVIDIA H100 80.."),
-        (3, ["NAME", "PRODUCT"], "NVIDIA H100 80.."),
-    ],
-)
+@tabled("width", "titles", "product")
 def test_columns_go_by_priority_and_then_cells_are_shortened(
     width: int | None, titles: list[str], product: str
 ) -> None:

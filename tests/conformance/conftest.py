@@ -20,7 +20,8 @@ from dra_driver.app.daemon import Driver
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import ClaimRef
 from tests.e2e.conftest import _cluster, cluster, example
-from tests.integration.conftest import DRIVER, Json, Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER, Json, Node
 from tests.kubelet.support import FakeClaims
 
 __all__ = ["_cluster", "cluster", "example"]

@@ -32,7 +32,9 @@ from dra_driver.validation.rules.allocator import AllocationError
 from tests.conformance.conftest import ConformanceNode, end, in_background
 from tests.fakes.samples import h100, inventory
 from tests.fakes.slices import publisher_of
-from tests.integration.conftest import DRIVER, NODE, Json, eventually, result, sliced
+from tests.fakes.tables import data_of
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER, NODE, Json, result, sliced
 
 MakeNode = Callable[..., ConformanceNode]
 OLD, NEW = "11111111-1111-1111-1111-111111111111", "22222222-2222-2222-2222-222222222222"
@@ -184,23 +186,7 @@ def test_c17_driver_starts_after_the_pod(node: ConformanceNode) -> None:
 
 def test_c18_device_status_of_claims(node: ConformanceNode) -> None:
     """Our entry of the claim's status is written and overwritten; what others wrote there stays as it was."""
-    foreign: Json = {
-        "driver": "nic.example.com",
-        "pool": NODE,
-        "device": "eth1",
-        "shareID": "00000000-0000-4000-8000-000000000000",
-        "conditions": [
-            {
-                "type": "Ready",
-                "status": "True",
-                "reason": "Up",
-                "message": "",
-                "lastTransitionTime": "2026-08-07T12:00:00Z",
-            }
-        ],
-        "data": {"mtu": 9000},
-        "networkData": {"interfaceName": "eth1", "ips": ["10.0.0.1/24"], "hardwareAddress": "aa:bb"},
-    }
+    foreign: Json = data_of(__file__)["of another driver"]
     ours = names(node)[0]
     theirs = {"request": "nic", **{key: foreign[key] for key in ("driver", "pool", "device", "shareID")}}
     allocated = {"allocation": {"devices": {"results": [result(ours), theirs]}}}

@@ -11,7 +11,8 @@ from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.conformance.conftest import ConformanceNode, LockHolder, in_background, quietly
 from tests.fakes.samples import NODE
-from tests.integration.conftest import DRIVER, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER
 
 MakeNode = Callable[..., ConformanceNode]
 

@@ -18,7 +18,8 @@ from dra_driver.kubelet.server import KubeletPlugin
 from dra_driver.model.claim import Failed, Prepared, PreparedDevice
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.conformance.conftest import OTHER_DRIVER, SLOW_S, ConformanceNode, in_background
-from tests.integration.conftest import DRIVER, NODE, eventually, result
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER, NODE, result
 from tests.kubelet.support import FakeClaims
 
 SHARE_IDS = [f"00000000-0000-4000-8000-00000000000{number}" for number in range(2)]

@@ -24,7 +24,8 @@ from tests.conformance.conftest import (
     in_background,
     quietly,
 )
-from tests.integration.conftest import DRIVER, eventually, result
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER, result
 from tests.kubelet.support import FakeClaims
 
 MakeNode = Callable[..., ConformanceNode]

@@ -13,6 +13,7 @@ import yaml
 from cel_expr_python import cel
 
 from dra_driver.kubelet.liveness import DIAL_TIMEOUT_S
+from tests.fakes.tables import tabled
 
 DAEMONSET = Path(__file__).parents[2] / "daemonset"
 CACHED = Path.home() / ".cache/gpu-dra-driver/cluster/bin"
@@ -123,16 +124,7 @@ def test_the_role_and_the_policy_name_the_same_driver() -> None:
     assert any(f'spec.driver == "{driver}"' in entry["expression"] for entry in spec["validations"])
 
 
-@pytest.mark.parametrize(
-    ("operation", "pool", "driver", "allowed"),
-    [
-        ("CREATE", "node-a", "gpu.nvidia.com", True),
-        ("UPDATE", "other", "gpu.nvidia.com", False),
-        ("CREATE", "other", "gpu.nvidia.com", False),
-        ("DELETE", "other", "gpu.nvidia.com", True),
-        ("DELETE", "node-a", "nic.example.com", False),
-    ],
-)
+@tabled("operation", "pool", "driver", "allowed")
 def test_a_stray_slice_of_the_own_node_can_only_be_removed(
     operation: str, pool: str, driver: str, allowed: bool
 ) -> None:

@@ -78,11 +78,6 @@ def test_an_own_cluster_is_taken_down(
     assert not script.SIMULATOR_STATE.exists()
 
 
-def test_an_own_cluster_is_kept_when_asked(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, steps = run(script, monkeypatch, "--keep", up=False)
-    assert steps[-1] == "run the tests"
-
-
 @dataclass
 class Parts:
     """The clusters side by side: a shell command in the place of what each does, and its process."""
@@ -201,49 +196,10 @@ def test_the_matrix_goes_on_after_a_release_that_fails(
     assert "Kubernetes 1.37 --ip-family=ipv6: FAILED" in said
 
 
-def test_one_release_of_the_matrix(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPU_DRA_KUBERNETES", "")
-    monkeypatch.setenv("GPU_DRA_KUBELET_AS_NODE", "")
-    status, steps = run(script, monkeypatch, "--matrix", "--release", "1.35", up=False)
-    assert (status, steps.count("run the tests")) == (0, 1)
-
-
 def test_the_matrix_touches_no_cluster_that_is_up(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(script, monkeypatch, "--matrix", up=True) == (1, [])
-
-
-def test_each_release_has_programs_of_its_own_and_shares_the_rest(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "hack" / "cluster"))
-    from localcluster import binaries
-    from localcluster.layout import Layout
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    built: list[tuple[str, str]] = []
-
-    def build(part: Any, module: str, target: Path) -> None:
-        built.append((part.name, module))
-        (target / part.name).write_text(module)
-
-    monkeypatch.setattr(binaries, "_build_part", build)
-    monkeypatch.setattr(binaries, "_require_go", lambda: None)
-    monkeypatch.setenv("GPU_DRA_KUBERNETES", "")
-    usual = binaries.build(Layout.from_environment())
-    assert len(built) == len(binaries.PARTS)
-    built.clear()
-    for release in ("1.34", "1.35", "1.36"):
-        monkeypatch.setenv("GPU_DRA_KUBERNETES", release)
-        other = binaries.build(Layout.from_environment())
-        assert other != usual
-        assert {module for _, module in built} == {f"kubernetes-{release}"}
-        assert (other / "etcd").samefile(usual / "etcd")
-        assert f"gitVersion=v{release}." in " ".join(binaries._flags(f"kubernetes-{release}"))
-        built.clear()
-        assert binaries.build(Layout.from_environment()) == other
-        assert built == []
 
 
 def test_clusters_side_by_side_end_with_one_summary(script: ModuleType) -> None:

@@ -202,10 +202,11 @@ Grown = tuple[float, float]
 END_S = 3600
 
 
-def series(samples: Samples, grown: Callable[[str, dict[str, str]], Grown | None]) -> str:
-    """What Prometheus has after an hour of scrapes of one driver. `grown` answers None for what stays as it is."""
+def series(samples: Samples, grown: Callable[[str, dict[str, str]], Grown | None], node: str = NODE) -> str:
+    """What Prometheus has after an hour of scrapes of the plugin of a node, whose name is a label of the target.
+    `grown` answers None for what stays as it is."""
     lines = ["load 30s"]
-    target = {"job": "gpu-dra-driver", "instance": "10.0.0.1:8080", "node": NODE, "pod": "driver-1"}
+    target = {"job": "gpu-dra-driver", "instance": "10.0.0.1:8080", "node": node, "pod": "driver-1"}
     for (name, labels), value in samples.items():
         first, step = grown(name, dict(labels)) or (value, 0)
         shown = ",".join(f"{label}={json.dumps(text)}" for label, text in (target | dict(labels)).items())

@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import tarfile
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import release
 import yaml
+
+from tests.fakes.tables import tabled
 
 ROOT = Path(__file__).parents[2]
 MANIFEST = """kind: DaemonSet
@@ -49,36 +50,11 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
-def change(name: str, old: str, new: str) -> Callable[[Path], None]:
-    def apply(root: Path) -> None:
-        file = root / name
-        assert old in file.read_text()
-        file.write_text(file.read_text().replace(old, new))
-        git(root, "commit", "--quiet", "--all", "--message=change")
-
-    return apply
-
-
 def test_commit_whose_files_agree_is_released(repository: Path) -> None:
     release.check(repository, "1.2.3")
 
 
-@pytest.mark.parametrize(
-    "version",
-    [
-        "",
-        "1",
-        "1.2",
-        "v1.2.3",
-        "1.2.3.4",
-        "01.2.3",
-        "1.2.3rc1",
-        "1.2.3-rc1",
-        "1.2.3+x",
-        "1.2.3-rc.01",
-        "1.2.3\n",
-    ],
-)
+@tabled("version")
 def test_version_is_refused_when_not_one_for_python_and_charts(repository: Path, version: str) -> None:
     with pytest.raises(
         release.RefusedError, match=r"is no version: write VERSION=1\.2\.3 or VERSION=1\.2\.3-rc\.1\.$"
@@ -86,38 +62,14 @@ def test_version_is_refused_when_not_one_for_python_and_charts(repository: Path,
         release.check(repository, version)
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        (change("pyproject.toml", "1.2.3", "1.2.4"), "pyproject.toml says 1.2.4;"),
-        (change("dra_driver/__init__.py", "1.2.3", "1.2.2"), "dra_driver/__init__.py says 1.2.2;"),
-        (
-            change("daemonset/base/daemonset.yaml", ":1.2.3", ":1.2.0"),
-            "daemonset/base/daemonset.yaml says 1.2.0;",
-        ),
-        (
-            change("daemonset/base/daemonset.yaml", ":1.2.3", ""),
-            "daemonset/base/daemonset.yaml says nothing;",
-        ),
-        (
-            change("daemonset/chart/Chart.yaml", "appVersion: 1.2.3", "appVersion: 1.2"),
-            "appVersion says 1.2;",
-        ),
-        (change("daemonset/chart/Chart.yaml", "\nversion: 1.2.3", "\nversion: 0.0.1"), "version says 0.0.1;"),
-        (
-            change("CHANGELOG.md", "## 1.2.3", "## Unreleased"),
-            "CHANGELOG.md has no section '## 1.2.3' with text",
-        ),
-        (
-            change("CHANGELOG.md", "### Fixed\n- One.\n", ""),
-            "CHANGELOG.md has no section '## 1.2.3' with text",
-        ),
-    ],
-)
+@tabled("name", "old", "new", "said")
 def test_version_is_refused_when_a_file_disagrees(
-    repository: Path, changed: Callable[[Path], None], said: str
+    repository: Path, name: str, old: str, new: str, said: str
 ) -> None:
-    changed(repository)
+    file = repository / name
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    git(repository, "commit", "--quiet", "--all", "--message=change")
     with pytest.raises(release.RefusedError, match=re.escape(said)):
         release.check(repository, "1.2.3")
 
@@ -194,15 +146,7 @@ def test_chart_is_what_git_has_and_the_same_bytes_from_every_checkout(
         assert {entry.mtime for entry in archive} == {1_700_000_000}
 
 
-@pytest.mark.parametrize(
-    ("name", "full"),
-    [
-        ("gpu-dra-driver", "docker.io/library/gpu-dra-driver:1.2.3"),
-        ("me/driver", "docker.io/me/driver:1.2.3"),
-        ("registry.example.com/driver", "registry.example.com/driver:1.2.3"),
-        ("localhost:5000/a/driver", "localhost:5000/a/driver:1.2.3"),
-    ],
-)
+@tabled("name", "full")
 def test_image_is_called_as_runtimes_call_it(name: str, full: str) -> None:
     assert release.full_name(name, "1.2.3") == full
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from prometheus_client.exposition import generate_latest
 
 from dra_driver.diagnostics.rules.cluster_usage import Used, loads_of, plugin_pod, used_together
@@ -13,6 +12,7 @@ from dra_driver.model.gpu import GpuLoad
 from dra_driver.observability.metrics import Metrics
 from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, NODE
 from tests.fakes.scrapes import complete_metrics
+from tests.fakes.tables import tabled
 
 GIB = 1 << 30
 
@@ -39,36 +39,22 @@ def pod(**changes: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        (pod(), "/api/v1/namespaces/gpus/pods/p:9090/proxy/metrics"),
-        (pod(METRICS_PATH="/m"), "/api/v1/namespaces/gpus/pods/p:9090/proxy/m"),
-        (pod(DRIVER_NAME="gpu.example.com"), None),
-        (pod(HTTP_ENDPOINT=""), None),
-        (pod(HTTP_ENDPOINT=None), None),
-        ({**pod(), "spec": {**pod()["spec"], "nodeName": None}}, None),
-        ({**pod(), "spec": {}}, None),
-    ],
-)
-def test_pod_of_a_plugin_is_known_by_its_environment(found: dict[str, Any], expected: str | None) -> None:
-    plugin = plugin_pod(found, DRIVER)
+@tabled("changes", "spec", "expected")
+def test_pod_of_a_plugin_is_known_by_its_environment(
+    changes: dict[str, Any], spec: dict[str, Any] | None, expected: str | None
+) -> None:
+    found = pod(**changes)
+    plugin = plugin_pod({**found, "spec": {} if spec is None else {**found["spec"], **spec}}, DRIVER)
     assert (plugin and plugin.path) == expected
 
 
-@pytest.mark.parametrize(
-    ("loads", "expected"),
-    [
-        ([GpuLoad(60 * GIB, 80 * GIB, 70)], Used(70, 60 * GIB, 80 * GIB, 24 * GIB)),
-        # By memory: a small device weighs less.
-        ([GpuLoad(0, 30 * GIB, 100), GpuLoad(0, 10 * GIB, 0)], Used(75, 0, 40 * GIB, 10 * GIB)),
-        # Without utilisation only memory that is not in use counts.
-        ([GpuLoad(4 * GIB, 10 * GIB)], Used(None, 4 * GIB, 10 * GIB, 6 * GIB)),
-        ([None, GpuLoad()], Used(unknown=2)),
-    ],
-)
-def test_use_of_several_devices(loads: list[GpuLoad | None], expected: Used) -> None:
-    assert used_together(loads, is_shared=False) == expected
+@tabled("loads", "expected")
+def test_use_of_several_devices(loads: list[list[int | None] | None], expected: list[int | None]) -> None:
+    read = [one and GpuLoad(one[0] * GIB, one[1] * GIB, one[2]) for one in loads]
+    percent, used, total, wasted, unknown = expected
+    assert used_together([one or None for one in read], is_shared=False) == Used(
+        percent, used * GIB, total * GIB, wasted * GIB, unknown
+    )
 
 
 def test_use_of_a_device_that_others_share_says_so() -> None:

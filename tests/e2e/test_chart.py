@@ -15,16 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.conftest import (
-    CDI_DIR,
-    DAEMONSET,
-    NAMESPACE,
-    PLUGIN_DIR,
-    ROOT,
-    Cluster,
-    install,
-    wait_for,
-)
+from tests.e2e.conftest import CDI_DIR, DAEMONSET, NAMESPACE, PLUGIN_DIR, ROOT, Cluster, install, wait_for
 from tests.e2e.test_permissions import a_slice, refusal
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]

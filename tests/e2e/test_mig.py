@@ -11,15 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import (
-    PLUGIN_DIR,
-    SIMULATOR_DIR,
-    SLOW_S,
-    Cluster,
-    claim_and_pod,
-    installed,
-    wait_for,
-)
+from tests.e2e.conftest import PLUGIN_DIR, SIMULATOR_DIR, SLOW_S, Cluster, claim_and_pod, installed, wait_for
 
 # Some waits are the kubelet's, which by default tries again after a minute or more.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]

@@ -112,10 +112,7 @@ def test_claims_of_every_kind_are_prepared_and_taken_back(restricted: Cluster) -
     assert seen["slice"][0].startswith("MIG-")
     interval = MACHINE / "root/var/lib/nvidia-simulator/timeslice" / seen["turns"][0]
     assert interval.read_text().strip() == "3"
-    wait_for(
-        "the MPS client to be connected",
-        lambda: "mps=connected" in restricted.logs("together"),
-    )
+    wait_for("the MPS client to be connected", lambda: "mps=connected" in restricted.logs("together"))
     restricted.kubectl("delete", "pod", *names)
     wait_for("the claims to be unprepared", lambda: not restricted.leftovers())
     wait_for("the time slice to be as before", lambda: interval.read_text().strip() in ("", "0"))

@@ -24,16 +24,18 @@ BUSY, IDLE = "team-busy", "team-idle"
 @pytest.fixture
 def teams(cluster: Cluster) -> Iterator[dict[str, str]]:
     """The UUID of the GPU that the pod of each team has. A simulated process keeps that of the busy team at work."""
-    for team in (BUSY, IDLE):
-        cluster.make_namespace(team)
-        cluster.start("worker", namespace=team)
-    held = {team: cluster.allocated("worker", team)[0] for team in (BUSY, IDLE)}
-    for team, percent in ((BUSY, 90), (IDLE, 0)):
-        cluster.simulate("hold", held[team], "--utilisation", str(percent))
-    yield held
-    for gpu in held.values():
-        cluster.simulate("release", gpu)
-    cluster.kubectl("delete", "namespace", BUSY, IDLE, "--timeout=300s")
+    try:
+        for team in (BUSY, IDLE):
+            cluster.make_namespace(team)
+            cluster.start("worker", namespace=team)
+        held = {team: cluster.allocated("worker", team)[0] for team in (BUSY, IDLE)}
+        for team, percent in ((BUSY, 90), (IDLE, 0)):
+            cluster.simulate("hold", held[team], "--utilisation", str(percent))
+        yield held
+        for gpu in held.values():
+            cluster.simulate("release", gpu)
+    finally:
+        cluster.kubectl("delete", "namespace", BUSY, IDLE, "--ignore-not-found", "--timeout=300s")
 
 
 def usage_by(cluster: Cluster, what: str, *arguments: str) -> Any:
@@ -84,7 +86,8 @@ def test_alert_names_the_team_whose_gpu_is_idle(cluster: Cluster, teams: dict[st
         return samples if known.issuperset(teams.values()) else {}
 
     samples = wait_for("the use of both GPUs", told)
-    [answer] = asked(series(samples, lambda *_: None), ALERTS["GpuDraHeldIdle"]["expr"])
+    load = series(samples, lambda *_: None, cluster.node)
+    [answer] = asked(load, ALERTS["GpuDraHeldIdle"]["expr"])
     assert [(labels["namespace"], labels["claim"], labels["uuid"]) for labels, _ in answer] == [
         (IDLE, "worker", teams[IDLE]),
     ]  # fmt: skip

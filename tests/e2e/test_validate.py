@@ -154,10 +154,7 @@ def test_extended_resources_become_the_claim_that_the_scheduler_makes(
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 1,
-        "initContainers": [
-            limited("first", 3, "true"),
-            limited("beside", 1, stay, restartPolicy="Always"),
-        ],
+        "initContainers": [limited("first", 3, "true"), limited("beside", 1, stay, restartPolicy="Always")],
         "containers": [limited("main", 1, stay)],
     }
     job = {

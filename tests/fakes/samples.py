@@ -71,11 +71,7 @@ def inventory(*gpus: Gpu, **domains: str) -> Inventory:
 
 GPU_0, GPU_1, GPU_2 = "gpu-00000000", "gpu-00000001", "gpu-00000002"
 MIG_1G, MIG_3G = "gpu-00000002-mig-1g10gb-19-0", "gpu-00000002-mig-3g40gb-9-4"
-MIXED = inventory(
-    h100(0),
-    h100(1),
-    partitioned(2, mig(2, ONE_G, 0, 1, 7), mig(2, THREE_G, 4, 4, 2)),
-)
+MIXED = inventory(h100(0), h100(1), partitioned(2, mig(2, ONE_G, 0, 1, 7), mig(2, THREE_G, 4, 4, 2)))
 """Two whole GPUs, and one with the MIG devices `MIG_1G` and `MIG_3G`."""
 
 

@@ -11,6 +11,7 @@ import pytest
 from gpucheck.machine import NO_PERMISSION, ReadOnlyLibrary
 from gpucheck.smi import QUERIES, READS, NvidiaSmi
 
+from tests.fakes.tables import tabled
 from tests.hack.support import looking_at
 
 _CHANGES = re.compile(
@@ -60,17 +61,7 @@ def test_setters_change_nothing_when_called_through_the_binding(tmp_path: Path) 
         assert "nvmlDeviceSetMigMode" in view.nvml.refused
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["-c", "3"],
-        ["mig", "-cgi", "19"],
-        ["-q", "-x", "-r"],
-        ["--query-gpu=uuid", "-mig", "1"],
-        ["--query-gpu=uuid;reboot", "--format=csv,noheader,nounits"],
-    ],
-)
+@tabled("arguments")
 def test_nvidia_smi_is_never_run_when_it_could_change_something(arguments: list[str]) -> None:
     with pytest.raises(AssertionError, match="is not known to change nothing"):
         NvidiaSmi("/bin/false").ask(*arguments)

@@ -9,12 +9,9 @@ import stat
 import subprocess
 from pathlib import Path
 
-import pynvml
 import pytest
 from gpucheck.__main__ import DIFFERENT, OK, main
-from gpucheck.machine import opened
 
-from dra_driver.settings import Settings
 from dra_driver.simulator.hostroot.entries import can_make_nodes
 from tests.hack.support import script
 
@@ -60,17 +57,3 @@ def test_nothing_differs_when_the_library_is_a_shared_object(
     assert "gpu-11111111" in capsys.readouterr().out
     (root / "usr/bin/nvidia-smi").write_text("#!/bin/sh\necho 'GPU 1: Stub GPU (UUID: GPU-0)'\n")
     assert main(arguments) == DIFFERENT
-
-
-def test_the_library_is_never_asked_to_change_anything(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changed = tmp_path / "changed"
-    monkeypatch.setenv("STUB_CHANGED", str(changed))
-    places = {"nvidia_driver_root": str(root), "container_driver_root": str(tmp_path / "none")}
-    with opened(Settings("gpu-check", **places)) as view:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        with pytest.raises(pynvml.NVMLError_NoPermission):
-            pynvml.nvmlDeviceSetMigMode(handle, 1)
-        assert view.nvml.refused == {"nvmlDeviceSetMigMode"}
-    assert not changed.exists()

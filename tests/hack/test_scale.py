@@ -14,19 +14,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_scale_measures_a_few_nodes_and_a_restart_writes_nothing() -> None:
-    done = run("scale", "--nodes", "4", "--processes", "1", "--rest", "0.1")
+def test_scale_measures_a_restart_that_writes_nothing_and_nodes_whose_watches_are_refused() -> None:
+    done = run("scale", "--nodes", "4", "--processes", "1", "--rest", "0.1", "--forget", "2")
     assert done.returncode == 0, done.stderr
     assert "a restart of all writes nothing" in done.stdout
     rows = {line[:22].strip(): line[22:].split() for line in done.stdout.splitlines()}
     assert rows["first publication"][2] == "4", "a write a node"
     assert rows["restart of all"][2] == "0"
     assert rows["at rest again"][1:3] == ["0", "0"]
-
-
-def test_scale_measures_what_nodes_ask_whose_watches_are_refused() -> None:
-    done = run("scale", "--nodes", "4", "--processes", "1", "--rest", "0.1", "--forget", "2")
-    assert done.returncode == 0, done.stderr
-    rows = {line[:22].strip(): line[22:].split() for line in done.stdout.splitlines()}
     assert 4 <= int(rows["410, at first"][1]) <= 4 * 5
     assert rows["410, at first"][2] == rows["410, later"][2] == "0"

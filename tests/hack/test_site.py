@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.fakes.tables import tabled
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "hack/site"))
 
@@ -76,18 +78,7 @@ def test_every_anchor_of_a_link_is_a_heading(everything: list[str]) -> None:
     assert faults == []
 
 
-@pytest.mark.parametrize(
-    ("page", "link", "on_the_site"),
-    [
-        ("docs/mig.md", "sharing.md#mps", "sharing.md#mps"),
-        ("docs/mig.md", "#limits", "#limits"),
-        ("docs/mig.md", "https://example.com/a.md", "https://example.com/a.md"),
-        ("docs/mig.md", "../README.md#more", "repository/README.md#more"),
-        ("docs/tutorials/index.md", "../../examples/one-gpu", "../repository/examples/one-gpu/README.md"),
-        ("README.md", "docs/mig.md", "../mig.md"),
-        ("examples/one-gpu/README.md", "../mig-mps", "../mig-mps/README.md"),
-    ],
-)
+@tabled("page", "link", "on_the_site")
 def test_link_is_right_on_the_site_when_it_is_right_in_the_repository(
     page: str, link: str, on_the_site: str
 ) -> None:
@@ -144,7 +135,7 @@ def test_name_breaks_after_its_parts_and_only_in_tables() -> None:
 
 
 def test_a_page_says_whose_driver_it_means() -> None:
-    """NVIDIA's is "the NVIDIA driver", ours is gpu-dra-driver or "the plugin"; the GPU operator has a driver manager."""
+    """NVIDIA's is "the NVIDIA driver", ours is gpu-dra-driver or "the plugin". Others have driver managers."""
     alone = re.compile(r"\b(?:the|this) driver\b(?! (?:root|manager|name)\b)", re.IGNORECASE)
     faults = []
     for page in [

@@ -201,10 +201,7 @@ def test_of_several_xids_the_worst_counts_and_of_equals_the_first():
 
 
 def test_the_operator_sets_effects():
-    found = states(
-        (HealthTarget(WHOLE.uuid), Xid(79)),
-        (HealthTarget(WHOLE.uuid), Unreachable()),
-    )
+    found = states((HealthTarget(WHOLE.uuid), Xid(79)), (HealthTarget(WHOLE.uuid), Unreachable()))
     policy = TaintPolicy({"gpu-lost": "NoExecute", "unmonitored": "NoSchedule", "xid": "None"})
     assert device_taints(WHOLE, found, {}, policy) == (
         taint("gpu-lost", effect="NoExecute"),

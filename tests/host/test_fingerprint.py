@@ -5,6 +5,7 @@ import pytest
 
 from dra_driver.host.fingerprint import HostFingerprintReader
 from dra_driver.model.fingerprint import HostFingerprint
+from tests.fakes.tables import tabled
 from tests.host.trees import pci_function, put
 
 
@@ -12,16 +13,7 @@ def fingerprint(sys: str, proc: str) -> HostFingerprint:
     return HostFingerprintReader(sys, proc).read()
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "proc/driver/nvidia/capabilities/gpu0/mig/gi1/access",
-        "proc/driver/nvidia/capabilities/gpu0/mig/gi2/ci0/access",
-        "proc/driver/nvidia/gpus/0000:1b:00.0/information",
-        "proc/driver/nvidia/version",
-        "proc/driver/nvidia/capabilities/gpu1/mig/gi0/ci0/access",
-    ],
-)
+@tabled("path")
 def test_the_fingerprint_changes_when_something_comes(tmp_path: Path, path: str) -> None:
     sys, proc = str(tmp_path / "sys"), str(tmp_path / "proc")
     pci_function(tmp_path / "sys", "0000:1b:00.0")

@@ -117,14 +117,7 @@ def test_the_older_tool_is_asked_with_its_own_subcommand(driver: Path, host: Pat
     assert finder(driver, host, "/usr/bin/nvidia-ctk").find() == Hook("/usr/bin/nvidia-ctk", HOOK_VERBS)
 
 
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [
-        ("exit 3", "ends with code 3"),
-        ("kill -9 $$", "ends with code -9"),
-        ("sleep 60 & sleep 60", "did not end within"),
-    ],
-)
+@tabled("script", "reason")
 def test_a_hook_that_does_not_answer_gets_the_base_verbs_and_a_note(
     driver: Path, script: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

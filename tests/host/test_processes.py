@@ -7,33 +7,13 @@ from pathlib import Path
 import pytest
 
 from dra_driver.host.processes import any_runs, gpu_users, is_of_the_host, origin
+from tests.fakes.tables import data_of
 
 UID = "0a1b2c3d-06c0-4d70-8a51-e59b25b2c16c"
 SYSTEMD = f"kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{UID.replace('-', '_')}.slice"
 
-HOST = {
-    "display server": "0::/system.slice/gdm.service",
-    "login": "0::/user.slice/user-1000.slice/session-3.scope",
-    "container of nobody's pod": "0::/system.slice/docker-0123.scope",
-    "init": "0::/init.scope",
-    "seen from a cgroup namespace": "0::/../../../../system.slice/nvidia-dcgm.service",
-    "version 1": "12:devices:/system.slice/gdm.service\n1:name=systemd:/system.slice/gdm.service",
-}
-OTHERS = {
-    "systemd": f"0::/{SYSTEMD}/cri-containerd-0123.scope",
-    "cgroupfs": f"0::/kubepods/burstable/pod{UID}/0123",
-    "guaranteed": f"0::/kubepods.slice/kubepods-pod{UID.replace('-', '_')}.slice/crio-0123.scope",
-    "static": "0::/kubepods/pod0a1b2c3d06c04d708a51e59b25b2c16c/0123",
-    "sandbox alone": f"0::/kubepods/pod{UID}",
-    "seen from a cgroup namespace": f"0::/../../kubepods-besteffort-pod{UID.replace('-', '_')}.slice/x.scope",
-    "node in a container": f"0::/system.slice/docker-0123.scope/kubelet.slice/{SYSTEMD}/cri-containerd-4.scope",
-    "version 1": f"12:devices:/kubepods/pod{UID}/0123\n1:name=systemd:/system.slice/x.service",
-    "no groups for pods": "0::/k8s.io/0123",
-    "root": "0::/",
-    "a name that only looks so": "0::/k8s.io/system.slice-of-mine",
-    "another beginning": "0::/system.slices/x",
-    "nothing": "",
-}
+CGROUPS = data_of(__file__)
+HOST, OTHERS = CGROUPS["of the host"], CGROUPS["of others"]
 
 
 @pytest.mark.parametrize(

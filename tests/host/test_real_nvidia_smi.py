@@ -19,6 +19,7 @@ from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
 from dra_driver.mps.daemon_compute_mode import ComputeMode
+from tests.fakes.tables import tabled
 
 UUID = "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"
 NO_DRIVER = (
@@ -111,16 +112,7 @@ def test_a_gpu_without_a_compute_mode_is_told(one_gpu: OneGpu) -> None:
         ComputeMode(find).get(UUID)
 
 
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        (2, "Invalid Argument"),
-        (4, "Insufficient Permissions"),
-        (15, "GPU is lost"),
-        (19, "In use by another client"),
-        (999, "Unknown Error"),
-    ],
-)
+@tabled("code", "text")
 def test_a_compute_mode_that_nvml_refuses_to_set_is_told_with_nvmls_words(
     one_gpu: OneGpu, code: int, text: str
 ) -> None:
@@ -184,14 +176,7 @@ def test_a_gpu_that_fell_off_the_bus_is_told_as_absent(one_gpu: OneGpu) -> None:
         ComputeMode(find).set(UUID, EXCLUSIVE_PROCESS)
 
 
-@pytest.mark.parametrize(
-    ("answers", "text"),
-    [
-        ("INIT=4", "Failed to initialize NVML: Insufficient Permissions"),
-        ("INIT=18", "Failed to initialize NVML: Driver/library version mismatch"),
-        ("OF_ANOTHER_VERSION", "Mismatch in versions between nvidia-smi and NVML."),
-    ],
-)
+@tabled("answers", "text")
 def test_an_nvml_that_does_not_work_is_no_missing_setting(one_gpu: OneGpu, answers: str, text: str) -> None:
     """R470 ends with 255 on a mismatch, the others with 18."""
     find = one_gpu(answers)

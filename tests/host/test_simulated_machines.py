@@ -85,11 +85,7 @@ def test_every_machine_gives_specs_that_runtimes_take(name: str, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("name", "kind", "hook"),
-    [
-        ("dgx-h100", "gpu", True),
-        ("dgx-h100", "gpu", False),
-        ("h100-mig-static", "mig", True),
-    ],
+    [("dgx-h100", "gpu", True), ("dgx-h100", "gpu", False), ("h100-mig-static", "mig", True)],
 )
 def test_a_claim_gets_exactly_this(
     name: str, kind: str, hook: bool, tmp_path: Path, update_golden: bool

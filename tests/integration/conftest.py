@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,19 +19,11 @@ from playground.scheduler import reserve
 
 from dra_driver.app.daemon import Driver
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
+from tests.fakes.waiting import eventually
 
 NODE = "node-a"
 
 Json = dict[str, Any]
-
-
-def eventually(check: Callable[[], Any], timeout_s: float = 25.0) -> Any:
-    """The first true value of `check`."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := check()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-    return value
 
 
 def result(device: str, request: str = "gpu", **more: Any) -> Json:

@@ -11,7 +11,8 @@ import pytest
 
 from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
-from tests.integration.conftest import Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Node
 
 Setup = Callable[[Node], ClaimRef]
 NOBODYS = "00000000-0000-0000-0000-000000000000"
@@ -46,10 +47,7 @@ def configured(**fields: Any) -> Setup:
 BAD: dict[str, tuple[Setup, tuple[str, ...]]] = {
     "not allocated": (lambda node: node.claim("waiting", status={}), ("default/waiting not allocated",)),
     "another of its name": (replaced, ("default/replaced got replaced",)),
-    "no claim": (
-        lambda _: ClaimRef("default", "nowhere", NOBODYS),
-        ("default/nowhere", "does not exist"),
-    ),
+    "no claim": (lambda _: ClaimRef("default", "nowhere", NOBODYS), ("default/nowhere", "does not exist")),
     "unknown device": (
         lambda node: node.allocated_by_hand("strange", "gpu-00000000"),
         ("gpu-00000000", "does not exist on this node", "delete the pod"),

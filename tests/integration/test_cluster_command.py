@@ -12,7 +12,8 @@ import pytest
 from prometheus_client.exposition import generate_latest
 
 from tests.cli.test_tables import on_terminal
-from tests.integration.conftest import DRIVER, NODE, Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER, NODE, Node
 from tests.integration.test_process import call
 
 
@@ -69,13 +70,6 @@ def test_a_namespace_that_cannot_be_is_refused(namespace: str) -> None:
         f"gpu-dra-driver: no namespace can be called {namespace!r}: "
         "a name has lower-case letters, digits and -, at most 63 of them\n"
     )
-
-
-def test_as_json(at_work: list[str]) -> None:
-    shown = json.loads(call(*at_work, "-o", "json", "--by", "workload").stdout)
-    assert shown["by"] == "workload"
-    assert [(row["namespace"], row["gpus"], row["mig"]) for row in shown["rows"]] == [("default", 2, {})]
-    assert [entry["name"] for entry in shown["pending"]] == ["greedy"]
 
 
 def test_lists_of_many_pages_are_whole(at_work: list[str], node: Node) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.cli.commands import call
@@ -194,7 +194,6 @@ def mutated(objects: Json, path: Sequence[Any], odd: Any) -> None:
         inside[last] = copy.deepcopy(odd)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     changes=st.lists(st.tuples(st.sampled_from(PATHS), ODD), min_size=1, max_size=3),
     by=st.sampled_from(["node", "product", "workload", "claim"]),

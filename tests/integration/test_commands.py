@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,13 @@ from dra_driver.validation.rules.standard_classes import standard_classes
 from tests.api.parameter_table import parameters
 from tests.fakes.samples import MIXED, h100, inventory
 from tests.fakes.tables import data_of, tabled
-from tests.integration.conftest import DRIVER, NODE, Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER, NODE, Node
+from tests.integration.test_mig_commands import files
 from tests.integration.test_process import call, environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Json = dict[str, Any]
-
-
-def files(directory: Path) -> Mapping[str, tuple[int, bytes]]:
-    return {
-        str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.read_bytes())
-        for path in directory.rglob("*")
-        if path.is_file()
-    }
 
 
 # --- doctor -------------------------------------------------------------------------------------

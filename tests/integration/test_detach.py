@@ -13,7 +13,8 @@ import pytest
 
 from dra_driver.app import daemon
 from dra_driver.claims.waiting_line import WaitTimeouts
-from tests.integration.conftest import Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Node
 from tests.integration.test_process import call
 from tests.integration.test_sharing import parameters
 

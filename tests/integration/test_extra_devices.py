@@ -18,7 +18,8 @@ from dra_driver.model.claim import ClaimRef, Prepared
 from dra_driver.model.extra_devices import HOST_DEVICES
 from dra_driver.model.plan import Plan
 from tests.api.parameter_table import parameters
-from tests.integration.conftest import DRIVER, Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER, Node
 
 Json = dict[str, Any]
 Make = Callable[..., Node]

@@ -14,7 +14,8 @@ from dra_driver.health import monitor
 from dra_driver.host import imex
 from dra_driver.model.claim import ClaimRef
 from dra_driver.nvml.reader import NvmlReader
-from tests.integration.conftest import Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Node
 from tests.integration.test_extra_devices import CHANNEL, TRAY, channels
 
 Json = dict[str, Any]

@@ -11,7 +11,8 @@ import pytest
 from dra_driver.model.claim import Failed
 from dra_driver.model.health import HealthTarget
 from dra_driver.model.steps import SetTimeSlice
-from tests.integration.conftest import Json, Node, eventually, sliced
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Json, Node, sliced
 from tests.integration.test_mig import named
 
 

@@ -11,7 +11,8 @@ from dra_driver.app.daemon import Driver
 from dra_driver.health import monitor
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1
 from tests.fakes.scrapes import by_label
-from tests.integration.conftest import Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Node
 from tests.integration.test_mig import named
 
 
@@ -42,27 +43,6 @@ def test_an_nvidia_driver_that_goes_away_is_a_problem_though_the_plugin_is_ready
     assert list(shown(driver, "ready", "driver").values()) == [1]
     node.machine.load_driver()
     eventually(lambda: list(shown(driver, "node_problem", "driver").values()) == [0])
-
-
-def test_gpus_of_a_confidential_machine_get_no_pods_until_they_are_ready(
-    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(monitor, "_POLL_EVERY_S", 0.1)
-    node = make_node("hgx-h100-4")
-    node.machine.set_confidential_compute("on")
-    node.start_driver()
-
-    def is_published(value: str, *taints: str) -> bool:
-        devices = node.devices()
-        return len(devices) == 4 and all(
-            device["attributes"]["confidentialCompute"] == {"string": value}
-            and [taint["key"] for taint in device.get("taints", ())] == list(taints)
-            for device in devices
-        )
-
-    eventually(lambda: is_published("on", "gpu.nvidia.com/confidential-compute"))
-    node.machine.set_confidential_compute("on", ready=True)
-    eventually(lambda: is_published("on"))
 
 
 def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
@@ -98,19 +78,3 @@ def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     assert (successor.gpu_instance_id, successor.compute_instance_id) == ids
     assert health_of(driver, name) == v1.HEALTHY
     assert tainted() == []
-
-
-def test_a_board_whose_fabric_manager_is_down_is_tainted_on_a_driver_that_knows_only_the_first_form(
-    make_node: Callable[..., Node],
-) -> None:
-    """Branch 535 has no nvmlDeviceGetGpuFabricInfoV."""
-    node = make_node()
-    node.machine.set_missing_functions("nvmlDeviceGetGpuFabricInfoV")
-    node.machine.set_fabric(state=1)
-    node.start_driver()
-
-    def taints() -> set[tuple[str, str, str]]:
-        found = [taint for device in node.wait_devices(8) for taint in device.get("taints", [{}])]
-        return {(taint.get("key", ""), taint.get("value", ""), taint.get("effect", "")) for taint in found}
-
-    eventually(lambda: taints() == {("gpu.nvidia.com/fabric", "pending", "NoSchedule")})

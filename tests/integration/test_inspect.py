@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.fakes.waiting import eventually
 from tests.host.trees import VERSION, driver_root, put_elf_libraries
-from tests.integration.conftest import Node, eventually
+from tests.integration.conftest import Node
 from tests.integration.test_process import call, environment
 from tests.integration.test_withdrawn import hear_all
 

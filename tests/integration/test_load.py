@@ -10,7 +10,8 @@ from pathlib import Path
 
 from dra_driver.model.claim import ClaimRef, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
-from tests.integration.conftest import Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Node
 
 CALLS, CLAIMS, GPUS = 64, 100, 16
 

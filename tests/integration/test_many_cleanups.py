@@ -14,7 +14,8 @@ from dra_driver.errors import RetryableError
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.model.steps import RunMps
-from tests.integration.conftest import Node, eventually, parameters, sliced
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Node, parameters, sliced
 
 LIMIT_S = 10 / 4
 MPS = parameters(strategy="MPS", mpsConfig={})

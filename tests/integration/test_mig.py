@@ -24,7 +24,8 @@ from dra_driver.nvml.session import NvmlSession
 from dra_driver.simulator.catalogue import MACHINES
 from dra_driver.slices import api_support as partitionsupport
 from tests.fakes.scrapes import by_label
-from tests.integration.conftest import NODE, Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import NODE, Node
 
 PER_GPU = 26  # 7 + 7 + 4 + 3 + 2 + 1 + 1 placements, and the whole GPU
 

@@ -14,7 +14,8 @@ from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.mig import layouts
 from dra_driver.model.mig_layouts import LAYOUT_LABEL, LAYOUT_STATE_LABEL, LayoutEntry, MigLayouts
 from tests.fakes.scrapes import by_label
-from tests.integration.conftest import NODE, Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import NODE, Node
 
 MIXED = MigLayouts(
     {

@@ -13,31 +13,15 @@ import pytest
 import yaml
 
 from dra_driver.model.claim import ClaimRef
-from tests.integration.conftest import NODE, Json, Node, eventually
-
-GPU = "GPU-00000000-0000-0000-0000-000000000000"
+from tests.fakes.tables import data_of
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Json, Node
 
 
 def checkpoint(ref: ClaimRef) -> Json:
     """The records of NVIDIA's DRA driver with one prepared claim, in the form of its releases since 25.3."""
-    device = {"Requests": ["gpu"], "PoolName": NODE, "DeviceName": "gpu-0"}
-    device["CDIDeviceIDs"] = [f"k8s.gpu.nvidia.com/claim={ref.uid}-gpu-0"]
-    group = {
-        "devices": [{"gpu": {"info": {"uuid": GPU}, "device": device}}],
-        "configState": {"mpsControlDaemonID": "", "timeSliceApplied": True},
-    }
-    claim = {
-        "checkpointState": "PrepareCompleted",
-        "status": {"allocation": {}},
-        "name": ref.name,
-        "namespace": ref.namespace,
-        "preparedDevices": [group],
-    }
-    return {
-        "checksum": 123,
-        "v1": {"preparedClaims": {}},
-        "v2": {"checksum": 456, "nodeBootID": "", "preparedClaims": {ref.uid: claim}},
-    }
+    text = json.dumps(data_of(__file__)["checkpoint"])
+    return json.loads(text.replace("UID-OF-THE-CLAIM", ref.uid).replace("NAME-OF-THE-CLAIM", ref.name))
 
 
 def spec_file(node: Node, ref: ClaimRef) -> Path:

@@ -13,7 +13,8 @@ import pytest
 
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import ClaimRef
-from tests.integration.conftest import DRIVER, NODE, Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER, NODE, Node
 from tests.integration.test_metadata import INSIDE, mounted
 
 Json = dict[str, Any]

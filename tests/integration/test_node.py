@@ -8,21 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from dra_driver.model.claim import Failed
-from tests.integration.conftest import NODE, Node, eventually
-
-
-def test_claim_is_prepared_and_taken_back(node: Node) -> None:
-    ref = node.claim("one")
-    [device] = node.ready(ref).devices
-    assert device.pool == NODE
-    assert device.requests == ("gpu",)
-    assert device.cdi_ids == (f"k8s.gpu.nvidia.com/claim={ref.uid}-{device.device}",)
-    [name] = node.specs()
-    spec = json.loads((node.cdi / name).read_text())
-    assert [entry["name"] for entry in spec["devices"]] == [f"{ref.uid}-{device.device}"]
-    assert node.records() == [f"{ref.uid}.json"]
-    node.take_back(ref)
-    assert (node.specs(), node.records()) == ([], [])
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Node
 
 
 def test_mig_device_made_by_hand_is_published_and_prepared(node: Node) -> None:

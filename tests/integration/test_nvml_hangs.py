@@ -8,7 +8,8 @@ import time
 from dra_driver.model.claim import Failed
 from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.scrapes import scraped
-from tests.integration.conftest import Node, eventually, sliced
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Node, sliced
 
 USUAL_S = 3.0
 """How long a Prepare or Unprepare may take on a busy machine."""

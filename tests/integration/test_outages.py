@@ -18,7 +18,8 @@ import pytest
 
 from dra_driver.kube import client
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
-from tests.integration.conftest import DRIVER, Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER, Node
 
 
 @pytest.fixture(autouse=True)

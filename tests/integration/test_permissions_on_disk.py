@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from dra_driver.model.claim import ClaimRef
-from tests.integration.conftest import DRIVER, Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER, Node
 
 FOR_ALL = {"cdi", "dra-device-metadata"}
 """Runtimes and containers read what lies in there; it is written by root alone."""

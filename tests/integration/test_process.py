@@ -18,7 +18,8 @@ import pytest
 from dra_driver.cli import commands
 from dra_driver.cli import main as main_module
 from tests.fakes.tables import tabled
-from tests.integration.conftest import DRIVER, Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER, Node
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -74,9 +75,7 @@ def test_signals_switch_debug_events_and_show_stacks(make_node: Callable[..., No
     assert process.wait(20) == 0, rest
 
 
-def test_grpc_writes_nothing_between_the_events_when_a_port_is_taken(
-    make_node: Callable[..., Node],
-) -> None:
+def test_grpc_writes_nothing_between_the_events_when_a_port_is_taken(make_node: Callable[..., Node]) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         process = make_node().spawn(LOG_LEVEL="info", HEALTHCHECK_PORT=str(port))
@@ -170,12 +169,6 @@ def test_the_daemon_of_a_pod_imports_no_reader_of_kubeconfigs(
     node.wait_devices(8)
     node.ready(node.claim("plain"))
     assert not (tmp_path / "kubernetes.py.imported").exists()
-
-
-def test_inspect_without_a_driver_says_what_is_missing(tmp_path: Path) -> None:
-    done = call("inspect", "--nvidia-driver-root", str(tmp_path), "--container-driver-root", str(tmp_path))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "libnvidia-ml.so.1" in done.stderr
 
 
 def test_inspect_prints_json_yaml_and_a_table() -> None:

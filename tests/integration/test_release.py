@@ -23,7 +23,8 @@ from dra_driver.model.sharing import SharingRule, share_all
 from tests.fakes.preparing import Node as SmallNode
 from tests.fakes.preparing import reconciler_of
 from tests.fakes.samples import GPU_0, GPU_1, MIXED, NODE
-from tests.integration.conftest import Node, eventually, result, sliced
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Node, result, sliced
 
 
 def looked_at(node: Node, ref: ClaimRef) -> bool:

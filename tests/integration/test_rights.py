@@ -12,7 +12,8 @@ from playground.apiserver import RecordedRequest
 
 from dra_driver.reporting.event_queue import ReportLimits
 from dra_driver.reporting.event_recorder import EventRecorder
-from tests.integration.conftest import Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Node
 
 RBAC = Path(__file__).resolve().parents[2] / "daemonset" / "base" / "rbac.yaml"
 _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}

@@ -15,7 +15,8 @@ import pytest
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.fakes.mps_behaviour import behave, misbehave
-from tests.integration.conftest import Node, eventually, parameters, result, sliced
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Node, parameters, result, sliced
 
 Json = dict[str, Any]
 
@@ -216,10 +217,7 @@ def test_claims_share_one_daemon_of_several_gpus(shared: Callable[..., Node]) ->
     for ref in (first, second):
         node.ready(ref)
     limits = [client(node, edits(node, ref)[0], names[0])[-1] for ref in (first, second)]
-    assert limits == [
-        "pinned_device_mem_limit_mib=1024,2048",
-        "pinned_device_mem_limit_mib=3072,4096",
-    ]
+    assert limits == ["pinned_device_mem_limit_mib=1024,2048", "pinned_device_mem_limit_mib=3072,4096"]
     node.refused(alone, "one MPS daemon serves both, but device")
     node.take_back(first)
     assert modes(node, 2) == [3, 3], "the other claim uses it"

@@ -33,7 +33,8 @@ from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import Machine, create_machine, nvml_library
 from tests.cli.test_tables import on_terminal
-from tests.integration.conftest import DRIVER, Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER, Node
 from tests.integration.test_mig_commands import files
 from tests.integration.test_process import call, environment
 

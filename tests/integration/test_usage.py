@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from dra_driver.simulator import Machine
 from tests.fakes.scrapes import by_label, labelled, scraped
-from tests.integration.conftest import Node, eventually
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Node
 
 UTILISATION = "nvidia_dra_device_utilization_ratio"
 

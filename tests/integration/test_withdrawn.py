@@ -4,13 +4,16 @@ a scheduler that ignores taints."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 
 import pynvml
 import pytest
 
 from dra_driver.model.health import HealthTarget
 from dra_driver.model.record import ClaimRecord
-from tests.integration.conftest import Node, eventually
+from tests.fakes.tables import tabled
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Node
 from tests.integration.test_mig import named
 
 MakeNode = Callable[..., Node]
@@ -88,7 +91,7 @@ def test_a_claim_that_ends_while_the_pool_is_built_keeps_its_gpu_no_longer(make_
     node.prepare(ref)
     hear_all(node)
     driver = node.driver
-    read = driver.publishing._records
+    read = driver.records.all
     ended: list[str] = []
 
     def records() -> Mapping[str, ClaimRecord]:
@@ -98,7 +101,7 @@ def test_a_claim_that_ends_while_the_pool_is_built_keeps_its_gpu_no_longer(make_
             ended.append(ref.uid)
         return found
 
-    driver.publishing._records = records
+    driver.publishing._records = SimpleNamespace(all=records)
     node.machine.raise_xid(0, 79)
     until_named(node, published[1:])
     assert ended == [ref.uid]
@@ -138,20 +141,7 @@ def test_an_older_server_with_the_gate_on_gets_no_more_taints_than_it_takes(make
 ELSEWHERE = "delete the pod so that it starts elsewhere"
 
 
-@pytest.mark.parametrize(
-    ("minor", "settings", "advice"),
-    [
-        (35, {}, f"or {ELSEWHERE}"),
-        (36, {}, f"or {ELSEWHERE}"),
-        (35, {"unhealthy_devices": "taint"}, "set health.unhealthyDevices to auto and then delete the pod"),
-        (36, {"unhealthy_devices": "taint"}, f"or {ELSEWHERE}"),
-        (
-            36,
-            {"taint_effects": {"gpu-lost": "None"}},
-            "set health.taints.gpu-lost to NoSchedule and then delete the pod",
-        ),
-    ],
-)
+@tabled("minor", "settings", "advice")
 def test_a_prepare_advises_what_helps(make_node: MakeNode, minor: int, settings: dict, advice: str) -> None:
     node = make_node(minor=minor).running(**settings)
     ref = node.claim("one")

@@ -52,13 +52,6 @@ def test_lock_excludes_other_threads_of_the_same_gpu_only(locks: GpuLocks) -> No
     assert can_hold(locks, A, B, C)
 
 
-def test_lock_excludes_a_second_instance_in_the_same_process(locks: GpuLocks, tmp_path: Path) -> None:
-    second = GpuLocks(tmp_path / "locks")
-    with locks.hold([A], 1):
-        assert (can_hold(second, A), can_hold(second, B)) == (False, True)
-    assert can_hold(second, A)
-
-
 def test_lock_excludes_another_process_and_ends_with_it(locks: GpuLocks, tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "locks"), A]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

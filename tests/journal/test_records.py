@@ -53,12 +53,6 @@ def test_record_is_there_until_it_is_deleted(store: RecordStore) -> None:
     assert names(store.directory) == []
 
 
-def test_directory_and_files_are_private(store: RecordStore) -> None:
-    store.save(ONE)
-    modes = [path.stat().st_mode & 0o777 for path in (store.directory, store.directory / "uid-1.json")]
-    assert modes == [0o700, 0o600]
-
-
 def test_other_instance_sees_every_change(store: RecordStore) -> None:
     second = other(store)
     second.open("boot-1")

@@ -15,6 +15,7 @@ from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.claim import ClaimRef, PodRef
 from dra_driver.model.device_status import DeviceFacts, DeviceStatus, MpsFacts
 from dra_driver.model.events import EventObject
+from tests.fakes.tables import data_of
 from tests.kube.support import DRIVER, allocated_claim, claim_status_client, write_claim_status
 
 _SHARE = "5f0d4f1c-0000-4000-8000-000000000000"
@@ -113,31 +114,7 @@ def case(target):
 
 def test_entries_say_what_a_device_is_and_how_it_is(case):
     assert case.status.write(case.ref, [ready(facts=_MIG), failed("gpu-9"), ready("gpu-1", share_id=_SHARE)])
-    condition = {
-        "type": "Ready",
-        "status": "True",
-        "reason": "Prepared",
-        "message": "",
-        "lastTransitionTime": "2026-08-07T12:00:00Z",
-    }
-    facts = {
-        "version": "v1alpha1",
-        "type": "mig",
-        "uuid": "MIG-1",
-        "productName": "NVIDIA H100 80GB HBM3",
-        "pciBusID": "0000:1b:00.0",
-        "parentUUID": "GPU-1",
-        "gpuInstanceID": 0,
-        "computeInstanceID": 0,
-        "profile": "1g.10gb",
-        "mps": {"activeThreadPercentage": 50, "pinnedDeviceMemoryLimit": "1024Mi"},
-        "driverVersion": "580.65.6",
-    }
-    place = {"driver": DRIVER, "pool": "n"}
-    assert case.devices() == {
-        "gpu-0": place | {"device": "gpu-0", "conditions": [condition], "data": facts},
-        "gpu-1": place | {"device": "gpu-1", "shareID": _SHARE, "conditions": [condition]},
-    }
+    assert case.devices() == data_of(__file__)["entries"]
 
 
 def test_entries_of_other_drivers_and_their_conditions_stay(case):

@@ -13,18 +13,11 @@ from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.claim import ClaimRef
+from tests.fakes.tables import tabled
 from tests.kube.support import DRIVER, make_slice
 
 
-@pytest.mark.parametrize(
-    ("served", "chosen"),
-    [
-        (("v1", "v1beta2", "v1beta1"), "v1"),
-        (("v1beta1", "v1beta2", "v1"), "v1"),
-        (("v1beta1", "v1beta2"), "v1beta2"),
-        (("v1alpha3", "v1beta1"), "v1beta1"),
-    ],
-)
+@tabled("served", "chosen")
 def test_best_served_version_is_chosen(connect, served, chosen):
     with PlaygroundApiServer(served=served) as server:
         api = ResourceApi(connect(server))

@@ -3,7 +3,6 @@
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -140,15 +139,6 @@ def unprepare(path: Path, *claims: ClaimRef, api=dra_v1_pb2, **options):
     return ask(
         path, prefix + "NodeUnprepareResources", request, api.NodeUnprepareResourcesResponse, **options
     )
-
-
-def eventually(condition: Callable[[], object], timeout_s=20.0):
-    """The first true value of the condition."""
-    until = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < until, "not in time"
-        time.sleep(0.005)
-    return value
 
 
 FAST = KubeletSettings(health_retry_s=0.05, wipe_after_s=0.2, retry_s=0.02, max_retry_s=0.05, poll_s=0.005)

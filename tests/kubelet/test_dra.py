@@ -1,7 +1,5 @@
 """The DRA service over a real socket."""
 
-import threading
-
 import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,18 +9,8 @@ from structlog.contextvars import get_contextvars
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.kubelet.pb import dra_v1_pb2, dra_v1beta1_pb2
 from dra_driver.model.claim import Failed, Prepared
-from tests.kubelet.support import (
-    V1,
-    FakeClaims,
-    Gate,
-    ask,
-    channel,
-    claim,
-    device,
-    eventually,
-    prepare,
-    unprepare,
-)
+from tests.fakes.waiting import eventually
+from tests.kubelet.support import V1, FakeClaims, Gate, ask, channel, claim, device, prepare, unprepare
 
 BOTH = pytest.mark.parametrize("api", [dra_v1_pb2, dra_v1beta1_pb2], ids=["v1", "v1beta1"])
 
@@ -122,25 +110,6 @@ def test_late_answer_is_dropped_and_the_retry_can_run_beside_the_first(dra, clai
     gate.opened.set()
 
 
-def test_calls_run_side_by_side(dra, claims):
-    barrier = threading.Barrier(12, timeout=10)
-
-    def meet(refs):
-        barrier.wait()
-        return {ref.uid: Prepared(()) for ref in refs}
-
-    claims.on_prepare = meet
-    answers = []
-    threads = [
-        threading.Thread(target=lambda n=n: answers.append(prepare(dra, claim(f"u{n}")))) for n in range(12)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(uid for answer in answers for uid in answer.claims) == sorted(f"u{n}" for n in range(12))
-
-
 @BOTH
 @pytest.mark.parametrize(
     ("raised", "text"),
@@ -189,22 +158,6 @@ def test_empty_request_is_answered_without_the_service(dra, claims):
     assert not prepare(dra).claims
     assert not unprepare(dra).claims
     assert claims.asked == []
-
-
-def test_thousand_claims_in_one_call(dra):
-    refs = [claim(f"uid-{n}", f"claim-{n}") for n in range(1000)]
-    answer = prepare(dra, *refs)
-    assert len(answer.claims) == 1000
-    assert all(len(entry.devices) == 1 for entry in answer.claims.values())
-    assert len(unprepare(dra, *refs).claims) == 1000
-
-
-def test_message_above_the_limit_is_refused_and_the_next_call_works(dra, claims):
-    with pytest.raises(grpc.RpcError) as caught:
-        prepare(dra, claim(name="n" * (17 * 1024 * 1024)))
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert not claims.asked
-    assert prepare(dra, claim()).claims["uid-1"].devices
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

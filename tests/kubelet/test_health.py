@@ -10,7 +10,8 @@ from dra_driver.kubelet import serving
 from dra_driver.kubelet.health_port import HealthServer
 from dra_driver.kubelet.liveness import DIAL_TIMEOUT_S, Liveness, dial
 from dra_driver.kubelet.pb import dra_health_v1_pb2, dra_health_v1alpha1_pb2
-from tests.kubelet.support import FakeClaims, Gate, ask, channel, claim, eventually, get_info, prepare
+from tests.fakes.waiting import eventually
+from tests.kubelet.support import FakeClaims, Gate, ask, channel, claim, prepare
 
 Status = pb.HealthCheckResponse.ServingStatus
 HEALTH = "/grpc.health.v1.Health/"
@@ -182,32 +183,3 @@ def test_device_health_is_unimplemented_without_a_stream_and_takes_no_thread(nod
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert not [thread for thread in threading.enumerate() if thread.name == "dra"]
     assert prepare(plugin.sockets.dra, claim()).claims
-
-
-@pytest.mark.parametrize(
-    ("version", "api"), [("v1", dra_health_v1_pb2), ("v1alpha1", dra_health_v1alpha1_pb2)]
-)
-def test_device_health_stream_plugs_in_for_both_generations(node, version, api):
-    sent = dra_health_v1_pb2.NodeWatchResourcesResponse(
-        devices=[
-            dra_health_v1_pb2.DeviceHealth(
-                device=dra_health_v1_pb2.DeviceIdentifier(pool_name="node-1", device_name="gpu-1"),
-                health=dra_health_v1_pb2.UNHEALTHY,
-                message="XID 79",
-            )
-        ]
-    )
-    plugin = node.plugin(watch_device_health=lambda _request, _context: iter([sent]))
-    assert list(get_info(plugin.sockets.registrar).supported_versions)[2:] == [
-        "v1.DRAResourceHealth",
-        "v1alpha1.DRAResourceHealth",
-    ]
-    with channel(plugin.sockets.dra) as opened:
-        call = opened.unary_stream(
-            f"/{version}.DRAResourceHealth/NodeWatchResources",
-            api.NodeWatchResourcesRequest.SerializeToString,
-            api.NodeWatchResourcesResponse.FromString,
-        )
-        (received,) = call(api.NodeWatchResourcesRequest(), timeout=20)
-    assert received.SerializeToString() == sent.SerializeToString()
-    assert received.devices[0].health == api.UNHEALTHY

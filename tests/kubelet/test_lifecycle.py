@@ -1,10 +1,6 @@
 """Start, stop and death of the plugin at its sockets."""
 
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,17 +10,8 @@ import pytest
 
 from dra_driver.errors import FatalError, InvalidConfigError, StateError
 from dra_driver.kubelet.serving import SocketServer
-from dra_driver.model.claim import Prepared
-from tests.kubelet.support import (
-    DRIVER,
-    FakeClaims,
-    Gate,
-    channel,
-    claim,
-    eventually,
-    get_info,
-    prepare,
-)
+from tests.fakes.waiting import eventually
+from tests.kubelet.support import DRIVER, FakeClaims, Gate, channel, claim, get_info, prepare
 
 
 def names(directory):
@@ -111,14 +98,6 @@ def test_second_instance_on_the_same_paths_is_refused_and_the_first_serves_on(no
         node.plugin()
     assert prepare(first.sockets.dra, claim()).claims
     assert get_info(first.sockets.registrar).name == DRIVER
-
-
-def test_instances_with_pod_uids_live_side_by_side(node):
-    first = node.plugin(settings={"pod_uid": "pod-a"})
-    second = node.plugin(settings={"pod_uid": "pod-b"})
-    first.stop()
-    assert node.files() == [f"plugins/{DRIVER}/dra-pod-b.sock", f"registry/{DRIVER}-pod-b-reg.sock"]
-    assert prepare(second.sockets.dra, claim()).claims
 
 
 @pytest.mark.parametrize("length", [106, 107])
@@ -256,31 +235,6 @@ def test_fatal_callback_may_stop_the_plugin(node):
     assert node.files() == []
 
 
-def test_plugin_killed_with_calls_in_flight_leaves_sockets_that_the_next_one_replaces(node):
-    code = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from tests.kubelet.support import FakeClaims, DRIVER\n"
-        "from dra_driver.kubelet.server import KubeletPlugin, PluginSettings\n"
-        "root = Path(sys.argv[1])\n"
-        "settings = PluginSettings(DRIVER, root / 'registry', root / 'plugins')\n"
-        "KubeletPlugin(settings, FakeClaims(), ready=lambda: True).start()\n"
-        "time.sleep(60)\n"
-    )
-    command, environment = (
-        [sys.executable, "-c", code, str(node.root)],
-        {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    with subprocess.Popen(command, env=os.environ | environment, stdout=subprocess.DEVNULL) as process:
-        try:
-            eventually((node.registry / f"{DRIVER}-reg.sock").exists, 20)
-        finally:
-            process.send_signal(signal.SIGKILL)
-    assert len(node.files()) == 2
-    plugin = node.plugin()
-    assert get_info(plugin.sockets.registrar).name == DRIVER
-
-
 def test_many_calls_leave_no_thread_socket_or_descriptor(node):
     plugin = node.plugin(FakeClaims())
     prepare(plugin.sockets.dra, claim())
@@ -289,9 +243,3 @@ def test_many_calls_leave_no_thread_socket_or_descriptor(node):
         prepare(plugin.sockets.dra, claim())
     eventually(lambda: len(names("/proc/self/fd")) <= before + 2)
     eventually(lambda: not [thread for thread in threading.enumerate() if thread.name == "dra"])
-
-
-def test_handler_answers_on_a_bound_socket_with_empty_answer(node):
-    claims = FakeClaims()
-    claims.on_prepare = lambda _: {"uid-1": Prepared(())}
-    assert not prepare(node.plugin(claims).sockets.dra, claim()).claims["uid-1"].devices

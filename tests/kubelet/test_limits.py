@@ -9,22 +9,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from dra_driver.kubelet import health_port, serving
+from dra_driver.kubelet import health_port
 from dra_driver.kubelet.dra import MAX_CLAIMS
 from dra_driver.kubelet.liveness import dial
 from dra_driver.kubelet.pb import dra_v1_pb2
-from tests.kubelet.support import (
-    V1,
-    FakeClaims,
-    Gate,
-    ask,
-    channel,
-    claim,
-    eventually,
-    get_info,
-    prepare,
-    unprepare,
-)
+from tests.fakes.waiting import eventually
+from tests.kubelet.support import V1, FakeClaims, Gate, ask, channel, claim, prepare, unprepare
 
 
 def test_a_call_with_too_many_claims_is_refused_as_a_whole_and_the_next_call_works(node):
@@ -40,27 +30,6 @@ def test_a_call_with_too_many_claims_is_refused_as_a_whole_and_the_next_call_wor
         )
     assert claims.asked == []
     assert len(prepare(dra, *refs[:MAX_CLAIMS]).claims) == MAX_CLAIMS
-
-
-def test_calls_above_the_limit_are_answered_at_once_and_the_others_are_served(node, monkeypatch):
-    monkeypatch.setattr(serving, "MAX_CALLS", 3)
-    claims = FakeClaims()
-    claims.on_prepare = gate = Gate()
-    plugin = node.plugin(claims)
-    dra = plugin.sockets.dra
-    with ThreadPoolExecutor(3) as pool:
-        waiting = [pool.submit(prepare, dra, claim(f"uid-{number}")) for number in range(3)]
-        try:
-            eventually(lambda: len(claims.asked) == 3)
-            with pytest.raises(grpc.RpcError) as caught:
-                prepare(dra, claim("uid-4"))
-            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            # The registration has a server of its own.
-            assert get_info(plugin.sockets.registrar).name
-        finally:
-            gate.opened.set()
-        assert all(len(call.result().claims) == 1 for call in waiting)
-    assert len(claims.asked) == 3
 
 
 def test_unprepare_and_probes_are_answered_when_hundreds_of_prepares_wait(node):

@@ -1,43 +1,11 @@
-"""How the playground's kubelet finds and registers plugins, good ones and others."""
+"""How the playground's kubelet finds, registers and calls plugins, good ones and others."""
 
 import socket
-import threading
 
-import grpc
-
-from dra_driver.kubelet.registration import Registrar, RegistrationStatus
-from dra_driver.kubelet.rpc import RpcError
+from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.model.claim import Prepared
-from tests.kubelet.support import (
-    DRIVER,
-    FakeClaims,
-    claim,
-    device,
-    eventually,
-    methods,
-)
-
-
-def test_plugin_started_after_the_kubelet_is_registered(node, kubelet):
-    plugin = node.plugin()
-    kubelet.wait_registered(DRIVER)
-    assert eventually(lambda: plugin.status) == RegistrationStatus(True)
-    calls = ["GetInfo", "NotifyRegistrationStatus"]  # noted when they are answered
-    eventually(lambda: methods(kubelet, *calls) == calls)
-
-
-def test_restarted_kubelet_registers_again_without_the_plugin_doing_anything(node, kubelet, wiped):
-    heard = []
-    plugin = node.plugin(on_status=heard.append)
-    for restart in range(3):
-        kubelet.wait_registered(DRIVER)
-        assert kubelet.prepare(DRIVER, [claim()]) == {"uid-1": Prepared((device(),))}
-        assert len(methods(kubelet, "GetInfo")) == restart + 1
-        kubelet.restart()
-    kubelet.wait_registered(DRIVER)
-    assert plugin.status == RegistrationStatus(True)
-    assert heard == [RegistrationStatus(True)]
-    assert wiped == [None] * 4
+from tests.fakes.waiting import eventually
+from tests.kubelet.support import DRIVER, FakeClaims, claim, device
 
 
 def test_socket_created_again_between_two_looks_is_registered_anew(node, kubelets):
@@ -50,25 +18,6 @@ def test_socket_created_again_between_two_looks_is_registered_anew(node, kubelet
     assert before.closed
     assert eventually(lambda: second.status) == RegistrationStatus(True)
     eventually(lambda: after.connected)
-
-
-def test_registration_recovers_after_get_info_failed_for_a_while(node, kubelet, monkeypatch):
-    answer, fails = Registrar._get_info, threading.Event()
-
-    def answer_later(*args):
-        if fails.is_set():
-            raise RpcError(grpc.StatusCode.UNKNOWN, "not yet")
-        return answer(*args)
-
-    monkeypatch.setattr(Registrar, "_get_info", answer_later)
-    fails.set()
-    plugin = node.plugin()
-    eventually(lambda: len(methods(kubelet, "GetInfo")) >= 3)
-    assert kubelet.instances(DRIVER) == []
-    assert plugin.status is None
-    fails.clear()
-    kubelet.wait_registered(DRIVER)
-    assert kubelet.calls("GetInfo")[0].error == "not yet"
 
 
 def test_refused_registration_is_told_and_tried_again(node, kubelet):
@@ -87,6 +36,31 @@ def test_dead_socket_of_a_killed_instance_does_not_hinder_others(node, kubelet):
     node.plugin(settings={"pod_uid": "new-pod"})
     kubelet.wait_registered(DRIVER)
     assert kubelet.prepare(DRIVER, [claim()])["uid-1"] == Prepared((device(),))
+
+
+def test_newest_connected_instance_gets_the_calls_and_the_older_takes_over(node, kubelet):
+    services = {name: FakeClaims() for name in ("old", "new")}
+    node.plugin(services["old"], settings={"pod_uid": "pod-old"})
+    kubelet.wait_registered(DRIVER)
+    kubelet.prepare(DRIVER, [claim()])
+    newer = node.plugin(services["new"], settings={"pod_uid": "pod-new"})
+    instances = kubelet.wait_registered(DRIVER, count=2)
+    eventually(lambda: instances[1].connected)
+    kubelet.unprepare(DRIVER, [claim()])
+    assert [name for name, _, _ in services["old"].asked] == ["prepare"]
+    assert [name for name, _, _ in services["new"].asked] == ["unprepare"]
+    newer.stop()
+    kubelet.wait_registered(DRIVER, count=1)
+    kubelet.prepare(DRIVER, [claim()])
+    assert [name for name, _, _ in services["old"].asked] == ["prepare", "prepare"]
+
+
+def test_health_stream_is_opened_again_and_again_by_the_alpha_client(node, kubelets):
+    kubelet = kubelets(health="v1alpha1")
+    node.plugin()
+    eventually(lambda: len(kubelet.calls("NodeWatchResources")) >= 3)
+    assert {call.error for call in kubelet.calls("NodeWatchResources")} == {"Method not found!"}
+    assert kubelet.prepare(DRIVER, [claim()]) == {"uid-1": Prepared((device(),))}
 
 
 def test_old_kubelet_gets_the_same_devices_over_v1beta1(node, kubelets):

@@ -17,7 +17,8 @@ from dra_driver.kubelet.pb import registration_pb2 as pb
 from dra_driver.kubelet.rpc import RpcError, ask, streaming, unary
 from dra_driver.kubelet.serving import MAX_CALLS, GrpcServer, SocketServer
 from dra_driver.kubelet.sockets import listening
-from tests.kubelet.support import channel, eventually
+from tests.fakes.waiting import eventually
+from tests.kubelet.support import channel
 
 PATH = "/a.B/C"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"

@@ -178,7 +178,7 @@ def test_ampere_gpu_does_not_change_its_mode_with_the_next_reset(tmp_path: Path)
 def test_gpu_without_mig_is_refused(tmp_path: Path) -> None:
     t4 = SimulatedNode("t4-4", tmp_path / "machine")
     try:
-        t4.session.open()
+        t4.session.reopen()
         node = MigNode(t4, tmp_path)
         with pytest.raises(ClaimRefusedError, match="has no MIG"):
             node.devices.mode.enter(node.address)
@@ -418,7 +418,7 @@ def fault(node: MigNode, function: str, **how: Any) -> Callable[[], None]:
 
 def nvml_closed(node: MigNode) -> Callable[[], None]:
     node.simulated.session.close()
-    return node.simulated.session.open
+    return node.simulated.session.reopen
 
 
 @pytest.mark.parametrize(

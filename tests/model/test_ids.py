@@ -16,22 +16,13 @@ from dra_driver.model.ids import (
 )
 from dra_driver.model.mig import Placement
 from tests.fakes.samples import ONE_G, THREE_G, mig
+from tests.fakes.tables import tabled
 
 uuids = st.uuids().map(lambda value: f"GPU-{value}")
 same_start = st.text("0123456789abcdef", min_size=12, max_size=12)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("00000000:1B:00.0", "0000:1b:00.0"),
-        ("0000:65:00.0", "0000:65:00.0"),
-        ("65:00.0", "0000:65:00.0"),
-        (" 0000:65:00.0 ", "0000:65:00.0"),
-        ("00010000:01:00.0", "10000:01:00.0"),
-        ("000F:01:00.7", "000f:01:00.7"),
-    ],
-)
+@tabled("text", "expected")
 def test_bus_id_has_the_form_of_sysfs(text: str, expected: str) -> None:
     assert pci_bus_id(text) == expected
 
@@ -140,15 +131,7 @@ def test_a_name_says_how_its_gpu_is_named(device: str, gpu: str, how: str | None
     assert (gpu_of_device(device), names_gpus_by(device)) == (gpu, how)
 
 
-@pytest.mark.parametrize(
-    ("profile_name", "expected"),
-    [
-        ("1g.10gb", "gpu-4cf8db2d-mig-1g10gb-19-2"),
-        ("1g.10gb+me", "gpu-4cf8db2d-mig-1g10gb-me-19-2"),
-        ("1g.24gb-me", "gpu-4cf8db2d-mig-1g24gb-me-19-2"),
-        ("1g.24gb+me.all", "gpu-4cf8db2d-mig-1g24gb-meall-19-2"),
-    ],
-)
+@tabled("profile_name", "expected")
 def test_mig_name_is_a_label_with_profile_and_placement(profile_name: str, expected: str) -> None:
     from dataclasses import replace
 

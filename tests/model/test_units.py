@@ -15,6 +15,7 @@ from dra_driver.model.units import (
     quantity_bytes,
     same_quantity,
 )
+from tests.fakes.tables import tabled
 
 wide = st.integers(-(2**80), 2**80)
 
@@ -118,15 +119,6 @@ def test_any_text_is_a_quantity_or_refused(text: str) -> None:
     assert parse_quantity(format_decimal(value)) >= value or value < 0
 
 
-@pytest.mark.parametrize(
-    ("number", "nouns", "expected"),
-    [
-        (0, ["slice"], "0 slices"),
-        (1, ["slice"], "1 slice"),
-        (2, ["slice"], "2 slices"),
-        (1, ["library", "libraries"], "1 library"),
-        (3, ["library", "libraries"], "3 libraries"),
-    ],
-)
+@tabled("number", "nouns", "expected")
 def test_counted_nouns(number: int, nouns: list[str], expected: str) -> None:
     assert counted(number, *nouns) == expected

@@ -145,9 +145,6 @@ def test_a_compute_mode_that_somebody_changed_meanwhile_stays(host):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"default_active_thread_percentage": 0}, "percentage is 0; it must be from 1 to 100"),
-        ({"default_active_thread_percentage": 101}, "percentage is 101"),
-        ({"default_memory_limit_mib": 0}, "memory limit is 0 MiB"),
         ({"uuid": "0"}, "'0' is not the UUID of a GPU"),
         ({"device": "../x"}, "is not a device name"),
     ],
@@ -697,31 +694,6 @@ def is_busy(host):
     except BusyError:
         return True
     return False
-
-
-def test_nothing_is_read_from_silence_when_somebody_else_talks_with_the_daemon(host):
-    supervisor = host.supervisor(probe=60)
-    supervisor.ensure(host.spec(), 10)
-    other = held(host)
-    try:
-        with pytest.raises(BusyError, match=r"it talked with another program|Cannot send command"):
-            host.tools.control.ask(host.directories(), "get_server_list", timeout_s=2)
-        supervisor._daemons["gpu-2"].probe()
-        assert supervisor.status()[0].clients is None
-    finally:
-        other.communicate()
-    supervisor._daemons["gpu-2"].probe()
-    assert supervisor.status()[0].clients == 0
-
-
-def test_a_question_is_repeated_until_the_other_program_has_ended(host):
-    supervisor = host.supervisor(probe=60, answer=60)
-    supervisor.ensure(host.spec(), 10)
-    other = held(host)
-    threading.Timer(0.3, other.communicate).start()
-    supervisor._daemons["gpu-2"].probe()
-    assert supervisor.status()[0].clients == 0
-    other.wait()
 
 
 def test_a_daemon_of_another_uuid_is_kept_when_nobody_can_say_whether_it_is_used(host):

@@ -18,7 +18,7 @@ Make = Callable[[str], SimulatedNode]
 @pytest.fixture
 def node(machine: Make) -> SimulatedNode:
     made = machine("hgx-h100-4")
-    made.session.open()
+    made.session.reopen()
     return made
 
 
@@ -33,7 +33,7 @@ def test_the_mode_and_whether_the_gpus_accept_work(node: SimulatedNode, mode: st
 @pytest.mark.parametrize(("name", "mode"), [("t4-4", None), ("a30-4", "off"), ("dgx-b200", "off")])
 def test_gpus_that_do_not_know_it(machine: Make, name: str, mode: str | None) -> None:
     made = machine(name)
-    made.session.open()
+    made.session.reopen()
     assert (supported(confidential_mode), accepts_work()) == (mode, None if mode is None else True)
     inventory = read_inventory()
     assert (inventory.confidential_compute, inventory.faults) == (mode, ())

@@ -9,91 +9,20 @@ from typing import Any
 import pynvml
 import pytest
 
-from dra_driver.errors import DeviceLostError, NvmlUnavailableError
+from dra_driver.errors import NvmlUnavailableError
 from dra_driver.model.gpu import Fabric, Gpu, UnreadyFabric
-from dra_driver.model.inventory import DriverVersions
 from dra_driver.model.mig import Placement
+from dra_driver.nvml.health import read_health
 from dra_driver.nvml.readings import read_gpu
 from dra_driver.nvml.scan import read_nvml_fingerprint
 from dra_driver.nvml.topology import PeerMemory, read_reachable_pairs
-from dra_driver.simulator import catalogue, machine_names
 from tests.fakes.machines import SimulatedNode, read_inventory
 
 Make = Callable[[str], SimulatedNode]
 
-ARCHITECTURES = {5: "Volta", 6: "Turing", 7: "Ampere", 8: "Ada Lovelace", 9: "Hopper", 10: "Blackwell"}
-# The sizes of the groups
-GROUPS = {
-    "dgx-1v": [4, 4], "dgx-2": [16], "dgx-a100-40gb": [8], "dgx-a100-80gb": [8], "dgx-b200": [8], "dgx-h100": [8],
-    "dgx-h200": [8], "hgx-h100-4": [4], "a100-pcie-pairs": [2, 2], "a30-4": [2, 2], "gb200-nvl72-tray": [4],
-    "a100-mig-static": [2], "a30-mig-static": [2], "h100-mig-static": [6], "h100-mig-empty": [7],
-    "a10-8": [], "t4-4": [], "l40s-8": [], "rtx-pro-6000-8": [], "gb10": [], "vm-passthrough": [],
-}  # fmt: skip
 PROFILE_1G, PROFILE_3G, COMPUTE_PROFILE_1C = 19, 9, 0
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 NEWER_FABRIC_CALL = "nvmlDeviceGetGpuFabricInfoV"
-
-
-def as_written(name: str) -> list[dict[str, Any]]:
-    """What the machine's YAML says of each GPU."""
-    state = catalogue.build(name)
-    rows = []
-    for index, gpu in enumerate(state.present):
-        model = state.model_of(gpu)
-        profiles = {profile.id: profile for profile in model.mig}
-        rows.append(
-            {
-                "uuid": gpu.uuid,
-                "index": index,
-                "minor": gpu.minor,
-                "pci_bus_id": gpu.bus_id,
-                "product_name": model.name,
-                "architecture": ARCHITECTURES[model.architecture],
-                "cuda_compute_capability": tuple(model.compute),
-                "memory_bytes": model.memory_bytes,
-                "mig_capable": bool(model.mig),
-                "mig_enabled": bool(gpu.mig_mode),
-                "mig_devices": sorted(
-                    (profiles[part.profile_id].name, part.profile_id, part.start, part.size, compute.uuid)
-                    for part, compute in gpu.mig_devices
-                ),
-            }
-        )
-    return rows
-
-
-def as_read(gpu: Gpu) -> dict[str, Any]:
-    plain = {
-        name: getattr(gpu, name)
-        for name in (
-            "uuid", "index", "minor", "pci_bus_id", "product_name", "architecture", "cuda_compute_capability",
-            "memory_bytes", "mig_capable", "mig_enabled",
-        )
-    }  # fmt: skip
-    parts = [
-        (part.profile.name, part.profile.profile_id, part.placement.start, part.placement.size, part.uuid)
-        for part in gpu.mig_devices
-    ]
-    return {**plain, "mig_devices": sorted(parts)}
-
-
-@pytest.mark.parametrize("name", machine_names())
-def test_machine_is_read_as_its_file_says(machine: Make, name: str) -> None:
-    found = machine(name).read()
-    assert [as_read(gpu) for gpu in found.gpus] == as_written(name)
-    assert found.faults == ()
-    state = catalogue.build(name)
-    cuda = (state.cuda_version // 1000, state.cuda_version % 1000 // 10)
-    assert found.versions == DriverVersions(state.driver_version, cuda)
-    domains = list(found.nvlink_domains.values())
-    assert sorted(domains.count(value) for value in set(domains)) == GROUPS[name]
-
-
-def test_quads_of_a_dgx_1v_are_its_halves(machine: Make) -> None:
-    found = machine("dgx-1v").read()
-    by_index = [found.nvlink_domains[gpu.uuid] for gpu in found.gpus]
-    assert by_index == [by_index[0]] * 4 + [by_index[4]] * 4
-    assert by_index[0] != by_index[4]
 
 
 # --- one attribute fails ---------------------------------------------------------------------------
@@ -125,11 +54,10 @@ def differing(one: Gpu, other: Gpu) -> set[str]:
 def test_one_failing_attribute_costs_nothing_else(
     dgx: SimulatedNode, function: str, lost: set[str], code: str
 ) -> None:
-    node = dgx
-    healthy = node.read()
+    healthy = dgx.read()
     uuid = healthy.gpus[0].uuid
-    node.machine.set_fault(function, code=code, gpu=uuid)
-    found = node.read()
+    dgx.machine.set_fault(function, code=code, gpu=uuid)
+    found = dgx.read()
     gpus = {gpu.uuid: gpu for gpu in found.gpus}
     assert sorted(gpus) == sorted(gpu.uuid for gpu in healthy.gpus)
     assert differing(healthy.gpus[0], gpus[uuid]) == lost
@@ -143,9 +71,8 @@ def test_one_failing_attribute_costs_nothing_else(
 
 
 def test_some_links_that_fail_do_not_look_like_a_gpu_with_fewer(dgx: SimulatedNode) -> None:
-    node = dgx
-    node.session.open()
-    node.machine.set_fault("nvmlDeviceGetNvLinkState", code="timeout", count=1)
+    dgx.session.reopen()
+    dgx.machine.set_fault("nvmlDeviceGetNvLinkState", code="timeout", count=1)
     _, gpu, faults = read_gpu(0)
     assert (gpu.nvlink_links, [fault.text.partition(":")[0] for fault in faults]) == (None, ["NVLink 0"])
 
@@ -167,9 +94,8 @@ def test_a_link_that_the_board_lacks_hides_no_link_behind_it(machine: Make, lack
 
 @pytest.mark.parametrize("function", ["nvmlSystemGetDriverVersion", "nvmlSystemGetCudaDriverVersion"])
 def test_version_that_cannot_be_read_hides_no_gpu(dgx: SimulatedNode, function: str) -> None:
-    node = dgx
-    node.machine.set_fault(function, code="unknown")
-    found = node.read()
+    dgx.machine.set_fault(function, code="unknown")
+    found = dgx.read()
     assert len(found.gpus) == 8
     assert [fault.subject for fault in found.faults] == ["NVML"]
     assert None in (found.versions.driver, found.versions.cuda)
@@ -180,10 +106,9 @@ def test_version_that_cannot_be_read_hides_no_gpu(dgx: SimulatedNode, function: 
 def test_gpu_that_does_not_answer_is_a_fault_and_hides_no_other(
     dgx: SimulatedNode, call: str, code: str
 ) -> None:
-    node = dgx
-    healthy = node.read()
-    node.machine.set_fault(call, code=code, gpu=healthy.gpus[2].uuid)
-    found = node.read()
+    healthy = dgx.read()
+    dgx.machine.set_fault(call, code=code, gpu=healthy.gpus[2].uuid)
+    found = dgx.read()
     assert [gpu.uuid for gpu in found.gpus] == [gpu.uuid for gpu in healthy.gpus if gpu != healthy.gpus[2]]
     (fault,) = found.faults
     assert fault.subject == "GPU with NVML index 2"
@@ -193,30 +118,21 @@ def test_gpu_that_does_not_answer_is_a_fault_and_hides_no_other(
     "function", ["nvmlDeviceGetMigMode", "nvmlDeviceGetNvLinkState", "nvmlDeviceGetName"]
 )
 def test_gpu_that_is_lost_while_it_is_read_hides_no_other(dgx: SimulatedNode, function: str) -> None:
-    node = dgx
-    healthy = node.read()
-    node.machine.set_fault(function, code="gpu-is-lost", gpu=healthy.gpus[7].uuid)
-    found = node.read()
+    healthy = dgx.read()
+    dgx.machine.set_fault(function, code="gpu-is-lost", gpu=healthy.gpus[7].uuid)
+    found = dgx.read()
     assert [gpu.uuid for gpu in found.gpus] == [gpu.uuid for gpu in healthy.gpus[:7]]
     assert len(found.nvlink_domains) == 7
 
 
 def test_gpu_that_is_lost_before_its_links_are_read_hides_no_other(machine: Make) -> None:
     node = machine("dgx-h100")
-    node.session.open()
+    node.session.reopen()
     gpus = [read_gpu(index)[:2] for index in range(8)]
     node.machine.lose_gpu(0)
     pairs = read_reachable_pairs(gpus, PeerMemory())
     assert len(pairs) == 7 * 6 / 2
     assert not any(gpus[0][1].uuid in pair for pair in pairs)
-
-
-def test_lost_gpu_raises_its_own_error(machine: Make) -> None:
-    node = machine("dgx-h100")
-    node.session.open()
-    node.machine.lose_gpu(0)
-    with pytest.raises(DeviceLostError, match="the GPU does not answer"):
-        read_gpu(0)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +161,7 @@ def test_driver_that_goes_while_it_is_read_is_no_half_inventory(machine: Make, f
         ({"state": 9}, None, UnreadyFabric("unknown", "NVML tells state 9")),
         ({"status": 999}, None, UnreadyFabric("broken", "registration ended with NVML error 999")),
         ({"cluster": ""}, None, None),
+        ({"health_mask": 1, "clique": 7}, Fabric(CLUSTER, 7), None),
         ({"clique": 0}, Fabric(CLUSTER, 0), None),
     ],
 )
@@ -255,6 +172,7 @@ def test_fabric_counts_only_when_its_registration_is_complete(
     node.machine.set_fabric(**facts)
     found = node.read()
     assert [(gpu.fabric, gpu.unready_fabric) for gpu in found.gpus] == [(fabric, unready)] * 4
+    assert read_health(found.gpus[0].uuid).fabric_registration == (fabric or unready), "a poll reads the same"
     without = {f"nvlink-{min(gpu.uuid for gpu in found.gpus)[4:12]}"} if "state" not in facts else set()
     assert set(found.nvlink_domains.values()) == ({fabric.domain} if fabric else without)
 
@@ -268,38 +186,23 @@ def test_fabric_that_cannot_be_read_is_unknown_and_a_fault(machine: Make) -> Non
     assert [gpu.fabric is None for gpu in found.gpus] == [True, False, False, False]
 
 
-def test_cliques_of_one_tray_are_apart(machine: Make) -> None:
-    node = machine("gb200-nvl72-tray")
-    node.machine.set_fabric(0, clique=7)
-    found = node.read()
-    assert [found.nvlink_domains[gpu.uuid] for gpu in found.gpus] == [f"{CLUSTER}.7"] + [
-        f"{CLUSTER}.32766"
-    ] * 3
-
-
-def test_older_driver_tells_its_fabric_in_the_older_form(machine: Make) -> None:
-    node = machine("gb200-nvl72-tray")
-    node.machine.load_driver("570.86.15")
-    assert {gpu.fabric for gpu in node.read().gpus} == {Fabric(CLUSTER, 32766)}
-
-
-def test_library_that_knows_only_the_first_form_tells_the_fabric(machine: Make) -> None:
-    node = machine("gb200-nvl72-tray")
-    node.machine.set_missing_functions(NEWER_FABRIC_CALL)
-    found = node.read()
-    assert ({gpu.fabric for gpu in found.gpus}, found.faults) == ({Fabric(CLUSTER, 32766)}, ())
-
-
-def test_library_that_takes_a_newer_form_for_a_wrong_argument_is_asked_in_the_first_one(
-    machine: Make,
-) -> None:
-    node = machine("gb200-nvl72-tray")
-    node.machine.set_fault(NEWER_FABRIC_CALL, code="invalid-argument")
-    found = node.read()
-    assert ({gpu.fabric for gpu in found.gpus}, found.faults) == ({Fabric(CLUSTER, 32766)}, ())
-
-
 # --- MIG ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "older",
+    [
+        lambda machine: machine.load_driver("570.86.15"),
+        lambda machine: machine.set_missing_functions(NEWER_FABRIC_CALL),
+        lambda machine: machine.set_fault(NEWER_FABRIC_CALL, code="invalid-argument"),
+    ],
+    ids=["older driver", "no such function", "newer form refused"],
+)
+def test_fabric_is_read_in_an_older_form(machine: Make, older: Callable[[Any], object]) -> None:
+    node = machine("gb200-nvl72-tray")
+    older(node.machine)
+    found = node.read()
+    assert ({gpu.fabric for gpu in found.gpus}, found.faults) == ({Fabric(CLUSTER, 32766)}, ())
 
 
 def test_gpu_instance_without_a_compute_instance_is_no_device(machine: Make) -> None:
@@ -341,7 +244,7 @@ def test_device_has_the_identity_that_the_administrator_created(machine: Make) -
 
 def test_compute_instances_of_one_gpu_instance_are_named_apart(machine: Make) -> None:
     node = machine("h100-mig-empty")
-    node.session.open()
+    node.session.reopen()
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     instance = pynvml.nvmlDeviceCreateGpuInstance(handle, PROFILE_3G)
     for _ in range(3):
@@ -456,52 +359,7 @@ def test_names_stay_when_another_gpu_is_pulled_out(machine: Make) -> None:
     assert [gpu.minor for gpu in found.gpus] == list(range(1, 8))
 
 
-def test_gpu_that_is_plugged_in_is_seen(machine: Make) -> None:
-    node = machine("t4-4")
-    uuid = node.machine.add_gpu("t4")
-    assert [gpu.uuid for gpu in node.read().gpus][-1] == uuid
-
-
-def test_lost_gpu_comes_back(machine: Make) -> None:
-    node = machine("dgx-h100")
-    healthy = node.read()
-    node.machine.lose_gpu(5)
-    assert len(node.read().gpus) == 7
-    node.machine.restore_gpu(5)
-    assert node.read() == healthy
-
-
-def test_discovery_follows_the_machine_through_a_driver_reload(machine: Make) -> None:
-    node = machine("dgx-h100")
-    discovery = node.discovery()
-    discovery.scan_now(5)
-    healthy = discovery.inventory
-    assert healthy is not None
-    node.machine.unload_driver()
-    discovery.scan_now(5)
-    assert (discovery.unavailable() is None, discovery.inventory and discovery.inventory.gpus) == (False, ())
-    node.machine.load_driver("590.1.2")
-    discovery.scan_now(5)
-    assert discovery.inventory == replace(healthy, versions=DriverVersions("590.1.2", (13, 0)))
-    assert node.changes == 3
-
-
-def test_lost_gpu_is_reported_as_a_hidden_function(machine: Make) -> None:
-    node = machine("dgx-h100")
-    bus_id = node.machine.gpu(0).bus_id
-    node.machine.lose_gpu(0)
-    found = node.discover()
-    assert len(found.gpus) == 7
-    assert [fault.subject for fault in found.faults] == [f"PCI function {bus_id}"]
-
-
 # --- the fingerprint ---------------------------------------------------------------------------------------
-
-
-def test_fingerprint_stays_while_nothing_happens(machine: Make) -> None:
-    node = machine("h100-mig-static")
-    node.read()
-    assert read_nvml_fingerprint() == read_nvml_fingerprint()
 
 
 @pytest.mark.parametrize(
@@ -513,6 +371,7 @@ def test_fingerprint_differs_when_a_gpu_is_lost_or_changes_its_mode(
     node = machine("dgx-h100")
     node.read()
     before = read_nvml_fingerprint()
+    assert read_nvml_fingerprint() == before
     happens(node.machine)
     assert read_nvml_fingerprint() != before
 

@@ -74,11 +74,6 @@ def test_original_error_is_the_cause() -> None:
     assert caught.value.__cause__ is original
 
 
-def test_other_exceptions_pass() -> None:
-    with pytest.raises(ZeroDivisionError), nvml_errors("x"):
-        raise ZeroDivisionError
-
-
 @pytest.mark.parametrize(
     "error", [pynvml.NVMLError(3), pynvml.NVMLError(13), pynvml.NVMLLibraryMismatchError("old")]
 )
@@ -87,7 +82,3 @@ def test_missing_feature_is_none(error: Exception) -> None:
         raise error
 
     assert supported(call) is None
-
-
-def test_answer_passes() -> None:
-    assert supported(lambda value: value + 1, 1) == 2

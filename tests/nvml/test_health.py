@@ -10,7 +10,6 @@ import pytest
 
 from dra_driver.errors import DeviceLostError, NvmlUnavailableError, RetryableError
 from dra_driver.health.rules.state import observe
-from dra_driver.model.gpu import Fabric, UnreadyFabric
 from dra_driver.model.health import (
     DoubleBitError,
     HealthEvent,
@@ -24,6 +23,7 @@ from dra_driver.nvml import session as session_module
 from dra_driver.nvml.events import HealthSource
 from dra_driver.nvml.health import read_health, read_instances
 from tests.fakes.machines import SimulatedNode
+from tests.fakes.tables import tabled
 
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 
@@ -31,7 +31,7 @@ CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 @pytest.fixture
 def node(machine: Callable[[str], SimulatedNode]) -> SimulatedNode:
     made = machine("dgx-h100")
-    made.session.open()
+    made.session.reopen()
     return made
 
 
@@ -52,7 +52,7 @@ def uuid(node: SimulatedNode, index: int = 0) -> str:
 )
 def test_every_machine_is_well_at_first(machine, name):
     made = machine(name)
-    made.session.open()
+    made.session.reopen()
     for gpu in made.machine.current().present:
         signals = read_health(gpu.uuid)
         assert observe(HealthState(HealthTarget(gpu.uuid)), PollResult(signals), 1).reasons == ()
@@ -80,7 +80,7 @@ def test_every_signal(node):
 
 def test_what_a_gpu_does_not_tell_is_unknown(machine):
     made = machine("t4-4")
-    made.session.open()
+    made.session.reopen()
     gpu = uuid(made)
     signals = read_health(gpu)
     assert (signals.remap_pending, signals.fabric, signals.pages_pending) == (None, None, False)
@@ -97,66 +97,21 @@ def test_a_call_that_fails_hides_no_other_signal(node):
     assert read_health(uuid(node)).recovery_action == pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET
 
 
-@pytest.mark.parametrize(
-    ("facts", "state", "text"),
-    [
-        ({"state": 0}, "absent", ""),
-        ({"state": 1}, "pending", ""),
-        ({"state": 2}, "pending", ""),
-        ({"status": 999}, "broken", "registration ended with NVML error 999"),
-        ({"health_mask": 0b01}, "limited", "its bandwidth is reduced"),
-        ({"health_mask": 0b10}, "ready", ""),
-        ({"health_mask": 1 << 4 | 1 << 2}, "broken", "its routes are being recovered, a route is unhealthy"),
-        ({"health_mask": 4 << 8}, "broken", "it has no partition"),
-        ({"health_mask": 1 << 8}, "ready", ""),
-        ({"health_summary": 2}, "broken", ""),
-        ({"health_summary": 3}, "limited", ""),
-        ({"state": 7}, "pending", "NVML gives its state as 7, which is not known"),
-        ({"health_mask": 12 << 8}, "broken", "NVML gives its configuration as 12, which is not known"),
-        ({"health_summary": 5}, "limited", "NVML gives its health as 5, which is not known"),
-    ],
-)
+@tabled("facts", "state", "text")
 def test_fabric(node, facts, state, text):
     node.machine.set_fabric(0, **facts)
     signals = read_health(uuid(node))
     assert (signals.fabric, signals.fabric_text) == (state, text)
 
 
-@pytest.mark.parametrize(
-    ("facts", "state", "text"),
-    [
-        ({"state": 0}, "absent", ""),
-        ({"state": 1}, "pending", ""),
-        ({"state": 2}, "pending", ""),
-        ({"status": 999}, "broken", "registration ended with NVML error 999"),
-        ({"health_mask": 1 << 4, "health_summary": 2}, "ready", ""),
-    ],
-)
+@tabled("facts", "state", "text")
 def test_fabric_without_its_health_from_a_library_that_knows_only_the_first_form(machine, facts, state, text):
     made = machine("dgx-h100")
     made.machine.set_missing_functions("nvmlDeviceGetGpuFabricInfoV")
     made.machine.set_fabric(0, **facts)
-    made.session.open()
+    made.session.reopen()
     signals = read_health(uuid(made))
     assert (signals.fabric, signals.fabric_text) == (state, text)
-
-
-@pytest.mark.parametrize(
-    ("facts", "registration"),
-    [
-        ({}, Fabric(CLUSTER, 32766)),
-        ({"health_mask": 1, "clique": 7}, Fabric(CLUSTER, 7)),
-        ({"state": 2}, UnreadyFabric("pending", "the registration is in progress")),
-        ({"status": 999}, UnreadyFabric("broken", "registration ended with NVML error 999")),
-        ({"state": 0}, None),
-    ],
-)
-def test_a_poll_tells_the_registration_as_discovery_reads_it(machine, facts, registration):
-    made = machine("gb200-nvl72-tray")
-    made.machine.set_fabric(0, **facts)
-    found = made.read()
-    assert read_health(uuid(made)).fabric_registration == registration
-    assert found.gpus[0].fabric_registration == registration
 
 
 def test_a_fabric_that_cannot_be_read_now_is_not_asked_for_in_an_older_form(node):
@@ -183,13 +138,13 @@ def test_a_lost_gpu_before_and_after_a_new_session(node):
 
 def test_mig_devices_by_their_ids(machine):
     made = machine("h100-mig-static")
-    made.session.open()
+    made.session.reopen()
     gpu = next(gpu for gpu in made.machine.current().present if gpu.instances)
     expected = {(gi.id, ci.id): ci.uuid for gi, ci in gpu.mig_devices}
     assert expected
     assert read_instances(gpu.uuid) == expected
     plain = machine("dgx-h100")
-    plain.session.open()
+    plain.session.reopen()
     assert read_instances(uuid(plain)) == {}
 
 
@@ -230,7 +185,7 @@ def test_a_gpu_that_cannot_be_registered_hides_no_other(node, source):
 
 def test_gpus_without_xid_events_are_not_heard(machine):
     made = machine("gb10")
-    made.session.open()
+    made.session.reopen()
     supported = pynvml.nvmlDeviceGetSupportedEventTypes(pynvml.nvmlDeviceGetHandleByIndex(0))
     made.machine.set_fault("nvmlDeviceRegisterEvents", code="not-supported")
     assert supported & pynvml.nvmlEventTypeXidCriticalError

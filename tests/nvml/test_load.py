@@ -11,13 +11,13 @@ from dra_driver.nvml.load import read_load
 
 @pytest.fixture
 def node(dgx):
-    dgx.session.open()
+    dgx.session.reopen()
     return dgx
 
 
 def test_busy_and_idle(machine):
     node = machine("hgx-h100-4")
-    node.session.open()
+    node.session.reopen()
     busy, idle = (node.machine.gpu(index).uuid for index in (0, 1))
     node.machine.hold_gpu(0, 4711, "python")
     assert read_load(busy) == GpuLoad(512 << 20, 81559 << 20, 40, 30, 70.0, 700.0)
@@ -31,7 +31,7 @@ def test_busy_and_idle(machine):
 
 def test_shared_memory_is_nobodys(machine):
     node = machine("gb10")
-    node.session.open()
+    node.session.reopen()
     load = read_load(node.machine.gpu(0).uuid)
     assert (load.memory_used_bytes, load.memory_total_bytes) == (None, None)
     assert load.temperature_c is not None

@@ -14,20 +14,17 @@ from dra_driver.errors import RetryableError, StateError
 from dra_driver.inventory.rules.nvlink import nvlink_domains, with_nvlink_domains
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig import GpuInstance, MigProfile, Partitioning, PlacedProfile, Placement
+from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
 from dra_driver.nvml.mig_partitions import read_what_exists
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.nvml.scan import ScanMemory
-from dra_driver.simulator import catalogue, machine_names, nvml_library
+from dra_driver.simulator import nvml_library
 from tests.fakes.machines import SimulatedNode, read_inventory
 from tests.fakes.samples import ONE_G, h100
 
 Make = Callable[[str], SimulatedNode]
 
-TABLE_CALLS = [
-    "nvmlDeviceGetGpuInstanceProfileInfoV",
-    "nvmlDeviceGetGpuInstancePossiblePlacements_v2",
-]
+TABLE_CALLS = ["nvmlDeviceGetGpuInstanceProfileInfoV", "nvmlDeviceGetGpuInstancePossiblePlacements_v2"]
 
 
 def always(gpu: Gpu) -> bool:
@@ -35,43 +32,9 @@ def always(gpu: Gpu) -> bool:
 
 
 def scan(node: SimulatedNode, memory: ScanMemory | None = None) -> Inventory:
-    node.session.open()
+    if not node.session.is_open:
+        node.session.reopen()
     return read_inventory(always, memory)
-
-
-def as_written(name: str) -> list[Partitioning | None]:
-    """What the machine's YAML says of each GPU."""
-    state = catalogue.build(name)
-    found: list[Partitioning | None] = []
-    for gpu in state.present:
-        model = state.model_of(gpu)
-        table = tuple(
-            PlacedProfile(
-                MigProfile(
-                    row.id, row.name, row.slices, row.max_instances, row.multiprocessors, row.copy_engines,
-                    row.decoders, row.encoders, row.jpeg, row.ofa, row.memory_mib,
-                ),
-                tuple(Placement(start, row.size) for start in row.starts),
-            )
-            for row in sorted(model.mig, key=lambda row: row.id)
-        )  # fmt: skip
-        instances = [
-            GpuInstance(item.id, item.profile_id, Placement(item.start, item.size)) for item in gpu.instances
-        ]
-        existing = tuple(sorted(instances, key=lambda item: item.placement))
-        cuttable = bool(table) and (model.resetless_mig or gpu.mig_mode == 1)
-        found.append(Partitioning(table, (), existing, model.resetless_mig) if cuttable else None)
-    return found
-
-
-@pytest.mark.parametrize("name", machine_names())
-def test_partitioning_is_as_the_machines_file_says(machine: Make, name: str) -> None:
-    node = machine(name)
-    found = scan(node)
-    assert [gpu.partitioning for gpu in found.gpus] == as_written(name)
-    assert found.faults == ()
-    plain = read_inventory()
-    assert [replace(gpu, partitioning=None) for gpu in found.gpus] == list(plain.gpus)
 
 
 @pytest.mark.parametrize("name", ["dgx-a100-40gb", "dgx-a100-80gb", "a30-4"])
@@ -87,9 +50,8 @@ def test_gpu_whose_mode_needs_a_reset_can_be_cut_once_it_is_on(machine: Make, na
 
 
 def test_only_selected_gpus_can_be_cut(dgx: SimulatedNode) -> None:
-    node = dgx
-    node.session.reopen()
-    chosen = node.machine.gpu(2).uuid
+    dgx.session.reopen()
+    chosen = dgx.machine.gpu(2).uuid
     found = read_inventory(lambda gpu: gpu.uuid == chosen)
     assert [gpu.partitioning is not None for gpu in found.gpus] == [index == 2 for index in range(8)]
     assert not any(gpu.partitioning for gpu in read_inventory(lambda gpu: False).gpus)
@@ -113,7 +75,7 @@ def test_mode_that_goes_off_while_the_gpu_is_read_costs_nothing(
     machine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = machine("h100-mig-empty")
-    node.session.open()
+    node.session.reopen()
     ask = pynvml.nvmlLib.nvmlDeviceGetGpuInstances
 
     def switch_off_first(handle: Any, *rest: Any) -> int:
@@ -170,8 +132,7 @@ def test_generation_decides_where_the_driver_does_not_say_how_the_mode_changes(
 
 
 def test_field_that_is_refused_is_no_answer(dgx: SimulatedNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = dgx
-    node.session.reopen()
+    dgx.session.reopen()
 
     def refuse(_handle: Any, _count: Any, out: Any) -> int:
         out._obj[0].nvmlReturn = pynvml.NVML_ERROR_NOT_SUPPORTED
@@ -185,7 +146,7 @@ def test_field_that_is_refused_is_no_answer(dgx: SimulatedNode, monkeypatch: pyt
 def test_field_decides_against_the_generation(machine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     node = machine("dgx-h100")
     node.machine.set_mig_mode(0, True)
-    node.session.open()
+    node.session.reopen()
 
     def answer(_handle: Any, _count: Any, out: Any) -> int:
         out._obj[0].nvmlReturn = pynvml.NVML_SUCCESS
@@ -221,26 +182,17 @@ def test_gpu_that_cannot_be_read_whole_is_not_cut(machine: Make) -> None:
 
 @pytest.mark.parametrize("function", ["*GpuInstanceProfileInfo*", TABLE_CALLS[1]])
 def test_driver_without_tables_cuts_nothing(dgx: SimulatedNode, function: str) -> None:
-    node = dgx
-    node.session.reopen()
-    node.machine.set_fault(function, code="function-not-found")
-    found = scan(node)
+    dgx.session.reopen()
+    dgx.machine.set_fault(function, code="function-not-found")
+    found = scan(dgx)
     assert not any(gpu.partitioning for gpu in found.gpus)
     assert found.faults == ()
 
 
-def test_older_driver_with_the_first_version_of_the_table_tells_the_same(machine: Make) -> None:
-    node = machine("h100-mig-static")
-    healthy = scan(node)
-    node.machine.set_fault("nvmlDeviceGetGpuInstanceProfileInfoV", code="function-not-found")
-    assert scan(node) == healthy
-
-
 def test_gpu_that_is_lost_while_its_table_is_read_hides_no_other(dgx: SimulatedNode) -> None:
-    node = dgx
-    node.session.reopen()
-    node.machine.set_fault(TABLE_CALLS[1], code="gpu-is-lost", gpu=3)
-    found = scan(node)
+    dgx.session.reopen()
+    dgx.machine.set_fault(TABLE_CALLS[1], code="gpu-is-lost", gpu=3)
+    found = scan(dgx)
     assert [gpu.index for gpu in found.gpus] == [0, 1, 2, 4, 5, 6, 7]
     assert all(gpu.partitioning for gpu in found.gpus)
 
@@ -341,8 +293,7 @@ def first_call(monkeypatch: pytest.MonkeyPatch, function: str, before: Callable[
 
 
 @pytest.mark.parametrize(
-    "function",
-    ["nvmlDeviceGetNvLinkState", "nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlDeviceGetP2PStatus"],
+    "function", ["nvmlDeviceGetNvLinkState", "nvmlDeviceGetNvLinkRemoteDeviceType", "nvmlDeviceGetP2PStatus"]
 )
 def test_mode_that_comes_on_while_the_links_are_read_changes_no_domain(
     machine: Make, monkeypatch: pytest.MonkeyPatch, function: str
@@ -351,7 +302,7 @@ def test_mode_that_comes_on_while_the_links_are_read_changes_no_domain(
     node = machine("dgx-h100")
     memory = ScanMemory()
     healthy = scan(node, memory)
-    memory.reopened()
+    memory.peers.reopened()
 
     def switch_on() -> None:
         node.machine.set_mig_mode(0, True)
@@ -393,13 +344,6 @@ class Partition:
     def __exit__(self, *_error: object) -> None:
         self.patch.undo()
         pynvml._nvmlGetFunctionPointer_cache.clear()
-
-
-def test_gpu_that_only_gives_out_mig_devices_is_in_no_domain(machine: Make) -> None:
-    node = machine("dgx-a100-40gb")
-    node.machine.set_mig_mode(0, True)
-    found = scan(node, ScanMemory())
-    assert set(found.nvlink_domains) == {gpu.uuid for gpu in found.gpus[1:]}
 
 
 @pytest.mark.parametrize(("offers_whole", "members"), [(True, 4), (False, 3)])

@@ -23,7 +23,7 @@ TWO = {4711: "process 4711 (python3)", 4712: "process 4712 (/usr/bin/train)"}
 def node(machine: Make) -> SimulatedNode:
     """Two processes on GPU 0, none on GPU 1."""
     made = machine("hgx-h100-4")
-    made.session.open()
+    made.session.reopen()
     made.machine.hold_gpu(0, 4712, "/usr/bin/train", mps=True)
     made.machine.hold_gpu(0, 4711, "python3")
     return made

@@ -19,7 +19,7 @@ class Watched:
 
     def __init__(self, node, cut: bool = True) -> None:
         self.node, self.machine, self.now = node, node.machine, 0.0
-        node.session.open()
+        node.session.reopen()
         self.source = UsageSource(node.session, lambda: self.now)
         found = self.machine.gpu(0)
         self.gpu = GpuAddress(found.uuid, found.bus_id)

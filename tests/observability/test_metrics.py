@@ -5,21 +5,10 @@ from typing import get_args
 
 import pytest
 
-from dra_driver import __version__
+from dra_driver import __version__, errors
 from dra_driver.claims.kubelet_call import KUBELET_DEADLINE_S
 from dra_driver.claims.rules.plan import plan_claim
-from dra_driver.errors import (
-    ApiRejectedError,
-    ApiUnavailableError,
-    ClaimRefusedError,
-    DeviceLostError,
-    FatalError,
-    InvalidConfigError,
-    NotSupportedError,
-    NvmlUnavailableError,
-    RetryableError,
-    StateError,
-)
+from dra_driver.errors import ApiRejectedError, RetryableError
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.steps import RunMps, SetTimeSlice, Step, WriteCdiSpec
@@ -27,6 +16,7 @@ from dra_driver.observability.metrics import Metrics, reason_of
 from dra_driver.observability.metrics.definitions import step_label
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
 from tests.fakes.scrapes import by_label, labelled, scraped, value
+from tests.fakes.tables import tabled
 
 REASONS = {
     "api_unavailable", "api_rejected", "nvml_unavailable", "device_lost", "claim_refused", "invalid_config", "state",
@@ -82,25 +72,12 @@ def test_success_is_counted_and_timed(metrics: Metrics) -> None:
     assert seconds == pytest.approx(0.204)
 
 
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (ApiUnavailableError("x"), "api_unavailable"),
-        (ApiRejectedError("x", status=403), "api_rejected"),
-        (NvmlUnavailableError("x"), "nvml_unavailable"),
-        (DeviceLostError("x"), "device_lost"),
-        (ClaimRefusedError("x"), "claim_refused"),
-        (InvalidConfigError("x"), "invalid_config"),
-        (StateError("x"), "state"),
-        (RetryableError("x"), "busy"),
-        (NotSupportedError("x"), "internal"),
-        (FatalError("x"), "internal"),
-        (ValueError("x"), "internal"),
-    ],
-)
+@tabled("name", "reason")
 def test_failure_is_counted_by_its_cause_and_not_as_a_request(
-    metrics: Metrics, error: Exception, reason: str
+    metrics: Metrics, name: str, reason: str
 ) -> None:
+    more = {"status": 403} if name == "ApiRejectedError" else {}
+    error = getattr(errors, name, ValueError)("x", **more)
     assert reason_of(error) == reason
     metrics.prepared(0.1, error)
     metrics.unprepared(0.1, error)

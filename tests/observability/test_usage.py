@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 from dataclasses import replace
-
-import pytest
+from typing import Any
 
 from dra_driver.errors import DeviceLostError
 from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
@@ -17,6 +16,7 @@ from dra_driver.observability.rules.usage import Origin, unclaimed
 from dra_driver.observability.usage import Usage
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, NODE, hold, record, uuid
 from tests.fakes.scrapes import by_label, scraped
+from tests.fakes.tables import tabled
 
 BUSY = GpuLoad(4 << 30, 80 << 30, 70, 40, 350.0, 700.0)
 IDLE = GpuLoad(0, 80 << 30, 0, 30, 70.0, 700.0)
@@ -41,8 +41,7 @@ class Node:
         self.fail: set[str] = set()
         self.origins: dict[int, Origin] = {}
         self.usage = Usage(
-            self.read,
-            self.read_processes,
+            self,
             lambda: MIXED,
             lambda: self.records,
             lambda device: MADE if device == PART else None,
@@ -202,20 +201,6 @@ def test_without_the_processes_of_the_host_none_are_told() -> None:
 PLACES = {(uuid(0), None), (uuid(2), 7)}
 
 
-@pytest.mark.parametrize(
-    ("gpu", "process", "where", "expected"),
-    [
-        (0, GpuProcess(1, "python3"), "container", False),
-        (1, GpuProcess(1, "python3"), "container", False),
-        (0, GpuProcess(1, "python3"), "host", True),
-        (1, GpuProcess(1, "/usr/bin/python3 train.py"), "host", True),
-        (1, GpuProcess(1, "/usr/bin/nv-hostengine -n"), "host", False),
-        (1, GpuProcess(1, "nvidia-cuda-mps-server"), "unknown", False),
-        (0, GpuProcess(1, ""), "unknown", False),
-        (1, GpuProcess(1, ""), "unknown", True),
-        (2, GpuProcess(1, "", None, 7), "unknown", False),
-        (2, GpuProcess(1, "", None, 8), "unknown", True),
-    ],
-)
-def test_a_process_belongs_to_nobody(gpu: int, process: GpuProcess, where: Origin, expected: bool) -> None:
-    assert bool(unclaimed(uuid(gpu), [process], PLACES, lambda _: where)) is expected
+@tabled("gpu", "process", "where", "expected")
+def test_a_process_belongs_to_nobody(gpu: int, process: list[Any], where: Origin, expected: bool) -> None:
+    assert bool(unclaimed(uuid(gpu), [GpuProcess(*process)], PLACES, lambda _: where)) is expected

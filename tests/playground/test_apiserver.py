@@ -13,6 +13,8 @@ import time
 import pytest
 from playground.apiserver import PlaygroundApiServer
 
+from tests.fakes.tables import tabled
+
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
 NODES = "/api/v1/nodes"
@@ -121,19 +123,7 @@ def test_wrong_types_are_refused_and_not_stored(server, spec):
     assert server.objects("resourceslices") == []
 
 
-@pytest.mark.parametrize(
-    ("query", "names"),
-    [
-        ("fieldSelector=spec.nodeName=n1", ["a"]),
-        ("fieldSelector=spec.nodeName!=n1", ["b"]),
-        ("fieldSelector=spec.driver=d.example.com,spec.pool.name=n2", ["b"]),
-        ("fieldSelector=metadata.name==a", ["a"]),
-        ("labelSelector=x=1", ["a"]),
-        ("labelSelector=x", ["a"]),
-        ("labelSelector=!x", ["b"]),
-        ("labelSelector=x!=1", ["b"]),
-    ],
-)
+@tabled("query", "names")
 def test_selectors_select(server, query, names):
     first = a_slice("a", "n1")
     first["metadata"]["labels"] = {"x": "1"}

@@ -12,6 +12,7 @@ from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.slices.rules.build import build_pool
 from dra_driver.validation.rules.consumable import consumption, fits
 from tests.fakes.samples import DRIVER, h100, inventory
+from tests.fakes.tables import tabled
 
 GROUP = "resource.k8s.io"
 SHARE_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
@@ -33,25 +34,7 @@ def device(name="gpu-0", **fields):
     } | fields
 
 
-@pytest.mark.parametrize(
-    ("requests", "expected"),
-    [
-        ({}, {"memory": "4Gi", "slots": "2"}),
-        ({"memory": "1"}, {"memory": "1Gi", "slots": "2"}),
-        ({"memory": "0"}, {"memory": "1Gi", "slots": "2"}),
-        ({"memory": "1025Mi"}, {"memory": "2Gi", "slots": "2"}),
-        ({"memory": "8Gi"}, {"memory": "8Gi", "slots": "2"}),
-        ({f"{DRIVER}/memory": "3Gi"}, {"memory": "3Gi", "slots": "2"}),
-        ({"slots": "3"}, {"memory": "4Gi", "slots": "4"}),
-        ({"slots": "0"}, {"memory": "4Gi", "slots": "0"}),
-        ({"memory": "8193Mi"}, None),
-        ({"slots": "5"}, None),
-        ({"memory": "-1"}, None),
-        ({"cores": "1"}, None),
-        ({"other.example/memory": "1Gi"}, None),
-        ({"memory": "1Gi", f"{DRIVER}/memory": "1Gi"}, None),
-    ],
-)
+@tabled("requests", "expected")
 def test_request_is_rounded_by_the_policy(requests, expected):
     assert consumption(requests, device(), DRIVER) == expected
 

@@ -13,7 +13,7 @@ from dra_driver.model.mig import GpuInstance, Placement
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all
 from dra_driver.slices.rules.build import build_pool
 from dra_driver.slices.rules.diff import Owner, slice_changes
-from tests.fakes.samples import DRIVER, GPU_0, GPU_1, NODE, h100, inventory
+from tests.fakes.samples import DRIVER, GPU_0, NODE, h100, inventory
 from tests.mig.migtables import MODELS, table
 
 GROUP = "resource.k8s.io"
@@ -83,19 +83,6 @@ def test_four_devices_of_one_claim_lie_side_by_side_on_one_gpu() -> None:
     assert len({name[: len(GPU_0)] for name in together}) == 1
     with pytest.raises(AllocationError):
         cluster.claim("eight", mig("1g.10gb", count=8), constraints=ONE_GPU)
-
-
-def test_whole_gpu_waits_until_its_last_part_is_gone() -> None:
-    cluster = Cluster(on_demand(0), h100(1))
-    cluster.claim("part", mig("1g.10gb"))
-    assert cluster.claim("plain", whole()) == [GPU_1]
-    with pytest.raises(AllocationError):
-        cluster.claim("waits", whole())
-    cluster.scheduler.release_claim("default", "part")
-    stored = cluster.scheduler.allocate_claim("default", "waits")
-    assert stored["status"]["allocation"]["devices"]["results"][0]["device"] == GPU_0
-    with pytest.raises(AllocationError):
-        cluster.claim("late", mig("1g.10gb"))
 
 
 def test_admin_access_takes_nothing_of_the_counters_but_needs_them() -> None:

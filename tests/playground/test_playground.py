@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -21,17 +20,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.fakes.waiting import eventually
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 _WAIT_S = 30.0
-
-
-def eventually(check: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + _WAIT_S
-    while not (value := check()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return value
 
 
 @dataclass

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.playground.test_playground import Playground, eventually, start, temporary
+from tests.fakes.waiting import eventually
+from tests.playground.test_playground import Playground, start, temporary
 
 __all__ = ["start", "temporary"]
 

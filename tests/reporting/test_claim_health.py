@@ -7,6 +7,7 @@ import pytest
 from dra_driver.model.health import HealthChange, HealthTarget, Severity
 from dra_driver.reporting.claim_health import ClaimHealthReporter
 from tests.fakes.samples import GPU_0, MIG_1G, MIG_3G, MIXED, hold, record, uuid
+from tests.fakes.tables import tabled
 
 RECORDS = {
     uid: record(hold(name), uid=uid) for uid, name in (("whole", GPU_0), ("one", MIG_1G), ("three", MIG_3G))
@@ -57,18 +58,10 @@ def bench():
     return Bench()
 
 
-@pytest.mark.parametrize(
-    ("target", "told"),
-    [
-        ((uuid(2),), ["node", "one", "three"]),
-        ((uuid(2), 7), ["node", "one"]),
-        ((uuid(2), 2, 0), ["node", "three"]),
-        ((uuid(2), 5, 0), ["node"]),
-        ((uuid(0),), ["node", "whole"]),
-    ],
-)
+@tabled("target", "told")
 def test_only_who_holds_what_is_hit_is_told(bench, target, told):
-    bench.change(*target)
+    gpu, *instances = target
+    bench.change(uuid(gpu), *instances)
     assert bench.told == told
 
 

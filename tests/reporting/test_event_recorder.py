@@ -138,24 +138,6 @@ def test_a_speaker_never_waits_and_a_burst_is_bounded(server):
     assert server.tries == ReportLimits().events_at_once
 
 
-def test_what_happens_again_while_it_waits_is_counted(server):
-    server.open.clear()
-    with speaking(server) as recorder:
-        recorder.node_event("First", "", warning=False)
-        assert server.entered.wait(10)
-        for number in range(500):
-            recorder.node_event("SlicesNotPublished", "forbidden", warning=True)
-            recorder.node_event("PartitionsNotSupported", "old", warning=bool(number % 2))
-        server.open.set()
-        server.wait_for(lambda: len(server.events) == 4)
-    assert [(reason, times) for _, _, reason, _, _, times in server.events[1:]] == [
-        ("SlicesNotPublished", 500),
-        ("PartitionsNotSupported", 250),
-        ("PartitionsNotSupported", 250),
-    ]
-    assert recorder.dropped == 0
-
-
 def test_a_server_that_comes_back_is_told_everything_once(server):
     server.errors = [ApiUnavailableError("down"), ApiUnavailableError("busy", retry_after_s=0.02)] * 3
     with speaking(server) as recorder:

@@ -10,13 +10,10 @@ from dra_driver.errors import DeviceBusyError
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.claim_status import ClaimStatusReporter
-from dra_driver.reporting.event_queue import ReportLimits
-from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.mps_events import MpsEvents
 from dra_driver.reporting.reporter import Reporter
 from tests.fakes.samples import GPU_0, claim, h100, hold, inventory
 from tests.fakes.tables import tabled
-from tests.kube.support import wait_until
 
 REF = ClaimRef("default", "claim", "uid-1")
 RECORD = ClaimRecord(claim(GPU_0), "prepared", "boot-1", (hold(GPU_0),), ())
@@ -108,41 +105,6 @@ def test_a_state_that_is_written_after_the_claim_is_gone_counts_for_nothing(repo
     heard.states[0][1]()
     reporter.prepared(REF, 0.1, RECORD)
     assert len(heard.states) == 2
-
-
-def test_a_state_that_was_lost_is_written_with_the_next_prepare():
-    """The queue of a real recorder overflows with states of other claims."""
-    written = []
-
-    class Server:
-        def pods_of(self, ref, *, timeout_s=None):
-            return ()
-
-        def write(self, ref, devices, *, is_first=False, timeout_s=None):
-            written.append(ref.uid)
-            return True
-
-    server = Server()
-    recorder = EventRecorder("node-a", server, server, limits=ReportLimits(most=1, statuses_per_s=1000))
-    reporter = Reporter(
-        Listener(),
-        recorder,
-        states_for(recorder),
-        lambda _: None,
-        lambda _: None,
-        lambda: None,
-        no_mps(recorder),
-    )
-    reporter.prepared(REF, 0.1, RECORD)
-    reporter.prepared(replace(REF, uid="uid-2"), 0.1, SECOND)
-    assert recorder.dropped == 1
-    recorder.start()
-    try:
-        wait_until(lambda: written == ["uid-2"])
-        reporter.prepared(REF, 0.1, RECORD)
-        wait_until(lambda: written == ["uid-2", "uid-1"])
-    finally:
-        recorder.stop()
 
 
 @tabled("action", "subject", "error", "told")

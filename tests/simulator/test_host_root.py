@@ -100,10 +100,6 @@ def test_driver_files(make):
     assert (libraries / "libcuda.so.1").resolve().name == "libcuda.so.590.44.01"
 
 
-def test_the_cdi_hook_is_an_option(make):
-    assert (make("t4-4", cdi_hook=True).host_root / "usr/bin/nvidia-cdi-hook").is_file()
-
-
 def everything(root):
     return {
         str(path): (os.lstat(path).st_ino, os.lstat(path).st_mtime_ns)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pynvml
-import pytest
-
-from tests.simulator.conftest import load
 
 
 def test_bus_ids_and_lookups(look, handles):
@@ -18,14 +13,6 @@ def test_bus_ids_and_lookups(look, handles):
     for bus_id in ("00000000:1B:00.0", "0000:1b:00.0", "1b:00.0"):
         assert pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByPciBusId(bus_id)) == uuid
     assert pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetHandleByUUID(uuid)) == 0
-
-
-def test_uuids_are_the_same_on_every_creation(make, tmp_path):
-    from dra_driver.simulator import create_machine
-
-    first = make("dgx-h100")
-    second = create_machine("dgx-h100", tmp_path / "other")
-    assert [gpu.uuid for gpu in first.current().present] == [gpu.uuid for gpu in second.current().present]
 
 
 def test_wrong_arguments(look, handles, refused):
@@ -64,65 +51,3 @@ def test_addressing_and_memory_node(look, handles, refused):
     look("dgx-h100")
     assert pynvml.nvmlDeviceGetAddressingMode(handles()[0]) == pynvml.NVML_DEVICE_ADDRESSING_MODE_HMM
     assert refused(pynvml.nvmlDeviceGetNumaNodeId, handles()[0]) == pynvml.NVML_ERROR_NOT_SUPPORTED
-
-
-def test_virtual_machine(nvml, handles):
-    nvml("vm-passthrough")
-    assert (
-        pynvml.nvmlDeviceGetVirtualizationMode(handles()[0])
-        == pynvml.NVML_GPU_VIRTUALIZATION_MODE_PASSTHROUGH
-    )
-    assert pynvml.nvmlDeviceSetMigMode(handles()[0], 1) == pynvml.NVML_ERROR_RESET_REQUIRED
-    assert pynvml.nvmlDeviceGetMigMode(handles()[0]) == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("name", "driver", "answers"),
-    [
-        ("t4-4", "580.95.05", [3, 3, 3]),
-        ("a10-8", "580.95.05", [0, 3, 0]),
-        ("hgx-h100-4", "580.95.05", [0, 0, 0]),
-        ("hgx-h100-4", "535.183.01", [0, 13, 0]),
-        ("hgx-h100-4", "525.147.05", [13, 13, 13]),
-    ],
-)
-def test_confidential_computing_is_told_by_newer_gpus_and_drivers(nvml, name, driver, answers):
-    machine = nvml(name)
-    machine.load_driver(driver)
-    pynvml.nvmlShutdown()
-    load(machine)
-    pynvml.nvmlInit()
-
-    def settings():
-        found = pynvml.c_nvmlSystemConfComputeSettings_v1_t()
-        pynvml._nvmlCheckReturn(pynvml.nvmlSystemGetConfComputeSettings(ctypes.byref(found)))
-        return found
-
-    calls = [
-        pynvml.nvmlSystemGetConfComputeState,
-        settings,
-        pynvml.nvmlSystemGetConfComputeGpusReadyState,
-    ]
-    found = []
-    for call in calls:
-        try:
-            call()
-            found.append(0)
-        except pynvml.NVMLError as error:
-            found.append(error.value)
-    assert found == answers
-
-
-def test_protected_pcie_is_a_mode_of_several_gpus_and_the_feature_is_off(nvml):
-    machine = nvml("hgx-h100-4")
-    machine.set_confidential_compute("ppcie", ready=True)
-    found = pynvml.c_nvmlSystemConfComputeSettings_v1_t()
-    assert pynvml.nvmlSystemGetConfComputeSettings(ctypes.byref(found)) == 0
-    assert (found.ccFeature, found.devToolsMode, found.multiGpuMode) == (0, 0, 1)
-    assert pynvml.nvmlSystemGetConfComputeGpusReadyState() == 1
-    machine.load_driver()
-    pynvml.nvmlShutdown()
-    pynvml.nvmlInit()
-    assert pynvml.nvmlSystemGetConfComputeGpusReadyState() == 0
-    found.version = 0
-    assert pynvml.nvmlSystemGetConfComputeSettings(ctypes.byref(found)) == 25

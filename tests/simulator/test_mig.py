@@ -129,11 +129,6 @@ def test_refusals(gpu, refused):
     assert refused(create_gi, gpu, 9, 0, 4) == pynvml.NVML_ERROR_NOT_SUPPORTED
 
 
-def test_only_one_media_extension(gpu, refused):
-    create(gpu, "1g.10gb+me", 0)
-    assert refused(create_gi, gpu, 20, 1, 1) == pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES
-
-
 def test_media_extensions_of_an_a30_exclude_each_other(nvml, handles, refused):
     nvml("a30-4")
     gpu = handles()[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.mps_behaviour import behave, misbehave
+from tests.fakes.mps_behaviour import misbehave
 from tests.fakes.tables import tabled
 from tests.kube.support import wait_until
 
@@ -212,24 +212,6 @@ def test_an_unknown_device_fails_when_a_server_starts(mps):
     assert "GPU-none" in (mps.log / "server.log").read_text()
 
 
-def test_a_mig_device_and_its_memory(mps):
-    uuid = mps.machine.gpu(1).mig_devices[0][1].uuid
-    mps.ready(uuid, "-multiuser-server")
-    out = mps.client(CUDA_MPS_PINNED_DEVICE_MEM_LIMIT="0=64G").stdout
-    assert "pinned_device_mem_limit_mib=9984\n" in out
-
-
-def test_fault(mps):
-    mps.ready(mps.uuid, "-multiuser-server")
-    mps.ask("start_server -uid 0")
-    misbehave(mps.root, mps.uuid, server_state="FAULT")
-    server = mps.ask("get_server_list").stdout.strip()
-    assert mps.ask(f"get_server_status {server}").stdout == "FAULT\n"
-    assert "CUDA_ERROR_MPS_SERVER_NOT_READY" in mps.client().stdout
-    behave(mps.root)
-    assert mps.client().returncode == 0
-
-
 def test_dying(mps):
     misbehave(mps.root, start_delay_ms=0, die_after_s=0.05)
     mps.ready(mps.uuid, "-multiuser-server")
@@ -238,24 +220,6 @@ def test_dying(mps):
     mps.daemon.communicate()
     mps.daemon = None
     assert mps.ask("get_server_list").returncode == 1
-
-
-def test_multi_user_needs_volta(make, tmp_path):
-    machine = make("dgx-h100")
-    script = machine.host_root / "usr/bin/nvidia-cuda-mps-control"
-    script.write_text(script.read_text().replace('"volta": true', '"volta": false'))
-    old = Mps(machine.host_root, tmp_path / "old")
-    daemon = old.start(machine.gpu(0).uuid, "-multiuser-server")
-    assert "Volta" in daemon.communicate(timeout=90)[0]
-    assert daemon.returncode == 1
-
-
-def test_the_background_flag_returns_when_the_daemon_answers(mps):
-    control = mps.root / "usr/bin/nvidia-cuda-mps-control"
-    environment = mps._environment(CUDA_VISIBLE_DEVICES=mps.uuid)
-    subprocess.run([control, "-d"], env=environment, check=True, timeout=90, stdout=subprocess.DEVNULL)
-    assert mps.ask("get_default_active_thread_percentage").stdout == "100.0\n"
-    mps.ask("quit")
 
 
 def of_branch(machine, branch: int) -> Path:
@@ -295,15 +259,6 @@ def test_commands_are_those_of_the_branch(mps, branch: int, lines: list[str]) ->
         "set_default_active_thread_percentage 50",
     )
     wait_until(lambda: mps.ask(*commands).stdout.splitlines() == lines)
-
-
-@pytest.mark.parametrize("branch", [470, 555])
-def test_help_is_no_error(mps, branch: int) -> None:
-    control = of_branch(mps.machine, branch)
-    assert (
-        subprocess.run([control, "--help"], env={"PATH": PATH}, capture_output=True, check=False).returncode
-        == 0
-    )
 
 
 def test_one_client_too_many_is_refused(mps):

@@ -12,50 +12,15 @@ from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import DriverVersions, Inventory
 from dra_driver.model.mig import Partitioning, PlacedProfile, Placement
 from dra_driver.slices.rules.attributes import wire_device
-from tests.fakes.samples import GPU_0, GPU_2, ONE_G, TWO_G, VERSIONS, h100, inventory, mig, partitioned, uuid
+from tests.fakes.samples import GPU_0, ONE_G, TWO_G, VERSIONS, h100, inventory, mig, partitioned, uuid
+from tests.fakes.tables import data_of
 
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 STD = "resource.kubernetes.io/"
 
-# The type and the form of each value that is published.
-GPU_ATTRIBUTES = {
-    "type": ("string", r"gpu"),
-    "uuid": ("string", r"GPU-[0-9a-f-]{36}"),
-    "index": ("int", None),
-    "minor": ("int", None),
-    "productName": ("string", r".+"),
-    "brand": ("string", r"[A-Z][A-Za-z]+"),
-    "architecture": ("string", r"[A-Z][A-Za-z ]+"),
-    "cudaComputeCapability": ("version", r"\d+\.\d+\.0"),
-    "driverVersion": ("version", r"\d+\.\d+\.\d+"),
-    "cudaDriverVersion": ("version", r"\d+\.\d+\.0"),
-    "addressingMode": ("string", r"HMM|ATS|None"),
-    "confidentialCompute": ("string", r"off|on|devtools|ppcie"),
-    "migCapable": ("bool", None),
-    "nvlinkDomain": ("string", r"nvlink-[0-9a-f]{8}|[0-9a-f-]{36}\.\d+"),
-    "nvlinkLinks": ("int", None),
-    "fabricClusterUUID": ("string", r"[0-9a-f-]{36}"),
-    "fabricCliqueID": ("int", None),
-    STD + "pciBusID": ("string", r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"),
-    STD + "pcieRoot": ("string", r"pci[0-9a-f]{4}:[0-9a-f]{2}"),
-    STD + "numaNode": ("int", None),
-}
-MIG_ATTRIBUTES = {
-    "type": ("string", r"mig"),
-    "uuid": ("string", r"MIG-[0-9a-f-]{36}"),
-    "parentUUID": ("string", r"GPU-[0-9a-f-]{36}"),
-    "parentIndex": ("int", None),
-    "parentMinor": ("int", None),
-    "profile": ("string", r"(\dc\.)?\dg\.\d+gb([+-][a-z.]+)?"),
-    **{
-        name: GPU_ATTRIBUTES[name]
-        for name in (
-            "productName", "brand", "architecture", "cudaComputeCapability", "driverVersion",
-            "cudaDriverVersion", "addressingMode", "confidentialCompute", STD + "pciBusID", STD + "pcieRoot",
-            STD + "numaNode",
-        )
-    },
-}  # fmt: skip
+DATA = data_of(__file__)
+GPU_ATTRIBUTES = DATA["forms"]["both"] | DATA["forms"]["gpu"]
+MIG_ATTRIBUTES = DATA["forms"]["both"] | DATA["forms"]["mig"]
 
 
 def wire(gpu: Gpu, **domains: str) -> dict[str, Any]:
@@ -85,32 +50,7 @@ def test_manual_names_every_attribute() -> None:
 def test_whole_gpu_has_every_attribute_when_all_is_known() -> None:
     gpu = h100(0, fabric=Fabric(CLUSTER, 32766))
     device = wire(gpu, **{uuid(0): f"{CLUSTER}.32766"})
-    assert device == {
-        "name": GPU_0,
-        "attributes": {
-            "addressingMode": {"string": "HMM"},
-            "architecture": {"string": "Hopper"},
-            "brand": {"string": "Nvidia"},
-            "confidentialCompute": {"string": "ppcie"},
-            "cudaComputeCapability": {"version": "9.0.0"},
-            "cudaDriverVersion": {"version": "12.8.0"},
-            "driverVersion": {"version": "570.124.6"},
-            "fabricCliqueID": {"int": 32766},
-            "fabricClusterUUID": {"string": CLUSTER},
-            "index": {"int": 0},
-            "migCapable": {"bool": True},
-            "minor": {"int": 0},
-            "nvlinkDomain": {"string": f"{CLUSTER}.32766"},
-            "nvlinkLinks": {"int": 18},
-            "productName": {"string": "NVIDIA H100 80GB HBM3"},
-            "resource.kubernetes.io/numaNode": {"int": 0},
-            "resource.kubernetes.io/pciBusID": {"string": "0000:10:00.0"},
-            "resource.kubernetes.io/pcieRoot": {"string": "pci0000:0f"},
-            "type": {"string": "gpu"},
-            "uuid": {"string": uuid(0)},
-        },
-        "capacity": {"memory": {"value": "81559Mi"}},
-    }
+    assert device == DATA["whole GPU"]
     assert set(device["attributes"]) == set(GPU_ATTRIBUTES)
     assert list(device["attributes"]) == sorted(device["attributes"])
     check_form(device)
@@ -129,39 +69,7 @@ def test_minor_number_is_no_attribute_where_mig_mode_comes_and_goes() -> None:
 
 def test_mig_device_has_its_own_and_its_parents_attributes() -> None:
     device = wire(partitioned(2, mig(2, TWO_G, 4, 2, 3), mig(2, ONE_G, 6, 1, 9)))
-    assert device == {
-        "name": f"{GPU_2}-mig-2g20gb-14-4",
-        "attributes": {
-            "addressingMode": {"string": "HMM"},
-            "architecture": {"string": "Hopper"},
-            "brand": {"string": "Nvidia"},
-            "confidentialCompute": {"string": "ppcie"},
-            "cudaComputeCapability": {"version": "9.0.0"},
-            "cudaDriverVersion": {"version": "12.8.0"},
-            "driverVersion": {"version": "570.124.6"},
-            "parentIndex": {"int": 2},
-            "parentMinor": {"int": 2},
-            "parentUUID": {"string": uuid(2)},
-            "productName": {"string": "NVIDIA H100 80GB HBM3"},
-            "profile": {"string": "2g.20gb"},
-            "resource.kubernetes.io/numaNode": {"int": 0},
-            "resource.kubernetes.io/pciBusID": {"string": "0000:12:00.0"},
-            "resource.kubernetes.io/pcieRoot": {"string": "pci0000:11"},
-            "type": {"string": "mig"},
-            "uuid": {"string": "MIG-00000002-0000-5555-aaaa-000000000003"},
-        },
-        "capacity": {
-            "copyEngines": {"value": "2"},
-            "decoders": {"value": "2"},
-            "encoders": {"value": "0"},
-            "jpegEngines": {"value": "2"},
-            "memory": {"value": "20096Mi"},
-            "memorySlice4": {"value": "1"},
-            "memorySlice5": {"value": "1"},
-            "multiprocessors": {"value": "32"},
-            "ofaEngines": {"value": "0"},
-        },
-    }
+    assert device == DATA["MIG device"]
     assert set(device["attributes"]) == set(MIG_ATTRIBUTES)
     check_form(device)
 

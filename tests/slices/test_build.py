@@ -13,8 +13,7 @@ from dra_driver.model.mig import GpuInstance, Partitioning, Placement
 from dra_driver.model.sharing import SharingRule, SharingRuleMode, share_all
 from dra_driver.slices.rules.api_limits import has_its_counters
 from dra_driver.slices.rules.build import Pool, SliceContent, build_pool
-from dra_driver.slices.rules.diff import Owner, slice_changes
-from tests.fakes.samples import DRIVER, GPU_0, GPU_1, NODE, VERSIONS, h100, inventory, mig, partitioned, uuid
+from tests.fakes.samples import GPU_0, GPU_1, NODE, VERSIONS, h100, inventory, mig, partitioned, uuid
 from tests.fakes.samples import ONE_G as PROFILE
 from tests.mig.migtables import MODELS, table
 
@@ -42,10 +41,7 @@ def test_devices_are_chunked_at_64(count: int, sizes: list[int]) -> None:
 
 
 def test_device_is_left_out_and_told_when_it_breaks_a_limit() -> None:
-    parts = [
-        mig(1, replace(PROFILE, name=f"1g.{'9' * 50}gb"), 0, 1, 7),
-        mig(1, PROFILE, 1, 1, 8),
-    ]
+    parts = [mig(1, replace(PROFILE, name=f"1g.{'9' * 50}gb"), 0, 1, 7), mig(1, PROFILE, 1, 1, 8)]
     pool = build_pool(inventory(h100(0), partitioned(1, *parts)), NODE)
     refused = f"{GPU_1}-mig-1g{'9' * 50}gb-19-0"
     assert names(pool) == [[GPU_0, f"{GPU_1}-mig-1g10gb-19-1"]]
@@ -59,14 +55,6 @@ def test_device_is_left_out_when_it_has_too_many_capacities() -> None:
     assert pool.faults == (
         f"device {GPU_0}-mig-1g10gb-19-0: 53 attributes and capacities, at most 32 are allowed",
     )
-
-
-def test_full_size_mig_device_stays_within_the_limits() -> None:
-    whole = mig(0, replace(PROFILE, name="7g.80gb", profile_id=0), 0, 8, 0)
-    pool = build_pool(inventory(partitioned(0, whole)), NODE)
-    (device,) = pool.slices[0].devices
-    assert len(device["attributes"]) + len(device["capacity"]) == 31
-    assert pool.faults == ()
 
 
 @pytest.mark.parametrize("mode", ["shares", "memory", "unlimited"])
@@ -149,12 +137,6 @@ def test_gpus_that_are_not_partitioned_carry_no_counters() -> None:
     assert counter_sets(plain) == [[]]
 
 
-def test_gpu_that_cannot_change_its_mode_is_not_offered_whole() -> None:
-    (_, devices) = names(build_pool(inventory(cut(0, whole=False)), NODE))
-    assert GPU_0 not in devices
-    assert len(devices) == 25
-
-
 def test_device_without_a_fault_keeps_its_counters_when_another_is_left_out() -> None:
     row = H100.profiles[0]
     long = replace(row, profile=replace(row.profile, name=f"1g.{'9' * 50}gb"))
@@ -195,27 +177,6 @@ def test_shared_devices_that_are_counted_stay_within_the_limits(rule: SharingRul
     assert len(devices) == 26
     assert all(device["allowMultipleAllocations"] and device["consumesCounters"] for device in devices)
     assert max(len(device["attributes"]) + len(device["capacity"]) for device in devices) <= 32
-
-
-def changed_slices(before: Pool, after: Pool) -> list[int]:
-    """Which slices are written when the pool changes."""
-    owner = Owner(DRIVER, NODE, "node-uid")
-    existing = [
-        entry | {"metadata": {**entry["metadata"], "name": f"{index:05x}-{DRIVER}-{NODE}-abcde"}}
-        for index, entry in enumerate(slice_changes(before, [], owner).creates)
-    ]
-    assert not slice_changes(before, existing, owner)
-    changes = slice_changes(after, existing, owner)
-    assert not changes.deletes
-    assert not changes.creates
-    return [int(entry["metadata"]["name"][:5], 16) for entry in changes.updates]
-
-
-def test_one_slice_is_written_when_an_attribute_of_one_gpu_changes() -> None:
-    gpus = [cut(number) for number in range(8)]
-    before = build_pool(inventory(*gpus), NODE)
-    gpus[3] = replace(gpus[3], nvlink_links=17, addressing_mode="None")
-    assert changed_slices(before, build_pool(inventory(*gpus), NODE)) == [2]
 
 
 def test_no_device_of_another_gpu_moves_when_instances_are_withheld() -> None:

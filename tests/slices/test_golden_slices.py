@@ -46,7 +46,9 @@ def pool_of(tmp_path: Path):
     def make(machine: str) -> Pool:
         nodes.append(SimulatedNode(machine, tmp_path / machine))
         with structlog.testing.capture_logs():
-            return build_pool(nodes[-1].discover(), NODE)
+            found = nodes[-1].discover()
+        assert found.faults == ()
+        return build_pool(found, NODE)
 
     yield make
     for node in nodes:

@@ -223,10 +223,7 @@ def cluster(directory: Path, slices: list[Json]) -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_next_publisher_completes_what_a_dead_one_began(
-    gpus: Inventory,
-    published: Callable[[Inventory | None], list[Json]],
-    tmp_path: Path,
-    name: str,
+    gpus: Inventory, published: Callable[[Inventory | None], list[Json]], tmp_path: Path, name: str
 ) -> None:
     change = CHANGES[name]
     wanted, before = change.after(gpus), published(change.before(gpus))
@@ -270,10 +267,7 @@ def is_monotonous(views: list[View], expected: View) -> bool:
 
 @pytest.mark.parametrize("first_death", [1, 2, 3])
 def test_several_deaths_in_a_row_end_in_the_same_pool(
-    gpus: Inventory,
-    published: Callable[[Inventory | None], list[Json]],
-    tmp_path: Path,
-    first_death: int,
+    gpus: Inventory, published: Callable[[Inventory | None], list[Json]], tmp_path: Path, first_death: int
 ) -> None:
     wanted = with_driver(gpus, "999.1.2")
     with cluster(tmp_path / "one", published(gpus)) as one:

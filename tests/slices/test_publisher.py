@@ -22,6 +22,7 @@ from dra_driver.slices.rules.pacing import WritePacing
 from dra_driver.slices.rules.stand_ins import with_stand_ins
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, h100, inventory
 from tests.fakes.slices import FakeSlices, Heard, publisher_of, support_of
+from tests.fakes.waiting import eventually
 from tests.slices.test_build import cut
 
 
@@ -97,13 +98,6 @@ class Bench:
         ]
 
 
-def eventually(check: Callable[[], Any], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.002)
-
-
 def settled(bench: Bench) -> int:
     """The number of writes once nothing happens any more."""
     bench.publisher.mark_dirty()
@@ -160,11 +154,6 @@ def test_nothing_is_written_before_the_first_list_has_arrived(bench: Bench) -> N
     bench.slices.synced.set()
     bench.publisher.mark_dirty()
     assert bench.publisher.wait_published(20)
-
-
-def test_slices_stay_when_the_publisher_stops(running: Bench) -> None:
-    running.publisher.stop()
-    assert running.published() == NAMES
 
 
 def test_withdrawn_devices_leave_an_empty_pool(running: Bench) -> None:

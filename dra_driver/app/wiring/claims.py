@@ -57,8 +57,8 @@ def claim_parts(
     refuse_changing: Callable[[Collection[str]], None] | None = None,
 ) -> ClaimParts:
     """Make the parts; none runs yet. `planning` are locks on GPUs that are held for files only. `make_sure` raises a
-    DraDriverError unless the API server knows this node. `pods_run` answers whether a process of a claim's pods runs
-    here, None if that is not known. `setting_for_lost` answers what to set so that new pods stay away from lost GPUs,
+    DraDriverError unless the API server knows this node. `pods_run` returns whether a process of a claim's pods runs
+    here, None if that is not known. `setting_for_lost` returns what to set so that new pods stay away from lost GPUs,
     None if they do. `refuse_changing` is the `Preparer`'s."""
     line = WaitingLine(lookup, records, identity.driver, users, timeouts)
     unpreparer = Unpreparer(records, claim_locks, executor, line, observer)

@@ -11,7 +11,7 @@ from dra_driver.app.change_table import Change, Changes
 from dra_driver.concurrency.deadline import seconds_for
 from dra_driver.errors import NvmlUnavailableError
 from dra_driver.inventory.discovery import Discovery
-from dra_driver.journal.executor import StepRunner
+from dra_driver.journal.cleanups import StepRunner
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
@@ -38,7 +38,7 @@ LABELS_S = 20.0
 """How old the labels of the node may be."""
 
 Operation = Callable[[Callable[[], float]], AbstractContextManager[None]]
-"""Keeps NVML initialised; the argument answers how many seconds it may wait for that."""
+"""Keeps NVML initialised; the argument returns how many seconds it may wait for that."""
 
 
 def _kept(labels: Callable[[], Mapping[str, str]]) -> Callable[[], Mapping[str, str]]:
@@ -160,7 +160,7 @@ class MigParts:
         return {CreateMig: self._steps, LeaveMigMode: self._steps}
 
     def reconcile(self, inventory: Inventory | None) -> None:
-        """The driver was found for the first time or loaded again: adopt the instances that others made."""
+        """The NVIDIA driver was found for the first time or loaded again: adopt the instances that others made."""
         if inventory is not None:
             self.collector.reconcile(inventory)
             self._layouts.look_soon()

@@ -54,7 +54,7 @@ class _NotKnownError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DriverChecks:
-    """Checks of one host. `inventory` raises what NVML answers; `node_view` is what `top` shows too."""
+    """Checks of one host. `inventory` raises why NVML does not answer; `node_view` is what `top` shows too."""
 
     paths: HostPaths
     nodes: DeviceNodeReader

@@ -19,20 +19,14 @@ _RESTART = f"wait; if it stays, delete the plugin's pod on the node; if that doe
 _FABRIC = "`nvidia-smi -q | grep -A9 Fabric` and `systemctl status nvidia-fabricmanager` on the node"
 _SLOW = "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {bus}`: look at the cooling and the power supply"
 _REMEDIES: tuple[tuple[str, str], ...] = (
-    (
-        "gpu-lost",
-        "`gpu-dra-driver detach{gpu}`, then `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot the node; "
-        "`dmesg | grep -i xid` says why it was lost",
-    ),
+    ("gpu-lost", "`gpu-dra-driver detach{gpu}`, then `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot the "
+                 "node; `dmesg | grep -i xid` says why it was lost"),
     ("row-remap failure", "end its pods, then have the GPU replaced"),
     ("recovery-action reboot", _REBOOT),
     ("recovery-action system-reboot", _REBOOT),
     ("recovery-action bus-reset", _REBOOT),
     ("recovery-action drain-p2p", "end the pods that use the GPU together with others"),
-    (
-        "recovery-action recover-imex-domain",
-        "`nvidia-imex-ctl -N` on the node: repair the IMEX daemons of its domain",
-    ),
+    ("recovery-action recover-imex-domain", "`nvidia-imex-ctl -N` on the node: repair the IMEX daemons of its domain"),
     ("recovery-action", _RESET),
     ("row-remap pending", _RESET),
     ("page-retirement", _RESET),
@@ -43,12 +37,9 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("fabric", _FABRIC),
     ("flapping", "have the GPU tested; the log event health_changed has its history"),
     ("slowdown", _SLOW),
-    (
-        "unmonitored",
-        "gpu-dra-driver gets no Xids of this GPU; look for them with `dmesg | grep -i xid`",
-    ),
-)
-"""What to do by the begin of a reason. Of several reasons the first in this table counts."""
+    ("unmonitored", "gpu-dra-driver gets no Xids of this GPU; look for them with `dmesg | grep -i xid`"),
+)  # fmt: skip
+"""What to do, by how a reason begins. Of several reasons the first in this table counts."""
 _OTHER = "`nvidia-smi -q -i {bus}` and `dmesg | grep -i nvrm` on the node"
 _WORST_FIRST = ("lost", "unhealthy", "degraded", "information")
 _FAILING = ("lost", "unhealthy")

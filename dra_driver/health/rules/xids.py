@@ -3,10 +3,9 @@
 `CATALOG` is NVIDIA's public Xid catalog for Ampere and newer GPUs, in our words: what happened, and what NVIDIA says to
 do first. Below it stands our policy, which is not NVIDIA's.
 
-NVML's recovery action, which the driver reads after each Xid, decides where the number alone does not: a number that is
-not in the catalog, or one whose sub-codes differ. Older NVIDIA drivers tell no recovery action (the catalog links it
-from R565 on); then such an Xid keeps new work away.
-"""
+NVML's recovery action, which the plugin reads after each Xid, decides where the number alone does not: a number
+that is not in the catalog, or one whose sub-codes differ. Older NVIDIA drivers tell no recovery action (the catalog
+links it from R565 on); then such an Xid keeps new work away."""
 
 from __future__ import annotations
 

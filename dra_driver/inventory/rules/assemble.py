@@ -45,9 +45,8 @@ def assembled(
 
     `functions` are the PCI bus IDs of NVIDIA's GPUs on the bus; one that NVML does not show is a fault.
 
-    Raises: NvmlUnavailableError if there are GPUs on the bus but NVML shows none: on a fresh node the driver's files
-    come before its GPUs are bound, and an empty pool would be a lie.
-    """
+    Raises: NvmlUnavailableError if there are GPUs on the bus but NVML shows none: on a fresh node the NVIDIA driver's
+    files come before its GPUs are bound, and an empty pool would be a lie."""
     hidden = sorted(set(functions).difference(gpu.pci_bus_id for gpu in gpus))
     if not gpus and not lost:
         _refuse_empty(read.faults, hidden)

@@ -23,7 +23,7 @@ class HardwareFingerprint:
 
 
 def is_other_hardware(now: HostFingerprint, before: HostFingerprint) -> bool:
-    """Whether GPUs came or went, or the driver was loaded anew: NVML has to be initialised anew to show it."""
+    """Whether GPUs came or went, or the NVIDIA driver was loaded anew: NVML has to be initialised anew to show it."""
     return (now.hardware, now.driver) != (before.hardware, before.driver)
 
 

@@ -39,24 +39,47 @@ def _busy(load: GpuLoad) -> float | None:
     return None if load.utilisation_percent is None else load.utilisation_percent / 100
 
 
-_OF_DEVICES: Sequence[tuple[str, str, Callable[[DeviceUse, GpuLoad], float | None]]] = (
-    (
-        "utilization_ratio",
-        "Part of the time in which a kernel ran on a device of a prepared claim; of a MIG device since the scrape "
-        "before, from Hopper on.",
-        lambda _, load: _busy(load),
-    ),
-    ("memory_used_bytes", "Memory in use on the device.", lambda _, load: load.memory_used_bytes),
-    ("memory_total_bytes", "Memory of the device.", lambda _, load: load.memory_total_bytes),
-    (
-        "processes",
-        "Processes on the device; MIG devices of one GPU instance have the same.",
-        lambda device, _: device.processes,
-    ),
-    ("gpu_fraction", "Part of its GPU that the device is, by memory.", lambda device, _: device.gpu_fraction),
-)
-"""Name, help and value of each gauge of a device. `shared` is true while several claims have the device, and nobody
-knows whose use it is."""
+_GAUGES: Mapping[str, tuple[str, ...]] = {
+    "debts": ("Pending cleanup: what is still to be undone for claims that have ended.", "kind"),
+    "devices": ("Devices on offer; `possible_mig` are those that are made when a claim needs them.",
+                "device_type", "health"),
+    "discovery_faults": ("What discovery could not read: GPUs or single attributes of them.",),
+    "gpu_info": ("1 for each GPU that discovery found, also those in MIG mode; `product` is empty while unknown.",
+                 "uuid", "product"),
+    "gpu_monitored": ("1 while the health of the GPU is known, 0 once the last look at it is too old.", "uuid"),
+    "gpu_power_watts": ("Power of a physical GPU of which a prepared claim has a device.", "uuid"),
+    "gpu_reason": ("Severity of what is wrong with a GPU or an instance of it, by kind of reason.", "uuid", "reason"),
+    "gpu_severity": ("0 well, 1 information, 2 degraded, 3 unhealthy, 4 lost; not there while nothing is known of the "
+                     "GPU.", "uuid"),
+    "mig_devices": ("MIG devices that exist, whoever made them.", "uuid", "profile"),
+    "mig_devices_stuck": ("MIG devices that no claim uses and that cannot be destroyed.",),
+    "mig_layout": ("1 for each GPU that the node's MIG layout is for: `state` is applied, waiting or refused.",
+                   "uuid", "layout", "state"),
+    "mig_severity": ("As `nvidia_dra_gpu_severity`, of each MIG device with reasons of its own, whose UUID is `uuid` "
+                     "(`unknown` until it is read).", "parent_uuid", "uuid", "mig_instance"),
+    "mps_daemons": ("MPS control daemons of the node.", "state"),
+    "node_problem": ("1 while something is wrong with the node: all that /readyz says, also its notes.",),
+    "partitions_unsupported": ("1 where MIG devices on demand are wanted but the API server cannot count partitions.",),
+    "publish_problem": ("1 while the slices in the API server are not what they should be.",),
+    "published_slices": ("Slices of this node in the API server.",),
+    "ready": ("1 while /readyz says that gpu-dra-driver is ready; its notes count in `nvidia_dra_node_problem`.",),
+    "unclaimed_memory_bytes": ("Memory that processes have on a GPU which belong to no prepared claim and no "
+                               "container.", "uuid"),
+    "withdrawn_devices": ("Devices left out of the slices because pods must not get them and taints would not keep "
+                          "them away.",),
+}  # fmt: skip
+"""Gauges of this node: by name, without `nvidia_dra_`, the help and the labels beside `driver`."""
+_OF_DEVICES: Mapping[str, tuple[str, Callable[[DeviceUse, GpuLoad], float | None]]] = {
+    "utilization_ratio": ("Part of the time in which a kernel ran on a device of a prepared claim; of a MIG device "
+                          "since the scrape before, from Hopper on.", lambda _, load: _busy(load)),
+    "memory_used_bytes": ("Memory in use on the device.", lambda _, load: load.memory_used_bytes),
+    "memory_total_bytes": ("Memory of the device.", lambda _, load: load.memory_total_bytes),
+    "processes": ("Processes on the device; MIG devices of one GPU instance have the same.",
+                  lambda device, _: device.processes),
+    "gpu_fraction": ("Part of its GPU that the device is, by memory.", lambda device, _: device.gpu_fraction),
+}  # fmt: skip
+"""Help and value of each gauge of a device. `shared` is true while several claims have the device, and nobody knows
+whose use it is."""
 
 
 class Views:
@@ -90,7 +113,7 @@ class Views:
         pods: Callable[[ClaimRecord], Pods],
         inventory: InventorySource,
     ) -> None:
-        """Which claim has which device, for which pods. `made_uuid` answers the UUID that a MIG device on demand has
+        """Which claim has which device, for which pods. `made_uuid` returns the UUID that a MIG device on demand has
         now, by the device's name. The labels that begin with `dra_` are those of the DCGM exporter."""
 
         def read() -> Iterator[Metric]:
@@ -136,12 +159,10 @@ class Views:
             tally: Tally[tuple[str, str]] = Tally()
             for device in found.devices() if found else ():
                 tally[_type_of(device), _condition_of(device, health, made)] += 1
-            yield self._gauge_by(
-                "nvidia_dra_devices",
-                "Devices on offer; `possible_mig` are those that are made when a claim needs them.",
-                ("device_type", "health"),
-                {(kind, word): tally[kind, word] for kind in _OFFERED_TYPES for word in _CONDITIONS},
-            )
+            counts: Samples = {
+                (kind, word): tally[kind, word] for kind in _OFFERED_TYPES for word in _CONDITIONS
+            }
+            yield self._gauge("devices", counts)
 
         self._add("devices", read, waits=True)
 
@@ -164,68 +185,48 @@ class Views:
         left out of them because they are not well."""
 
         def read() -> Iterator[Metric]:
-            yield self._one(
-                "nvidia_dra_publish_problem",
-                "1 while the slices in the API server are not what they should be.",
-                problem() is not None,
-            )
-            yield self._one("nvidia_dra_published_slices", "Slices of this node in the API server.", slices())
-            yield self._one(
-                "nvidia_dra_withdrawn_devices",
-                "Devices left out of the slices because pods must not get them and taints would not keep them away.",
-                withdrawn(),
-            )
+            yield self._one("publish_problem", problem() is not None)
+            yield self._one("published_slices", slices())
+            yield self._one("withdrawn_devices", withdrawn())
 
         self._add("publishing", read)
 
     def stuck_mig(self, stuck: Callable[[], Iterable[str]]) -> None:
         """MIG devices that still exist although no claim uses them."""
-        text = "MIG devices that no claim uses and that cannot be destroyed."
-        self._show_one("mig", "nvidia_dra_mig_devices_stuck", text, lambda: sum(1 for _ in stuck()))
+        self._show_one("mig", "mig_devices_stuck", lambda: sum(1 for _ in stuck()))
 
     def mig_layouts(self, layouts: Callable[[], Mapping[str, GpuLayout]]) -> None:
         """What became of the node's MIG layout."""
 
         def read() -> Iterator[Metric]:
-            yield self._gauge_by(
-                "nvidia_dra_mig_layout",
-                "1 for each GPU that the node's MIG layout is for: `state` is applied, waiting or refused.",
-                ("uuid", "layout", "state"),
-                {(one.gpu_uuid, one.layout, one.state): 1 for one in layouts().values()},
-            )
+            found = layouts().values()
+            yield self._gauge("mig_layout", {(one.gpu_uuid, one.layout, one.state): 1 for one in found})
 
         self._add("mig_layout", read)
 
     def cleanups(self, cleanups: Callable[[], Iterable[PendingCleanup]]) -> None:
         """What is still to be undone for claims that have ended."""
-        text = "Pending cleanup: what is still to be undone for claims that have ended."
 
         def kinds() -> Iterator[str]:
             return (kind_of(step) for one in cleanups() for step in one.steps)
 
-        self._show_tally("debts", "nvidia_dra_debts", text, "kind", CLEANUP_KINDS, kinds)
+        self._show_tally("debts", "debts", CLEANUP_KINDS, kinds)
 
     def partitions_unsupported(self, value: Callable[[], bool]) -> None:
         """Whether the API server cannot count partitions although they are wanted."""
-        text = "1 where MIG devices on demand are wanted but the API server cannot count partitions."
-        self._show_one("partitions", "nvidia_dra_partitions_unsupported", text, value)
+        self._show_one("partitions", "partitions_unsupported", value)
 
     def readiness(self, problems: Callable[[], Iterable[str]]) -> None:
         """Whether the page /readyz says that the plugin is ready; it may have notes."""
-        text = (
-            "1 while /readyz says that gpu-dra-driver is ready; its notes count in `nvidia_dra_node_problem`."
-        )
-        self._show_one("readiness", "nvidia_dra_ready", text, lambda: not [*problems()])
+        self._show_one("readiness", "ready", lambda: not [*problems()])
 
     def problem(self, problems: Callable[[], Iterable[str]]) -> None:
         """Whether anything is wrong with the node, ready or not."""
-        text = "1 while something is wrong with the node: all that /readyz says, also its notes."
-        self._show_one("problem", "nvidia_dra_node_problem", text, lambda: bool([*problems()]))
+        self._show_one("problem", "node_problem", lambda: bool([*problems()]))
 
     def mps(self, states: Callable[[], Iterable[str]]) -> None:
         """The state of each MPS daemon of the node."""
-        text = "MPS control daemons of the node."
-        self._show_tally("mps", "nvidia_dra_mps_daemons", text, "state", MPS_STATES, states, waits=True)
+        self._show_tally("mps", "mps_daemons", MPS_STATES, states, waits=True)
 
     def reports(self, counts: Callable[[], Mapping[str, int]]) -> None:
         """Events and claim states, how many of them by what became of them."""
@@ -243,33 +244,25 @@ class Views:
         self._add("notices", read)
 
     def _usage(self, node: NodeUse) -> Iterator[Metric]:
-        labels = ("device", "device_type", "uuid", "parent_uuid", "shared")
-        for name, text, value in _OF_DEVICES:
-            found = {device: value(device, device.load or GpuLoad()) for device in node.devices}
-            yield self._gauge_by(
-                f"nvidia_dra_device_{name}",
-                text,
-                labels,
-                {
-                    (one.device, one.kind, one.uuid, one.gpu_uuid, str(one.is_shared).lower()): number
-                    for one, number in found.items()
-                    if number is not None and one.uuid
-                },
-            )
+        labels = ("driver", "device", "device_type", "uuid", "parent_uuid", "shared")
+        values = {
+            one: (self._driver, one.device, one.kind, one.uuid, one.gpu_uuid, str(one.is_shared).lower())
+            for one in node.devices
+            if one.uuid
+        }
+        for name, (text, value) in _OF_DEVICES.items():
+            found = ((key, value(one, one.load or GpuLoad())) for one, key in values.items())
+            samples: Samples = {key: number for key, number in found if number is not None}
+            yield _gauge(f"nvidia_dra_device_{name}", text, labels, samples)
         claimed = {device.gpu_uuid for device in node.devices}
         power = {uuid: use.load.power_w for uuid, use in node.gpus.items() if uuid in claimed}
-        yield self._gauge_by(
-            "nvidia_dra_gpu_power_watts",
-            "Power of a physical GPU of which a prepared claim has a device.",
-            ("uuid",),
-            {(uuid,): watts for uuid, watts in power.items() if watts is not None},
-        )
-        yield self._gauge_by(
-            "nvidia_dra_unclaimed_memory_bytes",
-            "Memory that processes have on a GPU which belong to no prepared claim and no container.",
-            ("uuid",),
-            {(uuid,): sum(one.memory_bytes or 0 for one in found) for uuid, found in node.unclaimed.items()},
-        )
+        watts: Samples = {(uuid,): value for uuid, value in power.items() if value is not None}
+        yield self._gauge("gpu_power_watts", watts)
+        unclaimed: Samples = {
+            (uuid,): sum(one.memory_bytes or 0 for one in processes)
+            for uuid, processes in node.unclaimed.items()
+        }
+        yield self._gauge("unclaimed_memory_bytes", unclaimed)
 
     def _read_inventory(self, inventory: InventorySource) -> Iterator[Metric]:
         found = inventory() or Inventory()
@@ -282,23 +275,12 @@ class Views:
         version = {"version": driver or "", "cuda": ".".join(map(str, cuda or ()))}
         info.add_metric((self._driver,), version)
         yield info
-        yield self._one(
-            "nvidia_dra_discovery_faults",
-            "What discovery could not read: GPUs or single attributes of them.",
-            len(found.faults),
-        )
-        yield self._gauge_by(
-            "nvidia_dra_gpu_info",
-            "1 for each GPU that discovery found, also those in MIG mode; `product` is empty while unknown.",
-            ("uuid", "product"),
-            {(gpu.uuid, gpu.product_name or ""): 1 for gpu in found.gpus},
-        )
+        yield self._one("discovery_faults", len(found.faults))
+        yield self._gauge("gpu_info", {(gpu.uuid, gpu.product_name or ""): 1 for gpu in found.gpus})
         made: Tally[tuple[str, ...]] = Tally(
             (gpu.uuid, mig.profile.name) for gpu in found.gpus for mig in gpu.mig_devices
         )
-        yield self._gauge_by(
-            "nvidia_dra_mig_devices", "MIG devices that exist, whoever made them.", ("uuid", "profile"), made
-        )
+        yield self._gauge("mig_devices", made)
 
     def _read_health(self, inventory: InventorySource, health: Monitor) -> Iterator[Metric]:
         states = health.states()
@@ -326,31 +308,10 @@ class Views:
                     instances[uuid, mig, _ids_of(target)] = state.severity
             for reason in state.reasons:
                 reasons[uuid, reason.key] = max(reason.severity, reasons.get((uuid, reason.key), 0))
-        yield self._gauge_by(
-            "nvidia_dra_gpu_severity",
-            "0 well, 1 information, 2 degraded, 3 unhealthy, 4 lost; not there while nothing is known of the GPU.",
-            ("uuid",),
-            severities,
-        )
-        yield self._gauge_by(
-            "nvidia_dra_mig_severity",
-            "As `nvidia_dra_gpu_severity`, of each MIG device with reasons of its own, whose UUID is `uuid` "
-            "(`unknown` until it is read).",
-            ("parent_uuid", "uuid", "mig_instance"),
-            instances,
-        )
-        yield self._gauge_by(
-            "nvidia_dra_gpu_reason",
-            "Severity of what is wrong with a GPU or an instance of it, by kind of reason.",
-            ("uuid", "reason"),
-            reasons,
-        )
-        yield self._gauge_by(
-            "nvidia_dra_gpu_monitored",
-            "1 while the health of the GPU is known, 0 once the last look at it is too old.",
-            ("uuid",),
-            {(uuid,): is_fresh for uuid, is_fresh in fresh.items()},
-        )
+        yield self._gauge("gpu_severity", severities)
+        yield self._gauge("mig_severity", instances)
+        yield self._gauge("gpu_reason", reasons)
+        yield self._gauge("gpu_monitored", {(uuid,): is_fresh for uuid, is_fresh in fresh.items()})
         xids = CounterMetricFamily(
             "nvidia_dra_gpu_xids",
             "Xid errors that the GPU reported since the start of gpu-dra-driver.",
@@ -364,15 +325,13 @@ class Views:
         self._added(source)
         self._readings.add(source, read, waits=waits)
 
-    def _show_one(self, source: str, name: str, text: str, value: Callable[[], float]) -> None:
-        self._add(source, lambda: (self._one(name, text, value()),))
+    def _show_one(self, source: str, name: str, value: Callable[[], float]) -> None:
+        self._add(source, lambda: (self._one(name, value()),))
 
     def _show_tally(
         self,
         source: str,
         name: str,
-        text: str,
-        label: str,
         values: Sequence[str],
         found: Callable[[], Iterable[str]],
         *,
@@ -382,17 +341,18 @@ class Views:
 
         def read() -> Iterator[Metric]:
             tally = Tally(found())
-            yield self._gauge_by(name, text, (label,), {(value,): tally[value] for value in values})
+            yield self._gauge(name, {(value,): tally[value] for value in values})
 
         self._add(source, read, waits=waits)
 
-    def _one(self, name: str, text: str, value: float) -> Metric:
-        return self._gauge_by(name, text, (), {(): value})
+    def _one(self, name: str, value: float) -> Metric:
+        return self._gauge(name, {(): value})
 
-    def _gauge_by(self, name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
-        """A gauge with the name of our DRA driver as one of its labels."""
+    def _gauge(self, name: str, samples: Samples) -> Metric:
+        """One of `_GAUGES`, with the name of our DRA driver as its first label."""
+        text, *labels = _GAUGES[name]
         named = {(self._driver, *values): value for values, value in samples.items()}
-        return _gauge(name, text, ("driver", *labels), named)
+        return _gauge(f"nvidia_dra_{name}", text, ("driver", *labels), named)
 
 
 def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:

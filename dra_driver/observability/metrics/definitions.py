@@ -40,6 +40,33 @@ def step_label(step: type[Step]) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", step.__name__).lower()
 
 
+_OPERATION = {"operation": _OPERATIONS}
+_STEP = {"step": [step_label(kind) for kind in get_args(Step)], "action": _STEP_ACTIONS}
+_Labels = Mapping[str, Sequence[str]]
+_COUNTERS: Mapping[str, tuple[str, _Labels]] = {
+    "requests": ("Claims prepared or unprepared with success.", _OPERATION),
+    "node_prepare_errors": ("Claims that could not be prepared, by cause.", {"error_type": REASONS}),
+    "node_unprepare_errors": ("Claims that could not be unprepared, by cause.", {"error_type": REASONS}),
+    "mig_errors": ("MIG devices that could not be made or destroyed, by cause.",
+                   {"operation": _MIG_ACTIONS, "error_type": REASONS}),
+    "step_errors": ("Steps that could not be done or undone.", _STEP),
+    "publish_errors": ("Failed attempts to bring the slices up to date, by cause.", {"error_type": REASONS}),
+    "api_requests": ("Requests to the API server by HTTP method and status code; `none` where no answer came.",
+                     {"method": [method for method, _ in _USUAL_ANSWERS], "code": [_NO_ANSWER]}),
+}  # fmt: skip
+"""By name, without `nvidia_dra_`: help, and the values of each label beside `driver`."""
+_HISTOGRAMS: Mapping[str, tuple[str, Sequence[float], _Labels]] = {
+    "request_duration_seconds": ("Time to prepare or unprepare one claim.", _DURATION_BUCKETS, _OPERATION),
+    "release_wait_seconds": ("Time that a Prepare waited until another claim let go of its device.", _WAIT_BUCKETS, {}),
+    "mig_duration_seconds": ("Time to make or destroy one MIG device on demand.", _DURATION_BUCKETS,
+                             {"operation": _MIG_ACTIONS}),
+    "step_duration_seconds": ("Time to do or undo one step of a claim, whether it succeeded or not.", _STEP_BUCKETS,
+                              _STEP),
+    "publish_lag_seconds": ("Time from a change on the node until the slices that tell of it were written.",
+                            _LAG_BUCKETS, {}),
+}  # fmt: skip
+
+
 class Metrics:
     """All metrics of the process, in their own registry; all start at zero.
 
@@ -63,82 +90,23 @@ class Metrics:
         self.registry.register(readings)
         self.registry.register(self._unread)
         self.show = Views(driver, node, readings, self._source_added)
-        self._make_counts()
+        self._counts = {
+            name: self._shown(Counter, name, text, labels) for name, (text, labels) in _COUNTERS.items()
+        }
+        self._durations = {
+            name: self._shown(partial(Histogram, buckets=buckets), name, text, labels)
+            for name, (text, buckets, labels) in _HISTOGRAMS.items()
+        }
+        inflight = "gRPC calls in progress."
+        self._inflight = self._shown(Gauge, "requests_inflight", inflight, {"operation": _OPERATIONS})
+        for method, code in _USUAL_ANSWERS:
+            self._counts["api_requests"].labels(driver, method, str(code))
         Info("nvidia_dra_build", "Version of gpu-dra-driver.", registry=self.registry).info(
             {"version": __version__}
         )
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
         self.show.prepared_devices(prepared)
-
-    def _make_counts(self) -> None:
-        """All series whose labels are known are there from the start."""
-        operation = {"operation": _OPERATIONS}
-        self._requests = self._counter(
-            "nvidia_dra_requests", "Claims prepared or unprepared with success.", **operation
-        )
-        self._durations = self._histogram(
-            "nvidia_dra_request_duration_seconds",
-            "Time to prepare or unprepare one claim.",
-            _DURATION_BUCKETS,
-            **operation,
-        )
-        self._inflight = self._shown(
-            Gauge, "nvidia_dra_requests_inflight", "gRPC calls in progress.", operation
-        )
-        self._errors = {
-            name: self._counter(
-                f"nvidia_dra_node_{name}_errors",
-                f"Claims that could not be {name}d, by cause.",
-                error_type=REASONS,
-            )
-            for name in _OPERATIONS
-        }
-        self._release_waits = self._histogram(
-            "nvidia_dra_release_wait_seconds",
-            "Time that a Prepare waited until another claim let go of its device.",
-            _WAIT_BUCKETS,
-        )
-        self._mig_durations = self._histogram(
-            "nvidia_dra_mig_duration_seconds",
-            "Time to make or destroy one MIG device on demand.",
-            _DURATION_BUCKETS,
-            operation=_MIG_ACTIONS,
-        )
-        self._mig_errors = self._counter(
-            "nvidia_dra_mig_errors",
-            "MIG devices that could not be made or destroyed, by cause.",
-            operation=_MIG_ACTIONS,
-            error_type=REASONS,
-        )
-        steps = {"step": [step_label(kind) for kind in get_args(Step)], "action": _STEP_ACTIONS}
-        self._step_durations = self._histogram(
-            "nvidia_dra_step_duration_seconds",
-            "Time to do or undo one step of a claim, whether it succeeded or not.",
-            _STEP_BUCKETS,
-            **steps,
-        )
-        self._step_errors = self._counter(
-            "nvidia_dra_step_errors", "Steps that could not be done or undone.", **steps
-        )
-        self._publish_lag = self._histogram(
-            "nvidia_dra_publish_lag_seconds",
-            "Time from a change on the node until the slices that tell of it were written.",
-            _LAG_BUCKETS,
-        )
-        self._publish_errors = self._counter(
-            "nvidia_dra_publish_errors",
-            "Failed attempts to bring the slices up to date, by cause.",
-            error_type=REASONS,
-        )
-        self._api_requests = self._counter(
-            "nvidia_dra_api_requests",
-            "Requests to the API server by HTTP method and status code; `none` where no answer came.",
-            method=[method for method, _ in _USUAL_ANSWERS],
-            code=[_NO_ANSWER],
-        )
-        for method, code in _USUAL_ANSWERS:
-            self._api_requests.labels(self._driver, method, str(code))
 
     def prepared(self, duration_s: float, error: Exception | None) -> None:
         """A claim's Prepare ended."""
@@ -150,34 +118,38 @@ class Metrics:
 
     def waited(self, duration_s: float) -> None:
         """A Prepare has ended, with or without success, which waited for a device that another claim held."""
-        self._release_waits.labels(self._driver).observe(duration_s)
+        self._durations["release_wait_seconds"].labels(self._driver).observe(duration_s)
 
     def mig_changed(self, action: str, duration_s: float, error: Exception | None) -> None:
         """A MIG device was made or destroyed, or could not be."""
         if error is None:
-            self._mig_durations.labels(self._driver, action).observe(duration_s)
+            self._durations["mig_duration_seconds"].labels(self._driver, action).observe(duration_s)
         else:
-            self._mig_errors.labels(self._driver, action, reason_of(error)).inc()
+            self._counts["mig_errors"].labels(self._driver, action, reason_of(error)).inc()
 
     def step_ended(
         self, step: type[Step], action: StepAction, duration_s: float, error: Exception | None
     ) -> None:
         """A step was done or undone, or could not be."""
-        self._step_durations.labels(self._driver, step_label(step), action).observe(duration_s)
+        self._durations["step_duration_seconds"].labels(self._driver, step_label(step), action).observe(
+            duration_s
+        )
         if error is not None:
-            self._step_errors.labels(self._driver, step_label(step), action).inc()
+            self._counts["step_errors"].labels(self._driver, step_label(step), action).inc()
 
     def published(self, lag_s: float) -> None:
         """Slices were written, `lag_s` after the change that called for it."""
-        self._publish_lag.labels(self._driver).observe(lag_s)
+        self._durations["publish_lag_seconds"].labels(self._driver).observe(lag_s)
 
     def publish_failed(self, error: Exception) -> None:
         """Slices could not be brought up to date; the publisher tries again."""
-        self._publish_errors.labels(self._driver, reason_of(error)).inc()
+        self._counts["publish_errors"].labels(self._driver, reason_of(error)).inc()
 
     def api_answered(self, method: str, code: int | None) -> None:
         """The API server answered a request with this status code; None if it did not answer."""
-        self._api_requests.labels(self._driver, method, _NO_ANSWER if code is None else str(code)).inc()
+        self._counts["api_requests"].labels(
+            self._driver, method, _NO_ANSWER if code is None else str(code)
+        ).inc()
 
     @contextmanager
     def in_flight(self, operation: str) -> Iterator[None]:
@@ -190,29 +162,21 @@ class Metrics:
             gauge.dec()
 
     def _ended(self, operation: str, duration_s: float, error: Exception | None) -> None:
-        self._durations.labels(self._driver, operation).observe(duration_s)
+        self._durations["request_duration_seconds"].labels(self._driver, operation).observe(duration_s)
         if error is None:
-            self._requests.labels(self._driver, operation).inc()
+            self._counts["requests"].labels(self._driver, operation).inc()
         else:
-            self._errors[operation].labels(self._driver, reason_of(error)).inc()
+            self._counts[f"node_{operation}_errors"].labels(self._driver, reason_of(error)).inc()
 
     def _source_added(self, source: str) -> None:
         for cause in CAUSES:
             self._unread.labels(self._driver, source, cause)
 
-    def _counter(self, name: str, text: str, **labels: Sequence[str]) -> Counter:
-        return self._shown(Counter, name, text, labels)
-
-    def _histogram(
-        self, name: str, text: str, buckets: tuple[float, ...], **labels: Sequence[str]
-    ) -> Histogram:
-        return self._shown(partial(Histogram, buckets=buckets), name, text, labels)
-
     def _shown(
         self, kind: Callable[..., _Shown], name: str, text: str, labels: Mapping[str, Sequence[str]]
     ) -> _Shown:
         """A metric with a series for each of the values of its labels; the name of our DRA driver comes first."""
-        metric = kind(name, text, ("driver", *labels), registry=self.registry)
+        metric = kind(f"nvidia_dra_{name}", text, ("driver", *labels), registry=self.registry)
         for values in product(*labels.values()):
             metric.labels(self._driver, *values)
         return metric

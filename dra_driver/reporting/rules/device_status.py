@@ -28,7 +28,7 @@ def device_statuses(
     created_instance: CreatedInstanceOf,
     states: HealthStates,
 ) -> tuple[DeviceStatus, ...]:
-    """One entry for each device of a prepared claim. `created_instance` answers what was made for a device on demand.
+    """One entry for each device of a prepared claim. `created_instance` returns what was made for a device on demand.
 
     A device that cannot do its work, by the health `states`, is not ready.
     """
@@ -132,7 +132,7 @@ def _facts(held: HeldDevice, inventory: Inventory | None, created_instance: Crea
     gpus = inventory.every_gpu if inventory is not None else ()
     gpu = next((gpu for gpu in gpus if gpu.uuid == held.gpu_uuid), None)
     made = created_instance(held.device) if held.placement is not None else None
-    static = offered.mig if isinstance(offered, StaticMigDevice) else None
+    instance = made or (offered.mig if isinstance(offered, StaticMigDevice) else None)
     profile = offered.profile.name if isinstance(offered, StaticMigDevice | DynamicMigDevice) else None
     return DeviceFacts(
         type=held.kind,
@@ -141,12 +141,8 @@ def _facts(held: HeldDevice, inventory: Inventory | None, created_instance: Crea
         driver_version=inventory.versions.driver if inventory is not None else None,
         pci_bus_id=gpu.pci_bus_id if gpu is not None else None,
         parent_uuid=held.gpu_uuid if held.kind == "mig" else None,
-        gpu_instance_id=made.gpu_instance_id if made else static.gpu_instance_id if static else None,
-        compute_instance_id=made.compute_instance_id
-        if made
-        else static.compute_instance_id
-        if static
-        else None,
+        gpu_instance_id=instance.gpu_instance_id if instance else None,
+        compute_instance_id=instance.compute_instance_id if instance else None,
         profile=made.profile_name if made is not None else profile,
         mps=_mps(held),
     )

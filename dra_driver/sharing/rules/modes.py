@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from dra_driver.api.config import MpsConfig, Sharing
 from dra_driver.api.resolve import ResolvedConfig, unbuilt_features
@@ -23,16 +23,9 @@ from dra_driver.model.sharing_mode import (
 from dra_driver.sharing.rules.client_limits import bounded_rule, why_one_user
 from dra_driver.sharing.rules.mps_requests import refuse_mixed_requests
 from dra_driver.sharing.rules.share_limits import limits_of
+from dra_driver.sharing.rules.shared_device import memory_mib_of
 
 _MIB = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What the opaque parameters ask of one result; `entry` names them in messages."""
-
-    sharing: Sharing | None = None
-    entry: str | None = None
 
 
 def sharing_modes_of(
@@ -47,11 +40,12 @@ def sharing_modes_of(
     Opaque parameters decide; where they say nothing of sharing, a share that the node's policy enforces
     by MPS gets its limits. Raises: ClaimRefusedError.
     """
-    wanted = [_wanted(result, resolved) for (result, _), resolved in zip(devices, parameters, strict=True)]
+    for (result, _), resolved in zip(devices, parameters, strict=True):
+        _refuse_parameters(result, resolved)
     rules = [bounded_rule(policy, device, versions) if policy.entries else None for _, device in devices]
     modes = [
-        _usage(one, result, device, _same_entry(wanted, devices, one), rule, versions)
-        for one, (result, device), rule in zip(wanted, devices, rules, strict=True)
+        _usage(one, result, device, _same_entry(parameters, devices, one), rule, versions)
+        for one, (result, device), rule in zip(parameters, devices, rules, strict=True)
     ]
     if any(isinstance(mode, MpsShared) for mode in modes):
         refuse_mixed_requests(devices, modes)
@@ -122,16 +116,20 @@ def _sum(shares: Sequence[MpsShared]) -> MpsShared:
     )
 
 
-def _wanted(result: DeviceResult, resolved: ResolvedConfig) -> _Wanted:
+def _sharing(resolved: ResolvedConfig) -> Sharing | None:
+    """What the opaque parameters of a device ask for."""
+    return getattr(resolved.config, "sharing", None)
+
+
+def _refuse_parameters(result: DeviceResult, resolved: ResolvedConfig) -> None:
     unbuilt = unbuilt_features(resolved.config)
     if unbuilt:
         raise ClaimRefusedError(f"request {result.request}: {'; '.join(unbuilt)}")
-    if result.admin_access and _changes(getattr(resolved.config, "sharing", None)):
+    if result.admin_access and _changes(_sharing(resolved)):
         raise ClaimRefusedError(
             f"request {result.request}: opaque parameters ({resolved.entry}) would change a device that may be in "
             "use by others, which adminAccess must not; remove them or adminAccess"
         )
-    return _Wanted(getattr(resolved.config, "sharing", None), resolved.entry)
 
 
 def _changes(sharing: Sharing | None) -> bool:
@@ -144,10 +142,12 @@ def _changes(sharing: Sharing | None) -> bool:
 
 
 def _same_entry(
-    wanted: Sequence[_Wanted], devices: Sequence[tuple[DeviceResult, OfferedDevice]], one: _Wanted
+    parameters: Sequence[ResolvedConfig],
+    devices: Sequence[tuple[DeviceResult, OfferedDevice]],
+    one: ResolvedConfig,
 ) -> list[str]:
     """All devices that the same parameters apply to, sorted: what indexes in them count."""
-    pairs = zip(wanted, devices, strict=True)
+    pairs = zip(parameters, devices, strict=True)
     return sorted({_identity(device) for other, (_, device) in pairs if other.entry == one.entry})
 
 
@@ -157,7 +157,7 @@ def _identity(device: OfferedDevice) -> str:
 
 
 def _usage(
-    wanted: _Wanted,
+    resolved: ResolvedConfig,
     result: DeviceResult,
     device: OfferedDevice,
     group: Sequence[str],
@@ -166,7 +166,7 @@ def _usage(
 ) -> SharingMode:
     if result.admin_access:
         return None
-    sharing = wanted.sharing
+    sharing = _sharing(resolved)
     if sharing is None:
         return _enforced(result, device, rule, versions)
     if sharing.strategy == "TimeSlicing":
@@ -212,7 +212,9 @@ def _mps(
         return MpsShared(spec, memory, percentage)
     limits = limits_of(result, device, rule)
     return MpsShared(
-        spec, _least(memory, limits.memory_mib), _least(percentage, limits.active_thread_percentage)
+        spec,
+        _least_of((memory, limits.memory_mib)),
+        _least_of((percentage, limits.active_thread_percentage)),
     )
 
 
@@ -257,11 +259,11 @@ def _memory_limit(
     limit = by_uuid.get(_identity(device), config.memory_limit)
     if limit is None:
         return None
-    total = _memory_of(device)
-    if total is not None and limit > total:
+    total = memory_mib_of(device)
+    if total is not None and limit // _MIB > total:
         raise ClaimRefusedError(
-            f"request {result.request}: the MPS memory limit of {limit // _MIB}Mi is above the {total // _MIB}Mi of "
-            f"device {device.name}; lower it"
+            f"request {result.request}: the MPS memory limit of {limit // _MIB}Mi is above the {total}Mi of device "
+            f"{device.name}; lower it"
         )
     return limit // _MIB
 
@@ -279,16 +281,6 @@ def _limits_by_uuid(limits: Mapping[str, int], result: DeviceResult, group: Sequ
                 f"devices that these parameters apply to: {', '.join(group)}"
             )
     return found
-
-
-def _memory_of(device: OfferedDevice) -> int | None:
-    if isinstance(device, WholeGpu):
-        return device.gpu.memory_bytes
-    return device.profile.memory_mib * _MIB
-
-
-def _least(one: int | None, other: int | None) -> int | None:
-    return other if one is None else one if other is None else min(one, other)
 
 
 def _refuse_rival_shares(

@@ -1,4 +1,4 @@
-"""/dev: the nodes of the driver, and a reader that describes nodes that could not be made."""
+"""/dev: the nodes of the NVIDIA driver, and a reader that describes nodes that could not be made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VIDEO, _RENDER = 44, 993
 
 
 def devices(state: State) -> Entries:
-    """While the driver is unloaded, its nodes stay, as on a host; the nodes of the DRM subsystem disappear."""
+    """While the NVIDIA driver is unloaded, its nodes stay, as on a host; the nodes of the DRM subsystem disappear."""
     system = state.system
     entries: Entries = {
         "dev/nvidiactl": Node(NVIDIA_MAJOR, 255),

@@ -1,4 +1,4 @@
-"""The driver's installation: libraries by name, programs, firmware, sockets, and nvidia-smi with its facts."""
+"""The NVIDIA driver's installation: libraries by name, programs, firmware, sockets, and nvidia-smi with its facts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The driver's programs and libraries as ELF files, where the machine was made with some (`SIMULATE_ELF`).
+"""The NVIDIA driver's programs and libraries as ELF files, where the machine was made with some (`SIMULATE_ELF`).
 
-Real ones are ELF files that need libraries of the driver, and the C library beside those is not the container's.
+Real ones are ELF files that need libraries of the NVIDIA driver, and the C library beside those is not the container's.
 `program` is all programs, and becomes the simulator's script: the text behind its end, or the file of its name in
 usr/libexec. `library` is libnvidia-ml and libcuda, `libc` a C library that no program of a container can use.
 """

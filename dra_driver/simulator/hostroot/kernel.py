@@ -1,4 +1,4 @@
-"""/proc and /sys: what the kernel and the driver tell about the GPUs."""
+"""/proc and /sys: what the kernel and the NVIDIA driver tell about the GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts that stand in for programs of the driver."""
+"""The scripts that stand in for programs of the NVIDIA driver."""
 
 from __future__ import annotations
 

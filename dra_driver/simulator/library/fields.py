@@ -1,4 +1,4 @@
-"""nvmlDeviceGetFieldValues: one function for very many values, of which this driver asks for two."""
+"""nvmlDeviceGetFieldValues: one function for very many values, of which this plugin asks for two."""
 
 from __future__ import annotations
 

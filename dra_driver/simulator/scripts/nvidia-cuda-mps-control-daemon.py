@@ -3,7 +3,7 @@
 
 A program of its own that does not need this package; its pipes are open to every user, as the real one's are.
 
-Of the commands of the machine's driver branch it knows those that this driver and the tests use. It answers and logs as
+Of the commands of the machine's driver branch it knows those that this plugin and the tests use. It answers and logs as
 the real program does: in the foreground to standard output; a value that cannot be is not taken, and the answer does
 not say so.
 

@@ -80,7 +80,7 @@ def build_pool(
     hardware, same bytes.
 
     Devices under a rule of `sharing` can be allocated several times, the others are as they are without it;
-    `taints` answers the taints of a device in the wire shape; a device that is `withheld` is left out.
+    `taints` returns the taints of a device in the wire shape; a device that is `withheld` is left out.
     A device that the API server would refuse is left out and told in `faults`, so that it never costs
     the node its other devices. Devices go with the counters that they consume. With `compatibility_groups` each says
     which devices of its counter set may be given out beside it: the scheduler keeps GPU and MIG devices apart by that

@@ -23,7 +23,7 @@ def differences(
     """Where `existing` lacks or has otherwise what is wanted, or has more.
 
     Quantities are compared by value; the order of lists is significant; nothing and empty are the same. The server sets
-    `timeAdded` of a taint where the driver leaves it out, which is no difference; nor is one second, as it rounds.
+    `timeAdded` of a taint where the plugin leaves it out, which is no difference; nor is one second, as it rounds.
     `are_quantities` says that every text is an amount.
     """
     if _is_empty(existing) and _is_empty(wanted):

@@ -51,7 +51,7 @@ def slice_changes(
     """What to write so that the node's slices are exactly the pool. `existing` are all slices of this
     driver on this node, of any pool; those of other pools are obsolete.
 
-    `undeletable` are UIDs of slices that the API server does not let go. One that is obsolete but of the
+    `undeletable` are UIDs of slices that the API server does not delete. One that is obsolete but of the
     current generation would count as a part of the pool, so the pool leaves it behind in an older one. `refused` are
     the indexes of slices that the API server refused: they are tried again without a new generation for all.
     """

@@ -27,7 +27,7 @@ _GATES: Final[Mapping[str, str]] = {
     "allowMultipleAllocations": SHARES_GATE,
     "requestPolicy": SHARES_GATE,
 }
-"""Of the fields that this driver writes."""
+"""Of the fields that this plugin writes."""
 
 
 def dropped_fields(sent: dict[str, Any], returned: dict[str, Any]) -> tuple[Drop, ...]:

@@ -165,7 +165,7 @@ def counters_of(candidate: Candidate) -> dict[CounterId, Fraction]:
 
 
 class _Search:
-    """Depth-first over requests, their variants and devices; the first complete answer wins."""
+    """Depth-first over requests, their variants and devices; the first complete choice is taken."""
 
     def __init__(self, inventory: Inventory, constraints: Sequence[Mapping[str, Any]]) -> None:
         self._inventory = inventory
