@@ -4,6 +4,7 @@ It writes
 
 - the objects of daemonset/base and of the components that add objects (those that only change some are patches, written
   by hand; tests hold each of them equal to the chart with the values of that name);
+- the admission policy for parameters, from their fields in dra_driver/api;
 - the parts of values.schema.json that the driver's configuration file decides, and that each value may be null;
 - files/defaults.json, with which the templates complete the values;
 - the table of values in daemonset/README.md.
@@ -127,7 +128,7 @@ def schema() -> str:
     """values.schema.json with the sections of the configuration file as the driver reads them."""
     document = json.loads((CHART / "values.schema.json").read_text())
     sections = DOCUMENT.fields
-    shared = ("sharing", "health", "imex", "hostDevices", "claimHostDevices")
+    shared = ("sharing", "health", "migLayouts", "imex", "hostDevices", "claimHostDevices")
     document["$defs"] = {
         "GpuSection": json_schema(GPUS),
         **{name: json_schema(sections[name]) for name in shared},
@@ -214,7 +215,6 @@ def written() -> Iterator[tuple[Path, str]]:
     yield CHART / "files/defaults.json", defaults()
     readme = DAEMONSET / "README.md"
     yield readme, between(readme.read_text(), "values", values_table())
-    # In the base `make policy` writes it.
     yield CHART / "files/parameters-policy.yaml", parameters_policy.policy()
     for place, name in COPIED.items():
         yield DAEMONSET / place, (CHART / "files" / name).read_text()

@@ -1,4 +1,4 @@
-"""`make policy`: daemonset/base/parameters-policy.yaml, from the fields of opaque parameters in dra_driver/api.
+"""The admission policy for opaque parameters, from their fields in dra_driver/api; `make manifests` writes it.
 
 The expressions keep to what API servers since 1.34 compile. Each variable is a list: of places, which are maps of a
 path (`at`) and the value there (`is`), or of faults as the driver words them.
@@ -20,8 +20,6 @@ from dra_driver.model.ids import PLAIN_NAME
 from dra_driver.model.shapes import Choice, ListField, MapField, Object, Scalar, Shape, either
 from dra_driver.validation.rules.manifests import CLASS_TYPES, PROFILE_CLASS
 
-ROOT = Path(__file__).resolve().parents[1]
-TARGET = ROOT / "daemonset/base/parameters-policy.yaml"
 _FIXED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 Variables = list[tuple[str, str]]
@@ -142,12 +140,12 @@ def _memory(at: str, value: str) -> str:
           {text}must be a quantity such as 10Gi'""")
 
 
-def _others(device: DeviceType) -> str:
-    """CEL: whether the class of `b` gives devices of another type for sure."""
-    named = ", ".join(f"'{name}'" for name, kind in CLASS_TYPES.items() if kind != device)
+def _gives(devices: set[DeviceType]) -> str:
+    """CEL: whether the class of `b` gives devices of one of these types for sure."""
+    named = ", ".join(f"'{name}'" for name, kind in CLASS_TYPES.items() if kind in devices)
     begin, end = PROFILE_CLASS
     profile = f"b.deviceClassName.startsWith('{begin}') && b.deviceClassName.endsWith('{end}')"
-    return f"b.deviceClassName in [{named}]" + ("" if device == "mig" else f" || ({profile})")
+    return f"b.deviceClassName in [{named}]" + (f" || ({profile})" if "mig" in devices else "")
 
 
 def _asked(name: str) -> str:
@@ -162,21 +160,13 @@ def _misfits(kind: str) -> str:
     """As `_misfits` of `validate`, for the places of one kind. A request's name is that of all its alternatives, or
     has the name of one behind a slash."""
     unfit = (
-        f"{_asked('r')}\n.filter(l, l.size() > 0 && l.all(b, {_others(KINDS[kind])}))\n"
+        f"{_asked('r')}\n.filter(l, l.size() > 0 && l.all(b, {_gives({*KINDS.values()} - {KINDS[kind]})}))\n"
         f".map(l, p.config + '.requests[' + string(j) + \"]: {kind} does not fit request '\" + r + \"' of class \" +\n"
         "l.map(b, b.deviceClassName).join(', ')).join('')"
     )
     return _joined(
         f"variables.{kind}.map(p, p.requests.transformList(j, r,\n{unfit})\n.filter(f, f != '').join('; '))"
     )
-
-
-def _gives(device: DeviceType) -> str:
-    """CEL: whether the class of `b` gives devices of a type for sure."""
-    named = ", ".join(f"'{name}'" for name, kind in CLASS_TYPES.items() if kind == device)
-    begin, end = PROFILE_CLASS
-    profile = f"b.deviceClassName.startsWith('{begin}') && b.deviceClassName.endsWith('{end}')"
-    return f"b.deviceClassName in [{named}]" + (f" || ({profile})" if device == "mig" else "")
 
 
 def _without_admin(kind: str) -> tuple[str, str]:
@@ -194,7 +184,7 @@ def _without_admin(kind: str) -> tuple[str, str]:
         ),
         _joined(
             f"{managing} == 0)\n.map(p, variables.bodies.transformList(r, l,\n"
-            f"l.all(b, {_gives(KINDS[kind])}) && !l.all(b, {has_admin}),\n"
+            f"l.all(b, {_gives({KINDS[kind]})}) && !l.all(b, {has_admin}),\n"
             f"p.at + '.management: ' + {_lacks_admin('r')}).join('; '))"
         ),
     )
@@ -264,7 +254,3 @@ def _written(variables: Variables) -> Iterator[str]:
         yield f"    - name: {name}\n      expression: >-\n"
         for line in expression.splitlines():
             yield f"        {line.strip()}\n"
-
-
-if __name__ == "__main__":
-    TARGET.write_text(policy())

@@ -1,4 +1,4 @@
-"""docs/install.md says what each branch of the NVIDIA driver lacks of what we use. `--update-golden` writes the table
+"""docs/versions.md says what each branch of the NVIDIA driver lacks of what we use. `--update-golden` writes the table
 anew from NVIDIA's own libraries and programs, and keeps what a person wrote in its last column."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dra_driver.mps.daemon_conversation import Conversation, Timings
 from dra_driver.mps.daemon_limits import limit_commands
 
 TOP = Path(__file__).parents[1]
-MANUAL = TOP / "docs/install.md"
+MANUAL = TOP / "docs/versions.md"
 BEGIN, END = "<!-- driver branches -->\n", "<!-- end of driver branches -->\n"
 WHAT_WE_DO = "What we then do"
 OF_BINDING = {

@@ -98,7 +98,7 @@ def signal_rows() -> Iterator[str]:
         [DoubleBitError()],
         [Unreachable()],
         [MonitoringState("events of the GPU cannot be heard: …")],
-        [Hanging("an operation of the driver", rules.UNRESPONSIVE_AFTER_S)],
+        [Hanging("an operation of gpu-dra-driver", rules.UNRESPONSIVE_AFTER_S)],
     ]
     stories += [[PollResult(PolledHealth(ecc_uncorrected=0)), PollResult(PolledHealth(ecc_uncorrected=2))]]
     stories += [
@@ -118,7 +118,7 @@ def xid_rows() -> Iterator[str]:
     for number, entry in CATALOG.items():
         reasons = told(Xid(number))
         severity = reasons[0].severity if reasons else 0
-        rows.setdefault((f"{9 - severity}", entry.text, entry.bucket.value), []).append(number)
+        rows.setdefault((f"{9 - severity}", entry.text, entry.bucket), []).append(number)
     for (_, text, bucket), numbers in sorted(rows.items(), key=lambda item: (item[0][0], min(item[1]))):
         [number, *_] = numbers
         reasons = told(Xid(number))

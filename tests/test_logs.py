@@ -25,7 +25,7 @@ from dra_driver.logs import configure_logs
 from tests.fakes.logevents import LEVELS, LogCall, log_calls
 from tests.fakes.tables import tabled
 
-MANUAL = Path(__file__).parents[1] / "docs/operations.md"
+MANUAL = Path(__file__).parents[1] / "docs/log-events.md"
 BEGIN, END = "<!-- log events -->\n", "<!-- end of log events -->\n"
 SECRET = "s3cr3t-0123456789-abcdef"
 log = structlog.get_logger(__name__)

@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import structlog
 
-from dra_driver.app.change_table import (
-    Changes,
-    ClaimReleased,
-    CleanupsChanged,
-    DriverReloaded,
-    FabricPolled,
-    HardwareChanged,
-    HealthChanged,
-    HealthShown,
-    InventoryChanged,
-    MigDeviceChanged,
-    MigLayoutChanged,
-    MigSpaceFreed,
-    Registered,
-)
+from dra_driver.app.change_table import Change, Changes
 from dra_driver.app.part import Part
 from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.app.wiring.claims import claim_parts
-from dra_driver.app.wiring.cleanups import is_owing, tools_seen
 from dra_driver.app.wiring.health import HealthParts
 from dra_driver.app.wiring.http import http_endpoint
-from dra_driver.app.wiring.kubelet import plugin_settings
-from dra_driver.app.wiring.metrics import show_mps, show_node, show_publishing
+from dra_driver.app.wiring.metrics import show_node
 from dra_driver.app.wiring.mig import MigParts
 from dra_driver.app.wiring.reporting import ReportingParts
 from dra_driver.app.wiring.slices import PublishingParts
-from dra_driver.app.wiring.usage import usage_parts
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles
@@ -49,7 +32,8 @@ from dra_driver.claims.reconciler import Rhythm
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.concurrency.token_bucket import TokenBucket
-from dra_driver.errors import FatalError
+from dra_driver.errors import FatalError, StateError
+from dra_driver.files.atomic import stamp_or_none
 from dra_driver.files.file_lock import UseMark
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.driver_root import DriverRoot
@@ -73,8 +57,8 @@ from dra_driver.kube.cluster import node_labels, node_uid
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.kubelet.registration import RegistrationStatus
-from dra_driver.kubelet.server import KubeletPlugin
-from dra_driver.model.driver_programs import IMEX_PROGRAM
+from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
+from dra_driver.model.driver_programs import IMEX_PROGRAM, SMI_PROGRAM
 from dra_driver.model.health import LOST
 from dra_driver.model.mig import GpuInstance
 from dra_driver.model.record import ClaimRecord
@@ -83,6 +67,8 @@ from dra_driver.mps.host_files import MpsHostFiles, mps_layout
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.observability.metrics import Metrics
 from dra_driver.observability.probes import Probes
+from dra_driver.observability.usage import Usage
+from dra_driver.reporting.unclaimed_memory import UnclaimedMemory
 from dra_driver.settings import Settings
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.slices.leadership import InstanceLeadership
@@ -113,6 +99,7 @@ class Driver:
         self._metadata_files = MetadataFiles(plugin_dir, settings.cdi_root, settings.driver_name)
         without_record = SpecsWithoutRecord(self.records, self._specs)
         layout = mps_layout(plugin_dir)
+        mps_files = MpsHostFiles(layout)
         # The time at which it is made decides which instance is the newest.
         leadership = self.leadership = InstanceLeadership(plugin_dir / "publishers", settings.pod_uid)
 
@@ -148,40 +135,33 @@ class Driver:
             self.records,
             self.lanes,
             without_record.lost_devices,
-            partial(changes.tell, MigSpaceFreed()),
-            lambda *seen: changes.tell(MigDeviceChanged(*seen)),
+            changes,
             nvml.session.operation,
             self._planning,
             partial(node_labels, self._client, settings.node_name),
-            lambda: self.discovery.latest(),  # noqa: PLW0108  it is made later
-            leadership.is_ours,
-            lambda seconds: self.discovery.scan_now(seconds),  # noqa: PLW0108  it is made later
-            lambda found: changes.tell(MigLayoutChanged(found)),
+            lambda: self.discovery,
+            leadership,
         )
         self.discovery = Discovery(
             nvml,
             host,
-            partial(changes.tell, InventoryChanged()),
-            partial(changes.tell, DriverReloaded()),
+            partial(changes.tell, Change.INVENTORY),
+            partial(changes.tell, Change.DRIVER_RELOADED),
             self.mig.ledger,
-            partial(changes.tell, HardwareChanged()),
+            partial(changes.tell, Change.HARDWARE),
             detachments.now,
         )
         self.health = HealthParts(
             settings,
             nvml.health_source(),
-            self.discovery.latest,
-            self.discovery.unavailable,
-            host.is_bound,
-            self.mig.ledger.all,
+            self.discovery,
+            host,
+            self.mig,
             self._boot_id,
-            partial(changes.tell, HealthShown()),
-            lambda change: changes.tell(HealthChanged(change)),
-            lambda *polled: changes.tell(FabricPolled(*polled)),
-            leadership.speaks_for_node,
-            lambda: self.cleanups.withheld(),  # noqa: PLW0108  it is made later
-            self.lanes.hanging,
-            self.mig.layouts,
+            changes,
+            leadership,
+            lambda: self.cleanups,
+            self.lanes,
         )
 
         # What users are told.
@@ -189,14 +169,14 @@ class Driver:
             settings,
             api,
             self.metrics,
-            self.discovery.latest,
+            self.discovery,
             self.records,
             self.health,
             self.mig,
-            leadership.speaks_for_node,
-            lambda: self.cleanups.ended(),  # noqa: PLW0108  it is made later
-            partial(changes.tell, ClaimReleased()),
-            MpsHostFiles(layout).statuses,
+            changes,
+            leadership,
+            lambda: self.cleanups,
+            mps_files,
         )
 
         # Claims, and what they leave to be undone.
@@ -205,11 +185,11 @@ class Driver:
             self.records,
             self._boot_id,
             self.reporting.node,
-            partial(changes.tell, CleanupsChanged()),
+            partial(changes.tell, Change.CLEANUPS),
         )
         time_slices = TimeSliceSteps(smi, self.records, self._boot_id)
         mps_steps = MpsSteps(
-            MpsHostFiles(layout), self.records, without_record.mps_users, self.mig.uuid_of, self._boot_id
+            mps_files, self.records, without_record.mps_users, self.mig.uuid_of, self._boot_id
         )
         steps = StepDispatcher(
             self.mig.runners()
@@ -231,13 +211,16 @@ class Driver:
                 ),
             }
         ).observed(self.metrics)
+
         self.cleaner = Cleaner(
             self.cleanups,
             self.lanes,
             steps,
             self._boot_id,
             leadership.is_ours,
-            partial(tools_seen, programs, layout.lock, paths.proc, detachments.problem),
+            partial(_tools_seen, programs, layout.lock, paths.proc, detachments),
+            time_slices.is_lost,
+            partial(time_slices.restore, self.lanes),
         )
         self.claims = claim_parts(
             Identity(
@@ -286,13 +269,11 @@ class Driver:
             self._client,
             api,
             leadership,
-            self.discovery.latest,
+            self.discovery,
             self.health,
-            self.records.all,
-            lambda: is_owing(self.cleanups),
-            self.reporting.reporter.partitions_missing,
-            self.reporting.reporter.scheduler_outdated,
-            self.reporting.node,
+            self.records,
+            self.cleanups,
+            self.reporting,
         )
         self.probes = Probes(
             lambda: self._plugin,
@@ -301,7 +282,13 @@ class Driver:
             [self.discovery.files_problem, self.health.monitor.problem, self.health.monitor.unresponsive],
         )
         self._plugin = KubeletPlugin(
-            plugin_settings(settings),
+            PluginSettings(
+                settings.driver_name,
+                Path(settings.kubelet_registrar_directory_path),
+                Path(settings.kubelet_plugins_directory_path),
+                settings.pod_uid,
+                f"[::]:{settings.healthcheck_port}" if settings.healthcheck_port >= 0 else None,
+            ),
             self.claims.service,
             ready=self.probes.is_ready,
             on_status=self._registration_changed,
@@ -310,63 +297,68 @@ class Driver:
         )
         show_node(
             self.metrics,
-            self.discovery.latest,
+            self.discovery,
             self.records,
             self.cleanups,
             self.health,
             self.mig,
             self.reporting,
+            self.publishing,
+            mps_files,
             self.probes,
         )
-        self._usage = usage_parts(
-            settings,
-            self.metrics,
-            nvml,
-            self.discovery.latest,
-            self.records,
-            self.mig,
-            self.reporting,
-            partial(origin, paths.proc),
-        )
-        show_mps(self.metrics, layout)
-        show_publishing(self.metrics, self.publishing)
+        self._unclaimed_memory = self._usage_watch(nvml, paths.proc) if settings.usage_metrics else None
 
         changes.connect(
             {
-                Registered: (leadership.announce, partial(changes.tell, InventoryChanged())),
-                InventoryChanged: (
+                Change.REGISTERED: (leadership.announce, partial(changes.tell, Change.INVENTORY)),
+                Change.INVENTORY: (
                     lambda: self.reporting.node.driver(self.discovery.unavailable()),
                     self.reporting.claims.devices_changed,
                     self.health.devices_changed,
                     self.publishing.publisher.mark_dirty,
                 ),
-                DriverReloaded: (
-                    partial(time_slices.set_again, self.lanes),
+                Change.DRIVER_RELOADED: (
+                    time_slices.driver_reloaded,
                     self.cleaner.look_soon,
                     lambda: self.mig.reconcile(self.discovery.latest()),
                 ),
-                HardwareChanged: (
-                    partial(time_slices.set_again, self.lanes),
+                Change.HARDWARE: (
+                    time_slices.driver_reloaded,
                     self.cleaner.look_soon,
                     self.mig.look_soon,
                 ),
-                HealthShown: (self.publishing.publisher.mark_dirty,),
-                HealthChanged: (self.reporting.claims.health_changed,),
-                FabricPolled: (self.discovery.fabric_polled,),
-                MigDeviceChanged: (self.health.mig_changed, self.reporting.reporter.mig_changed),
-                MigSpaceFreed: (self.discovery.request_rescan,),
-                MigLayoutChanged: (
+                Change.HEALTH_SHOWN: (self.publishing.publisher.mark_dirty,),
+                Change.HEALTH: (self.reporting.claims.health_changed,),
+                Change.FABRIC_POLLED: (self.discovery.fabric_polled,),
+                Change.MIG_DEVICE: (self.health.mig_changed, self.reporting.reporter.mig_changed),
+                Change.MIG_SPACE_FREED: (self.discovery.request_rescan,),
+                Change.MIG_LAYOUT: (
                     lambda _found: self.publishing.publisher.mark_dirty(),
                     self.reporting.node.mig_layouts_changed,
                 ),
-                ClaimReleased: (self.mig.claim_gone, self.publishing.claim_released),
-                CleanupsChanged: (
+                Change.CLAIM_RELEASED: (self.mig.claim_gone, self.publishing.claim_released),
+                Change.CLEANUPS: (
                     self.publishing.publisher.mark_dirty,
                     self.cleaner.look_soon,
                     self.mig.look_soon,
                 ),
             }
         )
+
+    def _usage_watch(self, nvml: NvmlReader, proc: str) -> UnclaimedMemory:
+        """What looks for memory that no claim has; scrapes measure the same."""
+        source = nvml.usage_source()
+        usage = Usage(
+            source.read,
+            source.read_processes,
+            self.discovery.latest,
+            self.records.all,
+            self.mig.created_instance,
+            partial(origin, proc),
+        )
+        self.metrics.show.usage(usage.look)
+        return UnclaimedMemory(usage.unclaimed, self.reporting.node.memory_unclaimed)
 
     def _parts(self) -> Iterator[Part]:
         """Everything that runs, in the order of starts."""
@@ -381,7 +373,8 @@ class Driver:
         yield Part("cleanup", self.cleaner.start, self.cleaner.stop)
         yield Part("reconciler", self.claims.reconciler.start, self.claims.reconciler.stop)
         yield from self.publishing.parts()
-        yield from self._usage
+        if self._unclaimed_memory is not None:
+            yield Part("unclaimed_memory", self._unclaimed_memory.start, self._unclaimed_memory.stop)
         if self.settings.http_endpoint:
             http = http_endpoint(self.settings, self.metrics.registry, self.probes)
             yield Part("http", http.start, http.stop)
@@ -460,8 +453,19 @@ class Driver:
     def _registration_changed(self, status: RegistrationStatus) -> None:
         """If this announcement fails, the publisher tries again."""
         if status.registered:
-            self._changes.tell(Registered())
+            self._changes.tell(Change.REGISTERED)
 
     def _prepared_kinds(self) -> Iterator[str]:
         for record in self.records.all().values():
             yield from (held.kind for held in record.devices)
+
+
+def _tools_seen(programs: InstalledPrograms, mps_lock: Path, proc: str, detachments: Detachments) -> Hashable:
+    """Differs when nvidia-smi, the MPS host or the NVIDIA driver comes, goes or is replaced, and when NVML may be
+    opened again."""
+    try:
+        smi = programs().paths.get(SMI_PROGRAM)
+    except StateError:
+        smi = None
+    stamp = None if smi is None else stamp_or_none(smi)
+    return stamp, stamp_or_none(mps_lock), driver_fingerprint(proc), detachments.now() is None

@@ -59,12 +59,11 @@ class MetadataSteps:
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
         """Remove the claim's files; running containers keep what they have. Raises: StateError."""
-        self._files.remove(record.claim)
+        if record.claim.results:
+            self._files.remove(record.claim)
+        else:  # the claim's record was lost, and only its UID is known
+            self._files.forget(record.ref.uid)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """Whether every file and CDI spec of the claim is there."""
         return self._files.in_place(record.claim)
-
-    def forget(self, claim_uid: str) -> None:
-        """Remove the files of a claim that has no record."""
-        self._files.forget(claim_uid)

@@ -130,10 +130,6 @@ class CdiSteps:
         """Whether the claim's spec file is there."""
         return self._specs.read(record.ref.uid) is not None
 
-    def forget(self, claim_uid: str) -> None:
-        """Remove the spec of a claim that has no record."""
-        self._specs.remove(claim_uid)
-
     def _device(self, planned: PlannedDevice) -> CdiDevice:
         device = self._bare_device(planned)
         if planned.host_devices:

@@ -20,7 +20,6 @@ import structlog
 from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.planner import ClaimPlanner
 from dra_driver.claims.rules.plan import DeviceHeldError
-from dra_driver.claims.unprepare import Unpreparer
 from dra_driver.claims.waiting_line import WAITED_FOR, PrepareAttempt, WaitingLine
 from dra_driver.errors import (
     DeviceLostError,
@@ -31,7 +30,7 @@ from dra_driver.errors import (
 )
 from dra_driver.files.file_lock import LockBusyError
 from dra_driver.journal.cleanups import Cleaner
-from dra_driver.journal.executor import Executor, OperationHangsError, tell_incomplete
+from dra_driver.journal.executor import Executor, OperationHangsError
 from dra_driver.journal.lanes import GpuUnresponsiveError
 from dra_driver.journal.locks import ClaimGuard, ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
@@ -42,7 +41,6 @@ from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)
 
-_FINISH_S = 5.0
 _LOOK_S = 1.0
 _LOCK_S = 5.0
 _PREPARED_WAIT_S = 5.0
@@ -66,9 +64,9 @@ class Preparer:
         records: RecordStore,
         claim_locks: ClaimLocks,
         planning: GpuLocks,
-        steps: AttemptSteps,
+        executor: Executor,
+        cleaner: Cleaner,
         line: WaitingLine,
-        unpreparer: Unpreparer,
         refuse_changing: Callable[[Collection[str]], None] | None,
     ) -> None:
         """`refuse_changing` raises NvmlTransientError while the node's MIG layout changes one of these GPUs; None on
@@ -77,9 +75,10 @@ class Preparer:
         self._records = records
         self._claim_locks = claim_locks
         self._planning = planning
-        self._steps = steps
+        self._executor = executor
+        self._cleaner = cleaner
+        self._steps = AttemptSteps(records, executor, claim_locks)
         self._line = line
-        self._unpreparer = unpreparer
         self._refuse_changing = refuse_changing
 
     def prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
@@ -103,8 +102,7 @@ class Preparer:
             except WAITED_FOR as error:
                 if not isinstance(error, NvmlTransientError):
                     self._steps.give_up(attempt)
-                if not self._finished_one_of(error, attempt.call):
-                    self._line.wait(attempt, error)
+                self._line.wait(attempt, error)
             except (NvmlUnavailableError, DeviceLostError):
                 # Discovery may not have seen yet that the NVIDIA driver was loaded again or that the GPU is back.
                 # A look takes a moment; the kubelet would call again only after a minute.
@@ -112,21 +110,6 @@ class Preparer:
                     raise
                 has_looked = True
                 self._planner.look_again(attempt.call)
-
-    def _finished_one_of(self, error: DraDriverError, call: KubeletCall) -> bool:
-        """Whether a holder is unprepared now whose Unprepare, called by the kubelet, could not be finished."""
-        for conflict in error.conflicts if isinstance(error, DeviceHeldError) else ():
-            ref = conflict.holder.ref
-            since_ns = self._line.unfinished(ref.uid)
-            if since_ns is None:
-                continue
-            try:
-                if self._unpreparer.reclaim(ref, conflict.holder, since_ns, min(call.left(), _FINISH_S)):
-                    return True
-                self._line.note_unprepared(ref.uid)  # a newer Prepare wants the claim
-            except DraDriverError as again:
-                _log.info("unprepare_still_unfinished", claim_uid=ref.uid, reason=str(again))
-        return False
 
     def _prepare_once(
         self, attempt: PrepareAttempt, claim: AllocatedClaim
@@ -141,7 +124,7 @@ class Preparer:
             with self._claim_locks.hold(attempt.ref.uid, _LOOK_S) as guard:
                 refuse_unprepared(guard, attempt.call)
                 known = self._records.get(attempt.ref.uid)
-                if known is None or known.claim != claim or not self._steps.stands(known):
+                if known is None or known.claim != claim or not self._executor.in_place(known):
                     raise
                 guard.note_prepared(attempt.call.began_ns)
                 return self._planner.answer(claim, known), known
@@ -151,18 +134,18 @@ class Preparer:
         ended claims left on its GPUs is undone first."""
         tried: set[str] = set()
         while True:
-            ended: list[PendingCleanup] = []
+            ended: list[PendingCleanup | None] = []
             try:
                 plan, record, pending = self._planned_once(attempt, claim, tried, ended)
             finally:
                 for one in ended:
-                    self._steps.clean(one)
+                    self._executor.clean(one)
             if plan is None:
                 continue
             if not pending:
                 return plan, record
             tried.update(one.name for one in pending)
-            self._steps.clean_before(pending, plan)
+            self._cleaner.clean_before(pending, plan.used_devices())
             attempt.call.left()
 
     def _planned_once(
@@ -170,7 +153,7 @@ class Preparer:
         attempt: PrepareAttempt,
         claim: AllocatedClaim,
         tried: Collection[str],
-        ended: list[PendingCleanup],
+        ended: list[PendingCleanup | None],
     ) -> tuple[Plan | None, ClaimRecord | None, Sequence[PendingCleanup]]:
         """Plan under the locks of the claim and of planning on its GPUs, and write the record, unless there is
         something to be undone first, which is returned. No plan where other GPUs than expected are needed. `ended` gets
@@ -192,16 +175,16 @@ class Preparer:
                     # Two claims that swap devices would wait for each other for ever.
                     allocated = frozenset(result.device for result in claim.results)
                     if known is not None and attempt.number is not None and not known.is_within(allocated):
-                        ended += self._steps.leave(known)
+                        ended.append(self._executor.leave(known))
                     raise
                 if not plan.locked_gpus <= gpus:
                     return None, None, ()
                 attempt.wanted = plan.held_devices()
                 if known is not None and known.devices != attempt.wanted:
-                    ended += self._steps.leave(known)
+                    ended.append(self._executor.leave(known))
                     known = None
                 if known is None or known.phase != "prepared":
-                    pending = self._steps.pending_before(plan, tried)
+                    pending = self._cleaner.pending_before(plan.locked_gpus, plan.steps, tried)
                     if pending:
                         return plan, None, pending
                 call.left()
@@ -216,24 +199,11 @@ class AttemptSteps:
     the beginning.
     """
 
-    def __init__(
-        self, records: RecordStore, executor: Executor, claim_locks: ClaimLocks, cleaner: Cleaner
-    ) -> None:
+    def __init__(self, records: RecordStore, executor: Executor, claim_locks: ClaimLocks) -> None:
         self._records = records
         self._executor = executor
         self._claim_locks = claim_locks
-        self._cleaner = cleaner
         self._begun: dict[str, PrepareAttempt] = {}  # by claim UID; changed under the claim's lock
-
-    def pending_before(self, plan: Plan, besides: Collection[str]) -> Sequence[PendingCleanup]:
-        """What ended claims left that is to be undone before the plan's steps, but for those named `besides`. Raises:
-        StateError."""
-        return self._cleaner.pending_before(plan.locked_gpus, plan.steps, besides)
-
-    def clean_before(self, pending: Sequence[PendingCleanup], plan: Plan) -> None:
-        """Have that undone. The caller holds no lock. Raises: RetryableError if what is left keeps one of the plan's
-        devices from being used; StateError."""
-        self._cleaner.clean_before(pending, plan.used_devices())
 
     def begin(self, attempt: PrepareAttempt, plan: Plan, known: ClaimRecord | None) -> ClaimRecord | None:
         """Write the claim's record before its steps; None for a claim without devices. `known` is the record before.
@@ -266,20 +236,6 @@ class AttemptSteps:
             guard.note_prepared(attempt.call.began_ns)
             return done
 
-    def leave(self, record: ClaimRecord) -> Sequence[PendingCleanup]:
-        """End what an earlier allocation of the claim had; what is to be undone, for `clean`. The caller holds the
-        claim's lock. Raises: StateError."""
-        cleanup = self._executor.leave(record)
-        return () if cleanup is None else (cleanup,)
-
-    def clean(self, cleanup: PendingCleanup) -> None:
-        """Undo it, and wait for that a moment. The caller holds no lock. Raises: StateError."""
-        self._executor.clean(cleanup)
-
-    def stands(self, record: ClaimRecord) -> bool:
-        """Whether the claim is prepared and everything that its steps made is there."""
-        return self._executor.in_place(record)
-
     def end(self, uid: str) -> None:
         """Nothing is begun any more, or the caller goes on with it. The caller holds the claim's lock."""
         self._begun.pop(uid, None)
@@ -307,7 +263,12 @@ class AttemptSteps:
                 cleanup = self._executor.leave(record, attempt.begun)
             self._executor.clean(cleanup)
         except DraDriverError as error:
-            tell_incomplete(uid, error)
+            _log.error(
+                "rollback_incomplete",
+                claim_uid=uid,
+                reason=str(error),
+                remedy="the record is kept; the next Prepare or Unprepare of the claim goes on with it",
+            )
 
 
 def refuse_unprepared(guard: ClaimGuard, call: KubeletCall) -> None:

@@ -33,8 +33,8 @@ soon after the start, every ten minutes, and when an attempt waits for a holder.
   attempt waits for the device.
 - If a claim is reserved for other pods than its record says, the reconciler writes the pods into the record
   (`claims.claim_pods`), under the claim's lock too. For everything above it is still the same record.
-- A CDI spec without a record is removed in the same way if an earlier record gave the claim's name. Otherwise it is
-  only reported: the API server finds claims by name, not by UID, and containers from before may still need the spec.
+- A CDI spec without a record is only reported: the API server finds claims by name, not by UID, and containers from
+  before may still need the spec.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -65,7 +65,6 @@ _jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
 
 _STOP_S = 5.0
 _MOST_UNANSWERED_IN_A_ROW = 3
-_GONE = ReleaseReason("was deleted", is_final=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +81,10 @@ class Rhythm:
 
 
 @dataclass(frozen=True, slots=True)
-class _Subject:
-    """A claim to look at; `record` is None if only a CDI spec is left."""
-
-    ref: ClaimRef
-    record: ClaimRecord | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Stale:
     """A stale claim; `since` is the clock's time of the look that first found it stale."""
 
-    subject: _Subject
+    record: ClaimRecord
     since: float
 
 
@@ -141,7 +132,6 @@ class Reconciler:
         self._pods_run = pods_run
         self._rhythm = rhythm
         self._clock = clock
-        self._names: dict[str, ClaimRef] = {}
         self._stale: dict[str, _Stale] = {}
         self._kept: set[str] = set()
         self._told: set[tuple[str, str]] = set()
@@ -176,7 +166,7 @@ class Reconciler:
 
     def stale(self) -> list[ClaimRef]:
         """The claims that were stale in the last look and still hold something."""
-        return [entry.subject.ref for entry in self._stale.copy().values()]
+        return [entry.record.ref for entry in self._stale.copy().values()]
 
     # --- when ----------------------------------------------------------------------------------
 
@@ -230,34 +220,28 @@ class Reconciler:
         self._failures += 1
         return max(pause, asked)
 
-    def _subjects(self) -> Iterator[_Subject]:
-        """The claims that hold something on this node."""
+    def _subjects(self) -> Mapping[str, ClaimRecord]:
+        """The records of this node by UID. Claims of which only a CDI spec is left are told."""
         records = self._records.all()
         specs = set(self._without_record.unrecorded(records))
-        names = {uid: record.ref for uid, record in records.items()}
-        self._names = names | {uid: ref for uid, ref in self._names.items() if uid in specs}
         lost = self._without_record.lost(records)
         self._told = {(uid, text) for uid, text in self._told if uid in {*records, *specs, *lost}}
-        for record in records.values():
-            yield _Subject(record.ref, record)
         for uid in lost:
             self._tell_once(
                 uid,
                 "its record cannot be read, so its name is not known, and its devices are kept for it; the kubelet's "
                 "Unprepare ends it; if no pod uses it, remove its CDI spec",
             )
-        for uid in sorted(specs - records.keys()):
-            if uid in self._names:
-                yield _Subject(self._names[uid], None)
-            else:
-                self._tell_once(
-                    uid,
-                    "its CDI spec has no record, so its name is not known; remove the CDI spec if no pod uses it",
-                )
+        for uid in sorted(specs):
+            self._tell_once(
+                uid,
+                "its CDI spec has no record, so its name is not known; remove the CDI spec if no pod uses it",
+            )
+        return records
 
     def _judged(self, only: Collection[str] | None) -> dict[str, _Verdict]:
         """The stale claims of this look by UID. Raises: _UnsureError; claims that were stale before stay stale."""
-        subjects = {subject.ref.uid: subject for subject in self._subjects()}
+        subjects = self._subjects()
         verdicts: dict[str, _Verdict] = {}
         unanswered: dict[str, _UnsureError] = {}
         in_a_row = 0
@@ -288,26 +272,23 @@ class Reconciler:
             before = self._stale.get(uid)
             if verdict.why is None:
                 self._stale.pop(uid, None)
-            elif before is None or before.subject != subjects[uid]:
+            elif before is None or before.record != subjects[uid]:
                 self._stale[uid] = _Stale(subjects[uid], now)
                 _log.info("claim_stale", claim=str(subjects[uid].ref), reason=verdict.why.why)
         self._kept &= self._stale.keys()
         self._awaited &= self._stale.keys()
         return {uid: verdict for uid, verdict in verdicts.items() if verdict.why is not None}
 
-    def _judge(self, subject: _Subject) -> _Verdict:
+    def _judge(self, record: ClaimRecord) -> _Verdict:
         looked_ns = time.monotonic_ns()
         try:
-            now = self._lookup.look(subject.ref, self._rhythm.request_s)
+            now = self._lookup.look(record.ref, self._rhythm.request_s)
         except DraDriverError as error:
             raise _UnsureError from error
-        if subject.record is not None:
-            why = staleness(subject.record, now, self._driver)
-            if why is None and now is not None and now.uid == subject.ref.uid:
-                self._recorded.keep(subject.record, now.pods, looked_ns)
-            return _Verdict(why, looked_ns)
-        is_there = now is not None and now.uid == subject.ref.uid
-        return _Verdict(None if is_there else _GONE, looked_ns)
+        why = staleness(record, now, self._driver)
+        if why is None and now is not None and now.uid == record.ref.uid:
+            self._recorded.keep(record, now.pods, looked_ns)
+        return _Verdict(why, looked_ns)
 
     def _take_back(self, stale: Mapping[str, _Verdict]) -> bool:
         """Take back the claims that have been stale for the grace time; whether one could not be taken back. Raises:
@@ -319,25 +300,23 @@ class Reconciler:
         for uid in due:
             if self._worker.is_stopping:
                 return failed
-            failed |= not self._taken_back(self._stale[uid].subject, stale[uid])
+            failed |= not self._taken_back(self._stale[uid].record, stale[uid])
         return failed
 
     def _is_due(self, entry: _Stale) -> bool:
         if self._clock() - entry.since >= self._rhythm.grace_s:
             return True
-        record = entry.subject.record
-        is_awaited = record is not None and entry.subject.ref.uid in self._awaited
-        return is_awaited and record is not None and self._pods_run(record) is False
+        return entry.record.ref.uid in self._awaited and self._pods_run(entry.record) is False
 
-    def _taken_back(self, subject: _Subject, verdict: _Verdict) -> bool:
+    def _taken_back(self, record: ClaimRecord, verdict: _Verdict) -> bool:
         """Take the claim back; False if the reconciler must try again."""
-        ref, why = subject.ref, verdict.why.why if verdict.why else ""
-        if subject.record is not None and self._is_kept(subject.record, why):
+        ref, why = record.ref, verdict.why.why if verdict.why else ""
+        if self._is_kept(record, why):
             self._kept.add(ref.uid)
             return False
         self._kept.discard(ref.uid)
         try:
-            done = self._unpreparer.reclaim(ref, subject.record, verdict.looked_ns)
+            done = self._unpreparer.reclaim(ref, record, verdict.looked_ns)
         except Exception as error:  # noqa: BLE001  one claim's failure must not keep the others
             tell = _log.warning if isinstance(error, DraDriverError) else _log.exception
             tell("claim_not_recovered", claim=str(ref), claim_uid=ref.uid, reason=str(error))

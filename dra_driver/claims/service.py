@@ -74,7 +74,6 @@ class ClaimService:
                 prepared, record = self._prepare(PrepareAttempt(ref, call, self._fetch.allocated(ref, call)))
             except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
                 return failed(self._observer, "prepare", ref, time.monotonic() - started, error)
-            self._line.note_prepared(ref.uid)
             duration = time.monotonic() - started
             self._observer.prepared(ref, duration, record)
             _log.info(

@@ -53,7 +53,7 @@ class Unpreparer:
         return {ref.uid: outcome.result() for ref, outcome in zip(claims, outcomes, strict=True)}
 
     def reclaim(
-        self, ref: ClaimRef, expected: ClaimRecord | None, looked_ns: int, within_s: float = _RECLAIM_S
+        self, ref: ClaimRef, expected: ClaimRecord, looked_ns: int, within_s: float = _RECLAIM_S
     ) -> bool:
         """Unprepare a claim as if the kubelet had called; whether that was done.
 
@@ -64,12 +64,11 @@ class Unpreparer:
         call = KubeletCall(time.monotonic_ns(), time.monotonic() + within_s)
         with until(call.deadline), bound_contextvars(claim_uid=ref.uid), self._line.unpreparing(ref.uid):
             started = time.monotonic()
-            is_undone = self._undone_without_record(ref)
             with self._claim_locks.hold(ref.uid, call.left()) as guard:
                 is_wanted = guard.was_prepared_since(looked_ns) or self._line.is_preparing(ref.uid)
                 if is_wanted or self._records.get(ref.uid) != expected:
                     return False
-                _, cleanup = self._taken_back(ref, call, guard, is_undone=is_undone)
+                _, cleanup = self._taken_back(ref, call, guard)
             self._executor.clean(cleanup)
         self._unprepared(ref, expected, time.monotonic() - started)
         return True
@@ -82,23 +81,16 @@ class Unpreparer:
         started = time.monotonic()
         try:
             with self._line.unpreparing(ref.uid):
-                is_undone = self._undone_without_record(ref)
                 with self._claim_locks.hold(ref.uid, call.left(), call.has_left) as guard:
-                    record, cleanup = self._taken_back(ref, call, guard, is_undone=is_undone)
+                    record, cleanup = self._taken_back(ref, call, guard)
                 self._executor.clean(cleanup)
         except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
-            if isinstance(error, RetryableError):
-                self._line.note_unprepared(ref.uid, unfinished_since_ns=call.began_ns)
             return failed(self._observer, "unprepare", ref, time.monotonic() - started, error)
         self._unprepared(ref, record, time.monotonic() - started)
         return None
 
-    def _undone_without_record(self, ref: ClaimRef) -> bool:
-        """Whether nothing on the GPUs is left of a claim without a record. No lock is held: it may take seconds."""
-        return self._records.get(ref.uid) is not None or self._executor.undo_lost(ref.uid)
-
     def _taken_back(
-        self, ref: ClaimRef, call: KubeletCall, guard: ClaimGuard, *, is_undone: bool
+        self, ref: ClaimRef, call: KubeletCall, guard: ClaimGuard
     ) -> tuple[ClaimRecord | None, PendingCleanup | None]:
         """The claim's last record, and what is still to be undone."""
         if guard.was_prepared_by_call_after(call.began_ns):
@@ -107,27 +99,11 @@ class Unpreparer:
             )
         record = self._records.get(ref.uid)
         call.left()  # raises if the kubelet has cancelled this call: a newer one may be on its way
-        cleanup = None
-        if record is None:
-            self._forget(ref, is_undone=is_undone)
-        else:
-            cleanup = self._executor.leave(record)
+        cleanup = self._executor.leave(self._executor.lost(ref.uid) if record is None else record)
         guard.note_unprepared(call.began_ns)
         return record, cleanup
 
-    def _forget(self, ref: ClaimRef, *, is_undone: bool) -> None:
-        """End a claim that has no record, or none that this release can read."""
-        if is_undone:
-            self._executor.forget(ref.uid)
-        if self._records.delete(ref.uid):
-            _log.warning(
-                "newer_record_removed",
-                claim_uid=ref.uid,
-                remedy="what the newer release set on GPUs may be left; see `nvidia-smi`, or reboot the node",
-            )
-
     def _unprepared(self, ref: ClaimRef, record: ClaimRecord | None, duration_s: float) -> None:
-        self._line.note_unprepared(ref.uid)
         self._observer.unprepared(ref, duration_s)
         _log.info(
             "claim_unprepared",

@@ -23,12 +23,10 @@ ahead of it counts as if it held the device already. An attempt leaves the line 
 outcome, and when its claim is unprepared. The other instance of a rolling update has its own line. The order does not
 hold between the two, but both share records and locks, so a device is still given out only once.
 
-A holder is *on its way out* in three cases. Its Unprepare is under way in this process. Or the API server shows that
-the claim lets go (`claims.rules.release`). Or the kubelet called Unprepare, but that could not be finished: then the
-waiting attempt finishes it, because the kubelet's next call may come late. If the API server does not answer, Prepare
-does not wait: it takes the holder to stay. An earlier answer of the API server counts for `doubt_s` seconds, and a
-final one for good. Where a device is only full, as with MPS, other holders may stay: Prepare waits as long as as many
-are on their way out as must go.
+A holder is *on its way out* if its Unprepare is under way in this process, or if the API server shows that the claim
+lets go (`claims.rules.release`). If the API server does not answer, Prepare does not wait: it takes the holder to stay.
+An earlier answer of the API server counts for `doubt_s` seconds, and a final one for good. Where a device is only full,
+as with MPS, other holders may stay: Prepare waits as long as as many are on their way out as must go.
 
 *Refused for now*: the NVIDIA driver refuses a try for a reason that passes by itself. The try keeps what it has made,
 and the next try goes on from there. An attempt that gives up takes it back (`claims.prepare`). Without these
@@ -163,7 +161,6 @@ class WaitingLine:
         self._numbers = 0
         self._preparing: Counter[str] = Counter()  # calls by claim UID, as the next one
         self._unpreparing: Counter[str] = Counter()
-        self._unfinished: dict[str, int] = {}
         self._stop_by: float | None = None
         self._on_leaving: Callable[[ClaimRef], None] = lambda _ref: None
 
@@ -225,23 +222,6 @@ class WaitingLine:
         """Whether an Unprepare of the claim is under way."""
         with self.changed:
             return self._unpreparing[uid] > 0
-
-    def note_unprepared(self, uid: str, unfinished_since_ns: int | None = None) -> None:
-        """The kubelet's Unprepare of a claim ended. If it could not be finished, `unfinished_since_ns`
-        (time.monotonic_ns()) is when it began: an attempt that waits for the claim's devices may then finish it."""
-        with self.changed:
-            self._unfinished.pop(uid, None)
-            if unfinished_since_ns is not None:
-                self._unfinished[uid] = unfinished_since_ns
-
-    def note_prepared(self, uid: str) -> None:
-        """The kubelet's Prepare of a claim succeeded: nobody may finish an earlier Unprepare of it any more."""
-        self.note_unprepared(uid)
-
-    def unfinished(self, uid: str) -> int | None:
-        """When the claim's unfinished Unprepare began (time.monotonic_ns()); None if there is none."""
-        with self.changed:
-            return self._unfinished.get(uid)
 
     @contextmanager
     def _counted(self, calls: Counter[str], uid: str) -> Iterator[None]:
@@ -446,7 +426,7 @@ class WaitingLine:
     def _turn_to_be_asked(self, attempt: PrepareAttempt, holder: ClaimRecord) -> int:
         """First who is known to leave, then who only wants the device: the others cost a question each."""
         uid = holder.ref.uid
-        if self.is_unpreparing(uid) or self.unfinished(uid) or uid in attempt.leaving:
+        if self.is_unpreparing(uid) or uid in attempt.leaving:
             return 0
         return 1 if self._is_undecided(holder) else 2
 
@@ -460,8 +440,6 @@ class WaitingLine:
             return WAITS_LONGER
         if self.is_unpreparing(holder.ref.uid):
             return "is being unprepared"
-        if self.unfinished(holder.ref.uid) is not None:
-            return "could not be unprepared yet"
         if _is_lost(holder):
             raise ClaimRefusedError(conflict.text)
         told, holds_until = attempt.leaving.get(holder.ref.uid, ("", 0.0))

@@ -87,16 +87,14 @@ def cluster(given: Namespace) -> None:
     _Shown(driver, lists, by, namespace).print(output)
 
 
-def _tell(what: str) -> None:
+def _print_problems(texts: Sequence[str], of_others: str = "{}", what: str = "more problem") -> None:
+    """The first of them on standard error, and how many others there are."""
+    shown = [printable(text) for text in texts[:_MOST_UNREADABLE]]
+    left = len(texts) - len(shown)
+    shown += [f"{of_others.format(counted(left, what))} (-o json has all)"] if left else []
     sys.stdout.flush()  # in this order also where both go into one pipe
-    print(f"gpu-dra-driver: {what}", file=sys.stderr)
-
-
-def kubectl_gpus() -> None:
-    """Entry point of `kubectl gpus`."""
-    from dra_driver.cli.main import main
-
-    main(["cluster", *sys.argv[1:]], "kubectl gpus")
+    for text in shown:
+        print(f"gpu-dra-driver: {text}", file=sys.stderr)
 
 
 class _Shown:
@@ -112,9 +110,7 @@ class _Shown:
         devices = cluster_view.devices_of(members, holders)
         self._by = by
         self._table: Callable[[int | None], str]
-        self._lacking = lists.lacking
-        self._unreadable = lists.unreadable
-        self._unmeasured = lists.unmeasured
+        self._lists = lists
         self._rows: Sequence[NodeRow | ProductRow | UserRow]
         match by:
             case "node":
@@ -148,20 +144,10 @@ class _Shown:
         for line in self._pending_lines():
             indent = " " * (len(line) - len(line.lstrip()))
             print(hanging(indent, line, width))
-        for text in self._unmeasured[:_MOST_UNREADABLE]:
-            _tell(f"use is not known: {printable(text)}")
-        if len(self._unmeasured) > _MOST_UNREADABLE:
-            _tell(
-                f"nor of {counted(len(self._unmeasured) - _MOST_UNREADABLE, 'more node')} (-o json has all)"
-            )
-        for lacking in self._lacking:
-            _tell(f"the pods that wait are not known: {lacking}")
-        for text in self._unreadable[:_MOST_UNREADABLE]:
-            _tell(printable(text))
-        if len(self._unreadable) > _MOST_UNREADABLE:
-            _tell(
-                f"{counted(len(self._unreadable) - _MOST_UNREADABLE, 'more object')} cannot be read (-o json has all)"
-            )
+        lists = self._lists
+        _print_problems([f"use is not known: {text}" for text in lists.unmeasured], "nor of {}", "more node")
+        _print_problems([f"the pods that wait are not known: {text}" for text in lists.lacking])
+        _print_problems(lists.unreadable, "{} cannot be read", "more object")
 
     def _object(self) -> dict[str, Any]:
         pending = [
@@ -172,9 +158,9 @@ class _Shown:
             "by": self._by,
             "rows": [asdict(row) for row in self._rows],
             "pending": pending,
-            "lacking": self._lacking,
-            "unreadable": self._unreadable,
-            "unmeasured": list(self._unmeasured),
+            "lacking": self._lists.lacking,
+            "unreadable": self._lists.unreadable,
+            "unmeasured": list(self._lists.unmeasured),
             "shared_pools": self._shared_pools,
         }
 
@@ -190,7 +176,7 @@ class _Shown:
         lines = []
         for verdict, claims in alike.items():
             pods = [pod for claim in claims for pod in self._waiting(claim)]
-            lines += ["", *_verdict_lines(verdict, claims, pods, self._lacking, self._shared_pools)]
+            lines += ["", *_verdict_lines(verdict, claims, pods, self._lists.lacking, self._shared_pools)]
         return lines
 
 
@@ -304,10 +290,10 @@ def _verdict_lines(
         idle = "" if pods or lacking else "; no pod uses it, and devices are allocated only for a pod"
         lines.append(f"  {verdict.fits[0]}{more} could serve it{idle}")
     if verdict.untried:
-        lines.append(f"  {counted(verdict.untried, 'more node was', 'more nodes were')} not looked at")
+        lines.append(f"  {counted(verdict.untried, 'more node was', 'more nodes were')} not checked")
     if shared_pools and not verdict.fits and not verdict.unknown:
         were = counted(shared_pools, "pool that nodes share was", "pools that nodes share were")
-        lines.append(f"  {were} not looked at")
+        lines.append(f"  {were} not checked")
     elif not (verdict.reasons or verdict.fits or verdict.untried or verdict.unknown):
         lines.append("  no node publishes devices of gpu-dra-driver")
     said = next((pod.says for pod in pods if pod.says), None)

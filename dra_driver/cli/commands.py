@@ -124,7 +124,7 @@ def _carried_out(arguments: Sequence[str], called: str | None) -> int:
         command, prog = command.commands[word].loaded(), f"{prog} {word}"
     given = read(_parser(command, called or prog), command.flags, words)
     faults = tuple(given.faults.values())
-    if faults and not hasattr(given, "config"):  # with a configuration `resolve` tells them all
+    if faults and not hasattr(given, "config"):  # with a configuration `resolve` reports them all
         raise InvalidConfigError("; ".join(faults), faults=faults)
     if arguments[0] in DAEMONS:
         # structlog imports rich for coloured tracebacks, which a daemon never draws: 7 MiB and 45 ms.

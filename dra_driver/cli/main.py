@@ -35,6 +35,11 @@ def main(arguments: Sequence[str] | None = None, called: str | None = None) -> N
         sys.exit(EXIT_INTERRUPTED)
 
 
+def kubectl_gpus() -> None:
+    """Entry point of `kubectl gpus`."""
+    main(["cluster", *sys.argv[1:]], "kubectl gpus")
+
+
 def _open_what_is_closed() -> None:
     """After `>&-` the next file that is opened would be standard output, and Python has None for it."""
     for number, name, flags in (

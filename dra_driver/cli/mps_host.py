@@ -17,12 +17,8 @@ from dra_driver.settings import FLAGS as SETTINGS
 
 if TYPE_CHECKING:
     from dra_driver.app.posix_signals import SignalWatch
-    from dra_driver.host.capability_nodes import CapabilityNodes
     from dra_driver.host.device_nodes import DeviceNodeMaker
-    from dra_driver.host.driver_programs import InstalledPrograms
-    from dra_driver.inventory.detachment import Detachments
-    from dra_driver.mps.daemon_conversation import Timings
-    from dra_driver.mps.host_files import MpsLayout
+    from dra_driver.mps.daemon import HostTools
 
 _PLUGINS = "/var/lib/kubelet/plugins"
 _CONTAINER_ROOT = "/driver-root"
@@ -82,7 +78,11 @@ def mps_host(given: Namespace) -> None:
     from dra_driver.host.sysfs import Sysfs
     from dra_driver.inventory.detachment import Detachments
     from dra_driver.logs import configure_logs
+    from dra_driver.mps.daemon import HostTools
+    from dra_driver.mps.daemon_compute_mode import ComputeMode
+    from dra_driver.mps.daemon_control import ControlProgram
     from dra_driver.mps.daemon_conversation import Timings
+    from dra_driver.mps.daemon_mounts import KernelMounter, MountsWherePossible, SelinuxLabels, has_selinux
     from dra_driver.mps.host_files import mps_layout
 
     logs = configure_logs(given.log_level, given.log_format)
@@ -93,7 +93,7 @@ def mps_host(given: Namespace) -> None:
     layout = mps_layout(plugins.absolute() / (given.driver_name or DEFAULT_DRIVER_NAME))
     if given.simulate is None:
         root = _driver_root(given.nvidia_driver_root, given.container_driver_root)
-        # CUDA in this container opens the nodes of this container's /dev, wherever the driver is installed.
+        # CUDA in this container opens the nodes of this container's /dev, wherever the NVIDIA driver is installed.
         nodes = CapabilityNodes(MigCaps(), "/", Mknod())
         boot = Sysfs()
     else:
@@ -102,33 +102,8 @@ def mps_host(given: Namespace) -> None:
         boot = Sysfs(proc=f"{root}/proc")
     programs = InstalledPrograms(root, layout.libraries, 0o755)
     detachments = Detachments(layout.root.parent, boot.boot_id() or "unknown")
-    timings = Timings(start=given.start_timeout, probe=given.probe_interval)
-    _serve(layout, programs, nodes, detachments, timings, watch, allow_plain_shm=bool(given.allow_plain_shm))
-
-
-def _serve(
-    layout: MpsLayout,
-    programs: InstalledPrograms,
-    nodes: CapabilityNodes,
-    detachments: Detachments,
-    timings: Timings,
-    watch: SignalWatch,
-    *,
-    allow_plain_shm: bool,
-) -> None:
-    import structlog
-
-    from dra_driver.mps.daemon import HostTools
-    from dra_driver.mps.daemon_compute_mode import ComputeMode
-    from dra_driver.mps.daemon_control import ControlProgram
-    from dra_driver.mps.daemon_mounts import KernelMounter, MountsWherePossible, SelinuxLabels, has_selinux
-    from dra_driver.mps.host_supervisor import Supervisor
-
-    log = structlog.get_logger(__name__)
-    stopped = threading.Event()
-    watch.on(stopped.set, signal.SIGTERM, signal.SIGINT)
     labels = SelinuxLabels(enabled=has_selinux())
-    mounter = MountsWherePossible if allow_plain_shm else KernelMounter
+    mounter = MountsWherePossible if given.allow_plain_shm else KernelMounter
     tools = HostTools(
         layout,
         ControlProgram(programs),
@@ -136,13 +111,27 @@ def _serve(
         ComputeMode(programs, detachments.using_nvml),
         nodes.make_missing,
         labels,
-        timings,
+        Timings(start=given.start_timeout, probe=given.probe_interval),
     )
+    _serve(tools, watch)
+
+
+def _serve(tools: HostTools, watch: SignalWatch) -> None:
+    import structlog
+
+    from dra_driver.mps.host_supervisor import Supervisor
+
+    log = structlog.get_logger(__name__)
+    stopped = threading.Event()
+    watch.on(stopped.set, signal.SIGTERM, signal.SIGINT)
     supervisor = Supervisor(tools)
     supervisor.open()
     try:
         log.info(
-            "mps_host_started", directory=str(layout.root), daemons=len(supervisor.status()), pid=os.getpid()
+            "mps_host_started",
+            directory=str(tools.layout.root),
+            daemons=len(supervisor.status()),
+            pid=os.getpid(),
         )
         stopped.wait()
     finally:
@@ -151,7 +140,8 @@ def _serve(
 
 
 def _driver_root(host: str | None, inside: str | None) -> str:
-    """As this process sees it: the container's view, unless only the other is there. The driver may come later."""
+    """As this process sees it: the container's view, unless only the other is there. The NVIDIA driver may come
+    later."""
     container, root = inside or _CONTAINER_ROOT, host or "/"
     return root if Path(root).is_dir() and not Path(container).is_dir() else container
 

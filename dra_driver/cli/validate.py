@@ -96,7 +96,7 @@ def _machines(
     config: Path | None,
     simulate: Sequence[str] | None,
 ) -> tuple[list[MachineFit], str, Mapping[int, Sequence[str]], str]:
-    """The machines to try, the driver's name, the faults of configuration files, and a sentence on the machines."""
+    """The machines to try, the name of our DRA driver, faults of configuration files, a sentence on the machines."""
     from dra_driver.app.commands.validate import configured_among, machine_to_try
     from dra_driver.errors import InvalidConfigError
 

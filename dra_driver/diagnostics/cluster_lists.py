@@ -32,6 +32,8 @@ _PLUGINS = {"labelSelector": "app.kubernetes.io/component=node"}
 _FORGOTTEN = 410
 """A list took so long that the server forgot how it looked at its beginning."""
 _BACKOFF_S = (1.6, 30.0)
+_LIST_S = 600.0
+"""How long a list may take. With the server's pages that is more than any cluster needs."""
 _PATIENCE_S = 60.0
 """How long a page is waited for that the API server is too busy to send."""
 
@@ -39,7 +41,7 @@ _PATIENCE_S = 60.0
 @dataclass(frozen=True, slots=True)
 class ClusterLists:
     """Slices, claims and classes in v1 shape; `workloads` has that of each pod, `waiting` the pods without a node.
-    `lacking` are the rights that are missing, and without which something cannot be told; `unreadable` says which
+    `lacking` are the rights that are missing, without which something is not known; `unreadable` says which
     objects were left out, and why. `loads` has the load of each device of a claim, by pool and device name, None if
     nobody asked for that; `unmeasured` says which loads are not known, and why."""
 
@@ -92,6 +94,8 @@ class _List:
     def _read(self, query: dict[str, str], left_out: dict[str, None], backoff: Backoff) -> dict[Key, Any]:
         found: dict[Key, Any] = {}
         more: dict[str, str] = {}
+        tokens: set[str] = set()
+        end = time.monotonic() + _LIST_S
         while True:
             answer = self._page(query | more, backoff)
             entries = answer.get("items", ())
@@ -106,7 +110,15 @@ class _List:
             following = as_object(answer.get("metadata")).get("continue")
             if not following:
                 return found
-            more = {"continue": str(following)}
+            token = str(following)
+            if token in tokens:
+                raise ApiUnavailableError(
+                    f"list {self.name}: the API server begins a page for the second time"
+                )
+            if time.monotonic() > end:
+                raise ApiUnavailableError(f"list {self.name}: there is no last page after {_LIST_S:g} s")
+            tokens.add(token)
+            more = {"continue": token}
 
     def _page(self, query: dict[str, str], backoff: Backoff) -> JsonObject:
         """One request, made again for as long as the API server asks to come back later."""

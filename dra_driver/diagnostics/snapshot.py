@@ -1,6 +1,6 @@
-"""What one node is doing now, for people: NVML, the driver's records and kept health, the MPS host.
+"""What one node is doing now, for people: NVML, the records and kept health of gpu-dra-driver, the MPS host.
 
-Nothing is changed, on the GPUs or in the driver's directories, and a call that hangs is not waited for.
+Nothing is changed, on the GPUs or in the directories of gpu-dra-driver, and a call that hangs is not waited for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dra_driver.concurrency.bounded_call import BoundedCall
 from dra_driver.diagnostics.rules.node_view import NodeView
-from dra_driver.diagnostics.rules.top_data import NodeFacts, NvmlFacts, node_view
+from dra_driver.diagnostics.rules.top_data import NvmlFacts, node_view
 from dra_driver.diagnostics.state_on_disk import read_claims, read_state
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, StateError
 from dra_driver.host.processes import origin, pod_uid
@@ -48,7 +48,7 @@ class NodePaths:
 class NodeSnapshot:
     """Reads one node, as often as wanted. NVML stays open in between; `close` shuts it down.
 
-    `on_demand` tells the GPUs whose MIG devices are made on demand.
+    `on_demand` says of a GPU whether its MIG devices are made on demand.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class NodeSnapshot:
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         is_detached: Callable[[], bool] = lambda: False,
     ) -> None:
-        """While `is_detached` says so, the driver has let go of NVML, and this must not keep it open."""
+        """While `is_detached` says so, gpu-dra-driver has closed NVML, and this must not keep it open."""
         self._is_detached = is_detached
         self._paths = paths
         self._nvml = nvml
@@ -83,17 +83,21 @@ class NodeSnapshot:
         state = read_state(paths.plugin_directory, paths.boot_id)
         claims = read_claims(state, paths.plugin_directory, paths.cdi_root, paths.driver, now)
         nvml, nvml_problem = self._facts.answer(wait_s)
-        found = NodeFacts(
+        nvml = nvml or NvmlFacts()
+        pending = (one.text for one in claims.debts)
+        unread = (f"{fault.subject}: {fault.text}" for fault in nvml.inventory.faults)
+        problems = filter(None, (nvml_problem, mps_problem))
+        return node_view(
             paths.node,
             paths.driver,
             now,
-            nvml or NvmlFacts(),
-            claims,
+            nvml,
+            claims.claims,
             state,
             daemons,
-            [*filter(None, (nvml_problem, mps_problem))],
+            [*problems, *state.notes, *pending, *claims.problems, *unread],
+            self._on_demand,
         )
-        return node_view(found, self._on_demand)
 
     def _mps_daemons(self) -> tuple[Sequence[MpsDaemonStatus], str | None]:
         """What the MPS host says, and why that cannot be read."""
@@ -114,7 +118,7 @@ class NodeSnapshot:
         return with_nvlink_domains(self._nvml.read_inventory())
 
     def read_gpus(self, inventory: Inventory) -> NvmlFacts:
-        """What NVML tells of GPUs that it has just shown. Raises: DraDriverError if it does not answer; then it is
+        """What NVML reports of GPUs that it has just shown. Raises: DraDriverError if it does not answer; then it is
         opened anew the next time."""
         inventory = replace(inventory, gpus=tuple(self._cut(gpu, inventory) for gpu in inventory.gpus))
         loads: dict[str, GpuLoad] = {}
@@ -143,7 +147,7 @@ class NodeSnapshot:
         return NvmlFacts(inventory, loads, polled, frozenset(lost), hidden, processes, pods, origins)
 
     def _cut(self, gpu: Gpu, inventory: Inventory) -> Gpu:
-        """With the GPU instances of a GPU in MIG mode, also where the driver has nothing to do with them.
+        """With the GPU instances of a GPU in MIG mode, also where gpu-dra-driver does not manage them.
 
         The inventory itself does not read them, because it would then count such a GPU into an NVLink domain.
         """

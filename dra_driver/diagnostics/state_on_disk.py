@@ -14,6 +14,7 @@ from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.diagnostics.rules.prepared_claims import NodeClaims, contradictions, prepared_claims, shown
 from dra_driver.errors import DraDriverError, StateError
 from dra_driver.files.atomic import QUARANTINE, read_plain, state_error
+from dra_driver.files.json_store import UnreadableFile
 from dra_driver.health.rules.state import observe
 from dra_driver.health.store import decode
 from dra_driver.journal.cleanups import PendingCleanups
@@ -22,9 +23,7 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.mig.layout_file import LAYOUT_FILE
 from dra_driver.mig.layout_file import decode as decode_layouts
 from dra_driver.mig.ledger import MigLedger
-from dra_driver.mig.rules.ownership import instances_to_withhold
 from dra_driver.model.health import HealthState, Reset
-from dra_driver.model.mig import GpuInstance
 from dra_driver.model.mig_layouts import GpuLayout
 
 Value = TypeVar("Value")
@@ -39,21 +38,18 @@ def read_state(plugin_directory: Path, boot_id: str | None = None) -> NodeState:
     all kept health count as of this boot."""
     faults: list[str] = []
     claims, mig, pending = (plugin_directory / name for name in ("claims", "mig", "debts"))
-    records = RecordStore(
-        claims, lambda it: faults.append(f"the claim record {it.kept_as} cannot be read: {it.reason}")
-    )
-    ledger = MigLedger(
-        mig,
-        boot_id,
-        reader=lambda it: faults.append(f"the MIG ledger file {it.kept_as} cannot be read: {it.reason}"),
-    )
-    cleanups = PendingCleanups(
-        pending,
-        records,
-        boot_id,
-        reader=lambda it: faults.append(f"the pending cleanup {it.kept_as} cannot be read: {it.reason}"),
-    )
-    of_claims, owned = _read(records.all, claims, faults), _read(ledger.all, mig, faults)
+
+    def unread(what: str) -> Callable[[UnreadableFile], None]:
+        return lambda it: faults.append(f"{what} {it.kept_as} cannot be read: {it.reason}")
+
+    records = RecordStore(claims, unread("the claim record"))
+    ledger = MigLedger(mig, boot_id, reader=unread("the MIG ledger file"))
+    cleanups = PendingCleanups(pending, records, boot_id, reader=unread("the pending cleanup"))
+    of_claims = _read(records.all, claims, faults)
+    ledger_faults: list[str] = []
+    owned = _read(ledger.all, mig, ledger_faults)
+    modes = {} if ledger_faults else _read(ledger.owned_modes, mig, ledger_faults)
+    faults += ledger_faults
     of_cleanups = _read(lambda: {one.name: one for one in cleanups.outstanding()}, pending, faults)
     health, notes = _read_health(plugin_directory / HEALTH_FILE, boot_id)
     layouts = _read_layouts(plugin_directory / LAYOUT_FILE, faults)
@@ -66,6 +62,8 @@ def read_state(plugin_directory: Path, boot_id: str | None = None) -> NodeState:
         tuple(faults),
         notes,
         layouts,
+        frozenset(uuid for uuid, mode in modes.items() if mode.boot_id == boot_id),
+        next(iter(ledger_faults), None),
     )
 
 
@@ -80,7 +78,7 @@ def _read_layouts(path: Path, faults: list[str]) -> Sequence[GpuLayout]:
 
 
 def _read_health(path: Path, boot_id: str | None) -> tuple[Iterable[HealthState], tuple[str, ...]]:
-    """What the driver wrote down of the GPUs, and what is wrong with that. The file is left as it is."""
+    """What gpu-dra-driver wrote down of the GPUs, and what is wrong with that. The file is left as it is."""
     try:
         kept = decode(read_plain(path))
     except FileNotFoundError:
@@ -108,7 +106,7 @@ def read_claims(
         problems.append(str(error))
     claims = prepared_claims(state, specs, step_kind, now)
     problems += [
-        f"{file} was set aside, because it is not a readable file of the driver; look at it, then remove it"
+        f"{file} was set aside, because it is not a readable file of gpu-dra-driver; look at it, then remove it"
         for file in set_aside_files(plugin_directory, cdi_root, driver)
     ]
     problems += contradictions(state, specs, claims)
@@ -116,8 +114,8 @@ def read_claims(
 
 
 def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) -> list[Path]:
-    """The files that the driver renamed because it could not read them, or because they had the name of one of its own
-    files. A directory that cannot be read has none."""
+    """The files that gpu-dra-driver renamed because it could not read them, or because they had the name of one of its
+    own files. A directory that cannot be read has none."""
     found: list[Path] = []
     places = ["", "claims", "debts", "mig", "locks", "mps", f"{METADATA}/*/*"]
     globs = [(plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]
@@ -127,42 +125,6 @@ def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) 
         with suppress(OSError):
             found += sorted(directory.glob(pattern))
     return found
-
-
-class OwnershipOnDisk:
-    """Which GPU instances the driver with this plugin directory made, and where it switched MIG mode on.
-
-    What the ledger does not say, or what cannot be read, is not the driver's; `unread` says why nothing can be read.
-    With `ended` all claims count as ended: an instance that waits to be destroyed is the driver's too.
-    """
-
-    def __init__(self, plugin_directory: Path, boot_id: str, *, ended: bool = False) -> None:
-        directory, faults = plugin_directory / "mig", list[str]()
-        self._ledger = MigLedger(directory, boot_id, reader=lambda _: None)
-        self._entries = [
-            entry for entry in _read(self._ledger.all, directory, faults).values() if entry.boot_id == boot_id
-        ]
-        self._ended = ended
-        self.unread = next(iter(faults), None)
-
-    def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
-        """Those of the instances on a GPU that the driver did not make."""
-        ours = {
-            entry.slot
-            for entry in self._entries
-            if entry.gpu_uuid == gpu_uuid and (self._ended or entry.phase != "orphan")
-        }
-        return instances_to_withhold(existing, ours, orphans=())
-
-    def mode_is_ours(self, gpu_uuid: str) -> bool:
-        """Whether the driver switched MIG mode on."""
-        with suppress(StateError):
-            return self._ledger.mode_owned(gpu_uuid)
-        return False
-
-    def makes_devices_of(self, gpu_uuid: str) -> bool:
-        """Whether the driver has MIG devices of its own on a GPU, or has switched its MIG mode on."""
-        return self.mode_is_ours(gpu_uuid) or any(entry.gpu_uuid == gpu_uuid for entry in self._entries)
 
 
 def _read(

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from dra_driver.health.monitor import Monitor
 from dra_driver.health.rules.taints import MadeInstance, device_reasons
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1
 from dra_driver.model.health import Reason, Severity
+from dra_driver.model.ids import one_line
 from dra_driver.model.inventory import OfferedDevice
 
 _RESEND_S = 10.0
-_UNKNOWN_FOR_S = 0.25
-"""How soon subscribers see that a GPU was polled again, which is not a change of its health."""
 _TIMEOUT_S = 30
 _MAX_MESSAGE = 1024
 
@@ -65,9 +65,10 @@ class HealthStream:
         """
         context.add_callback(self._wake)
         while context.is_active() and not self._stopped:
-            seen, known = self._changes, self._all_known()
+            seen = self._changes
             yield self.snapshot()
-            self._wait(seen, context, known=known)
+            with self._turn:
+                self._turn.wait_for(partial(self._is_due, seen, context), _RESEND_S)
 
     def snapshot(self) -> v1.NodeWatchResourcesResponse:
         """Every published device as it is known now."""
@@ -78,20 +79,8 @@ class HealthStream:
             ]
         )
 
-    def _all_known(self) -> bool:
-        return all(self._monitor.is_fresh(device.gpu.uuid) for device in self._devices())
-
-    def _wait(self, seen: int, context: Any, *, known: bool) -> None:
-        def due() -> bool:
-            return self._changes != seen or self._stopped or not context.is_active()
-
-        step_s = _RESEND_S if known else min(_UNKNOWN_FOR_S, _RESEND_S)
-        waited_s = 0.0
-        with self._turn:
-            while waited_s < _RESEND_S and not self._turn.wait_for(due, step_s):
-                waited_s += step_s
-                if not known and self._all_known():
-                    return
+    def _is_due(self, seen: int, context: Any) -> bool:
+        return self._changes != seen or self._stopped or not context.is_active()
 
     def _wake(self) -> None:
         with self._turn:
@@ -112,13 +101,5 @@ class HealthStream:
             health=health,
             last_updated_time=self._monitor.polled_at(uuid) or 0,
             health_check_timeout_seconds=_TIMEOUT_S,
-            message=_cut(message),
+            message=one_line(message, _MAX_MESSAGE),
         )
-
-
-def _cut(message: str) -> str:
-    """One line within the kubelet's limit, which may count bytes."""
-    line = " ".join(message.split()).encode(errors="replace")
-    if len(line) <= _MAX_MESSAGE:
-        return line.decode()
-    return line[: _MAX_MESSAGE - 3].decode(errors="ignore") + "..."

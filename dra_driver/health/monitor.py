@@ -27,8 +27,7 @@ from dra_driver.health.rules.xids import (
     severity_of_xid,
     xid_text,
 )
-from dra_driver.health.shared_store import SharedHealth
-from dra_driver.health.store import KeptHealth
+from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.health import (
     UNRESPONSIVE,
@@ -69,11 +68,11 @@ _JOIN_S = 5.0
 class Monitor:
     """Owns the health states.
 
-    `gpus` answers the PCI bus IDs of the GPUs to watch by their UUIDs, None while they are not known. `is_on_bus` says
-    whether the NVIDIA driver is bound to a bus ID. `on_change` is called after each change that others can see,
-    `on_transition` with each entry of the history, `on_fabric` with a GPU's UUID and registration whenever a poll has
-    read its fabric; they must not block. `hanging` answers which operation of this driver hangs on which GPU UUID, and
-    since when by the monotonic clock.
+    `gpus` returns the PCI bus IDs of the GPUs to watch by their UUIDs, None while they are not known. `is_on_bus` says
+    whether the NVIDIA driver is bound to a bus ID. `on_change` is called after each change that others can see, and
+    when the health of a GPU is known again. `on_transition` is called with each entry of the history, `on_fabric` with
+    a GPU's UUID and registration whenever a poll has read its fabric. They must not block. `hanging` returns which
+    operation of this plugin hangs on which GPU UUID, and since when by the monotonic clock.
 
     A GPU that was taken out (pulled, drained, or given to another driver) is forgotten after a while:
 
@@ -87,7 +86,7 @@ class Monitor:
         source: HealthSource,
         gpus: Callable[[], Mapping[str, str | None] | None],
         is_on_bus: Callable[[str], bool],
-        store: SharedHealth,
+        store: HealthStore,
         boot_id: str,
         *,
         on_change: Callable[[], None],
@@ -409,6 +408,7 @@ class Monitor:
 
     def _poll(self, gpu_uuids: Collection[str]) -> None:
         """Raises: NvmlUnavailableError."""
+        is_news = False
         for uuid in gpu_uuids:
             if self._worker.is_stopping:
                 return
@@ -424,7 +424,10 @@ class Monitor:
                 continue
             else:
                 self._take_poll(uuid, polled)
+            is_news |= not self.is_fresh(uuid)
             self._polls[uuid] = (self._now(), self._monotonic())
+        if is_news:
+            self._on_change()
 
     def _take_poll(self, uuid: str, polled: PolledHealth) -> None:
         gpu = HealthTarget(uuid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from dra_driver.errors import StateError
 from dra_driver.files.fields import FLAG, NUMBER, TEXT, Kind, Shape, left_out, list_of, needed, one_of
 from dra_driver.files.formats import JsonObject, NewerFormatError, parse
 from dra_driver.files.json_store import JsonStore, UnreadableFile
+from dra_driver.health.rules.merge import merged
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 
 _log = structlog.get_logger(__name__)
@@ -36,10 +37,16 @@ class HealthStore:
 
     An unreadable file is set aside even if it is of a newer release: health is observed anew, and must be kept from now
     on.
+
+    Of two instances that run side by side only the one whose turn it is writes, and it reads again when its turn comes.
+    For one thread.
     """
 
-    def __init__(self, path: Path) -> None:
-        """`path` ends with `.json`."""
+    def __init__(self, path: Path, is_ours: Callable[[], bool] = lambda: True) -> None:
+        """`path` ends with `.json`. `is_ours` says whether it is this instance's turn."""
+        self._is_ours = is_ours
+        self._was_ours = True
+        self._mine: KeptHealth | None = None
         self._name = path.stem
         self._store = JsonStore(
             path.parent,
@@ -50,19 +57,31 @@ class HealthStore:
         )
         self._written: bytes | None = None
 
-    def load(self) -> KeptHealth | None:
-        """What was kept, None if nothing was. A file that cannot be read is set aside and told.
+    def is_outdated(self) -> bool:
+        """Whether another instance may have kept something since; true once after each such time."""
+        was_ours, self._was_ours = self._was_ours, self._is_ours()
+        return self._was_ours and not was_ours
 
-        Raises: StateError if the disk does not answer.
+    def load(self) -> KeptHealth | None:
+        """What was kept, None if nothing was, with what this instance would have kept meanwhile; that is kept at once.
+        A file that cannot be read is set aside and told. Raises: StateError if the disk does not answer.
         """
         found = self._store.get(self._name)
         self._written, kept = (None, None) if found is None else found
-        return kept
+        mine = self._mine
+        if mine is None:
+            return kept
+        if kept is not None and kept.boot_id == mine.boot_id:
+            states = merged(mine.states, kept.states)
+            mine = KeptHealth(mine.boot_id, mine.driver_version or kept.driver_version, states)
+        self.save(mine)
+        return mine
 
     def save(self, kept: KeptHealth) -> None:
-        """Write the file if it would be another. Raises: StateError."""
+        """Write the file if it would be another and it is our turn. Raises: StateError."""
+        self._mine = kept
         content = encode(kept)
-        if content != self._written:
+        if self._is_ours() and content != self._written:
             self._store.save(self._name, content, durable=False, whole=True)
             self._written = content
 

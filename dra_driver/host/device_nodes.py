@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from dra_driver.host.reading import names_in
 from dra_driver.host.rooted_tree import join_root
 from dra_driver.model.driver_files import HostNode
 from dra_driver.model.host import DeviceNode, HostPaths, NodeType
@@ -97,7 +98,7 @@ class DevRoot:
         driver_root = self._paths.driver_root
         if any(self._reader.read(join_root(driver_root, f"/dev/{name}")) for name in ("nvidiactl", "null")):
             return driver_root
-        return driver_root if _has_entries(join_root(driver_root, "/dev")) else "/"
+        return driver_root if names_in(join_root(driver_root, "/dev")) else "/"
 
     def node(self, container_path: str) -> HostNode | None:
         """The node that containers see at the path, or None if the host does not have it."""
@@ -117,10 +118,3 @@ class DevRoot:
         if root != driver_root and not root.startswith(driver_root + "/"):
             return "/"
         return join_root(self._paths.host_driver_root, root[len(driver_root) :])
-
-
-def _has_entries(directory: str) -> bool:
-    try:
-        return next(Path(directory).iterdir(), None) is not None
-    except OSError:
-        return False

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dra_driver.errors import StateError
+from dra_driver.files.atomic import stamp_or_none
 from dra_driver.host.libraries import scan_libraries
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.driver_programs import (
@@ -59,7 +60,7 @@ class InstalledPrograms:
 
         A new directory is looked through twice: what changed while it was looked through the first time is seen then.
         """
-        mark = tuple((path, _changed_at(path)) for path in (*paths.values(), *self._linked_from))
+        mark = tuple((path, stamp_or_none(path)) for path in (*paths.values(), *self._linked_from))
         if mark == self._linked_for and self._links.is_dir():
             return
         wanted = _libraries(RootedTree(self._root))
@@ -108,10 +109,3 @@ def _point(link: Path, target: str) -> None:
     new.unlink(missing_ok=True)
     new.symlink_to(target)
     new.replace(link)
-
-
-def _changed_at(path: str) -> int:
-    try:
-        return os.stat(path).st_mtime_ns  # noqa: PTH116
-    except OSError:
-        return 0

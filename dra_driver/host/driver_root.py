@@ -26,6 +26,7 @@ from dra_driver.host.libraries import (
     scan_libraries,
     versioned_nvml_libraries,
 )
+from dra_driver.host.reading import text_of
 from dra_driver.host.rooted_tree import RootedTree, join_root
 from dra_driver.model.driver_files import DriverFile, DriverFiles, DriverLink, HostNode
 from dra_driver.model.host import HostPaths
@@ -272,8 +273,8 @@ class DriverRoot:
         return tuple(self._file(resolved, path) for path, resolved in filter(None, found))
 
     def _firmware(self, tree: RootedTree, version: str) -> tuple[DriverFile, ...]:
-        kernel = _read(Path(self._paths.proc, "sys/kernel/osrelease"))
-        custom = _read(Path(self._paths.sys, "module/firmware_class/parameters/path"))
+        kernel = text_of(Path(self._paths.proc, "sys/kernel/osrelease")).strip()
+        custom = text_of(Path(self._paths.sys, "module/firmware_class/parameters/path")).strip()
         places = [custom] if custom.startswith("/") else []
         for base in ("/lib/firmware/updates", "/lib/firmware"):
             places.extend([f"{base}/{kernel}", base] if kernel else [base])
@@ -363,12 +364,10 @@ def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
 
 def _mark(tree: RootedTree, path: str) -> _Mark | None:
     resolved = tree.resolve(path)
-    return None if resolved is None else _stat_mark(tree.local(resolved))
-
-
-def _stat_mark(path: str) -> _Mark | None:
+    if resolved is None:
+        return None
     try:
-        status = os.lstat(path)
+        status = os.lstat(tree.local(resolved))
     except OSError:
         return None
     return _Mark(status.st_dev, status.st_ino, status.st_mtime_ns)
@@ -378,10 +377,3 @@ def _is_settled(fingerprint: Fingerprint) -> bool:
     """Whether nothing was changed in the last second."""
     now = time.time_ns()
     return all(abs(now - mark.mtime_ns) > _SETTLED_NS for mark in fingerprint if isinstance(mark, _Mark))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8", errors="replace").strip()
-    except OSError:
-        return ""

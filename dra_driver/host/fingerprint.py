@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 
+from dra_driver.host.reading import names_in, text_of
 from dra_driver.model.fingerprint import HostFingerprint
 
 _NVIDIA = "0x10de"
@@ -24,13 +24,13 @@ class HostFingerprintReader:
     def read(self) -> HostFingerprint:
         """The fingerprint now: a few directory listings without NVML, under a millisecond on a node with eight GPUs. A
         file or directory that cannot be read counts as empty."""
-        gpus = _names(Path(self._proc, "driver/nvidia/gpus"))
+        gpus = names_in(Path(self._proc, "driver/nvidia/gpus"))
         return HostFingerprint(
             (gpus, self._nvidia_functions()), driver_fingerprint(self._proc), _instances(self._proc)
         )
 
     def _nvidia_functions(self) -> tuple[str, ...]:
-        present = _names(self._functions)
+        present = names_in(self._functions)
         # A name that comes again may be another card.
         self._vendors = {name: self._vendors[name] for name in present if name in self._vendors}
         return tuple(name for name in present if self._vendor(name) == _NVIDIA)
@@ -40,7 +40,7 @@ class HostFingerprintReader:
         if known is None:
             # Virtual functions (SR-IOV) come and go without any change of what NVML shows.
             is_virtual = (self._functions / function / "physfn").is_symlink()
-            known = _VIRTUAL if is_virtual else _text(self._functions / function / "vendor").strip()
+            known = _VIRTUAL if is_virtual else text_of(self._functions / function / "vendor").strip()
             if known:
                 self._vendors[function] = known
         return known
@@ -48,32 +48,18 @@ class HostFingerprintReader:
 
 def driver_fingerprint(proc: str) -> str:
     """A value that changes when another driver is loaded; empty while no driver is loaded."""
-    return _text(Path(proc, "driver/nvidia/version"))
+    return text_of(Path(proc, "driver/nvidia/version"))
 
 
 def _instances(proc: str) -> Mapping[int, Hashable]:
     capabilities = Path(proc, "driver/nvidia/capabilities")
     found: dict[int, Hashable] = {}
-    for name in _names(capabilities):
+    for name in names_in(capabilities):
         minor = name.removeprefix(_GPU)
         if minor == name or not minor.isdecimal():
             continue
         instances = capabilities / name / "mig"
-        shown = tuple((instance, _names(instances / instance)) for instance in _names(instances))
+        shown = tuple((instance, names_in(instances / instance)) for instance in names_in(instances))
         if shown:
             found[int(minor)] = shown
     return found
-
-
-def _names(directory: Path) -> tuple[str, ...]:
-    try:
-        return tuple(sorted(os.listdir(directory)))  # noqa: PTH208  no Path objects wanted every second
-    except OSError:
-        return ()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
+from dra_driver.host.reading import names_in
 from dra_driver.host.rooted_tree import RootedTree, join_root
 from dra_driver.model.driver_files import CdiMount, HostNode
 from dra_driver.model.extra_devices import FILES, NODE_PATTERNS, HostDevice
@@ -63,8 +63,4 @@ def _matches(root: str, pattern: str) -> list[str]:
     directory, _, name = pattern.rpartition("/")
     if "*" not in name:
         return [pattern]
-    try:
-        names = os.listdir(join_root(root, directory))  # noqa: PTH208  names are all that is wanted
-    except OSError:
-        return []
-    return [f"{directory}/{one}" for one in sorted(names) if fnmatchcase(one, name)]
+    return [f"{directory}/{one}" for one in names_in(join_root(root, directory)) if fnmatchcase(one, name)]

@@ -16,6 +16,7 @@ from pathlib import Path
 from dra_driver.concurrency.bounded_program import run_program
 from dra_driver.errors import RetryableError
 from dra_driver.host.mig_caps import MigCaps
+from dra_driver.host.reading import text_of
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.driver_programs import IMEX_PROGRAM, FindPrograms, check_started, not_run
 from dra_driver.model.extra_devices import ImexChannels
@@ -48,11 +49,7 @@ class ImexChannelNodes:
         """How many channels the driver has; None if there are none, or if that is not known."""
         if self.major() is None:
             return None
-        try:
-            text = (self._proc / "driver/nvidia/params").read_text("ascii", errors="replace")
-        except OSError:
-            return None
-        found = _COUNT.search(text)
+        found = _COUNT.search(text_of(self._proc / "driver/nvidia/params"))
         return int(found[1]) if found is not None and int(found[1]) else None
 
     def nodes(self, channels: ImexChannels) -> tuple[DeviceNode, ...]:

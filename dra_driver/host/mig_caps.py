@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from dra_driver.errors import RetryableError
+from dra_driver.host.reading import text_of
 from dra_driver.model.host import DeviceNode
 
 _MIG_MAJOR_NAME = "nvidia-caps"
@@ -24,10 +25,7 @@ class MigCaps:
 
     def majors(self) -> dict[str, int]:
         """Character device majors by driver name; a name with several keeps the first."""
-        try:
-            text = (self._proc / "devices").read_text("ascii", errors="replace")
-        except OSError:
-            return {}
+        text = text_of(self._proc / "devices")
         majors: dict[str, int] = {}
         for line in text.partition("Block devices:")[0].splitlines():
             number, _, name = line.strip().partition(" ")

@@ -6,8 +6,9 @@ import os
 import re
 from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
 from typing import Literal
+
+from dra_driver.host.reading import names_in, text_of
 
 # `…/kubepods-burstable-pod0a1b2c3d_….slice/…` or `…/burstable/pod0a1b2c3d-…/…`
 _POD = re.compile(r"[/-]pod[0-9a-f]{8}([-_]?[0-9a-f]{4}){3}[-_]?[0-9a-f]{12}(?=[/.]|$)")
@@ -33,18 +34,12 @@ def any_runs(proc: str, pod_uids: Collection[str]) -> bool | None:
     all processes, no process shows its pod, or there are no such pods."""
     if not pod_uids:
         return None
-    try:
-        if os.readlink(f"{proc}/self/ns/pid") != _INITIAL_PID_NAMESPACE:  # noqa: PTH115  no Path objects wanted
-            return None
-        pids = [name for name in os.listdir(proc) if name.isdecimal()]  # noqa: PTH208
-    except OSError:
+    pids = _all_processes(proc)
+    if pids is None:
         return None
     shows_pods = False
     for pid in pids:
-        try:
-            text = Path(proc, pid, "cgroup").read_text("utf-8", errors="replace")
-        except OSError:  # it ended
-            continue
+        text = _cgroups(proc, pid)
         if _is_of_pods(text, pod_uids):
             return True
         shows_pods = shows_pods or _POD.search(text) is not None
@@ -53,7 +48,7 @@ def any_runs(proc: str, pod_uids: Collection[str]) -> bool | None:
 
 def pod_uid(proc: str, pid: int) -> str | None:
     """The UID of the pod that a process belongs to; None for a process of the host, and if its cgroup does not tell."""
-    found = _POD.search(_text(proc, pid, "cgroup"))
+    found = _POD.search(_cgroups(proc, pid))
     if found is None:
         return None
     digits = re.sub("[-_]", "", found[0].partition("pod")[2])
@@ -67,18 +62,15 @@ def gpu_users(proc: str, pod_uids: Collection[str], below: str | None = None) ->
     gpu-dra-driver, what must run beside it on every node, and processes of the given pods are left out; with `below`,
     a directory of this process, device files elsewhere too.
     """
-    try:
-        if os.readlink(f"{proc}/self/ns/pid") != _INITIAL_PID_NAMESPACE:  # noqa: PTH115
-            return None
-        pids = sorted(int(name) for name in os.listdir(proc) if name.isdecimal())  # noqa: PTH208
-    except OSError:
+    pids = _all_processes(proc)
+    if pids is None:
         return None
     found = []
     for pid in pids:
-        name = _text(proc, pid, "comm").strip()
+        name = text_of(f"{proc}/{pid}/comm").strip()
         if name in _ALWAYS_THERE or not _has_gpu_open(proc, pid, below):
             continue
-        if _is_of_this_driver(proc, pid) or _is_of_pods(_text(proc, pid, "cgroup"), pod_uids):
+        if _is_of_this_driver(proc, pid) or _is_of_pods(_cgroups(proc, pid), pod_uids):
             continue
         found.append(f"{name or 'a program'} (process {pid})")
     return found
@@ -86,11 +78,7 @@ def gpu_users(proc: str, pod_uids: Collection[str], below: str | None = None) ->
 
 def _has_gpu_open(proc: str, pid: int, below: str | None) -> bool:
     directory = f"{proc}/{pid}/fd"
-    try:
-        names = os.listdir(directory)  # noqa: PTH208
-    except OSError:
-        return False
-    for name in names:
+    for name in names_in(directory):
         with suppress(OSError):
             file = os.readlink(f"{directory}/{name}")  # noqa: PTH115  no Path objects wanted
             node = _GPU_NODE.search(file)
@@ -100,15 +88,26 @@ def _has_gpu_open(proc: str, pid: int, below: str | None) -> bool:
 
 
 def _is_of_this_driver(proc: str, pid: int) -> bool:
-    words = _text(proc, pid, "cmdline").split("\0")[:4]
+    words = text_of(f"{proc}/{pid}/cmdline").split("\0")[:4]
     return any("gpu-dra-driver" in word or "dra_driver" in word for word in words)
 
 
-def _text(proc: str, pid: int, name: str) -> str:
+def _all_processes(proc: str) -> list[int] | None:
+    """The IDs of all processes of the host; None if this process does not see them all."""
     try:
-        return Path(proc, str(pid), name).read_text("utf-8", errors="replace")
+        if os.readlink(f"{proc}/self/ns/pid") != _INITIAL_PID_NAMESPACE:  # noqa: PTH115  no Path objects wanted
+            return None
     except OSError:
-        return ""
+        return None
+    return sorted(int(name) for name in names_in(proc) if name.isdecimal())
+
+
+def _cgroups(proc: str, pid: int) -> str:
+    return text_of(f"{proc}/{pid}/cgroup")
+
+
+def _cgroup_paths(proc: str, pid: int) -> list[str]:
+    return [line.split(":", 2)[-1] for line in _cgroups(proc, pid).splitlines()]
 
 
 def _is_of_pods(cgroup: str, pod_uids: Collection[str]) -> bool:
@@ -120,19 +119,14 @@ def _is_of_pods(cgroup: str, pod_uids: Collection[str]) -> bool:
 def is_of_the_host(proc: str, pid: int) -> bool:
     """Whether a process is in a service or a login session of the host and in no pod, such as a display server; False
     if that is not known."""
-    try:
-        lines = Path(proc, str(pid), "cgroup").read_text("utf-8", errors="replace").splitlines()
-    except OSError:
-        return False
-    paths = [line.split(":", 2)[-1] for line in lines]
+    paths = _cgroup_paths(proc, pid)
     return any(_HOST.match(path) for path in paths) and not any(_POD.search(path) for path in paths)
 
 
 def origin(proc: str, pid: int) -> Literal["container", "host", "unknown"]:
     """Where a process runs: in a pod or another container, in a service or login session of the host, or unknown, as
     for one that has ended."""
-    lines = _text(proc, pid, "cgroup").splitlines()
-    paths = [path for line in lines if not (path := line.split(":", 2)[-1]).endswith(_IS_GONE)]
+    paths = [path for path in _cgroup_paths(proc, pid) if not path.endswith(_IS_GONE)]
     if any(_POD.search(path) or _CONTAINER.search(path) for path in paths):
         return "container"
     return "host" if any(_HOST.match(path) for path in paths) else "unknown"

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from dra_driver.host.reading import names_in, text_of
 from dra_driver.model.host import PciFunction
 
 _NVIDIA = "0x10de"
@@ -51,7 +52,7 @@ class Sysfs:
 
     def nvidia_functions(self) -> tuple[PciFunction, ...]:
         """All PCI functions of vendor NVIDIA in bus order: GPUs, their audio functions, NVSwitches."""
-        return tuple(filter(None, (self._nvidia_function(name) for name in _names(self._devices))))
+        return tuple(filter(None, (self._nvidia_function(name) for name in names_in(self._devices))))
 
     def gpu_functions(self) -> frozenset[str]:
         """Bus IDs of NVIDIA's display and 3D controllers, whether a driver is bound to them or not."""
@@ -61,7 +62,9 @@ class Sysfs:
         """The UUIDs of the GPUs that the NVIDIA driver is bound to and does not exclude, by bus ID, as its files tell
         them; also of a GPU that is lost. None if the driver never learned the UUID."""
         bound = [item.bus_id for item in self.nvidia_functions() if item.is_gpu and item.driver == "nvidia"]
-        told = {bus_id: _read(self._proc / "driver/nvidia/gpus" / bus_id / "information") for bus_id in bound}
+        told = {
+            bus_id: text_of(self._proc / "driver/nvidia/gpus" / bus_id / "information") for bus_id in bound
+        }
         uuids = {
             bus_id: _GPU_UUID.search(text) for bus_id, text in told.items() if not _EXCLUDED.search(text)
         }
@@ -70,12 +73,12 @@ class Sysfs:
     def gpu_minor(self, bus_id: str) -> int | None:
         """The number in the name of the GPU's device node now, as the NVIDIA driver's files tell it; it may change with
         the MIG mode. None if it is not known."""
-        match = _MINOR.search(_read(self._proc / "driver/nvidia/gpus" / bus_id / "information"))
+        match = _MINOR.search(text_of(self._proc / "driver/nvidia/gpus" / bus_id / "information"))
         return None if match is None else int(match[1])
 
     def drm_nodes(self, bus_id: str) -> tuple[str, ...]:
         """Names of the function's nodes in /dev/dri, such as `card1` and `renderD128`."""
-        return tuple(name for name in _names(self._devices / bus_id / "drm") if _DRM_NODE.match(name))
+        return tuple(name for name in names_in(self._devices / bus_id / "drm") if _DRM_NODE.match(name))
 
     def answers(self, bus_id: str) -> bool | None:
         """Whether the function answers on the bus; False if it fell off, None if that is not known."""
@@ -88,7 +91,7 @@ class Sysfs:
 
     def boot_id(self) -> str | None:
         """The kernel's random name of this boot."""
-        return _read(self._proc / "sys/kernel/random/boot_id").strip() or None
+        return text_of(self._proc / "sys/kernel/random/boot_id").strip() or None
 
     def _nvidia_function(self, bus_id: str) -> PciFunction | None:
         if self._text(bus_id, "vendor") != _NVIDIA:
@@ -112,7 +115,7 @@ class Sysfs:
             return None
 
     def _text(self, bus_id: str, name: str) -> str:
-        return _read(self._devices / bus_id / name).strip()
+        return text_of(self._devices / bus_id / name).strip()
 
 
 def _number(text: str, base: int) -> int | None:
@@ -120,17 +123,3 @@ def _number(text: str, base: int) -> int | None:
         return int(text, base)
     except ValueError:
         return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("ascii", errors="replace")
-    except OSError:
-        return ""
-
-
-def _names(directory: Path) -> tuple[str, ...]:
-    try:
-        return tuple(sorted(os.listdir(directory)))  # noqa: PTH208 - names only
-    except OSError:
-        return ()

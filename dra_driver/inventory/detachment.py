@@ -30,8 +30,9 @@ from pathlib import Path
 
 from dra_driver.errors import ClaimsInTheWayError, NvmlDetachedError, NvmlInUseError, StateError
 from dra_driver.files.atomic import state_error, write_atomically
+from dra_driver.files.fields import TEXT, Kind, Shape, needed
 from dra_driver.files.file_lock import UseMark
-from dra_driver.files.formats import JsonObject, parse
+from dra_driver.files.formats import parse
 
 FORMAT_VERSION = 1
 LOCK_FILE = "nvml.lock"
@@ -63,6 +64,14 @@ class Detachment:
         )
 
 
+_SHAPE = Shape(
+    Detachment,
+    boot_id=needed(TEXT, "bootID"),
+    until_s=needed(Kind(lambda _name, value: float(value)), "untilBootSeconds"),
+    until=needed(TEXT),
+)
+
+
 class Detachments:
     """The file in the plugin directory. `boot_id` is that of this boot."""
 
@@ -80,7 +89,7 @@ class Detachments:
         if content is None:
             return None
         try:
-            found = parse(content, "detach file", _decode, known=FORMAT_VERSION)
+            found = parse(content, "detach file", _SHAPE.decode, known=FORMAT_VERSION)
         except StateError:
             return None
         return found if found.boot_id == self._boot_id and self._clock() < found.until_s else None
@@ -119,12 +128,7 @@ class Detachments:
         made = Detachment(
             self._boot_id, self._clock() + seconds, until.isoformat(sep=" ", timespec="seconds")
         )
-        document = {
-            "version": FORMAT_VERSION,
-            "bootID": made.boot_id,
-            "untilBootSeconds": made.until_s,
-            "until": made.until,
-        }
+        document = {"version": FORMAT_VERSION, **_SHAPE.encode(made)}
         write_atomically(self._path, json.dumps(document).encode(), durable=False)
         return made
 
@@ -196,10 +200,3 @@ def _refuse(claims: Callable[[], Sequence[str]] | None) -> None:
         f"claims use the GPUs: {', '.join(found[:_MOST_NAMED])}{more}; end their pods first (kubectl drain), name only "
         "the GPUs that will be changed, or use --force"
     )
-
-
-def _decode(document: JsonObject) -> Detachment:
-    boot_id, until_s, until = document["bootID"], document["untilBootSeconds"], document["until"]
-    if not isinstance(boot_id, str) or not isinstance(until, str) or not isinstance(until_s, int | float):
-        raise StateError("a field has the wrong type")
-    return Detachment(boot_id, float(until_s), until)

@@ -272,7 +272,8 @@ class Cleaner:
     and again in a thread of its own while `leads` says yes.
 
     The thread tries as soon as `tools` answers another value than before (a program, the MPS host or the NVIDIA driver
-    came back), and else after pauses that grow.
+    came back), and else after pauses that grow. In the same way it calls `restore` while `is_lost` says that settings
+    of prepared claims are lost.
     """
 
     def __init__(
@@ -283,6 +284,8 @@ class Cleaner:
         boot_id: str,
         leads: Callable[[], bool] = lambda: True,
         tools: Callable[[], Hashable] = lambda: None,
+        is_lost: Callable[[], bool] = lambda: False,
+        restore: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cleanups = cleanups
@@ -291,6 +294,8 @@ class Cleaner:
         self._boot_id = boot_id
         self._leads = leads
         self._tools = tools
+        self._is_lost = is_lost
+        self._restore = restore
         self._clock = clock
         self._seen_tools: Hashable = None
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
@@ -470,7 +475,8 @@ class Cleaner:
         try:
             left = self._cleanups.left()
             self._tell_what_is_not_shown({one.name for one in self._cleanups.outstanding()})
-            if not left or not self._leads():
+            is_to_clean = bool(left) and self._leads()
+            if not is_to_clean and not self._is_lost():
                 return _LOOK_EVERY_S
             tools = self._tools()
             if tools != self._seen_tools or is_asked:
@@ -478,7 +484,10 @@ class Cleaner:
                 self._backoff.reset()
             elif self._clock() < self._due:
                 return min(_TOOLS_EVERY_S, max(0.05, self._due - self._clock()))
-            if not self.clean_all():
+            if self._is_lost():
+                self._restore()
+            is_left = is_to_clean and bool(self.clean_all())
+            if not is_left and not self._is_lost():
                 self._backoff.reset()
                 return _LOOK_EVERY_S
         except DraDriverError as error:

@@ -27,15 +27,15 @@ from typing import Literal, Protocol
 import structlog
 
 from dra_driver.concurrency.deadline import time_left
-from dra_driver.errors import DraDriverError, NvmlTransientError, PermanentError, RetryableError, StateError
+from dra_driver.errors import DraDriverError, NvmlTransientError, RetryableError
 from dra_driver.journal.cleanups import Cleaner
 from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.journal.records import RecordStore
-from dra_driver.journal.rules.cleanups import PendingCleanup, by_gpus, gpus_of, still_pending, what
+from dra_driver.journal.rules.cleanups import PendingCleanup, by_gpus, still_pending
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import STEP_TEXTS, Step, writes_files
+from dra_driver.model.steps import STEP_TEXTS, Step, WriteCdiSpec, WriteDeviceMetadata, writes_files
 
 _log = structlog.get_logger(__name__)
 
@@ -60,9 +60,6 @@ class StepRunner(Protocol):
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """Whether what the step made is still there, as far as that shows without the GPU driver."""
 
-    def forget(self, claim_uid: str) -> None:
-        """Remove whatever has the claim's UID in its name, for a claim that has no record."""
-
 
 class OperationHangsError(RetryableError):
     """A step on a GPU has not ended in the call's time. It goes on in the GPU's lane."""
@@ -70,16 +67,6 @@ class OperationHangsError(RetryableError):
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def tell_incomplete(claim_uid: str, error: DraDriverError) -> None:
-    """Log why a half-prepared claim could not be taken back."""
-    _log.error(
-        "rollback_incomplete",
-        claim_uid=claim_uid,
-        reason=str(error),
-        remedy="the record is kept; the next Prepare or Unprepare of the claim goes on with it",
-    )
 
 
 def changes_more_than_the_spec(plan: Plan) -> bool:
@@ -112,7 +99,7 @@ class Executor:
     ) -> None:
         """`must_last` says whether the record of a plan has to survive a power cut. The files of other plans are
         written one claim at a time, but none waits longer than `turn_s` seconds. `lost_steps` returns what is to be
-        undone in the lanes for a claim whose record was lost."""
+        undone in the lanes for a claim whose record was lost; it reads files only."""
         self._records = records
         self._cleaner = cleaner
         self._runner = runner
@@ -238,37 +225,23 @@ class Executor:
         if cleanup is not None:
             self._cleaner.finish(cleanup, time_left(_TAKE_BACK_S))
 
-    def undo_lost(self, claim_uid: str) -> bool:
-        """Have the lanes undo what a claim without a record has changed on GPUs, and wait for that a moment; whether
-        nothing is left. The caller holds no lock. Raises: StateError.
-
-        If something is left, the claim's CDI spec must stay, because nothing else tells of it.
-        """
-        steps = self._lost_steps(claim_uid)
+    def lost(self, claim_uid: str) -> ClaimRecord:
+        """A record, for `leave`, of a claim that has none or none that this release can read. It is on disk if
+        something is to be undone on a GPU, because nothing tells of that once the CDI spec is removed. The caller holds
+        the claim's lock. Raises: StateError."""
+        if self._records.delete(claim_uid):
+            _log.warning(
+                "newer_record_removed",
+                claim_uid=claim_uid,
+                remedy="what the newer release set on GPUs may be left; see `nvidia-smi`, or reboot the node",
+            )
+        on_gpus = self._lost_steps(claim_uid)
         claim = AllocatedClaim(ClaimRef("?", "?", claim_uid), (), ())
-        record = ClaimRecord(claim, "preparing", self._boot_id, (), tuple(steps))
-
-        def undo(step: Step, _operation: Operation) -> None:
-            if self._records.get(claim_uid) is None:  # else the claim is being prepared anew
-                self._runner.undo(step, record)
-
-        asked = [
-            self._lanes.ask(gpus_of(step), f"the cleanup of {what(step)}", partial(undo, step))
-            for step in steps
-        ]
-        done, late = wait(asked, time_left(_TAKE_BACK_S))
-        errors = [error for one in done if (error := one.exception()) is not None]
-        for error in errors:
-            if isinstance(error, StateError) or not isinstance(error, RetryableError | PermanentError):
-                raise error
-        if late or errors:
-            reason = "; ".join(map(str, errors)) or "an operation on the GPU has not ended in time"
-            _log.error("claim_not_forgotten", claim_uid=claim_uid, reason=reason)
-        return not late and not errors
-
-    def forget(self, claim_uid: str) -> None:
-        """Remove the files of a claim without a record. The caller holds the claim's lock. Raises: StateError."""
-        self._runner.forget(claim_uid)
+        steps = (*on_gpus, WriteDeviceMetadata(()), WriteCdiSpec())
+        record = ClaimRecord(claim, "preparing", self._boot_id, (), steps)
+        if on_gpus:
+            self._records.save(record)
+        return record
 
     def in_place(self, record: ClaimRecord) -> bool:
         """Whether every step of the record was done in this boot and its result is still there."""
@@ -334,11 +307,6 @@ class StepDispatcher:
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """As the step's runner."""
         return self._runners[type(step)].in_place(step, record)
-
-    def forget(self, claim_uid: str) -> None:
-        """Every runner removes whatever has the claim's UID in its name."""
-        for runner in self._runners.values():
-            runner.forget(claim_uid)
 
     @contextmanager
     def _timed(self, step: Step, action: Literal["do", "undo"]) -> Iterator[None]:

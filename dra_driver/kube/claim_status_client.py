@@ -6,18 +6,18 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any, Final
 
 import structlog
 
 from dra_driver.errors import ApiRejectedError
+from dra_driver.files.fields import NUMBER, TEXT, Kind, Shape, left_out
 from dra_driver.kube.claims import ClaimClient, reserved_pods
 from dra_driver.kube.client import is_not_found
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.claim import ClaimRef, Pods, allocation_results
-from dra_driver.model.device_status import DeviceFacts, DeviceStatus
+from dra_driver.model.device_status import DeviceFacts, DeviceStatus, MpsFacts
 from dra_driver.model.events import EventObject
 
 _log = structlog.get_logger(__name__)
@@ -33,17 +33,6 @@ _TRIES = 4
 _CONFLICT, _INVALID = 409, 422
 _ASK_AGAIN_S = 3600.0
 _DATA_VERSION = "v1alpha1"
-_NAMES = {
-    "type": "type",
-    "uuid": "uuid",
-    "product_name": "productName",
-    "driver_version": "driverVersion",
-    "pci_bus_id": "pciBusID",
-    "parent_uuid": "parentUUID",
-    "gpu_instance_id": "gpuInstanceID",
-    "compute_instance_id": "computeInstanceID",
-    "profile": "profile",
-}
 
 
 class ClaimStatusClient:
@@ -241,17 +230,29 @@ def _same_entries(
 
 def _data(facts: DeviceFacts) -> JsonObject:
     """`data` of an entry; {} if there is nothing to tell, or if it is longer than the API takes."""
-    data: JsonObject = {
-        _NAMES[entry.name]: getattr(facts, entry.name) for entry in fields(facts) if entry.name in _NAMES
-    }
-    if facts.mps is not None:
-        limit = facts.mps.pinned_memory_limit_mib
-        mps = {
-            "activeThreadPercentage": facts.mps.active_thread_percentage,
-            "pinnedDeviceMemoryLimit": None if limit is None else f"{limit}Mi",
-        }
-        data["mps"] = {name: value for name, value in mps.items() if value is not None}
-    data = {name: value for name, value in data.items() if value is not None}
+    data = _FACTS.encode(facts)
     data = {"version": _DATA_VERSION, **data} if data else {}
     fits = len(json.dumps(data).encode()) <= _DATA_BYTES
     return {"data": data} if data and fits else {}
+
+
+_MPS = Shape(
+    MpsFacts,
+    active_thread_percentage=left_out(NUMBER),
+    pinned_memory_limit_mib=left_out(
+        Kind(NUMBER.read, lambda mib: f"{mib}Mi"), name="pinnedDeviceMemoryLimit"
+    ),
+)
+_FACTS = Shape(
+    DeviceFacts,
+    type=left_out(TEXT),
+    uuid=left_out(TEXT),
+    product_name=left_out(TEXT),
+    driver_version=left_out(TEXT),
+    pci_bus_id=left_out(TEXT),
+    parent_uuid=left_out(TEXT),
+    gpu_instance_id=left_out(NUMBER),
+    compute_instance_id=left_out(NUMBER),
+    profile=left_out(TEXT),
+    mps=left_out(_MPS.kind),
+)

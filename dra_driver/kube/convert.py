@@ -6,7 +6,7 @@ instead of under `exactly`. Source: k8s.io/api/resource. Nothing is modified in 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 GROUP = "resource.k8s.io"
@@ -20,13 +20,17 @@ _NOT_EXACT = frozenset({"name", "firstAvailable"})
 
 def to_version(obj: Object, version: str) -> Object:
     """A v1 object as `version` writes it; objects of other groups pass unchanged."""
-    return _convert(obj, version, {"ResourceSlice": _flat_to_basic, "ResourceClaim": _claim_to_flat})
+    if not _is_ours(obj):
+        return obj
+    result = obj | {"apiVersion": f"{GROUP}/{version}"}
+    return _changed(result, 0) if version == "v1beta1" else result
 
 
 def from_version(obj: Object) -> Object:
     """An object of any served version, single or list, in the shape of v1."""
     if not _is_ours(obj):
         return obj
+    result = obj | {"apiVersion": f"{GROUP}/v1"}
     if str(obj.get("kind", "")).endswith("List"):
         kind = str(obj["kind"]).removesuffix("List")
         items = obj.get("items")
@@ -34,51 +38,23 @@ def from_version(obj: Object) -> Object:
             {"apiVersion": obj["apiVersion"], "kind": kind} | item if isinstance(item, dict) else item
             for item in (items if isinstance(items, list) else ())
         )
-        return obj | {"apiVersion": f"{GROUP}/v1", "items": [from_version(item) for item in typed]}
-    if obj["apiVersion"] == f"{GROUP}/v1beta1":
-        return _convert(obj, "v1", {"ResourceSlice": _basic_to_flat, "ResourceClaim": _claim_from_flat})
-    return obj | {"apiVersion": f"{GROUP}/v1"}
+        return result | {"items": [from_version(item) for item in typed]}
+    return _changed(result, 1) if obj["apiVersion"] == f"{GROUP}/v1beta1" else result
 
 
 def _is_ours(obj: Any) -> bool:
     return isinstance(obj, dict) and str(obj.get("apiVersion", "")).startswith(f"{GROUP}/")
 
 
-def _convert(obj: Object, version: str, by_kind: dict[str, Callable[[Object], Object]]) -> Object:
-    if not _is_ours(obj):
-        return obj
-    result = obj | {"apiVersion": f"{GROUP}/{version}"}
-    crosses = "v1beta1" in (version, str(obj["apiVersion"]).partition("/")[2])
-    change = by_kind.get(str(obj.get("kind")))
-    if crosses and change is not None and isinstance(obj.get("spec"), dict):
-        result["spec"] = change(obj["spec"])
-    return result
-
-
-def _flat_to_basic(spec: Object) -> Object:
-    return spec | _each(spec, "devices", _device_to_basic)
-
-
 def _device_to_basic(device: Object) -> Object:
-    content = {key: value for key, value in device.items() if key != "name"}
-    return {key: value for key, value in device.items() if key == "name"} | {"basic": content}
-
-
-def _basic_to_flat(spec: Object) -> Object:
-    return spec | _each(spec, "devices", _device_from_basic)
+    return (
+        {"name": device["name"], "basic": _without(device, "name")} if "name" in device else {"basic": device}
+    )
 
 
 def _device_from_basic(device: Object) -> Object:
     basic = device.get("basic") or {}
     return _without(device, "basic") | basic if isinstance(basic, dict) else device
-
-
-def _claim_to_flat(spec: Object) -> Object:
-    return _with_requests(spec, _request_to_flat)
-
-
-def _claim_from_flat(spec: Object) -> Object:
-    return _with_requests(spec, _request_from_flat)
 
 
 def _request_to_flat(request: Object) -> Object:
@@ -92,22 +68,33 @@ def _request_from_flat(request: Object) -> Object:
     return outer | {"exactly": exactly} if exactly else outer
 
 
-def _with_requests(spec: Object, change: Callable[[Object], Object]) -> Object:
-    devices = spec.get("devices")
-    if not isinstance(devices, dict):
-        return spec
-    return spec | {"devices": devices | _each(devices, "requests", change)}
+_LISTS: Mapping[str, tuple[tuple[str, ...], Callable[[Object], Object], Callable[[Object], Object]]] = {
+    "ResourceSlice": (("spec", "devices"), _device_to_basic, _device_from_basic),
+    "ResourceClaim": (("spec", "devices", "requests"), _request_to_flat, _request_from_flat),
+}
+"""Where in each kind the list is whose items differ, and what makes them those of v1beta1, and those of v1."""
 
 
-def _each(obj: Object, name: str, change: Callable[[Object], Object]) -> Object:
-    """The list of that name, with each object in it changed. What is neither passes: no server wrote it, and whoever
-    reads it says so."""
-    if name not in obj:
-        return {}
-    items = obj[name] or []
-    if not isinstance(items, list):
-        return {name: items}
-    return {name: [change(item) if isinstance(item, dict) else item for item in items]}
+def _changed(obj: Object, direction: int) -> Object:
+    found = _LISTS.get(str(obj.get("kind")))
+    if found is None:
+        return obj
+    path, *changes = found
+    changed: Object = _at(obj, path, changes[direction])
+    return changed
+
+
+def _at(value: Any, path: Sequence[str], change: Callable[[Object], Object]) -> Any:
+    """The value with each item of the list at the path changed. What is not as it should be passes: no server wrote it,
+    and whoever reads it says so."""
+    if not path:
+        items = value or []
+        if not isinstance(items, list):
+            return items
+        return [change(item) if isinstance(item, dict) else item for item in items]
+    if not isinstance(value, dict) or path[0] not in value:
+        return value
+    return value | {path[0]: _at(value[path[0]], path[1:], change)}
 
 
 def _without(obj: Object, key: str) -> Object:

@@ -16,6 +16,7 @@ from typing import Any, Final
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import MERGE_PATCH, ApiClient, is_not_found, path_segment
 from dra_driver.model.events import EventObject
+from dra_driver.model.ids import one_line
 
 _AGGREGATED_S: Final = 600.0
 _REMEMBERED = 1024
@@ -79,7 +80,7 @@ class EventWriter:
 
         Within ten minutes of the last time, the event that is there is counted up. `message` is cut at 1 KiB.
         """
-        text = _cut(message)
+        text = one_line(message, _MESSAGE_BYTES)
         key = (about, warning, reason, text)
         known = self._known_event(key)
         if known.stored and self._count_up(about, known, times, timeout_s):
@@ -171,13 +172,3 @@ def _collection(about: EventObject) -> str:
 
 def _event_name(of: str) -> str:
     return f"{of[:_NAME_PREFIX].rstrip('.-')}.{secrets.token_hex(8)}"
-
-
-def _cut(text: str) -> str:
-    """One line of at most 1024 bytes."""
-    flat = " ".join(text.split())
-    if len(flat.encode()) <= _MESSAGE_BYTES:
-        return flat
-    mark = "…"
-    kept = flat.encode()[: _MESSAGE_BYTES - len(mark.encode())].decode("utf-8", "ignore")
-    return kept + mark

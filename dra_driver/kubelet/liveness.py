@@ -21,8 +21,6 @@ from dra_driver.kubelet.registration import GET_INFO
 from dra_driver.kubelet.rpc import ask, error_text
 
 DIAL_TIMEOUT_S = 2.5
-DIALS = 3
-DIAL_PAUSE_S = 0.25
 CACHED_S = 1.0
 
 _log = structlog.get_logger(__name__)
@@ -47,22 +45,12 @@ def dial(registrar: Path, timeout_s: float = DIAL_TIMEOUT_S) -> str | None:
 class Liveness:
     """Whether our sockets answer.
 
-    A failed check is repeated: only `dials` failures in a row are a fault, so a busy moment causes no restart. They
-    take at most eight seconds, which is less than a probe waits. Callers that arrive during a check or within
-    `max_age_s` seconds after it share its answer. `dial` returns what is wrong, or None.
+    Callers that arrive during a check or within `max_age_s` seconds after it share its answer. `dial` returns what is
+    wrong, or None. The kubelet restarts nothing for one failure: it counts how many probes fail in a row.
     """
 
-    def __init__(
-        self,
-        dial: Callable[[], str | None],
-        *,
-        dials: int = DIALS,
-        pause_s: float = DIAL_PAUSE_S,
-        max_age_s: float = CACHED_S,
-    ) -> None:
+    def __init__(self, dial: Callable[[], str | None], *, max_age_s: float = CACHED_S) -> None:
         self._dial = dial
-        self._dials = dials
-        self._pause_s = pause_s
         self._max_age_s = max_age_s
         self._lock = threading.Lock()
         self._checked_at: float | None = None
@@ -87,17 +75,10 @@ class Liveness:
         return None if self._started else self.fault()
 
     def _check(self) -> str | None:
-        fault: str | None = None
-        for number in range(self._dials):
-            if number:
-                time.sleep(self._pause_s)
-            try:
-                fault = self._dial()
-            except Exception as error:  # noqa: BLE001 - any error here is a fault
-                fault = error_text(error)
-            if fault is None:
-                return None
-        return (
-            f"{fault}; if that lasts, the kubelet restarts the driver; SIGUSR2 shows what the driver's threads "
-            "wait for"
-        )
+        try:
+            fault = self._dial()
+        except Exception as error:  # noqa: BLE001 - any error here is a fault
+            fault = error_text(error)
+        if fault is None:
+            return None
+        return f"{fault}; if that lasts, the kubelet restarts the plugin; SIGUSR2 shows what its threads wait for"

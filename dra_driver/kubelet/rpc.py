@@ -15,12 +15,13 @@ import structlog
 from structlog.contextvars import bind_contextvars
 
 from dra_driver.errors import DraDriverError
+from dra_driver.model.ids import one_line
 
 _log = structlog.get_logger(__name__)
 _request_ids = itertools.count(1)
 _bytes_of = methodcaller("SerializeToString")
 
-MAX_ERROR_CHARS = 1024
+MAX_ERROR_BYTES = 1024
 _CLIENT_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own
     ("grpc.enable_retries", 0),
@@ -48,8 +49,7 @@ def error_text(error: BaseException | str) -> str:
             text = str(error)
         case _:
             text = f"internal error: {type(error).__name__}: {error}"
-    line = " ".join(text.encode(errors="replace").decode().split())
-    return line if len(line) <= MAX_ERROR_CHARS else line[: MAX_ERROR_CHARS - 1] + "…"
+    return one_line(text, MAX_ERROR_BYTES)
 
 
 def unary(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodHandler:

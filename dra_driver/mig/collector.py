@@ -11,8 +11,9 @@ from typing import Literal
 
 import structlog
 
+from dra_driver.concurrency.backoff import Backoff
 from dra_driver.concurrency.worker import BackgroundWorker
-from dra_driver.errors import DeviceBusyError, DraDriverError, RetryableError
+from dra_driver.errors import DeviceBusyError, DraDriverError
 from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.mig.context import MigContext
 from dra_driver.mig.create import MigDevices
@@ -30,15 +31,6 @@ _LOOK_EVERY_S = 60.0
 _LOOK_EXPECTING_S = 1.0
 
 Adoption = Literal["leave", "destroy"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Retry:
-    """When to try again (the clock's time), the pause after that, and why it failed."""
-
-    due: float
-    pause_s: float
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +71,19 @@ class MigCollector:
         self._lanes = lanes
         self._adopt = adopt
         self._on_change = on_change
-        self._retries: dict[str, _Retry] = {}
+        self._failures: dict[str, str] = {}  # what failed in the last look, and why
         self._stuck: Mapping[str, str] = {}
         self._adoptable: Inventory | None = None
         self._foreign: dict[str, _ForeignOnGpu] = {}  # by GPU UUID
         self._foreign_names: Mapping[str, str] = {}  # device name to MIG UUID
         self._is_asked = threading.Event()
+        self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._next_look = self._clock() + _LOOK_EVERY_S
         self._worker = BackgroundWorker(
             "mig-collector",
             self._look_if_due,
             crash_event="mig_keeper_failed",
-            on_crash=lambda _error: self._pause_s(),
+            on_crash=lambda _error: _LOOK_EXPECTING_S,
         )
 
     def start(self) -> None:
@@ -104,7 +97,7 @@ class MigCollector:
     def reconcile(self, inventory: Inventory) -> None:
         """The driver was found or loaded again: look soon, and adopt what is there."""
         self._adoptable = inventory
-        self._retries = {}
+        self._backoff.reset()
         self.look_soon()
 
     def look_soon(self) -> None:
@@ -125,50 +118,47 @@ class MigCollector:
         if self._is_asked.is_set() or self._clock() >= self._next_look:
             self._is_asked.clear()
             self.look()
-        return self._pause_s()
-
-    def _pause_s(self) -> float:
-        """Seconds until the next look."""
-        now = self._clock()
-        longest = _LOOK_EXPECTING_S if self._devices.expects_late_instances else _LOOK_EVERY_S
-        due = min((retry.due for retry in self._retries.copy().values()), default=now + longest)
-        self._next_look = min(max(due, now), now + longest)
-        return self._next_look - now
+            if not self._failures:
+                self._backoff.reset()
+            self._next_look = self._clock() + (self._backoff.step() if self._failures else _LOOK_EVERY_S)
+        if self._devices.expects_late_instances:
+            self._next_look = min(self._next_look, self._clock() + _LOOK_EXPECTING_S)
+        return max(0.0, self._next_look - self._clock())
 
     def look(self) -> None:
         """Clear away everything that nobody uses. What fails is logged and tried again later."""
         adoptable, self._adoptable = self._adoptable, None
+        before, self._failures = self._failures, {}
         try:
             entries, modes, users = self._ledger.all(), self._ledger.owned_modes(), self._users.by_device()
         except DraDriverError as error:
             self._adoptable = self._adoptable or adoptable
-            self._failed("the ledger", error)
+            self._failures["the ledger"] = str(error)
+            self._tell_failures(before)
             return
-        self._retries.pop("the ledger", None)
-        wanted: set[str] = set()
         changed = False
         for device, entry in entries.items():
             if is_left_over(entry, self._ledger.boot_id, users):
-                wanted.add(device)
                 changed |= self._tried(device, entry.gpu_uuid, partial(self._destroy, device))
         in_use = {entry.gpu_uuid for entry in entries.values()}
         for gpu_uuid, mode in modes.items():
             if gpu_uuid not in in_use or changed:
-                wanted.add(gpu_uuid)
                 address = GpuAddress(gpu_uuid, mode.pci_bus_id)
                 changed |= self._tried(gpu_uuid, gpu_uuid, partial(self._leave_mode, address))
         if self._adopt == "destroy":
             changed |= self._adopted(adoptable)
-            wanted.update(map(_gpu_key, self._foreign))
-        # A retry of what is not wanted any more would be due for ever.
-        self._retries = {key: retry for key, retry in self._retries.items() if key in wanted}
-        before, self._stuck = (
-            self._stuck,
-            {key: retry.reason for key, retry in self._retries.items() if key in entries},
-        )
+        self._tell_failures(before)
+        stuck = {key: reason for key, reason in self._failures.items() if key in entries}
         # What becomes stuck takes its place from what is on offer, and nothing else shows that it has.
-        if changed or self._stuck.keys() != before.keys():
+        changed |= stuck.keys() != self._stuck.keys()
+        self._stuck = stuck
+        if changed:
             self._on_change()
+
+    def _tell_failures(self, before: Mapping[str, str]) -> None:
+        for subject, reason in self._failures.items():
+            if before.get(subject) != reason:
+                _log.warning("mig_not_cleared", subject=subject, reason=reason)
 
     def _adopted(self, inventory: Inventory | None) -> bool:
         """Destroy the foreign instances on the partitioned GPUs of a new inventory, and those that claims still held
@@ -182,15 +172,11 @@ class MigCollector:
             self._foreign_names = {name: device.uuid for name, device in inventory.withheld_by_name.items()}
         changed = False
         for gpu_uuid in tuple(self._foreign):
-            changed |= self._tried(_gpu_key(gpu_uuid), gpu_uuid, partial(self._destroy_foreign, gpu_uuid))
+            changed |= self._tried(f"GPU {gpu_uuid}", gpu_uuid, partial(self._destroy_foreign, gpu_uuid))
         return changed
 
     def _tried(self, key: str, gpu_uuid: str, action: Callable[[], bool]) -> bool:
-        """Do it in the GPU's lane and with NVML kept open, unless it failed a moment ago; whether it changed
-        something."""
-        retry = self._retries.get(key)
-        if retry is not None and retry.due > self._clock():
-            return False
+        """Do it in the GPU's lane and with NVML kept open; whether it changed something."""
 
         def alone(_operation: Operation) -> bool:
             with self._context.operation():
@@ -199,23 +185,13 @@ class MigCollector:
         try:
             self._lanes.refuse_unresponsive({gpu_uuid}, _HANGS_S)
             done = self._lanes.ask({gpu_uuid}, f"the collection of {key}", alone)
-            changed = done.result(_HANGS_S)
+            return done.result(_HANGS_S)
         except TimeoutError:
             done.cancel()  # the others are looked after
-            self._failed(key, RetryableError(f"it has not ended within {_HANGS_S:.0f} s"))
-            return False
+            self._failures[key] = f"it has not ended within {_HANGS_S:.0f} s"
         except DraDriverError as error:
-            self._failed(key, error)
-            return False
-        self._retries.pop(key, None)
-        return changed
-
-    def _failed(self, key: str, error: DraDriverError) -> None:
-        before, reason = self._retries.get(key), str(error)
-        if before is None or before.reason != reason:
-            _log.warning("mig_not_cleared", subject=key, reason=reason)
-        pause = _RETRY_FIRST_S if before is None else min(2 * before.pause_s, _RETRY_MOST_S)
-        self._retries[key] = _Retry(self._clock() + pause, pause, reason)
+            self._failures[key] = str(error)
+        return False
 
     def _destroy(self, device: str) -> bool:
         """Destroy a device that is still not wanted."""
@@ -234,7 +210,7 @@ class MigCollector:
         if not self._ledger.mode_owned(gpu.uuid):
             self._ledger.disown_mode(gpu.uuid)
             return False
-        if gpu.uuid in self._users.gpu_uuids():
+        if self._users.use_others(gpu.uuid):
             return False
         return self._devices.mode.leave_if_idle(gpu)
 
@@ -267,8 +243,3 @@ class MigCollector:
             _log.warning("mig_instance_not_destroyed", gpu_uuid=gpu.uuid, reason=str(error))
             return False
         return True
-
-
-def _gpu_key(gpu_uuid: str) -> str:
-    """A GPU as the subject of a retry; the bare UUID stands for its mode."""
-    return f"GPU {gpu_uuid}"

@@ -30,19 +30,6 @@ class MigHolders:
             users |= dict.fromkeys(names, f"claim {record.ref}")
         return users
 
-    def of(self, device: str, besides: str | None = None) -> str | None:
-        """A claim that uses the device, in words; None if none does. Raises: StateError."""
-        return self.by_device(besides).get(device)
-
-    def gpu_uuids(self) -> frozenset[str]:
-        """The GPUs on which claims use devices that are made on demand. Raises: StateError."""
-        return frozenset(
-            step.gpu_uuid
-            for record in self._records.all().values()
-            for step in record.steps
-            if isinstance(step, CreateMig)
-        )
-
     def on_gpu(self, gpu_uuid: str, gpu_name: str, boot_id: str) -> str | None:
         """A claim that holds the GPU, or a MIG device of it, in words; None if none does. A reboot ends MIG devices, so
         one that was not prepared anew in this boot holds none. Raises: StateError."""
@@ -58,7 +45,7 @@ class MigHolders:
             return "a claim whose record was lost"
         return None
 
-    def use_others(self, gpu_uuid: str, device: str, besides: str | None = None) -> bool:
+    def use_others(self, gpu_uuid: str, device: str | None = None, besides: str | None = None) -> bool:
         """Whether claims use on-demand devices of a GPU other than `device`; the claim with the UID `besides` does not
         count. Raises: StateError."""
         return any(

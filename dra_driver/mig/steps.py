@@ -49,7 +49,7 @@ class MigSteps:
     def undo(self, step: Step, record: ClaimRecord) -> None:
         """Destroy the device with the last claim that uses it. If it cannot be destroyed now, the ledger says that it
         is to go, and the collector tries again. Raises: StateError if the ledger cannot be written."""
-        if not isinstance(step, CreateMig) or self._users.of(step.device, besides=record.ref.uid) is not None:
+        if not isinstance(step, CreateMig) or step.device in self._users.by_device(record.ref.uid):
             return
         try:
             patience = seconds_for(f"destroy MIG device {step.device}", _BUSY_S)
@@ -70,6 +70,3 @@ class MigSteps:
         if minor is None or gpu_instance is None or compute is None:
             return False
         return MigCaps(self._proc).exist(minor, gpu_instance, compute)
-
-    def forget(self, claim_uid: str) -> None:
-        """Nothing on the GPU bears a claim's name; the collector destroys what a lost claim used."""

@@ -24,6 +24,15 @@ def printable(text: str) -> str:
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
+def one_line(text: str, most_bytes: int) -> str:
+    """White space collapsed, and cut to so many bytes of valid UTF-8."""
+    line = " ".join(text.split()).encode(errors="replace")
+    if len(line) > most_bytes:
+        mark = "…".encode()
+        line = line[: most_bytes - len(mark)] + mark
+    return line.decode(errors="ignore")
+
+
 def quoted(name: object) -> str:
     """A name from outside within a sentence of ours: in quotation marks if it has signs that names do not have."""
     text = str(name)

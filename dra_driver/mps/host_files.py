@@ -81,7 +81,6 @@ FORMAT = 1
 SUFFIX = ".json"
 _DEVICE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _POLL_S = 0.015
-OLDER_SOCKET = "host.sock"
 _REPLACE = (
     "delete the pod of the DaemonSet gpu-dra-driver-mps on this node once no MPS claims run there (its daemons end "
     "with it)"
@@ -233,8 +232,6 @@ class MpsHostFiles:
     def host_problem(self) -> str | None:
         """Why no daemon can be asked for. Raises: StateError."""
         if not is_locked(self._layout.lock):
-            if self._layout.lock.with_name(OLDER_SOCKET).exists():
-                return f"the MPS host on this node is of an older release: {_REPLACE}"
             return (
                 f"no MPS host runs, which would hold {self._layout.lock}: start the DaemonSet gpu-dra-driver-mps, or "
                 "`gpu-dra-driver mps-host` with the same --kubelet-plugins-directory-path"

@@ -96,7 +96,6 @@ class Supervisor:
         for directory in (layout.wishes, layout.statuses):
             make_directory(directory, 0o700)
             clear_abandoned(directory)
-        remove_file(layout.lock.with_name(host_files.OLDER_SOCKET))
         found, faults = self._tools.records.load()
         for fault in faults:
             _log.error("mps_record_unreadable", fault=fault)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pynvml
 
-from dra_driver.model.gpu import GpuLoad, GpuUse
+from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
 from dra_driver.model.mig import GpuAddress, MigAddress
 from dra_driver.nvml.load import ask, read_load, read_memory
 from dra_driver.nvml.mig_instances import gpu_handle
@@ -72,9 +72,12 @@ class UsageSource:
                         if has_samples
                         else None,
                     )
-            # NVML shows the processes of the caller's PID namespace, and its first process has one for itself.
-            processes = None if os.getpid() == 1 else read_gpu_processes(gpu.uuid, handle)
-            return GpuUse(load, found, processes)
+            return GpuUse(load, found, _processes(gpu, handle))
+
+    def read_processes(self, gpu: GpuAddress) -> GpuUse:
+        """The processes on the GPU, and nothing else. Raises: as `read`."""
+        with self._session.kept_open():
+            return GpuUse(GpuLoad(), {}, _processes(gpu, gpu_handle(gpu.uuid, gpu.pci_bus_id)))
 
     def _percent(
         self, handle: Handle, device: MigAddress, samples: dict[str, _Sample], opening: int
@@ -93,6 +96,12 @@ class UsageSource:
             _free(before, opening)
         samples[device.uuid] = _Sample(buffer, opening, now, percent)
         return percent
+
+
+def _processes(gpu: GpuAddress, handle: Handle) -> Sequence[GpuProcess] | None:
+    """None if this process cannot see those of others: NVML shows the processes of the caller's PID namespace, and the
+    first process of a namespace has one for itself."""
+    return None if os.getpid() == 1 else read_gpu_processes(gpu.uuid, handle)
 
 
 def _mig_handle(handle: Handle, device: MigAddress) -> Handle | None:

@@ -56,7 +56,7 @@ def problems_page(
 
 _TEXT = "text/plain; charset=utf-8"
 _NOT_FOUND = Response(404, _TEXT, b"not found\n")
-_FAILED = Response(500, _TEXT, b"internal error; see the driver's log\n")
+_FAILED = Response(500, _TEXT, b"internal error; see the log of gpu-dra-driver\n")
 
 
 class HttpEndpoint:

@@ -3,7 +3,7 @@
 A rolling update waits for readiness before it goes on to the next node. So readiness fails for faults that a bad
 release or a bad configuration causes on every node: the kubelet refuses the plugin, or nothing can be published. It
 does not fail for bad GPUs of this node, nor if the API server stops answering later. The new release does not cause
-that, it would not help to stop the update of all other nodes, and the driver serves claims meanwhile. Such trouble is a
+that, it would not help to stop the update of all other nodes, and the plugin serves claims meanwhile. Such trouble is a
 note in the answer.
 """
 
@@ -27,8 +27,8 @@ _NOT_REGISTERED = (
     "the kubelet has not registered the plugin yet; if that lasts, check that its plugin registry directory is "
     "mounted at the same path"
 )
-_STARTING = "the driver is still starting; if that lasts, see the log for the part that does not start"
-_STOPPING = "the driver is stopping; another instance takes over, or the pod starts again"
+_STARTING = "gpu-dra-driver is still starting; if that lasts, see the log for the part that does not start"
+_STOPPING = "gpu-dra-driver is stopping; another instance takes over, or the pod starts again"
 
 
 class Probes:

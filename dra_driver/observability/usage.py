@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from dra_driver.concurrency.bounded_call import BoundedCall
-from dra_driver.model.gpu import GpuUse
+from dra_driver.model.gpu import GpuProcess, GpuUse
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuAddress, MigAddress
-from dra_driver.model.record import ClaimRecord
+from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.observability.rules.usage import (
     Made,
     NodeUse,
     Origin,
     device_uses,
-    mig_address,
+    held_devices,
+    mig_addresses,
     unclaimed,
 )
 
@@ -32,6 +33,7 @@ class Usage:
     def __init__(
         self,
         read: Callable[[GpuAddress, Collection[MigAddress]], GpuUse],
+        read_processes: Callable[[GpuAddress], GpuUse],
         inventory: Callable[[], Inventory | None],
         records: Callable[[], Mapping[str, ClaimRecord]],
         made: Made,
@@ -39,8 +41,10 @@ class Usage:
         *,
         within_s: float = _WITHIN_S,
     ) -> None:
-        """`read` is called in a thread for each GPU. `within_s` is how long a look waits for all GPUs together."""
+        """`read` and `read_processes` are called in a thread for each GPU. `within_s` is how long a look waits for all
+        GPUs together."""
         self._read = read
+        self._read_processes = read_processes
         self._inventory = inventory
         self._records = records
         self._made = made
@@ -48,46 +52,58 @@ class Usage:
         self._within_s = within_s
         self._turn = threading.Lock()
         self._calls: dict[GpuAddress, BoundedCall[GpuUse]] = {}
-        self._devices: dict[GpuAddress, Collection[MigAddress]] = {}
+        self._reads: dict[GpuAddress, Callable[[], GpuUse]] = {}
 
     def look(self) -> NodeUse:
         """What all GPUs do now. Raises: StateError if the records cannot be read."""
         inventory, records = self._inventory() or Inventory(), [*self._records().values()]
-        # A monitor that looks at a GPU (adminAccess) has no memory there that would be a claim's.
-        held = {one.device: one for record in records for one in record.devices if not one.admin_access}
-        found = {name: mig_address(one, inventory, self._made) for name, one in held.items()}
-        addresses = {name: mig for name, mig in found.items() if mig is not None}
+        held = held_devices(records)
+        addresses = mig_addresses(held, inventory, self._made)
         wanted: dict[str, list[MigAddress]] = {}
         for name, mig in addresses.items():
             wanted.setdefault(held[name].gpu_uuid, []).append(mig)
-        gpus = self._ask(
-            {GpuAddress(gpu.uuid, gpu.pci_bus_id): wanted.get(gpu.uuid, ()) for gpu in inventory.gpus}
-        )
+        gpus = self._ask(inventory, lambda gpu: partial(self._read, gpu, tuple(wanted.get(gpu.uuid, ()))))
+        nobodys = self._unclaimed(gpus, held, addresses)
+        return NodeUse(device_uses(records, inventory, addresses, gpus), gpus, nobodys)
+
+    def unclaimed(self) -> Mapping[str, Sequence[GpuProcess]]:
+        """The processes that belong to nobody, by the UUID of each GPU that answers in time. Nothing else is read of a
+        GPU. Raises: as `look`."""
+        inventory, records = self._inventory() or Inventory(), [*self._records().values()]
+        held = held_devices(records)
+        gpus = self._ask(inventory, lambda gpu: partial(self._read_processes, gpu))
+        return self._unclaimed(gpus, held, mig_addresses(held, inventory, self._made))
+
+    def _unclaimed(
+        self,
+        gpus: Mapping[str, GpuUse],
+        held: Mapping[str, HeldDevice],
+        addresses: Mapping[str, MigAddress],
+    ) -> Mapping[str, Sequence[GpuProcess]]:
         claimed = {
             (one.gpu_uuid, addresses[name].gpu_instance_id if name in addresses else None)
             for name, one in held.items()
         }
-        return NodeUse(
-            device_uses(records, inventory, addresses, gpus),
-            gpus,
-            {
-                uuid: unclaimed(uuid, use.processes, claimed, self._origin)
-                for uuid, use in gpus.items()
-                if use.processes is not None
-            },
-        )
+        return {
+            uuid: unclaimed(uuid, use.processes, claimed, self._origin)
+            for uuid, use in gpus.items()
+            if use.processes is not None
+        }
 
-    def _ask(self, wanted: Mapping[GpuAddress, Collection[MigAddress]]) -> Mapping[str, GpuUse]:
-        """What the GPUs that answer in time do, by UUID."""
+    def _ask(
+        self, inventory: Inventory, read_of: Callable[[GpuAddress], Callable[[], GpuUse]]
+    ) -> Mapping[str, GpuUse]:
+        """What the GPUs that answer in time do, by UUID. `read_of` returns how a GPU is read."""
+        wanted = [GpuAddress(gpu.uuid, gpu.pci_bus_id) for gpu in inventory.gpus]
         with self._turn:
             calls = {gpu: call for gpu, call in self._calls.items() if gpu in wanted or call.is_asking}
             asked: dict[str, BoundedCall[GpuUse]] = {}
-            for gpu, devices in wanted.items():
+            for gpu in wanted:
                 call = calls.setdefault(
                     gpu, BoundedCall(f"NVML about GPU {gpu.uuid}", partial(self._read_one, gpu))
                 )
                 if not call.is_asking:
-                    self._devices[gpu] = devices
+                    self._reads[gpu] = read_of(gpu)
                     call.ask()
                     asked[gpu.uuid] = call
             self._calls = calls
@@ -98,4 +114,4 @@ class Usage:
             }
 
     def _read_one(self, gpu: GpuAddress) -> GpuUse:
-        return self._read(gpu, self._devices[gpu])
+        return self._reads[gpu]()

@@ -1,4 +1,4 @@
-"""Tells the claims that hold a device about its health: events at once, their status from a thread of its own.
+"""Reports the health of devices to the claims that hold them: events at once, their status from a thread of its own.
 
 The status of every claim is compared with what was written after the start, because a plugin that ends may not have
 written it any more; when this instance becomes the one that speaks for the node; and when reports were lost.

@@ -57,10 +57,10 @@ class ObjectEvent:
 
 @dataclass(frozen=True, slots=True)
 class ClaimState:
-    """The state of all devices that this driver has in a claim; only the newest matters.
+    """The state of all devices of ours in a claim; only the newest matters.
 
     `written` is called once the API server has stored it. `is_first` says that Prepare read the claim just before, and
-    its status told of no device.
+    its status had no device.
     """
 
     ref: ClaimRef

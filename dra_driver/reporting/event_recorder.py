@@ -115,7 +115,7 @@ class EventRecorder:
         *,
         is_first: bool = False,
     ) -> None:
-        """The state of all devices that this driver has in a claim; one that was not written yet is replaced.
+        """The state of all devices of ours in a claim; one that was not written yet is replaced.
 
         `written` is called from the recorder's thread once the API server has stored it, and never if it was lost
         or nothing had to be written. `is_first` saves a look at a claim that was read just before, without a status.
@@ -150,7 +150,7 @@ class EventRecorder:
                 self._refused(queued, error)
             except Exception:  # noqa: BLE001  a dead thread would report nothing any more
                 _log.exception("notice_failed")
-                self._count_failed()
+                self._count(failed=1)
             else:
                 self._backoff.reset()
                 self._is_down = False
@@ -182,12 +182,12 @@ class EventRecorder:
                     times=queued.times,
                     timeout_s=_REQUEST_S,
                 )
-                self._count_written()
+                self._count(written=1)
             case ClaimState() as report:
                 if self._claims.write(
                     report.ref, report.devices, is_first=report.is_first, timeout_s=_REQUEST_S
                 ):
-                    self._count_written()
+                    self._count(written=1)
                     report.written()
 
     def _spread(self, report: ClaimEvent, queued: QueuedReport) -> None:
@@ -218,17 +218,14 @@ class EventRecorder:
         self._is_down = True
 
     def _refused(self, queued: QueuedReport, error: DraDriverError) -> None:
-        self._count_failed()
+        self._count(failed=1)
         kind = type(queued.report).__name__  # these class names are values in the log
         status = error.status if isinstance(error, ApiRejectedError) else 0
         log = _log.debug if (kind, status) in self._logged else _log.warning
         self._logged.add((kind, status))
         log("notice_refused", notice=kind, reason=str(error))
 
-    def _count_written(self) -> None:
+    def _count(self, *, written: int = 0, failed: int = 0) -> None:
         with self._changed:
-            self.written += 1
-
-    def _count_failed(self) -> None:
-        with self._changed:
-            self.failed += 1
+            self.written += written
+            self.failed += failed

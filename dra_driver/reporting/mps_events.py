@@ -1,4 +1,4 @@
-"""Tells claims with MPS what the MPS host has found out about their daemons."""
+"""Events for claims with MPS: what the MPS host has found out about their daemons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _JOIN_S = 1.0
 
 
 class MpsEvents:
-    """Asks the MPS host while claims use MPS, and never else. Each thing is told to each claim once."""
+    """Asks the MPS host while claims use MPS, and never else. Each thing is reported once for each claim."""
 
     def __init__(
         self,

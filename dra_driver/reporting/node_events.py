@@ -1,4 +1,4 @@
-"""Events for trouble of the node as a whole: slices that are not published, a driver that went away.
+"""Events for trouble of the node as a whole: slices that are not published, GPUs that cannot be used.
 
 Trouble that ends by itself within half a minute is not reported. All other trouble is reported once, and its end too.
 """
@@ -90,7 +90,7 @@ class NodeEvents:
         self._report(SLICE_FIELDS_DROPPED, text, warning=True)
 
     def driver(self, problem: str | None) -> None:
-        """Whether GPUs can be used; `problem` is why not. Nothing is reported of a driver that was never there."""
+        """Whether GPUs can be used; `problem` is why not. Nothing is reported where no GPU could be used before."""
         with self._lock:
             before, self._driver_problem = self._driver_problem, problem
             had, self._had_driver = self._had_driver, self._had_driver or problem is None
@@ -117,7 +117,8 @@ class NodeEvents:
         return self._report(MEMORY_UNCLAIMED, unclaimed_text(f"GPU {gpu_uuid}", process), warning=True)
 
     def cleanup_pending(self, cleanup: PendingCleanup) -> None:
-        """A claim has ended, and something could not be undone. The instance that ended it tells, whoever leads."""
+        """A claim has ended, and something could not be undone. The instance that ended it reports it, also if another
+        one speaks for the node."""
         self._recorder.node_event(DEBT_OWED, cleanup.text, warning=True)
 
     def cleanup_done(self, cleanup: PendingCleanup) -> None:

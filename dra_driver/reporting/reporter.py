@@ -36,6 +36,9 @@ from dra_driver.sharing.rules.mps_requests import advice_on_requests
 
 _log = structlog.get_logger(__name__)
 
+_CHANGED = {"create": (MIG_DEVICE_CREATED, "Created"), "destroy": (MIG_DEVICE_DESTROYED, "Destroyed")}
+"""Reason and verb of the event of a MIG device that was made or destroyed."""
+
 
 class Reporter:
     """Observes the preparer and the MIG engine."""
@@ -136,9 +139,7 @@ class Reporter:
     ) -> None:
         ref = self._claim_of(device)
         if error is None:
-            reason, verb = (
-                (MIG_DEVICE_CREATED, "Created") if action == "create" else (MIG_DEVICE_DESTROYED, "Destroyed")
-            )
+            reason, verb = _CHANGED[action]
             _log.info(
                 "mig_device_created" if action == "create" else "mig_device_destroyed",
                 device=device,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import DraDriverError
 from dra_driver.model.gpu import GpuProcess
-from dra_driver.observability.rules.usage import NodeUse
 
 _LOOK_S = 60.0
 _REPORT_AFTER_S = 600.0
@@ -20,11 +19,12 @@ class UnclaimedMemory:
 
     def __init__(
         self,
-        look: Callable[[], NodeUse],
+        look: Callable[[], Mapping[str, Sequence[GpuProcess]]],
         report: Callable[[str, GpuProcess], bool],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`report` gets a GPU's UUID and a process. It returns False if somebody else reports for this node."""
+        """`look` returns such processes by the UUID of each GPU that answers; it may raise DraDriverError. `report`
+        gets a GPU's UUID and a process. It returns False if somebody else reports for this node."""
         self._look = look
         self._report = report
         self._clock = clock
@@ -48,17 +48,17 @@ class UnclaimedMemory:
     def turn(self) -> float:
         """Look once; returns the seconds until the next look."""
         try:
-            node = self._look()
+            unclaimed = self._look()
         except DraDriverError:
             return _LOOK_S
         now = self._clock()
         found = {
             (uuid, process.pid, process.name): process
-            for uuid, processes in node.unclaimed.items()
+            for uuid, processes in unclaimed.items()
             for process in processes
         }
         # Of a GPU that did not answer nothing is known, so nothing is forgotten.
-        kept = {key: since for key, since in self._since.items() if key in found or key[0] not in node.gpus}
+        kept = {key: since for key, since in self._since.items() if key in found or key[0] not in unclaimed}
         self._since = {key: kept.get(key, now) for key in found | kept}
         self._reported &= self._since.keys()
         for key, process in found.items():

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
 from contextvars import Context
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import structlog
 
@@ -21,38 +21,17 @@ from dra_driver.errors import (
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.journal.records import RecordStore
-from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsKind
+from dra_driver.model.mps import MpsDaemonSpec, MpsKind
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, Step
+from dra_driver.mps.host_files import MpsHostFiles
 
 _log = structlog.get_logger(__name__)
 
 _TIME_SLICE_S = 20.0
 _MPS_START_S = 12.0
 _MPS_STOP_S = 15.0
-
-
-class MpsHost(Protocol):
-    """The process that keeps MPS daemons."""
-
-    def ensure(self, spec: MpsDaemonSpec, timeout_s: float) -> MpsDaemonStatus:
-        """The daemon runs and answers when this returns."""
-
-    def stop(
-        self,
-        device: str,
-        timeout_s: float,
-        *,
-        gpu_uuid: str | None = None,
-        kind: MpsKind | None = None,
-    ) -> None:
-        """No process of the device's daemon runs when this returns; without a host, the next one sees to that.
-
-        The host also gives the GPU its former compute mode back, as soon as that can be done."""
-
-    def spec_of(self, device: str) -> MpsDaemonSpec | None:
-        """With which settings the device's daemon runs or shall run; None if there is none."""
 
 
 def _steps_of_others(records: RecordStore, claim_uid: str, boot_id: str) -> Iterator[Step]:
@@ -69,6 +48,9 @@ class TimeSliceSteps:
         self._nvidia_smi = nvidia_smi
         self._records = records
         self._boot_id = boot_id
+        self._is_reloaded = False
+        self._lost: dict[tuple[str, SetTimeSlice], str | None] = {}  # with why it could not be set again
+        self._asked: dict[tuple[str, SetTimeSlice], Future[None]] = {}
 
     def do(self, step: Step, plan: Plan) -> None:
         """Set it again, whatever it is now: a reboot or a driver reload forgets it.
@@ -103,32 +85,47 @@ class TimeSliceSteps:
         """Taken for granted: only the GPU driver could tell."""
         return True
 
-    def forget(self, claim_uid: str) -> None:
-        """Nothing of it bears a claim's name."""
+    def driver_reloaded(self) -> None:
+        """The NVIDIA driver was loaded anew, or the GPUs are others than before: every time slice may be lost."""
+        self._is_reloaded = True
 
-    def set_again(self, lanes: Lanes) -> None:
-        """Have the lanes set the time slices of all claims again: the NVIDIA driver was loaded anew, or the GPUs are
-        others than before. Waits for nothing. MPS daemons are the MPS host's business."""
-        try:
-            records = self._records.all()
-        except DraDriverError as error:
-            _log.error("settings_not_kept", reason=str(error))
-            return
+    def is_lost(self) -> bool:
+        """Whether `restore` has something to do."""
+        return self._is_reloaded or bool(self._lost)
+
+    def restore(self, lanes: Lanes) -> None:
+        """Have the lanes set the lost time slices of all claims again. It waits for nothing, and what fails stays lost.
+        MPS daemons are the MPS host's business. Raises: StateError."""
+        if self._is_reloaded:
+            self._is_reloaded = False
+            try:
+                records = self._records.all()
+            except StateError:
+                self._is_reloaded = True
+                raise
+            for uid, record in records.items():
+                self._lost |= {(uid, step): None for step in record.steps if isinstance(step, SetTimeSlice)}
         what = "the setting of the time slice after a reload of the NVIDIA driver"
-        for uid, record in records.items():
-            for step in record.steps:
-                if isinstance(step, SetTimeSlice):
-                    lanes.ask({step.gpu_uuid}, what, partial(self._set_again, uid, step), context=Context())
+        for uid, step in self._lost.copy():
+            asked = self._asked.get((uid, step))
+            if asked is None or asked.done():
+                again = partial(self._set_again, uid, step)
+                self._asked[uid, step] = lanes.ask({step.gpu_uuid}, what, again, context=Context())
 
     def _set_again(self, uid: str, step: SetTimeSlice, _operation: Operation) -> None:
-        """A GPU that refuses is told."""
+        """A GPU that refuses is told once for each reason."""
         try:
             record = self._records.get(uid)
             if record is not None and step in record.steps:
                 self._nvidia_smi.set_time_slice(step.gpu_uuid, step.interval)
                 _log.info("time_slice_set_again", gpu_uuid=step.gpu_uuid, claim_uid=uid)
         except DraDriverError as error:
-            _log.error("time_slice_lost", gpu_uuid=step.gpu_uuid, claim_uid=uid, reason=str(error))
+            if self._lost.get((uid, step)) != str(error):
+                _log.error("time_slice_lost", gpu_uuid=step.gpu_uuid, claim_uid=uid, reason=str(error))
+            if not isinstance(error, NotSupportedError):
+                self._lost[uid, step] = str(error)
+                return
+        self._lost.pop((uid, step), None)
 
 
 class MpsSteps:
@@ -137,7 +134,7 @@ class MpsSteps:
 
     def __init__(
         self,
-        host: MpsHost,
+        host: MpsHostFiles,
         records: RecordStore,
         lost_users: Callable[[], Mapping[str, Collection[str]]],
         made_uuid: Callable[[str], str | None],
@@ -182,9 +179,6 @@ class MpsSteps:
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """Taken for granted: the MPS host watches its daemons itself."""
         return True
-
-    def forget(self, claim_uid: str) -> None:
-        """No file of it has a claim's name."""
 
     def lost_steps(self, claim_uid: str) -> list[Step]:
         """What is to be undone for a claim whose record was lost: the daemons that its CDI spec tells of."""

@@ -22,49 +22,22 @@ _ADDRESSING = {"none": 0, "hmm": 1, "ats": 2}
 _FABRIC_STATES = {"not-supported": 0, "not-started": 1, "in-progress": 2, "completed": 3}
 CONFIDENTIAL_MODES = ("off", "on", "devtools", "ppcie")
 _REMOTE_PCI = ("real", "placeholder", "not-supported")
-_CUDA_OF_DRIVER = {
-    "535": 12020,
-    "550": 12040,
-    "560": 12060,
-    "565": 12070,
-    "570": 12080,
-    "575": 12090,
-    "580": 13000,
-}
 _NAMESPACE = uuid.UUID("0f0c8c0e-5a70-5f0e-9a53-53696d4e5643")
 
 _MODEL_KEYS = {
     "arch": "architecture",
     "sm": "multiprocessors",
     "power": "power_limit_w",
-    "part": "part_number",
     "subsystem": "subsystem_id",
 }
 _TOP_KEYS = {
-    "description", "name", "driver", "system", "defaults", "gpus", "nvlink", "fabric", "platform", "functions",
+    "description", "name", "driver", "system", "defaults", "gpus", "nvlink", "fabric", "functions",
     "models", "missing_functions",
 }  # fmt: skip
 _GPU_KEYS = {
-    "bus", "model", "module", "numa", "cpus", "pcie", "uuid", "serial", "minor", "drm", "mig", "addressing",
-    "memory_numa", "virtualization", "platform", "persistence", "fabric", "links_down", "links_unsupported",
+    "bus", "model", "numa", "cpus", "pcie", "uuid", "serial", "minor", "drm", "mig", "addressing",
+    "memory_numa", "virtualization", "persistence", "fabric", "links_down", "links_unsupported",
 }  # fmt: skip
-_SYSTEM = {
-    "arch": "x86_64",
-    "kernel": "6.8.0-60-generic",
-    "numa_nodes": 2,
-    "open_kernel_module": True,
-    "uvm_major": 508,
-    "caps_major": 237,
-    "imex_major": 236,
-    "imex_channels": 2048,
-    "imex": "ready",
-    "confidential_compute": "off",
-    "confidential_ready": False,
-    "host_devices": [],
-    "cap_nodes": True,
-    "minors_move": False,
-    "cdi_hook": False,
-}
 
 
 def machine_names() -> list[str]:
@@ -165,7 +138,7 @@ def build(name: str) -> State:
     extra = document.get("models", {})
     models = load_models(extra, {str(item.get("model")) for item in entries})
     driver = document.get("driver", {})
-    system = {**_SYSTEM, **document.get("system", {})}
+    system = {**driver_facts()["system"], **document.get("system", {})}
     check_confidential_mode(system["confidential_compute"])
     state = State(
         machine=machine,
@@ -174,7 +147,7 @@ def build(name: str) -> State:
         cuda_version=_cuda(str(driver.get("cuda", "13.0"))),
         boot_id=str(uuid.uuid4()),
         models=models,
-        gpus=[_gpu(machine, index, item, document) for index, item in enumerate(entries)],
+        gpus=[_gpu(machine, index, item) for index, item in enumerate(entries)],
         functions=[_function(item) for item in document.get("functions", [])],
         system=system,
         nvlink=document.get("nvlink", {}),
@@ -208,7 +181,7 @@ def check_confidential_mode(mode: object) -> None:
 
 def cuda_of_driver(version: str, otherwise: int) -> int:
     """The CUDA version that a driver branch brings."""
-    return _CUDA_OF_DRIVER.get(version.partition(".")[0], otherwise)
+    return int(driver_facts()["cuda_of_branch"].get(int(version.partition(".")[0]), otherwise))
 
 
 def _cuda(text: str) -> int:
@@ -220,7 +193,7 @@ def gpu_uuid(machine: str, bus_id: str) -> str:
     return f"GPU-{uuid.uuid5(_NAMESPACE, f'{machine}/{bus_id}')}"
 
 
-def _gpu(machine: str, index: int, item: dict[str, Any], document: dict[str, Any]) -> Gpu:
+def _gpu(machine: str, index: int, item: dict[str, Any]) -> Gpu:
     bus_id = str(item.get("bus", ""))
     if not _BUS_ID.match(bus_id):
         raise InvalidConfigError(
@@ -233,7 +206,6 @@ def _gpu(machine: str, index: int, item: dict[str, Any], document: dict[str, Any
         model=item["model"],
         bus_id=bus_id,
         minor=int(item.get("minor", index)),
-        module_id=int(item.get("module", index + 1)),
         serial=str(item.get("serial") or f"165{identity.int % 10**10:010d}"),
         pcie=str(item.get("pcie") or f"pci{bus_id[:7]}"),
         numa=int(item.get("numa", -1)),
@@ -242,7 +214,6 @@ def _gpu(machine: str, index: int, item: dict[str, Any], document: dict[str, Any
         addressing=None if addressing is None else _ADDRESSING[addressing],
         virtualization=int(item.get("virtualization", 0)),
         drm=item.get("drm", index + 1),
-        platform={**document.get("platform", {}), **item.get("platform", {})},
         persistence=int(item.get("persistence", 1)),
         fabric=_fabric(item.get("fabric", {})),
         links_down=[int(link) for link in item.get("links_down", [])],
@@ -251,15 +222,8 @@ def _gpu(machine: str, index: int, item: dict[str, Any], document: dict[str, Any
 
 
 def _function(item: dict[str, Any]) -> Function:
-    return Function(
-        bus_id=item["bus"],
-        pcie=item["pcie"],
-        device=int(item["device"]),
-        pci_class=int(item["class"]),
-        numa=int(item.get("numa", -1)),
-        driver=str(item.get("driver", "")),
-        physical=str(item.get("physical", "")),
-    )
+    renamed = {"bus": "bus_id", "class": "pci_class"}
+    return Function(**{renamed.get(name, name): value for name, value in item.items()})
 
 
 def _fabric(item: dict[str, Any]) -> dict[str, Any]:
@@ -362,7 +326,7 @@ def new_gpu(state: State, model_key: str) -> tuple[Gpu, Model]:
     }
     if like is not None:
         item |= {"numa": like.numa, "cpus": like.cpus}
-    gpu = _gpu(state.machine, minor, item, {})
+    gpu = _gpu(state.machine, minor, item)
     gpu.addressing = like.addressing if like else None
     gpu.links = [[None, None]] * model.nvlinks
     return gpu, model

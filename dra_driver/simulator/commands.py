@@ -85,7 +85,7 @@ def _refuse_while_open(machine: Machine, what: str, force: bool) -> None:
     if clients:
         raise StateError(
             f"cannot {what} is in use by {', '.join(clients)}; end that, or make it let go "
-            "(`gpu-dra-driver detach`); --force does what no real machine does"
+            "(`gpu-dra-driver detach`); --force skips this check, which real hardware enforces"
         )
 
 

@@ -5,24 +5,15 @@ from __future__ import annotations
 import pynvml
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.simulator.catalogue import driver_facts
 from dra_driver.simulator.state import Fault
 
 _PREFIX = "NVML_ERROR_"
-_ERRORS = {
-    0: "Success", 1: "Uninitialized", 2: "Invalid Argument", 3: "Not Supported", 4: "Insufficient Permissions",
-    5: "Already Initialized", 6: "Not Found", 7: "Insufficient Size", 8: "Insufficient External Power",
-    9: "Driver Not Loaded", 10: "Timeout", 11: "Interrupt Request Issue", 12: "NVML Shared Library Not Found",
-    13: "Function Not Found", 14: "Corrupted infoROM", 15: "GPU is lost", 16: "GPU requires reset",
-    17: "GPU access blocked by the operating system", 18: "Driver/library version mismatch",
-    19: "In use by another client", 20: "Insufficient Memory", 21: "No data", 22: "vGPU ECC Not Supported",
-    23: "Insufficient Resources", 24: "Frequency Not Supported", 25: "Argument Version Mismatch", 26: "Deprecated",
-    27: "Not Ready", 28: "GPU Not Found", 29: "Invalid State", 999: "Unknown Error",
-}  # fmt: skip
 
 
 def error_text(code: int) -> str:
     """The text of nvmlErrorString for a return code."""
-    return _ERRORS.get(code, "Unknown Error")
+    return str(driver_facts()["errors"].get(code, "Unknown Error"))
 
 
 def error_names() -> list[str]:

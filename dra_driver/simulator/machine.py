@@ -6,19 +6,20 @@ import os
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pynvml
 
 from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.simulator import catalogue, mig, policy
-from dra_driver.simulator.base import Selector
+from dra_driver.simulator.base import MachineBase, Selector
 from dra_driver.simulator.faults import error_text, make_fault
-from dra_driver.simulator.health import Health
 from dra_driver.simulator.hostroot import host_devices, imex
 from dra_driver.simulator.hostroot.entries import can_make_nodes
-from dra_driver.simulator.state import Fault, Function, Gpu, State
+from dra_driver.simulator.state import Fault, Function, Gpu, Holder, State
 
 XID_OFF_THE_BUS = 79
+XID_RECOVERY_ACTION = 154
 HOSTILE = "SIMULATE_HOSTILE"
 """The variable of the environment that makes new machines as unkind as real ones; the project's tests set it."""
 ELF = "SIMULATE_ELF"
@@ -29,7 +30,7 @@ _OWN_FILES = ("machine.", "rendered", "root", ".")
 """How the names of a machine's files begin; the first of them are there before machine.json."""
 
 
-class Machine(Health):
+class Machine(MachineBase):
     """A machine in a directory. Any number of processes may have it open at once.
 
     GPUs are selected by index (order of bus ids, as NVML counts them), UUID or PCI bus id.
@@ -74,6 +75,87 @@ class Machine(Health):
             gpu.mig_mode = gpu.mig_pending = gpu.recovery_action = 0
             self._policies.set(policy.COMPUTE_MODE, gpu.uuid, 0)
             self._policies.set(policy.TIMESLICE, gpu.uuid, 0)
+
+    # --- health, and who uses the GPUs ---------------------------------------------------------
+
+    def raise_xid(
+        self,
+        selector: Selector,
+        xid: int,
+        *,
+        kind: int = pynvml.nvmlEventTypeXidCriticalError,
+        gpu_instance: int | None = None,
+        compute_instance: int | None = None,
+    ) -> None:
+        """Queue an Xid event, or one of another `kind`, for every event set that registered before."""
+        with self._change() as state:
+            state.add_event(self._find(state, selector), kind, xid, gpu_instance, compute_instance)
+
+    def set_recovery_action(self, selector: Selector, action: int) -> None:
+        """The NVIDIA driver requests a reset or the like (NVML_GPU_RECOVERY_ACTION_*), and reports Xid 154."""
+        with self._change() as state:
+            gpu = self._find(state, selector)
+            gpu.recovery_action = action
+            state.add_event(gpu, pynvml.nvmlEventTypeXidCriticalError, XID_RECOVERY_ACTION)
+            state.add_event(gpu, pynvml.nvmlEventTypeGpuRecoveryAction, action)
+
+    def set_remapped_rows(
+        self,
+        selector: Selector,
+        *,
+        correctable: int = 0,
+        uncorrectable: int = 0,
+        pending: int = 0,
+        failed: int = 0,
+    ) -> None:
+        with self._change() as state:
+            self._find(state, selector).remapped_rows = [correctable, uncorrectable, pending, failed]
+
+    def set_gpu(self, selector: Selector, **facts: Any) -> None:
+        """Set fields of `Gpu`: its counters, links, what holds its clocks down."""
+        with self._change() as state:
+            gpu = self._find(state, selector)
+            for name, value in facts.items():
+                setattr(gpu, name, value)
+
+    def reset_gpu(self, selector: Selector) -> None:
+        """`nvidia-smi --gpu-reset`: pending changes take effect, and volatile counters start again."""
+        with self._change() as state:
+            gpu = self._find(state, selector)
+            gpu.recovery_action = gpu.retired_pending = gpu.ecc_uncorrected = gpu.ecc_corrected = 0
+            gpu.remapped_rows[2] = 0
+            gpu.resets += 1
+
+    def set_fabric(self, selector: Selector | None = None, **facts: Any) -> None:
+        """Fields of the fabric (state, status, cluster, clique, health_mask, health_summary), of one GPU or all."""
+        with self._change() as state:
+            if selector is None:
+                state.fabric = {**state.fabric, **facts}
+            else:
+                gpu = self._find(state, selector)
+                gpu.fabric = {**gpu.fabric, **facts}
+
+    def hold_gpu(
+        self,
+        selector: Selector,
+        pid: int,
+        name: str,
+        *,
+        gpu_instance: int | None = None,
+        compute_instance: int | None = None,
+        mps: bool = False,
+        utilisation: int = 40,
+    ) -> None:
+        """A process uses the GPU or one of its instances, so that changes are refused with IN_USE."""
+        with self._change() as state:
+            holder = Holder(pid, name, gpu_instance, compute_instance, mps=mps, utilisation=utilisation)
+            self._find(state, selector).holders.append(holder)
+
+    def release_gpu(self, selector: Selector, pid: int | None = None) -> None:
+        """End the process; without a pid end all processes."""
+        with self._change() as state:
+            gpu = self._find(state, selector)
+            gpu.holders = [] if pid is None else [item for item in gpu.holders if item.pid != pid]
 
     # --- faults --------------------------------------------------------------------------------
 

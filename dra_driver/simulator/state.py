@@ -58,19 +58,13 @@ class Model:
     subsystem_id: int = 0
     brand: int = 14
     nvlinks: int = 0
-    nvlink_version: int = 0
-    nvlink_mbps: int = 0
     fabric: bool = False
     ecc: bool = True
     row_remapper: bool = True
     retired_pages: bool = False
     resetless_mig: bool = False
     serial: bool = True
-    platform: bool = False
-    c2c_links: int = 0
-    pcie_generation: int = 4
     power_limit_w: int = 400
-    part_number: str = ""
     vbios: str = ""
     events: int = 0
     pci_class: int = 0x030200
@@ -117,7 +111,6 @@ class Gpu:
     model: str
     bus_id: str
     minor: int
-    module_id: int
     serial: str
     pcie: str
     numa: int = -1
@@ -130,7 +123,6 @@ class Gpu:
     links_down: list[int] = field(default_factory=list)
     links_unsupported: list[int] = field(default_factory=list)
     fabric: dict[str, Any] = field(default_factory=dict)
-    platform: dict[str, Any] = field(default_factory=dict)
     present: bool = True
     lost: bool = False
     mig_mode: int = 0

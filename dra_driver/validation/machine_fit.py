@@ -59,7 +59,7 @@ class MachineFit:
         slices: Sequence[JsonObject],
         extra_devices: ExtraDevices = NO_EXTRA_DEVICES,
     ) -> None:
-        """`extra_devices` are what the driver's configuration there gives to claims beside their GPUs."""
+        """`extra_devices` are what the configuration of gpu-dra-driver there gives to claims beside their GPUs."""
         self.name = name
         self._extra_devices = extra_devices
         self._driver = driver

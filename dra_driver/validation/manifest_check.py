@@ -182,7 +182,7 @@ class ManifestCheck:
                 profiles |= set() if of_cluster else set(map(profile_of_class, class_names(claim_spec(v1))))
         known = server.classes if server is not None else None
         self._cluster_classes = None if known is None else {one["metadata"]["name"]: one for one in known}
-        # Those that come with the driver, and those of MIG profiles that the machines or the documents name.
+        # Those that come with gpu-dra-driver, and those of MIG profiles that the machines or the documents name.
         standard = standard_classes(driver, filter(None, profiles)) if known is None else {}
         of_files = {name: entry for (kind, _, name), entry in self._good.items() if kind == "DeviceClass"}
         self._classes: dict[str, JsonObject] = {**standard, **(self._cluster_classes or {}), **of_files}
@@ -221,7 +221,7 @@ class ManifestCheck:
         spec = claim_spec(v1)
         self._admin_hint(spec, self._namespace_of(content), report)
         path = "spec.spec.devices" if v1["kind"] == "ResourceClaimTemplate" else "spec.devices"
-        report.hints += alternative_hints(spec.get("devices") or {}, f"{path}.config", self._driver)
+        report.hints += alternative_hints(spec.get("devices") or {}, path, self._driver)
         if self._knows_classes(sorted(set(class_names(spec))), report):
             self._try_claim(spec, report)
 
@@ -265,13 +265,13 @@ class ManifestCheck:
             ]
             meant = f"; did you mean {near[0]}?" if near else ""
             if self._cluster_classes is not None:
-                absent = f"DeviceClass {name} is neither in the cluster nor among the files"
+                absent = f"DeviceClass {name} is not in the cluster and not in the files"
                 report.faults.append(f"{absent}: the claim gets no devices{meant}")
             elif near:
                 report.faults.append(f"unknown DeviceClass {name}{meant}")
             else:
                 unjudged.append(
-                    f"DeviceClass {name} is neither among the files nor a class of gpu-dra-driver"
+                    f"unknown DeviceClass {name}: it is not in the files, and gpu-dra-driver does not install it"
                 )
         if unjudged:
             report.verdict = NOT_JUDGED
@@ -373,7 +373,7 @@ class ManifestCheck:
             found = self._server.found[reference]
             if found is None:
                 report.hints.append(
-                    f"{shown} is neither among the files nor in the cluster: the pods wait for it"
+                    f"{shown} is not in the files and not in the cluster: the pods wait for it"
                 )
                 return None
         if found is None:

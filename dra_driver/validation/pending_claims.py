@@ -64,7 +64,7 @@ def pending_claims(
     classes: Sequence[JsonObject],
     namespace: str | None = None,
 ) -> list[PendingClaim]:
-    """The claims that ask for devices of the driver, or of a class that is not there, and have none. All in v1 shape;
+    """The claims that ask for devices of a DRA driver, or of a class that is missing, and have none. All in v1 shape;
     `pools` are whole pools of slices by name, each of one node. A claim that is being deleted is not pending."""
     by_name = {entry["metadata"]["name"]: entry for entry in classes}
     ours = {name for name, entry in by_name.items() if driver in json.dumps(entry.get("spec") or {})}
@@ -72,7 +72,7 @@ def pending_claims(
     asking: dict[str, list[JsonObject]] = {}  # pods of one template have claims with one spec
     for claim in waiting:
         known = {name for name in class_names(claim["spec"]) if name in ours or name not in by_name}
-        if known or _strange_request(claim) is not None:
+        if known or _strange(claim, {}) is not None:
             asking.setdefault(json.dumps(claim["spec"], sort_keys=True), []).append(claim)
     judged = [same[0] for same in asking.values()][:_MOST_SPECS]
     cluster = _Cluster(driver, claims, pools, by_name, ours)
@@ -124,18 +124,8 @@ class _Cluster:
             for pool in {result["pool"] for result in _results(claim, driver)}:
                 self._holding.setdefault(pool, []).append(claim)
 
-    def _strange(self, claim: JsonObject) -> str | None:
-        """The first request or class of a sort that came after this version; None if all are known."""
-        request = _strange_request(claim)
-        if request is not None:
-            return f"request {request}"
-        classes = ((name, self._classes.get(name)) for name in class_names(claim["spec"]))
-        return next(
-            (f"class {name}" for name, one in classes if one and not _known_selectors(one["spec"])), None
-        )
-
     def verdict(self, claim: JsonObject) -> PendingClaim:
-        strange = self._strange(claim)
+        strange = _strange(claim, self._classes)
         if strange is not None:
             return PendingClaim("", "", unknown=f"{strange} has a form that this version does not know")
         names = set(class_names(claim["spec"]))
@@ -219,13 +209,15 @@ def _is_in(claim: JsonObject, namespace: str | None) -> bool:
     return namespace is None or claim["metadata"].get("namespace") == namespace
 
 
-def _strange_request(claim: JsonObject) -> str | None:
-    """The first request that this version does not know, or does not know a selector of; None if there is none."""
+def _strange(claim: JsonObject, classes: Mapping[str, JsonObject]) -> str | None:
+    """The first request or class that this version does not know, or of which it does not know a selector; None if it
+    knows all."""
     for request in requests_of(claim["spec"]):
         asked = bodies(request)
         if not asked or not all(map(_known_selectors, asked)):
-            return str(request.get("name"))
-    return None
+            return f"request {request.get('name')}"
+    named = ((name, classes.get(name)) for name in class_names(claim["spec"]))
+    return next((f"class {name}" for name, one in named if one and not _known_selectors(one["spec"])), None)
 
 
 def _known_selectors(body: JsonObject) -> bool:
@@ -244,7 +236,7 @@ def _named(claim: JsonObject, classes: Mapping[str, JsonObject]) -> frozenset[st
 
 def _look(slices: Sequence[JsonObject], taken: Iterable[JsonObject], named: frozenset[str]) -> bytes:
     """A digest of what a node has and what is taken of it, without what makes it this node, in any order of its GPUs.
-    Attributes that are `named` are told apart by their values."""
+    The values of `named` attributes count."""
     held: dict[str, list[str]] = {}
     for result in taken:
         held.setdefault(result["device"], []).append(repr(result.get("consumedCapacity") or {}))

@@ -191,7 +191,7 @@ class ServerTrial:
 
 
 def is_object(document: Document) -> bool:
-    """Whether a document is for the API server: not a configuration of the driver, nor parameters that stand alone."""
+    """Whether a document is for the API server: neither a configuration file of ours nor parameters alone."""
     content = document.content
     return (
         document.problem is None

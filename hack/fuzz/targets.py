@@ -9,7 +9,6 @@ import json
 import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,7 +21,6 @@ from dra_driver import logs
 from dra_driver.api.decode import decode as decode_parameters
 from dra_driver.api.resolve import config_for_result
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.rules.metadata import cdi_file, check_names, container_path, directory_name, requests_of
 from dra_driver.cdi.rules.spec import file_stem
 from dra_driver.diagnostics.doctor.runtime import read_configs
@@ -35,8 +33,6 @@ from dra_driver.errors import (
     PermanentError,
     StateError,
 )
-from dra_driver.files import file_lock
-from dra_driver.health import store as healthstore
 from dra_driver.host import nvidia_smi
 from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.imex import settings as imex_settings
@@ -45,7 +41,6 @@ from dra_driver.host.sysfs import Sysfs
 from dra_driver.journal import record_codec as codec
 from dra_driver.journal import records
 from dra_driver.journal.locks import ClaimLocks
-from dra_driver.journal.records import RecordStore
 from dra_driver.kube.api_errors import api_errors, check_status
 from dra_driver.kube.claims import parse_allocated_claim, parse_claim_now
 from dra_driver.kube.convert import from_version, to_version
@@ -54,15 +49,13 @@ from dra_driver.kube.watch_stream import WatchStream
 from dra_driver.kubelet.claim_check import check_claims
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
 from dra_driver.mig import ledger
-from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.driver_programs import DriverPrograms
-from dra_driver.model.ids import is_dns_label, pci_bus_id
-from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.units import format_bytes, parse_quantity
 from dra_driver.mps import daemon_limits as limits
 from dra_driver.mps.daemon_records import DaemonRecords
-from dra_driver.mps.host_files import MpsHostFiles, MpsLayout, encode_wish, read_wish
+from dra_driver.mps.host_files import MpsLayout
 from dra_driver.settings import read_config_file
 from dra_driver.validation.documents import read_documents
 from dra_driver.validation.rules.selection import NotJudgedError, SelectorError, view
@@ -232,32 +225,6 @@ def record(content: bytes) -> None:
             raise AssertionError(f"pods {shown!r} may move a cursor")
 
 
-def record_file(content: bytes, directory: Path) -> None:
-    """The directory of records with one bad file in it."""
-    store = RecordStore(directory)
-    (directory / f"{UID}.json").write_bytes(content)
-    store.all()
-    store.get(UID)
-
-
-def ledger_file(content: bytes, directory: Path) -> None:
-    """The MIG ledger with a bad entry and a bad mode in it."""
-    for name in ("gpu-4cf8db2d-mig-1g10gb-19-2", f"mode-{GPU}"):
-        (directory / f"{name}.json").write_bytes(content)
-    kept = MigLedger(directory, "boot")
-    if any(not is_dns_label(device) for device in kept.all()):
-        raise AssertionError("a device of any name")
-    kept.owned_modes()
-    kept.mode_is_ours(GPU)
-
-
-def health_file(content: bytes) -> None:
-    """What is remembered of the GPUs' health."""
-    with suppress(StateError):
-        kept = healthstore.decode(content)
-        healthstore.decode(healthstore.encode(kept))
-
-
 def lock_file(content: bytes, directory: Path) -> None:
     """A lock file, which remembers what was unprepared."""
     locks = ClaimLocks(directory)
@@ -277,44 +244,10 @@ def cdi_file_of_ours(content: bytes, directory: Path) -> None:
     found.read(UID)
 
 
-def metadata_file(content: bytes, directory: Path) -> None:
-    """The files that describe devices to containers."""
-    place = directory / "dra-device-metadata/default_claim/gpu"
-    place.mkdir(parents=True)
-    (place / "metadata.json").write_bytes(content)
-    MetadataFiles(directory, directory / "cdi", DRIVER).forget(UID)
-
-
 def mps_record(content: bytes, directory: Path) -> None:
     """The records of MPS daemons with a bad one among them."""
     (directory / "gpu-0.json").write_bytes(content)
     DaemonRecords(MpsLayout(directory)).load()
-
-
-def mps_files(content: bytes, directory: Path) -> None:
-    """What the plugin and the MPS host write for each other; what is understood can be written again."""
-    layout = MpsLayout(directory)
-    layout.statuses.mkdir()
-    layout.status("gpu-0").write_bytes(content)
-    with file_lock.hold_file(layout.lock, threading.Lock(), 0.0, "it"):
-        MpsHostFiles(layout).statuses()
-    wish = directory / "wish"
-    wish.write_bytes(content)
-    with suppress(StateError):
-        spec = read_wish(wish)
-        wish.write_bytes(encode_wish(spec))
-        if read_wish(wish) != spec:
-            raise AssertionError("a wish changes by being written again")
-        with suppress(PermanentError):
-            spec = spec or MpsDaemonSpec("gpu-0", "", "mig", "")
-            limits.check_spec(spec)
-            _check_one_line(limits.limit_commands(spec))
-
-
-def _check_one_line(commands: tuple[tuple[str, str, str], ...]) -> None:
-    for setter, getter, _ in commands:
-        if "\n" in setter or "\n" in getter:
-            raise AssertionError("a command for the control daemon has two lines")
 
 
 def mps_answer(content: bytes) -> None:
@@ -472,7 +405,6 @@ OF_BYTES: dict[str, Callable[[bytes], object]] = {
     "claim": claim_object,
     "parameters": parameters,
     "record": record,
-    "health-file": health_file,
     "mps-answer": mps_answer,
     "nvidia-smi": smi_output,
     "quantity": quantity,
@@ -483,13 +415,9 @@ OF_BYTES: dict[str, Callable[[bytes], object]] = {
     "log-text": log_text,
 }
 OF_FILES: dict[str, Callable[[bytes, Path], object]] = {
-    "record-file": record_file,
-    "ledger-file": ledger_file,
     "lock-file": lock_file,
     "cdi-file": cdi_file_of_ours,
-    "metadata-file": metadata_file,
     "mps-record": mps_record,
-    "mps-files": mps_files,
     "proc": proc,
     "runtime-config": runtime_config,
     "config-file": config_file,

@@ -138,11 +138,6 @@ class PlaygroundKubelet:
         with self._changed:
             return [entry for _, entry in self._instances.values() if entry.driver == driver]
 
-    def drivers(self) -> list[str]:
-        """Names of the registered drivers, sorted."""
-        with self._changed:
-            return sorted({entry.driver for _, entry in self._instances.values()})
-
     def health(self, driver: str) -> dict[tuple[str, str], tuple[str, str]]:
         """What the driver reported: (pool, device) to (status name, message)."""
         with self._changed:
@@ -180,9 +175,9 @@ class PlaygroundKubelet:
         """NodeUnprepareResources. Raises: KubeletError for a failed call or a wrong set of entries."""
         return unprepare_outcomes(self._call(driver, "NodeUnprepareResources", claims, timeout_s))
 
-    def calls(self, method: str | None = None, driver: str | None = None) -> list[Call]:
+    def calls(self, method: str | None = None) -> list[Call]:
         """The recorded calls in the order in which they ended."""
-        return self._recorder.calls(method, driver)
+        return self._recorder.calls(method)
 
     def inject(self, method: str, error: str, *, times: int = 1, after: bool = False) -> None:
         """Lets the next calls of a method fail: before they are sent, or `after` the driver answered.

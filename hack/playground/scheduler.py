@@ -38,7 +38,9 @@ class PlaygroundScheduler:
             claim = self._get("resourceclaims", namespace, name)
             status = claim.setdefault("status", {})
             if not status.get("allocation"):
-                status["allocation"] = self._decide(claim, [node] if node else self._nodes())
+                chosen = self._first_fitting([claim], [node] if node else self._nodes())
+                others = self._server.objects("resourceclaims")
+                status["allocation"] = self._allocate(claim, others, chosen)
             if pod is not None:
                 reserve(status, pod)
             return self._write_status("resourceclaims", _GROUP, claim)
@@ -132,15 +134,6 @@ class PlaygroundScheduler:
         metadata["annotations"] = (metadata.get("annotations") or {}) | {_POD_CLAIM_NAME: entry}
         claim = {"metadata": metadata, "spec": copy.deepcopy(template["spec"]["spec"])}
         return self._server.add("resourceclaims", claim, group=_GROUP)
-
-    def _decide(self, claim: Object, nodes: list[str]) -> Object:
-        failure = AllocationError("no node has slices")
-        for node in nodes:
-            try:
-                return self._allocate(claim, self._server.objects("resourceclaims"), node)
-            except AllocationError as error:
-                failure = error
-        raise failure
 
     def _allocate(self, claim: Object, others: list[Object], node: str) -> Object:
         classes = {c["metadata"]["name"]: c for c in self._server.objects("deviceclasses")}

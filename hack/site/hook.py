@@ -14,6 +14,7 @@ from mkdocs.structure.pages import Page
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import links
+import tables
 
 MERMAID = links.ROOT / "build/site-parts/mermaid.min.js"
 _ITEM = re.compile(r"(?P<mark>- |\d+\. +)")
@@ -44,6 +45,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """The page's text with links of the site, in the dialect of this Markdown."""
     text = links.on_site(_sources[page.file.src_uri], markdown)
     return "".join(_dialect(text))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """The page with names in tables that break where they may."""
+    return tables.with_places_to_break(html)
 
 
 def _dialect(text: str) -> list[str]:

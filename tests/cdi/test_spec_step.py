@@ -123,12 +123,6 @@ def test_step_fails_for_now_when_the_driver_is_gone(bench: Bench) -> None:
     assert bench.specs.read("uid-1") is None
 
 
-def test_spec_that_no_record_speaks_of_is_forgotten(bench: Bench) -> None:
-    bench.steps.do(STEP, bench.plan(next(iter(bench.inventory.by_name))))
-    bench.steps.forget("uid-1")
-    assert bench.specs.read("uid-1") is None
-
-
 def test_what_the_host_lacks_is_told_once_until_it_changes(bench: Bench) -> None:
     plan = bench.plan(next(iter(bench.inventory.by_name)))
     hook = bench.node.machine.host_root / "usr/bin/nvidia-cdi-hook"

@@ -34,7 +34,7 @@ class Scene:
         (directory / "locks").mkdir()
         self.claim_locks = ClaimLocks(directory / "locks")
         self.taken_back: list[tuple[ClaimRecord, list[Step] | None]] = []
-        self.begun = AttemptSteps(self.records, self, self.claim_locks, None)  # type: ignore[arg-type]
+        self.begun = AttemptSteps(self.records, self, self.claim_locks)  # type: ignore[arg-type]
         self.began_ns = time.monotonic_ns()
         self.attempt = self.wait()
 

@@ -76,7 +76,8 @@ def test_mps_daemon_of_a_claim_without_record_is_stopped_in_its_lane_and_without
     monkeypatch.setattr(runner, "undo", undo)
     assert node.unprepare(wanted) is None
     assert begun.is_set()
-    assert (uid in node.specs.list()) == hangs, "nothing else tells of the daemon"
+    assert uid not in node.specs.list()
+    assert [one.name for one in node.cleanups.outstanding()] == [uid] * hangs
     let.set()
     deadline = time.monotonic() + 20
     while node.lanes.under_way():

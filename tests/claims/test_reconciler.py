@@ -545,20 +545,6 @@ def test_taking_back_goes_on_after_a_crash(bench: Bench, when: str, monkeypatch:
 # --- specs without a record ------------------------------------------------------------------------
 
 
-def test_spec_whose_record_vanished_goes_when_its_claim_is_gone(bench: Bench) -> None:
-    bench.node.prepare(ONE)
-    bench.look()
-    bench.node.records.delete("uid-1")
-    for _ in range(3):
-        bench.later()
-    assert sorted(bench.node.specs.list()) == ["uid-1"], "the claim is there: its pod may be running"
-    forget(bench, "uid-1")
-    bench.later()
-    assert sorted(bench.node.specs.list()) == ["uid-1"]
-    bench.later()
-    assert bench.node.files() == {}
-
-
 def test_spec_of_a_claim_that_nobody_can_name_is_told_and_kept(
     node: Node, logs: list[dict[str, str]]
 ) -> None:

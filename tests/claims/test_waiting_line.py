@@ -19,7 +19,6 @@ from dra_driver.claims.planner import Identity
 from dra_driver.claims.rules.plan import Conflict, DeviceHeldError
 from dra_driver.claims.waiting_line import PrepareAttempt, WaitTimeouts
 from dra_driver.errors import ApiRejectedError, DeviceBusyError, NvmlTransientError, StateError
-from dra_driver.journal import locks as claimlocks
 from dra_driver.journal.locks import ClaimLocks
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
@@ -651,46 +650,6 @@ def test_nobody_keeps_the_driver_from_stopping(
         waits(node, "uid-1")
     node.line.stop()
     assert ("in use by" if error else "still being torn down") in error_of(calls.answer("uid-1"))
-
-
-def test_unprepare_that_failed_is_finished_by_whoever_waits(restless: Node, calls: Calls) -> None:
-    """The kubelet wants it so; when it asks again is its own affair."""
-    restless.prepare(HOLDER)
-    tries: list[int] = []
-    restless.steps.on_undo = busy_at_first(tries)
-    assert "in use by" in error_of(restless.unprepare(HOLDER))
-    assert isinstance(restless.prepare(claim(GPU_0)), Prepared)
-    assert (list(restless.records.all()), restless.claims.looks, len(tries)) == (["uid-1"], [], 4)
-    assert restless.unprepare(HOLDER) is None
-
-
-def test_unprepare_that_failed_is_not_finished_once_the_claim_is_prepared_again(node: Node) -> None:
-    node.prepare(HOLDER)
-    node.steps.on_undo = busy
-    assert "in use by" in error_of(node.unprepare(HOLDER))
-    node.steps.on_undo = lambda record: None
-    assert isinstance(node.prepare(HOLDER), Prepared), "its next pod"
-    assert "is held by claim default/claim-holder" in error_of(node.prepare(claim(GPU_0)))
-    assert list(node.records.all()) == ["holder"]
-
-
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "in-the-other-instance"])
-def test_unprepare_that_failed_long_ago_takes_no_device_from_the_next_pod(
-    node: Node, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
-) -> None:
-    """What was prepared is remembered for ten minutes only, what could not be unprepared for longer."""
-    node.prepare(HOLDER)
-    node.steps.on_undo = busy
-    assert "in use by" in error_of(node.unprepare(HOLDER))
-    node.steps.on_undo = lambda record: None
-    assert isinstance((node.restarted() if elsewhere else node).prepare(HOLDER), Prepared)
-    assert (node.line.unfinished("holder") is not None) is elsewhere
-    now_ns = time.monotonic_ns
-    monkeypatch.setattr(claimlocks.time, "monotonic_ns", lambda: now_ns() + 11 * 60 * 10**9)
-    with node.claim_locks.hold("holder", 1) as turn:
-        type(turn)("of-the-same-file", turn.path, turn.descriptor).note_prepared()
-    assert "is held by claim default/claim-holder" in error_of(node.prepare(claim(GPU_0)))
-    assert list(node.records.all()) == ["holder"]
 
 
 def test_claims_that_swapped_devices_do_not_wait_for_each_other(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dra_driver.cli.flags import Command, read, switch
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.shapes import Choice, Scalar
 from dra_driver.settings import FLAGS, Flag
+from tests.fakes.tables import tabled
 
 WHOLE = Scalar(int)
 ALL = (
@@ -36,63 +37,14 @@ def parsed(arguments: list[str], environ: dict[str, str], flags: tuple[Flag, ...
     return read(Command("What it does: 100 % of it.", "", flags).parser("command"), flags, arguments, environ)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environ", "found"),
-    [
-        ([], {}, {}),
-        (["--node-name", "n"], {}, {"node_name": "n"}),
-        (["--node-name=n"], {"NODE_NAME": "other"}, {"node_name": "n"}),
-        (["--node-name=a", "--node-name=b"], {}, {"node_name": "b"}),
-        (["--node-name="], {"NODE_NAME": "other"}, {"node_name": ""}),
-        ([], {"NODE_NAME": "n"}, {"node_name": "n"}),
-        ([], {"NODE_NAME": ""}, {}),
-        (["--old_root", "/x"], {}, {"driver_root": "/x"}),
-        ([], {"ROOT": "", "OLD_ROOT": "/x"}, {"driver_root": "/x"}),
-        ([], {"ROOT": "/y", "OLD_ROOT": "/x"}, {"driver_root": "/y"}),
-        (["--port", "-1"], {}, {"port": -1}),
-        (["--node-name=-x"], {}, {"node_name": "-x"}),
-        (["--port", "4", "--"], {}, {"port": 4}),
-        ([], {"MIG": " "}, {}),
-        (["--qps", "0.5", "--burst", "3"], {}, {"qps": 0.5, "burst": 3}),
-        ([], {"QPS": "7"}, {"qps": 7.0}),
-        (["--mig"], {"MIG": "false"}, {"mig": True}),
-        (["--no-mig"], {"MIG": "true"}, {"mig": False}),
-        ([], {"MIG": "On"}, {"mig": True}),
-        ([], {"MIG": "0"}, {"mig": False}),
-        (["-v", "5"], {}, {"verbosity": 5}),
-        (["-v=5"], {"VERBOSITY": "1"}, {"verbosity": 5}),
-        ([], {"VERBOSITY": "1"}, {}),
-        (["--machine", "a", "--machine=b"], {"MACHINE": "c d"}, {"machine": ["a", "b"]}),
-        ([], {"MACHINE": "c d"}, {"machine": ["c", "d"]}),
-        (["-oyaml"], {"FORM": "x"}, {"form": "yaml"}),
-        (["-wo", "yaml"], {}, {"watch": True, "form": "yaml"}),
-        (["-wv5"], {}, {"watch": True, "verbosity": 5}),
-    ],
-)
+@tabled("arguments", "environ", "found")
 def test_flags_win_over_variables_and_these_over_defaults(
     arguments: list[str], environ: dict[str, str], found: dict[str, Any]
 ) -> None:
     assert vars(parsed(arguments, environ)) == UNGIVEN | found
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environ", "said"),
-    [
-        (["--burst", "x"], {}, "--burst 'x': expected a whole number"),
-        (["--burst", "1.5"], {}, "--burst '1.5': expected a whole number"),
-        (["--burst", "0"], {}, "--burst '0': expected 1 or more"),
-        (["--qps", "nan"], {}, "--qps 'nan': expected a number"),
-        (["-o", "x"], {}, "--form 'x': expected json or yaml"),
-        ([], {"QPS": "11"}, "the environment variable QPS '11': expected 10 or less"),
-        ([], {"QPS": "fast"}, "the environment variable QPS 'fast': expected a number"),
-        ([], {"MIG": "maybe"}, "the environment variable MIG 'maybe': expected true or false"),
-        (["--nodename", "n"], {}, "there is no flag --nodename (did you mean --node-name?)"),
-        (["--node=n"], {}, "there is no flag --node (did you mean --node-name?)"),
-        (["--zzz=4"], {}, "there is no flag --zzz; `command --help` says more"),
-        (["--no-watch"], {}, "there is no flag --no-watch (did you mean --watch?)"),
-        (["stray"], {}, "there is no argument stray"),
-    ],
-)
+@tabled("arguments", "environ", "said")
 def test_a_wrong_flag_is_one_sentence(arguments: list[str], environ: dict[str, str], said: str) -> None:
     assert [*parsed(arguments, environ).faults.values()] == [said]
 
@@ -103,15 +55,7 @@ def test_every_fault_is_told_and_what_is_right_is_kept() -> None:
     assert sorted(given.faults) == ["--zzz", "burst", "port", "qps"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        (["1", "2"], {"gpu": "1", "number": 2, "rest": []}),
-        (["1", "--force", "2", "a", "b"], {"gpu": "1", "number": 2, "rest": ["a", "b"], "force": True}),
-        (["1", "-2"], {"gpu": "1", "number": -2, "rest": []}),
-        (["-", "2", "-"], {"gpu": "-", "number": 2, "rest": ["-"]}),
-    ],
-)
+@tabled("arguments", "found")
 def test_arguments_and_flags_may_come_in_any_order(arguments: list[str], found: dict[str, Any]) -> None:
     flags = (
         Flag("gpu", count="1"),

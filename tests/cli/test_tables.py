@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dra_driver.cli.main import main
 from dra_driver.diagnostics.rules.tables import Column, hanging, table
+from tests.fakes.tables import tabled
 
 COLUMNS = (Column("NAME"), Column("BUS", drop=1), Column("UUID", drop=2), Column("PRODUCT", cut=16))
 ROW = ("gpu-1", "0000:ab:00.0", "GPU-4cf8db2d-06c0", "NVIDIA H100 80GB HBM3")
@@ -83,23 +84,7 @@ def on_terminal(columns: int, *arguments: str, **environment: str) -> list[str]:
     return printed.decode().splitlines()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["docter"], "there is no command docter (did you mean doctor?)"),
-        (["simulate", "lst"], "there is no command lst (did you mean list?)"),
-        (["simulate", "zzz"], "there is no command zzz; `gpu-dra-driver simulate --help` says more"),
-        (["inspect", "--outptu", "json"], "there is no flag --outptu (did you mean --output?)"),
-        (["inspect", "-o", "jsn"], "--output 'jsn': expected table, wide, json or yaml"),
-        (["claims", "stray"], "there is no argument stray"),
-        (["simulate", "lose"], "GPU; `gpu-dra-driver simulate lose --help` says more"),
-        (["simulate", "lose", "1", "2"], "there is no argument 2"),
-        (["top", "--interval"], "expected one argument; `gpu-dra-driver top --help` says more"),
-        (["debts", "--pay=1"], "'1'; `gpu-dra-driver cleanup --help` says more"),
-        (["simulate", "xid", "1", "b"], "XID 'b': expected a whole number"),
-        (["simulate", "create", "dgx-h100", "--simulator-dir", "/proc/none"], "/proc/none"),
-    ],
-)
+@tabled("arguments", "said")
 def test_an_error_is_one_line_with_one_prefix(
     arguments: list[str],
     said: str,
@@ -115,23 +100,7 @@ def test_an_error_is_one_line_with_one_prefix(
     assert ended.value.code in (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("prefix", "width", "lines"),
-    [
-        ("FAIL  NVML  ", None, ["FAIL  NVML  7 GPUs answer, 8 are on the PCI bus of this machine"]),
-        ("FAIL  NVML  ", 80, ["FAIL  NVML  7 GPUs answer, 8 are on the PCI bus of this machine"]),
-        (
-            "FAIL  NVML  ",
-            40,
-            ["FAIL  NVML  7 GPUs answer, 8 are on the", "            PCI bus of this machine"],
-        ),
-        (
-            "  FAIL  NVML  ",
-            34,
-            ["  FAIL  NVML", "      7 GPUs answer, 8 are on the", "      PCI bus of this machine"],
-        ),
-    ],
-)
+@tabled("prefix", "width", "lines")
 def test_a_long_text_hangs_below_its_beginning(prefix: str, width: int | None, lines: list[str]) -> None:
     text = "7 GPUs answer, 8 are on\nthe PCI bus of this machine"
     assert hanging(prefix, text, width).splitlines() == lines

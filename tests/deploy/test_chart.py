@@ -505,7 +505,7 @@ def test_the_notes_tell_what_to_mind_on_a_first_install(notes: Callable[..., str
     text = notes({})
     assert f"kubectl label namespace {NAME} pod-security.kubernetes.io/enforce=privileged" in text
     assert "image.tag" not in notes({"image": {"tag": VERSION}})
-    assert f"image.tag is v25.3.2, and this chart goes with the image of gpu-dra-driver {VERSION}" in notes(
+    assert f"image.tag is v25.3.2, and this chart belongs to the image of gpu-dra-driver {VERSION}" in notes(
         {"image": {"tag": "v25.3.2"}}
     )
     assert "nobody may scrape the metrics" in notes({"kubeletPlugin": {"networkPolicy": {"enabled": True}}})
@@ -571,6 +571,7 @@ def test_the_configuration_file_is_one_that_the_driver_takes(tmp_path: Path) -> 
         "sharing": [{"selector": {"devices": "mig"}, "mode": "off"}, {"mode": "memory", "enforce": "mps"}],
         "health": {"ignoredXids": [94], "taints": {"gpu-lost": "NoExecute"}},
         "dynamicMig": {"enabled": True, "adopt": "destroy", "gpus": {"productName": "NVIDIA H100*"}},
+        "migLayouts": {"layout": "all-balanced", "fromLabel": True},
         "config": {"kubeAPIQPS": 7.5, "logFormat": "console"},
     }
     manifests = template(values)
@@ -580,6 +581,7 @@ def test_the_configuration_file_is_one_that_the_driver_takes(tmp_path: Path) -> 
     assert (settings.kube_api_qps, settings.log_format, settings.adopt_mig) == (7.5, "console", "destroy")
     assert settings.ignored_xids == {94}
     assert settings.dynamic_mig
+    assert (settings.mig_layouts.name, settings.mig_layouts.from_label) == ("all-balanced", True)
     assert len(settings.sharing.entries) == 2
     before = one(manifests, "DaemonSet", NAME)["spec"]["template"]["metadata"]["annotations"]
     other = template(merged(values, {"config": {"logFormat": "json"}}))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dra_driver.diagnostics.doctor.admission import AdmissionProof
-from dra_driver.diagnostics.rules.admission import Refusal, refusal
+from dra_driver.diagnostics.rules.admission import refusal_finding
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.model.claim import ClaimRef
 from tests.diagnostics.test_doctor import DRIVER, NODE, says
@@ -21,9 +21,9 @@ def answer_of(name: str) -> ApiRejectedError:
     return ApiRejectedError(answer["text"], status=answer["status"])
 
 
-@tabled("answer", "found")
-def test_who_refused(answer: Json, found: Json) -> None:
-    assert refusal(ApiRejectedError(answer["text"], status=answer["status"])) == Refusal(**found)
+@tabled("answer", "status", "parts")
+def test_who_refused(answer: Json, status: str, parts: list[str]) -> None:
+    says(refusal_finding(ApiRejectedError(answer["text"], status=answer["status"]), "it"), status, *parts)
 
 
 FORBIDDEN = answer_of("forbidden")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.diagnostics.cluster_lists import ClusterLists, read_cluster
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
+from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import Endpoint
 
 
@@ -74,3 +77,30 @@ def test_list_is_read_in_one_piece_once_and_after_a_wait_when_server_forgets_eac
     (wait,) = waits
     assert 0.8 <= wait <= 1.6
     assert ["limit" in query for query in pages(server)] == [True, False]
+
+
+class EndlessServer:
+    """Answers each request for a list with one more page, under these tokens. Each page takes ten seconds."""
+
+    def __init__(self, waits: list[float], tokens: Iterator[str]) -> None:
+        self.waits, self.tokens, self.pages = waits, tokens, 0
+
+    def call(self, method: str, path: str, **rest: object) -> dict[str, object]:
+        self.waits.append(10.0)
+        self.pages += 1
+        return {"items": [], "metadata": {"continue": next(self.tokens)}}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pages", "why"),
+    [
+        (itertools.cycle("ab"), 3, "begins a page for the second time"),
+        (map(str, itertools.count()), 60, "there is no last page after 600 s"),
+    ],
+)
+def test_list_without_an_end_is_refused(server, waits, monkeypatch, tokens, pages, why):
+    endless = EndlessServer(waits, tokens)
+    monkeypatch.setattr(ApiClient, "request", endless.call)
+    with pytest.raises(ApiUnavailableError, match=why):
+        read(server)
+    assert endless.pages == pages

@@ -22,8 +22,7 @@ from dra_driver.diagnostics.doctor.driver import DriverChecks
 from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
 from dra_driver.diagnostics.doctor.runtime import RuntimeChecks
 from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip
-from dra_driver.diagnostics.rules.node_view import SeenGpu, SeenProcess
-from dra_driver.diagnostics.rules.top_data import NodeHealth
+from dra_driver.diagnostics.rules.node_view import NodeView, SeenGpu, SeenProcess
 from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
 from dra_driver.files.file_lock import hold_file
@@ -48,8 +47,11 @@ from tests.fakes.tables import tabled
 ROOT = Path(__file__).parents[2]
 DRIVER, NODE = "gpu.nvidia.com", "node-a"
 Look = Callable[[], Finding | Sequence[Finding]]
-HEALTHY = NodeHealth(
-    tuple(SeenGpu(f"gpu-{number}", f"GPU-{number}", health="ok") for number in range(8)), has_nvml=True
+HEALTHY = NodeView(
+    NODE,
+    DRIVER,
+    "",
+    gpus=tuple(SeenGpu(f"gpu-{number}", f"GPU-{number}", health="ok") for number in range(8)),
 )
 
 
@@ -175,8 +177,8 @@ class Host:
 
         nodes = more.pop("nodes", device_node_reader(self.node.machine))
         paths = replace(self.node.paths, **more.pop("paths", {}))
-        node_health = more.pop("node_health", lambda: HEALTHY)
-        return DriverChecks(paths, nodes, Shared(read), node_health, **more)
+        node_view = more.pop("node_view", lambda: HEALTHY)
+        return DriverChecks(paths, nodes, Shared(read), node_view, **more)
 
 
 @pytest.fixture
@@ -222,12 +224,11 @@ def test_memory_that_nobody_claims_is_a_warning_for_each_process(host: Host) -> 
     zombie = SeenProcess("gpu-6b45fc99", 4712, "", is_unclaimed=True)
     mine = SeenProcess("gpu-6b45fc99", 4713, "python3", 512 << 20, pod="ml/small-0")
     health = replace(HEALTHY, processes=(stray, zombie, mine))
-    first, second = host.checks(node_health=lambda: health).gpu_processes()
+    first, second = host.checks(node_view=lambda: health).gpu_processes()
     says(first, "WARN", "process 4711 (train) has 2048 MiB on gpu-6b45fc99", "belongs to no prepared claim")
     says(first, "WARN", "`ps -fp 4711` on the node and end it", "reset the GPU")
     says(second, "WARN", "process 4712 has memory on gpu-6b45fc99")
-    says(host.checks(node_health=lambda: HEALTHY).gpu_processes()[0], "OK", "no process")
-    says(host.checks(node_health=NodeHealth).gpu_processes()[0], "SKIP", "NVML")
+    says(host.checks().gpu_processes()[0], "OK", "no process")
 
 
 def test_a_node_without_gpu_misses_nothing(host: Host, tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_a_node_without_gpu_misses_nothing(host: Host, tmp_path: Path) -> None:
         "dev_root": str(tmp_path),
     }
     away = NvmlUnavailableError("libnvidia-ml is away; x")
-    checks = host.checks(away, paths=nothing, node_health=NodeHealth)
+    checks = host.checks(away, paths=nothing, node_view=lambda: replace(HEALTHY, gpus=()))
     found = {outcome.check: outcome.finding for outcome in run_checks(checks.all())}
     says(found.pop("GPUs"), "WARN", "no NVIDIA GPU on the PCI bus", "lspci -d 10de:")
     assert {finding.status for finding in found.values()} == {"SKIP"}
@@ -310,11 +311,13 @@ def test_imex_without_a_fabric(host: Host) -> None:
         "no GPU is in a fabric",
         "nvidia-smi -q",
     )
-    says(
-        host.checks(NvmlUnavailableError("away"), extra_devices=ExtraDevices(imex=0)).imex(),
-        "SKIP",
-        "without NVML",
-    )
+
+
+def test_checks_that_need_nvml_are_skipped_without_it(host: Host) -> None:
+    checks = host.checks(NvmlUnavailableError("away; x"), extra_devices=ExtraDevices(imex=0))
+    names = ("GPU processes", "IMEX", "MIG mode", "GPU memory")
+    found = [one.finding for one in run_checks(checks.all()) if one.check in names]
+    assert found == [skip("not known without NVML")] * 4
 
 
 def test_host_devices_that_are_missing(host: Host) -> None:
@@ -381,7 +384,7 @@ def test_a_driver_root_that_lacks_something(host: Host, tmp_path: Path) -> None:
     nothing = {"sys": str(tmp_path), "proc": str(tmp_path), "dev_root": str(tmp_path)}
     with pytest.raises(NvmlLibraryError) as caught:
         find_nvml_library(str(tmp_path))
-    found = {check.name: check.look() for check in host.checks(caught.value, paths=nothing).all()}
+    found = {one.check: one.finding for one in run_checks(host.checks(caught.value, paths=nothing).all())}
     first = "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1, is made for ELF machine 22"
     says(found["NVML"], "FAIL", first, "remove these libraries if this node has no GPU")
 
@@ -444,7 +447,6 @@ def test_mig_mode_without_devices(host: Host) -> None:
         "--dynamic-mig",
     )
     says(replace(checks, dynamic_mig=True).mig_mode(), "OK", "1 of 8 GPUs")
-    says(host.checks(NvmlUnavailableError("x")).mig_mode(), "SKIP", "without NVML")
 
 
 def test_the_hook_that_was_asked_for(host: Host, tmp_path: Path) -> None:
@@ -475,7 +477,6 @@ def test_memory_of_gpus_that_is_memory_of_the_host(host: Host, tmp_path: Path) -
     finally:
         tray.close()
     says(found, "WARN", "NUMA nodes of the host (2, 10, 18, 26)", "the kubelet counts it", "CDMM (coherent")
-    says(host.checks(NvmlUnavailableError("away; x")).gpu_memory(), "SKIP")
 
 
 # --- the container runtime ----------------------------------------------------------------------

@@ -8,8 +8,7 @@ from typing import Any
 
 from dra_driver.diagnostics.rules.findings import Finding
 from dra_driver.diagnostics.rules.health_findings import health_findings
-from dra_driver.diagnostics.rules.node_view import SeenGpu, SeenReason
-from dra_driver.diagnostics.rules.top_data import NodeHealth
+from dra_driver.diagnostics.rules.node_view import NodeView, SeenGpu, SeenReason
 from tests.fakes.tables import tabled
 
 ONE = SeenGpu("gpu-1", "GPU-1", health="ok", pci_bus_id="0000:1b:00.0")
@@ -25,7 +24,8 @@ def seen(severity: str, reason: str, subject: str = "gpu-1", **more: Any) -> See
 
 
 def of(*reasons: SeenReason, gpus: tuple[SeenGpu, ...] = (ONE, TWO), **more: Any) -> list[Finding]:
-    return health_findings(NodeHealth(gpus, reasons, has_nvml=more.pop("has_nvml", True), **more))
+    view = NodeView("node", "driver", "", gpus=gpus, health=reasons, notes=more.pop("problems", ()))
+    return health_findings(view, has_nvml=more.pop("has_nvml", True))
 
 
 def test_one_line_says_so_when_all_are_well() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from dra_driver.diagnostics.state_on_disk import OwnershipOnDisk, read_state
+from dra_driver.diagnostics.rules.node_state import Ownership
+from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.mig import GpuInstance, OwnedInstance, Placement
@@ -57,12 +58,21 @@ def test_ownership_is_that_of_this_boot(tmp_path: Path) -> None:
         ledger.save(entry)
     ledger.own_mode("GPU-1", None)
     there = [GpuInstance(7 + start, 19, Placement(start, 1)) for start in range(4)]
-    ownership = OwnershipOnDisk(tmp_path, "boot-1")
+    ownership = Ownership(read_state(tmp_path, "boot-1"))
     assert ownership.foreign_instances("GPU-1", there) == tuple(there[1:])
     # Once all claims have ended, what waits to be destroyed is gone.
-    ended = OwnershipOnDisk(tmp_path, "boot-1", ended=True)
+    ended = Ownership(read_state(tmp_path, "boot-1"), ended=True)
     assert ended.foreign_instances("GPU-1", there) == tuple(there[2:])
     assert [ended.makes_devices_of(uuid) for uuid in ("GPU-1", "GPU-2", "GPU-3")] == [True, True, False]
     assert [ownership.mode_is_ours(uuid) for uuid in ("GPU-1", "GPU-2")] == [True, False]
-    assert not OwnershipOnDisk(tmp_path, "boot-2").mode_is_ours("GPU-1")
-    assert OwnershipOnDisk(tmp_path / "nowhere", "boot-1").foreign_instances("GPU-1", there) == tuple(there)
+    assert not Ownership(read_state(tmp_path, "boot-2")).mode_is_ours("GPU-1")
+    nowhere = read_state(tmp_path / "nowhere", "boot-1")
+    assert Ownership(nowhere).foreign_instances("GPU-1", there) == tuple(there)
+    assert (nowhere.modes, nowhere.ledger_fault) == (frozenset(), None)
+
+
+def test_a_ledger_that_cannot_be_listed_is_one_fault(tmp_path: Path) -> None:
+    (tmp_path / "mig").write_text("")
+    state = read_state(tmp_path, "boot-1")
+    assert state.faults == (state.ledger_fault,)
+    assert "mig" in str(state.ledger_fault)

@@ -177,7 +177,7 @@ class Cluster:
     def start(self, *names: str, **how: Any) -> None:
         """Claims and pods of these names, `how` as for `claim_and_pod`; they run, prepared at the first try."""
         self.apply(one for name in names for one in claim_and_pod(name, **how))
-        self.wait_running(*names)
+        self.wait_running(*names, namespace=how.get("namespace", "default"))
 
     def refused(self, objects: Iterable[Json]) -> str:
         """What the API server says of objects that it does not take."""

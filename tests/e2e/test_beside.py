@@ -146,7 +146,7 @@ def test_nvidias_compute_domains_are_installed_beside_it(cluster: Cluster, nvidi
 
 
 def test_nvidias_gpu_plugin_gives_way_as_the_manual_says(cluster: Cluster, nvidias: NvidiasChart) -> None:
-    """The steps of docs/install.md for a cluster with one node, as far as they need no program of NVIDIA's."""
+    """The steps of docs/migration.md for a cluster with one node, as far as they need no program of NVIDIA's."""
     ours = cluster.get("deviceclass", "gpu.nvidia.com")["spec"]
     overlay = ("-k", "daemonset/overlays/e2e")
     cluster.kubectl("delete", *overlay, "--timeout=300s")

@@ -303,12 +303,12 @@ def test_uninstalling_leaves_nothing(released: Chart, cluster: Cluster) -> None:
 
 
 def test_it_takes_over_from_nvidias_chart(released: Chart, cluster: Cluster, tmp_path: Path) -> None:
-    """As docs/install.md prints it. NVIDIA's images are not here, so no program of its chart runs."""
+    """As docs/migration.md prints it. NVIDIA's images are not here, so no program of its chart runs."""
     if released.release_is_there():
         released.uninstall()
     else:
         cluster.kubectl("delete", "-k", "daemonset/overlays/e2e", "--ignore-not-found", "--timeout=300s")
-    page = (ROOT / "docs/install.md").read_text().partition("\n### With Helm\n")[2]
+    page = (ROOT / "docs/migration.md").read_text().partition("\n### With Helm\n")[2]
     install_ours, end_theirs = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)[:2]
     programs = tmp_path / "bin"
     programs.mkdir()

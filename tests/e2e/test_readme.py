@@ -1,4 +1,4 @@
-"""The commands of the README and of docs/install.md for who installs the driver, as they are printed.
+"""The commands of docs/install.md, upgrade.md and migration.md, as they are printed.
 
 `docker` is a stand-in with buildah below it: it builds on the base of `make image`, since there is no registry to pull
 `python:3.13-slim` from, and it pushes into the node. Everything else is what a reader runs.
@@ -68,12 +68,6 @@ DEVICE_PLUGIN = {
     },
 }
 """Stands in for NVIDIA's device plugin, as far as its DaemonSet goes."""
-
-
-def printed_steps() -> list[str]:
-    """The commands of the section, in the order in which they stand there."""
-    section = (ROOT / "README.md").read_text().partition("## Install on a cluster\n")[2].partition("\n## ")[0]
-    return [textwrap.dedent(block) for block in re.findall(r"\n\n((?:       .*\n)+)", section)]
 
 
 @pytest.fixture
@@ -157,7 +151,7 @@ def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, st
         # Not Never, as in the other tests: the kubelet finds the image under the very name that the manifests ask for.
         assert installed["imagePullPolicy"] == "IfNotPresent"
         wait_for(
-            "the driver of the README",
+            "the driver of the manual",
             lambda: len(cluster.staying_pods("node")) == 1 and cluster.driver_is_ready(),
         )
         said = cluster.kubectl("exec", DAEMONSET, "-n", NAMESPACE, "--", "gpu-dra-driver", "--version")
@@ -165,23 +159,39 @@ def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, st
         # The node of the tests has no GPU, and its pool says so.
         wait_for("the pool without devices", lambda: cluster.devices() == [])
 
-    build, with_helm, with_kustomize, look = printed_steps()
+    [build] = printed_blocks("docs/install.md", "Build the image")
+    with_helm, on_a_simulated_machine = printed_blocks("docs/install.md", "Install the chart")
+    look, examine = printed_blocks("docs/install.md", "Check it")
+    [first_workload] = printed_blocks("docs/install.md", "Run a first workload")
+    [with_kustomize] = printed_blocks("daemonset/README.md", "With kustomize")
+
+    def finds_no_fault() -> bool:
+        done = subprocess.run(
+            ["bash", "-eu", "-c", examine], env=reader, capture_output=True, text=True, check=False
+        )
+        return done.returncode == 0 and " 0 FAIL" in done.stdout
+
     run(build)
     cluster.kubectl("delete", "-k", "daemonset/overlays/e2e", "--ignore-not-found", "--timeout=300s")
     run(with_helm)
     is_installed()
+    run(on_a_simulated_machine)
+    wait_for("the devices of the simulated machine", lambda: len(cluster.devices()) == 8)
+    assert "gpu.nvidia.com" in run(look)
+    # A check that takes more than seconds is one that fails, as it may on a machine under load.
+    wait_for("a doctor that finds no fault", finds_no_fault, 60, every_s=1.0)
+    run(first_workload)
+    assert len(cluster.seen_by("one-gpu")) == 1
+    run("kubectl delete -f examples/one-gpu")
     run("helm uninstall gpu-dra-driver --namespace gpu-dra-driver --wait")
     wait_for("the driver's pods to be gone", lambda: not cluster.driver_pods())
     run(with_kustomize)
     is_installed()
-    run(look)
-    assert cluster.pod("one-gpu")["status"]["phase"] == "Pending"
 
 
-def printed_blocks(heading: str) -> list[str]:
-    """The shell blocks of a section of docs/install.md."""
-    page = (ROOT / "docs/install.md").read_text()
-    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+def printed_blocks(page: str, heading: str) -> list[str]:
+    """The shell blocks of a section of a page."""
+    section = (ROOT / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return [textwrap.dedent(block) for block in re.findall(r" *```bash\n(.*?\n) *```", section, re.DOTALL)]
 
 
@@ -225,9 +235,9 @@ def test_manual_moves_a_node_there_and_back_and_uninstalls_without_a_trace(
             if owner["name"] in kinds
         }
 
-    exclude, restrict, move = printed_blocks("From NVIDIA's device plugin")
-    [upgrade, replace_mps_host] = printed_blocks("Upgrade")
-    [claims, delete, remove_state] = printed_blocks("Uninstall")
+    exclude, restrict, move = printed_blocks("docs/migration.md", "From NVIDIA's device plugin")
+    [upgrade, replace_mps_host] = printed_blocks("docs/upgrade.md", "Upgrade")
+    [claims, delete, remove_state] = printed_blocks("docs/upgrade.md", "Uninstall")
 
     cluster.start("left")
     cluster.apply([claim("waits")])

@@ -59,7 +59,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         file = root / ("daemonset/chart/Chart.yaml" if name.startswith("Chart.yaml") else name)
         file.write_text(file.read_text().replace(old, VERSION))
     changelog = root / "CHANGELOG.md"
-    changelog.write_text(changelog.read_text().replace("## Unreleased", f"## {VERSION} - 2026-01-02", 1))
+    heading = f"## {VERSION} - 2026-01-02"
+    changelog.write_text(re.sub(r"^## .*", heading, changelog.read_text(), count=1, flags=re.MULTILINE))
     git(root, "init", "--quiet")
     git(root, "add", "--all")
     git(root, "commit", "--quiet", "--message=release")

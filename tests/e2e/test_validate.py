@@ -115,9 +115,7 @@ def test_what_the_api_server_takes_and_refuses_is_told(cluster: Cluster, space: 
     assert told[6] == "API server: accepts it"
     assert "needs Namespace not-there-yet (" in told[7]
     assert told[8] == 'API server: namespaces "nowhere" not found'
-    assert (
-        "DeviceClass no.example.com is neither in the cluster nor among the files" in reports[9]["faults"][0]
-    )
+    assert "DeviceClass no.example.com is not in the cluster and not in the files" in reports[9]["faults"][0]
     assert told[10] == "API server: accepts it"
     assert "needs ServiceAccount trainer (" in told[11]
     assert told[12].startswith("API server: it has no kind Unknown of example.com/v1")

@@ -130,9 +130,6 @@ class SpecSteps:
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         return self._specs.read(record.ref.uid) is not None
 
-    def forget(self, claim_uid: str) -> None:
-        self._specs.remove(claim_uid)
-
 
 @dataclass
 class Outcomes:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "hack/site"))
 
 import links  # noqa: E402
+import tables  # noqa: E402
 
 PAGES = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md"))
 
@@ -100,3 +101,34 @@ def test_page_of_a_directory_has_its_manifests(everything: list[str]) -> None:
     manifest = (ROOT / "examples/one-gpu/one-gpu.yaml").read_text().strip()
     assert page.startswith("# One GPU for one pod")
     assert f"## `one-gpu.yaml`\n\n```yaml\n{manifest}\n```\n" in page
+
+
+def test_no_name_in_a_table_is_broken_within_a_word(everything: list[str]) -> None:
+    """The style breaks names only where `tables` says, so what stays whole must not be too long for its column."""
+    style = (ROOT / "hack/site/overrides/main.html").read_text()
+    assert ".md-typeset td code { word-break: normal; overflow-wrap: normal; }" in style
+    faults = set()
+    for page in everything:
+        for line, is_prose in links.prose(links.text_of(page) or ""):
+            if is_prose and line.startswith("|"):
+                words = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", line).replace("|", " ").split()
+                names = [piece for code in re.findall(r"`([^`]*)`", line) for piece in tables.pieces(code)]
+                faults |= {(page, word) for word in [*words, *names] if len(word) > tables.LONGEST}
+    assert faults == set()
+
+
+def test_name_breaks_after_its_parts_and_only_in_tables() -> None:
+    code = "<code>nvidia_dra.a/b</code>"
+    shown = "<code>nvidia_<wbr>dra.<wbr>a/<wbr>b</code>"
+    assert (
+        tables.with_places_to_break(f"<p>{code}</p><td>{code} a_b</td>")
+        == f"<p>{code}</p><td>{shown} a_b</td>"
+    )
+    assert tables.pieces("kubectl --a-flag=on nvidia_dra") == [
+        "kubectl",
+        "--a-",
+        "flag=",
+        "on",
+        "nvidia_",
+        "dra",
+    ]

@@ -152,7 +152,7 @@ def test_messages_fit_the_kubelets_limit(bench, monkeypatch):
     message = bench.now()[GPU_0][1]
     assert len(message.encode()) <= 1024
     assert message.startswith("é é")
-    assert message.endswith("...")
+    assert message.endswith("…")
 
 
 def test_a_subscriber_hears_at_once_then_of_changes_then_again(bench, monkeypatch):

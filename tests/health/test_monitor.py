@@ -14,7 +14,6 @@ from dra_driver.health import monitor as module
 from dra_driver.health.monitor import Monitor
 from dra_driver.health.rules.state import RESTART_AFTER_S, SETTLE_S, SETTLE_UNSURE_S, UNRESPONSIVE_AFTER_S
 from dra_driver.health.rules.taints import device_taints
-from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.gpu import Fabric, FabricRegistration, UnreadyFabric
 from dra_driver.model.health import HealthChange, HealthEvent, HealthTarget, PolledHealth, Severity, Xid
@@ -63,7 +62,7 @@ class Bench:
             self.source,
             lambda: None if self.shown is None else {uuid: self.places[uuid] for uuid in self.shown},
             lambda place: place in self.on_bus,
-            SharedHealth(self.store, lambda: True),
+            self.store,
             boot_id,
             on_change=self._changed,
             on_transition=self.transitions.append,
@@ -115,7 +114,7 @@ def test_well_gpus_cost_nothing(bench):
     for _ in range(20):
         bench.turn(3)
     assert [bench.condition(index) for index in range(4)] == ["ok"] * 4
-    assert (bench.changes, bench.store.saves, bench.tainted()) == (0, saves, {})
+    assert (bench.changes, bench.store.saves, bench.tainted()) == (1, saves, {}), "known since the first poll"
     assert bench.monitor.polled_at(bench.uuids[0]) >= bench.now - 10
     assert bench.monitor.problem() is None
 
@@ -534,7 +533,7 @@ def test_a_program_that_fails_over_and_over_fills_nothing(bench, logs):
     bench.turn()
     (entry,) = bench.monitor.history(bench.uuids[0])
     assert (entry.times, entry.before, entry.after) == (70, Severity.OK, Severity.OK)
-    assert (bench.changes, bench.store.saves, len(bench.transitions)) == (0, saves, 1)
+    assert (bench.changes, bench.store.saves, len(bench.transitions)) == (1, saves, 1)
     assert len([line for line in logs if line["event"] == "health_changed"]) == 1
 
 
@@ -554,6 +553,15 @@ def test_events_that_fail_leave_the_looks(bench, logs, function):
     assert "xid/48" in bench.reasons(1)
 
 
+def test_a_gpu_whose_health_is_known_again_is_news(bench):
+    bench.turn()
+    bench.monitor._polls.clear()
+    before = bench.changes
+    bench.turn(10)
+    bench.turn(10)
+    assert bench.changes == before + 1
+
+
 def test_a_disk_that_refuses_costs_only_the_memory(bench, logs, monkeypatch):
     def refuse(kept: KeptHealth) -> None:
         raise StateError("the disk is full")
@@ -561,7 +569,7 @@ def test_a_disk_that_refuses_costs_only_the_memory(bench, logs, monkeypatch):
     monkeypatch.setattr(bench.store, "save", refuse)
     bench.machine.raise_xid(0, 48)
     bench.turn()
-    assert (bench.reasons(0), bench.changes) == (["xid/48"], 1)
+    assert (bench.reasons(0), bench.changes) == (["xid/48"], 2)
     assert "health_not_kept" in [line["event"] for line in logs]
 
 
@@ -613,7 +621,7 @@ def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     started: list[tuple[Monitor, HangingSource]] = []
 
     def start(source: HangingSource, **more: object) -> Monitor:
-        store = SharedHealth(HealthStore(tmp_path / "health.json"), lambda: True)
+        store = HealthStore(tmp_path / "health.json", lambda: True)
         heard = {"on_change": lambda: None, "on_transition": lambda _: None, "on_fabric": lambda *_: None}
         monitor = Monitor(source, lambda: {"GPU-a": None}, lambda _: True, store, "boot", **heard | more)
         started.append((monitor, source))
@@ -728,5 +736,5 @@ def test_a_listener_that_fails_does_not_end_the_watch(bench, logs):
     bench.monitor._history._listener = fail
     bench.machine.raise_xid(0, 48)
     bench.turn()
-    assert bench.changes == 1
+    assert bench.changes == 2
     assert "health_listener_failed" in [line["event"] for line in logs]

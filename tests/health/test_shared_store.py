@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from dra_driver.health.rules.merge import merged
-from dra_driver.health.shared_store import SharedHealth
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 
@@ -23,8 +22,8 @@ def kept(*reasons: Reason) -> KeptHealth:
 def test_who_stands_by_writes_nothing_and_takes_over_what_the_other_kept(tmp_path: Path) -> None:
     path = tmp_path / "health.json"
     new_turn = False
-    old = SharedHealth(HealthStore(path), lambda: not new_turn)
-    new = SharedHealth(HealthStore(path), lambda: new_turn)
+    old = HealthStore(path, lambda: not new_turn)
+    new = HealthStore(path, lambda: new_turn)
     assert not old.is_outdated()
     assert new.load() is None
     assert not new.is_outdated()
@@ -43,7 +42,7 @@ def test_who_stands_by_writes_nothing_and_takes_over_what_the_other_kept(tmp_pat
 
 def test_what_an_older_boot_kept_or_nobody_is_not_mixed_in(tmp_path: Path) -> None:
     path = tmp_path / "health.json"
-    shared = SharedHealth(HealthStore(path), lambda: True)
+    shared = HealthStore(path, lambda: True)
     shared.save(kept(XID))
     HealthStore(path).save(KeptHealth("boot-0", None, (HealthState(GPU, (OTHER_XID,)),)))
     assert shared.load() == kept(XID)

@@ -35,7 +35,9 @@ def test_only_functions_of_nvidia_count(tmp_path: Path, monkeypatch: pytest.Monk
     assert fingerprint.read() == before
     reads: list[Path] = []
     read_text = Path.read_text
-    monkeypatch.setattr(Path, "read_text", lambda path, **kw: reads.append(path) or read_text(path, **kw))
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *a, **kw: reads.append(path) or read_text(path, *a, **kw)
+    )
     assert fingerprint.read() == before
     vendors = [path.parent.name for path in reads if path.name == "vendor"]
     assert vendors == ["0000:02:10.2"], "the vendors of the others are known"

@@ -287,7 +287,7 @@ def test_who_waits_hears_of_pools_that_were_not_looked_at(server: OddServer) -> 
     objects["resourceslices"] = [shared_slice("net", [device("x")], allNodes=True)]
     server.serve(objects)
     assert (
-        "\nclaim ml/waits is pending (pod train-0):\n  1 pool that nodes share was not looked at\n"
+        "\nclaim ml/waits is pending (pod train-0):\n  1 pool that nodes share was not checked\n"
         in (server.shown(output=Output.table)[0])
     )
     assert [(row["product"], row["nodes"]) for row in server.rows("product")["rows"]] == [("H100", 0)]

@@ -134,8 +134,8 @@ def test_doctor_names_a_lost_gpu_when_no_plugin_runs(node: Node) -> None:
     lines = done.stdout.splitlines()
     assert done.returncode == 1
     assert f"WARN  NVML                 1 of 8 GPUs does not answer: {gone.bus_id}" in lines
-    named = f"gpu-{gone.uuid[4:12]} ({gone.bus_id}) is lost: the GPU does not answer NVML"
-    assert f"FAIL  health               {named}" in lines
+    named = f"gpu-{gone.uuid[4:12]} ({gone.bus_id}) is lost: the GPU fell off the bus and does not answer"
+    assert any(line.startswith(f"FAIL  health               {named}") for line in lines)
     assert [line for line in lines if line.startswith("WARN  device nodes")] == []
     node.machine.restore_gpu(5)
     health.write_text("{broken")
@@ -503,7 +503,7 @@ def test_no_hint_is_given_on_devices_of_another_driver() -> None:
     code, reports, _ = validate(str(EXAMPLES / "gpu-and-nic"), "--simulate", "dgx-h100")
     assert code == 0
     assert [report["hints"] for report in reports] == [[], []]
-    assert any("DeviceClass dranet is neither" in note for note in reports[0]["notes"])
+    assert any("unknown DeviceClass dranet: " in note for note in reports[0]["notes"])
 
 
 @pytest.mark.parametrize("name", SHARED)

@@ -41,7 +41,7 @@ def test_a_gpu_is_reset_while_the_driver_is_detached(node: Node, detach: Callabl
     assert "in use by" in reset(node, "3").stderr
     done = detach("--for", "1h")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("no instance of the driver has NVML open; none opens it before 2")
+    assert done.stdout.startswith("no instance of gpu-dra-driver has NVML open; none opens it before 2")
     assert reset(node, "3").returncode == 0
     where = ["--simulate", str(node.settings.simulate), "--simulator-dir", str(node.settings.simulator_dir)]
     where += ["--kubelet-plugins-directory-path", node.settings.kubelet_plugins_directory_path]
@@ -54,9 +54,9 @@ def test_a_gpu_is_reset_while_the_driver_is_detached(node: Node, detach: Callabl
     assert "detach --end" in checks["NVML"]["remedy"]
     eventually(lambda: node.devices() == [])
     assert "NVML is closed until" in str(node.prepare(late))
-    assert detach("--end").stdout == "the driver opens NVML again\n"
+    assert detach("--end").stdout == "gpu-dra-driver opens NVML again\n"
     node.wait_devices(8)
-    assert detach("--end").stdout == "the driver was not detached\n"
+    assert detach("--end").stdout == "the node was not detached\n"
 
 
 def test_time_slices_that_the_closing_lost_are_set_again(node: Node, detach: Callable[..., Any]) -> None:

@@ -92,7 +92,7 @@ def test_drawing_says_who_holds_what_and_changes_nothing(tmp_path: Path) -> None
     owners = [line.rpartition(": ")[2] for line in drawn.splitlines() if line.startswith("  slice ")]
     assert owners == [
         "claim ml/training",
-        "made by this driver, held by no claim, to be destroyed",
+        "made by gpu-dra-driver, held by no claim, to be destroyed",
         "not ours",
     ]
     assert "room for: 1g.10gb x4" in drawn

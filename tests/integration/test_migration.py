@@ -1,6 +1,6 @@
 """A node on which NVIDIA's DRA driver ran: it has the same name, directory and CDI file names, and other device names.
 
-docs/install.md tells people to drain such a node first; here is what happens to those who do, and to those who do not.
+docs/migration.md tells people to drain such a node first; here is what happens with and without that.
 """
 
 from __future__ import annotations

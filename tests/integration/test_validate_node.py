@@ -105,5 +105,5 @@ def test_a_ledger_that_cannot_be_read_is_told_and_nothing_is_called_foreign(
     (plugins / DRIVER / "mig").write_text("")
     code, reports, sentence = validate(with_ledger=False)
     assert (code, [report["faults"] for report in reports]) == (0, [[], []])
-    assert sentence.startswith("fit not checked, since which MIG devices the driver made is not known: ")
+    assert sentence.startswith("fit not checked, since which MIG devices gpu-dra-driver made is not known: ")
     assert sentence.endswith("; run this as root")

@@ -62,9 +62,6 @@ class Tools:
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         return True
 
-    def forget(self, claim_uid: str) -> None:
-        pass
-
 
 class Told:
     def __init__(self) -> None:

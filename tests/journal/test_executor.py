@@ -62,9 +62,6 @@ class Journal:
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         return "do" in self.events
 
-    def forget(self, claim_uid: str) -> None:
-        self._note("forget")
-
 
 def planned(*names: str) -> Plan:
     return plan_claim(claim(*names), MIXED, NODE, DRIVER, ())

@@ -35,7 +35,7 @@ class Silicon:
 
     def __init__(self, model: simulated.Model) -> None:
         self.model = model
-        self.gpu = simulated.Gpu(uuid="GPU-0", model="", bus_id="", minor=0, module_id=0, serial="", pcie="")
+        self.gpu = simulated.Gpu(uuid="GPU-0", model="", bus_id="", minor=0, serial="", pcie="")
         self.gpu.mig_mode = 1
 
     def free(self) -> set[Slot]:

@@ -147,14 +147,6 @@ def test_without_a_host_that_reads_it_nothing_is_written(
     fake.close()
 
 
-def test_a_host_that_still_serves_the_socket_is_older(fake: FakeHost) -> None:
-    (fake.layout.root / "host.sock").touch()
-    with pytest.raises(
-        NoMpsHostError, match=r"is of an older release: delete the pod .* once no MPS claims run"
-    ):
-        fake.files.ensure(SPEC)
-
-
 def test_a_host_that_comes_late_is_waited_for(host: Host) -> None:
     late = threading.Timer(0.3, host.supervisor)
     late.start()

@@ -57,6 +57,7 @@ def test_whole_gpu_has_its_load_and_its_processes(machine, monkeypatch):
     assert (use.mig, use.processes) == ({}, [GpuProcess(4711, "python3", 512 << 20)])
     monkeypatch.setattr(os, "getpid", lambda: 1)
     assert seen.source.read(seen.gpu, ()).processes is None, "alone in its PID namespace"
+    assert seen.source.read_processes(seen.gpu).processes is None
     seen.machine.lose_gpu(0)
     with pytest.raises(DeviceLostError):
         seen.source.read(seen.gpu, ())
@@ -141,6 +142,18 @@ def test_gpus_before_hopper_have_no_utilisation_of_mig_devices(machine):
     device = a100.cut(profile="1g.5gb")
     found = [a100.look(device)[device.uuid] for _ in range(2)]
     assert found == [GpuLoad(0, 4864 << 20)] * 2
+
+
+def test_processes_alone_are_read_without_loads_and_keep_the_samples(h100):
+    busy = h100.cut(0)
+    h100.machine.hold_gpu(0, 4711, "python3", gpu_instance=busy.gpu_instance_id, utilisation=90)
+    assert h100.percent(busy) is None
+    for refused in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetPowerUsage", "nvmlGpmMigSampleGet"):
+        h100.machine.set_fault(refused, code="GPU_IS_LOST")
+    use = h100.source.read_processes(h100.gpu)
+    assert (use.load, use.mig, [one.pid for one in use.processes]) == (GpuLoad(), {}, [4711])
+    h100.machine.clear_faults()
+    assert (h100.samples(), h100.percent(busy)) == (1, 90)
 
 
 def test_closed_session_is_no_idle_gpu(h100):

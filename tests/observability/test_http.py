@@ -13,6 +13,7 @@ import structlog
 
 from dra_driver.errors import FatalError, InvalidConfigError
 from dra_driver.observability.http import HttpEndpoint, Response, problems_page, split_address
+from tests.fakes.tables import tabled
 
 
 def broken() -> Response:
@@ -68,7 +69,7 @@ def test_other_paths_and_methods_are_refused(endpoint: HttpEndpoint) -> None:
 def test_page_that_fails_is_told_in_the_log_and_not_in_the_answer(endpoint: HttpEndpoint) -> None:
     with structlog.testing.capture_logs() as lines:
         status, _, body = get(endpoint, "/broken")
-    assert (status, body) == (500, b"internal error; see the driver's log\n")
+    assert (status, body) == (500, b"internal error; see the log of gpu-dra-driver\n")
     assert [(line["event"], line["path"], line["exc_info"]) for line in lines] == [
         ("page_failed", "/broken", True)
     ]
@@ -152,16 +153,7 @@ def answers(host: str, port: int) -> bytes:
     return body
 
 
-@pytest.mark.parametrize(
-    ("address", "hosts"),
-    [
-        (":0", ["127.0.0.1", "::1"]),
-        ("[::]:0", ["127.0.0.1", "::1"]),
-        ("[::1]:0", ["::1"]),
-        ("0.0.0.0:0", ["127.0.0.1"]),
-        ("localhost:0", ["localhost"]),
-    ],
-)
+@tabled("address", "hosts")
 def test_kubelet_is_answered_over_the_family_of_the_pods_address(address: str, hosts: list[str]) -> None:
     """On a cluster with IPv6 only, a probe of an endpoint that listens on IPv4 fails for ever."""
     one = HttpEndpoint(address, {"/": lambda: Response(200, "text/x", b"ok\n")})
@@ -202,17 +194,9 @@ def test_port_that_is_taken_is_fatal(endpoint: HttpEndpoint) -> None:
         HttpEndpoint(f"127.0.0.1:{endpoint.port}", {})
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (":8080", ("", 8080)),
-        ("127.0.0.1:0", ("127.0.0.1", 0)),
-        ("[::1]:80", ("::1", 80)),
-        ("h:65535", ("h", 65535)),
-    ],
-)
+@tabled("text", "expected")
 def test_address_is_split(text: str, expected: tuple[str, int]) -> None:
-    assert split_address(text) == expected
+    assert split_address(text) == tuple(expected)
 
 
 @pytest.mark.parametrize(

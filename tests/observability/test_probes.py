@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-import pytest
 import structlog
 
 from dra_driver.inventory.discovery import NOT_DISCOVERED
 from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.observability.http import problems_page
 from dra_driver.observability.probes import Probes
+from tests.fakes.tables import tabled
 
 UNKNOWN = NOT_DISCOVERED
 REGISTERED = RegistrationStatus(True)
@@ -72,41 +72,26 @@ def test_all_is_well() -> None:
     assert probes.is_ready()
 
 
-# What is wrong, what fails readiness, what is told as a note.
-READINESS: dict[str, tuple[Callable[[], Node], list[str], list[str]]] = {
-    "no plugin": (lambda: Node(plugin=None), ["has not registered"], []),
-    "not registered": (lambda: Node(FakePlugin(None)), ["has not registered"], []),
-    "refused": (
-        lambda: Node(FakePlugin(RegistrationStatus(False, "old"))),
-        ["refused the plugin: old; see the kubelet's log"],
-        [],
-    ),
-    "stopping": (lambda: Node(FakePlugin(stopping=True)), ["is stopping"], []),
-    "no publisher": (lambda: Node(publisher=None), ["still starting"], []),
-    "nothing known": (
-        lambda: Node(devices=UNKNOWN, publisher=FakePublisher(NOT_YET, False)),
-        [str(UNKNOWN), NOT_YET],
-        [],
-    ),
-    "not published": (lambda: Node(publisher=FakePublisher(FORBIDDEN, False)), [FORBIDDEN], []),
-    "API server gone": (lambda: Node(publisher=FakePublisher(FORBIDDEN)), [], [FORBIDDEN]),
-    "stands by": (lambda: Node(publisher=FakePublisher(None, False)), [], []),
-    "NVML hangs": (lambda: Node(devices=HANGS), [], [HANGS]),
-    "NVML hangs from the start": (
-        lambda: Node(devices=HANGS, publisher=FakePublisher(NOT_YET, False)),
-        [],
-        [HANGS, NOT_YET],
-    ),
-    "other trouble": (lambda: Node(other="health is unknown"), [], ["health is unknown"]),
-    "sockets down": (lambda: Node(FakePlugin(liveness=Sockets("gone", False))), [], []),
-}
+def node_of(given: dict[str, Any]) -> Node:
+    """A node with what a row of the table says; words for sentences that the code has."""
+    sentences = {"UNKNOWN": UNKNOWN, "HANGS": HANGS, "NOT YET": NOT_YET, "FORBIDDEN": FORBIDDEN}
+    made = Node(other=given.get("other"), devices=sentences.get(given.get("devices", "")))
+    if "plugin" in given:
+        made.plugin = None if given["plugin"] is None else FakePlugin(**given["plugin"])
+    if "status" in given:
+        made.plugin.status = None if given["status"] is None else RegistrationStatus(*given["status"])
+    if "publisher" in given:
+        problem, published = given["publisher"] or (None, True)
+        made.publisher = FakePublisher(sentences.get(problem), published) if given["publisher"] else None
+    return made
 
 
-@pytest.mark.parametrize(("make", "faults", "notes"), READINESS.values(), ids=READINESS)
+@tabled("given", "faults", "notes")
 def test_readiness_fails_for_what_an_update_would_spread(
-    make: Callable[[], Node], faults: list[str], notes: list[str]
+    given: dict[str, Any], faults: list[str], notes: list[str]
 ) -> None:
-    probes = make().probes
+    probes = node_of(given).probes
+    assert probes.liveness() == [], "nothing but the sockets fails it"
     for found, wanted in ((probes.readiness(), faults), (probes.notes(), notes)):
         assert len(found) == len(wanted), found
         for sentence, words in zip(found, wanted, strict=True):
@@ -114,15 +99,11 @@ def test_readiness_fails_for_what_an_update_would_spread(
     assert probes.is_ready() is (not faults)
 
 
-@pytest.mark.parametrize("make", [make for name, (make, *_) in READINESS.items() if name != "sockets down"])
-def test_nothing_but_the_sockets_fails_liveness(make: Callable[[], Node]) -> None:
-    assert make().probes.liveness() == []
-
-
 def test_sockets_fail_liveness_and_before_the_first_answer_the_start() -> None:
     sockets = Sockets("the DRA socket does not answer", answered=False)
     node = Node(FakePlugin(liveness=sockets))
     assert node.probes.startup() == node.probes.liveness() == ["the DRA socket does not answer"]
+    assert (node.probes.readiness(), node.probes.notes()) == ([], [])
     sockets.answered = True
     assert node.probes.startup() == []
     assert node.probes.liveness() == ["the DRA socket does not answer"]

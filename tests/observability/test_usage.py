@@ -31,6 +31,7 @@ class Node:
     def __init__(self, *records: ClaimRecord) -> None:
         self.records = {one.ref.uid: one for one in records}
         self.asked: list[tuple[GpuAddress, list[MigAddress]]] = []
+        self.processes_asked: list[str] = []
         self.uses = {
             uuid(0): GpuUse(BUSY, {}, (GpuProcess(1, "python3", 4 << 30),)),
             uuid(1): GpuUse(IDLE),
@@ -41,6 +42,7 @@ class Node:
         self.origins: dict[int, Origin] = {}
         self.usage = Usage(
             self.read,
+            self.read_processes,
             lambda: MIXED,
             lambda: self.records,
             lambda device: MADE if device == PART else None,
@@ -55,6 +57,10 @@ class Node:
         if gpu.uuid in self.fail:
             raise DeviceLostError("it fell off the bus")
         return self.uses[gpu.uuid]
+
+    def read_processes(self, gpu: GpuAddress) -> GpuUse:
+        self.processes_asked.append(gpu.uuid)
+        return GpuUse(GpuLoad(), {}, self.read(gpu, ()).processes)
 
     def metrics(self) -> Metrics:
         metrics = Metrics(DRIVER, NODE, list)
@@ -162,6 +168,27 @@ def test_a_claim_that_only_looks_at_a_gpu_hides_no_memory_there() -> None:
         node = Node(record(monitor))
         node.origins = {1: "unknown"}
         assert [process.pid for process in node.usage.look().unclaimed[uuid(0)]] == expected
+
+
+def test_search_for_memory_that_nobody_claims_reads_processes_only() -> None:
+    node = Node(record(hold(GPU_0), hold(MIG_1G)))
+    node.uses[uuid(1)] = GpuUse(BUSY, {}, (GpuProcess(5, "train", 3 << 30),))
+    node.uses[uuid(2)] = GpuUse(BUSY, {}, None)
+    node.origins = {5: "host"}
+    node.fail.add(uuid(0))
+    assert node.usage.unclaimed() == {uuid(1): [GpuProcess(5, "train", 3 << 30)]}
+    assert sorted(node.processes_asked) == [uuid(0), uuid(1), uuid(2)]
+    assert len(node.asked) == 3
+
+
+def test_gpu_that_hangs_in_a_scrape_is_not_read_by_the_search_either() -> None:
+    node = Node(record(hold(GPU_0), hold(GPU_1)))
+    end = node.hang[uuid(0)] = threading.Event()
+    assert uuid(0) not in node.usage.look().unclaimed
+    del node.hang[uuid(0)]
+    assert node.usage.unclaimed().keys() == {uuid(1), uuid(2)}
+    assert uuid(0) not in node.processes_asked
+    end.set()
 
 
 def test_without_the_processes_of_the_host_none_are_told() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dra_driver.errors import StateError
-from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
-from dra_driver.observability.rules.usage import NodeUse
+from dra_driver.model.gpu import GpuProcess
 from dra_driver.reporting.unclaimed_memory import UnclaimedMemory
 from tests.fakes.samples import uuid
 
@@ -24,11 +23,10 @@ class Node:
         self.told: list[int] = []
         self.watch = UnclaimedMemory(self.look, self.report, lambda: self.now)
 
-    def look(self) -> NodeUse:
+    def look(self) -> dict[str, list[GpuProcess]]:
         if self.fails:
             raise StateError("no records")
-        found = self.found or {}
-        return NodeUse((), dict.fromkeys(found, GpuUse(GpuLoad())), found)
+        return self.found or {}
 
     def report(self, gpu_uuid: str, process: GpuProcess) -> bool:
         assert gpu_uuid == uuid(0)

@@ -39,8 +39,7 @@ FOUND = {
                                             for n in range(1, 9))],
 }  # fmt: skip
 DOCUMENTS = (
-    "claim", "parameters", "record", "record-file", "ledger-file", "health-file", "lock-file", "cdi-file",
-    "metadata-file", "mps-record", "mps-files",
+    "claim", "parameters", "record", "lock-file", "cdi-file", "mps-record",
 )  # fmt: skip
 
 
@@ -93,11 +92,11 @@ def test_parser_stands_what_was_found_before(target: str) -> None:
 def test_values_deep_in_a_document_are_replaced() -> None:
     def is_bad(content: bytes) -> bool:
         with suppress(ValueError, RecursionError, LookupError, TypeError):
-            return json.loads(content)["metadata"]["generation"] is None
+            return json.loads(content)["containerEdits"]["env"] is None
         return False
 
-    found = find(inputs("metadata-file"), is_bad, settings=settings(max_examples=3000))
-    assert json.loads(found)["kind"] == "DeviceMetadata"
+    found = find(inputs("cdi-file"), is_bad, settings=settings(max_examples=3000))
+    assert json.loads(found)["cdiVersion"] == "0.5.0"
 
 
 def _spin() -> None:

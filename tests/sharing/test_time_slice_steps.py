@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from dra_driver.concurrency.deadline import until
 from dra_driver.errors import RetryableError
 from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.journal.cleanups import Cleaner, PendingCleanups
+from dra_driver.journal.executor import StepDispatcher
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
@@ -73,5 +76,57 @@ def test_time_slices_are_set_again_when_no_thread_starts(
     records.save(ClaimRecord(claim(), "prepared", "boot-1", (), (SetTimeSlice("GPU-1", 3),), ""))
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
     threads_that_start("lane", 0)
-    TimeSliceSteps(NvidiaSmi(lambda: found), records, "boot-1").set_again(Lanes(locks))
+    steps = TimeSliceSteps(NvidiaSmi(lambda: found), records, "boot-1")
+    steps.driver_reloaded()
+    steps.restore(Lanes(locks))
     assert "--set-timeslice 3" in (tmp_path / "asked").read_text()
+    assert not steps.is_lost()
+
+
+def test_time_slice_that_cannot_be_set_again_is_tried_until_it_is(
+    tmp_path: Path, logs: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An nvidia-smi that fails, then a claim that ends meanwhile, and one whose GPU has no such setting any more."""
+    monkeypatch.setattr("dra_driver.journal.cleanups._RETRY_FIRST_S", 0.05)
+    monkeypatch.setattr("dra_driver.journal.cleanups._TOOLS_EVERY_S", 0.05)
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f"""#!/bin/sh
+case "$*" in *GPU-2*) echo not supported; exit 3;; esac
+test -e {tmp_path}/works || {{ echo a fault; exit 1; }}
+echo "$@" >> {tmp_path}/asked
+"""
+    )
+    program.chmod(0o755)
+    records, locks = RecordStore(tmp_path / "claims"), GpuLocks(tmp_path / "locks")
+    records.open("boot-1")
+    locks.open()
+    for number in (1, 2, 3):
+        step = SetTimeSlice(f"GPU-{number}", 3)
+        records.save(ClaimRecord(claim(uid=f"uid-{number}"), "prepared", "boot-1", (), (step,), ""))
+    found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
+    steps, lanes = TimeSliceSteps(NvidiaSmi(lambda: found), records, "boot-1"), Lanes(locks)
+    cleanups = PendingCleanups(tmp_path / "debts", records, "boot-1")
+    cleanups.open()
+    cleaner = Cleaner(
+        cleanups,
+        lanes,
+        StepDispatcher({}),
+        "boot-1",
+        is_lost=steps.is_lost,
+        restore=partial(steps.restore, lanes),
+    )
+    cleaner.start()
+    try:
+        steps.driver_reloaded()
+        cleaner.look_soon()
+        while [line["event"] for line in logs].count("time_slice_lost") < 3:
+            time.sleep(0.01)
+        records.delete("uid-3")
+        (tmp_path / "works").touch()
+        while steps.is_lost():
+            time.sleep(0.01)
+    finally:
+        cleaner.stop()
+    assert [line.split()[2] for line in (tmp_path / "asked").read_text().splitlines()] == ["GPU-1"]
+    assert len([line for line in logs if line["event"] == "time_slice_lost"]) == 3, "each reason is told once"

@@ -1,5 +1,6 @@
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,11 +32,19 @@ def check_form(device: dict[str, Any]) -> None:
     """Every attribute is known, has its type and its form."""
     known = GPU_ATTRIBUTES if device["attributes"]["type"]["string"] == "gpu" else MIG_ATTRIBUTES
     for name, value in device["attributes"].items():
+        assert name in known, f"{name} is missing in the tables of tests/slices/test_attributes.py"
         kind, form = known[name]
         assert list(value) == [kind], (device["name"], name)
         expected = {"string": str, "version": str, "int": int, "bool": bool}[kind]
         assert type(value[kind]) is expected, (device["name"], name)
         assert form is None or re.fullmatch(form, value[kind]), (device["name"], name, value)
+
+
+def test_manual_names_every_attribute() -> None:
+    manual = (Path(__file__).parents[2] / "docs/api.md").read_text()
+    table = manual.partition("| Attribute | Type | gpu | mig |\n")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`([^`]+)`", table))
+    assert GPU_ATTRIBUTES.keys() | MIG_ATTRIBUTES.keys() <= named
 
 
 def test_whole_gpu_has_every_attribute_when_all_is_known() -> None:

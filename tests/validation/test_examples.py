@@ -18,6 +18,7 @@ from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 from dra_driver.settings import resolve
 from dra_driver.slices.rules.build import build_pool
 from tests.fakes.samples import DRIVER, MIXED, NODE, h100, inventory
+from tests.fakes.tables import tabled
 from tests.mig.migtables import MODELS, table
 
 ROOT = Path(__file__).parents[2]
@@ -94,14 +95,7 @@ def on_demand() -> PlaygroundApiServer:
     return node(h100(0, partitioning=partitioned(table(MODELS["h100-sxm"]), (), offers_whole=True)))
 
 
-@pytest.mark.parametrize(
-    ("name", "profiles"),
-    [
-        ("mig-on-demand", ["1g10gb-19"]),
-        ("mig-same-gpu", ["3g40gb-9", "2g20gb-14", "1g10gb-19", "1g10gb-19"]),
-        ("mig-mps", ["2g20gb-14"]),
-    ],
-)
+@tabled("name", "profiles")
 def test_example_with_mig_on_demand_is_allocated(
     on_demand: PlaygroundApiServer, name: str, profiles: list[str]
 ) -> None:

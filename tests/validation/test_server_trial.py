@@ -19,6 +19,7 @@ from dra_driver.validation.rules.server_answers import Answer, Made, refused, un
 from dra_driver.validation.rules.standard_classes import standard_classes
 from dra_driver.validation.server_trial import ServerFindings, ServerTrial
 from tests.fakes.samples import DRIVER
+from tests.fakes.tables import tabled
 from tests.integration.test_process import call
 
 Json = dict[str, Any]
@@ -211,10 +212,10 @@ def test_classes_claims_and_templates_of_the_cluster_count(
         (reports[2], "mig-1g.10gb.nvidia.com"),
     ):
         assert report.faults == [
-            f"DeviceClass {name} is neither in the cluster nor among the files: the claim gets no devices"
+            f"DeviceClass {name} is not in the cluster and not in the files: the claim gets no devices"
         ]
     assert reports[3].hints == [
-        "ResourceClaim default/absent is neither among the files nor in the cluster: the pods wait for it"
+        "ResourceClaim default/absent is not in the files and not in the cluster: the pods wait for it"
     ]
 
 
@@ -288,21 +289,7 @@ MADE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("message", "outcome", "text"),
-    [
-        ('resourceclaims.resource.k8s.io "c" is forbidden: ValidatingAdmissionPolicy \'p\' with binding \'b\' denied '
-         "request: sharing.strategy is wrong", "refused", None),
-        ('pods "p" is forbidden: error looking up service account default/trainer: serviceaccount "trainer" not found',
-         "waits", "needs ServiceAccount trainer (a.yaml:1), which is not in the cluster yet"),
-        ('pods "p" is forbidden: error looking up service account default/other: serviceaccount "other" not found',
-         "refused", None),
-        ('pods "p" is forbidden: no PriorityClass with name urgent was found',
-         "waits", "needs PriorityClass urgent (a.yaml:9), which is not in the cluster yet"),
-        ('namespaces "a" is forbidden: User "u" cannot create resource "namespaces" in API group "" at the cluster '
-         "scope", "not asked", None),
-    ],
-)  # fmt: skip
+@tabled("message", "outcome", "text")
 def test_a_refusal_is_told_in_the_servers_own_words(message: str, outcome: str, text: str | None) -> None:
     assert refused(f"{message} (HTTP 403)", 403, MADE) == Answer(outcome, text or message)
 

@@ -72,7 +72,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end }}
 
 {{/*
-By what pods of the driver are found. A DaemonSet's selector cannot be changed: a release with the name of the chart
+By what pods of the plugin are found. A DaemonSet's selector cannot be changed: a release with the name of the chart
 has the selector of daemonset/base, and any other one is told apart by its name.
 */}}
 {{- define "gpu-dra-driver.selectorLabels" -}}
@@ -137,11 +137,12 @@ one that the image has too.
 {{- if or .Values.sharing (include "gpu-dra-driver.consumableShares" .) -}}true{{- end -}}
 {{- end }}
 
-{{/* The driver's configuration file, or nothing. */}}
+{{/* The plugin's configuration file, or nothing. */}}
 {{- define "gpu-dra-driver.configFile" -}}
 {{- $file := deepCopy .Values.config -}}
 {{- with .Values.sharing }}{{ $_ := set $file "sharing" . }}{{ end -}}
 {{- with .Values.health }}{{ $_ := set $file "health" . }}{{ end -}}
+{{- with .Values.migLayouts }}{{ $_ := set $file "migLayouts" . }}{{ end -}}
 {{- if and (include "gpu-dra-driver.dynamicMig" .) (or .Values.dynamicMig.gpus (ne .Values.dynamicMig.adopt "leave")) -}}
 {{- $section := dict "enabled" true "adopt" .Values.dynamicMig.adopt -}}
 {{- with .Values.dynamicMig.gpus }}{{ $_ := set $section "gpus" . }}{{ end -}}
@@ -169,7 +170,7 @@ nodeSelector:
   {{- toYaml . | nindent 2 }}
   {{- end }}
 tolerations:
-  # The kubelet needs the driver to end pods, also those that such a taint evicts.
+  # The kubelet needs the plugin to end pods, also those that such a taint evicts.
   - operator: Exists
     effect: NoExecute
 {{- range .Values.kubeletPlugin.tolerations }}

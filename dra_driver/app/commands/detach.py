@@ -1,4 +1,4 @@
-"""`detach`: every instance of the driver on this node lets go of NVML for a while."""
+"""`detach`: every instance of gpu-dra-driver on this node closes NVML for a while."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dra_driver.settings import Settings
 
 
 def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force: bool) -> str:
-    """Have every instance of the driver on this node close NVML for `seconds`; what to tell the user. `gpus` are those
-    whose claims count, all if empty.
+    """Have every instance of gpu-dra-driver on this node close NVML for `seconds`; returns a text for the user. `gpus`
+    are those whose claims count, all if empty.
 
-    Raises: ClaimsInTheWayError, unless `force`; InvalidConfigError if there is no such GPU; NvmlInUseError if the
-    driver does not let go; StateError.
+    Raises: ClaimsInTheWayError, unless `force`; InvalidConfigError if there is no such GPU; NvmlInUseError if an
+    instance does not close it; StateError.
     """
     machine = CommandMachine(settings)
     chosen = _chosen_gpus(machine, gpus) if gpus and not force else None
@@ -34,16 +34,16 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
         if state.faults:
             raise StateError(f"not all claims are known: {state.faults[0]}")
         found = [f"{one.ref.namespace}/{one.ref.name}" for one in state.records if concerns(one)]
-        owing = [
+        pending = [
             one.record.ref
             for one in state.cleanups
             if concerns(one.record) and any(isinstance(step, RunMps) for step in one.steps)
         ]
-        return found + [f"{ref.namespace}/{ref.name} (ended, but its MPS daemon is left)" for ref in owing]
+        return found + [f"{ref.namespace}/{ref.name} (ended, but its MPS daemon is left)" for ref in pending]
 
     made = detach(machine.detachments, seconds, None if force else claims)
     return (
-        f"no instance of the driver has NVML open; none opens it before {made.until}\n"
+        f"no instance of gpu-dra-driver has NVML open; none opens it before {made.until}\n"
         "no device of this node is offered meanwhile; `gpu-dra-driver detach --end` ends that"
     )
 
@@ -75,4 +75,4 @@ def attach_node(settings: Settings) -> str:
     detachments = CommandMachine(settings).detachments
     was = detachments.now()
     detachments.end()
-    return "the driver was not detached" if was is None else "the driver opens NVML again"
+    return "the node was not detached" if was is None else "gpu-dra-driver opens NVML again"

@@ -15,11 +15,13 @@ from dra_driver.diagnostics.doctor.cluster import ClusterChecks
 from dra_driver.diagnostics.doctor.driver import DriverChecks
 from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
 from dra_driver.diagnostics.doctor.runtime import RuntimeChecks, host_directory
-from dra_driver.diagnostics.rules.top_data import NodeHealth, NvmlFacts, node_health
+from dra_driver.diagnostics.rules.node_view import NodeView
+from dra_driver.diagnostics.rules.top_data import NvmlFacts, node_view
 from dra_driver.errors import DraDriverError
 from dra_driver.host.processes import gpu_users
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.model.inventory import Inventory
 from dra_driver.settings import Settings
 
 _API_TIMEOUT_S = 4.0
@@ -39,13 +41,14 @@ def doctor_checks(settings: Settings) -> list[Check]:
         with closing(snapshot):
             return snapshot.read_gpus(inventory.get())
 
-    def health() -> NodeHealth:
+    def view() -> NodeView:
         try:
-            facts: NvmlFacts | None = bounded("NVML", look, _NVML_WAIT_S)
+            facts = bounded("NVML", look, _NVML_WAIT_S)
         except DraDriverError:
-            found = inventory.or_none()
-            facts = None if found is None else NvmlFacts(found)
-        return node_health(facts, state.get(), datetime.now(UTC))
+            facts = NvmlFacts(inventory.or_none() or Inventory())
+        node, driver, notes = settings.node_name, settings.driver_name, state.get().notes
+        now = datetime.now(UTC)
+        return node_view(node, driver, now, facts, (), state.get(), (), notes, machine.is_on_demand)
 
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     host = host_directory(machine.paths, simulated=settings.simulate is not None, in_pod=in_pod)
@@ -53,7 +56,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         machine.paths,
         machine.nodes,
         inventory,
-        Shared(health).get,
+        Shared(view).get,
         settings.nvidia_cdi_hook_path,
         settings.dynamic_mig,
         lambda: gpu_users(

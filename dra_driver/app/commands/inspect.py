@@ -9,7 +9,7 @@ from typing import Any
 from dra_driver.app.commands.machine import CommandMachine, unread
 from dra_driver.diagnostics.rules.mig_holders import gpu_maps, waiting_for_mig_mode
 from dra_driver.diagnostics.rules.mig_map import GpuMap
-from dra_driver.diagnostics.state_on_disk import OwnershipOnDisk
+from dra_driver.diagnostics.rules.node_state import NodeState, Ownership
 from dra_driver.errors import StateError
 from dra_driver.health.rules.taints import TaintPolicy, device_taints, instances_by_device, is_withdrawn
 from dra_driver.host.driver_root import DriverRoot
@@ -28,20 +28,21 @@ JsonObject = dict[str, Any]
 
 
 class OwnershipUnknownError(StateError):
-    """It cannot be told which of a machine's MIG devices the driver made."""
+    """It is not known which of a machine's MIG devices gpu-dra-driver made."""
 
 
 def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[list[JsonObject], list[str]]:
     """The slices that `run` would publish on this machine, and what is not published as asked for. An empty machine has
-    no ill devices, no claims and no pending cleanup, and what the driver made for claims is gone.
+    no ill devices, no claims and no pending cleanup, and what gpu-dra-driver made for claims is gone.
 
     Raises: NvmlUnavailableError; for an empty machine OwnershipUnknownError.
     """
     machine = CommandMachine(settings)
-    ownership = OwnershipOnDisk(settings.plugin_directory, machine.boot_id or "unknown", ended=is_empty)
+    state = machine.state()
+    ownership = Ownership(state, ended=is_empty)
 
     def on_demand(gpu: Gpu) -> bool:
-        # What the driver has cut comes back, also where this command was not told that the driver cuts GPUs.
+        # MIG devices come back where gpu-dra-driver made some, also if this command is run without that setting.
         return machine.is_on_demand(gpu) or (is_empty and ownership.makes_devices_of(gpu.uuid))
 
     reader = machine.nvml_reader(on_demand)
@@ -49,9 +50,11 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
         files = DriverRoot(machine.paths, nodes=machine.nodes)
         host = HostView(machine.paths, imex=settings.imex_channel is not None, files=files)
         inventory = discover_once(reader, host, ownership)
-    if is_empty and ownership.unread is not None and any(gpu.mig_enabled for gpu in inventory.gpus):
-        raise OwnershipUnknownError(f"which MIG devices the driver made is not known: {ownership.unread}")
-    taints, withheld, faults = (untainted, none_withheld, []) if is_empty else _kept_taints(machine)
+    if is_empty and state.ledger_fault is not None and any(gpu.mig_enabled for gpu in inventory.gpus):
+        raise OwnershipUnknownError(
+            f"which MIG devices gpu-dra-driver made is not known: {state.ledger_fault}"
+        )
+    taints, withheld, faults = (untainted, none_withheld, []) if is_empty else _kept_taints(machine, state)
     pool = build_pool(inventory, settings.node_name, settings.sharing, taints, withheld)
     changes = slice_changes(pool, (), Owner(settings.driver_name, settings.node_name, ""))
     slices = [
@@ -61,10 +64,12 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
     return slices, [*unread(inventory), *faults, *pool.faults, *pool.notes]
 
 
-def _kept_taints(machine: CommandMachine) -> tuple[Taints, Callable[[OfferedDevice], bool], list[str]]:
-    """The taints that devices have, and which ones are withdrawn, by what the driver keeps on disk; and what of that
-    could not be read. The API server is not asked whether it keeps taints."""
-    settings, state = machine.settings, machine.state()
+def _kept_taints(
+    machine: CommandMachine, state: NodeState
+) -> tuple[Taints, Callable[[OfferedDevice], bool], list[str]]:
+    """The taints that devices have, and which ones are withdrawn, by what gpu-dra-driver keeps on disk; and what of
+    that could not be read. The API server is not asked whether it keeps taints."""
+    settings = machine.settings
     states = {entry.target: entry for entry in state.health}
     instances = instances_by_device(state.owned)
     policy = TaintPolicy(dict(settings.taint_effects))

@@ -18,7 +18,7 @@ from dra_driver.settings import Settings
 
 
 class CommandMachine:
-    """The machine that the settings name. Its NVML stays closed while the driver is detached.
+    """The machine that the settings name. Its NVML stays closed while the node is detached.
 
     Raises: InvalidConfigError, StateError if a simulated machine cannot be made.
     """
@@ -38,7 +38,7 @@ class CommandMachine:
         return self.settings.on_demand is not None and self.settings.on_demand(gpu)
 
     def state(self) -> NodeState:
-        """What the driver wrote down, read now."""
+        """What gpu-dra-driver wrote down, read now."""
         return read_state(self.settings.plugin_directory, self.boot_id)
 
     def nvml_reader(self, on_demand: Callable[[Gpu], bool]) -> NvmlReader:

@@ -10,7 +10,7 @@ from dra_driver.claims.fetch import ClaimFetch, ClaimLookup, RecordedPods
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.kubelet_call import Observer
 from dra_driver.claims.planner import ClaimPlanner, Identity
-from dra_driver.claims.prepare import AttemptSteps, Preparer
+from dra_driver.claims.prepare import Preparer
 from dra_driver.claims.reconciler import Reconciler, Rhythm
 from dra_driver.claims.service import ClaimService
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
@@ -61,7 +61,6 @@ def claim_parts(
     here, None if that is not known. `setting_for_lost` answers what to set so that new pods stay away from lost GPUs,
     None if they do. `refuse_changing` is the `Preparer`'s."""
     line = WaitingLine(lookup, records, identity.driver, users, timeouts)
-    steps = AttemptSteps(records, executor, claim_locks, cleaner)
     unpreparer = Unpreparer(records, claim_locks, executor, line, observer)
     reconciler = Reconciler(
         records,
@@ -78,6 +77,6 @@ def claim_parts(
     )
     line.tell_leaving(reconciler.look_soon)
     planner = ClaimPlanner(identity, discovery, records, without_record, extra_devices, setting_for_lost)
-    preparer = Preparer(planner, records, claim_locks, planning, steps, line, unpreparer, refuse_changing)
+    preparer = Preparer(planner, records, claim_locks, planning, executor, cleaner, line, refuse_changing)
     service = ClaimService(ClaimFetch(lookup, records, identity.driver), preparer, unpreparer, line, observer)
     return ClaimParts(service, preparer, unpreparer, reconciler, line)

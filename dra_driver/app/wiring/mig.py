@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 
+from dra_driver.app.change_table import Change, Changes
 from dra_driver.concurrency.deadline import seconds_for
 from dra_driver.errors import NvmlUnavailableError
+from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.executor import StepRunner
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.collector import MigCollector
-from dra_driver.mig.context import MigContext, MigObserver
+from dra_driver.mig.context import MigContext
 from dra_driver.mig.create import MigDevices
 from dra_driver.mig.holders import MigHolders
 from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile
@@ -28,6 +30,7 @@ from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.model.steps import CreateMig, LeaveMigMode
 from dra_driver.nvml.mig_hardware import MigHardware
 from dra_driver.settings import Settings
+from dra_driver.slices.leadership import InstanceLeadership
 
 _NVML_S = 30.0
 _RESCAN_S = 10.0
@@ -63,19 +66,15 @@ class MigParts:
         records: RecordStore,
         lanes: Lanes,
         lost_devices: Callable[[], Collection[str]],
-        on_change: Callable[[], None],
-        observe: MigObserver,
+        changes: Changes,
         operation: Operation,
         planning: GpuLocks,
         labels: Callable[[], Mapping[str, str]],
-        inventory: Callable[[], Inventory | None],
-        leads: Callable[[], bool],
-        rescan: Callable[[float], None],
-        on_layouts: Callable[[Sequence[GpuLayout]], None],
+        discovery: Callable[[], Discovery],
+        leadership: InstanceLeadership,
     ) -> None:
-        """`planning` are the locks under which claims are planned, `labels` reads those of the own node. `leads` says
-        whether this instance acts on the layout, `rescan` has discovery look within so many seconds, and `on_layouts`
-        is told of what became of the layout on GPUs."""
+        """`planning` are the locks under which claims are planned, `labels` reads those of the own node. `discovery` is
+        made later."""
 
         def kept_open() -> AbstractContextManager[None]:
             return operation(lambda: seconds_for("wait until NVML is initialised", _NVML_S))
@@ -95,7 +94,7 @@ class MigParts:
             MigHardware(kept_open),
             self.ledger,
             MigHolders(records, lost_devices),
-            observe,
+            partial(changes.tell, Change.MIG_DEVICE),
             left_over=self.look_soon,
             operation=whole_action,
             clock=time.monotonic,
@@ -107,7 +106,7 @@ class MigParts:
             self.devices,
             lanes,
             adopt="destroy" if settings.adopt_mig == "destroy" else "leave",
-            on_change=on_change,
+            on_change=partial(changes.tell, Change.MIG_SPACE_FREED),
         )
         self._layout_file = LayoutFile(settings.plugin_directory / LAYOUT_FILE)
         self._layouts = NodeLayouts(
@@ -119,11 +118,11 @@ class MigParts:
             self._layout_file,
             settings.mig_layouts,
             labels=_kept(labels),
-            inventory=inventory,
+            inventory=lambda: discovery().latest(),
             is_on_demand=settings.on_demand or (lambda _gpu: False),
-            leads=leads,
-            rescan=partial(rescan, _RESCAN_S),
-            on_change=on_layouts,
+            leads=leadership.is_ours,
+            rescan=lambda: discovery().scan_now(_RESCAN_S),
+            on_change=partial(changes.tell, Change.MIG_LAYOUT),
         )
         self._steps = MigSteps(self._context, self.devices, paths.proc)
 

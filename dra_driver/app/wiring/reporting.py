@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 
+from dra_driver.app.change_table import Change, Changes
 from dra_driver.app.part import Part
 from dra_driver.app.wiring.health import HealthParts
 from dra_driver.app.wiring.mig import MigParts
 from dra_driver.claims.fetch import ClaimPods
+from dra_driver.inventory.discovery import Discovery
+from dra_driver.journal.cleanups import PendingCleanups
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.events import EventWriter
 from dra_driver.kube.versions import ResourceApi
-from dra_driver.model.inventory import Inventory
-from dra_driver.model.mps import MpsDaemonStatus
-from dra_driver.model.record import ClaimRecord
+from dra_driver.mps.host_files import MpsHostFiles
 from dra_driver.observability.metrics import Metrics
 from dra_driver.reporting.claim_health import ClaimHealthReporter
 from dra_driver.reporting.claim_status import ClaimStatusReporter
@@ -23,6 +25,7 @@ from dra_driver.reporting.mps_events import MpsEvents
 from dra_driver.reporting.node_events import NodeEvents
 from dra_driver.reporting.reporter import Reporter, claim_using
 from dra_driver.settings import Settings
+from dra_driver.slices.leadership import InstanceLeadership
 
 
 class ReportingParts:
@@ -34,17 +37,17 @@ class ReportingParts:
         settings: Settings,
         api: ResourceApi,
         metrics: Metrics,
-        inventory: Callable[[], Inventory | None],
+        discovery: Discovery,
         records: RecordStore,
         health: HealthParts,
         mig: MigParts,
-        may_tell: Callable[[], bool],
-        ended: Callable[[], Sequence[ClaimRecord]],
-        released: Callable[[], None],
-        mps_daemons: Callable[[], Sequence[MpsDaemonStatus]],
+        changes: Changes,
+        leadership: InstanceLeadership,
+        cleanups: Callable[[], PendingCleanups],
+        mps: MpsHostFiles,
     ) -> None:
-        """`ended` answers the records of claims that have ended and of which something is still being undone.
-        `released` is called when a claim was unprepared. `mps_daemons` asks the MPS host."""
+        """`cleanups` are made later."""
+        inventory, may_tell = discovery.latest, leadership.speaks_for_node
         self.claim_pods = ClaimPods()
         self.recorder = EventRecorder(
             settings.node_name,
@@ -64,14 +67,14 @@ class ReportingParts:
             may_tell,
             health.monitor.look_for_hangs,
         )
-        self._mps = MpsEvents(self.recorder, records.all, mps_daemons)
+        self._mps = MpsEvents(self.recorder, records.all, mps.statuses)
         self.reporter = Reporter(
             metrics,
             self.recorder,
             states,
             mig.created_instance,
-            lambda device: claim_using(device, [*records.all().values(), *ended()]),
-            released,
+            lambda device: claim_using(device, [*records.all().values(), *cleanups().ended()]),
+            partial(changes.tell, Change.CLAIM_RELEASED),
             self._mps,
         )
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from dra_driver.app.part import Part
 from dra_driver.app.wiring.health import HealthParts
+from dra_driver.app.wiring.reporting import ReportingParts
 from dra_driver.health.rules.taints import is_withdrawn
+from dra_driver.inventory.discovery import Discovery
+from dra_driver.journal.cleanups import PendingCleanups
+from dra_driver.journal.records import RecordStore
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.inventory import Inventory, OfferedDevice
-from dra_driver.model.record import ClaimRecord
-from dra_driver.reporting.node_events import NodeEvents
 from dra_driver.settings import Settings
 from dra_driver.slices.api_support import ApiSupport, ask_support, shares_counters, sharing_caution
 from dra_driver.slices.leadership import InstanceLeadership
 from dra_driver.slices.publisher import Publisher
-from dra_driver.slices.rules.build import none_withheld
 from dra_driver.slices.rules.diff import Owner
 
 
@@ -32,17 +33,12 @@ class PublishingParts:
         client: ApiClient,
         api: ResourceApi,
         leadership: InstanceLeadership,
-        inventory: Callable[[], Inventory | None],
+        discovery: Discovery,
         health: HealthParts,
-        records: Callable[[], Mapping[str, ClaimRecord]],
-        owing: Callable[[], Callable[[OfferedDevice], bool]],
-        partitions_missing: Callable[[str], None],
-        scheduler_outdated: Callable[[str], None],
-        news: NodeEvents,
+        records: RecordStore,
+        cleanups: PendingCleanups,
+        reporting: ReportingParts,
     ) -> None:
-        """`records` answers the records of the claims, `owing` whether a pending cleanup keeps a device from
-        being given out."""
-
         def owner() -> Owner:
             return Owner(settings.driver_name, settings.node_name, node_uid(client, settings.node_name))
 
@@ -51,19 +47,19 @@ class PublishingParts:
 
         self.support = ApiSupport(
             lambda known, partitions: ask_support(api, owner(), known, partitions=partitions),
-            partitions_missing,
+            reporting.reporter.partitions_missing,
             caution=caution,
-            warn=scheduler_outdated,
+            warn=reporting.reporter.scheduler_outdated,
         )
         self._settings = settings
         self._health = health
         self._records = records
-        self._owing = owing
+        self._cleanups = cleanups
         self._withdraws = False
         self._leadership = leadership
         self._cache = SliceCache(SliceClient(api, settings.driver_name, settings.node_name), self._dirty)
         self.publisher = Publisher(
-            inventory,
+            discovery.latest,
             self._cache,
             owner,
             settings.sharing,
@@ -71,7 +67,7 @@ class PublishingParts:
             support=self.support,
             taints=health.taints,
             withheld=self._withheld,
-            observer=news,
+            observer=reporting.node,
         )
 
     def parts(self) -> Iterator[Part]:
@@ -107,13 +103,13 @@ class PublishingParts:
         mode = self._settings.unhealthy_devices
         # Before the records are read: a claim that is released from now on makes another round.
         self._withdraws = mode == "withdraw" or (mode == "auto" and dropped)
-        owing = self._owing() if dropped or self._withdraws else none_withheld
+        pending = self._cleanups.withheld() if dropped or self._withdraws else lambda _device: None
         if not self._withdraws:
-            return owing
+            return lambda device: pending(device) is not None
         taints = self._health.taints()
         held = {
             held.device
-            for record in self._records().values()
+            for record in self._records.all().values()
             for held in record.devices
             if not held.admin_access
         }
@@ -122,7 +118,9 @@ class PublishingParts:
             found = taints(device)
             is_shared = self._settings.sharing.rule_for(device) is not None
             is_held = device.name in held
-            return owing(device) or is_withdrawn(device, found, is_held=is_held, is_shared=is_shared)
+            return pending(device) is not None or is_withdrawn(
+                device, found, is_held=is_held, is_shared=is_shared
+            )
 
         return is_withheld
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dra_driver.diagnostics.rules.admission import EXEMPT_VERB, MARK_RESOURCE, MARK_VERB, refusal
-from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip, warn
+from dra_driver.diagnostics.rules.admission import EXEMPT_VERB, MARK_RESOURCE, MARK_VERB, refusal_finding
+from dra_driver.diagnostics.rules.findings import Finding, skip, warn
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import MERGE_PATCH, ApiClient
 from dra_driver.kube.cluster import Permission, is_allowed
@@ -31,7 +31,7 @@ _CONSUMER = {"resource": "pods", "name": "gpu-dra-driver-probe", "uid": "gpu-dra
 class AdmissionProof:
     """Asks with the token of gpu-dra-driver; an account to which the policies do not apply proves nothing.
 
-    `claims` are those that the driver of this node has prepared. Raises from both: as ApiClient.
+    `claims` are those that gpu-dra-driver has prepared on this node. Raises from both: as ApiClient.
     """
 
     client: ApiClient
@@ -52,7 +52,7 @@ class AdmissionProof:
                 body=_SLICE | {"spec": spec},
             )
         except ApiRejectedError as error:
-            return self._refused(error, "a slice of another node")
+            return refusal_finding(error, "a slice of another node")
         return self._accepted("publish slices of other nodes")
 
     def claim_status(self) -> Finding:
@@ -75,28 +75,8 @@ class AdmissionProof:
                 content_type=MERGE_PATCH,
             )
         except ApiRejectedError as error:
-            return self._refused(error, "a change of who uses a claim")
+            return refusal_finding(error, "a change of who uses a claim")
         return self._accepted("change who gets which device")
-
-    def _refused(self, error: ApiRejectedError, what: str) -> Finding:
-        """What a refusal is worth."""
-        found = refusal(error)
-        if found.lacks_node:
-            return fail(
-                f"{found.name} refused this account: its token names no node, so gpu-dra-driver can publish nothing",
-                "mount a token of the pod, as daemonset/base does (volume api-token), and restart the pod",
-            )
-        match found.by:
-            case "ours":
-                return ok(f"{found.name} refused this account {what}")
-            case "server":
-                return ok(f"{found.name} refused this account {what}, as Kubernetes 1.36 and newer do")
-            case "rbac":
-                return skip(
-                    "RBAC lets this account write nothing of that sort, so no policy was asked; run doctor in the "
-                    "pod of gpu-dra-driver"
-                )
-        return skip(f"{found.name} refused this account {what} before the policy of gpu-dra-driver was asked")
 
     def _accepted(self, what: str) -> Finding:
         """The server took what it should refuse."""

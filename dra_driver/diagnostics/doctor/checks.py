@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
+from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.diagnostics.rules.findings import Finding, fail, skip
 from dra_driver.errors import DraDriverError
 
@@ -64,27 +66,19 @@ def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcom
 
     A check that raises, or does not end in time, fails itself and no other.
     """
-    answers = [_begun(check) for check in checks]
-    wait(answers, bound_s)
+    answers = side_by_side([partial(_looked, check) for check in checks], len(checks), bound_s)
     late = fail(
         f"no answer within {bound_s:g} s", "look at the kernel log (`dmesg`) and the network for what hangs"
     )
     return [
         Outcome(check.name, finding)
         for check, answer in zip(checks, answers, strict=True)
-        for finding in (answer.result() if answer.done() else (late,))
+        for finding in (_listed(answer.result()) if answer.done() and not answer.cancelled() else (late,))
     ]
 
 
-def _begun(check: Check) -> Future[Sequence[Finding]]:
-    answer: Future[Sequence[Finding]] = Future()
-
-    def look() -> None:
-        found = _looked(check)
-        answer.set_result((found,) if isinstance(found, Finding) else found)
-
-    threading.Thread(target=look, name=f"check {check.name}", daemon=True).start()
-    return answer
+def _listed(found: Finding | Sequence[Finding]) -> Sequence[Finding]:
+    return (found,) if isinstance(found, Finding) else found
 
 
 def folded(outcomes: Sequence[Outcome]) -> list[Outcome]:

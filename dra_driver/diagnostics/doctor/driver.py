@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from dra_driver.diagnostics.doctor.checks import Check, Look, Shared
 from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
 from dra_driver.diagnostics.rules.health_findings import health_findings
-from dra_driver.diagnostics.rules.top_data import NodeHealth
+from dra_driver.diagnostics.rules.node_view import NodeView
 from dra_driver.errors import (
     DraDriverError,
     NvmlDetachedError,
@@ -48,14 +48,18 @@ _KERNEL_VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
 _GPU_NODE = re.compile(r"nvidia(\d+)\Z")
 
 
+class _NotKnownError(Exception):
+    """What a check needs is not known without NVML; the check `NVML` says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class DriverChecks:
-    """Checks of one host. `inventory` raises what NVML answers; `node_health` is what `top` shows too."""
+    """Checks of one host. `inventory` raises what NVML answers; `node_view` is what `top` shows too."""
 
     paths: HostPaths
     nodes: DeviceNodeReader
     inventory: Shared[Inventory]
-    node_health: Callable[[], NodeHealth]
+    node_view: Callable[[], NodeView]
     hook: str | None = None
     dynamic_mig: bool = False
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
@@ -154,9 +158,8 @@ class DriverChecks:
             return warn(
                 str(error).partition("; ")[0], "`gpu-dra-driver detach --end` if that is not wanted any more"
             )
-        except NvmlLibraryError as error:
-            seen, _, remedy = str(error).partition("; ")
-            return fail(seen, remedy)
+        except NvmlLibraryError:
+            raise
         except DraDriverError as error:
             seen = str(error).partition("; ")[0]
             return fail(seen, "`nvidia-smi` on the node; `dmesg | grep -i nvrm` says why it fails")
@@ -190,7 +193,7 @@ class DriverChecks:
 
     def health(self) -> list[Finding]:
         """Is every GPU and every MIG device well?"""
-        return health_findings(self.node_health())
+        return health_findings(self.node_view(), has_nvml=self.inventory.or_none() is not None)
 
     def device_nodes(self) -> Finding:
         """Are the nodes there through which containers reach the GPUs?"""
@@ -221,9 +224,7 @@ class DriverChecks:
 
     def mig_mode(self) -> Finding:
         """GPUs in MIG mode without a MIG device: they are offered neither whole nor in parts."""
-        inventory = self.inventory.or_none()
-        if inventory is None:
-            return skip("not known without NVML")
+        inventory = self._known()
         on = [gpu for gpu in inventory.gpus if gpu.mig_enabled]
         empty = [gpu.pci_bus_id or gpu.uuid for gpu in on if not gpu.mig_devices]
         if empty and not self.dynamic_mig:
@@ -252,9 +253,7 @@ class DriverChecks:
         wanted = self.extra_devices.imex
         if wanted is None:
             return skip("claims get no IMEX channels")
-        inventory = self.inventory.or_none()
-        if inventory is None:
-            return skip("not known without NVML")
+        inventory = self._known()
         unready = [
             f"{gpu.pci_bus_id or gpu.uuid} ({gpu.unready_fabric.text})"
             for gpu in inventory.gpus
@@ -332,10 +331,8 @@ class DriverChecks:
 
     def gpu_processes(self) -> list[Finding]:
         """Is there memory on GPUs that nobody claims?"""
-        health = self.node_health()
-        if not health.has_nvml:
-            return [skip("not known without NVML")]
-        found = [one for one in health.processes if one.is_unclaimed]
+        self._known()
+        found = [one for one in self.node_view().processes if one.is_unclaimed]
         texts = (unclaimed_text(one.gpu, GpuProcess(one.pid, one.name, one.memory_bytes)) for one in found)
         findings = [warn(*text.split("; ", 1)) for text in texts]
         return findings or [ok("NVML shows no process without a claim or a container")]
@@ -362,10 +359,8 @@ class DriverChecks:
 
     def gpu_memory(self) -> Finding:
         """Is the memory of GPUs memory of the host too?"""
-        inventory = self.inventory.or_none()
-        if inventory is None:
-            return skip("not known without NVML")
-        nodes = [str(gpu.memory_numa_node) for gpu in inventory.gpus if gpu.memory_numa_node is not None]
+        gpus = self._known().gpus
+        nodes = [str(gpu.memory_numa_node) for gpu in gpus if gpu.memory_numa_node is not None]
         if not nodes:
             return ok("not memory of the host")
         return warn(
@@ -397,7 +392,10 @@ class DriverChecks:
 
     def _if_needed(self, look: Look) -> Look:
         def looked() -> Finding | Sequence[Finding]:
-            found = look()
+            try:
+                found = look()
+            except _NotKnownError:
+                found = skip("not known without NVML")
             is_ok = isinstance(found, Finding) and found.status == "OK"
             if is_ok or Sysfs(self.paths.sys, self.paths.proc).gpu_functions():
                 return found
@@ -406,6 +404,13 @@ class DriverChecks:
             return skip("this node has no GPU")
 
         return looked
+
+    def _known(self) -> Inventory:
+        """Raises: _NotKnownError without NVML."""
+        inventory = self.inventory.or_none()
+        if inventory is None:
+            raise _NotKnownError
+        return inventory
 
     def _silent_gpus(self, inventory: Inventory) -> list[str]:
         """PCI bus IDs of the GPUs that the NVIDIA driver is bound to, and that NVML does not show."""

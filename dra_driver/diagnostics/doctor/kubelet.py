@@ -22,7 +22,7 @@ _ASK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class KubeletChecks:
-    """`registry` is the kubelet's plugin registry, `plugins` its plugin directory, `driver` the driver's name.
+    """`registry` is the kubelet's plugin registry, `plugins` its plugin directory, `driver` the name of our DRA driver.
 
     `node_state` reads what gpu-dra-driver wrote down, `cdi` is the directory with CDI specs.
     """
@@ -61,7 +61,7 @@ class KubeletChecks:
         return ok(f"{self.registry} and {plugins} are writable")
 
     def sockets(self) -> Finding:
-        """Is one instance registered under the driver's name, or two in a rolling update?"""
+        """Is one instance registered under our name, or two in a rolling update?"""
         if not self.registry.is_dir():
             return skip(f"{self.registry} is not there")
         dead: list[str] = []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip
 from dra_driver.errors import ApiRejectedError
+
+_FORBIDDEN = 403
 
 MARK_RESOURCE = "drivers"
 MARK_VERB = "confine"
@@ -26,30 +28,29 @@ _OWN_CHECK = re.compile(r'requires resource="?resourceclaims/')
 """How Kubernetes 1.36 and newer refuse the status of a claim, before they ask any policy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Who refused a request. `by` is "ours" for a policy of gpu-dra-driver, "server" for what Kubernetes itself checks,
-    "rbac" for a missing right, "other" for the rest; `name` says it for people."""
-
-    by: str
-    name: str
-    lacks_node: bool = False
-
-
-def refusal(error: ApiRejectedError) -> Refusal:
-    """Who stands behind an answer of the API server."""
+def refusal_finding(error: ApiRejectedError, what: str) -> Finding:
+    """What a refusal of `what` proves: OK if a policy of gpu-dra-driver or Kubernetes itself refused it."""
     text = str(error)
-    policy = _BY_POLICY.search(text)
+    policy, webhook = _BY_POLICY.search(text), _BY_WEBHOOK.search(text)
+    is_ours = policy is not None and any(part in policy["text"] for part in _OURS)
     if policy is not None:
         name = f"the policy {policy['policy']}"
-        if any(part in policy["text"] for part in _OURS):
-            return Refusal("ours", name, _NO_NODE in policy["text"])
-        return Refusal("other", name)
-    webhook = _BY_WEBHOOK.search(text)
-    if webhook is not None:
-        return Refusal("other", f"the webhook {webhook['name']}")
-    if _OWN_CHECK.search(text):
-        return Refusal("server", "the API server itself")
-    if error.status == 403 and " cannot " in text:
-        return Refusal("rbac", "RBAC")
-    return Refusal("other", f"the API server ({text})")
+    elif webhook is not None:
+        name = f"the webhook {webhook['name']}"
+    elif _OWN_CHECK.search(text):
+        return ok(f"the API server itself refused this account {what}, as Kubernetes 1.36 and newer do")
+    elif error.status == _FORBIDDEN and " cannot " in text:
+        return skip(
+            "RBAC lets this account write nothing of that sort, so no policy was asked; run doctor in the pod of "
+            "gpu-dra-driver"
+        )
+    else:
+        name = f"the API server ({text})"
+    if is_ours and _NO_NODE in text:
+        return fail(
+            f"{name} refused this account: its token names no node, so gpu-dra-driver can publish nothing",
+            "mount a token of the pod, as daemonset/base does (volume api-token), and restart the pod",
+        )
+    if is_ours:
+        return ok(f"{name} refused this account {what}")
+    return skip(f"{name} refused this account {what} before the policy of gpu-dra-driver was asked")

@@ -13,7 +13,7 @@ _PREFIX = "nvidia_dra_device_"
 
 @dataclass(frozen=True, slots=True)
 class PluginPod:
-    """A pod of the driver: the node, and the path of its metrics through the API server's proxy."""
+    """A pod of the plugin: the node, and the path of its metrics through the API server's proxy."""
 
     node: str
     namespace: str

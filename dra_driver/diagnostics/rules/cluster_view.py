@@ -43,7 +43,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class ClusterDevice:
-    """A device of the driver. `node` is ALL_NODES or SOME_NODES where several can use it. `state` is of the whole
+    """A device of ours. `node` is ALL_NODES or SOME_NODES where several can use it. `state` is of the whole
     device: `blocked` if what other devices take of the same GPU leaves too little for it. A device that is shared is
     allocated from its first holder on. `capacity` is of shared devices only."""
 
@@ -266,26 +266,19 @@ def _text(attributes: JsonObject, name: str, driver: str) -> str | None:
 
 def count(devices: Iterable[ClusterDevice]) -> Count:
     """How many there are of each kind, in each state."""
-    states: Counter[str] = Counter()
-    tainted = mig = allocated = shares = 0
-    for device in devices:
-        if device.is_shared:
-            shares += len(device.holders)
-        if device.kind == "gpu":
-            states[device.state] += 1
-            tainted += _keeps_away(device.taints)
-        else:
-            mig += 1
-            allocated += bool(device.holders)
+    found = [*devices]
+    gpus = [device for device in found if device.kind == "gpu"]
+    mig = [device for device in found if device.kind != "gpu"]
+    states = Counter(device.state for device in gpus)
     return Count(
-        gpus=sum(states.values()),
+        gpus=len(gpus),
         free=states["free"],
         allocated=states["allocated"],
         blocked=states["blocked"],
-        tainted=tainted,
-        mig=mig,
-        mig_allocated=allocated,
-        shares=shares,
+        tainted=sum(_keeps_away(device.taints) for device in gpus),
+        mig=len(mig),
+        mig_allocated=sum(bool(device.holders) for device in mig),
+        shares=sum(len(device.holders) for device in found if device.is_shared),
     )
 
 

@@ -51,7 +51,7 @@ _VERIFIED = {
     "driver": (("GPUs", "kernel driver", "driver root", "NVML", "device nodes"), "kernel driver"),
     "runtime": (("runtime", "CDI directory"), "node"),
 }
-"""By subject: the checks that tell whether it is as it should be, and the one that tells its version."""
+"""By subject: the checks that show whether it is as it should be, and the one that knows its version."""
 
 
 def verified(found: Sequence[tuple[str, Finding]]) -> dict[str, dict[str, str | None]]:

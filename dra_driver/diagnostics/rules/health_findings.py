@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
-from dra_driver.diagnostics.rules.node_view import SeenGpu, SeenReason
+from dra_driver.diagnostics.rules.node_view import NodeView, SeenGpu, SeenReason
 from dra_driver.diagnostics.rules.prepared_claims import age_text
-from dra_driver.diagnostics.rules.top_data import NodeHealth
 from dra_driver.model.units import counted
 
 _RESET = (
@@ -55,19 +54,19 @@ _WORST_FIRST = ("lost", "unhealthy", "degraded", "information")
 _FAILING = ("lost", "unhealthy")
 
 
-def health_findings(found: NodeHealth) -> list[Finding]:
-    """A line for each GPU and each MIG device that is not well, the worst first; one line if all are well.
-
-    A reason that NVML does not show any more is over.
+def health_findings(found: NodeView, *, has_nvml: bool) -> list[Finding]:
+    """A line for each GPU and each MIG device that is not well, the worst first; one line if all are well. `has_nvml`
+    says whether NVML was asked. A reason that NVML does not show any more is over.
     """
     places = {gpu.name: gpu for gpu in found.gpus}
     ill: dict[str, list[SeenReason]] = {}
-    for reason in found.reasons:
+    for reason in found.health:
         if not reason.is_over:
             ill.setdefault(reason.subject, []).append(reason)
     worst_first = sorted(ill.values(), key=lambda reasons: _WORST_FIRST.index(_worst(reasons)))
     lines = [_finding(places[reasons[0].subject.partition(" ")[0]], reasons) for reasons in worst_first]
-    return [*lines, *_unknown(found), *_problems(found.problems)] or [_all_well(found)]
+    lines += [*_unknown(found.gpus if has_nvml else ()), *_problems(found.notes)]
+    return lines or [_all_well(found.gpus, has_nvml=has_nvml)]
 
 
 def _finding(gpu: SeenGpu, reasons: Sequence[SeenReason]) -> Finding:
@@ -103,13 +102,13 @@ def _remedy(gpu: SeenGpu, reasons: Sequence[SeenReason]) -> str:
         (text for start, text in _REMEDIES if any(one.startswith(f"{start} ") for one in told)), _OTHER
     )
     place = gpu.pci_bus_id or gpu.uuid
-    # `detach` cannot tell which claims are on a GPU whose UUID nobody knows; without a GPU all claims count.
+    # Without its UUID `detach` does not know which claims are on a GPU; without a GPU all claims count.
     return remedy.format(gpu=f" {place}" if gpu.uuid else "", bus=place)
 
 
-def _unknown(found: NodeHealth) -> Iterator[Finding]:
-    unknown = [gpu.name for gpu in found.gpus if gpu.health == "unknown"]
-    if unknown and found.has_nvml:
+def _unknown(gpus: Iterable[SeenGpu]) -> Iterator[Finding]:
+    unknown = [gpu.name for gpu in gpus if gpu.health == "unknown"]
+    if unknown:
         yield warn(
             f"the health of {named(unknown)} is not known",
             "`nvidia-smi -q` on the node; then run doctor again",
@@ -122,9 +121,9 @@ def _problems(problems: Iterable[str]) -> Iterator[Finding]:
         yield warn(seen, remedy)
 
 
-def _all_well(found: NodeHealth) -> Finding:
-    if not found.has_nvml:
+def _all_well(gpus: Sequence[SeenGpu], *, has_nvml: bool) -> Finding:
+    if not has_nvml:
         return skip("not known without NVML")
-    if not found.gpus:
+    if not gpus:
         return skip("NVML shows no GPU")
-    return ok(f"{counted(len(found.gpus), 'GPU is', 'GPUs are')} well")
+    return ok(f"{counted(len(gpus), 'GPU is', 'GPUs are')} well")

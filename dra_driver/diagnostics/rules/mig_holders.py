@@ -24,9 +24,9 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig
 
 _OURS = {
-    "creating": "being made by this driver",
-    "created": "made by this driver, held by no claim",
-    "orphan": "made by this driver, held by no claim, to be destroyed",
+    "creating": "being made by gpu-dra-driver",
+    "created": "made by gpu-dra-driver, held by no claim",
+    "orphan": "made by gpu-dra-driver, held by no claim, to be destroyed",
 }
 
 
@@ -78,21 +78,19 @@ def _memory_slices(profiles: Iterable[PlacedProfile]) -> int:
 
 def _map_of(name: str, gpu: Gpu, table: Partitioning, known: NodeState, on_demand: bool) -> GpuMap:
     profiles = {placed.profile.profile_id: placed.profile for placed in table.profiles}
-    holders = _holders(gpu, known.records)
+    holders = _holders(gpu, known.records, "mig")
     there = [
         _existing(name, gpu, instance, profiles.get(instance.profile_id), holders, known, on_demand)
         for instance in table.withheld
     ]
-    missing = dict(_missing(gpu, table.withheld, known.records))
+    missing = _missing(gpu, table.withheld, known.records)
     absent = [
         _seen(name, step.profile_name, step.placement, ", ".join(holders.get(step.device, ())))
-        for step in missing.values()
+        for step in missing
     ]
-    taken = [
-        *table.withheld,
-        *(GpuInstance(-1, step.profile_id, step.placement) for step in missing.values()),
-    ]
-    whole = _whole(gpu, known.records)
+    taken = [*table.withheld, *(GpuInstance(-1, step.profile_id, step.placement) for step in missing)]
+    of_whole = _holders(gpu, known.records, "gpu").values()
+    whole = ", ".join(sorted({claim for claims in of_whole for claim in claims})) or None
     return GpuMap(
         name=name,
         product=gpu.product_name,
@@ -144,7 +142,7 @@ def _without_claim(
     gpu: Gpu, instance: GpuInstance, devices: Sequence[MigDevice], known: NodeState, on_demand: bool
 ) -> str:
     if known.faults:
-        return "unknown, since the driver's records could not be read"
+        return "unknown, since the records of gpu-dra-driver could not be read"
     for owned in known.owned:
         if owned.gpu_uuid == gpu.uuid and _is_same(owned, instance, devices, known.boot_id):
             of_layout = owned.is_of_layout and owned.phase == "created"
@@ -166,42 +164,28 @@ def _is_same(
     )
 
 
-def _holders(gpu: Gpu, records: Iterable[ClaimRecord]) -> Mapping[str, list[str]]:
-    """Claims by the name of the device that they hold on a GPU; onlookers with admin access hold nothing."""
-    holders: dict[str, list[str]] = {}
+def _holders(gpu: Gpu, records: Iterable[ClaimRecord], kind: str) -> Mapping[str, list[str]]:
+    """Claims by the name of the device of a kind that they hold on a GPU; with adminAccess a claim holds nothing."""
+    holders: dict[str, set[str]] = {}
     for record in records:
-        for device in {
-            held.device for held in record.devices if _holds(held.gpu_uuid, gpu, held.admin_access)
-        }:
-            holders.setdefault(device, []).append(_claim(record))
+        for held in record.devices:
+            if (held.gpu_uuid, held.kind, held.admin_access) == (gpu.uuid, kind, False):
+                holders.setdefault(held.device, set()).add(_claim(record))
     return {device: sorted(claims) for device, claims in holders.items()}
-
-
-def _whole(gpu: Gpu, records: Iterable[ClaimRecord]) -> str | None:
-    claims = {
-        _claim(record)
-        for record in records
-        for held in record.devices
-        if held.kind == "gpu" and _holds(held.gpu_uuid, gpu, held.admin_access)
-    }
-    return ", ".join(sorted(claims)) or None
-
-
-def _holds(gpu_uuid: str, gpu: Gpu, admin_access: bool) -> bool:
-    return gpu_uuid == gpu.uuid and not admin_access
 
 
 def _missing(
     gpu: Gpu, existing: Iterable[GpuInstance], records: Iterable[ClaimRecord]
-) -> Iterator[tuple[tuple[int, Placement], CreateMig]]:
-    """Creations for claims whose GPU instance is not there: not made yet, or gone with a reboot."""
-    slots = {(instance.profile_id, instance.placement) for instance in existing}
-    for record in records:
-        for step in record.steps:
-            if isinstance(step, CreateMig) and step.gpu_uuid == gpu.uuid:
-                slot = (step.profile_id, step.placement)
-                if slot not in slots:
-                    yield slot, step
+) -> Sequence[CreateMig]:
+    """Creations for claims whose GPU instance is not there, one a place: not made yet, or gone with a reboot."""
+    there = {(instance.profile_id, instance.placement) for instance in existing}
+    wanted = {
+        (step.profile_id, step.placement): step
+        for record in records
+        for step in record.steps
+        if isinstance(step, CreateMig) and step.gpu_uuid == gpu.uuid
+    }
+    return [step for place, step in wanted.items() if place not in there]
 
 
 def _claim(record: ClaimRecord) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dra_driver.journal.rules.cleanups import PendingCleanup
+from dra_driver.mig.rules.ownership import instances_to_withhold
 from dra_driver.model.health import HealthState
-from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.ids import mig_device_name
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import GpuInstance, OwnedInstance
 from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.model.record import ClaimRecord
 
@@ -18,7 +21,8 @@ class NodeState:
     what is wrong with the kept health; `; ` comes before what to do.
 
     `boot_id` is the boot that runs now, None where it is not known: an entry of the ledger from another one means
-    nothing any more.
+    nothing any more. `modes` are the UUIDs of the GPUs whose MIG mode gpu-dra-driver switched on in this boot.
+    `ledger_fault` says why nothing of the MIG ledger can be read.
     """
 
     records: Sequence[ClaimRecord] = ()
@@ -29,3 +33,52 @@ class NodeState:
     faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     layouts: Sequence[GpuLayout] = ()
+    modes: frozenset[str] = frozenset()
+    ledger_fault: str | None = None
+
+    def instance_ids(self, inventory: Inventory) -> Mapping[str, tuple[str, int, int]]:
+        """The GPU's UUID, GPU and compute instance ID by the device name of each MIG device: what NVML shows, and else
+        what the ledger says."""
+        there = {
+            mig_device_name(inventory.gpu_names[gpu.uuid], mig): (
+                gpu.uuid,
+                mig.gpu_instance_id,
+                mig.compute_instance_id,
+            )
+            for gpu in inventory.gpus
+            for mig in gpu.mig_devices
+        }
+        made = {
+            entry.device: (entry.gpu_uuid, entry.gpu_instance_id, entry.compute_instance_id)
+            for entry in self.owned
+            if entry.gpu_instance_id is not None and entry.compute_instance_id is not None
+        }
+        return {**made, **there}
+
+
+@dataclass(frozen=True, slots=True)
+class Ownership:
+    """Which GPU instances and MIG modes are gpu-dra-driver's own. What the ledger does not say is not.
+
+    With `ended` all claims count as ended: an instance that waits to be destroyed is gpu-dra-driver's too.
+    """
+
+    state: NodeState
+    ended: bool = False
+
+    def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
+        """Those of the instances on a GPU that gpu-dra-driver did not make."""
+        ours = {entry.slot for entry in self._entries(gpu_uuid) if self.ended or entry.phase != "orphan"}
+        return instances_to_withhold(existing, ours, orphans=())
+
+    def mode_is_ours(self, gpu_uuid: str) -> bool:
+        """Whether gpu-dra-driver switched MIG mode on."""
+        return gpu_uuid in self.state.modes
+
+    def makes_devices_of(self, gpu_uuid: str) -> bool:
+        """Whether gpu-dra-driver has MIG devices of its own on a GPU, or has switched its MIG mode on."""
+        return self.mode_is_ours(gpu_uuid) or bool(self._entries(gpu_uuid))
+
+    def _entries(self, gpu_uuid: str) -> list[OwnedInstance]:
+        state = self.state
+        return [one for one in state.owned if (one.gpu_uuid, one.boot_id) == (gpu_uuid, state.boot_id)]

@@ -9,7 +9,7 @@ from dra_driver.model.gpu import GpuLoad
 
 @dataclass(frozen=True, slots=True)
 class SeenGpu:
-    """A GPU. `name` is its device's, `mode` its MIG mode or None; `load` is None where NVML tells nothing of the GPU.
+    """A GPU. `name` is its device's, `mode` its MIG mode or None; `load` is None where NVML reports nothing of the GPU.
     One that NVML does not show, and whose UUID is not known, has its PCI bus ID as the name and "" as the UUID.
 
     `health` is the worst of what is known of it and its instances, as a word; `unknown` if it was not read.

@@ -1,4 +1,4 @@
-"""What is prepared on a node, as the driver's records, the ledger and the CDI directory tell it together."""
+"""What is prepared on a node, by the records of gpu-dra-driver, the MIG ledger and the CDI directory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ClaimDevice:
 class PreparedClaim:
     """One record. `age_s` is in seconds, None where the record has no time. `boot` is `this`, `earlier` or `unknown`.
     `cdi_spec` is `present`, `missing` or `unknown`. `undo` names the steps that Unprepare takes back, in its order.
-    `pods` are those that the claim is for, as far as the driver wrote them down; None where that is unknown."""
+    `pods` are those that the claim is for, as far as gpu-dra-driver wrote them down; None where that is unknown."""
 
     namespace: str
     name: str
@@ -113,15 +113,15 @@ def contradictions(state: NodeState, specs: Specs, claims: Sequence[PreparedClai
         if claim.cdi_spec == "missing" and claim.phase == "prepared":
             yield (
                 f"claim {claim.namespace}/{claim.name} is prepared but its CDI spec is missing; its pods cannot start "
-                "anew until the driver prepares it again"
+                "anew until gpu-dra-driver prepares it again"
             )
     held = {device.device for claim in claims for device in claim.devices}
     for entry in state.owned:
         is_wanted = entry.device in held or entry.is_of_layout
         if not is_wanted and entry.boot_id == state.boot_id:
             yield (
-                f"MIG device {entry.device} ({entry.phase}) is in the ledger and no claim holds it; the driver "
-                "removes it"
+                f"MIG device {entry.device} ({entry.phase}) is in the ledger and no claim holds it; "
+                "gpu-dra-driver removes it"
             )
 
 

@@ -1,7 +1,7 @@
 """What must be true of objects of the API before a look at the cluster can read them.
 
 An API server holds its objects to this. A proxy, an aggregated server or a later version may not: such an object is
-told and left out, instead of ending the look. Fields that nobody reads here are not looked at.
+reported and left out, and the look goes on. Fields that nothing reads are not checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `top` shows of a node, put together from NVML, the driver's files and the MPS host."""
+"""What `top` shows of a node, from NVML, the files of gpu-dra-driver and the MPS host."""
 
 from __future__ import annotations
 
@@ -16,31 +16,28 @@ from dra_driver.diagnostics.rules.node_view import (
     SeenProcess,
     SeenReason,
 )
-from dra_driver.diagnostics.rules.prepared_claims import NodeClaims, PreparedClaim
-from dra_driver.health.rules.polling import FABRIC, reasons_found
+from dra_driver.diagnostics.rules.prepared_claims import PreparedClaim
+from dra_driver.health.rules.polling import FABRIC
 from dra_driver.health.rules.state import observe
 from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
 from dra_driver.model.health import (
-    LOST,
     HealthState,
     HealthTarget,
     PolledHealth,
     PollResult,
     Severity,
+    Unreachable,
     targets_of_instance,
 )
-from dra_driver.model.ids import gpu_device_names, mig_device_name
+from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.observability.rules.usage import Origin, Place, unclaimed
-
-_NO_ANSWER = "the GPU does not answer NVML"
 
 
 @dataclass(frozen=True, slots=True)
 class NvmlFacts:
-    """What NVML tells now, by UUID. `lost` are the GPUs that stopped answering between two calls. `hidden` are those
+    """What NVML reports now, by UUID. `lost` are the GPUs that stopped answering between two calls. `hidden` are those
     that the NVIDIA driver is bound to and NVML does not show: their UUIDs, None where unknown, by PCI bus ID. `pods`
     are the UIDs of the pods that processes belong to, and `origins` says where processes run, by process ID."""
 
@@ -64,86 +61,43 @@ class _ShownReason:
     shown: SeenReason
 
 
-@dataclass(frozen=True, slots=True)
-class NodeHealth:
-    """The part of a view that is about health. `problems` are sentences on why not all of it is known; `; ` comes
-    before what to do. `has_nvml` says whether NVML was asked."""
-
-    gpus: tuple[SeenGpu, ...] = ()
-    reasons: tuple[SeenReason, ...] = ()
-    problems: tuple[str, ...] = ()
-    has_nvml: bool = False
-    processes: tuple[SeenProcess, ...] = ()
-
-
-_Findings = Mapping[str, Mapping[tuple[str, str], tuple[Severity, str]]]
-"""Severity and text of each finding by its name, by key."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFacts:
-    """All that was found. `problems` are sentences on what could not be asked."""
-
-    node: str
-    driver: str
-    now: datetime
-    nvml: NvmlFacts
-    claims: NodeClaims
-    state: NodeState
-    daemons: Sequence[MpsDaemonStatus]
-    problems: Sequence[str]
-
-
-def node_view(found: NodeFacts, on_demand: Callable[[Gpu], bool]) -> NodeView:
-    """The view. `on_demand` tells the GPUs whose MIG devices are made on demand."""
-    inventory = found.nvml.inventory
-    ids = _instance_ids(inventory, found.state.owned)
-    names, places, reasons = _named_reasons(found.nvml, found.state, ids, found.now)
+def node_view(
+    node: str,
+    driver: str,
+    now: datetime,
+    nvml: NvmlFacts,
+    claims: Sequence[PreparedClaim],
+    state: NodeState,
+    daemons: Sequence[MpsDaemonStatus],
+    notes: Iterable[str],
+    on_demand: Callable[[Gpu], bool],
+) -> NodeView:
+    """The view. `notes` are sentences, each shown once; `on_demand` says of a GPU whether its MIG devices are made on
+    demand."""
+    inventory = nvml.inventory
+    ids = state.instance_ids(inventory)
+    names, places, reasons = _named_reasons(nvml, state, ids, now)
     cuda = inventory.versions.cuda
-    pending = (one.text for one in found.claims.debts)
-    unread = (f"{fault.subject}: {fault.text}" for fault in inventory.faults)
     return NodeView(
-        node=found.node,
-        driver=found.driver,
-        taken_at=f"{found.now:%Y-%m-%d %H:%M:%S} UTC",
+        node=node,
+        driver=driver,
+        taken_at=f"{now:%Y-%m-%d %H:%M:%S} UTC",
         nvidia_version=inventory.versions.driver,
         cuda_version=None if cuda is None else f"{cuda[0]}.{cuda[1]}",
-        gpus=tuple(_gpus(found.nvml, names, places, reasons)),
+        gpus=tuple(_gpus(nvml, names, places, reasons)),
         domains=_domains(inventory, names),
-        holdings=tuple(
-            holding for claim in found.claims.claims for holding in _holdings(claim, reasons, ids)
-        ),
+        holdings=tuple(holding for claim in claims for holding in _holdings(claim, reasons, ids)),
         instances=tuple(
             instance
-            for drawn in gpu_maps(inventory, found.state, on_demand)
+            for drawn in gpu_maps(inventory, state, on_demand)
             for instance in sorted(drawn.instances, key=lambda one: (one.start, one.size))
         ),
         health=tuple(reason.shown for reason in reasons),
         mps=tuple(
-            _daemon(device, status, found.now.timestamp())
-            for status in found.daemons
-            for device in status.spec.devices
+            _daemon(device, status, now.timestamp()) for status in daemons for device in status.spec.devices
         ),
-        processes=tuple(
-            _processes(found.nvml, found.claims.claims, names, _places_of_claims(found.state, ids))
-        ),
-        notes=tuple(
-            dict.fromkeys([*found.problems, *found.state.notes, *pending, *found.claims.problems, *unread])
-        ),
-    )
-
-
-def node_health(nvml: NvmlFacts | None, state: NodeState, now: datetime) -> NodeHealth:
-    """As in `node_view`; `nvml` is None where NVML does not answer."""
-    facts = nvml or NvmlFacts()
-    ids = _instance_ids(facts.inventory, state.owned)
-    names, places, reasons = _named_reasons(facts, state, ids, now)
-    return NodeHealth(
-        tuple(_gpus(facts, names, places, reasons)),
-        tuple(reason.shown for reason in reasons),
-        state.notes,
-        nvml is not None,
-        tuple(_processes(facts, (), names, _places_of_claims(state, ids))),
+        processes=tuple(_processes(nvml, claims, names, _places_of_claims(state, ids))),
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 
@@ -192,26 +146,16 @@ def _reasons(
     devices: Mapping[HealthTarget, tuple[str, ...]],
     now: int,
 ) -> Iterator[_ShownReason]:
-    """By device, the worst first: what the driver wrote down, then what only NVML says now."""
-    kept: dict[str, list[HealthState]] = {}
-    for state in states:
-        kept.setdefault(state.target.gpu_uuid, []).append(state)
+    """By device, the worst first: what gpu-dra-driver wrote down, then what only NVML says now."""
+    kept = {HealthTarget(uuid): HealthState(HealthTarget(uuid)) for uuid in names}
+    kept |= {state.target: state for state in states}
     for uuid, name in names.items():
-        found = _found(uuid, facts)
-        shown = [
-            entry for state in kept.get(uuid, ()) for entry in _written(state, name, devices, facts, now)
-        ]
-        known = {(entry.subject, entry.name) for entry in shown}
-        shown += [
-            _ShownReason(HealthTarget(uuid), finding, severity, _seen(name, finding, severity, None, text))
-            for findings in found.values()
-            for finding, (severity, text) in findings.items()
-            if (HealthTarget(uuid), finding) not in known
-        ]
+        mine = (state for target, state in kept.items() if target.gpu_uuid == uuid)
+        shown = [entry for state in mine for entry in _of_target(state, name, devices, facts, now)]
         yield from sorted(shown, key=lambda entry: (entry.subject.order, -entry.severity, entry.name))
 
 
-def _written(
+def _of_target(
     state: HealthState,
     gpu: str,
     devices: Mapping[HealthTarget, tuple[str, ...]],
@@ -224,36 +168,27 @@ def _written(
         parts.append(f"GI {subject.gpu_instance_id}")
     if subject.compute_instance_id is not None:
         parts.append(f"CI {subject.compute_instance_id}")
-    polled = facts.polled.get(subject.gpu_uuid)
     # What a running plugin would find now; where none runs, nobody has taken back what is over.
-    after = state if polled is None else observe(state, PollResult(polled), now)
+    after = state
+    if subject.gpu_uuid in facts.lost:
+        after = observe(state, Unreachable(), now)
+    elif subject.gpu_uuid in facts.polled:
+        after = observe(state, PollResult(facts.polled[subject.gpu_uuid]), now)
+    known = {reason.name for reason in state.reasons}
     active = {reason.name for reason in after.reasons}
-    for reason in state.reasons:
+    new = [reason for reason in after.reasons if reason.name not in known]
+    for reason in (*state.reasons, *new):
         is_over = reason.name not in active
-        text = reason.text + ("; NVML does not show it any more" if is_over else "")
-        age_s = float(max(0, now - reason.since))
-        shown = _seen(" ".join(parts), reason.name, reason.severity, age_s, text)
-        shown = replace(shown, devices=devices.get(subject, ()), is_over=is_over)
+        shown = SeenReason(
+            subject=" ".join(parts),
+            severity=reason.severity.name.lower(),
+            reason=" ".join(filter(None, reason.name)),
+            since_s=float(max(0, now - reason.since)) if reason.name in known else None,
+            text=reason.text + ("; NVML does not show it any more" if is_over else ""),
+            devices=devices.get(subject, ()),
+            is_over=is_over,
+        )
         yield _ShownReason(subject, reason.name, reason.severity, shown)
-
-
-def _seen(
-    subject: str, name: tuple[str, str], severity: Severity, age_s: float | None, text: str
-) -> SeenReason:
-    return SeenReason(subject, severity.name.lower(), " ".join(filter(None, name)), age_s, text)
-
-
-def _found(uuid: str, facts: NvmlFacts) -> _Findings:
-    """What NVML shows of a GPU now; a key that was not asked for is missing."""
-    if uuid in facts.lost:
-        return {LOST: {(LOST, ""): (Severity.LOST, _NO_ANSWER)}}
-    if uuid not in facts.polled:
-        return {}
-    levels = reasons_found(facts.polled[uuid])
-    return {LOST: {}} | {
-        key: {(name, value): (severity, text) for name, value, severity, text in findings}
-        for key, findings in levels.items()
-    }
 
 
 def _gpus(
@@ -341,25 +276,6 @@ def _holdings(
             trouble=severity.name.lower() if severity >= Severity.DEGRADED else None,
             pods=None if claim.pods is None else tuple(pod.name for pod in claim.pods),
         )
-
-
-def _instance_ids(inventory: Inventory, owned: Iterable[OwnedInstance]) -> Mapping[str, tuple[str, int, int]]:
-    """The GPU's UUID, GPU and compute instance ID by the device name of each MIG device."""
-    there = {
-        mig_device_name(inventory.gpu_names[gpu.uuid], mig): (
-            gpu.uuid,
-            mig.gpu_instance_id,
-            mig.compute_instance_id,
-        )
-        for gpu in inventory.gpus
-        for mig in gpu.mig_devices
-    }
-    made = {
-        entry.device: (entry.gpu_uuid, entry.gpu_instance_id, entry.compute_instance_id)
-        for entry in owned
-        if entry.gpu_instance_id is not None and entry.compute_instance_id is not None
-    }
-    return {**made, **there}
 
 
 def _daemon(device: str, status: MpsDaemonStatus, now: float) -> SeenDaemon:

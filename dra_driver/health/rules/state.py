@@ -170,7 +170,7 @@ def _with_memory_errors(state: HealthState, polled: PolledHealth, now: int) -> H
     known, state = state.ecc_uncorrected, replace(state, ecc_uncorrected=found)
     if known is None or found <= known:
         return state
-    text = f"{found} uncorrectable memory errors since the driver was loaded or the GPU was reset"
+    text = f"{found} uncorrectable memory errors since the NVIDIA driver was loaded or the GPU was reset"
     return _with(state, Reason(ECC, "uncorrected", Severity.DEGRADED, now, now, text, "poll"))
 
 

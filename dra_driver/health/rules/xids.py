@@ -12,112 +12,90 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 
 from dra_driver.model.health import Severity
 
 
-class Bucket(Enum):
-    """The catalog's immediate action; the value is its name there."""
-
-    IGNORE = "IGNORE"
-    RESTART_APP = "RESTART_APP"
-    RESET_GPU = "RESET_GPU"
-    RESTART_BM = "RESTART_BM"
-    RESTART_VM = "RESTART_VM"
-    CHECK_MECHANICALS = "CHECK_MECHANICALS"
-    CHECK_UVM = "CHECK_UVM"
-    UPDATE_SWFW = "UPDATE_SWFW"
-    CONTACT_SUPPORT = "CONTACT_SUPPORT"
-    XID_45 = "WORKFLOW_XID_45"
-    XID_48 = "WORKFLOW_XID_48"
-    NVLINK = "WORKFLOW_NVLINK_ERR"
-    NVLINK_5 = "WORKFLOW_NVLINK5_ERR"
-    XID_154 = "XID_154"
-    NONE = ""
-    """The catalog has the number, and names no action yet."""
-
-
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One number of the catalog."""
+    """One number of the catalog. `bucket` is the immediate action that it names; empty if it names none yet."""
 
-    bucket: Bucket
+    bucket: str
     text: str
 
 
-_ROWS: tuple[tuple[tuple[int, ...], Bucket, str], ...] = (
-    ((8,), Bucket.RESTART_APP, "a program's channel was idle for too long"),
-    ((11, 25, 32), Bucket.RESTART_APP, "a program sent commands that are not valid"),
-    ((13,), Bucket.RESTART_APP, "a program caused a graphics engine exception"),
-    ((14,), Bucket.IGNORE, "an error that somebody injected"),
-    ((31,), Bucket.RESTART_APP, "a program accessed GPU memory that it does not have"),
-    ((37, 38), Bucket.IGNORE, "an error of the driver's firmware"),
+_ROWS: tuple[tuple[tuple[int, ...], str, str], ...] = (
+    ((8,), "RESTART_APP", "a program's channel was idle for too long"),
+    ((11, 25, 32), "RESTART_APP", "a program sent commands that are not valid"),
+    ((13,), "RESTART_APP", "a program caused a graphics engine exception"),
+    ((14,), "IGNORE", "an error that somebody injected"),
+    ((31,), "RESTART_APP", "a program accessed GPU memory that it does not have"),
+    ((37, 38), "IGNORE", "an error of the NVIDIA driver's firmware"),
     (
         (39, 40, 41, 70, 71, 72, 75, 76, 77, 85, *range(126, 136)),
-        Bucket.RESTART_APP,
+        "RESTART_APP",
         "a copy engine raised an exception for a program",
     ),
-    ((43,), Bucket.IGNORE, "a program's channel was stopped"),
-    ((44,), Bucket.IGNORE, "a graphics engine fault during a context switch"),
-    ((45,), Bucket.XID_45, "a program's channel was removed, mostly because the program ended"),
-    ((46,), Bucket.RESET_GPU, "the GPU stopped processing"),
-    ((48,), Bucket.XID_48, "uncorrectable memory error"),
-    ((54,), Bucket.CHECK_MECHANICALS, "the GPU's auxiliary power is not connected"),
-    ((62,), Bucket.RESET_GPU, "the GPU's internal microcontroller stopped"),
-    ((63,), Bucket.IGNORE, "a memory row or page was set aside"),
-    ((64,), Bucket.RESET_GPU, "a memory row or page could not be set aside"),
-    ((66, 67), Bucket.IGNORE, "the driver made an access that is not allowed"),
+    ((43,), "IGNORE", "a program's channel was stopped"),
+    ((44,), "IGNORE", "a graphics engine fault during a context switch"),
+    ((45,), "WORKFLOW_XID_45", "a program's channel was removed, mostly because the program ended"),
+    ((46,), "RESET_GPU", "the GPU stopped processing"),
+    ((48,), "WORKFLOW_XID_48", "uncorrectable memory error"),
+    ((54,), "CHECK_MECHANICALS", "the GPU's auxiliary power is not connected"),
+    ((62,), "RESET_GPU", "the GPU's internal microcontroller stopped"),
+    ((63,), "IGNORE", "a memory row or page was set aside"),
+    ((64,), "RESET_GPU", "a memory row or page could not be set aside"),
+    ((66, 67), "IGNORE", "the NVIDIA driver made an access that is not allowed"),
     (
         (60, 68, 83, 84, 88, 89, 96, 97, 98),
-        Bucket.RESTART_APP,
+        "RESTART_APP",
         "the video processor raised an exception for a program",
     ),
-    ((69,), Bucket.RESTART_APP, "a program used a graphics engine class wrongly"),
-    ((74,), Bucket.NVLINK, "NVLink error"),
-    ((78,), Bucket.UPDATE_SWFW, "a virtual GPU could not be started"),
-    ((79,), Bucket.RESTART_BM, "the GPU fell off the bus"),
-    ((80,), Bucket.RESTART_APP, "the GPU received damaged commands"),
-    ((82, *range(99, 106)), Bucket.RESTART_APP, "the JPEG engine raised an exception for a program"),
-    ((86, 139), Bucket.RESTART_APP, "the optical flow engine raised an exception for a program"),
-    ((92,), Bucket.IGNORE, "very many correctable memory errors"),
-    ((93,), Bucket.IGNORE, "the wear limit of the InfoROM was reached"),
-    ((94,), Bucket.RESTART_APP, "uncorrectable memory error, contained to one program"),
-    ((95,), Bucket.RESET_GPU, "uncorrectable memory error that was not contained"),
-    ((106, 107), Bucket.IGNORE, "a test message of the board's management interface"),
-    ((108,), Bucket.IGNORE, "an NVLink address could not be translated at the other end"),
-    ((109,), Bucket.RESET_GPU, "a context switch took too long"),
-    ((110,), Bucket.RESET_GPU, "security fault"),
-    ((119,), Bucket.RESET_GPU, "the GPU's system processor does not answer"),
-    ((120,), Bucket.RESET_GPU, "the GPU's system processor failed"),
-    ((121,), Bucket.IGNORE, "corrected errors on the link to the CPU"),
-    ((136,), Bucket.RESET_GPU, "an NVLink could not be trained"),
-    ((137,), Bucket.IGNORE, "a program made an NVLink access that is not allowed"),
-    ((140,), Bucket.RESET_GPU, "uncorrectable memory error that was not recovered"),
-    ((141,), Bucket.IGNORE, "an error of CUDA's fast path"),
-    ((142,), Bucket.CONTACT_SUPPORT, "the video encoder raised an exception"),
-    ((143,), Bucket.RESET_GPU, "the GPU could not be initialised"),
-    ((*range(144, 151),), Bucket.NVLINK_5, "NVLink error"),
-    ((151,), Bucket.RESTART_VM, "a key of confidential computing could not be changed"),
-    ((154,), Bucket.XID_154, "the NVIDIA driver requests another recovery action"),
-    ((155,), Bucket.RESET_GPU, "an NVLink was taken down by software"),
-    ((156,), Bucket.RESET_GPU, "a damaged part of the GPU was retired"),
-    ((157,), Bucket.IGNORE, "a damaged part of the GPU could not be retired"),
-    ((158,), Bucket.RESET_GPU, "the GPU timed out"),
-    ((159,), Bucket.CHECK_UVM, "an error on the link to the CPU"),
-    ((160,), Bucket.IGNORE, "a memory channel was retired"),
-    ((161,), Bucket.IGNORE, "a memory channel could not be retired"),
-    ((162,), Bucket.NONE, "power smoothing works again"),
-    ((163,), Bucket.NONE, "power smoothing stopped"),
-    ((164,), Bucket.NONE, "the circuit of power smoothing is nearly worn out"),
-    ((165,), Bucket.NONE, "the circuit of power smoothing is worn out"),
-    ((166,), Bucket.NONE, "traffic on an NVLink before its encryption was set up"),
-    ((167,), Bucket.NONE, "a fatal timeout on the PCI bus"),
-    ((168,), Bucket.NONE, "errors in the protected memory region; the GPU has less memory"),
-    ((169,), Bucket.NONE, "the GPU's security processor stopped"),
-    ((170,), Bucket.NONE, "an NVLink interrupt in confidential computing"),
-    ((171,), Bucket.NONE, "uncorrectable error of the GPU's DRAM; comes with 48"),
-    ((172,), Bucket.NONE, "uncorrectable error of the GPU's SRAM; comes with 48"),
+    ((69,), "RESTART_APP", "a program used a graphics engine class wrongly"),
+    ((74,), "WORKFLOW_NVLINK_ERR", "NVLink error"),
+    ((78,), "UPDATE_SWFW", "a virtual GPU could not be started"),
+    ((79,), "RESTART_BM", "the GPU fell off the bus"),
+    ((80,), "RESTART_APP", "the GPU received damaged commands"),
+    ((82, *range(99, 106)), "RESTART_APP", "the JPEG engine raised an exception for a program"),
+    ((86, 139), "RESTART_APP", "the optical flow engine raised an exception for a program"),
+    ((92,), "IGNORE", "very many correctable memory errors"),
+    ((93,), "IGNORE", "the wear limit of the InfoROM was reached"),
+    ((94,), "RESTART_APP", "uncorrectable memory error, contained to one program"),
+    ((95,), "RESET_GPU", "uncorrectable memory error that was not contained"),
+    ((106, 107), "IGNORE", "a test message of the board's management interface"),
+    ((108,), "IGNORE", "an NVLink address could not be translated at the other end"),
+    ((109,), "RESET_GPU", "a context switch took too long"),
+    ((110,), "RESET_GPU", "security fault"),
+    ((119,), "RESET_GPU", "the GPU's system processor does not answer"),
+    ((120,), "RESET_GPU", "the GPU's system processor failed"),
+    ((121,), "IGNORE", "corrected errors on the link to the CPU"),
+    ((136,), "RESET_GPU", "an NVLink could not be trained"),
+    ((137,), "IGNORE", "a program made an NVLink access that is not allowed"),
+    ((140,), "RESET_GPU", "uncorrectable memory error that was not recovered"),
+    ((141,), "IGNORE", "an error of CUDA's fast path"),
+    ((142,), "CONTACT_SUPPORT", "the video encoder raised an exception"),
+    ((143,), "RESET_GPU", "the GPU could not be initialised"),
+    ((*range(144, 151),), "WORKFLOW_NVLINK5_ERR", "NVLink error"),
+    ((151,), "RESTART_VM", "a key of confidential computing could not be changed"),
+    ((154,), "XID_154", "the NVIDIA driver requests another recovery action"),
+    ((155,), "RESET_GPU", "an NVLink was taken down by software"),
+    ((156,), "RESET_GPU", "a damaged part of the GPU was retired"),
+    ((157,), "IGNORE", "a damaged part of the GPU could not be retired"),
+    ((158,), "RESET_GPU", "the GPU timed out"),
+    ((159,), "CHECK_UVM", "an error on the link to the CPU"),
+    ((160,), "IGNORE", "a memory channel was retired"),
+    ((161,), "IGNORE", "a memory channel could not be retired"),
+    ((162,), "", "power smoothing works again"),
+    ((163,), "", "power smoothing stopped"),
+    ((164,), "", "the circuit of power smoothing is nearly worn out"),
+    ((165,), "", "the circuit of power smoothing is worn out"),
+    ((166,), "", "traffic on an NVLink before its encryption was set up"),
+    ((167,), "", "a fatal timeout on the PCI bus"),
+    ((168,), "", "errors in the protected memory region; the GPU has less memory"),
+    ((169,), "", "the GPU's security processor stopped"),
+    ((170,), "", "an NVLink interrupt in confidential computing"),
+    ((171,), "", "uncorrectable error of the GPU's DRAM; comes with 48"),
+    ((172,), "", "uncorrectable error of the GPU's SRAM; comes with 48"),
 )
 CATALOG: Mapping[int, CatalogEntry] = {
     number: CatalogEntry(bucket, text) for numbers, bucket, text in _ROWS for number in numbers
@@ -128,18 +106,18 @@ RECOVERY_ACTION_CHANGED = 154
 
 # --- our policy ----------------------------------------------------------------------------------
 
-_BY_BUCKET: Mapping[Bucket, Severity | None] = {
-    Bucket.IGNORE: Severity.INFORMATION,
-    Bucket.RESTART_APP: None,
-    Bucket.RESET_GPU: Severity.UNHEALTHY,
-    Bucket.RESTART_BM: Severity.UNHEALTHY,
-    Bucket.RESTART_VM: Severity.UNHEALTHY,
-    Bucket.CHECK_MECHANICALS: Severity.DEGRADED,
-    Bucket.UPDATE_SWFW: Severity.INFORMATION,
-    Bucket.XID_45: None,
-    Bucket.XID_48: Severity.UNHEALTHY,
-    Bucket.NVLINK: Severity.UNHEALTHY,
-    Bucket.XID_154: None,
+_BY_BUCKET: Mapping[str, Severity | None] = {
+    "IGNORE": Severity.INFORMATION,
+    "RESTART_APP": None,
+    "RESET_GPU": Severity.UNHEALTHY,
+    "RESTART_BM": Severity.UNHEALTHY,
+    "RESTART_VM": Severity.UNHEALTHY,
+    "CHECK_MECHANICALS": Severity.DEGRADED,
+    "UPDATE_SWFW": Severity.INFORMATION,
+    "WORKFLOW_XID_45": None,
+    "WORKFLOW_XID_48": Severity.UNHEALTHY,
+    "WORKFLOW_NVLINK_ERR": Severity.UNHEALTHY,
+    "XID_154": None,
 }
 """None: the fault of a program, which says nothing about the GPU. A bucket that is missing leaves it to the recovery
 action."""

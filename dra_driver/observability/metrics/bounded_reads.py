@@ -1,4 +1,4 @@
-"""Asks other parts of the driver at each scrape, in limited time.
+"""Asks other parts of the plugin at each scrape, in limited time.
 
 A part that fails or does not answer in time is counted and left out of this scrape; the scrape shows all others.
 """

@@ -198,17 +198,12 @@ class Views:
 
     def cleanups(self, cleanups: Callable[[], Iterable[PendingCleanup]]) -> None:
         """What is still to be undone for claims that have ended."""
+        text = "Pending cleanup: what is still to be undone for claims that have ended."
 
-        def read() -> Iterator[Metric]:
-            tally = Tally(kind_of(step) for one in cleanups() for step in one.steps)
-            yield self._gauge_by(
-                "nvidia_dra_debts",
-                "Pending cleanup: what is still to be undone for claims that have ended.",
-                ("kind",),
-                {(kind,): tally[kind] for kind in CLEANUP_KINDS},
-            )
+        def kinds() -> Iterator[str]:
+            return (kind_of(step) for one in cleanups() for step in one.steps)
 
-        self._add("debts", read)
+        self._show_tally("debts", "nvidia_dra_debts", text, "kind", CLEANUP_KINDS, kinds)
 
     def partitions_unsupported(self, value: Callable[[], bool]) -> None:
         """Whether the API server cannot count partitions although they are wanted."""
@@ -216,30 +211,21 @@ class Views:
         self._show_one("partitions", "nvidia_dra_partitions_unsupported", text, value)
 
     def readiness(self, problems: Callable[[], Iterable[str]]) -> None:
-        """Whether the page /readyz answers that the driver is ready; it may do so with notes."""
-        text = "1 while /readyz answers that the driver is ready; what it only notes is in `nvidia_dra_node_problem`."
+        """Whether the page /readyz says that the plugin is ready; it may have notes."""
+        text = (
+            "1 while /readyz says that gpu-dra-driver is ready; its notes count in `nvidia_dra_node_problem`."
+        )
         self._show_one("readiness", "nvidia_dra_ready", text, lambda: not [*problems()])
 
     def problem(self, problems: Callable[[], Iterable[str]]) -> None:
         """Whether anything is wrong with the node, ready or not."""
-        text = (
-            "1 while something is wrong with the node: all that /readyz tells, also where it answers ready."
-        )
+        text = "1 while something is wrong with the node: all that /readyz says, also its notes."
         self._show_one("problem", "nvidia_dra_node_problem", text, lambda: bool([*problems()]))
 
     def mps(self, states: Callable[[], Iterable[str]]) -> None:
         """The state of each MPS daemon of the node."""
-
-        def read() -> Iterator[Metric]:
-            tally = Tally(states())
-            yield self._gauge_by(
-                "nvidia_dra_mps_daemons",
-                "MPS control daemons of the node.",
-                ("state",),
-                {(state,): tally[state] for state in MPS_STATES},
-            )
-
-        self._add("mps", read, waits=True)
+        text = "MPS control daemons of the node."
+        self._show_tally("mps", "nvidia_dra_mps_daemons", text, "state", MPS_STATES, states, waits=True)
 
     def reports(self, counts: Callable[[], Mapping[str, int]]) -> None:
         """Events and claim states, how many of them by what became of them."""
@@ -367,7 +353,7 @@ class Views:
         )
         xids = CounterMetricFamily(
             "nvidia_dra_gpu_xids",
-            "Xid errors that the GPU reported since the start of the driver.",
+            "Xid errors that the GPU reported since the start of gpu-dra-driver.",
             labels=("driver", "uuid", "xid"),
         )
         for (uuid, number), count in health.xid_counts().items():
@@ -381,11 +367,30 @@ class Views:
     def _show_one(self, source: str, name: str, text: str, value: Callable[[], float]) -> None:
         self._add(source, lambda: (self._one(name, text, value()),))
 
+    def _show_tally(
+        self,
+        source: str,
+        name: str,
+        text: str,
+        label: str,
+        values: Sequence[str],
+        found: Callable[[], Iterable[str]],
+        *,
+        waits: bool = False,
+    ) -> None:
+        """How often each of the values of a label is found."""
+
+        def read() -> Iterator[Metric]:
+            tally = Tally(found())
+            yield self._gauge_by(name, text, (label,), {(value,): tally[value] for value in values})
+
+        self._add(source, read, waits=waits)
+
     def _one(self, name: str, text: str, value: float) -> Metric:
         return self._gauge_by(name, text, (), {(): value})
 
     def _gauge_by(self, name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
-        """A gauge with the driver's name as one of its labels."""
+        """A gauge with the name of our DRA driver as one of its labels."""
         named = {(self._driver, *values): value for values, value in samples.items()}
         return _gauge(name, text, ("driver", *labels), named)
 

@@ -1,4 +1,4 @@
-"""What the driver counts and times when it happens. The metrics of the requests have the names and labels of NVIDIA's
+"""What the plugin counts and times when it happens. The metrics of the requests have the names and labels of NVIDIA's
 own driver, so one dashboard serves both."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Metrics:
         self.registry.register(self._unread)
         self.show = Views(driver, node, readings, self._source_added)
         self._make_counts()
-        Info("nvidia_dra_build", "Version of the driver.", registry=self.registry).info(
+        Info("nvidia_dra_build", "Version of gpu-dra-driver.", registry=self.registry).info(
             {"version": __version__}
         )
         ProcessCollector(registry=self.registry)
@@ -211,7 +211,7 @@ class Metrics:
     def _shown(
         self, kind: Callable[..., _Shown], name: str, text: str, labels: Mapping[str, Sequence[str]]
     ) -> _Shown:
-        """A metric with a series for each of the values of its labels; the driver's name is the first of them."""
+        """A metric with a series for each of the values of its labels; the name of our DRA driver comes first."""
         metric = kind(name, text, ("driver", *labels), registry=self.registry)
         for values in product(*labels.values()):
             metric.labels(self._driver, *values)

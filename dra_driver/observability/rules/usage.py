@@ -64,6 +64,18 @@ Made = Callable[[str], OwnedInstance | None]
 """The instance that stands for a MIG device on demand now, by the device's name."""
 
 
+def held_devices(records: Iterable[ClaimRecord]) -> dict[str, HeldDevice]:
+    """What claims hold, by device name. A monitor that looks at a GPU (adminAccess) has no memory there that would be a
+    claim's."""
+    return {one.device: one for record in records for one in record.devices if not one.admin_access}
+
+
+def mig_addresses(held: Mapping[str, HeldDevice], inventory: Inventory, made: Made) -> dict[str, MigAddress]:
+    """How NVML finds the MIG devices among them, by device name."""
+    found = {name: mig_address(one, inventory, made) for name, one in held.items()}
+    return {name: mig for name, mig in found.items() if mig is not None}
+
+
 def mig_address(held: HeldDevice, inventory: Inventory, made: Made) -> MigAddress | None:
     """How NVML finds a MIG device that a claim holds; None for a whole GPU, and for one that is not there."""
     if held.kind != "mig":

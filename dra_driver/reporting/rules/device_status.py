@@ -1,4 +1,4 @@
-"""What users are told of a claim's devices: their status, and which change of health concerns whom.
+"""What is reported of a claim's devices: their status, and which change of health concerns whom.
 
 It follows from the claim's record and from what is known of the node.
 """
@@ -69,7 +69,7 @@ class HealthEventKind(NamedTuple):
 
 
 def event_of(change: HealthChange) -> HealthEventKind | None:
-    """The event that tells of a change of health; None for one that keeps no work away, before and after."""
+    """The event of a change of health; None for one that keeps no work away, before and after."""
     if change.is_gone:
         return HealthEventKind(GPU_GONE, warning=False)
     if change.is_hang or (change.after > change.before and change.after >= Severity.DEGRADED):

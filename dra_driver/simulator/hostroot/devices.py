@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import stat
-import threading
 from pathlib import Path
 from typing import Any
 
 from dra_driver.model.host import DeviceNode
 from dra_driver.simulator import mig
-from dra_driver.simulator.hostroot.entries import DESCRIBED_NODES, Entries, Link, Node, can_make_nodes
+from dra_driver.simulator.hostroot.entries import Entries, Link, Node, can_make_nodes
 from dra_driver.simulator.state import State
 
 NVIDIA_MAJOR = 195
@@ -61,16 +60,12 @@ class SimulatedDeviceNodes:
 
     def __init__(self, host_root: Path) -> None:
         self._root = str(host_root)
-        self._description = f"{self._root}/{DESCRIBED_NODES}"
-        self._lock = threading.Lock()
-        self._known: tuple[tuple[int, int], dict[str, dict[str, Any]]] | None = None
 
     def read(self, path: str) -> DeviceNode | None:
         """The node at the path, or None where there is none."""
-        normal = os.path.normpath(path)
-        inside = normal.removeprefix(self._root) if normal.startswith(f"{self._root}/") else normal
+        full = self._full(os.path.normpath(path))
         try:
-            status = os.lstat(f"{self._root}{inside}")
+            status = full.lstat()
         except OSError:
             return None
         if stat.S_ISCHR(status.st_mode):
@@ -83,10 +78,8 @@ class SimulatedDeviceNodes:
                 uid=status.st_uid,
                 gid=status.st_gid,
             )
-        described = _content(Path(f"{self._root}{inside}"), status) or self._described().get(inside)
-        if described is None:
-            return None
-        return DeviceNode(path=path, type="c", uid=0, **described)
+        described = _description(full) if stat.S_ISREG(status.st_mode) else None
+        return None if described is None else DeviceNode(path=path, type="c", uid=0, **described)
 
     def make(self, path: str, node: DeviceNode) -> None:
         """Make a node as somebody on the host would: a file that describes it where nodes cannot be made. Raises:
@@ -96,10 +89,8 @@ class SimulatedDeviceNodes:
         if can_make_nodes(Path(self._root).parent):
             os.mknod(full, stat.S_IFCHR | node.mode, os.makedev(node.major, node.minor))
         else:
-            with full.open("x") as file:
-                json.dump(
-                    {"major": node.major, "minor": node.minor, "mode": node.mode, "gid": node.gid}, file
-                )
+            with full.open("xb") as file:
+                file.write(Node(node.major, node.minor, node.mode, node.gid).described.raw)
 
     def remove(self, path: str) -> None:
         """Remove a node as somebody on the host would. Raises: OSError."""
@@ -108,23 +99,9 @@ class SimulatedDeviceNodes:
     def _full(self, path: str) -> Path:
         return Path(path if path.startswith(f"{self._root}/") else f"{self._root}{path}")
 
-    def _described(self) -> dict[str, dict[str, Any]]:
-        try:
-            status = os.stat(self._description)  # noqa: PTH116
-        except OSError:
-            return {}
-        mark = (status.st_mtime_ns, status.st_ino)
-        with self._lock:
-            if self._known is None or self._known[0] != mark:
-                with Path(self._description).open("rb") as file:
-                    self._known = (mark, json.load(file))
-            return self._known[1]
 
-
-def _content(path: Path, status: os.stat_result) -> dict[str, Any] | None:
-    """What a node's own file says of it, as `make` has written it."""
-    if not stat.S_ISREG(status.st_mode) or not status.st_size:
-        return None
+def _description(path: Path) -> dict[str, Any] | None:
+    """What the file says that stands for a node; None for any other file."""
     try:
         said = json.loads(path.read_bytes())
     except (OSError, ValueError):

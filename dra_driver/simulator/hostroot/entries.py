@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import stat
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 
@@ -28,12 +28,16 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A character device."""
+    """A character device. Without privileges it is a file that describes it."""
 
     major: int
     minor: int
     mode: int = 0o666
     gid: int = 0
+
+    @property
+    def described(self) -> Text:
+        return Text(json.dumps(asdict(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,6 @@ class Directory:
 
 Entry = Text | Link | Node | Socket | Directory
 Entries = dict[str, Entry]
-
-DESCRIBED_NODES = "dev/.nodes.json"
 
 
 class Tree:
@@ -75,8 +77,6 @@ class Tree:
             elif not self._fresh and self._is(path, entry):
                 continue
             self._make(path, entry)
-        if not self.real_nodes and (old is None or _nodes(old) != _nodes(new)):
-            self._describe(_nodes(new))
 
     def _full(self, path: str) -> str:
         return f"{self.root}/{path}"
@@ -88,6 +88,8 @@ class Tree:
         except OSError:
             return False
         mode = stat.S_IMODE(status.st_mode)
+        if isinstance(entry, Node) and not self.real_nodes:
+            entry = entry.described
         if isinstance(entry, Text):
             if not stat.S_ISREG(status.st_mode) or mode != entry.mode or status.st_size != len(entry.raw):
                 return False
@@ -96,8 +98,6 @@ class Tree:
         if isinstance(entry, Link):
             return stat.S_ISLNK(status.st_mode) and str(Path(full).readlink()) == entry.target
         if isinstance(entry, Node):
-            if not self.real_nodes:
-                return stat.S_ISREG(status.st_mode)
             same = stat.S_ISCHR(status.st_mode) and mode == entry.mode and status.st_gid == entry.gid
             return same and status.st_rdev == os.makedev(entry.major, entry.minor)
         if isinstance(entry, Socket):
@@ -106,6 +106,8 @@ class Tree:
 
     def _make(self, path: str, entry: Entry) -> None:
         full = self._full(path)
+        if isinstance(entry, Node) and not self.real_nodes:
+            entry = entry.described
         if isinstance(entry, Directory):
             self._directory(full)
             os.chmod(full, entry.mode)  # noqa: PTH101
@@ -120,13 +122,11 @@ class Tree:
             os.symlink(entry.target, new)  # noqa: PTH211
         elif isinstance(entry, Socket):
             _bind(new)
-        elif self.real_nodes:
+        else:
             os.mknod(new, stat.S_IFCHR | entry.mode, os.makedev(entry.major, entry.minor))
             os.chmod(new, entry.mode)  # noqa: PTH101 - strings all along, this runs for every file
             if entry.gid:
                 os.chown(new, 0, entry.gid)
-        else:
-            _write(new, b"", 0o644)
         if self._fresh:  # no process looks yet, so nothing has to be replaced in one step
             return
         try:
@@ -152,20 +152,6 @@ class Tree:
                 return
             self._known_directories.discard(self._full(parent))
             parent = parent.rpartition("/")[0]
-
-    def _describe(self, nodes: dict[str, Node]) -> None:
-        """The nodes that cannot be made without privileges, for the reader that stands in for lstat()."""
-        described = {
-            f"/{path}": {"major": node.major, "minor": node.minor, "mode": node.mode, "gid": node.gid}
-            for path, node in nodes.items()
-        }
-        description = Text(json.dumps(described, indent=0, sort_keys=True) + "\n")
-        if not self._is(DESCRIBED_NODES, description):
-            self._make(DESCRIBED_NODES, description)
-
-
-def _nodes(entries: Entries) -> dict[str, Node]:
-    return {path: entry for path, entry in entries.items() if isinstance(entry, Node)}
 
 
 def _write(path: str, content: bytes, mode: int) -> None:

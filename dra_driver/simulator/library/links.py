@@ -1,4 +1,4 @@
-"""NVLink, peer access, PCIe distance, fabric and platform."""
+"""NVLink, peer access and fabric."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ is refused.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import groupby
@@ -109,7 +109,10 @@ def allocate(inventory: Inventory, claim: Object, classes: Mapping[str, Object],
     devices = (claim.get("spec") or {}).get("devices") or {}
     variants = all_wanted(devices, classes)
     constraints = list(devices.get("constraints") or ())
-    search = _Search(inventory, _checks(constraints))
+    for constraint in constraints:
+        if not (constraint.get("matchAttribute") or constraint.get("distinctAttribute")):
+            raise AllocationError(f"constraint {sorted(constraint)} is not supported by this scheduler")
+    search = _Search(inventory, constraints)
     picks = next(search.all_of(variants, []), None)
     if picks is None:
         names = ", ".join(request["name"] for request in devices.get("requests") or ())
@@ -164,9 +167,9 @@ def counters_of(candidate: Candidate) -> dict[CounterId, Fraction]:
 class _Search:
     """Depth-first over requests, their variants and devices; the first complete answer wins."""
 
-    def __init__(self, inventory: Inventory, fits: Callable[[list[Pick]], bool]) -> None:
+    def __init__(self, inventory: Inventory, constraints: Sequence[Mapping[str, Any]]) -> None:
         self._inventory = inventory
-        self._fits = fits
+        self._constraints = constraints
         self._matching: dict[str, list[Candidate]] = {}
 
     def all_of(self, variants: list[list[Wanted]], picks: list[Pick]) -> Iterator[list[Pick]]:
@@ -204,7 +207,9 @@ class _Search:
 
     def _free(self, picks: list[Pick], pick: Pick) -> bool:
         # One device with such a taint is too many for `All`.
-        if not self._fits([*picks, pick]) or pick.wanted.untolerated(pick.candidate) is not None:
+        if pick.wanted.untolerated(pick.candidate) is not None:
+            return False
+        if not all(_holds(constraint, [*picks, pick]) for constraint in self._constraints):
             return False
         own = pick.candidate.id
         # Counters have no exception for adminAccess: kube-scheduler counts them, kubernetes/kubernetes#140729.
@@ -320,19 +325,8 @@ def _tolerated(taint: Mapping[str, Any], tolerations: Sequence[Mapping[str, Any]
     )
 
 
-def _checks(constraints: Sequence[Mapping[str, Any]]) -> Callable[[list[Pick]], bool]:
-    """One predicate over the picks so far for all constraints of the claim."""
-    for constraint in constraints:
-        if not (constraint.get("matchAttribute") or constraint.get("distinctAttribute")):
-            raise AllocationError(f"constraint {sorted(constraint)} is not supported by this scheduler")
-
-    def fits(picks: list[Pick]) -> bool:
-        return all(_holds(constraint, picks) for constraint in constraints)
-
-    return fits
-
-
 def _holds(constraint: Mapping[str, Any], picks: list[Pick]) -> bool:
+    """Whether the picks so far keep a constraint of the claim."""
     names = constraint.get("requests") or ()
     name = constraint.get("matchAttribute") or constraint["distinctAttribute"]
     domain, _, identifier = name.rpartition("/")

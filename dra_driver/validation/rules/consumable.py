@@ -20,7 +20,7 @@ def shareable(device: Mapping[str, Any]) -> bool:
 
 
 def requested(requests: Mapping[str, Any], device: Mapping[str, Any], driver: str) -> Amounts | None:
-    """The requests under the device's own names, where the driver's domain may be written or left out.
+    """The requests under the device's own names, where the domain of their DRA driver may be left out.
 
     None if the device does not have a requested capacity, or has it asked for twice.
     """

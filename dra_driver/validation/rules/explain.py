@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from dra_driver.errors import InvalidConfigError
-from dra_driver.model.units import parse_quantity
 from dra_driver.validation.rules.allocator import Candidate, Wanted
+from dra_driver.validation.rules.consumable import consumption
 from dra_driver.validation.rules.selection import SelectorError
 from dra_driver.validation.rules.selectors import Selector
 
@@ -37,16 +35,17 @@ class Funnel:
     error: str | None = None
 
     def sentence(self) -> str:
-        """`8 devices, 8 of class gpu.nvidia.com, 0 match selector 1: …`"""
-        return ", ".join(f"{step.left} {step.text}" for step in self.steps)
+        """`8 devices of class gpu.nvidia.com, 0 match selector 1: …`, or `8 devices, 2 of class mig.nvidia.com`."""
+        shown = [f"{step.left} {step.text}" for step in self.steps]
+        if len(shown) > 1 and self.steps[0].left == self.steps[1].left:
+            shown[:2] = [f"{shown[0]} {self.steps[1].text}"]
+        return ", ".join(shown)
 
 
 def funnel(wanted: Wanted, machine: Sequence[Candidate]) -> Funnel:
     """What each condition of a request leaves of the machine's devices, as long as any are left."""
     left = list(machine)
-    drivers = sorted({device.view.driver for device in machine})
-    first = "device" if len(left) == 1 else "devices"
-    steps = [FunnelStep(first + (f" of driver {', '.join(drivers)}" if drivers else ""), len(left))]
+    steps = [FunnelStep("device" if len(left) == 1 else "devices", len(left))]
     groups = [(f"of class {wanted.class_name}", wanted.class_selectors)]
     groups += [
         (f"match selector {number}: {_cut(selector.text)}", (selector,))
@@ -69,7 +68,7 @@ def _with_the_rest(wanted: Wanted, left: list[Candidate], steps: list[FunnelStep
     """Capacity and taints, which are looked at after the selectors."""
     if wanted.capacity:
         asked = ", ".join(f"{name} {amount}" for name, amount in wanted.capacity.items())
-        left = [device for device in left if _has(wanted.capacity, device)]
+        left = [one for one in left if consumption(wanted.capacity, one.device, one.view.driver) is not None]
         steps.append(FunnelStep(f"have {asked}", len(left)))
     taints = [taint for device in left if (taint := wanted.untolerated(device)) is not None]
     if taints:
@@ -99,19 +98,6 @@ def _matches(selector: Selector, device: Candidate) -> bool:
         key = text.removeprefix("no such key: ")
         remedy = f'; test `"{key}" in device.attributes[…]` before it' if key != text else ""
         raise SelectorError(f"fails on device {device.name}: {text}{remedy}") from error
-
-
-def _has(requests: Mapping[str, Any], device: Candidate) -> bool:
-    """Whether a device has the amounts that are asked for."""
-    for name, amount in requests.items():
-        domain, slash, key = name.rpartition("/")
-        held = device.view.capacity.get(domain if slash else device.view.driver, {}).get(key)
-        try:
-            if held is None or parse_quantity(str(amount)) > parse_quantity(held):
-                return False
-        except InvalidConfigError:
-            return False
-    return True
 
 
 def _cut(text: str) -> str:

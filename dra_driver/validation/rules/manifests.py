@@ -7,7 +7,8 @@ take is taken too; `as_v1` brings it into the shape of v1.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from dra_driver.api.config import GROUP_VERSION, DeviceType
@@ -41,7 +42,7 @@ CLASS_TYPES: Mapping[str, DeviceType] = {
     "mps.gpu.nvidia.com": "gpu",
     "mig.nvidia.com": "mig",
 }
-"""What the classes that are installed with the driver give."""
+"""Which devices the classes that are installed with gpu-dra-driver give."""
 _FOREIGN_KINDS: Final = ("ComputeDomain", "ComputeDomainClique")
 """Objects of NVIDIA's own DRA driver in the API group of our parameters."""
 PROFILE_CLASS: Final = ("mig-", ".nvidia.com")
@@ -78,7 +79,7 @@ def _cel(value: str) -> str | None:
     except InvalidConfigError as error:
         return str(error)
     except NotJudgedError:
-        return None  # nobody says that it is wrong; the report says that nobody looked
+        return None  # not known to be wrong; the report says that it is not judged
     return None
 
 
@@ -287,90 +288,81 @@ def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFaul
             )
         found += _unknown_requests(constraint.get("requests"), f"{here}.requests", seen)
     entries = devices.get("config") or []
-    misfits = [] if found else _misfits(entries, f"{path}.config", requests, driver)
-    misfits += [] if found else _without_admin(entries, f"{path}.config", requests, driver)
-    return found + _config_faults(entries, f"{path}.config", seen, driver) + misfits
+    refused = [] if found else [fault for use in _uses(devices, path, driver) for fault in _use_faults(use)]
+    return found + _config_faults(entries, f"{path}.config", seen, driver) + refused
 
 
-def _misfits(
-    entries: Sequence[JsonObject], path: str, requests: Sequence[JsonObject], driver: str
-) -> list[FieldFault]:
-    """Parameters that name a request none of whose classes gives devices of their kind: Prepare would refuse them."""
-    found: list[FieldFault] = []
-    for number, names, parameters in _known_parameters(entries, driver):
-        kind = parameters["kind"]
-        for index, name in enumerate(names):
-            classes = [
-                body["deviceClassName"]
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """Parameters of ours for a request. `entry` is the path of the config entry, `named` that of the name in it,
+    None where it names no request. `bodies` are what is meant of the request, by their names in allocation results."""
+
+    entry: str
+    named: str | None
+    request: str
+    parameters: JsonObject
+    bodies: Mapping[str, JsonObject]
+
+    @property
+    def kind(self) -> str:
+        """Of the parameters."""
+        return str(self.parameters["kind"])
+
+    def of_type(self, *types: DeviceType | None) -> list[str]:
+        """The names of the bodies whose class gives devices of these types; None: it is not known what it gives."""
+        return [name for name, body in self.bodies.items() if class_type(body["deviceClassName"]) in types]
+
+
+def _uses(devices: JsonObject, path: str, driver: str) -> Iterator[_Use]:
+    """Each use of parameters of ours that are of a known kind."""
+    requests = devices.get("requests") or ()
+    for number, entry in enumerate(devices.get("config") or ()):
+        parameters = entry["opaque"]["parameters"]
+        is_ours = entry["opaque"]["driver"] == driver and is_parameters(parameters)
+        if not is_ours or str(parameters.get("kind")) not in CONFIG_KINDS:
+            continue
+        here, names = f"{path}.config[{number}]", entry.get("requests")
+        for index, name in enumerate(names or [request["name"] for request in requests]):
+            meant = {
+                full: body
                 for request in requests
                 for full, body in alternatives(request)
                 if name in (full, request["name"])
-            ]
-            if classes and all(class_type(asked) not in (None, CONFIG_KINDS[kind]) for asked in classes):
-                text = f"{kind} does not fit request {name!r} of class {', '.join(classes)}"
-                found.append(FieldFault(f"{path}[{number}].requests[{index}]", text))
-    return found
+            }
+            named = f"{here}.requests[{index}]" if names else None
+            if meant:
+                yield _Use(here, named, name, parameters, meant)
 
 
-def _without_admin(
-    entries: Sequence[JsonObject], path: str, requests: Sequence[JsonObject], driver: str
-) -> Iterator[FieldFault]:
-    """Parameters with `management` for requests without adminAccess. Where they name no request, those whose class is
-    known to give devices of their kind."""
-    for number, names, parameters in _known_parameters(entries, driver):
-        kind = CONFIG_KINDS[parameters["kind"]]
-        if parameters.get("management") is not True or kind == "vfio":
-            continue
-        for request in requests:
-            bodies = alternatives(request)
-            fits = all(class_type(body["deviceClassName"]) == kind for _, body in bodies)
-            if not names and fits and not _has_admin_access(bodies):
-                text = needs_admin_access(request["name"])
-                yield FieldFault(f"{path}[{number}].opaque.parameters.management", text)
-            for index, name in enumerate(names):
-                meant = [(full, body) for full, body in bodies if name in (full, request["name"])]
-                if meant and not _has_admin_access(meant):
-                    text = needs_admin_access(request["name"])
-                    yield FieldFault(f"{path}[{number}].requests[{index}]", text)
-
-
-def _known_parameters(
-    entries: Iterable[JsonObject], driver: str
-) -> Iterator[tuple[int, Sequence[str], JsonObject]]:
-    """Of the config entries with parameters of this driver of a known kind: number, names of requests, parameters."""
-    for number, entry in enumerate(entries):
-        parameters = entry["opaque"]["parameters"]
-        is_ours = entry["opaque"]["driver"] == driver and is_parameters(parameters)
-        if is_ours and str(parameters.get("kind")) in CONFIG_KINDS:
-            yield number, entry.get("requests") or (), parameters
-
-
-def _has_admin_access(bodies: Sequence[tuple[str, JsonObject]]) -> bool:
-    return all(body.get("adminAccess") is True for _, body in bodies)
+def _use_faults(use: _Use) -> Iterator[FieldFault]:
+    """What Prepare would refuse: parameters that name a request none of whose classes gives devices of their kind; and
+    `management` without adminAccess, also for a request that is not named, if its class gives devices of that kind."""
+    kind = CONFIG_KINDS[use.kind]
+    if use.named is not None and not use.of_type(None, kind):
+        classes = ", ".join(body["deviceClassName"] for body in use.bodies.values())
+        yield FieldFault(use.named, f"{use.kind} does not fit request {use.request!r} of class {classes}")
+    if use.parameters.get("management") is not True or kind == "vfio":
+        return
+    concerns = use.named is not None or len(use.of_type(kind)) == len(use.bodies)
+    if concerns and not all(body.get("adminAccess") is True for body in use.bodies.values()):
+        place = use.named or f"{use.entry}.opaque.parameters.management"
+        yield FieldFault(place, needs_admin_access(use.request.partition("/")[0]))
 
 
 def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[str]:
     """Parameters that name a request by the name of all its alternatives, and fit only some of them."""
-    by_name = {
-        request["name"]: alternatives(request)
-        for request in devices.get("requests") or ()
-        if request.get("firstAvailable")
-    }
-    for number, names, parameters in _known_parameters(devices.get("config") or (), driver):
-        kind = parameters["kind"]
-        for name in names:
-            types = {full: class_type(body["deviceClassName"]) for full, body in by_name.get(name, ())}
-            misfits = [full for full, kept in types.items() if kept not in (None, CONFIG_KINDS[kind])]
-            fits = [full for full in types if full not in misfits]
-            if misfits and fits:
-                yield (
-                    f"{path}[{number}].requests: {kind} does not fit {', '.join(misfits)}, whose devices Prepare would "
-                    f"refuse; write {', '.join(fits)} instead of {name}"
-                )
+    for use in _uses(devices, path, driver):
+        fits = use.of_type(None, CONFIG_KINDS[use.kind])
+        misfits = [name for name in use.bodies if name not in fits]
+        if use.named is not None and misfits and fits:
+            yield (
+                f"{use.entry}.requests: {use.kind} does not fit {', '.join(misfits)}, whose devices Prepare would "
+                f"refuse; write {', '.join(fits)} instead of {use.request}"
+            )
 
 
 def class_type(name: str) -> DeviceType | None:
-    """What a class of this driver gives; None for one that it does not know."""
+    """The type of device that a class of ours gives; None for a class that is not known."""
     begin, end = PROFILE_CLASS
     return "mig" if name.startswith(begin) and name.endswith(end) else CLASS_TYPES.get(name)
 
@@ -404,7 +396,7 @@ def _config_faults(
 
 
 def parameter_faults(parameters: Any, path: str) -> list[FieldFault]:
-    """The faults of opaque parameters of this driver, each with its own path."""
+    """The faults of opaque parameters of ours, each with its own path."""
     try:
         config = decode(parameters)
     except InvalidConfigError as error:

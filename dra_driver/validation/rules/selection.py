@@ -32,7 +32,7 @@ class DeviceView:
 
 
 def view(driver: str, device: Mapping[str, Any]) -> DeviceView:
-    """The view of a device in the shape of v1; names without a domain belong to the driver's."""
+    """The view of a device in the shape of v1; names without a domain belong to that of its DRA driver."""
     attributes = {
         name: Version(content) if kind == "version" else content
         for name, entry in (device.get("attributes") or {}).items()

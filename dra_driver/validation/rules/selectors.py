@@ -30,7 +30,7 @@ class Selector:
 def compiled(text: str) -> Selector:
     """Raises: InvalidConfigError for what does not compile, NotJudgedError where nobody here can say.
 
-    Without cel-expr-python the selectors of the driver's own classes are judged, and no others.
+    Without cel-expr-python the selectors of gpu-dra-driver's own classes are judged, and no others.
     """
     if len(text.encode()) > MAX_EXPRESSION_BYTES:
         raise InvalidConfigError(f"is longer than {MAX_EXPRESSION_BYTES} bytes")
@@ -44,6 +44,6 @@ def compiled(text: str) -> Selector:
 
 
 def driver_asked_for(text: str) -> str | None:
-    """The driver that a selector names by `device.driver == "…"`; None if it names none, or several."""
+    """The DRA driver that a selector names by `device.driver == "…"`; None if it names none, or several."""
     found = set(_DRIVER.findall(text))
     return found.pop() if len(found) == 1 else None

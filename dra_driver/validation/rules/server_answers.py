@@ -1,4 +1,4 @@
-"""What the API server's answers to dry runs mean; what it says is told in its own words."""
+"""What the API server's answers to dry runs mean, in its own words."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNAUTHORIZED, _FORBIDDEN = 401, 403
 class Answer:
     """What the API server makes of one document.
 
-    `outcome` is "waits" where it can only tell once another document of the files is there, and "not asked" where it
+    `outcome` is "waits" where it can only say it once another document of the files is there, and "not asked" where it
     could not be asked; `text` says why, and of what it refused. `warnings` are the server's own.
     """
 

@@ -1,4 +1,4 @@
-"""The DeviceClasses that come with this driver, for where no API server can be asked for them."""
+"""The DeviceClasses that come with gpu-dra-driver, for where no API server can be asked for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BY_TYPE = re.compile(
 
 
 def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, JsonObject]:
-    """By name: those that are installed with the driver, and one for each MIG profile. Whoever shares devices has
+    """By name: those that are installed with gpu-dra-driver, and one for each MIG profile. Who shares devices has
     `shares.gpu.nvidia.com` as well.
 
     Raises: InvalidConfigError if two profiles would have the same name.

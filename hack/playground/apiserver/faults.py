@@ -31,13 +31,15 @@ class Faults:
         self.down = False
         self._wake = wake  # lets open watches notice that they are cut
         self._lock = threading.Lock()
-        self._slow: list[tuple[str, float]] = []
-        self._drips: list[tuple[str, float]] = []
+        self._slow: dict[str, float] = {}
+        self._drips: dict[str, float] = {}
         self._failures: list[Failure] = []
-        self._cuts = 0
+        self.cuts = 0
+        """How often watches were cut; a watch ends when this differs from its start."""
         self.silenced = 0
         """How often open connections were silenced; one that is from before that answers nothing."""
-        self._watch_events: list[dict[str, Any]] | None = None
+        self.watch_events: list[dict[str, Any]] | None = None
+        """All that a new watch brings before it ends; None if it is to be served."""
         self._warnings: list[tuple[str, str]] = []
 
     def fail(
@@ -58,16 +60,12 @@ class Faults:
     def slow(self, path: str, seconds: float) -> None:
         """Hold back answers to paths that contain `path`; 0 ends it."""
         with self._lock:
-            self._slow = [entry for entry in self._slow if entry[0] != path]
-            if seconds:
-                self._slow.append((path, seconds))
+            self._slow[path] = seconds
 
     def drip(self, path: str, pause_s: float) -> None:
         """Answer paths that contain `path` byte by byte, with a pause before each; 0 ends it."""
         with self._lock:
-            self._drips = [entry for entry in self._drips if entry[0] != path]
-            if pause_s:
-                self._drips.append((path, pause_s))
+            self._drips[path] = pause_s
 
     def warn(self, path: str, text: str) -> None:
         """Add a warning to the answers to paths that contain `path`."""
@@ -82,7 +80,7 @@ class Faults:
     def cut_watches(self) -> None:
         """Break all watches now open in the middle, without the closing chunk."""
         with self._lock:
-            self._cuts += 1
+            self.cuts += 1
         self._wake()
 
     def silence_connections(self) -> None:
@@ -93,38 +91,27 @@ class Faults:
 
     def end_watches(self, *events: dict[str, Any]) -> None:
         """Answer each new watch with 200, these raw events and its end in order, at once."""
-        with self._lock:
-            self._watch_events = [*events]
+        self.watch_events = [*events]
 
     def clear(self) -> None:
         """Back to health; open watches stay as they are."""
         with self._lock:
             self.down = False
-            self._watch_events = None
+            self.watch_events = None
             self._slow.clear()
             self._drips.clear()
             self._failures.clear()
             self._warnings.clear()
 
-    @property
-    def cuts(self) -> int:
-        """How often watches were cut; a watch ends when this differs from its start."""
-        return self._cuts
-
-    @property
-    def watch_events(self) -> list[dict[str, Any]] | None:
-        """All that a new watch brings before it ends; None if it is to be served."""
-        return self._watch_events
-
     def delay_of(self, path: str) -> float:
         """Seconds to hold back an answer."""
         with self._lock:
-            return max((seconds for part, seconds in self._slow if part in path), default=0.0)
+            return max((seconds for part, seconds in self._slow.items() if part in path), default=0.0)
 
     def drip_of(self, path: str) -> float:
         """Seconds before each byte of an answer."""
         with self._lock:
-            return max((pause_s for part, pause_s in self._drips if part in path), default=0.0)
+            return max((pause_s for part, pause_s in self._drips.items() if part in path), default=0.0)
 
     def answer_of(self, method: str, path: str) -> Failure | None:
         """The failure that this request meets, counted down; None if it is to be served."""

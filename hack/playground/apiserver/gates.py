@@ -9,8 +9,6 @@ DEFAULT_GATES: Mapping[str, bool] = {
     "DRADeviceTaints": True,
     "DRAPartitionableDevices": True,
     "DRAConsumableCapacity": True,
-    "DRAAdminAccess": True,
-    "DRAPrioritizedList": True,
     "DRAResourceClaimDeviceStatus": True,
     "DRADeviceCompatibilityGroups": False,
 }
@@ -69,10 +67,6 @@ def _drop_from_claim(claim: dict[str, Any], off: set[str]) -> None:
             result.pop("shareID", None)
             result.pop("consumedCapacity", None)
     for request in ((claim.get("spec") or {}).get("devices") or {}).get("requests") or ():
-        if "DRAPrioritizedList" in off:
-            request.pop("firstAvailable", None)
-        if "DRAAdminAccess" in off:
-            (request.get("exactly") or {}).pop("adminAccess", None)
         if "DRAConsumableCapacity" in off:
             for wanted in (request.get("exactly") or {}, *(request.get("firstAvailable") or ())):
                 wanted.pop("capacity", None)

@@ -1,0 +1,123 @@
+"""docs/api.md has every parameter of claims. `--update-golden` writes its tables anew, and keeps what people wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from dra_driver.api.config import GROUP_VERSION, KINDS
+from dra_driver.api.decode import decode
+from dra_driver.api.schema import FIELDS, LEAST_MEMORY, MEMORY
+from dra_driver.model.shapes import Choice, ListField, MapField, Object, Scalar, Shape
+
+MANUAL = Path(__file__).parents[2] / "docs/api.md"
+HEAD = "| Field | Type | Values | Default | What it does |\n|---|---|---|---|---|\n"
+TYPES: Final = {bool: "bool", int: "int"}
+
+
+def table_of(text: str, kind: str) -> tuple[str, str, str]:
+    """The text before the table of a kind, the table, and the text after it."""
+    before, begin, rest = text.partition(f"<!-- {kind} -->\n")
+    table, end, after = rest.partition(f"<!-- end of {kind} -->\n")
+    assert begin, f"docs/api.md has no table of {kind}"
+    assert end, f"the table of {kind} has no end"
+    return before + begin, table, end + after
+
+
+def fields(shape: Shape, path: str = "") -> Iterator[tuple[str, Shape, bool]]:
+    """Every field below an object, with its path, and whether its object requires it."""
+    if isinstance(shape, Object):
+        for name, below in shape.fields.items():
+            yield f"{path}{name}", below, name in shape.required
+            yield from fields(below, f"{path}{name}.")
+
+
+def type_and_values(shape: Shape) -> tuple[str, str]:
+    """Two cells of the table."""
+    match shape:
+        case Choice(words):
+            return "string", ", ".join(f"`{word}`" for word in words)
+        case ListField(Choice(words)):
+            return "list of strings", ", ".join(f"`{word}`" for word in words)
+        case MapField(values):
+            kind, bounds = type_and_values(values)
+            return f"map of {kind}", f"keys: UUIDs or indexes of devices; values: {bounds}"
+        case Object():
+            return "object", ""
+    assert isinstance(shape, Scalar)
+    if shape is MEMORY:
+        assert LEAST_MEMORY == 1 << 20
+        return "quantity", "1Mi or more"
+    if shape.least is not None:
+        return TYPES[shape.type], f"{shape.least} to {shape.most}"
+    return TYPES[shape.type], "`true`, `false`"
+
+
+@pytest.mark.parametrize("kind", FIELDS)
+def test_manual_has_each_field_with_its_type_and_values(kind: str, update_golden: bool) -> None:
+    text = MANUAL.read_text()
+    before, table, after = table_of(text, kind)
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()[2:]]
+    written = {row[0].strip("`"): (row[3], row[4]) for row in rows}
+    made = HEAD
+    for path, shape, is_required in fields(FIELDS[kind]):
+        default, meaning = written.get(path, ("?", "?"))
+        shown = "required" if is_required else default
+        made += f"| `{path}` | {' | '.join(type_and_values(shape))} | {shown} | {meaning} |\n"
+    if update_golden:
+        MANUAL.write_text(before + made + after)
+    else:
+        assert table == made, "run pytest tests/api/test_manual.py --update-golden, then fill in what is '?'"
+        assert "?" not in table
+
+
+def examples(kind: str) -> list[dict[str, Any]]:
+    """The parameters of a kind that stand on the page, as they are in the claims there."""
+    blocks = re.findall(r"```yaml\n(.*?)```", MANUAL.read_text(), re.DOTALL)
+    claims = [claim for block in blocks for claim in yaml.safe_load_all(block)]
+    configs = [one for claim in claims for one in claim["spec"]["devices"].get("config", ())]
+    given = [one["opaque"]["parameters"] for one in configs]
+    return [one for one in given if one["kind"] == kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_examples_are_right_and_use_every_field(kind: str) -> None:
+    used = set()
+    for example in examples(kind):
+        assert example["apiVersion"] == GROUP_VERSION
+        decode(example)
+        used |= {path for path, _, _ in fields(FIELDS[kind]) if holds(example, path)}
+    assert used == {path for path, _, _ in fields(FIELDS[kind])}
+
+
+def holds(document: Any, path: str) -> bool:
+    """Whether a document has the field."""
+    for name in path.split("."):
+        if not isinstance(document, dict) or name not in document:
+            return False
+        document = document[name]
+    return True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_default_means_the_same_as_no_field(kind: str) -> None:
+    """Where the page names a value that can be written, and nothing else has to be written with it."""
+    _, table, _ = table_of(MANUAL.read_text(), kind)
+    compared = 0
+    for line in table.splitlines()[2:]:
+        path, _, _, default, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        names = path.strip("`").split(".")
+        if not default.startswith("`") or "sharing" in names:
+            continue
+        document: Any = yaml.safe_load(default.strip("`"))
+        for name in reversed(names):
+            document = {name: document}
+        header = {"apiVersion": GROUP_VERSION, "kind": kind}
+        assert decode(header | document) == decode(header)
+        compared += 1
+    assert compared
