@@ -437,6 +437,20 @@ def test_a_gpu_that_comes_back_within_ten_minutes_keeps_its_health(bench):
     assert gone in kept(bench)
 
 
+@pytest.mark.parametrize(("boot", "is_kept"), [("boot-1", True), ("boot-2", False)])
+def test_a_lost_gpu_whose_place_is_not_known_stays_until_a_reboot(bench, boot, is_kept):
+    gone = lose_and_hide(bench)
+    path = bench.directory / "health.json"
+    document = json.loads(path.read_text())
+    for state in document["states"]:
+        state.pop("pciBusID", None)
+    path.write_text(json.dumps(document))
+    bench.restarted(boot)
+    for _ in range(3):
+        bench.turn(3600)
+    assert (gone in kept(bench)) is is_kept
+
+
 def test_the_last_gpu_of_a_node_is_forgotten_too(bench):
     lose_and_hide(bench)
     bench.on_bus.clear()

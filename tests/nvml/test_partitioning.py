@@ -18,7 +18,7 @@ from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Place
 from dra_driver.nvml.mig_partitions import read_what_exists
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.nvml.scan import ScanMemory
-from dra_driver.simulator import nvml_library
+from dra_driver.simulator import machine_names, nvml_library
 from tests.fakes.machines import SimulatedNode, read_inventory
 from tests.fakes.samples import ONE_G, h100
 
@@ -35,6 +35,14 @@ def scan(node: SimulatedNode, memory: ScanMemory | None = None) -> Inventory:
     if not node.session.is_open:
         node.session.reopen()
     return read_inventory(always, memory)
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_that_a_gpu_can_be_cut_changes_nothing_else_that_is_read(machine: Make, name: str) -> None:
+    found = scan(machine(name))
+    assert found.faults == ()
+    assert [replace(gpu, partitioning=None) for gpu in found.gpus] == list(read_inventory().gpus)
+    assert not [gpu for gpu in found.gpus if gpu.partitioning and not gpu.mig_capable]
 
 
 @pytest.mark.parametrize("name", ["dgx-a100-40gb", "dgx-a100-80gb", "a30-4"])
