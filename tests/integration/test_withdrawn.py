@@ -4,6 +4,7 @@ a scheduler that ignores taints."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -90,7 +91,7 @@ def test_a_claim_that_ends_while_the_pool_is_built_keeps_its_gpu_no_longer(make_
     node.prepare(ref)
     hear_all(node)
     driver = node.driver
-    read = driver.publishing._records
+    read = driver.publishing._records.all
     ended: list[str] = []
 
     def records() -> Mapping[str, ClaimRecord]:
@@ -100,7 +101,7 @@ def test_a_claim_that_ends_while_the_pool_is_built_keeps_its_gpu_no_longer(make_
             ended.append(ref.uid)
         return found
 
-    driver.publishing._records = records
+    driver.publishing._records = SimpleNamespace(all=records)
     node.machine.raise_xid(0, 79)
     until_named(node, published[1:])
     assert ended == [ref.uid]
