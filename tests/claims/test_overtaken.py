@@ -18,8 +18,8 @@ from dra_driver.kubelet.pb import dra_v1_pb2
 from dra_driver.model.claim import Failed, Prepared
 from tests.fakes.preparing import Node
 from tests.fakes.samples import GPU_0, MIXED, claim, result
+from tests.fakes.waiting import eventually
 from tests.kubelet import support
-from tests.kubelet.support import eventually
 
 WANTED = claim(result(GPU_0), uid="uid-1")
 
