@@ -43,7 +43,7 @@ from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.mps import daemon_control as control
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
-from dra_driver.mps.daemon_control import BusyError, ControlProgram
+from dra_driver.mps.daemon_control import ControlProgram
 from dra_driver.mps.daemon_conversation import Conversation, HostStoppingError, Timings
 from dra_driver.mps.daemon_mounts import KernelMounter, SelinuxLabels, half_of_memory
 from dra_driver.mps.daemon_processes import ProcessId
@@ -401,9 +401,9 @@ class Daemon:
             return False
         try:
             return self._conversation.ask_servers()[1] == 0
-        except BusyError:
-            raise  # it may be in use
         except RetryableError:
+            if self._is_up():
+                raise  # it may be in use; the probes find out whether it still answers
             return True
 
     def _refuse_other(self, spec: MpsDaemonSpec) -> None:
