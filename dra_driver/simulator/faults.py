@@ -5,6 +5,7 @@ from __future__ import annotations
 import pynvml
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.units import counted
 from dra_driver.simulator.catalogue import driver_facts
 from dra_driver.simulator.state import Fault
 
@@ -53,3 +54,13 @@ def make_fault(
         remaining=count,
         gpu=gpu,
     )
+
+
+def fault_text(fault: Fault) -> str:
+    """What it does to calls, such as `gpu is lost, 3 times`."""
+    parts = [
+        *([] if fault.code is None else [error_text(fault.code).lower()]),
+        *([f"after {fault.delay_s:g} s"] if fault.delay_s else []),
+        *([] if fault.remaining is None else [counted(fault.remaining, "time")]),
+    ]
+    return ", ".join(parts)
