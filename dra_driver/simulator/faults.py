@@ -8,6 +8,7 @@ import os
 import pynvml
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.units import counted
 from dra_driver.simulator.catalogue import driver_facts
 from dra_driver.simulator.state import Fault
 
@@ -25,8 +26,8 @@ def error_text(code: int) -> str:
     return str(driver_facts()["errors"].get(code, "Unknown Error"))
 
 
-def fault_text(fault: Fault) -> str:
-    """What a fault with a code does, for people."""
+def code_text(fault: Fault) -> str:
+    """What the code of a fault means, for people."""
     if fault.function not in WRITES:
         return error_text(fault.code or 0).lower()
     behaviour = next((name for name, code in _BEHAVIOURS.items() if code == fault.code), None)
@@ -84,3 +85,13 @@ def make_fault(
         remaining=count,
         gpu=gpu,
     )
+
+
+def fault_text(fault: Fault) -> str:
+    """What it does to calls or writes, such as `gpu is lost, 3 times`."""
+    parts = [
+        *([] if fault.code is None else [code_text(fault)]),
+        *([f"after {fault.delay_s:g} s"] if fault.delay_s else []),
+        *([] if fault.remaining is None else [counted(fault.remaining, "time")]),
+    ]
+    return ", ".join(parts)

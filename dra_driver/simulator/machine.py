@@ -13,7 +13,7 @@ import pynvml
 from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.simulator import catalogue, mig, pci, policy
 from dra_driver.simulator.base import MachineBase, Selector
-from dra_driver.simulator.faults import error_text, make_fault
+from dra_driver.simulator.faults import error_text, fault_text, make_fault
 from dra_driver.simulator.hostroot import host_devices, imex
 from dra_driver.simulator.hostroot.entries import can_make_nodes
 from dra_driver.simulator.state import NVIDIA, Fault, Function, Gpu, Holder, State
@@ -106,11 +106,12 @@ class Machine(MachineBase):
         *,
         correctable: int = 0,
         uncorrectable: int = 0,
-        pending: int = 0,
-        failed: int = 0,
+        pending: int | None = 0,
+        failed: int | None = 0,
     ) -> None:
         with self._change() as state:
-            self._find(state, selector).remapped_rows = [correctable, uncorrectable, pending, failed]
+            rows = [correctable, uncorrectable, int(pending or 0), int(failed or 0)]
+            self._find(state, selector).remapped_rows = rows
 
     def set_gpu(self, selector: Selector, **facts: Any) -> None:
         """Set fields of `Gpu`: its counters, links, what holds its clocks down."""
@@ -168,12 +169,13 @@ class Machine(MachineBase):
         delay_s: float = 0.0,
         count: int | None = None,
         gpu: Selector | None = None,
-    ) -> None:
+    ) -> str:
         """The next calls of an NVML function (shell pattern) fail with `code`, answer late, or both; so do writes to
-        sysfs where `function` is one of `faults.WRITES`."""
+        sysfs where `function` is one of `faults.WRITES`. Returns that in words."""
         with self._change() as state:
             subject = None if gpu is None else self._find(state, gpu).uuid
             state.faults.append(make_fault(function, code, delay_s, count, subject))
+            return fault_text(state.faults[-1])
 
     def clear_faults(self) -> None:
         with self._change() as state:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.simulator import pci
-from dra_driver.simulator.faults import HANG, LATE_USER, NO_EFFECT, fault_text
+from dra_driver.simulator.faults import HANG, LATE_USER, NO_EFFECT, code_text
 from dra_driver.simulator.machine import Machine
 from dra_driver.simulator.state import NVIDIA, Fault, Gpu, State
 
@@ -48,7 +48,7 @@ class SimulatedPciControl:
             time.sleep(timeout_s)
             raise TimeoutError(f"it did not end within {timeout_s:.3g} s")
         if fault is not None and fault.code != NO_EFFECT:
-            raise RetryableError(f"modprobe says 'ERROR: could not insert {module}: {fault_text(fault)}'")
+            raise RetryableError(f"modprobe says 'ERROR: could not insert {module}: {code_text(fault)}'")
         if fault is None and not self._machine.load_module(module):
             directory = f"/lib/modules/{self._machine.current().system['kernel']}"
             raise RetryableError(f"modprobe says 'FATAL: Module {module} not found in directory {directory}'")

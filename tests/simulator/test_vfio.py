@@ -101,11 +101,11 @@ def test_override_ends_with_a_reboot_and_what_an_administrator_set_does_not(
 
 def test_commands_speak_of_drivers_modules_and_writes(make: Callable[..., Machine]) -> None:
     machine = make("l40s-8")
-    assert commands.give(machine, "1", "vfio-pci").startswith("vfio-pci has GPU 1 (gpu-")
+    machine.give_to("1", "vfio-pci")
     with pytest.raises(
         InvalidConfigError, match="there is no driver 'nouveau' for a GPU; choose of nvidia, vfio-pci"
     ):
-        commands.give(machine, "1", "nouveau")
+        machine.give_to("1", "nouveau")
     said = commands.vfio(machine, iommu=None, iommufd=True, installed=None, loaded=None)
     assert said == "IOMMU: on; iommufd: there; modules: vfio_pci; loaded: vfio_pci"
     said = commands.vfio(machine, iommu=False, iommufd=None, installed="", loaded="")
@@ -114,11 +114,10 @@ def test_commands_speak_of_drivers_modules_and_writes(make: Callable[..., Machin
         InvalidConfigError, match="there are no modules vfio; choose of vfio_pci, nvgrace_gpu_vfio_pci"
     ):
         commands.vfio(machine, iommu=None, iommufd=None, installed="vfio", loaded=None)
-    given = {"delay_s": 0.0, "count": None, "gpu": "1"}
     for code, text in (("EBUSY", "device or resource busy"), ("hang", "hang"), ("5", "input/output error")):
-        assert commands.fault(machine, "unbind", code=code, **given) == f"unbind is faulty now ({text})"
+        assert machine.set_fault("unbind", code=code, gpu="1") == text
     with pytest.raises(InvalidConfigError, match="a write to sysfs cannot end with 'gpu-is-lost'; use EBUSY"):
-        commands.fault(machine, "unbind", code="gpu-is-lost", **given)
+        machine.set_fault("unbind", code="gpu-is-lost", gpu="1")
 
 
 def test_machine_may_have_gpus_that_an_administrator_gave_away(
