@@ -32,18 +32,11 @@ ALLOWED = frozenset(
 
 # What packages write that have no SPDX expression in their metadata.
 _SPOKEN = {
-    "apache 2.0": "Apache-2.0",
-    "apache license 2.0": "Apache-2.0",
-    "apache software license": "Apache-2.0",
-    "3-clause bsd license": "BSD-3-Clause",
-    "bsd": "BSD-3-Clause",
-    "bsd license": "BSD-3-Clause",
-    "isc license": "ISC",
-    "isc license (iscl)": "ISC",
-    "mit license": "MIT",
-    "mozilla public license 2.0 (mpl 2.0)": "MPL-2.0",
-    "python software foundation license": "PSF-2.0",
-}
+    "apache 2.0": "Apache-2.0", "apache license 2.0": "Apache-2.0", "apache software license": "Apache-2.0",
+    "3-clause bsd license": "BSD-3-Clause", "bsd": "BSD-3-Clause", "bsd license": "BSD-3-Clause",
+    "isc license": "ISC", "isc license (iscl)": "ISC", "mit license": "MIT",
+    "mozilla public license 2.0 (mpl 2.0)": "MPL-2.0", "python software foundation license": "PSF-2.0",
+}  # fmt: skip
 Json = dict[str, Any]
 
 

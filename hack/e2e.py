@@ -29,7 +29,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -58,8 +57,8 @@ MATRIX = (
 """Each release of Kubernetes as it is by default, and how else the cluster differs."""
 APART = tuple(map(tuple, yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())))
 """The tests of each further cluster."""
-_SUMMARY = re.compile(r"=+ (\d+ .*) in [\d.]+s(?: \([\d:]+\))? =+")
-_COUNT = re.compile(r"(\d+) (\w+)")
+_SUMMARY = re.compile(r"(FAILED|ERROR) .*|=+ \d+ .* in [\d.]+s.* =+")
+"""What pytest says at the end of its run."""
 TESTS = ("tests/e2e", "tests/conformance", "tests/kube", "tests/deploy", "tests/playground")
 IMAGE = [sys.executable, "hack/image/build.py"]
 
@@ -169,8 +168,7 @@ def _run_side_by_side(flags: list[str]) -> int:
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     processes: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
-    outcome = Outcome()
-    started = time.monotonic()
+    told: list[str] = []
     try:
         for part in range(len(APART) + 1):
             place = [*CLUSTER, "apart"] if part else []
@@ -179,7 +177,7 @@ def _run_side_by_side(flags: list[str]) -> int:
                 command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
             processes.append(process)
-            readers.append(threading.Thread(target=_copy_lines, args=(part + 1, process.stdout, outcome)))
+            readers.append(threading.Thread(target=_copy_lines, args=(part + 1, process.stdout, told)))
             readers[-1].start()
         statuses = [process.wait() for process in processes]
     except Interrupted:
@@ -193,36 +191,17 @@ def _run_side_by_side(flags: list[str]) -> int:
             reader.join()
     for part, status in enumerate(statuses):
         print(f"e2e: cluster {part + 1}: {'passed' if status == 0 else f'FAILED with exit code {status}'}")
-    print("\n".join([*outcome.failed, outcome.summary(time.monotonic() - started)]))
+    print("\n".join(told))
     return next((status for status in statuses if status), 0)
 
 
-class Outcome:
-    """What several runs of pytest say at their ends, taken together."""
-
-    def __init__(self) -> None:
-        self.failed: list[str] = []
-        self._counts: Counter[str] = Counter()
-
-    def hear(self, line: str) -> None:
-        """One line of a run."""
-        if line.startswith(("FAILED ", "ERROR ")):
-            self.failed.append(line)
-        elif summary := _SUMMARY.fullmatch(line):
-            for count, what in _COUNT.findall(summary[1]):
-                self._counts[what] += int(count)
-
-    def summary(self, seconds: float) -> str:
-        """As pytest writes it."""
-        counts = ", ".join(f"{count} {what}" for what, count in self._counts.items()) or "no tests ran"
-        return f" {counts} in {seconds:.2f}s ".center(80, "=")
-
-
-def _copy_lines(number: int, output: IO[bytes], outcome: Outcome) -> None:
+def _copy_lines(number: int, output: IO[bytes], told: list[str]) -> None:
+    """Each line with the cluster's number; those of the summary go to `told` too."""
     with output:
         for content in output:
             line = content.decode(errors="replace").rstrip()
-            outcome.hear(line)
+            if _SUMMARY.fullmatch(line):
+                told.append(f"{number}| {line}")
             print(f"{number}| {line}", flush=True)
 
 

@@ -68,16 +68,9 @@ def helm_template(
     import localcluster
 
     command = [
-        str(localcluster.helm(major)),
-        "template",
-        name,
-        str(chart),
-        "--namespace",
-        namespace,
-        "-f",
-        "-",
+        str(localcluster.helm(major)), "template", name, str(chart), "--namespace", namespace, "-f", "-",
         *arguments,
-    ]
+    ]  # fmt: skip
     done = subprocess.run(command, input=json.dumps(values), capture_output=True, text=True, check=True)
     return done.stdout
 

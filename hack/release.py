@@ -179,12 +179,8 @@ def images(folder: Path, version: str, image_name: str, epoch: int, made_from: J
         )
         reference = f"pkg:oci/{NAME}@{made.digest.replace(':', '%3A')}?arch={architecture.name}&tag={version}"
         subject = {
-            "type": "container",
-            "bom-ref": reference,
-            "name": NAME,
-            "version": version,
-            "purl": reference,
-        }
+            "type": "container", "bom-ref": reference, "name": NAME, "version": version, "purl": reference,
+        }  # fmt: skip
         debian = [_debian_component(entry) for _, entry in sorted(made.debian.items())]
         document = audit.sbom(lock, audit.read_installed(), version=version, image=subject, beside=debian)
         _write_json(folder / f"{stem}.cdx.json", document)
@@ -231,13 +227,8 @@ def _debian_component(control: dict[str, str]) -> Json:
     name, version, architecture = (control[key] for key in ("Package", "Version", "Architecture"))
     purl = f"pkg:deb/debian/{name}@{version.replace('+', '%2B')}?arch={architecture}"
     return {
-        "type": "library",
-        "bom-ref": purl,
-        "name": name,
-        "version": version,
-        "purl": purl,
-        "scope": "required",
-    }
+        "type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl, "scope": "required",
+    }  # fmt: skip
 
 
 def _python_version(file: Path) -> str:

@@ -79,11 +79,7 @@ class VfioDeviceConfig:
 
 OpaqueConfig = GpuConfig | MigDeviceConfig | VfioDeviceConfig
 
-KINDS: Mapping[str, DeviceType] = {
-    "GpuConfig": "gpu",
-    "MigDeviceConfig": "mig",
-    "VfioDeviceConfig": "vfio",
-}
+KINDS: Mapping[str, DeviceType] = {"GpuConfig": "gpu", "MigDeviceConfig": "mig", "VfioDeviceConfig": "vfio"}
 
 DEFAULTS: Mapping[DeviceType, OpaqueConfig] = {
     "gpu": GpuConfig(),

@@ -22,10 +22,7 @@ FLAGS = (
     OUTPUT,
     *of_run("driver_name", "kubelet_plugins_directory_path", "cdi_root", "config", "simulator_dir"),
 )
-EXAMPLES = (
-    "",
-    "-o yaml",
-)
+EXAMPLES = ("", "-o yaml")
 _MOST_PODS = 4
 _STEPS = {
     "set_time_slice": "time slice",

@@ -17,10 +17,7 @@ FLAGS = (
     *of_run("driver_name", "kubelet_plugins_directory_path", "cdi_root", "config", "nvidia_driver_root"),
     *of_run("container_driver_root", "simulate", "simulator_dir"),
 )
-EXAMPLES = (
-    "",
-    "--now",
-)
+EXAMPLES = ("", "--now")
 
 
 def cleanup(given: Namespace) -> int:

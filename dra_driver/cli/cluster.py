@@ -52,11 +52,7 @@ FLAGS = (
     CONTEXT,
     *of_run("driver_name"),
 )
-EXAMPLES = (
-    "",
-    "--by workload -n ml",
-    "-o json",
-)
+EXAMPLES = ("", "--by workload -n ml", "-o json")
 
 
 def cluster(given: Namespace) -> None:

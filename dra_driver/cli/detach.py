@@ -36,10 +36,7 @@ FLAGS = (
     *of_run("driver_name", "kubelet_plugins_directory_path", "config", "nvidia_driver_root"),
     *of_run("container_driver_root", "simulate", "simulator_dir", "device_names"),
 )
-EXAMPLES = (
-    "0000:1b:00.0 --for 10m",
-    "--end",
-)
+EXAMPLES = ("0000:1b:00.0 --for 10m", "--end")
 
 
 def detach(given: Namespace) -> None:

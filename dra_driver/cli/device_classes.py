@@ -21,10 +21,7 @@ FLAGS = (
     replace(OUTPUT, shape=Choice(("yaml", "json")), default="yaml"),
     *of_run("driver_name", "nvidia_driver_root", "container_driver_root"),
 )
-EXAMPLES = (
-    "--simulate dgx-h100",
-    "--simulate a30-4 | kubectl apply -f -",
-)
+EXAMPLES = ("--simulate dgx-h100", "--simulate a30-4 | kubectl apply -f -")
 
 
 def device_classes(given: Namespace) -> None:

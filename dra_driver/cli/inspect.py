@@ -42,11 +42,7 @@ FLAGS = (
     ),
     switch("mig", "Print only the drawing of the GPUs that are partitioned into MIG devices."),
 )
-EXAMPLES = (
-    "--simulate dgx-h100",
-    "--simulate dgx-h100 --dynamic-mig --mig gpu-6b45fc99",
-    "-o yaml",
-)
+EXAMPLES = ("--simulate dgx-h100", "--simulate dgx-h100 --dynamic-mig --mig gpu-6b45fc99", "-o yaml")
 
 
 def inspect(given: Namespace) -> None:

@@ -56,10 +56,7 @@ FLAGS = (
     replace(SETTINGS["log_level"], default="info"),
     replace(SETTINGS["log_format"], default="json"),
 )
-EXAMPLES = (
-    "",
-    "--simulate dgx-h100 --simulator-dir /tmp/machine",
-)
+EXAMPLES = ("", "--simulate dgx-h100 --simulator-dir /tmp/machine")
 
 
 def mps_host(given: Namespace) -> None:

@@ -24,7 +24,7 @@ _DIRECTORY = Flag(
     default="/var/lib/gpu-dra-simulator",
     to=Path,
 )
-_GPU = Flag("gpu", "Device name, index, UUID or PCI bus ID of the GPU.", count="1")
+_GPU = Flag("selector", "Device name, index, UUID or PCI bus ID of the GPU.", metavar="GPU", count="1")
 _WITHOUT_MACHINE = ("list_machines", "create_machine")
 _READS = ("show", "mig_profiles")
 _FORCE = switch("force", "Also while programs have NVML open.")
@@ -42,26 +42,32 @@ def _option(name: str, help_text: str, kind: type = str, **more: Any) -> Flag:
     return Flag(name, help_text, Scalar(kind, least=more.pop("least", None)), env=(), **more)
 
 
-def _calls(function: str, **fixed: Any) -> Callable[[Namespace], None]:
+def _calls(function: str, said: str = "", held_by: str = "", **fixed: Any) -> Callable[[Namespace], None]:
     """What prints the lines or the table that a function of `simulator.commands` returns; it takes the machine and the
-    values of the command's flags by their names."""
+    values of the command's flags by their names. With `said` it is a method of the machine, as `commands.done` has it.
+    """
 
     def act(given: Namespace) -> None:
         from dra_driver.simulator import commands
         from dra_driver.simulator.machine import open_machine
 
-        values = {name: value for name, value in vars(given).items() if name != "faults"}
+        values = {name: value for name, value in vars(given).items() if name != "faults"} | fixed
+        machine = None
         if function not in _WITHOUT_MACHINE:
-            values["machine"] = open_machine(values.pop("directory"))
-        found = getattr(commands, function)(**values, **fixed)
+            machine = open_machine(values.pop("directory"))
+        if machine is not None and said:
+            found: Any = commands.done(machine, function, said, values, held_by)
+        else:
+            found = getattr(commands, function)(
+                **values if machine is None else {"machine": machine, **values}
+            )
         for part in found if isinstance(found, tuple) else (found,):
             if isinstance(part, str):
                 print(part)
             else:
                 _print_table(part)
-        if "machine" in values and function not in _READS:
-            changed = values["machine"]
-            print(f"changed: machine {changed.name} in {changed.directory}", file=sys.stderr)
+        if machine is not None and function not in _READS:
+            print(f"changed: machine {machine.name} in {machine.directory}", file=sys.stderr)
 
     return act
 
@@ -83,14 +89,17 @@ def _print_table(rows: list[dict[str, str]]) -> None:
 def _be_a_client(given: Namespace) -> None:
     import signal
 
-    from dra_driver.simulator import commands
     from dra_driver.simulator.machine import open_machine
 
     stopped = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, stopped)
-    with commands.client(open_machine(given.directory), given.name) as said:
-        print(said, flush=True)
+    machine = open_machine(given.directory)
+    session = machine.open_session(given.name)
+    try:
+        print(f"{given.name} has NVML open on {machine.name}", flush=True)
         signal.sigtimedwait(stopped, _LONGEST_S if given.seconds is None else given.seconds)
+    finally:
+        machine.close_session(session)
 
 
 _Row = tuple[Callable[[Namespace], None], str, str, Sequence[Flag]]
@@ -110,21 +119,29 @@ _ABOUT = {
     "unload-driver": "Its /proc files go, calls return DRIVER_NOT_LOADED.",
     "reboot": "It has a new boot ID, MIG devices and settings are gone, lost GPUs are back.",
     "add-gpu": "NVML shows it after its next initialisation.",
+    "fault": "Writes that give a PCI function to another driver are driver_override, unbind, bind, drivers_probe and "
+    "modprobe. They end with EBUSY, ENODEV or another errno, with no-effect, with hang until the fault is cleared, or "
+    "with late-user: a program opens the GPU just before.",
+    "give": "It stays with the driver over reboots, as with driverctl.",
     "hold": "Then MIG changes are refused with IN_USE.",
     "reset": "Pending repairs are done, volatile error counters start anew.",
 }
 """What the help of a command for machines says beside its summary."""
+_CREATED = (
+    "created {profile} at {start} on {called}: GPU instance {made[0]}, compute instance {made[1]}, {made[2]}"
+)
 _MIG: Mapping[str, _Row] = {
     "enable": (_calls("mig_mode", on=True), "Switch MIG mode on.", "0", (_GPU, _FORCE)),
     "disable": (_calls("mig_mode", on=False), "Switch MIG mode off.", "0", (_GPU, _FORCE)),
-    "create": (_calls("mig_create"), "Create a MIG device at a placement.", "0 1g.10gb 0", (
+    "create": (_calls("create_mig", _CREATED), "Create a MIG device at a placement.", "0 1g.10gb 0", (
         _GPU,
         _argument("profile", "MIG profile, such as 1g.10gb."),
         _number("start", "First memory slice."),
     )),
-    "destroy": (_calls("mig_destroy"), "Destroy a GPU instance with everything in it.", "0 1", (
+    "destroy": (_calls("destroy_mig", "destroyed GPU instance {gi} of {called}"),
+                "Destroy a GPU instance with everything in it.", "0 1", (
         _GPU,
-        _number("gpu_instance", "Id of the GPU instance.", "GI"),
+        _number("gi", "Id of the GPU instance.", "GI"),
     )),
     "profiles": (_calls("mig_profiles"), "List the MIG profiles of a GPU with their placements.", "0", (_GPU,)),
 }  # fmt: skip
@@ -135,70 +152,94 @@ _OF_MACHINES: Mapping[str, _Row] = {
         _option("device_nodes", "auto, real (needs root) or described.", default="auto"),
     )),
     "show": (_calls("show"), "Show the machine and its GPUs.", "", ()),
-    "lose": (_calls("lose"), "Let a GPU fall off the bus: Xid 79, then GPU_IS_LOST.", "gpu-6b45fc99", (_GPU,)),
-    "restore": (_calls("restore"), "Bring a lost GPU back.", "gpu-6b45fc99", (_GPU,)),
-    "xid": (_calls("xid"), "Raise an Xid error on a GPU.", "0 79", (
+    "lose": (_calls("lose_gpu", "{called} is lost"), "Let a GPU fall off the bus: Xid 79, then GPU_IS_LOST.",
+             "gpu-6b45fc99", (_GPU,)),
+    "restore": (_calls("restore_gpu", "{called} is back"), "Bring a lost GPU back.", "gpu-6b45fc99", (_GPU,)),
+    "xid": (_calls("raise_xid", "Xid {xid} raised on {called}"), "Raise an Xid error on a GPU.", "0 79", (
         _GPU,
-        _number("number", "Number of the Xid error, such as 48.", "XID"),
+        _number("xid", "Number of the Xid error, such as 48.", "XID"),
         _option("gpu_instance", "Only this GPU instance is affected.", int, spelled=("--gi",)),
         _option("compute_instance", "Only this compute instance.", int, spelled=("--ci",)),
     )),
-    "fault": (_calls("fault"), "Make calls of an NVML function fail, or slow.",
+    "fault": (_calls("set_fault", "{function} is faulty now ({made})"), "Make calls of an NVML function fail, or slow.",
               "nvmlDeviceGetUUID --error gpu-is-lost --count 3", (
-        _argument("function", "NVML function, such as nvmlDeviceGetUUID; * matches anything."),
-        _option("code", "What it returns: a number or a name such as gpu-is-lost.", spelled=("--error",)),
+        _argument("function", "NVML function, such as nvmlDeviceGetUUID; * matches anything. Or a write: unbind."),
+        _option("code", "What it returns: a number, or a name such as gpu-is-lost or EBUSY.", spelled=("--error",)),
         _option("delay_s", "Seconds until it returns.", float, spelled=("--delay",), default=0.0),
         _option("count", "Only this many calls.", int, shown="until cleared"),
         _option("gpu", "Only calls about this GPU: device name, index, UUID or PCI bus ID."),
     )),
-    "clear-faults": (_calls("clear_faults"), "Remove all injected faults.", "", ()),
+    "clear-faults": (_calls("clear_faults", "no faults any more"), "Remove all injected faults.", "", ()),
     "client": (_be_a_client, "Simulate a program that keeps NVML open, until Ctrl-C.", "dcgm --for 60", (
         _argument("name", "Name of the program, such as dcgm."),
         _option("seconds", "Seconds after which it ends.", float, least=0, spelled=("--for",), shown="never"),
     )),
-    "unload-driver": (_calls("unload_driver"), "Unload the NVIDIA driver.", "", (_FORCE,)),
-    "load-driver": (_calls("load_driver"), "Load the NVIDIA driver, or another version of it.", "580.95.05", (
+    "unload-driver": (_calls("unload_driver", "driver unloaded", "unload the driver: the module nvidia"),
+                      "Unload the NVIDIA driver.", "", (_FORCE,)),
+    "load-driver": (_calls("load_driver", "driver {machine.driver_version} loaded"),
+                    "Load the NVIDIA driver, or another version of it.", "580.95.05", (
         Flag("version", "A version of the NVIDIA driver.", count="?", shown="the one it had"),
     )),
-    "reboot": (_calls("reboot"), "Reboot the machine.", "", ()),
-    "imex": (_calls("imex"), "Set the state of the simulated nvidia-imex.", "ready", (
+    "reboot": (_calls("reboot", "rebooted, boot id {machine.boot_id}"), "Reboot the machine.", "", ()),
+    "imex": (_calls("set_imex", "nvidia-imex of {machine.name} is {state}"),
+             "Set the state of the simulated nvidia-imex.", "ready", (
         _argument("state", "ready, initializing, hung, killed (the socket stays) or stopped."),
         _option("channels", "Number of IMEX channels of the NVIDIA driver; 0: it has none.", int, least=0),
     )),
-    "confidential": (_calls("confidential_compute"), "Set confidential computing and its ready state.", "on --ready", (
+    "confidential": (_calls("set_confidential_compute",
+                            "confidential computing of {machine.name} is {mode}, its GPUs are {ready}"),
+                     "Set confidential computing and its ready state.", "on --ready", (
         _argument("mode", "off, on, devtools or ppcie."),
         switch("ready", "The GPUs accept work, until a reboot."),
     )),
-    "host-devices": (_calls("host_devices"), "Set the device nodes for storage, RDMA, GDRCopy.", "gds mofed", (
+    "give": (_calls("give_to", "{driver} has {called}"),
+             "Give a GPU to nvidia or a vfio driver, as an administrator.", "0 vfio-pci", (
+        _GPU,
+        _argument("driver", "nvidia, vfio-pci or nvgrace-gpu-vfio-pci."),
+    )),
+    "vfio": (_calls("vfio"), "Set what the kernel has for virtual machines.", "--no-iommu", (
+        _option("iommu", "Whether the IOMMU is on.", bool, shown="as it is"),
+        _option("iommufd", "Whether there is /dev/iommu.", bool, shown="as it is"),
+        _option("installed", "Installed modules, with commas, such as vfio_pci.", shown="as it is"),
+        _option("loaded", "Loaded modules, with commas.", shown="as it is"),
+    )),
+    "host-devices": (_calls("set_host_devices", "{machine.name} has {kinds}"),
+                     "Set the device nodes for storage, RDMA, GDRCopy.", "gds mofed", (
         _argument("kinds", "gds, mofed, gdrcopy; without any, all are removed.", "KIND", "*"),
     )),
-    "add-gpu": (_calls("add_gpu"), "Plug a GPU in.", "h100-sxm", (
+    "add-gpu": (_calls("add_gpu", "added {made}"), "Plug a GPU in.", "h100-sxm", (
         _argument("model", "GPU model, such as h100-sxm or l40s."),
     )),
-    "remove-gpu": (_calls("remove_gpu"), "Pull a GPU out.", "0", (_GPU,)),
-    "hold": (_calls("hold"), "Let a process use a GPU.", "0 --name python3", (
+    "remove-gpu": (_calls("remove_gpu", "removed {called}; GPUs after it have other indices now"),
+                   "Pull a GPU out.", "0", (_GPU,)),
+    "hold": (_calls("hold_gpu", "process {pid} ({name}) uses {called}"),
+             "Let a process use a GPU.", "0 --name python3", (
         _GPU,
         _option("pid", "Process id.", int, default=4242),
         _option("name", "Process name.", default="python3"),
         _option("gpu_instance", "It uses only this GPU instance.", int, spelled=("--gi",)),
         _option("utilisation", "Percent of the time in which it keeps the GPU busy.", int, least=0, default=40),
     )),
-    "release": (_calls("release"), "End the processes that use a GPU.", "0", (
+    "release": (_calls("release_gpu", "{called} is released"), "End the processes that use a GPU.", "0", (
         _GPU,
         _option("pid", "Only this process.", int, shown="all"),
     )),
-    "reset": (_calls("reset"), "Reset a GPU.", "0", (_GPU, _FORCE)),
-    "ecc": (_calls("ecc"), "Set a GPU's volatile ECC counters.", "0 --uncorrected 1", (
+    "reset": (_calls("reset_gpu", "{called} was reset", "reset {called}: it"), "Reset a GPU.", "0", (_GPU, _FORCE)),
+    "ecc": (_calls("set_gpu",
+                   "{called} counts {ecc_corrected} corrected and {ecc_uncorrected} uncorrected ECC errors"),
+            "Set a GPU's volatile ECC counters.", "0 --uncorrected 1", (
         _GPU,
-        _option("corrected", "Errors that were corrected.", int, default=0),
-        _option("uncorrected", "Errors that were not corrected.", int, default=0),
+        _option("ecc_corrected", "Errors that were corrected.", int, spelled=("--corrected",), default=0),
+        _option("ecc_uncorrected", "Errors that were not corrected.", int, spelled=("--uncorrected",), default=0),
     )),
-    "remap": (_calls("remap"), "Set the state of a GPU's row remapping.", "0 --pending", (
+    "remap": (_calls("set_remapped_rows", "row remapping of {called}: {pending}, {failed}"),
+              "Set the state of a GPU's row remapping.", "0 --pending", (
         _GPU,
         _option("pending", "Rows wait for a reset to be remapped.", bool, shown="no"),
         _option("failed", "A row could not be remapped.", bool, shown="no"),
     )),
-    "recovery-action": (_calls("recovery_action"), "Let a GPU request a recovery action (Xid 154).", "0 1", (
+    "recovery-action": (_calls("set_recovery_action", "{called} asks for recovery action {action}"),
+                        "Let a GPU request a recovery action (Xid 154).", "0 1", (
         _GPU,
         _number("action", "0 none, 1 GPU reset, 2 node reboot, 3 drain P2P, 4 drain and reset."),
     )),

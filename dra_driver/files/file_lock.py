@@ -86,12 +86,7 @@ def _open(path: Path) -> int:
 
 
 def _lock(
-    descriptor: int,
-    path: Path,
-    deadline: float,
-    what: str,
-    lock: bytes,
-    has_left: Callable[[], bool] | None,
+    descriptor: int, path: Path, deadline: float, what: str, lock: bytes, has_left: Callable[[], bool] | None
 ) -> None:
     while True:
         try:

@@ -119,11 +119,27 @@ def measure(runs: int, cycles: int) -> list[Row]:
     return rows
 
 
-def percentiles(what: str, values: list[float], unit: str, most_p99: float | None) -> list[Row]:
-    """Three rows: p50, p90, p99. The limit is that of p99."""
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    limits = {50: None, 90: None, 99: most_p99}
-    return [Row(f"{what}, p{part}", [cuts[part - 1]], unit, most) for part, most in limits.items()]
+_ON_CLUSTER: Sequence[tuple[str, str, float | None]] = (
+    ("start -> slices published", "s", 1.0),
+    ("one pod running", "s", None),
+    ("  one without a claim", "s", None),
+    ("eight pods running", "s", None),
+    ("  eight without claims", "s", None),
+    ("kubelet's NodePrepareResources, alone", "ms", 8),
+    ("kubelet's NodePrepareResources, mean of 8", "ms", 20),
+    ("CPU of one Prepare and Unprepare, above rest", "ms", 10),
+    ("eight force-deleted and replaced", "s", None),
+    ("  eight replaced without claims", "s", None),
+    ("  difference", "s", 2.5),
+    ("slices back after a wipe", "s", 0.2),
+)
+_OF_CHURN: Sequence[tuple[str, str, float | None]] = (
+    ("7 of 8 GPUs held, churn: claim allocated", "s", None),
+    ("  kubelet's NodePrepareResources", "ms", 100),
+    ("  kubelet's NodeUnprepareResources", "ms", 100),
+    ("  pod running", "s", 5),
+)
+"""Rows by what is measured, with unit and budget; the budget of the churn is that of p99."""
 
 
 def measure_on_cluster(runs: int, idle_s: float, pods: int) -> list[Row]:
@@ -131,36 +147,21 @@ def measure_on_cluster(runs: int, idle_s: float, pods: int) -> list[Row]:
     import on_cluster as real
 
     cluster = real.prepare_cluster()
-    published = real.restarts(cluster, runs)
-    found = real.rounds(cluster, runs)
-    churned = real.churn(cluster, pods)
+    found: dict[str, list[float]] = {"start -> slices published": real.restarts(cluster, runs)}
+    for what, value in (*real.rounds(cluster, runs), *real.churn(cluster, pods)):
+        found.setdefault(what, []).append(value)
     idle_cpu = real.idle_percent(idle_s)
     daemon, *others = real.driver_processes()
-    replaced = [mine - theirs for mine, theirs in zip(found.replaced, found.replaced_control, strict=True)]
+    proportional = sum(memory_mib(pid, "Pss") for pid in (daemon, *others))
+    rows = [Row(what, found[what], unit, budget) for what, unit, budget in _ON_CLUSTER]
+    for what, unit, most in _OF_CHURN:
+        cuts = statistics.quantiles(found[what], n=100, method="inclusive")
+        limits = {50: None, 90: None, 99: most}
+        rows += [Row(f"{what}, p{part}", [cuts[part - 1]], unit, limit) for part, limit in limits.items()]
     return [
-        Row("start -> slices published", published, "s", 1.0),
-        Row("one pod running", found.one, "s", None),
-        Row("  the same without a claim", found.one_control, "s", None),
-        Row("eight pods running", found.eight, "s", None),
-        Row("  the same without claims", found.eight_control, "s", None),
-        Row("kubelet's NodePrepareResources, alone", found.prepare_alone_ms, "ms", 8),
-        Row("kubelet's NodePrepareResources, mean of 8", found.prepare_burst_ms, "ms", 20),
-        Row("CPU of one Prepare and Unprepare, above rest", found.cpu_ms, "ms", 10),
-        Row("eight force-deleted and replaced", found.replaced, "s", None),
-        Row("  the same without claims", found.replaced_control, "s", None),
-        Row("  difference", replaced, "s", 2.5),
-        *percentiles("7 of 8 GPUs held, churn: claim allocated", churned.allocated, "s", None),
-        *percentiles("  kubelet's NodePrepareResources", churned.prepare_ms, "ms", 100),
-        *percentiles("  kubelet's NodeUnprepareResources", churned.unprepare_ms, "ms", 100),
-        *percentiles("  pod running", churned.started, "s", 5),
-        Row("slices back after a wipe", found.wiped, "s", 0.2),
+        *rows,
         Row("resident memory of the daemon", [memory_mib(daemon, "Rss")], "MiB", 75),
-        Row(
-            f"proportional memory of all {1 + len(others)} processes",
-            [sum(memory_mib(pid, "Pss") for pid in (daemon, *others))],
-            "MiB",
-            None,
-        ),
+        Row(f"proportional memory of all {1 + len(others)} processes", [proportional], "MiB", None),
         Row(f"idle for {idle_s:g} s: CPU of one core", [idle_cpu], "%", 0.4),
     ]
 

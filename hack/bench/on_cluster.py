@@ -12,8 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,32 +40,6 @@ _UNPREPARE = "NodeUnprepareResources"
 _METRIC = re.compile(r"^dra_grpc_operations_duration_seconds_(sum|count)\{([^}]*)\} (\S+)$", re.MULTILINE)
 
 Json = dict[str, Any]
-
-
-@dataclass
-class Rounds:
-    """Seconds of each round, and milliseconds as the kubelet measured them."""
-
-    one: list[float] = field(default_factory=list)
-    one_control: list[float] = field(default_factory=list)
-    eight: list[float] = field(default_factory=list)
-    eight_control: list[float] = field(default_factory=list)
-    replaced: list[float] = field(default_factory=list)
-    replaced_control: list[float] = field(default_factory=list)
-    prepare_alone_ms: list[float] = field(default_factory=list)
-    prepare_burst_ms: list[float] = field(default_factory=list)
-    cpu_ms: list[float] = field(default_factory=list)
-    wiped: list[float] = field(default_factory=list)
-
-
-@dataclass
-class Churn:
-    """Of each pod: seconds, and milliseconds as the kubelet measured them."""
-
-    allocated: list[float] = field(default_factory=list)
-    started: list[float] = field(default_factory=list)
-    prepare_ms: list[float] = field(default_factory=list)
-    unprepare_ms: list[float] = field(default_factory=list)
 
 
 def wait_for(check: Callable[[], Any]) -> None:
@@ -252,30 +225,31 @@ def prepare_cluster() -> Cluster:
     return cluster
 
 
-def rounds(cluster: Cluster, runs: int) -> Rounds:
+def rounds(cluster: Cluster, runs: int) -> Iterator[tuple[str, float]]:
     """Alternating: one pod, the same without a claim, eight, eight without, replaced, replaced without."""
-    found = Rounds()
     for names in (cluster.start_pods(1, claims=True), cluster.start_pods(1, claims=False)):
         cluster.wait_running(names)  # the first of its kind loads the image
         cluster.end_pods(names)
     for _ in range(runs):
         before = cluster.prepared()
-        found.one.append(_start_and_end(cluster, 1, claims=True))
-        found.prepare_alone_ms.append(_mean_ms(before, cluster.prepared()))
-        found.one_control.append(_start_and_end(cluster, 1, claims=False))
+        yield "one pod running", _start_and_end(cluster, 1, claims=True)
+        yield "kubelet's NodePrepareResources, alone", _mean_ms(before, cluster.prepared())
+        yield "  one without a claim", _start_and_end(cluster, 1, claims=False)
         before, burst = cluster.prepared(), _Spent()
-        found.eight.append(_start_and_end(cluster, GPUS, claims=True))
+        yield "eight pods running", _start_and_end(cluster, GPUS, claims=True)
         burst.stop()
-        found.prepare_burst_ms.append(_mean_ms(before, cluster.prepared()))
+        yield "kubelet's NodePrepareResources, mean of 8", _mean_ms(before, cluster.prepared())
         control = _Spent()
-        found.eight_control.append(_start_and_end(cluster, GPUS, claims=False))
+        yield "  eight without claims", _start_and_end(cluster, GPUS, claims=False)
         control.stop()
-        found.cpu_ms.append((burst.cpu_s - control.cpu_s / control.took_s * burst.took_s) / GPUS * 1000)
-        found.replaced.append(_replace(cluster, claims=True))
-        found.replaced_control.append(_replace(cluster, claims=False))
-        found.wiped.append(_wipe(cluster))
+        cpu_s = burst.cpu_s - control.cpu_s / control.took_s * burst.took_s
+        yield "CPU of one Prepare and Unprepare, above rest", cpu_s / GPUS * 1000
+        mine, theirs = _replace(cluster, claims=True), _replace(cluster, claims=False)
+        yield "eight force-deleted and replaced", mine
+        yield "  eight replaced without claims", theirs
+        yield "  difference", mine - theirs
+        yield "slices back after a wipe", _wipe(cluster)
         print(".", end="", flush=True, file=sys.stderr)
-    return found
 
 
 class _Spent:
@@ -303,10 +277,9 @@ def _start_and_end(cluster: Cluster, count: int, *, claims: bool) -> float:
     return took
 
 
-def churn(cluster: Cluster, pods: int) -> Churn:
+def churn(cluster: Cluster, pods: int) -> Iterator[tuple[str, float]]:
     """The shape of the test for DRA in kubernetes/perf-tests: pods hold 90 % of the devices, and short-lived ones, one
     after the other, take the rest."""
-    found = Churn()
     held = cluster.start_pods(GPUS * 9 // 10, claims=True)
     cluster.wait_running(held)
     for _ in range(pods):
@@ -315,17 +288,16 @@ def churn(cluster: Cluster, pods: int) -> Churn:
         wait_for(partial(cluster.claim_of, names[0]))
         claimed = time.monotonic()
         wait_for(partial(cluster.is_allocated, names[0]))
-        found.allocated.append(time.monotonic() - claimed)
+        yield "7 of 8 GPUs held, churn: claim allocated", time.monotonic() - claimed
         cluster.wait_running(names)
-        found.started.append(time.monotonic() - began)
-        found.prepare_ms.append(_mean_ms(before, cluster.prepared()))
+        yield "  pod running", time.monotonic() - began
+        yield "  kubelet's NodePrepareResources", _mean_ms(before, cluster.prepared())
         ended = cluster.prepared(_UNPREPARE)
         cluster.end_pods(names, others=len(held))
         wait_for(partial(_was_called, cluster, ended))
-        found.unprepare_ms.append(_mean_ms(ended, cluster.prepared(_UNPREPARE)))
+        yield "  kubelet's NodeUnprepareResources", _mean_ms(ended, cluster.prepared(_UNPREPARE))
         print(".", end="", flush=True, file=sys.stderr)
     cluster.end_pods(held)
-    return found
 
 
 def _was_called(cluster: Cluster, before: tuple[float, float]) -> bool:

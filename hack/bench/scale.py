@@ -1,6 +1,6 @@
 """`make scale`: what the publishers of many nodes cost the API server, measured.
 
-The real client, slice cache and publisher of the daemon run once for each node, many in a process; the rest of it
+The real client, slice cache and publisher of the daemon run once for each node, all in this process; the rest of it
 says nothing to the API server while its node is quiet. The exit code is 1 if a restart of all of them wrote anything.
 
     hack/bench scale                            1,000 nodes against the playground's API server
@@ -14,35 +14,49 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
+import os
 import resource
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
+from unittest import mock
 
-import publishers
 import servers
+import structlog
+from processes import resident_mib
 
+from dra_driver.app.platforms import platform_of
 from dra_driver.errors import ApiRejectedError
+from dra_driver.inventory.discovery import discover_once
+from dra_driver.inventory.host_facts import HostView
 from dra_driver.kube.client import ApiClient
+from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kube.slice_cache import SliceCache
+from dra_driver.kube.slices import SliceClient
+from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.inventory import Inventory
-from dra_driver.slices.rules.build import build_pool
+from dra_driver.model.sharing import NO_SHARING
+from dra_driver.nvml.reader import NvmlReader
+from dra_driver.settings import Settings
+from dra_driver.slices.api_support import ApiSupport, Support
+from dra_driver.slices.publisher import Publisher
+from dra_driver.slices.rules.build import build_pool, untainted
 from dra_driver.slices.rules.diff import Owner, slice_changes
 
+DRIVER = "gpu.nvidia.com"
 _PREFIX = "scale-node-"
 _WRITES = ("POST", "PUT", "PATCH", "DELETE")
 _CONFLICT = 409
+_PUBLISHED_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What one order to all publishers cost."""
+    """What it cost to have all publishers do something."""
 
     what: str
     seconds: float
@@ -57,84 +71,133 @@ class Phase:
         return sum(self.requests[method] for method in _WRITES)
 
 
+def inventory_of(machine: str, *, dynamic_mig: bool) -> Inventory:
+    """What the driver knows of a simulated machine. Raises: NvmlUnavailableError."""
+    with tempfile.TemporaryDirectory(prefix="scale-") as scratch:
+        settings = Settings("any", simulate=machine, simulator_dir=scratch, dynamic_mig=dynamic_mig)
+        platform = platform_of(settings)
+        reader = NvmlReader(platform.load_nvml, settings.on_demand)
+        try:
+            return discover_once(reader, HostView(platform.paths), None)
+        finally:
+            reader.session.close()
+
+
+class NodePublisher:
+    """What one daemon does with the API server while nothing happens on its node."""
+
+    def __init__(self, kubeconfig: str, name: str, content: Inventory, observe: Callable[..., None]) -> None:
+        self._client = ApiClient(load_endpoint(kubeconfig), observe=observe, timeout_s=60.0)
+        api = ResourceApi(self._client)
+        self.cache = SliceCache(SliceClient(api, DRIVER, name), lambda: self.publisher.mark_dirty())  # noqa: PLW0108  made next
+        self.publisher = Publisher(
+            lambda: content,
+            self.cache,
+            lambda: Owner(DRIVER, name, node_uid(self._client, name)),
+            NO_SHARING,
+            may_publish=lambda: True,
+            support=ApiSupport(lambda *_: Support(), mock.Mock(), caution=lambda _: None, warn=mock.Mock()),
+            taints=lambda _: untainted,
+            observer=mock.Mock(),
+        )
+
+    def stop(self) -> None:
+        """As a daemon that ends: the slices stay."""
+        self.publisher.stop()
+        self.cache.stop()
+        self._client.close()
+
+
 class Fleet:
-    """The publishers of all nodes, in a few processes."""
+    """The publishers of all nodes."""
 
-    def __init__(
-        self, server: servers.Server, names: Sequence[str], content: Inventory, processes: int
-    ) -> None:
+    def __init__(self, server: servers.Server, names: Sequence[str], content: Inventory) -> None:
         self._server = server
-        self._orders: list[Connection] = []
-        self._processes: list[BaseProcess] = []
-        context = multiprocessing.get_context("spawn")
-        for number in range(processes):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, str(server.kubeconfig), list(names[number::processes]), content)
-            process = context.Process(target=publishers.run, args=arguments, daemon=True)
-            process.start()
-            self._orders.append(ours)
-            self._processes.append(process)
+        self._names = names
+        self._content = content
+        self._requests: Counter[str] = Counter()
+        self._nodes: list[NodePublisher] = []
 
-    def order(self, what: str, *orders: str) -> Phase:
-        """Have all processes do this, one order after the other, and measure it."""
+    def watch(self) -> None:
+        """New publishers list and watch, and publish nothing yet. Raises: TimeoutError."""
+        self._nodes = [
+            NodePublisher(str(self._server.kubeconfig), name, self._content, self._count)
+            for name in self._names
+        ]
+        for node in self._nodes:
+            node.cache.start()
+        for node in self._nodes:
+            if not node.cache.synced.wait(_PUBLISHED_S):
+                raise TimeoutError("the slices were not listed in time")
+
+    def publish(self) -> None:
+        """They publish. Raises: TimeoutError."""
+        for node in self._nodes:
+            node.publisher.start()
+        for node in self._nodes:
+            if not node.publisher.wait_published(_PUBLISHED_S):
+                raise TimeoutError(f"not published in time: {node.publisher.problem}")
+
+    def stop(self) -> None:
+        """They end."""
+        for node in self._nodes:
+            node.stop()
+
+    def restart(self) -> None:
+        """All of them, as after an update of the plugin. Raises: TimeoutError."""
+        self.stop()
+        self.watch()
+        self.publish()
+
+    def phase(self, what: str, act: Callable[[], object]) -> Phase:
+        """Do this and measure it."""
         began, cpu = time.monotonic(), self._server.cpu_s()
-        requests: Counter[str] = Counter()
-        memory = 0.0
-        for order in orders:
-            for connection in self._orders:
-                connection.send(order)
-            answers = [connection.recv() for connection in self._orders]
-            memory = sum(answer.resident_mib for answer in answers)
-            for answer in answers:
-                requests.update(answer.requests)
+        self._requests.clear()
+        act()
         seconds = time.monotonic() - began
-        used = self._server.cpu_s() - cpu
-        return Phase(what, seconds, requests, used, self._server.resident_mib(), memory)
+        used, memory = self._server.cpu_s() - cpu, self._server.resident_mib()
+        return Phase(what, seconds, Counter(self._requests), used, memory, resident_mib(os.getpid()))
 
-    def settle(self, phase: Phase) -> None:
+    def calm_down(self, phase: Phase) -> None:
         """Wait, ten seconds at most, for half a second without a request; what comes until then counts too."""
         for _ in range(20):
-            if not (late := self.order("", "rest 0.5").requests):
+            if not (late := self.rest("", 0.5).requests):
                 return
             phase.requests.update(late)
 
-    def end(self) -> None:
-        """End the processes."""
-        for connection, process in zip(self._orders, self._processes, strict=True):
-            with contextlib.suppress(OSError):
-                connection.send("end")
-            process.join(10)
-            process.kill()
+    def rest(self, what: str, seconds: float) -> Phase:
+        """Nothing happens."""
+        return self.phase(what, lambda: time.sleep(seconds))
+
+    def _count(self, method: str, _status: int | None) -> None:
+        self._requests[method] += 1
 
 
 def measure(
-    server: servers.Server, nodes: int, processes: int, content: Inventory, rest_s: float, forget_s: float
+    server: servers.Server, nodes: int, content: Inventory, rest_s: float, forget_s: float
 ) -> list[Phase]:
     """All phases; Node objects and slices are taken away again."""
     client = ApiClient(load_endpoint(str(server.kubeconfig)), timeout_s=60.0)
     names = [f"{_PREFIX}{number:05d}" for number in range(nodes)]
     for name in names:
         make_node(client, name)
-    fleet = Fleet(server, names, content, processes)
+    fleet = Fleet(server, names, content)
     try:
         phases = [
-            fleet.order("nothing yet"),
-            fleet.order("list and watch", "watch"),
-            fleet.order("first publication", "publish"),
+            fleet.rest("nothing yet", 0.0),
+            fleet.phase("list and watch", fleet.watch),
+            fleet.phase("first publication", fleet.publish),
         ]
-        fleet.settle(phases[-1])
-        phases += [
-            fleet.order("at rest", f"rest {rest_s}"),
-            fleet.order("restart of all", "stop", "watch", "publish"),
-        ]
-        fleet.settle(phases[-1])
-        phases.append(fleet.order("at rest again", f"rest {rest_s}"))
+        fleet.calm_down(phases[-1])
+        phases += [fleet.rest("at rest", rest_s), fleet.phase("restart of all", fleet.restart)]
+        fleet.calm_down(phases[-1])
+        phases.append(fleet.rest("at rest again", rest_s))
         if forget_s and server.forget is not None:
             server.forget()
-            phases += [fleet.order(f"410, {when}", f"rest {forget_s}") for when in ("at first", "later")]
+            phases += [fleet.rest(f"410, {when}", forget_s) for when in ("at first", "later")]
         return phases
     finally:
-        fleet.end()
+        fleet.stop()
         clean(client, names)
         client.close()
 
@@ -164,7 +227,7 @@ def clean(client: ApiClient, names: Sequence[str]) -> None:
 def bytes_of_set(content: Inventory) -> tuple[int, int]:
     """Slices of a node and their bytes as JSON."""
     made = slice_changes(
-        build_pool(content, f"{_PREFIX}00000"), (), Owner("gpu.nvidia.com", f"{_PREFIX}00000", "u" * 36)
+        build_pool(content, f"{_PREFIX}00000"), (), Owner(DRIVER, f"{_PREFIX}00000", "u" * 36)
     )
     bodies = [json.dumps(entry, separators=(",", ":")) for entry in made.creates]
     return len(bodies), sum(map(len, bodies))
@@ -202,7 +265,6 @@ def main(options: Sequence[str]) -> int:
         prog="bench scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nodes", type=int, default=1000)
-    parser.add_argument("--processes", type=int, default=2, help="that the publishers share (default 2)")
     parser.add_argument("--rest", type=float, default=10.0, help="seconds of watching idle publishers")
     parser.add_argument(
         "--forget", type=float, default=0.0, metavar="SECONDS", help="twice, with watches refused"
@@ -213,7 +275,7 @@ def main(options: Sequence[str]) -> int:
     arguments = parser.parse_args(options)
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    content = publishers.inventory_of("dgx-h100", dynamic_mig=arguments.dynamic_mig)
+    content = inventory_of("dgx-h100", dynamic_mig=arguments.dynamic_mig)
     pids = dict(pair.split("=", 1) for pair in arguments.pid)
     with contextlib.ExitStack() as stack:
         if arguments.kubeconfig:
@@ -221,9 +283,8 @@ def main(options: Sequence[str]) -> int:
         else:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="scale-"))
             server = stack.enter_context(servers.playground(Path(scratch)))
-        phases = measure(
-            server, arguments.nodes, arguments.processes, content, arguments.rest, arguments.forget
-        )
+        structlog.configure(processors=[_silent])
+        phases = measure(server, arguments.nodes, content, arguments.rest, arguments.forget)
     show(phases, arguments.nodes, content)
     rewritten = phases[4].writes
     print(
@@ -232,3 +293,7 @@ def main(options: Sequence[str]) -> int:
         else f"\nA RESTART OF ALL WROTE {rewritten} TIMES"
     )
     return 1 if rewritten else 0
+
+
+def _silent(_logger: object, _name: str, _event: MutableMapping[str, object]) -> str:
+    raise structlog.DropEvent

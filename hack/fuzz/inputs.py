@@ -23,23 +23,8 @@ _TEXTS = (
 _BYTES = (b"\xff", b"\x80\x80", b"\xff" * 9 + b"\x01", b"\xed\xa0\x80")
 _TOKENS = (*(text.encode() for text in _TEXTS), *_BYTES)
 _PARTS = (
-    "..",
-    ".",
-    "/",
-    "a",
-    "\0",
-    "\n",
-    "-",
-    "_",
-    "é",
-    "%2f",
-    "leads-out",
-    "victim",
-    "A",
-    "0",
-    "\u202e",
-    "x" * 120,
-)
+    "..", ".", "/", "a", "\0", "\n", "-", "_", "é", "%2f", "leads-out", "victim", "A", "0", "\u202e", "x" * 120,
+)  # fmt: skip
 
 names = st.lists(st.sampled_from(_PARTS), max_size=5).map("".join) | st.text(max_size=20)
 """Names that somebody wrote who wants a path to lead elsewhere."""

@@ -78,14 +78,11 @@ class PlaygroundNode:
             kube_api_qps=_NO_LIMIT,
         )
         self.options = {
-            "--node-name": name,
-            "--kubeconfig": str(root / "kubeconfig"),
-            "--simulate": machine,
-            "--simulator-dir": str(root / "machine"),
-            "--cdi-root": str(self.cdi),
+            "--node-name": name, "--kubeconfig": str(root / "kubeconfig"), "--simulate": machine,
+            "--simulator-dir": str(root / "machine"), "--cdi-root": str(self.cdi),
             "--kubelet-registrar-directory-path": str(self.registry),
             "--kubelet-plugins-directory-path": str(root / "plugins"),
-        }
+        }  # fmt: skip
         """What a command of `gpu-dra-driver` is told to find this node: `settings` as flags."""
         self.server = server or PlaygroundApiServer()
         self.server.start()

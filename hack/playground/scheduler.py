@@ -168,13 +168,9 @@ class PlaygroundScheduler:
 def _owned(pod: Object, entry: str, metadata: Object) -> Object:
     """The metadata of a claim that is made for a pod and ends with it."""
     owner = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "name": pod["metadata"]["name"],
-        "uid": pod["metadata"]["uid"],
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
+        "apiVersion": "v1", "kind": "Pod", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"],
+        "controller": True, "blockOwnerDeletion": True,
+    }  # fmt: skip
     return metadata | {
         "generateName": f"{pod['metadata']['name']}-{entry}-",
         "namespace": pod["metadata"]["namespace"],

@@ -67,12 +67,7 @@ def pages() -> dict[Path, str]:
         RecordedNode(Path(directory)) as node,
     ):
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            texts = list(
-                pool.map(
-                    lambda command: _run(command, node.flags(command.where)),
-                    COMMANDS,
-                )
-            )
+            texts = list(pool.map(lambda command: _run(command, node.flags(command.where)), COMMANDS))
             node.grow_old()
             pictures = dict(pool.map(lambda one: _picture(one[0], one[1], node), _TABLE["pictures"]))
         stable = [_stable(text, Path(directory), node.uids) for text in texts]

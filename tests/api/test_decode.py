@@ -160,10 +160,7 @@ def test_good_parameters_become_values_with_defaults(given: dict[str, Any], valu
             "GpuConfig is not valid: sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit: "
             "'one' is not a device UUID or an index",
         ),
-        (
-            mps(multiUser="yes"),
-            "GpuConfig is not valid: sharing.mpsConfig.multiUser: must be true or false",
-        ),
+        (mps(multiUser="yes"), "GpuConfig is not valid: sharing.mpsConfig.multiUser: must be true or false"),
         (
             parameters("VfioDeviceConfig", iommu={"backendPolicy": "Any", "enableApiDevice": True}),
             "VfioDeviceConfig is not valid: iommu.backendPolicy: "

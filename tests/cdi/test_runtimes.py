@@ -137,14 +137,14 @@ def test_runtimes_take_the_specs_of_every_kind_of_claim(memory_path: Path, machi
     bench = Bench(memory_path, machine, on_demand=False)
     try:
         devices = list(bench.inventory.by_name.values())
-        wanted = [*together(devices), *(one for device in one_of_each(devices) for one in each_alone(device))]
-        given = [NO_EXTRA_DEVICES, ExtraDevices(host_devices=in_order(HOST_DEVICES))]
+        alone = [one for device in one_of_each(devices) for one in each_alone(device)]
+        given = [ExtraDevices(host_devices=in_order(HOST_DEVICES))]
         if any(gpu.fabric is not None for gpu in bench.inventory.gpus):
             given += [ExtraDevices(imex=0), ExtraDevices(imex="all")]
-        for one in wanted:
-            for extra_devices in given:
-                plan = bench.plan(replace(one, ref=replace(one.ref, uid=UID)), extra_devices)
-                assert bench.faults(plan) == []
+        wanted = [(one, NO_EXTRA_DEVICES) for one in (*together(devices), *alone)]
+        for one, extra_devices in (*wanted, *((alone[0], extra) for extra in given)):
+            plan = bench.plan(replace(one, ref=replace(one.ref, uid=UID)), extra_devices)
+            assert bench.faults(plan) == []
     finally:
         bench.node.close()
 

@@ -1,8 +1,9 @@
 """The process dies after every change that lasts, for every kind of claim; the next instance ends where an
 uninterrupted one would.
 
-Changes that last are renames, removals and syncs of files, and what is done to GPUs and MPS daemons. Each start looks
-after the MIG ledger first, as the daemon does.
+Changes that last are renames and removals of files, writes to locks, and what is done to GPUs and MPS daemons. What a
+power loss leaves is another matter (test_power_loss.py). Each start looks after the MIG ledger first, as the daemon
+does.
 """
 
 from __future__ import annotations
@@ -82,6 +83,8 @@ class Case:
             call(node)
         assert changes
         for number, change in enumerate(list(changes), 1):
+            if change == "fsync":
+                continue  # what a process leaves by its death is the same before
             node = begin()
             other = node.again() if rolls else None
             with node.dying(number) as done, pytest.raises(Crash):

@@ -75,10 +75,7 @@ def on_terminal(columns: int, *arguments: str, **environment: str) -> list[str]:
 
 @tabled("arguments", "said")
 def test_an_error_is_one_line_with_one_prefix(
-    arguments: list[str],
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu-dra-driver", *arguments])
     with pytest.raises(SystemExit) as ended:

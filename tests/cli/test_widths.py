@@ -28,6 +28,8 @@ from commands_page import COMMANDS, Recorded  # noqa: E402
 from recorded_node import RecordedNode  # noqa: E402
 
 WIDTHS = (80, 100, 160)
+ENVIRONMENTS: tuple[dict[str, str], ...] = ({}, {"NO_COLOR": "1"}, {"TERM": "dumb"})
+"""The first has colours."""
 _ESCAPE = "\x1b"
 _MANIFESTS = ("device-classes",)
 """They print YAML, which is never folded."""
@@ -93,15 +95,14 @@ def test_output_fits_each_terminal_and_is_whole_in_a_pipe(
     assert piped
     assert not [line for line in piped if _ESCAPE in line]
     words = _words(piped)
-    for columns in WIDTHS:
-        shown = [_plain(line) for line in prints(arguments, columns)]
+    for columns, environment in zip(WIDTHS, ENVIRONMENTS, strict=True):
+        lines = prints(arguments, columns, **environment)
+        assert not environment or not [line for line in lines if _ESCAPE in line], environment
+        shown = [_plain(line) for line in lines]
         assert all(map(str.isprintable, shown))
         assert command.title in _MANIFESTS or not [line for line in shown if _is_too_long(line, columns)]
         # Nothing is said on a terminal that a pipe does not get: columns go, and what is shortened says so.
         assert command.title in _DRAWN or _words(shown) - words == set()
-    for environment in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
-        shown = prints(arguments, 100, **environment)
-        assert not [line for line in shown if _ESCAPE in line], environment
 
 
 @pytest.mark.parametrize("arguments", ["inspect", "cluster", "cluster --by workload -n ml"])
@@ -137,24 +138,19 @@ HELPS = [*_paths(ALL, [])]
 
 
 @pytest.mark.parametrize("path", HELPS, ids=" ".join)
-def test_help_fits_each_terminal(path: list[str], prints: Prints) -> None:
+def test_help_fits_each_terminal_and_has_examples_that_can_be_typed(path: list[str], prints: Prints) -> None:
+    shown = {columns: prints([*path, "-h"], columns) for columns in (None, *WIDTHS)}
+    assert shown[None] == shown[80] != []
     for columns in WIDTHS:
-        shown = prints([*path, "-h"], columns)
-        assert shown
-        assert max(map(len, shown)) <= columns
-        assert not [line for line in shown[1:] if line.endswith("...") or _ESCAPE in line]
-    assert prints([*path, "-h"], None) == prints([*path, "-h"], 80)
-
-
-@pytest.mark.parametrize("path", HELPS, ids=" ".join)
-def test_help_has_examples_that_can_be_typed(path: list[str], prints: Prints) -> None:
+        assert max(map(len, shown[columns])) <= columns
+        assert not [line for line in shown[columns][1:] if line.endswith("...") or _ESCAPE in line]
     command = ALL
     for word in path:
         command = command.commands[word].loaded()
     prog = " ".join(["gpu-dra-driver", *path])
     assert command.commands or command.examples
     for example in command.examples:
-        assert f"  {prog} {example}".rstrip() in prints([*path, "-h"], 80)
+        assert f"  {prog} {example}".rstrip() in shown[80]
         words = example.partition(" |")[0].split()
         assert read(command.parser(prog), command.flags, words, {}).faults == {}
 

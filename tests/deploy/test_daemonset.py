@@ -13,6 +13,7 @@ import yaml
 from cel_expr_python import cel
 
 from dra_driver.kubelet.liveness import DIAL_TIMEOUT_S
+from dra_driver.settings import resolve
 from tests.fakes.tables import tabled
 
 DAEMONSET = Path(__file__).parents[2] / "daemonset"
@@ -165,6 +166,11 @@ def test_the_manuals_patch_chooses_other_namespaces(tmp_path: Path) -> None:
     assert monitoring == {
         "namespaceSelector": {"matchLabels": {"network.openshift.io/policy-group": "monitoring"}}
     }
+
+
+def test_configuration_of_the_component_for_shares_is_valid() -> None:
+    path = DAEMONSET / "components/shares/config.yaml"
+    assert len(resolve({"node_name": "node"}, path).sharing.entries) == 1
 
 
 def test_mig_classes_come_with_extended_resources_of_their_own(tmp_path: Path) -> None:

@@ -149,11 +149,7 @@ def test_equal_parts_of_slices_are_kept_once_and_nothing_changes() -> None:
 
 
 def test_nodes_and_products() -> None:
-    slices = [
-        entry("b", gpu("b1"), gpu("b2", "A100"), total=2),
-        entry("a", gpu("a1")),
-        entry("empty"),
-    ]
+    slices = [entry("b", gpu("b1"), gpu("b2", "A100"), total=2), entry("a", gpu("a1")), entry("empty")]
     devices, members, problems = view(slices, [claim("c", ("a", "a1"))])
     rows = by_node(devices, members, problems)
     assert [(row.node, row.products, row.count.gpus, row.problem) for row in rows] == [
@@ -168,10 +164,7 @@ def test_nodes_and_products() -> None:
 
 
 def test_users() -> None:
-    slices = [
-        entry("n", gpu("a"), gpu("b"), gpu("s", allowMultipleAllocations=True)),
-        *CUT[0:0],
-    ]
+    slices = [entry("n", gpu("a"), gpu("b"), gpu("s", allowMultipleAllocations=True)), *CUT[0:0]]
     claims = [
         claim("train", ("n", "a"), ("n", "b"), pods=("train-0", "train-1")),
         claim("small", ("n", "s"), pods=("web-7d9c5b8f64-x2k9q",), namespace="web"),
@@ -281,8 +274,7 @@ def test_a_selector_that_cannot_be_judged_hides_no_other_claim() -> None:
 
 
 @pytest.mark.parametrize(
-    ("attribute", "value"),
-    [("uuid", {"string": "GPU-x"}), ("index", {"int": 7}), ("numaNode", {"int": 7})],
+    ("attribute", "value"), [("uuid", {"string": "GPU-x"}), ("index", {"int": 7}), ("numaNode", {"int": 7})]
 )
 def test_a_selector_for_one_device_of_the_cluster_finds_its_node(attribute: str, value: Json) -> None:
     slices = [entry(f"n{number}", gpu("a"), gpu("b")) for number in range(30)]

@@ -105,11 +105,7 @@ def test_ending_a_claim_without_a_record_tells_of_none(node: Node, logs: list) -
     ("name", "read", "write"),
     [
         (MADE.device, lambda ledger: ledger.all(), lambda ledger: ledger.save(MADE)),
-        (
-            f"mode-{GPU}",
-            lambda ledger: ledger.owned_modes(),
-            lambda ledger: ledger.own_mode(GPU, None),
-        ),
+        (f"mode-{GPU}", lambda ledger: ledger.owned_modes(), lambda ledger: ledger.own_mode(GPU, None)),
     ],
     ids=["device", "mode"],
 )

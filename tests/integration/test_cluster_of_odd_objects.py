@@ -5,20 +5,22 @@ from __future__ import annotations
 import copy
 import io
 import json
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
+from unittest import mock
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from urllib3 import HTTPResponse
 
 from dra_driver.cli.commands import call
 from dra_driver.cli.output import Output
 from dra_driver.errors import DraDriverError
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.endpoint import Endpoint
 from dra_driver.validation.rules.standard_classes import standard_classes
 from tests.fakes.tables import data_of, tabled
 
@@ -31,43 +33,13 @@ Json = dict[str, Any]
 class OddServer:
     """Answers each path with what `lists` has for it, right or wrong."""
 
-    def __init__(self, directory: Path) -> None:
-        server = self
+    def __init__(self) -> None:
         self.lists: Json = {}
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            wbufsize = -1  # one packet an answer
-
-            def do_GET(self) -> None:
-                path = self.path.partition("?")[0]
-                body = json.dumps(server.lists.get(path, {})).encode()
-                self.send_response(200 if path in server.lists else 404)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.daemon_threads = True
-        threading.Thread(target=self._http.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{self._http.server_address[1]}"
-        self.kubeconfig = directory / "kubeconfig"
-        self.kubeconfig.write_text(
-            json.dumps(
-                {
-                    "clusters": [{"name": "c", "cluster": {"server": url}}],
-                    "contexts": [{"name": "c", "context": {"cluster": "c"}}],
-                    "current-context": "c",
-                }
-            )
-        )
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
+    def answer(self, request: Any) -> HTTPResponse:
+        path = urlsplit(request.url).path
+        body = json.dumps(self.lists.get(path, {})).encode()
+        return HTTPResponse(body, status=200 if path in self.lists else 404)
 
     def serve(self, objects: Json, version: str = "v1") -> None:
         """These lists, by plural."""
@@ -82,9 +54,16 @@ class OddServer:
     def shown(self, by: Any = "node", output: Output = Output.json) -> tuple[str, str]:
         """What the command writes, and what it writes of errors."""
         out, err = io.StringIO(), io.StringIO()
-        with redirect_stdout(out), redirect_stderr(err):
+        with (
+            redirect_stdout(out),
+            redirect_stderr(err),
+            mock.patch(
+                "dra_driver.kube.endpoint.load_endpoint", return_value=Endpoint("http://api", "a test")
+            ),
+            mock.patch.object(ApiClient, "_send", lambda _client, request: self.answer(request)),
+        ):
             try:
-                call(["cluster", "--by", by, "-o", output, "--kubeconfig", str(self.kubeconfig)])
+                call(["cluster", "--by", by, "-o", output])
             except DraDriverError as error:
                 err.write(f"gpu-dra-driver: {error}\n")
         return out.getvalue(), err.getvalue()
@@ -102,10 +81,8 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OddServer]:
-    made = OddServer(tmp_path_factory.mktemp("odd"))
-    yield made
-    made.close()
+def server() -> OddServer:
+    return OddServer()
 
 
 def device(name: str, **more: Any) -> Json:

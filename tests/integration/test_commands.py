@@ -608,7 +608,11 @@ def test_index_of_the_examples_is_complete() -> None:
     for name, target, *_ in rows:
         assert target == name
         assert {path.name for path in (EXAMPLES / name).iterdir()} == {"README.md", f"{name}.yaml"}
-        assert f"kubectl apply -f examples/{name}" in (EXAMPLES / name / "README.md").read_text()
+        readme = (EXAMPLES / name / "README.md").read_text()
+        assert f"kubectl apply -f examples/{name}" in readme
+        for item in yaml.safe_load_all((EXAMPLES / name / f"{name}.yaml").read_text()):
+            if name.startswith("mig-") and item["kind"] == "Pod":
+                assert f"kubectl logs {item['metadata']['name']}" in readme
 
 
 def request(**exactly: Any) -> Json:

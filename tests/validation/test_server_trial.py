@@ -156,9 +156,7 @@ def test_an_object_that_exists_is_tried_as_a_change(
     assert server.objects("resourceclaims") == stored
 
 
-def test_what_depends_on_other_documents_is_told_as_that(
-    ask: Callable[..., Asked],
-) -> None:
+def test_what_depends_on_other_documents_is_told_as_that(ask: Callable[..., Asked]) -> None:
     findings, reports = ask(
         namespace("ml"),
         claim("inside", namespace="ml"),
@@ -207,10 +205,7 @@ def test_classes_claims_and_templates_of_the_cluster_count(
         pod("p", {"name": "x", "resourceClaimName": "there"}, {"name": "y", "resourceClaimName": "absent"}),
     )
     assert reports[0].faults == []
-    for report, name in (
-        (reports[1], "gone.example.com"),
-        (reports[2], "mig-1g.10gb.nvidia.com"),
-    ):
+    for report, name in ((reports[1], "gone.example.com"), (reports[2], "mig-1g.10gb.nvidia.com")):
         assert report.faults == [
             f"DeviceClass {name} is not in the cluster and not in the files: the claim gets no devices"
         ]

@@ -389,9 +389,7 @@ def _names(holder: Holder, what: str, workloads: Mapping[tuple[str, str], str]) 
 
 
 def _user(
-    key: tuple[str, str],
-    held: Sequence[tuple[ClusterDevice, Holder]],
-    loads: Mapping[Slot, GpuLoad] | None,
+    key: tuple[str, str], held: Sequence[tuple[ClusterDevice, Holder]], loads: Mapping[Slot, GpuLoad] | None
 ) -> UserRow:
     whole = {(one.pool, one.name): one for one, _ in held if not one.is_shared}
     mig = Counter(one.profile or "-" for one in whole.values() if one.kind == "mig")

@@ -27,10 +27,7 @@ PIPE = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
 LOG = os.environ.get("CUDA_MPS_LOG_DIRECTORY", "/var/log/nvidia-mps")
 END = "\0\n"
 COMMANDS_SINCE = {
-    495: (
-        "set_default_device_pinned_mem_limit",
-        "get_default_device_pinned_mem_limit",
-    ),
+    495: ("set_default_device_pinned_mem_limit", "get_default_device_pinned_mem_limit"),
     550: ("get_server_status",),
 }
 PID_FILE_SINCE = 550

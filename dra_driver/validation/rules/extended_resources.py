@@ -59,11 +59,7 @@ def extended_claims(pods: Iterable[JsonObject], classes: Sequence[JsonObject]) -
     for pod in pods:
         requests = extended_requests(pod.get("spec") or {}, served)
         if requests and not (pod.get("status") or {}).get("extendedResourceClaimStatus"):
-            yield {
-                "kind": "Pod",
-                "metadata": pod["metadata"],
-                "spec": {"devices": {"requests": requests}},
-            }
+            yield {"kind": "Pod", "metadata": pod["metadata"], "spec": {"devices": {"requests": requests}}}
 
 
 def asked_resources(container: JsonObject) -> dict[str, int]:

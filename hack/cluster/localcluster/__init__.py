@@ -18,32 +18,10 @@ from localcluster.layout import NODE_NAME, Addresses, Layout
 from localcluster.status import ComponentStatus
 
 __all__ = [
-    "COMPONENTS",
-    "NODE_NAME",
-    "WORKLOAD_IMAGE",
-    "ClusterError",
-    "ComponentStatus",
-    "Options",
-    "addresses",
-    "build",
-    "cdi_hook",
-    "compute_domains_chart",
-    "down",
-    "fetch",
-    "helm",
-    "is_up",
-    "kubeconfig",
-    "kubectl",
-    "load_image",
-    "metadata_reader",
-    "program",
-    "promql",
-    "restart",
-    "start",
-    "state",
-    "stop",
-    "up",
-]
+    "COMPONENTS", "NODE_NAME", "WORKLOAD_IMAGE", "ClusterError", "ComponentStatus", "Options", "addresses",
+    "build", "cdi_hook", "compute_domains_chart", "down", "fetch", "helm", "is_up", "kubeconfig", "kubectl",
+    "load_image", "metadata_reader", "program", "promql", "restart", "start", "state", "stop", "up",
+]  # fmt: skip
 
 
 def build() -> Path:

@@ -70,9 +70,7 @@ METADATA = (Part("metadata", "metadata", "."),)
 
 CDI_HOOK = (
     Part(
-        "nvidia-cdi-hook",
-        "nvidia-cdi-hook",
-        "github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook",
+        "nvidia-cdi-hook", "nvidia-cdi-hook", "github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook"
     ),
 )
 """NVIDIA's own, which hosts have; containerd runs it for each container with a GPU."""
@@ -196,11 +194,7 @@ def _require_go() -> None:
     if shell.find_program("go") is None:
         raise ClusterError(f"Go {wanted} or newer is needed to build the cluster's programs.")
     done = subprocess.run(
-        ["go", "env", "GOVERSION"],
-        cwd=_MODULES / KUBERNETES,
-        capture_output=True,
-        text=True,
-        check=False,
+        ["go", "env", "GOVERSION"], cwd=_MODULES / KUBERNETES, capture_output=True, text=True, check=False
     )
     found = re.match(r"go(\d+)\.(\d+)", done.stdout)
     if done.returncode != 0 or found is None or (int(found[1]), int(found[2])) < _OLDEST_GO:

@@ -13,16 +13,10 @@ from localcluster.errors import ClusterError
 
 # A file or program that shows a package to be there, and the package.
 CLUSTER_PACKAGES: Mapping[str, str] = {
-    "runc": "runc",
-    "/bin/bash-static": "bash-static",
-    "/usr/lib/cni/bridge": "containernetworking-plugins",
-    "/usr/lib/cni/host-local": "containernetworking-plugins",
-    "iptables": "iptables",
-    "conntrack": "conntrack",
-    "ip": "iproute2",
-    "mount": "mount",
-    "openssl": "openssl",
-}
+    "runc": "runc", "/bin/bash-static": "bash-static", "/usr/lib/cni/bridge": "containernetworking-plugins",
+    "/usr/lib/cni/host-local": "containernetworking-plugins", "iptables": "iptables", "conntrack": "conntrack",
+    "ip": "iproute2", "mount": "mount", "openssl": "openssl",
+}  # fmt: skip
 
 
 def install_missing(packages: Mapping[str, str]) -> None:

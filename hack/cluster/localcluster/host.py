@@ -21,14 +21,9 @@ from localcluster.layout import (
 
 # Directories that our components create outside ours, the deepest first.
 _MADE_BY_OTHERS = (
-    KUBELET_ROOT,
-    CONTAINER_LOG_LINKS,
-    *CDI_DIRECTORIES,
-    CNI_RESULTS,
-    CNI_RESULTS.parent,
-    SHIM_SOCKETS,
+    KUBELET_ROOT, CONTAINER_LOG_LINKS, *CDI_DIRECTORIES, CNI_RESULTS, CNI_RESULTS.parent, SHIM_SOCKETS,
     SHIM_SOCKETS.parent,
-)
+)  # fmt: skip
 _PROPAGATING = ("/", "/dev")
 
 

@@ -43,10 +43,7 @@ class Image:
     command: tuple[str, ...]
 
 
-_IMAGES = (
-    Image((PAUSE_IMAGE,), ("/bin/sleep", _FOREVER)),
-    Image(WORKLOAD_TAGS, ("/bin/sh",)),
-)
+_IMAGES = (Image((PAUSE_IMAGE,), ("/bin/sleep", _FOREVER)), Image(WORKLOAD_TAGS, ("/bin/sh",)))
 
 
 def write_archive(layout: Layout) -> Path:

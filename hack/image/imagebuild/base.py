@@ -24,36 +24,17 @@ _DEBIAN_RELEASE = "trixie"
 
 # The driver needs Python and, on simulated machines, a shell; the rest is for who looks into a pod.
 _PACKAGES = (
-    "base-files",
-    "base-passwd",
-    "bash",
-    "coreutils",
-    "dash",
-    "findutils",
-    "grep",
-    "libstdc++6",
-    "python3",
-)
+    "base-files", "base-passwd", "bash", "coreutils", "dash", "findutils", "grep", "libstdc++6", "python3",
+)  # fmt: skip
 
 # What nobody reads in a container, and the parts of Python's library that only a desktop or Python's own tests need.
 _NOT_NEEDED = (
-    "usr/share/bug",
-    "usr/share/debconf",
-    "usr/share/info",
-    "usr/share/lintian",
-    "usr/share/locale",
-    "usr/share/man",
-    "usr/share/pixmaps",
-    "usr/share/applications",
-    "usr/lib/*/gconv",
-    "usr/lib/python3*/ensurepip",
-    "usr/lib/python3*/idlelib",
-    "usr/lib/python3*/lib2to3",
-    "usr/lib/python3*/pydoc_data",
-    "usr/lib/python3*/test",
-    "usr/lib/python3*/tkinter",
+    "usr/share/bug", "usr/share/debconf", "usr/share/info", "usr/share/lintian", "usr/share/locale",
+    "usr/share/man", "usr/share/pixmaps", "usr/share/applications", "usr/lib/*/gconv",
+    "usr/lib/python3*/ensurepip", "usr/lib/python3*/idlelib", "usr/lib/python3*/lib2to3",
+    "usr/lib/python3*/pydoc_data", "usr/lib/python3*/test", "usr/lib/python3*/tkinter",
     "usr/lib/python3*/turtledemo",
-)
+)  # fmt: skip
 _MERGED = ("bin", "lib", "lib64", "sbin")
 
 

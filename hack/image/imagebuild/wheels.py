@@ -109,13 +109,8 @@ def _download_pip(target: Path) -> None:
 def _pip_download(target: Path) -> list[str | Path]:
     # --no-deps: what a package needs besides, pip would decide by markers of the Python that runs it.
     return [
-        _tools() / "bin" / "pip",
-        "--disable-pip-version-check",
-        "download",
-        "--no-deps",
-        "--dest",
-        target,
-    ]
+        _tools() / "bin" / "pip", "--disable-pip-version-check", "download", "--no-deps", "--dest", target,
+    ]  # fmt: skip
 
 
 def _locked(folder: Path, *names: str) -> Path:

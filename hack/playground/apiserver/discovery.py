@@ -7,14 +7,9 @@ from typing import Any
 from playground.apiserver.resources import RESOURCE_GROUP, RESOURCES, Resource
 
 _VERSION_INFO = {
-    "major": "1",
-    "gitCommit": "",
-    "gitTreeState": "",
-    "buildDate": "",
-    "goVersion": "",
-    "compiler": "",
+    "major": "1", "gitCommit": "", "gitTreeState": "", "buildDate": "", "goVersion": "", "compiler": "",
     "platform": "linux/amd64",
-}
+}  # fmt: skip
 
 
 def document(path: str, served: tuple[str, ...], minor: int) -> dict[str, Any] | None:

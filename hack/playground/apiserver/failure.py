@@ -38,14 +38,9 @@ class ApiFailure(Exception):  # noqa: N818  it is an answer, not a fault of this
     def status(self) -> dict[str, Any]:
         """The Status object."""
         status: dict[str, Any] = {
-            "kind": "Status",
-            "apiVersion": "v1",
-            "metadata": {},
-            "status": "Failure",
-            "message": self.message,
-            "reason": self.reason,
-            "code": self.code,
-        }
+            "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": self.message,
+            "reason": self.reason, "code": self.code,
+        }  # fmt: skip
         if self.details is not None:
             status["details"] = self.details
         return status

@@ -8,14 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dra_driver.model.json_copy import copy_json
-from playground.apiserver.failure import (
-    Cause,
-    already_exists,
-    bad_request,
-    conflict,
-    invalid,
-    not_found,
-)
+from playground.apiserver.failure import Cause, already_exists, bad_request, conflict, invalid, not_found
 from playground.apiserver.gates import drop_disabled
 from playground.apiserver.names import generated_name, is_subdomain
 from playground.apiserver.resources import BY_PLURAL, Resource

@@ -198,12 +198,7 @@ def _list_document(route: Route, items: list[Object], version: int) -> dict[str,
 
 def _metadata_alone(document: dict[str, Any]) -> dict[str, Any]:
     items = [{"metadata": item["metadata"]} for item in document["items"]]
-    return {
-        **document,
-        "kind": "PartialObjectMetadataList",
-        "apiVersion": "meta.k8s.io/v1",
-        "items": items,
-    }
+    return {**document, "kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1", "items": items}
 
 
 def _page(document: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:

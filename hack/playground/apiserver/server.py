@@ -222,15 +222,8 @@ def self_signed(stem: Path, *, names: str = "IP:127.0.0.1") -> tuple[Path, Path]
     """
     cert, key = stem.with_suffix(".crt"), stem.with_suffix(".key")
     command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-    ]
+        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+    ]  # fmt: skip
     command += ["-days", "30", "-subj", f"/CN={stem.name}", "-addext", f"subjectAltName={names}"]
     try:
         subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
