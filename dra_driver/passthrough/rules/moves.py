@@ -6,7 +6,7 @@ taken from their drivers first, then given to vfio. Back, each goes to the drive
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,47 +18,42 @@ Action = Literal["override", "unbind", "probe", "bind"]
 @dataclass(frozen=True, slots=True)
 class Move:
     """One write to the kernel: `override` says which driver alone may have the function (None: any), `unbind` takes it
-    from its driver, `probe` has the kernel choose one, `bind` names it. `driver` is None for the other two."""
+    from its driver, `probe` has the kernel choose one, `bind` gives it to `driver`."""
 
     action: Action
     bus_id: str
     driver: str | None = None
 
 
-def vfio_driver_of(bus_id: str, gpu: str, vfio_driver: str) -> str:
-    """The vfio driver of a function: what accompanies the GPU is an ordinary device."""
-    return vfio_driver if bus_id == gpu else VFIO_PCI
-
-
-def is_under_vfio(now: Mapping[str, str | None], vfio_driver: str) -> bool:
-    """Whether a vfio driver has every function; `now` is the driver of each."""
-    return all(driver in (vfio_driver, VFIO_PCI) for driver in now.values())
+def are_bound(now: Mapping[str, str | None], vfio_drivers: Collection[str]) -> bool:
+    """Whether one of these drivers has every function; `now` is the driver of each."""
+    return all(driver in vfio_drivers for driver in now.values())
 
 
 def to_vfio(now: Mapping[str, str | None], gpu: str, vfio_driver: str) -> Sequence[Move]:
-    """What binds all functions to vfio; `now` is the driver of each in bus order, `gpu` the GPU's bus ID."""
-    wanted = {bus_id: vfio_driver_of(bus_id, gpu, vfio_driver) for bus_id in now}
+    """What binds the functions to vfio; `now` is the driver of each in bus order. The one with the bus ID `gpu` gets
+    `vfio_driver`; what accompanies it is an ordinary device."""
+    wanted = {bus_id: vfio_driver if bus_id == gpu else VFIO_PCI for bus_id in now}
     moving = [bus_id for bus_id in now if now[bus_id] != wanted[bus_id]]
     return [
         *(Move("override", bus_id, wanted[bus_id]) for bus_id in moving),
-        *(Move("unbind", bus_id) for bus_id in moving if now[bus_id] is not None),
+        *(Move("unbind", bus_id) for bus_id in moving),
         *(Move("probe", bus_id) for bus_id in moving),
     ]
 
 
 def back(
-    now: Mapping[str, str | None], before: Mapping[str, str | None] | None, vfio_driver: str
+    now: Mapping[str, str | None], before: Mapping[str, str | None], vfio_drivers: Collection[str]
 ) -> Sequence[Move]:
-    """What gives the functions back to the drivers that they had `before`; where that is not known, to those that the
-    kernel chooses."""
-    bound = (vfio_driver, VFIO_PCI)
-    moving = [bus_id for bus_id in now if before is None or now[bus_id] != before.get(bus_id)]
+    """What gives the functions back to the drivers that they had `before`; those that are not in it get what the kernel
+    chooses."""
+    moving = [bus_id for bus_id in now if bus_id not in before or now[bus_id] != before[bus_id]]
+    taken = [bus_id for bus_id in moving if now[bus_id] in vfio_drivers]
+    given = [
+        Move("bind", bus_id, before[bus_id]) if bus_id in before else Move("probe", bus_id)
+        for bus_id in moving
+        if before.get(bus_id, "any") is not None
+    ]
     return [
-        *(Move("override", bus_id) for bus_id in now),
-        *(Move("unbind", bus_id) for bus_id in moving if now[bus_id] in bound),
-        *(
-            Move("probe", bus_id) if driver is None else Move("bind", bus_id, driver)
-            for bus_id in moving
-            if (driver := (before or {}).get(bus_id)) is not None or before is None
-        ),
+        *(Move("override", bus_id) for bus_id in now), *(Move("unbind", bus_id) for bus_id in taken), *given
     ]
