@@ -1,0 +1,41 @@
+"""A GPU as a PCI function that a virtual machine can get (VFIO)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VFIO_PCI = "vfio-pci"
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU as a PCI function, with all functions of its IOMMU group that go with it.
+
+    Bus IDs are in sysfs form, such as `0000:1b:00.0`. `gpu_uuid` is what lanes, records and locks know the card by:
+    NVML's UUID where that is known, else a UUID made of the bus ID. `functions` are those of the group in bus order,
+    the GPU included, bridges left out. `vfio_driver` is the kernel driver for it: `vfio-pci`, or the variant that the
+    kernel names for this GPU; `driver` is the one that has it now, None if none has. `by_us` says that this plugin
+    gave it to its vfio driver in this boot. `addressable_memory` is in bytes: the 64-bit memory regions together,
+    rounded up to a power of two. `problem` is one sentence on why no virtual machine can get the card; such a card is
+    not offered.
+    """
+
+    bus_id: str
+    gpu_uuid: str
+    device_id: int
+    iommu_group: int
+    functions: tuple[str, ...]
+    vfio_driver: str
+    driver: str | None
+    has_iommufd: bool
+    by_us: bool = False
+    product_name: str | None = None
+    addressable_memory: int | None = None
+    pcie_root: str | None = None
+    numa_node: int | None = None
+    problem: str | None = None
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether a vfio driver has the card."""
+        return self.driver in (self.vfio_driver, VFIO_PCI)
