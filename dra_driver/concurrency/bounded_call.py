@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from dra_driver.errors import DraDriverError, RetryableError
 
@@ -14,7 +14,11 @@ T = TypeVar("T")
 
 
 class NotAnsweredError(RetryableError):
-    """What was asked hangs."""
+    """What was asked hangs. `answer` is there when it has ended after all."""
+
+    def __init__(self, message: str, answer: Future[Any]) -> None:
+        super().__init__(message)
+        self.answer = answer
 
 
 def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
@@ -34,7 +38,7 @@ def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
     try:
         return answer.result(wait_s)
     except FutureTimeout:
-        raise NotAnsweredError(f"{what} has not answered for more than {wait_s:g} s") from None
+        raise NotAnsweredError(f"{what} has not answered for more than {wait_s:g} s", answer) from None
 
 
 class BoundedCall(Generic[T]):

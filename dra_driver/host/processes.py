@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from typing import Literal
 
 from dra_driver.host.reading import names_in, text_of
@@ -68,7 +69,7 @@ def gpu_users(proc: str, pod_uids: Collection[str], below: str | None = None) ->
     found = []
     for pid in pids:
         name = text_of(f"{proc}/{pid}/comm").strip()
-        if name in _ALWAYS_THERE or not _has_gpu_open(proc, pid, below):
+        if name in _ALWAYS_THERE or not _has_open(proc, pid, partial(_is_gpu_node, below)):
             continue
         if _is_of_this_driver(proc, pid) or _is_of_pods(_cgroups(proc, pid), pod_uids):
             continue
@@ -76,13 +77,27 @@ def gpu_users(proc: str, pod_uids: Collection[str], below: str | None = None) ->
     return found
 
 
-def _has_gpu_open(proc: str, pid: int, below: str | None) -> bool:
+def users_of(proc: str, nodes: Collection[str]) -> list[str] | None:
+    """Name and process of each program that has one of these device nodes open, whoever it is, as `gpu_users`."""
+    pids = _all_processes(proc)
+    if pids is None:
+        return None
+    # In another mount namespace the same node may have a longer path.
+    ends = tuple(nodes)
+    users = [pid for pid in pids if _has_open(proc, pid, lambda file: file.endswith(ends))]
+    return [f"{text_of(f'{proc}/{pid}/comm').strip() or 'a program'} (process {pid})" for pid in users]
+
+
+def _is_gpu_node(below: str | None, file: str) -> bool:
+    node = _GPU_NODE.search(file)
+    return node is not None and below in (None, file[: node.start()])
+
+
+def _has_open(proc: str, pid: int, is_wanted: Callable[[str], bool]) -> bool:
     directory = f"{proc}/{pid}/fd"
     for name in names_in(directory):
         with suppress(OSError):
-            file = os.readlink(f"{directory}/{name}")  # noqa: PTH115  no Path objects wanted
-            node = _GPU_NODE.search(file)
-            if node is not None and below in (None, file[: node.start()]):
+            if is_wanted(os.readlink(f"{directory}/{name}")):  # noqa: PTH115  no Path objects wanted
                 return True
     return False
 

@@ -16,6 +16,7 @@ from dra_driver.model.host import PciFunction
 _NVIDIA = "0x10de"
 _PCIE_ROOT = re.compile(r"^pci[0-9a-f]{4,8}:[0-9a-f]{2}\Z")
 _GPU_UUID = re.compile(r"^GPU UUID:\s+(GPU-[0-9a-f]{8}-\S+)$", re.MULTILINE)
+_MODEL = re.compile(r"^Model:\s*(\S.*)$", re.MULTILINE)
 _MINOR = re.compile(r"^Device Minor:\s*(\d{1,6})\s*$", re.MULTILINE)
 _EXCLUDED = re.compile(r"^GPU Excluded:\s+Yes$", re.MULTILINE)
 _DRM_NODE = re.compile(r"^(?:card|renderD)\d+\Z")
@@ -62,9 +63,7 @@ class Sysfs:
         """The UUIDs of the GPUs that the NVIDIA driver is bound to and does not exclude, by bus ID, as its files tell
         them; also of a GPU that is lost. None if the NVIDIA driver never learned the UUID."""
         bound = [item.bus_id for item in self.nvidia_functions() if item.is_gpu and item.driver == "nvidia"]
-        told = {
-            bus_id: text_of(self._proc / "driver/nvidia/gpus" / bus_id / "information") for bus_id in bound
-        }
+        told = {bus_id: self._information(bus_id) for bus_id in bound}
         uuids = {
             bus_id: _GPU_UUID.search(text) for bus_id, text in told.items() if not _EXCLUDED.search(text)
         }
@@ -73,8 +72,13 @@ class Sysfs:
     def gpu_minor(self, bus_id: str) -> int | None:
         """The number in the name of the GPU's device node now, as the NVIDIA driver's files tell it; it may change with
         the MIG mode. None if it is not known."""
-        match = _MINOR.search(text_of(self._proc / "driver/nvidia/gpus" / bus_id / "information"))
+        match = _MINOR.search(self._information(bus_id))
         return None if match is None else int(match[1])
+
+    def product_name(self, bus_id: str) -> str | None:
+        """What the NVIDIA driver's files call the GPU; None if it is not known."""
+        match = _MODEL.search(self._information(bus_id))
+        return None if match is None else match[1].strip()
 
     def drm_nodes(self, bus_id: str) -> tuple[str, ...]:
         """Names of the function's nodes in /dev/dri, such as `card1` and `renderD128`."""
@@ -113,6 +117,9 @@ class Sysfs:
             return (self._devices / bus_id / name).readlink().name
         except OSError:
             return None
+
+    def _information(self, bus_id: str) -> str:
+        return text_of(self._proc / "driver/nvidia/gpus" / bus_id / "information")
 
     def _text(self, bus_id: str, name: str) -> str:
         return text_of(self._devices / bus_id / name).strip()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 
 VFIO_PCI = "vfio-pci"
+
+
+def uuid_of_bus_id(bus_id: str) -> str:
+    """The UUID by which a card is known whoever has it: that of its bus ID as a name of the DNS."""
+    return str(uuid.uuid5(uuid.NAMESPACE_DNS, bus_id))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,293 @@
+"""GPUs as PCI functions for virtual machines: what sysfs shows of them, and the writes that give them to another driver.
+
+Every write may block for as long as somebody uses the function, and no signal ends it. So each runs in a thread of its
+own, which is left behind at the limit: `NotAnsweredError.answer` is there when the write has ended after all.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+from dra_driver.concurrency.bounded_call import bounded
+from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.errors import DeviceBusyError, RetryableError
+from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
+from dra_driver.host.kernel_modules import VfioModules
+from dra_driver.host.processes import users_of
+from dra_driver.host.reading import names_in, text_of
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.model.driver_files import HostNode
+from dra_driver.model.host import HostPaths
+from dra_driver.model.passthrough import VFIO_PCI, Card, uuid_of_bus_id
+
+NVIDIA = "nvidia"
+IOMMU_NODE = "/dev/iommu"
+CONTAINER_NODE = "/dev/vfio/vfio"
+_BRIDGES = frozenset({0x0600, 0x0604})
+"""Host bridges and PCI bridges stay with the kernel; vfio does not count them. An NVSwitch has another class."""
+_COMPANIONS = frozenset({0x0403, 0x0C03, 0x0C80})
+"""What a graphics card has beside its GPU: audio, USB, and the controller of its USB-C socket."""
+_KINDS = {0x01: "a disk controller", 0x02: "a network controller", 0x03: "another GPU", 0x12: "an accelerator"}
+_BARS = 6
+_MEMORY_TYPE, _64_BIT = 0x6, 0x4
+_POLL_S = 0.02
+_NO_IOMMU = (
+    "the kernel has no IOMMU for it; switch the IOMMU on in the firmware, and on Intel processors by intel_iommu=on on "
+    "the kernel's command line"
+)
+
+
+class PciControl(Protocol):
+    """What changes drivers of PCI functions. The simulator has its own."""
+
+    def write(self, path: str, text: str) -> None:
+        """Write to a file of sysfs; may block for ever. Raises: OSError."""
+
+    def load_module(self, module: str, timeout_s: float) -> None:
+        """Load a kernel module with what it needs. Raises: OSError, TimeoutError; RetryableError with what modprobe
+        says."""
+
+    def users_of(self, nodes: Sequence[str]) -> list[str] | None:
+        """Name and process of each program that has one of these nodes of the host's /dev open; None if that cannot be
+        told."""
+
+
+class HostPciControl:
+    """The kernel of this node. `host_root` is where this process sees the host's `/`."""
+
+    def __init__(self, host_root: str) -> None:
+        self._root = host_root
+
+    def write(self, path: str, text: str) -> None:
+        """As `PciControl`. The kernel takes a value by one write."""
+        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.write(file, text.encode())
+        finally:
+            os.close(file)
+
+    def load_module(self, module: str, timeout_s: float) -> None:
+        """As `PciControl`, by the host's own modprobe, which knows the host's settings."""
+        command = ["chroot", self._root, "modprobe", module]
+        path = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+        code, said = run_program(command, path, timeout_s=timeout_s, lane=f"modprobe {module}")
+        if code:
+            raise RetryableError(f"modprobe says {' '.join(said.split())!r} (exit code {code})")
+
+    def users_of(self, nodes: Sequence[str]) -> list[str] | None:
+        """As `PciControl`."""
+        return users_of("/proc", nodes)
+
+
+class VfioCards(Sysfs):
+    """The node's GPUs as cards. Bus IDs are in sysfs form; all `wait_s` are limits in seconds."""
+
+    def __init__(self, paths: HostPaths, nodes: DeviceNodeReader, control: PciControl) -> None:
+        super().__init__(paths.sys, paths.proc)
+        self._control = control
+        root = paths.host_root or paths.driver_root
+        self._modules = VfioModules(root, paths.sys, paths.proc)
+        host = DevRoot(replace(paths, dev_root=paths.dev_root or "/"), nodes)
+        self._dev = (host, DevRoot(paths, nodes))
+
+    # --- what is there -------------------------------------------------------------------------
+
+    def cards(self) -> tuple[Card, ...]:
+        """Every NVIDIA GPU on the bus, in bus order, whoever has it; `gpu_uuid` is what the NVIDIA driver told the
+        kernel, else made of the bus ID, and `by_us` is not known here."""
+        uuids = self.gpus_of_the_nvidia_driver()
+        has_iommufd = self.node(IOMMU_NODE) is not None
+        return tuple(
+            self._card(function.bus_id, function.device_id, function.driver, uuids, has_iommufd)
+            for function in self.nvidia_functions()
+            if function.is_gpu
+        )
+
+    def card(self, bus_id: str) -> Card | None:
+        """One of `cards`; None if there is no such GPU."""
+        return next((card for card in self.cards() if card.bus_id == bus_id), None)
+
+    def node(self, path: str) -> HostNode | None:
+        """A device node of the host, as containers see it; None if the host does not have it."""
+        return next((node for dev in self._dev if (node := dev.node(path)) is not None), None)
+
+    def vfio_device(self, bus_id: str) -> str | None:
+        """The name of the function's own vfio device, such as `vfio3`; None if it has none."""
+        return next((name for name in names_in(self._devices / bus_id / "vfio-dev")), None)
+
+    def virtual_functions(self, bus_id: str) -> int:
+        """How many virtual functions (SR-IOV) the function has now."""
+        try:
+            return int(self._text(bus_id, "sriov_numvfs"))
+        except ValueError:
+            return sum(name.startswith("virtfn") for name in names_in(self._devices / bus_id))
+
+    def gpu_users(self, bus_id: str) -> list[str] | None:
+        """Every program that has the GPU's nodes of the NVIDIA driver open, such as `dcgm-exporter (process 812)`; None
+        if that cannot be told. This process counts too."""
+        minor = self.gpu_minor(bus_id)
+        nodes = [f"/dev/dri/{name}" for name in self.drm_nodes(bus_id)]
+        return self._control.users_of(nodes if minor is None else [f"/dev/nvidia{minor}", *nodes])
+
+    def vm_users(self, card: Card) -> list[str] | None:
+        """Every program that has a vfio node of the card's group open, such as a virtual machine; None if that cannot
+        be told."""
+        own = (self.vfio_device(bus_id) for bus_id in card.functions)
+        nodes = [f"/dev/vfio/{card.iommu_group}", *(f"/dev/vfio/devices/{name}" for name in own if name)]
+        return self._control.users_of(nodes)
+
+    # --- changes -------------------------------------------------------------------------------
+
+    def ready_driver(self, bus_id: str, wait_s: float) -> str:
+        """The name of the function's vfio driver, whose module is loaded first where that is needed.
+
+        Raises: RetryableError."""
+        module = self._module(bus_id)
+        if not self._modules.has_driver(self._modules.driver_of(module)):
+            action = f"load the kernel module {module} for PCI function {bus_id}"
+            try:
+                self._control.load_module(module, wait_s)
+            except (OSError, TimeoutError, RetryableError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                raise RetryableError(f"{action}: {reason}; run `modprobe {module}` on the node") from error
+        driver = self._modules.driver_of(module)
+        if not self._modules.has_driver(driver):
+            raise RetryableError(
+                f"the kernel module {module} is loaded and has no driver {driver}; see the kernel log"
+            )
+        return driver
+
+    def override(self, bus_id: str, driver: str | None, wait_s: float) -> None:
+        """Have only this driver take the function from now on; None: any that fits. Raises: as `unbind`."""
+        action = f"set the driver_override of PCI function {bus_id} to {driver or 'nothing'}"
+        self._write(action, f"{self._devices}/{bus_id}/driver_override", f"{driver or ''}\n", wait_s)
+
+    def overridden_by(self, bus_id: str) -> str | None:
+        """The driver that `override` set; None if any may take the function."""
+        return self._text(bus_id, "driver_override").replace("(null)", "") or None
+
+    def unbind(self, bus_id: str, wait_s: float) -> None:
+        """Take the function from its driver; nothing is done if it has none.
+
+        Raises: NotAnsweredError if the write blocks, DeviceBusyError, RetryableError.
+        """
+        driver = self.bound_driver(bus_id)
+        if driver is None:
+            return
+        path = f"{self._sys}/bus/pci/drivers/{driver}/unbind"
+        self._write(f"unbind PCI function {bus_id} from {driver}", path, bus_id, wait_s)
+        if self.bound_driver(bus_id) == driver:
+            raise RetryableError(f"unbind PCI function {bus_id} from {driver}: the kernel took it and did nothing")
+
+    def bind(self, bus_id: str, driver: str, wait_s: float) -> None:
+        """Give the function to this driver; nothing is done if it has it. Raises: as `unbind`."""
+        if self.bound_driver(bus_id) == driver:
+            return
+        path = f"{self._sys}/bus/pci/drivers/{driver}/bind"
+        self._write(f"bind PCI function {bus_id} to {driver}", path, bus_id, wait_s)
+
+    def probe(self, bus_id: str, wait_s: float) -> None:
+        """Have the kernel look for a driver that takes the function. The kernel says nothing if there is none: look at
+        `bound_driver` afterwards. Raises: as `unbind`."""
+        path = f"{self._sys}/bus/pci/drivers_probe"
+        self._write(f"find a driver for PCI function {bus_id}", path, bus_id, wait_s)
+
+    def verify(self, card: Card, driver: str, wait_s: float) -> None:
+        """Wait until a vfio driver has each function of the card, `driver` the GPU, and the group has its node.
+
+        Raises: RetryableError with what is missing when the time is over.
+        """
+        until = time.monotonic() + wait_s
+        while (problem := self._not_yet(card, driver)) is not None:
+            if time.monotonic() >= until:
+                raise RetryableError(f"give GPU {card.bus_id} to {driver}: {problem}")
+            time.sleep(_POLL_S)
+
+    def _not_yet(self, card: Card, driver: str) -> str | None:
+        for bus_id in card.functions:
+            found = self.bound_driver(bus_id)
+            if found not in ({driver} if bus_id == card.bus_id else {driver, VFIO_PCI}):
+                return f"PCI function {bus_id} is with {found or 'no driver'}; see the kernel log"
+        node = f"/dev/vfio/{card.iommu_group}"
+        return None if self.node(node) is not None else f"there is no node {node}; see the kernel log"
+
+    def _write(self, action: str, path: str, text: str, wait_s: float) -> None:
+        try:
+            bounded(action, lambda: self._control.write(path, text), wait_s)
+        except OSError as error:
+            kind = DeviceBusyError if error.errno == errno.EBUSY else RetryableError
+            raise kind(f"{action}: {error.strerror}; see the kernel log") from error
+
+    # --- one card ------------------------------------------------------------------------------
+
+    def _card(
+        self, bus_id: str, device_id: int, driver: str | None, uuids: dict[str, str | None], has_iommufd: bool
+    ) -> Card:
+        group = self._link(bus_id, "iommu_group") or ""
+        members = self._members(group) if group.isdecimal() else (bus_id,)
+        module = self._module(bus_id)
+        card = Card(
+            bus_id=bus_id,
+            gpu_uuid=uuids.get(bus_id) or uuid_of_bus_id(bus_id),
+            device_id=device_id,
+            iommu_group=int(group) if group.isdecimal() else -1,
+            functions=members,
+            vfio_driver=self._modules.driver_of(module),
+            driver=driver,
+            has_iommufd=has_iommufd,
+            product_name=self.product_name(bus_id),
+            addressable_memory=_addressable(self._text(bus_id, "resource")),
+            pcie_root=self.pcie_root(bus_id),
+            numa_node=self.numa_node(bus_id),
+        )
+        return replace(card, problem=next(self._problems(card, module), None))
+
+    def _members(self, group: str) -> tuple[str, ...]:
+        found = names_in(self._sys / "kernel/iommu_groups" / group / "devices")
+        return tuple(bus_id for bus_id in found if self._class(bus_id) not in _BRIDGES)
+
+    def _problems(self, card: Card, module: str) -> Iterator[str]:
+        if card.iommu_group < 0:
+            yield _NO_IOMMU
+        for bus_id in card.functions:
+            kind = self._class(bus_id)
+            is_of_the_card = bus_id.partition(".")[0] == card.bus_id.partition(".")[0]
+            if bus_id != card.bus_id and not (is_of_the_card and kind in _COMPANIONS):
+                what = _KINDS.get(kind >> 8, f"a function of class 0x{kind:04x}")
+                yield (
+                    f"its IOMMU group {card.iommu_group} also has PCI function {bus_id} ({what}), which the virtual "
+                    "machine would get too; switch ACS on in the firmware, or put the card into another slot"
+                )
+        count = self.virtual_functions(card.bus_id)
+        if count:
+            yield f"it has {count} virtual functions (SR-IOV); remove them (`sriov-manage -d {card.bus_id}`)"
+        if card.driver not in (None, NVIDIA) and not card.is_bound:
+            yield f"the kernel driver {card.driver} has it; unbind it from that"
+        if not self._modules.has_driver(card.vfio_driver) and not self._modules.is_installed(module):
+            yield f"the kernel module {module} is not loaded and not installed; run `modprobe {module}` on the node"
+
+    def _module(self, bus_id: str) -> str:
+        return self._modules.best_for(self._text(bus_id, "modalias"))
+
+    def _class(self, bus_id: str) -> int:
+        """Base class and subclass, such as 0x0302; 0 if it cannot be read."""
+        with suppress(ValueError):
+            return int(self._text(bus_id, "class"), 16) >> 8
+        return 0
+
+
+def _addressable(resource: str) -> int | None:
+    """The 64-bit memory regions of a function together, rounded up to a power of two."""
+    total = 0
+    for line in resource.splitlines()[:_BARS]:
+        with suppress(ValueError):
+            start, end, flags = (int(word, 16) for word in line.split())
+            if end > start and flags & _MEMORY_TYPE == _64_BIT:
+                total += end - start + 1
+    return 1 << (total - 1).bit_length() if total else None
