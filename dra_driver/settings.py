@@ -38,6 +38,7 @@ from dra_driver.model.extra_devices import (
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.mig_layouts import MigLayouts
 from dra_driver.model.shapes import Choice, ListField, Object, Scalar, Shape, Words, faults
+from dra_driver.model.steps import EVERY_METADATA_VERSION
 from dra_driver.model.sharing import (
     MAX_SHARES,
     NO_SHARING,
@@ -51,7 +52,7 @@ DEFAULT_DRIVER_NAME = "gpu.nvidia.com"
 ALL_GPUS = GpuSelector()
 METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "off": (),
-    **dict.fromkeys(("v1alpha1", "v1beta1", "both"), ("v1beta1", "v1alpha1")),
+    **dict.fromkeys(("v1alpha1", "v1beta1", "both"), EVERY_METADATA_VERSION),
 }
 """The versions to write, newest first, for each value of `device_metadata`. Readers take the first that they know, and
 some know one version only, so there are always both."""

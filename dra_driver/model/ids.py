@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -117,6 +118,17 @@ def mig_slot_name(parent: str, profile: MigProfile, placement: Placement) -> str
     """Name of the MIG device of a profile at a placement, whether it exists or could be made."""
     label = re.sub(r"[^a-z0-9]", "-", profile.name.lower().replace(".", ""))
     return f"{parent}-mig-{label}-{profile.profile_id}-{placement.start}"
+
+
+def vfio_device_name(bus_id: str) -> str:
+    """Name of a GPU for virtual machines: `vfio-0000-1b-00-0` for the PCI bus ID `0000:1b:00.0`."""
+    return f"vfio-{re.sub('[:.]', '-', bus_id)}"
+
+
+def pci_uuid(bus_id: str) -> str:
+    """A UUID (version 5) for a PCI function, as NVIDIA's own driver makes it: a GPU without the NVIDIA driver shows
+    none."""
+    return str(uuid.uuid5(uuid.NAMESPACE_DNS, bus_id))
 
 
 def is_dns_label(text: str) -> bool:

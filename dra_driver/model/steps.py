@@ -77,6 +77,10 @@ class BindVfio:
     vfio_driver: str
 
 
+EVERY_METADATA_VERSION = ("v1beta1", "v1alpha1")
+"""All versions of the format of device metadata, newest first."""
+
+
 @dataclass(frozen=True, slots=True)
 class WriteDeviceMetadata:
     """Write the files that tell the claim's containers which devices they have, in these versions of their format,

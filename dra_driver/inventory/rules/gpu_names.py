@@ -16,7 +16,12 @@ _MOST_NAMED = 5
 
 def held_gpu_names(records: Iterable[ClaimRecord]) -> Mapping[str, str]:
     """The device names that GPUs have in records, by UUID."""
-    return {held.gpu_uuid: gpu_of_device(held.device) for record in records for held in record.devices}
+    return {
+        held.gpu_uuid: gpu_of_device(held.device)
+        for record in records
+        for held in record.devices
+        if held.kind != "vfio"
+    }
 
 
 def refuse_other_names(device_names: Literal["uuid", "minor"], records: Sequence[ClaimRecord]) -> None:
