@@ -309,6 +309,17 @@ class Settings:
         Choice(("leave", "destroy")),
         key="dynamicMig.adopt",
     )
+    passthrough: bool = _setting(
+        False,
+        "Offer GPUs for virtual machines too: a claim binds them to vfio.",
+        _SWITCH,
+        key="passthrough.enabled",
+        is_required=True,
+        shown="off",
+    )
+    passthrough_gpus: GpuSelector = _setting(
+        ALL_GPUS, None, GPUS, key="passthrough.gpus", of_file=gpu_selector
+    )
     mig_layouts: MigLayouts = _setting(MigLayouts(), None, MIG_LAYOUTS, of_file=mig_layouts)
     ignored_xids: frozenset[int] = _setting(
         frozenset(),
@@ -370,6 +381,11 @@ class Settings:
         return self.dynamic_mig_gpus.matches_gpu if self.dynamic_mig else None
 
     @property
+    def for_virtual_machines(self) -> Callable[[Gpu], bool] | None:
+        """Which GPUs virtual machines may get; None for none."""
+        return self.passthrough_gpus.matches_gpu if self.passthrough else None
+
+    @property
     def metadata_versions(self) -> tuple[str, ...]:
         """The versions of the device metadata to write, newest first; none if that is off."""
         return METADATA_VERSIONS[self.device_metadata]
@@ -419,6 +435,8 @@ def _document() -> Object:
 
 
 DOCUMENT: Final = _document()
+GATES: Final = {"DynamicMIG": "dynamic_mig", "PassthroughSupport": "passthrough"}
+"""Settings by the gate of NVIDIA's own driver that switches them on."""
 _BY_FLAG: Final = {flag.name: name for name, flag in SETTINGS.items()}
 
 
@@ -461,18 +479,22 @@ def resolve(
         )
     elif shared != NO_SHARING:
         values["sharing"] = shared
-    if given.get("dynamic_mig") is None and has_gate(given.get("feature_gates") or "", "DynamicMIG"):
-        values["dynamic_mig"] = True
+    for gate, name in GATES.items():
+        if given.get(name) is None and has_gate(given.get("feature_gates") or "", gate):
+            values[name] = True
     is_told = "node_name" in told or any(fault.startswith("nodeName:") for fault in in_file)
     if not values.get("node_name") and is_read and not is_told:
         wrong.append(
             "the node's name is missing; set --node-name or NODE_NAME (in a pod: fieldRef spec.nodeName)"
         )
     driver = values.get("driver_name", DEFAULT_DRIVER_NAME)
-    if values.get("device_metadata", "off") != "off" and driver[:1].isdecimal():
-        wrong.append(
-            f"--device-metadata needs a driver name that begins with a letter, because CDI does; {driver} does not"
-        )
+    has_files = {"--device-metadata": values.get("device_metadata", "off") != "off"}
+    has_files["--passthrough"] = bool(values.get("passthrough"))
+    for flag, is_on in has_files.items():
+        if is_on and driver[:1].isdecimal():
+            wrong.append(
+                f"{flag} needs a driver name that begins with a letter, because CDI does; {driver} does not"
+            )
     _raise(wrong, in_file, config_file)
     return Settings(**values)
 

@@ -45,9 +45,9 @@ class KnownCards:
         if not self._ledger.exists():
             return {}
         ours = {one.pci_bus_id: one.gpu_uuid for one in self._ledger.all().values()}
-        for step in self._recorded():
-            if step.pci_bus_id not in ours and self._ledger.is_unreadable(step.device):
-                ours[step.pci_bus_id] = step.gpu_uuid
+        if self._ledger.has_unreadable():
+            steps = (step for step in self._recorded() if self._ledger.is_unreadable(step.device))
+            ours = {step.pci_bus_id: step.gpu_uuid for step in steps} | ours
         return ours
 
     def _is_selected(self, card: Card, shown: dict[str | None, Gpu]) -> bool:

@@ -108,10 +108,13 @@ class PassthroughLedger:
             device: entry for device, entry in self._store.all().items() if entry.boot_id == self.boot_id
         }
 
+    def has_unreadable(self) -> bool:
+        """Whether a file could not be read when the entries were read last."""
+        return bool(self._store.quarantined())
+
     def is_unreadable(self, device: str) -> bool:
-        """Whether a file of the device could not be read, so that the card is ours though it has no entry. Raises:
-        StateError if the directory cannot be listed."""
-        self._store.all()
+        """Whether a file of the device could not be read when it was read last: then the card of a claim is ours though
+        it has no entry."""
         return any(path.name.startswith(f"{device}.json") for path in self._store.quarantined())
 
     def save(self, entry: OwnedCard) -> None:

@@ -224,8 +224,8 @@ class VfioSteps:
         return True
 
     def _return(self, step: BindVfio) -> None:
-        entry = self._ledger.get(step.device) if self._ledger.exists() else None
-        if entry is None and not (self._ledger.exists() and self._ledger.is_unreadable(step.device)):
+        entry = self._ledger.all().get(step.device) if self._ledger.exists() else None
+        if entry is None and not self._ledger.is_unreadable(step.device):
             return
         card = self._card(step)
         vfio, before = _vfio(step, card), {step.pci_bus_id: NVIDIA}
