@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 
 import structlog
 
@@ -40,6 +39,7 @@ from dra_driver.model.passthrough import VFIO_PCI, Card
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import BindVfio, Step
+from dra_driver.nvml.persistence import PersistenceModes
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.ledger import FunctionBefore, OwnedCard, PassthroughLedger
 from dra_driver.passthrough.rules.moves import Move, are_bound, back, to_vfio
@@ -67,6 +67,7 @@ class VfioSteps:
         cards: VfioCards,
         ledger: PassthroughLedger,
         nvml: NvmlReader,
+        persistence: PersistenceModes,
         rescan: Callable[[float | None], None],
         detached: Callable[[], str | None],
     ) -> None:
@@ -75,6 +76,7 @@ class VfioSteps:
         self._cards = cards
         self._ledger = ledger
         self._nvml = nvml
+        self._persistence = persistence
         self._rescan = rescan
         self._detached = detached
         self._meetings: dict[str, tuple[Plan, threading.Barrier]] = {}  # by claim UID
@@ -135,7 +137,7 @@ class VfioSteps:
         driver = self._cards.ready_driver(step.pci_bus_id, seconds_for("load a module", _MODULE_S))
         self._made_ready(step, now, entry, claim_uid)
         met()
-        with self._nvml.session.closed(partial(seconds_for, "close NVML", _NVML_S)):
+        with self._nvml.session.closed(waits_for_nvml):
             self._refuse_programs(step)
             stuck = self._make(to_vfio(self._drivers(card), card.bus_id, driver))
         _end_of(stuck)
@@ -166,12 +168,12 @@ class VfioSteps:
     ) -> None:
         """Write the entry and leave the persistence mode, if NVML has the GPU still. Raises: DeviceBusyError."""
         session, is_in_nvml = self._nvml.session, now[step.pci_bus_id] == NVIDIA
-        with session.operation(partial(seconds_for, "wait for NVML", _NVML_S)) if is_in_nvml else nullcontext():
+        with session.operation(waits_for_nvml) if is_in_nvml else nullcontext():
             if is_in_nvml:
                 _refuse_users(step, self._nvml.processes(step.gpu_uuid).values())
             if entry is None:
                 functions = tuple(FunctionBefore(bus_id, driver) for bus_id, driver in now.items())
-                persistence = self._nvml.persistence(step.gpu_uuid) if is_in_nvml else None
+                mode = self._persistence.get(step.gpu_uuid, step.pci_bus_id) if is_in_nvml else None
                 entry = OwnedCard(
                     step.device,
                     step.gpu_uuid,
@@ -179,11 +181,11 @@ class VfioSteps:
                     self._ledger.boot_id,
                     claim_uid,
                     functions,
-                    persistence,
+                    mode,
                 )
             self._ledger.save(replace(entry, claim_uid=claim_uid))
             if entry.persistence and is_in_nvml:
-                self._nvml.set_persistence(step.gpu_uuid, False)
+                self._persistence.set(step.gpu_uuid, step.pci_bus_id, on=False)
 
     def _refuse_programs(self, step: BindVfio) -> None:
         """Raises: DeviceBusyError if programs still have the GPU open a moment after NVML was closed and persistence
@@ -244,8 +246,7 @@ class VfioSteps:
             _log.info("card_returned", device=step.device, gpu_uuid=step.gpu_uuid)
         self._rescan(seconds_for("look at the card", _RESCAN_S))
         if entry is not None and entry.persistence:
-            with self._nvml.session.operation(partial(seconds_for, "wait for NVML", _NVML_S)):
-                self._nvml.set_persistence(step.gpu_uuid, True)
+            self._persistence.set(step.gpu_uuid, step.pci_bus_id, on=True)
         self._ledger.delete(step.device)
         self._rescan(None)
 
@@ -310,6 +311,11 @@ class VfioSteps:
             except NotAnsweredError as error:
                 return error
         return None
+
+
+def waits_for_nvml() -> float:
+    """How many seconds an operation waits for NVML. Raises: RetryableError where the call has no time left."""
+    return seconds_for("wait for NVML", _NVML_S)
 
 
 def _vfio(step: BindVfio, card: Card) -> tuple[str, ...]:

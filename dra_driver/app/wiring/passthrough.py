@@ -12,10 +12,11 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.model.passthrough import Card
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import BindVfio
+from dra_driver.nvml.persistence import PersistenceModes
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards
 from dra_driver.passthrough.ledger import DIRECTORY, PassthroughLedger
-from dra_driver.passthrough.steps import VfioSteps
+from dra_driver.passthrough.steps import VfioSteps, waits_for_nvml
 from dra_driver.settings import Settings
 
 
@@ -55,7 +56,8 @@ class PassthroughParts:
         self.ledger = PassthroughLedger(settings.plugin_directory / DIRECTORY, boot_id)
         cards = VfioCards(platform.paths, platform.nodes, platform.pci)
         self._known = KnownCards(cards, self.ledger, settings.for_virtual_machines, recorded)
-        self.steps = VfioSteps(cards, self.ledger, nvml, rescan, detached)
+        persistence = PersistenceModes(lambda: nvml.session.operation(waits_for_nvml))
+        self.steps = VfioSteps(cards, self.ledger, nvml, persistence, rescan, detached)
 
     def open(self) -> None:
         """Make the ledger's directory where it is needed. Raises: StateError."""
