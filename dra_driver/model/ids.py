@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -123,12 +122,6 @@ def mig_slot_name(parent: str, profile: MigProfile, placement: Placement) -> str
 def vfio_device_name(bus_id: str) -> str:
     """Name of a GPU for virtual machines: `vfio-0000-1b-00-0` for the PCI bus ID `0000:1b:00.0`."""
     return f"vfio-{re.sub('[:.]', '-', bus_id)}"
-
-
-def pci_uuid(bus_id: str) -> str:
-    """A UUID (version 5) for a PCI function, as NVIDIA's own driver makes it: a GPU without the NVIDIA driver shows
-    none."""
-    return str(uuid.uuid5(uuid.NAMESPACE_DNS, bus_id))
 
 
 def is_dns_label(text: str) -> bool:

@@ -13,11 +13,10 @@ from dra_driver.model.ids import (
     gpu_minor_names,
     mig_device_name,
     mig_slot_name,
-    pci_uuid,
     vfio_device_name,
 )
 from dra_driver.model.mig import MigDevice, MigProfile, Partitioning, Placement
-from dra_driver.model.passthrough import Card
+from dra_driver.model.passthrough import Card, uuid_of_bus_id
 
 ConfidentialMode = Literal["off", "on", "devtools", "ppcie"]
 """How the GPUs of a machine are set for confidential computing: `devtools` lets developers look, `ppcie` protects the
@@ -105,7 +104,7 @@ class VfioDevice:
     @property
     def uuid(self) -> str:
         """The same whether NVML knows the GPU or not."""
-        return pci_uuid(self.card.bus_id)
+        return uuid_of_bus_id(self.card.bus_id)
 
 
 OfferedDevice = WholeGpu | StaticMigDevice | DynamicMigDevice | VfioDevice

@@ -23,6 +23,7 @@ from dra_driver.cdi.rules.metadata import check_names
 from dra_driver.cdi.rules.spec import cdi_id
 from dra_driver.cdi.rules.spec_devices import SpecDevice
 from dra_driver.claims.rules.extra_devices import asked_host_devices, imex_of
+from dra_driver.claims.rules.virtual_machines import is_for_virtual_machine
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
 from dra_driver.model.extra_devices import HOST_DEVICES, NO_EXTRA_DEVICES, ExtraDevices, in_order
@@ -93,7 +94,7 @@ def plan_claim(
     """
     found = _found(claim, pool, inventory, known, setting_for_lost)
     _refuse_repeats(found)
-    is_for_machine = _is_for_virtual_machine(found)
+    is_for_machine = is_for_virtual_machine([(result, kind_of(offered)) for result, offered in found])
     kept = _kept_usages(claim, found, known)
     parameters = _parameters(claim, found, driver, is_prepared=kept is not None)
     usages = sharing_modes_of(found, parameters, sharing, inventory.versions) if kept is None else kept
@@ -116,25 +117,6 @@ def plan_claim(
         refuse_crowded(wanted, records, most)
     versions = EVERY_METADATA_VERSION if is_for_machine else metadata
     return Plan(claim, devices, _steps(devices, _metadata(claim, devices, known, versions), known))
-
-
-def _is_for_virtual_machine(found: Sequence[tuple[DeviceResult, OfferedDevice]]) -> bool:
-    """Whether the claim's devices go to a virtual machine. Raises: ClaimRefusedError if only some of them do, since the
-    NVIDIA driver's files would reach the virtual machine's pod; or if the claim would only look at one."""
-    passed = [(result, device) for result, device in found if isinstance(device, VfioDevice)]
-    for result, device in passed:
-        other = next((pair for pair in found if not isinstance(pair[1], VfioDevice)), None)
-        if other is not None:
-            raise ClaimRefusedError(
-                f"requests {result.request} and {other[0].request}: device {device.name} is for a virtual machine, and "
-                f"device {other[1].name} is for containers, so one claim cannot have both; use two claims"
-            )
-        if result.admin_access:
-            raise ClaimRefusedError(
-                f"request {result.request}: device {device.name} is for a virtual machine, so there is nothing to look "
-                "at with adminAccess; request a device of type gpu or mig"
-            )
-    return bool(passed)
 
 
 def _planned(
