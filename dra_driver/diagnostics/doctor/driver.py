@@ -39,8 +39,9 @@ from dra_driver.model.extra_devices import (
     ImexChannels,
 )
 from dra_driver.model.gpu import GpuProcess
-from dra_driver.model.host import HostPaths
+from dra_driver.model.host import HostPaths, PciFunction
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.passthrough import is_vfio
 from dra_driver.model.units import counted
 from dra_driver.observability.rules.usage import unclaimed_text
 
@@ -65,6 +66,7 @@ class DriverChecks:
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
     """Programs besides gpu-dra-driver and the pods of claims that have a GPU open; None if that is not known."""
     extra_devices: ExtraDevices = NO_EXTRA_DEVICES
+    passthrough: bool = False
 
     def gpus_on_the_bus(self) -> Finding:
         """Are there GPUs, and are they bound to the NVIDIA driver?"""
@@ -75,7 +77,7 @@ class DriverChecks:
             return warn(
                 "no NVIDIA GPU on the PCI bus", "`lspci -d 10de:` on the node; expected on a node without GPU"
             )
-        passed = [item.bus_id for item in functions if (item.driver or "").startswith("vfio")]
+        passed = self._under_vfio(functions)
         unbound = [item.bus_id for item in functions if item.driver is None]
         others = [
             f"{item.bus_id} ({item.driver})"
@@ -91,6 +93,8 @@ class DriverChecks:
             return fail(
                 f"bound to no driver: {named(unbound)}", "`modprobe nvidia`; then see `dmesg | grep -i nvrm`"
             )
+        if passed and self.passthrough:
+            return ok(f"{len(functions)} on the PCI bus, {len(passed)} of them under vfio for virtual machines")
         if passed:
             return warn(
                 f"bound to vfio-pci for virtual machines: {named(passed)}; containers do not get them",
@@ -396,14 +400,20 @@ class DriverChecks:
                 found = look()
             except _NotKnownError:
                 found = skip("not known without NVML")
+            gpus = [item for item in Sysfs(self.paths.sys, self.paths.proc).nvidia_functions() if item.is_gpu]
+            if self.passthrough and gpus and len(self._under_vfio(gpus)) == len(gpus):
+                return skip("every GPU of this node is under vfio")
             is_ok = isinstance(found, Finding) and found.status == "OK"
-            if is_ok or Sysfs(self.paths.sys, self.paths.proc).gpu_functions():
+            if is_ok or gpus:
                 return found
             if look == self.nvml and self._has_unusable_library():
                 return found
             return skip("this node has no GPU")
 
         return looked
+
+    def _under_vfio(self, functions: Sequence[PciFunction]) -> list[str]:
+        return [item.bus_id for item in functions if is_vfio(item.driver)]
 
     def _known(self) -> Inventory:
         """Raises: _NotKnownError without NVML."""
