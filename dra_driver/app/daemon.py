@@ -221,6 +221,7 @@ class Driver:
                     layout.directories,
                     self.mig.created_instance,
                     extra_devices,
+                    self.passthrough.host,
                 ),
             },
             self.metrics,

@@ -14,7 +14,7 @@ import pytest
 
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import CreateMig, LeaveMigMode, RunMps, SetTimeSlice, Step
+from dra_driver.model.steps import BindVfio, CreateMig, LeaveMigMode, RunMps, SetTimeSlice, Step
 from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.kindnode import KINDS, KindNode, Site
 from tests.fakes.samples import claim
@@ -29,6 +29,7 @@ STEPS: dict[str, type] = {
     "share": RunMps,
     "MIG on demand": CreateMig,
     "whole GPU that may be cut": LeaveMigMode,
+    "virtual machine": BindVfio,
 }
 
 

@@ -54,7 +54,7 @@ class PassthroughParts:
         self._is_wanted = settings.for_virtual_machines is not None
         self._is_on = False
         self.ledger = PassthroughLedger(settings.plugin_directory / DIRECTORY, boot_id)
-        cards = VfioCards(platform.paths, platform.nodes, platform.pci)
+        cards = self.host = VfioCards(platform.paths, platform.nodes, platform.pci)
         self._known = KnownCards(cards, self.ledger, settings.for_virtual_machines, recorded)
         persistence = PersistenceModes(lambda: nvml.session.operation(waits_for_nvml))
         self.steps = VfioSteps(cards, self.ledger, nvml, persistence, rescan, detached)
