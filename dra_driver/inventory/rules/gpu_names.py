@@ -54,7 +54,7 @@ def named_gpus(
     """
     found = {name.lower(): uuid for name, uuid in known.items()}
     indices: dict[str, str] = {}
-    for gpu in inventory.every_gpu if inventory is not None else ():
+    for gpu in inventory.offered_gpus if inventory is not None else ():
         found[gpu.uuid.lower()] = gpu.uuid
         if gpu.pci_bus_id is not None:
             found[gpu.pci_bus_id.lower()] = gpu.uuid
