@@ -53,7 +53,8 @@ def run(given: Namespace) -> None:
 
 
 _CHANGES_BEHAVIOUR = {
-    "feature_gates": f"of the feature gates only {' and '.join(GATES)} mean something here; all else that is built is on"
+    "feature_gates": f"of the feature gates only {' and '.join(GATES)} mean something here; all else that is built is "
+    "on"
 }
 
 

@@ -21,8 +21,8 @@ from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
 from dra_driver.model.health import PolledHealth
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.passthrough import Card
 from dra_driver.model.mps import MpsDaemonStatus
+from dra_driver.model.passthrough import Card
 from dra_driver.mps.host_files import MpsHostFiles, mps_layout
 from dra_driver.nvml.health import read_health
 from dra_driver.nvml.load import read_load

@@ -51,13 +51,15 @@ class KnownCards:
         return ours
 
     def _is_selected(self, card: Card, shown: dict[str | None, Gpu]) -> bool:
-        gpu = shown.get(card.bus_id) or Gpu(card.gpu_uuid, pci_bus_id=card.bus_id, product_name=card.product_name)
+        gpu = shown.get(card.bus_id) or Gpu(
+            card.gpu_uuid, pci_bus_id=card.bus_id, product_name=card.product_name
+        )
         return self._selected is not None and self._selected(gpu)
 
 
 def _known(card: Card, ours: dict[str, str], gpu: Gpu | None) -> Card:
-    """With NVML's UUID where NVML has the GPU, else with that of the ledger. One of ours that no driver has at the moment
-    is on its way, and counts as bound: its claim asks for it meanwhile."""
+    """With NVML's UUID where NVML has the GPU, else with that of the ledger. One of ours that no driver has at the
+    moment is on its way, and counts as bound: its claim asks for it meanwhile."""
     uuid, is_ours = gpu.uuid if gpu is not None else ours.get(card.bus_id, card.gpu_uuid), card.bus_id in ours
     driver = card.vfio_driver if is_ours and card.driver is None else card.driver
     return replace(card, gpu_uuid=uuid, by_us=is_ours, driver=driver)

@@ -1,5 +1,5 @@
-"""The ledger of the cards that this plugin gives to a vfio driver: one file a card, shared with a second instance of the
-plugin during a rolling update.
+"""The ledger of the cards that this plugin gives to a vfio driver: one file a card, shared with a second instance of
+the plugin during a rolling update.
 
     (nothing) ──written, before anything is changed──▶ ours ──drivers and persistence mode as they were──▶ (nothing)
 
@@ -77,7 +77,12 @@ class PassthroughLedger:
         self._directory = directory
         self.boot_id = boot_id or ""
         self._store = JsonStore(
-            directory, _WHAT, self._decode, reader or _tell, is_name=is_dns_label, only_reads=reader is not None
+            directory,
+            _WHAT,
+            self._decode,
+            reader or _tell,
+            is_name=is_dns_label,
+            only_reads=reader is not None,
         )
 
     def open(self) -> None:
@@ -104,9 +109,7 @@ class PassthroughLedger:
 
     def all(self) -> Mapping[str, OwnedCard]:
         """Every readable entry of this boot by device. Raises: StateError if the directory cannot be listed."""
-        return {
-            device: entry for device, entry in self._store.all().items() if entry.boot_id == self.boot_id
-        }
+        return {device: entry for device, entry in self._store.all().items() if entry.boot_id == self.boot_id}
 
     def has_unreadable(self) -> bool:
         """Whether a file could not be read when the entries were read last."""

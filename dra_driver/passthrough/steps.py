@@ -1,5 +1,5 @@
-"""The step that gives a card to a virtual machine, with its undo. The lane of the GPU runs both, and nothing else changes
-the card.
+"""The step that gives a card to a virtual machine, with its undo. The lane of the GPU runs both, and nothing else
+changes the card.
 
     with NVIDIA's driver ──entry──▶ persistence off ──▶ NVML closed ──▶ no driver ──▶ with vfio, NVML open again
           ▲                                                                               │
@@ -8,11 +8,11 @@ the card.
 | A crash … | leaves | and then |
 |---|---|---|
 | before the entry is written | nothing | the kubelet asks again |
-| anywhere after it | the entry, and the claim's record or pending cleanup | the step goes on from what the kernel shows, or its undo |
+| anywhere after it | the entry, and the claim's record or pending cleanup | the step or its undo goes on from sysfs |
 | after the last write of the undo | the entry | the undo finds nothing to do and removes it |
 
-A step that fails is undone at once, so no card is left without a driver. A write to the kernel that blocks keeps the lane
-and nothing else: NVML is opened again for the other GPUs, and when the write has ended, what was done is undone.
+A step that fails is undone at once, so no card is left without a driver. A write to the kernel that blocks keeps the
+lane and nothing else: NVML is opened again for the other GPUs, and when the write has ended, what was done is undone.
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ class VfioSteps:
             stuck = self._make(to_vfio(self._drivers(card), card.bus_id, driver))
         _end_of(stuck)
         self._cards.verify(card, driver, seconds_for(f"see GPU {step.gpu_uuid} under vfio", _NODE_S))
-        _log.info("card_bound", device=step.device, gpu_uuid=step.gpu_uuid, driver=driver, claim_uid=claim_uid)
+        _log.info(
+            "card_bound", device=step.device, gpu_uuid=step.gpu_uuid, driver=driver, claim_uid=claim_uid
+        )
         self._rescan(None)
 
     def _refuse(self, step: BindVfio, card: Card) -> None:

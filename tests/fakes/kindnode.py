@@ -36,8 +36,8 @@ from dra_driver.mig.steps import MigSteps
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice, VfioDevice
-from dra_driver.model.passthrough import Card
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.passthrough import Card
 from dra_driver.model.sharing import GpuSelector, SharingEntry, SharingPolicy, SharingRule
 from dra_driver.model.steps import (
     BindVfio,

@@ -45,7 +45,9 @@ def nodes_of(node: Node, ref: ClaimRef) -> list[str]:
 
 
 def metric(node: Node, name: str, **labels: str) -> float:
-    value = node.driver.metrics.registry.get_sample_value(name, {"driver": DRIVER, "node": node.name, **labels})
+    value = node.driver.metrics.registry.get_sample_value(
+        name, {"driver": DRIVER, "node": node.name, **labels}
+    )
     assert value is not None
     return float(value)
 
@@ -136,18 +138,30 @@ def test_virtual_machine_that_runs_on_withholds_its_card(make_node: Callable[...
     node.ready(ref)
     node.machine.hold_gpu(uuid, 900, "qemu-system-x86")
     node.take_back(ref)
-    [event] = eventually(lambda: node.events("CleanupPending"))
+    [event] = eventually(lambda: node.events("DebtOwed"))
     assert "qemu-system-x86 (process 900)" in event.get("message", event.get("note", ""))
     node.machine.release_gpu(uuid)
     eventually(lambda: driver_of(node, uuid) == "nvidia")
     node.wait_devices(16)
 
 
-def test_nothing_of_it_runs_while_it_is_off(make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_it_runs_while_it_is_off(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def asked(*_given: object, **_more: object) -> object:
         raise AssertionError("passthrough is off")
 
-    for name in ("cards", "card", "override", "unbind", "bind", "probe", "ready_driver", "vm_users", "gpu_users"):
+    for name in (
+        "cards",
+        "card",
+        "override",
+        "unbind",
+        "bind",
+        "probe",
+        "ready_driver",
+        "vm_users",
+        "gpu_users",
+    ):
         monkeypatch.setattr(f"dra_driver.host.vfio.VfioCards.{name}", asked)
     for name in ("open", "get", "all", "save", "delete"):
         monkeypatch.setattr(f"dra_driver.passthrough.ledger.PassthroughLedger.{name}", asked)

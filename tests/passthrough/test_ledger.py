@@ -78,7 +78,9 @@ def test_unreadable_entry_is_set_aside_and_told_and_the_card_stays_ours(
     assert dict(ledger.all()) == {}
     assert (ledger.has_unreadable(), ledger.is_unreadable(ENTRY.device)) == (True, True)
     assert not ledger.is_unreadable("vfio-0000-1b-00-1")
-    assert [entry["device"] for entry in logs if entry["event"] == "passthrough_ledger_unreadable"] == [ENTRY.device]
+    assert [entry["device"] for entry in logs if entry["event"] == "passthrough_ledger_unreadable"] == [
+        ENTRY.device
+    ]
     ledger.save(ENTRY)
     assert ledger.get(ENTRY.device) == ENTRY
 

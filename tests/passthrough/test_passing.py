@@ -306,7 +306,7 @@ def test_other_claims_are_prepared_while_a_card_is_bound(node: KindNode, site: S
     answers: list[object] = []
     bind = threading.Thread(target=lambda: answers.append(node.prepare(wanted(site))))
     bind.start()
-    eventually(lambda: node.cards.all())
+    eventually(node.cards.all)
     began = time.monotonic()
     assert isinstance(node.prepare(claim(site.whole(4), uid="plain")), Prepared)
     assert time.monotonic() - began < 1.0

@@ -48,8 +48,8 @@ class CommandMachine:
         return read_state(self.settings.plugin_directory, self.boot_id)
 
     def cards(self, gpus: Sequence[Gpu], selected: Callable[[Gpu], bool] | None = None) -> tuple[Card, ...]:
-        """The GPUs for virtual machines that the settings select, or `selected`, and those that gpu-dra-driver has bound;
-        `gpus` are those that NVML shows. Raises: StateError."""
+        """The GPUs for virtual machines that the settings select, or `selected`, and those that gpu-dra-driver has
+        bound; `gpus` are those that NVML shows. Raises: StateError."""
         wanted = selected or self.settings.for_virtual_machines
         directory = self.settings.plugin_directory / DIRECTORY
         if wanted is None and not directory.is_dir():
@@ -59,7 +59,9 @@ class CommandMachine:
 
     def cards_under_vfio(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
         """Every card that a vfio driver has, whatever is selected. Raises: StateError."""
-        if not any(function.is_gpu and is_vfio(function.driver) for function in self.sysfs.nvidia_functions()):
+        if not any(
+            function.is_gpu and is_vfio(function.driver) for function in self.sysfs.nvidia_functions()
+        ):
             return ()
         return tuple(card for card in self.cards(gpus, lambda _gpu: True) if card.is_bound)
 

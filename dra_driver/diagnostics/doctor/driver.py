@@ -94,7 +94,9 @@ class DriverChecks:
                 f"bound to no driver: {named(unbound)}", "`modprobe nvidia`; then see `dmesg | grep -i nvrm`"
             )
         if passed and self.passthrough:
-            return ok(f"{len(functions)} on the PCI bus, {len(passed)} of them under vfio for virtual machines")
+            return ok(
+                f"{len(functions)} on the PCI bus, {len(passed)} of them under vfio for virtual machines"
+            )
         if passed:
             return warn(
                 f"bound to vfio-pci for virtual machines: {named(passed)}; containers do not get them",

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from dra_driver.diagnostics.doctor.checks import Check
 from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, warn
+from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.host.vfio import VfioCards
 from dra_driver.model.passthrough import Card
 from dra_driver.model.steps import BindVfio
 from dra_driver.model.units import counted
-from dra_driver.diagnostics.rules.node_state import NodeState
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,12 @@ class PassthroughChecks:
     is_on: bool
 
     def passthrough(self) -> list[Finding]:
-        """A finding for each card that no virtual machine can get, and for what is under vfio though no claim has it."""
+        """A finding for each card that no virtual machine can get, and for what is under vfio without a claim."""
         cards = self.cards()
         if not cards:
-            return [warn("no GPU is selected for virtual machines", "see `passthrough.gpus` in the configuration")]
+            return [
+                warn("no GPU is selected for virtual machines", "see `passthrough.gpus` in the configuration")
+            ]
         found = [_problem(card) for card in cards if card.problem is not None]
         fit = [card for card in cards if card.problem is None]
         if fit and self.host.vm_users(fit[0]) is None:

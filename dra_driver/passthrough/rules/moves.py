@@ -55,5 +55,7 @@ def back(
         if before.get(bus_id, "any") is not None
     ]
     return [
-        *(Move("override", bus_id) for bus_id in now), *(Move("unbind", bus_id) for bus_id in taken), *given
+        *(Move("override", bus_id) for bus_id in now),
+        *(Move("unbind", bus_id) for bus_id in taken),
+        *given,
     ]
