@@ -119,7 +119,7 @@ class Driver:
         host = HostView(paths, imex=settings.imex_channel is not None, files=files)
         programs = InstalledPrograms(paths.driver_root, plugin_dir / "host.lib")
         detachments = Detachments(plugin_dir, self._boot_id)
-        smi = NvidiaSmi(programs, detachments.problem)
+        smi = NvidiaSmi(programs, detachments.using_nvml)
         extra_devices = ExtraDeviceFinder(
             paths,
             InstalledPrograms(paths.driver_root, plugin_dir / "imex.lib", names=(IMEX_PROGRAM,)),
@@ -150,7 +150,7 @@ class Driver:
             self._known_records,
             nvml,
             lambda: self.discovery,
-            detachments.problem,
+            detachments,
         )
         self.discovery = Discovery(
             nvml,
@@ -160,6 +160,7 @@ class Driver:
             self.mig.ledger,
             partial(changes.tell, Change.HARDWARE),
             detachments.now,
+            detachments.is_paused,
             self.passthrough.cards,
         )
         self.health = HealthParts(

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import structlog
@@ -67,15 +67,18 @@ class VfioSteps:
         cards: VfioCards,
         ledger: PassthroughLedger,
         nvml: NvmlReader,
+        pause: Callable[[Callable[[], float]], AbstractContextManager[None]],
         persistence: PersistenceModes,
         rescan: Callable[[float | None], None],
         detached: Callable[[], str | None],
     ) -> None:
-        """`rescan` has discovery look again, and waits so many seconds for that, None: not at all. `detached` says why
+        """Within `pause` NVML is closed in every process of ours; it is asked with what returns how many seconds that may
+        take. `rescan` has discovery look again, and waits so many seconds for that, None: not at all. `detached` says why
         NVML is kept closed, None if it is not."""
         self._cards = cards
         self._ledger = ledger
         self._nvml = nvml
+        self._pause = pause
         self._persistence = persistence
         self._rescan = rescan
         self._detached = detached
@@ -137,7 +140,7 @@ class VfioSteps:
         driver = self._cards.ready_driver(step.pci_bus_id, seconds_for("load a module", _MODULE_S))
         self._made_ready(step, now, entry, claim_uid)
         met()
-        with self._nvml.session.closed(waits_for_nvml):
+        with self._pause(waits_for_nvml):
             self._refuse_programs(step)
             stuck = self._make(to_vfio(self._drivers(card), card.bus_id, driver))
         _end_of(stuck)

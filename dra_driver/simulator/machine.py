@@ -203,7 +203,10 @@ class Machine(MachineBase):
         """What the kernel has for virtual machines: `iommu`, `iommufd`, `vfio_modules` that are installed,
         `vfio_loaded`."""
         with self._change() as state:
-            unknown = {*facts.get("vfio_modules", []), *facts.get("vfio_loaded", [])} - pci.VFIO_DRIVERS.keys()
+            unknown = {
+                *facts.get("vfio_modules", []),
+                *facts.get("vfio_loaded", []),
+            } - pci.VFIO_DRIVERS.keys()
             if unknown:
                 raise InvalidConfigError(
                     f"there are no modules {', '.join(sorted(unknown))}; choose of {', '.join(pci.VFIO_DRIVERS)}"
@@ -224,7 +227,9 @@ class Machine(MachineBase):
                 state.system["vfio_loaded"] = [*loaded, module]
             for item in pci.functions(state).values():
                 if pci.gpu_of(state, item.bus_id) is gpu:
-                    item.boot_driver = driver if item is gpu or driver != NVIDIA else pci.driver_by_class(item)
+                    item.boot_driver = (
+                        driver if item is gpu or driver != NVIDIA else pci.driver_by_class(item)
+                    )
                     pci.come_up(state, item)
             self._forgotten(gpu)
 

@@ -17,7 +17,8 @@ _FIRST_GROUP, _FIRST_OTHER_GROUP = 20, 60
 
 def functions(state: State) -> dict[str, Gpu | Function]:
     """Everything on the bus, by bus ID."""
-    return {item.bus_id: item for item in (*state.present, *state.functions)}
+    found: list[Gpu | Function] = [*state.present, *state.functions]
+    return {item.bus_id: item for item in found}
 
 
 def groups(state: State) -> dict[str, int]:

@@ -418,6 +418,7 @@ class KindNode(Journaled):
                 self._vfio(),
                 self.cards,
                 site.simulated.nvml,
+                site.simulated.session.closed,
                 self.deaths.effects_of(PersistenceModes(nullcontext)),
                 lambda wait_s: None if wait_s is None else site.simulated.session.reopen(),
                 lambda: None,

@@ -104,11 +104,11 @@ def test_eight_cards_of_one_claim_close_nvml_once(make_node: Callable[..., Node]
     node = make_node().running(16, passthrough=True)
     passed = [named(node, index)[1] for index in range(8)]
     session = node.driver.discovery._nvml.session
-    before = session._openings
+    before = session.openings
     ref = node.allocated_by_hand("machine", *passed)
     node.ready(ref)
     assert {gpu.driver for gpu in node.machine.current().present} == {"vfio-pci"}
-    assert session._openings - before <= 2, "once for the binding, once for discovery to see what is left"
+    assert session.openings - before <= 2, "once for the binding, once for discovery to see what is left"
     node.wait_devices(8)
     assert node.driver.problems() == []
     node.take_back(ref)

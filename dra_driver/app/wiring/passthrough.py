@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from dra_driver.app.platforms import Platform
 from dra_driver.host.vfio import VfioCards
+from dra_driver.inventory.detachment import Detachments, nvml_pause
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.cleanups import StepRunner
 from dra_driver.model.gpu import Gpu
@@ -32,7 +33,7 @@ class PassthroughParts:
         records: Callable[[], Iterable[ClaimRecord]],
         nvml: NvmlReader,
         discovery: Callable[[], Discovery],
-        detached: Callable[[], str | None],
+        detachments: Detachments,
     ) -> None:
         """`records` are those of claims, and of ended claims whose cleanup is pending. `discovery` is made later."""
 
@@ -41,6 +42,10 @@ class PassthroughParts:
                 discovery().request_rescan()
             else:
                 discovery().scan_now(wait_s)
+
+        def detached() -> str | None:
+            found = detachments.now()
+            return None if found is None else found.problem
 
         def recorded() -> Iterable[BindVfio]:
             return (
@@ -57,7 +62,9 @@ class PassthroughParts:
         cards = self.host = VfioCards(platform.paths, platform.nodes, platform.pci)
         self._known = KnownCards(cards, self.ledger, settings.for_virtual_machines, recorded)
         persistence = PersistenceModes(lambda: nvml.session.operation(waits_for_nvml))
-        self.steps = VfioSteps(cards, self.ledger, nvml, persistence, rescan, detached)
+        self.steps = VfioSteps(
+            cards, self.ledger, nvml, nvml_pause(nvml.session, detachments), persistence, rescan, detached
+        )
 
     def open(self) -> None:
         """Make the ledger's directory where it is needed. Raises: StateError."""

@@ -61,7 +61,10 @@ def vfio_nodes(state: State) -> Entries:
 def _modules(state: State) -> Entries:
     installed = state.system.get("vfio_modules", [])
     directory = f"lib/modules/{state.system['kernel']}"
-    aliases = ["# Aliases extracted from modules themselves.", "alias pci:v000010DEd*sv*sd*bc03sc02i00* nvidia"]
+    aliases = [
+        "# Aliases extracted from modules themselves.",
+        "alias pci:v000010DEd*sv*sd*bc03sc02i00* nvidia",
+    ]
     if "vfio_pci" in installed:
         aliases.append("alias vfio_pci:v*d*sv*sd*bc*sc*i* vfio_pci")
     if _GRACE_MODULE in installed:
@@ -71,7 +74,9 @@ def _modules(state: State) -> Entries:
     files = [f"kernel/drivers/vfio/pci/{pci.VFIO_DRIVERS[module]}.ko.zst" for module in installed]
     entries: Entries = {
         f"{directory}/modules.alias": Text("\n".join(aliases) + "\n"),
-        f"{directory}/modules.dep": Text("".join(f"{file}: kernel/drivers/vfio/vfio.ko.zst\n" for file in files)),
+        f"{directory}/modules.dep": Text(
+            "".join(f"{file}: kernel/drivers/vfio/vfio.ko.zst\n" for file in files)
+        ),
     }
     for module in state.system.get("vfio_loaded", []):
         driver = pci.VFIO_DRIVERS[module]
