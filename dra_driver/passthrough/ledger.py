@@ -61,7 +61,7 @@ _SHAPE = Shape(
     gpu_uuid=needed(TEXT),
     pci_bus_id=needed(TEXT),
     boot_id=needed(TEXT),
-    claim_uid=needed(TEXT),
+    claim_uid=needed(TEXT, "claimUID"),
     functions=needed(list_of(_FUNCTION.kind)),
     persistence=needed(or_null(FLAG)),
 )

@@ -20,11 +20,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 
 import structlog
 
+from dra_driver.concurrency.backoff import Backoff
 from dra_driver.concurrency.bounded_call import NotAnsweredError
 from dra_driver.concurrency.deadline import seconds_for, until
 from dra_driver.errors import (
@@ -52,6 +54,7 @@ _NVML_S = 15.0
 _WRITE_S = 15.0
 """How long the kernel may take for one write. It waits in there for whoever has the card open."""
 _LET_GO_S, _LOOK_S = 2.0, 0.05
+_STUCK_FIRST_S, _STUCK_MOST_S = 5.0, 60.0
 _NODE_S = 3.0
 _UNDO_S = 40.0
 _RESCAN_S = 10.0
@@ -143,7 +146,7 @@ class VfioSteps:
         with self._pause(waits_for_nvml):
             self._refuse_programs(step)
             stuck = self._make(to_vfio(self._drivers(card), card.bus_id, driver))
-        _end_of(stuck)
+        self._end_of(stuck, step)
         self._cards.verify(card, driver, seconds_for(f"see GPU {step.gpu_uuid} under vfio", _NODE_S))
         _log.info(
             "card_bound", device=step.device, gpu_uuid=step.gpu_uuid, driver=driver, claim_uid=claim_uid
@@ -193,12 +196,13 @@ class VfioSteps:
                 self._persistence.set(step.gpu_uuid, step.pci_bus_id, on=False)
 
     def _refuse_programs(self, step: BindVfio) -> None:
-        """Raises: DeviceBusyError if programs still have the GPU open a moment after NVML was closed and persistence
-        mode left."""
+        """Raises: RetryableError if programs still have the GPU open a moment after NVML was closed and persistence mode
+        left. The call does not wait for them: each look closes NVML for all GPUs, and a monitor never ends."""
         end = time.monotonic() + seconds_for("see who has the GPU open", _LET_GO_S)
         while (users := self._cards.gpu_users(step.pci_bus_id)) and time.monotonic() < end:
             time.sleep(_LOOK_S)
-        _refuse_users(step, users or ())
+        if users:
+            raise RetryableError(_in_use(step, users))
 
     @contextmanager
     def _meeting(self, plan: Plan) -> Iterator[Callable[[], None]]:
@@ -235,14 +239,14 @@ class VfioSteps:
         if entry is None and not self._ledger.is_unreadable(step.device):
             return
         card = self._card(step)
-        vfio, before = _vfio(step, card), {step.pci_bus_id: NVIDIA}
+        vfio, before = _vfio(step, card), dict[str, str | None]({step.pci_bus_id: NVIDIA})
         if entry is not None:
             before |= {one.bus_id: one.driver for one in entry.functions}
         now = self._drivers(card)
         moves = back(now, before, vfio)
         if any(move.action != "override" for move in moves) or self._is_overridden(card):
             self._refuse_return(step, card, before[step.pci_bus_id])
-            self._make_back(moves, step.pci_bus_id)
+            self._make_back(moves, step)
             if self._cards.bound_driver(step.pci_bus_id) != before[step.pci_bus_id]:
                 raise RetryableError(
                     f"GPU {step.gpu_uuid} ({card.bus_id}) has left vfio, and {before[step.pci_bus_id]} does not take "
@@ -273,19 +277,19 @@ class VfioSteps:
     def _is_overridden(self, card: Card) -> bool:
         return any(self._cards.overridden_by(bus_id) is not None for bus_id in card.functions)
 
-    def _make_back(self, moves: Sequence[Move], gpu: str) -> None:
+    def _make_back(self, moves: Sequence[Move], step: BindVfio) -> None:
         """Make the moves, all of them: what accompanies a GPU must not keep it. Where a driver does not take its
         function back, the kernel chooses."""
         for move in moves:
             try:
-                _end_of(self._make([move]))
+                self._end_of(self._make([move]), step)
             except RetryableError as error:
                 _log.warning("function_not_moved", bus_id=move.bus_id, reason=str(error))
-                if move.action == "unbind" and move.bus_id == gpu:
+                if move.action == "unbind" and move.bus_id == step.pci_bus_id:
                     raise
                 if move.action == "bind":
                     with suppress(RetryableError):
-                        _end_of(self._make([Move("probe", move.bus_id)]))
+                        self._end_of(self._make([Move("probe", move.bus_id)]), step)
 
     # --- both ----------------------------------------------------------------------------------
 
@@ -318,6 +322,22 @@ class VfioSteps:
         return None
 
 
+    def _end_of(self, stuck: NotAnsweredError | None, step: BindVfio) -> None:
+        """Wait until a write that blocks has ended, however long it takes: meanwhile nobody else may touch the card.
+
+        NVML is open again, and may itself be what the kernel waits for. So it is closed for a moment now and then, and
+        for a little longer if nobody else has the GPU open. Raises: the error.
+        """
+        if stuck is None:
+            return
+        pause = Backoff(_STUCK_FIRST_S, _STUCK_MOST_S)
+        while not wait([stuck.answer], pause.next()).done:
+            with suppress(DraDriverError), until(time.monotonic() + _NVML_S), self._pause(waits_for_nvml):
+                if not self._cards.gpu_users(step.pci_bus_id):
+                    wait([stuck.answer], _LET_GO_S)
+        raise stuck
+
+
 def waits_for_nvml() -> float:
     """How many seconds an operation waits for NVML. Raises: RetryableError where the call has no time left."""
     return seconds_for("wait for NVML", _NVML_S)
@@ -331,15 +351,10 @@ def _vfio(step: BindVfio, card: Card) -> tuple[str, ...]:
 def _refuse_users(step: BindVfio, users: Iterable[str]) -> None:
     """Raises: DeviceBusyError."""
     if found := list(users):
-        raise DeviceBusyError(
-            f"GPU {step.gpu_uuid} ({step.pci_bus_id}) is in use by {', '.join(found)}; end that, or wait until it ends"
-        )
+        raise DeviceBusyError(_in_use(step, found))
 
 
-def _end_of(stuck: NotAnsweredError | None) -> None:
-    """Wait until a write that blocks has ended, however long it takes: meanwhile nobody else may touch the card. Raises:
-    the error."""
-    if stuck is not None:
-        with suppress(Exception):
-            stuck.answer.result()
-        raise stuck
+def _in_use(step: BindVfio, users: Sequence[str]) -> str:
+    return f"GPU {step.gpu_uuid} ({step.pci_bus_id}) is in use by {', '.join(users)}; end that, or wait until it ends"
+
+

@@ -206,7 +206,7 @@ class Cells:
         seen: set[str] = set()
         for name in KINDS:
             node, wanted, _ = self._node(name, before)
-            nvml = HangingNvml()
+            nvml = HangingNvml(self.site.simulated.session)
             try:
                 calls = nvml.calls_of(lambda node=node, wanted=wanted: work(node, wanted))  # type: ignore[misc]
                 for function in calls:

@@ -101,7 +101,8 @@ class Site:
         """The cards as a plugin with this ledger shows them."""
         host = VfioCards(self.simulated.paths, self.nodes, SimulatedPciControl(self.machine))
         kept = PassthroughLedger(ledger, "boot-1")
-        return KnownCards(host, kept, lambda gpu: gpu.index == FOR_MACHINES, list)
+        bus_id = self.machine.gpu(FOR_MACHINES).bus_id
+        return KnownCards(host, kept, lambda gpu: gpu.pci_bus_id == bus_id, list)
 
     @property
     def card(self) -> Card:
@@ -187,6 +188,7 @@ class Site:
             if self.machine.gpu(index).mig_mode:
                 self.machine.set_mig_mode(index, False)
         self.policies.reset()
+        self.simulated.session.reopen()
 
     def close(self) -> None:
         self.simulated.close()

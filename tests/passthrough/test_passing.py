@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dra_driver.errors import DeviceBusyError
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
 from dra_driver.model.plan import Plan
 from dra_driver.model.steps import BindVfio
@@ -74,7 +75,12 @@ def test_bind_that_fails_leaves_every_function_with_the_driver_that_it_had(
 ) -> None:
     untouched = node.state()
     site.machine.set_fault(function, code=code, count=1, gpu=site.card.gpu_uuid)
-    refused(node.prepare(wanted(site)))
+    answer = node.prepare(wanted(site))
+    if code == "EBUSY":  # the call waits a moment for whoever is busy, and tries again
+        assert isinstance(answer, Prepared)
+        assert node.unprepare(wanted(site)) is None
+    else:
+        refused(answer)
     assert node.state() == untouched
     assert node.cleanups.all() == []
     assert isinstance(node.prepare(wanted(site)), Prepared)
@@ -101,10 +107,24 @@ def test_return_that_fails_is_tried_again_and_the_card_is_withheld_meanwhile(
 
 
 def test_process_on_the_gpu_is_named_and_nothing_is_changed(node: KindNode, site: Site) -> None:
-    untouched = node.state()
-    site.machine.hold_gpu(site.card.gpu_uuid, 4711, "python3")
-    refused(in_a_hurry(node, wanted(site)), "process 4711 (python3)", site.card.gpu_uuid)
+    untouched, card = node.state(), site.card
+    site.machine.hold_gpu(card.gpu_uuid, 4711, "python3")
+    step = BindVfio(site.for_machine(FOR_MACHINES), card.gpu_uuid, card.bus_id, card.vfio_driver)
+    with pytest.raises(DeviceBusyError, match=r"GPU-\S+ \(0000:\S+\) is in use by process 4711 \(python3\)") as caught:
+        node.runner.do(step, Plan(wanted(site), (), (step,)))
+    assert caught.value.has_no_effect
     assert node.state() == untouched
+
+
+def test_program_that_only_has_the_gpu_open_is_named_and_not_waited_for(
+    node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.host.vfio.VfioCards.gpu_users", lambda *_: ["dcgm-exporter (process 812)"])
+    untouched, pauses = node.state(), site.simulated.session.pauses
+    refused(node.prepare(wanted(site)), "in use by dcgm-exporter (process 812)")
+    assert site.simulated.session.pauses == pauses + 1
+    assert node.state() == untouched
+    assert node.cleanups.all() == []
 
 
 def test_virtual_machine_keeps_its_card_until_it_ends(node: KindNode, site: Site) -> None:
@@ -214,6 +234,7 @@ def test_write_that_hangs_keeps_its_card_and_nothing_else(
     node: KindNode, site: Site, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
+    monkeypatch.setattr("dra_driver.passthrough.steps._STUCK_FIRST_S", 0.2)
     untouched = node.state()
     site.machine.set_fault(function, code="hang", gpu=site.card.gpu_uuid)
     began = time.monotonic()
@@ -235,6 +256,7 @@ def test_user_that_appears_between_check_and_bind_does_not_close_nvml_for_others
     node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
+    monkeypatch.setattr("dra_driver.passthrough.steps._STUCK_FIRST_S", 0.2)
     untouched = node.state()
     site.machine.set_fault("unbind", code="late-user", count=1, gpu=site.card.gpu_uuid)
     refused(in_a_hurry(node, wanted(site)))
