@@ -110,7 +110,9 @@ def test_process_on_the_gpu_is_named_and_nothing_is_changed(node: KindNode, site
     untouched, card = node.state(), site.card
     site.machine.hold_gpu(card.gpu_uuid, 4711, "python3")
     step = BindVfio(site.for_machine(FOR_MACHINES), card.gpu_uuid, card.bus_id, card.vfio_driver)
-    with pytest.raises(DeviceBusyError, match=r"GPU-\S+ \(0000:\S+\) is in use by process 4711 \(python3\)") as caught:
+    with pytest.raises(
+        DeviceBusyError, match=r"GPU-\S+ \(0000:\S+\) is in use by process 4711 \(python3\)"
+    ) as caught:
         node.runner.do(step, Plan(wanted(site), (), (step,)))
     assert caught.value.has_no_effect
     assert node.state() == untouched
@@ -119,7 +121,9 @@ def test_process_on_the_gpu_is_named_and_nothing_is_changed(node: KindNode, site
 def test_program_that_only_has_the_gpu_open_is_named_and_not_waited_for(
     node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.host.vfio.VfioCards.gpu_users", lambda *_: ["dcgm-exporter (process 812)"])
+    monkeypatch.setattr(
+        "dra_driver.host.vfio.VfioCards.gpu_users", lambda *_: ["dcgm-exporter (process 812)"]
+    )
     untouched, pauses = node.state(), site.simulated.session.pauses
     refused(node.prepare(wanted(site)), "in use by dcgm-exporter (process 812)")
     assert site.simulated.session.pauses == pauses + 1
