@@ -38,7 +38,6 @@ from dra_driver.model.extra_devices import (
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.mig_layouts import MigLayouts
 from dra_driver.model.shapes import Choice, ListField, Object, Scalar, Shape, Words, faults
-from dra_driver.model.steps import EVERY_METADATA_VERSION
 from dra_driver.model.sharing import (
     MAX_SHARES,
     NO_SHARING,
@@ -47,6 +46,7 @@ from dra_driver.model.sharing import (
     SharingRule,
     share_all,
 )
+from dra_driver.model.steps import EVERY_METADATA_VERSION
 
 DEFAULT_DRIVER_NAME = "gpu.nvidia.com"
 ALL_GPUS = GpuSelector()
