@@ -4,7 +4,8 @@
     ├── RetryableError        the same call may succeed later: API server down, device being torn down
     │   ├── ApiUnavailableError   the API server did not answer, or answered that it cannot answer now
     │   ├── NvmlUnavailableError  the NVIDIA driver or its NVML library is absent or not ready
-    │   │   └── DriverGoneError       the kernel driver is not loaded, or its library is not there
+    │   │   ├── DriverGoneError       the kernel driver is not loaded, or its library is not there
+    │   │   └── NvmlDetachedError     NVML is kept closed on purpose (NvmlPausedError: for a moment only)
     │   ├── NvmlInUseError        NVML cannot be initialised again while an operation uses it
     │   ├── DeviceLostError       a GPU does not answer any more
     │   ├── DeviceBusyError       a process uses a device that would have to be changed
@@ -66,8 +67,17 @@ class NvmlDetachedError(NvmlUnavailableError):
     """NVML is kept closed on purpose for a while."""
 
 
+class NvmlPausedError(NvmlDetachedError):
+    """NVML is kept closed for a moment, while a GPU goes to another kernel driver."""
+
+    def __init__(
+        self, message: str = "NVML is closed for a moment, while a GPU goes to another kernel driver"
+    ) -> None:
+        super().__init__(message)
+
+
 class NvmlInUseError(RetryableError):
-    """NVML cannot be initialised again yet, because a change of a GPU is under way."""
+    """NVML cannot be closed or initialised again yet, because a change of a GPU is under way."""
 
 
 class DeviceLostError(RetryableError):

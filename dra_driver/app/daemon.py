@@ -118,7 +118,7 @@ class Driver:
         host = HostView(paths, imex=settings.imex_channel is not None, files=files)
         programs = InstalledPrograms(paths.driver_root, plugin_dir / "host.lib")
         detachments = Detachments(plugin_dir, self._boot_id)
-        smi = NvidiaSmi(programs, detachments.problem)
+        smi = NvidiaSmi(programs, detachments.using_nvml)
         extra_devices = ExtraDeviceFinder(
             paths,
             InstalledPrograms(paths.driver_root, plugin_dir / "imex.lib", names=(IMEX_PROGRAM,)),
@@ -150,6 +150,7 @@ class Driver:
             self.mig.ledger,
             partial(changes.tell, Change.HARDWARE),
             detachments.now,
+            detachments.is_paused,
         )
         self.health = HealthParts(
             settings,

@@ -8,17 +8,20 @@ from pathlib import Path
 
 from dra_driver.host.device_nodes import DeviceNodeReader, LstatDeviceNodeReader
 from dra_driver.host.driver_root import find_nvml_library
+from dra_driver.host.vfio import HostPciControl, PciControl
 from dra_driver.model.host import HostPaths
 from dra_driver.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """The machine that the daemon runs on: where its host is seen, and how its NVML is loaded."""
+    """The machine that the daemon runs on: where its host is seen, how its NVML is loaded, and what changes drivers of
+    PCI functions."""
 
     paths: HostPaths
     nodes: DeviceNodeReader
     load_nvml: Callable[[], object]
+    pci: PciControl
 
 
 def real_platform(settings: Settings) -> Platform:
@@ -34,12 +37,13 @@ def real_platform(settings: Settings) -> Platform:
         host_root=host if host is not None and Path(host).is_dir() else None,
         plugin_directory=str(settings.plugin_directory),
     )
-    return Platform(paths, LstatDeviceNodeReader(), lambda: load_library(find_nvml_library(root)))
+    control = HostPciControl(paths.host_root or root)
+    return Platform(paths, LstatDeviceNodeReader(), lambda: load_library(find_nvml_library(root)), control)
 
 
 def simulated_platform(machine_name: str, directory: Path, plugin_directory: Path | None = None) -> Platform:
     """A machine made of data, kept in `directory`."""
-    from dra_driver.simulator import create_machine, device_node_reader, nvml_library
+    from dra_driver.simulator import SimulatedPciControl, create_machine, device_node_reader, nvml_library
 
     machine = create_machine(machine_name, directory)
     root = machine.host_root
@@ -51,7 +55,8 @@ def simulated_platform(machine_name: str, directory: Path, plugin_directory: Pat
         sys=str(root / "sys"),
         plugin_directory=None if plugin_directory is None else str(plugin_directory),
     )
-    return Platform(paths, device_node_reader(machine), lambda: nvml_library(machine))
+    control = SimulatedPciControl(machine)
+    return Platform(paths, device_node_reader(machine), lambda: nvml_library(machine), control)
 
 
 def platform_of(settings: Settings) -> Platform:

@@ -110,6 +110,10 @@ _ABOUT = {
     "unload-driver": "Its /proc files go, calls return DRIVER_NOT_LOADED.",
     "reboot": "It has a new boot ID, MIG devices and settings are gone, lost GPUs are back.",
     "add-gpu": "NVML shows it after its next initialisation.",
+    "fault": "Writes that give a PCI function to another driver are driver_override, unbind, bind, drivers_probe and "
+    "modprobe. They end with EBUSY, ENODEV or another errno, with no-effect, with hang until the fault is cleared, or "
+    "with late-user: a program opens the GPU just before.",
+    "give": "It stays with the driver over reboots, as with driverctl.",
     "hold": "Then MIG changes are refused with IN_USE.",
     "reset": "Pending repairs are done, volatile error counters start anew.",
 }
@@ -145,8 +149,9 @@ _OF_MACHINES: Mapping[str, _Row] = {
     )),
     "fault": (_calls("fault"), "Make calls of an NVML function fail, or slow.",
               "nvmlDeviceGetUUID --error gpu-is-lost --count 3", (
-        _argument("function", "NVML function, such as nvmlDeviceGetUUID; * matches anything."),
-        _option("code", "What it returns: a number or a name such as gpu-is-lost.", spelled=("--error",)),
+        _argument("function", "NVML function, such as nvmlDeviceGetUUID; * matches anything. Or a write: unbind."),
+        _option("code", "What it returns: a number or a name such as gpu-is-lost. See below for writes.",
+                spelled=("--error",)),
         _option("delay_s", "Seconds until it returns.", float, spelled=("--delay",), default=0.0),
         _option("count", "Only this many calls.", int, shown="until cleared"),
         _option("gpu", "Only calls about this GPU: device name, index, UUID or PCI bus ID."),
@@ -168,6 +173,16 @@ _OF_MACHINES: Mapping[str, _Row] = {
     "confidential": (_calls("confidential_compute"), "Set confidential computing and its ready state.", "on --ready", (
         _argument("mode", "off, on, devtools or ppcie."),
         switch("ready", "The GPUs accept work, until a reboot."),
+    )),
+    "give": (_calls("give"), "Give a GPU to nvidia or a vfio driver, as an administrator.", "0 vfio-pci", (
+        _GPU,
+        _argument("driver", "nvidia, vfio-pci or nvgrace-gpu-vfio-pci."),
+    )),
+    "vfio": (_calls("vfio"), "Set what the kernel has for virtual machines.", "--iommu no", (
+        _option("iommu", "Whether the IOMMU is on.", bool, shown="as it is"),
+        _option("iommufd", "Whether there is /dev/iommu.", bool, shown="as it is"),
+        _option("installed", "Installed modules, with commas, such as vfio_pci.", shown="as it is"),
+        _option("loaded", "Loaded modules, with commas.", shown="as it is"),
     )),
     "host-devices": (_calls("host_devices"), "Set the device nodes for storage, RDMA, GDRCopy.", "gds mofed", (
         _argument("kinds", "gds, mofed, gdrcopy; without any, all are removed.", "KIND", "*"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from dra_driver.concurrency.bounded_program import run_program
-from dra_driver.errors import NotSupportedError, NvmlUnavailableError, RetryableError
+from dra_driver.errors import NotSupportedError, NvmlDetachedError, NvmlUnavailableError, RetryableError
 from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms, check_started, not_run
 
 _TIMEOUT_S = 20.0
+_LEAST_S = 0.1
 _ABSENT_CODES = (6, 9, 15)
 """No such GPU, driver not loaded, GPU is lost."""
 _ABSENT = (
@@ -19,12 +22,16 @@ _ABSENT = (
 
 
 class NvidiaSmi:
-    """The NVIDIA driver's nvidia-smi, looked up at each call. It opens NVML, so it does not run while `detached` says
-    why NVML is to stay closed."""
+    """The NVIDIA driver's nvidia-smi, looked up at each call. It opens NVML, so it runs only within `using_nvml`, which
+    waits for so many seconds at most, and raises NvmlDetachedError while NVML is to stay closed."""
 
-    def __init__(self, find: FindPrograms, detached: Callable[[], str | None] = lambda: None) -> None:
+    def __init__(
+        self,
+        find: FindPrograms,
+        using_nvml: Callable[[float], AbstractContextManager[None]] = lambda _wait_s: nullcontext(),
+    ) -> None:
         self._find = find
-        self._detached = detached
+        self._using_nvml = using_nvml
 
     def set_time_slice(self, gpu_uuid: str, level: int, timeout_s: float = _TIMEOUT_S) -> None:
         """Set the length of a GPU's time slices: 0 default, 1 short, 2 medium, 3 long; in `timeout_s` seconds at most.
@@ -33,11 +40,17 @@ class NvidiaSmi:
         is missing, StateError if the NVIDIA driver's libraries do not fit or cannot be linked, RetryableError
         otherwise."""
         action = f"set the time slice of GPU {gpu_uuid}"
-        reason = self._detached()
-        if reason is not None:
-            waits = RetryableError(f"{action}: {reason}")
-            waits.has_no_effect = True
-            raise waits
+        until = time.monotonic() + timeout_s
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._using_nvml(timeout_s))
+            except NvmlDetachedError as error:
+                waits = RetryableError(f"{action}: {error}")
+                waits.has_no_effect = True
+                raise waits from error
+            self._run(action, gpu_uuid, level, max(_LEAST_S, until - time.monotonic()))
+
+    def _run(self, action: str, gpu_uuid: str, level: int, timeout_s: float) -> None:
         arguments = ["compute-policy", "-i", gpu_uuid, "--set-timeslice", str(level)]
         programs = self._find()
         program = programs.paths.get(SMI_PROGRAM)

@@ -1,4 +1,4 @@
-"""GPUs as PCI functions for virtual machines: what sysfs shows of them, and the writes that give them to another driver.
+"""GPUs as PCI functions for virtual machines: what sysfs shows of them, and the writes that change their driver.
 
 Every write may block for as long as somebody uses the function, and no signal ends it. So each runs in a thread of its
 own, which is left behind at the limit: `NotAnsweredError.answer` is there when the write has ended after all.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
@@ -20,7 +20,7 @@ from dra_driver.errors import DeviceBusyError, RetryableError
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
 from dra_driver.host.kernel_modules import VfioModules
 from dra_driver.host.processes import users_of
-from dra_driver.host.reading import names_in, text_of
+from dra_driver.host.reading import names_in
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import HostNode
 from dra_driver.model.host import HostPaths
@@ -33,7 +33,12 @@ _BRIDGES = frozenset({0x0600, 0x0604})
 """Host bridges and PCI bridges stay with the kernel; vfio does not count them. An NVSwitch has another class."""
 _COMPANIONS = frozenset({0x0403, 0x0C03, 0x0C80})
 """What a graphics card has beside its GPU: audio, USB, and the controller of its USB-C socket."""
-_KINDS = {0x01: "a disk controller", 0x02: "a network controller", 0x03: "another GPU", 0x12: "an accelerator"}
+_KINDS = {
+    0x01: "a disk controller",
+    0x02: "a network controller",
+    0x03: "another GPU",
+    0x12: "an accelerator",
+}
 _BARS = 6
 _MEMORY_TYPE, _64_BIT = 0x6, 0x4
 _POLL_S = 0.02
@@ -183,7 +188,9 @@ class VfioCards(Sysfs):
         path = f"{self._sys}/bus/pci/drivers/{driver}/unbind"
         self._write(f"unbind PCI function {bus_id} from {driver}", path, bus_id, wait_s)
         if self.bound_driver(bus_id) == driver:
-            raise RetryableError(f"unbind PCI function {bus_id} from {driver}: the kernel took it and did nothing")
+            raise RetryableError(
+                f"unbind PCI function {bus_id} from {driver}: the kernel took it and did nothing"
+            )
 
     def bind(self, bus_id: str, driver: str, wait_s: float) -> None:
         """Give the function to this driver; nothing is done if it has it. Raises: as `unbind`."""
@@ -227,7 +234,12 @@ class VfioCards(Sysfs):
     # --- one card ------------------------------------------------------------------------------
 
     def _card(
-        self, bus_id: str, device_id: int, driver: str | None, uuids: dict[str, str | None], has_iommufd: bool
+        self,
+        bus_id: str,
+        device_id: int,
+        driver: str | None,
+        uuids: Mapping[str, str | None],
+        has_iommufd: bool,
     ) -> Card:
         group = self._link(bus_id, "iommu_group") or ""
         members = self._members(group) if group.isdecimal() else (bus_id,)

@@ -16,6 +16,10 @@ all have closed NVML. The MPS host reads the same file, and holds the lock while
 | of the node | the file of an older boot | it counts no more |
 
 A file and not a socket of one daemon: both instances of a rolling update close NVML, and a restart changes nothing.
+
+A pause is shorter: NVML is closed for the moment in which a GPU goes to another kernel driver. Whoever needs it holds a
+second lock, which ends with its process, and waits until all others have closed NVML. No device is withdrawn, and calls
+wait where they can.
 """
 
 from __future__ import annotations
@@ -23,22 +27,34 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dra_driver.errors import ClaimsInTheWayError, NvmlDetachedError, NvmlInUseError, StateError
+from dra_driver.errors import (
+    ClaimsInTheWayError,
+    NvmlDetachedError,
+    NvmlInUseError,
+    NvmlPausedError,
+    StateError,
+)
 from dra_driver.files.atomic import state_error, write_atomically
 from dra_driver.files.fields import TEXT, Kind, Shape, needed
 from dra_driver.files.file_lock import UseMark
 from dra_driver.files.formats import parse
 
+if TYPE_CHECKING:
+    from dra_driver.nvml.session import NvmlSession
+
 FORMAT_VERSION = 1
 LOCK_FILE = "nvml.lock"
+PAUSE_FILE = "nvml-pause.lock"
 _FILE = "detach.json"
 _TIMEOUT_S = 60.0
 _POLL_S = 0.1
+_PAUSE_S = 10.0
 _MOST_NAMED = 8
 
 
@@ -96,28 +112,73 @@ class Detachments:
 
     def problem(self) -> str | None:
         """Why NVML is to stay closed now; None if it may be opened."""
+        error = self._refusal()
+        return None if error is None else str(error)
+
+    def _refusal(self) -> NvmlDetachedError | None:
         found = self.now()
-        return None if found is None else found.problem
+        if found is not None:
+            return NvmlDetachedError(found.problem)
+        return NvmlPausedError() if self.is_paused() else None
 
     def guarded(self, load: Callable[[], object]) -> Callable[[], object]:
-        """`load`, which raises NvmlDetachedError instead while NVML is to stay closed."""
+        """`load`, which raises NvmlDetachedError instead while NVML is to stay closed, NvmlPausedError if that is only
+        for a moment."""
 
         def unless_detached() -> object:
-            problem = self.problem()
-            if problem is not None:
-                raise NvmlDetachedError(problem)
+            error = self._refusal()
+            if error is not None:
+                raise error
             return load()
 
         return unless_detached
 
     @contextmanager
-    def using_nvml(self) -> Iterator[None]:
-        """For whoever runs a program that opens NVML: `detach` waits for the end of it. Raises: NvmlDetachedError."""
-        mark = UseMark(self._path.with_name(LOCK_FILE))
-        with suppress(StateError):  # a disk that does not take the lock keeps nobody from NVML
-            mark.hold()
+    def using_nvml(self, wait_s: float = _PAUSE_S) -> Iterator[None]:
+        """For whoever runs a program that opens NVML: `detach` and `pause` wait for the end of it. A pause is waited
+        for, `wait_s` seconds at most. Raises: NvmlDetachedError."""
+        mark, until = UseMark(self._path.with_name(LOCK_FILE)), time.monotonic() + wait_s
         try:
-            self.guarded(lambda: None)()
+            while True:
+                with suppress(StateError):  # a disk that does not take the lock keeps nobody from NVML
+                    mark.hold()
+                error = self._refusal()
+                if error is None:
+                    break
+                mark.let_go()
+                if not isinstance(error, NvmlPausedError) or time.monotonic() >= until:
+                    raise error
+                time.sleep(_POLL_S)
+            yield
+        finally:
+            mark.let_go()
+
+    def is_paused(self) -> bool:
+        """Whether a process of ours on this node, this one or another, keeps NVML closed for a moment."""
+        try:
+            return UseMark(self._path.with_name(PAUSE_FILE)).is_held()
+        except StateError:
+            return False
+
+    @contextmanager
+    def pause(self, wait_s: float) -> Iterator[None]:
+        """No process of ours on this node has NVML open inside; the session of this one is closed before.
+
+        Raises: NvmlDetachedError; NvmlInUseError if another one has not closed it after so long; StateError.
+        """
+        mark, until = UseMark(self._path.with_name(PAUSE_FILE)), time.monotonic() + wait_s
+        mark.hold()
+        try:
+            detached = self.now()
+            if detached is not None:
+                raise NvmlDetachedError(detached.problem)
+            while self.is_nvml_open():
+                if time.monotonic() >= until:
+                    raise NvmlInUseError(
+                        "close NVML for a moment: another process of gpu-dra-driver on this node has not closed it; a "
+                        "change of a GPU or nvidia-smi may be under way; it is tried again soon"
+                    )
+                time.sleep(_POLL_S)
             yield
         finally:
             mark.let_go()
@@ -158,6 +219,23 @@ class Detachments:
             self._path.unlink(missing_ok=True)
         except OSError as error:
             raise state_error("remove", self._path, error) from error
+
+
+def nvml_pause(
+    session: NvmlSession, detachments: Detachments
+) -> Callable[[Callable[[], float]], AbstractContextManager[None]]:
+    """What keeps NVML closed within, in this process and in all others of ours on the node. It is asked with a function
+    that returns how many seconds are left for closing.
+
+    The context raises: NvmlDetachedError, NvmlInUseError, StateError; what that function raises.
+    """
+
+    @contextmanager
+    def paused(patience: Callable[[], float]) -> Iterator[None]:
+        with session.closed(patience), detachments.pause(patience()):
+            yield
+
+    return paused
 
 
 def detach(

@@ -22,6 +22,7 @@ from dra_driver.errors import (
     NvmlDetachedError,
     NvmlInUseError,
     NvmlLibraryError,
+    NvmlPausedError,
     NvmlUnavailableError,
     StateError,
 )
@@ -48,6 +49,8 @@ _RETRY_FIRST_S = 0.25
 _RETRY_MOST_S = 5.0
 _LOOK_EVERY_S = 2.0
 _HANG_AFTER_S = 10.0
+_PAUSE_S = 3.0
+_PAUSE_LOOK_S = 0.1
 _RESCAN_EVERY_S = 60.0
 _RESCAN_INCOMPLETE_S = 10.0
 _DRIVER_FILES = "NVIDIA driver"
@@ -71,10 +74,13 @@ class Discovery:
         ownership: MigOwnership | None,
         on_hardware: Callable[[], None],
         detached: Callable[[], Detachment | None] = lambda: None,
+        is_paused: Callable[[], bool] = lambda: False,
     ) -> None:
         """Without an `ownership` every MIG device is somebody else's. While `detached` returns something, NVML is kept
-        closed."""
+        closed; while `is_paused` says so, too, but then devices stay on offer."""
         self._detached = detached
+        self._is_paused = is_paused
+        self._pauses = 0  # of NVML, at the last look
         self._unsettled: frozenset[str] = frozenset()  # GPUs whose MIG devices changed at the last look
         self._nvml = nvml
         self._host = host
@@ -205,9 +211,12 @@ class Discovery:
         before, now = self._fingerprint, HardwareFingerprint(self._host.fingerprint())
         if before is None or self._reopening_is_due or self._detached() is not None:
             return True
+        if self._is_paused() or self._nvml.session.pauses != self._pauses:
+            return True
         try:
             if self._has_nvml:
-                now = replace(now, nvml=self._nvml.nvml_fingerprint())
+                with self._nvml.session.kept_open():
+                    now = replace(now, nvml=self._nvml.nvml_fingerprint())
             changed = frozenset() if now == before else repartitioned_gpus(now, before)
             if changed is None:
                 return True
@@ -225,57 +234,86 @@ class Discovery:
         known = {gpu.uuid: gpu for gpu in (self.inventory or Inventory()).gpus}
         if self.inventory is None or self.inventory.unread & gpu_uuids:
             return False
-        return all(
-            uuid in known
-            and known[uuid].partitioning is not None
-            and self._offer.is_unchanged(known[uuid], *self._nvml.read_what_exists(known[uuid]))
-            for uuid in gpu_uuids
-        )
+        with self._nvml.session.kept_open():
+            return all(
+                uuid in known
+                and known[uuid].partitioning is not None
+                and self._offer.is_unchanged(known[uuid], *self._nvml.read_what_exists(known[uuid]))
+                for uuid in gpu_uuids
+            )
 
     def _scan(self) -> None:
         with self._turn:
             self._scans_begun += 1
             number = self._scans_begun
-        self._scan_began_at = time.monotonic()
         try:
-            self._read_everything()
+            while self._sits_out_pause() and not self._read_everything():
+                self._worker.pause(_PAUSE_LOOK_S)
         finally:
             self._scan_began_at, self._last_scan = None, time.monotonic()
             with self._turn:
                 self._scans_ended = number
                 self._turn.notify_all()
 
-    def _read_everything(self) -> None:
+    def _sits_out_pause(self) -> bool:
+        """Keep NVML closed in this process too, until nobody on this node needs that; False if a change of a GPU is
+        under way, which goes first, or this process ends."""
+        if not self._is_paused():
+            return True
+        try:
+            with self._nvml.session.closed(lambda: _PAUSE_S):
+                while self._is_paused() and not self._worker.is_stopping:
+                    self._worker.pause(_PAUSE_LOOK_S)
+        except NvmlInUseError as error:
+            _log.info("nvml_in_use", reason=str(error))
+            return False
+        return not self._worker.is_stopping
+
+    def _read_everything(self) -> bool:
+        """False if NVML was closed for a moment meanwhile: then it is to be read anew, and nothing is known of it."""
+        self._scan_began_at = time.monotonic()
         detached = self._detached()
         if detached is not None:
             self._let_go(detached)
-            return
+            return True
+        pauses = self._nvml.session.pauses
         host, before = self._host.fingerprint(), self._fingerprint
         try:
             if self._wants_new_session(host) and not self._reopen():
                 if before is None or not self._has_nvml:
-                    return
+                    return self._nvml.session.pauses == pauses
                 # The session of before shows the hardware of before.
                 host = replace(host, hardware=before.host.hardware, driver=before.host.driver)
             elif not self._has_nvml:
                 # Initialising NVML may have loaded the NVIDIA driver.
                 host = replace(host, driver=self._host.driver())
-            seen = HardwareFingerprint(host, self._nvml.nvml_fingerprint())
-            inventory = self._complete(with_nvlink_domains(self._nvml.read_inventory()))
+            with self._nvml.session.kept_open():
+                seen = HardwareFingerprint(host, self._nvml.nvml_fingerprint())
+                read = self._nvml.read_inventory()
+            inventory = self._complete(with_nvlink_domains(read))
         except StateError as error:
             self._without_ledger(error)
-            return
+            return True
+        except NvmlPausedError:
+            return False
         except DraDriverError as error:
+            if self._nvml.session.pauses != pauses:
+                return False
             self._without_nvml(error, host)
-            return
+            return True
+        if self._nvml.session.pauses != pauses:
+            return False
         is_loaded = self._driver != host.driver
         is_other = self._problem is not None or before is None or host.hardware != before.host.hardware
+        # Closing NVML may have lost settings.
+        is_other, self._pauses = is_other or pauses != self._pauses, pauses
         self._fingerprint, self._driver, self._has_nvml = seen, host.driver, True
         self._became_known(inventory)
         if is_loaded:
             self._on_reload()
         elif is_other:
             self._on_hardware()
+        return True
 
     def _let_go(self, detached: Detachment) -> None:
         """Close NVML and withdraw the devices. Whoever resets a GPU or changes its MIG mode may make other devices of
@@ -295,6 +333,7 @@ class Discovery:
         before = self._fingerprint
         return (
             not self._has_nvml
+            or not self._nvml.session.is_open
             or self._reopening_is_due
             or before is None
             or is_other_hardware(now, before.host)

@@ -44,13 +44,12 @@ class NvmlReader:
         self._foreign_instances = foreign_instances
         self._kept_names = kept_names
         self._memory: ScanMemory | None = None
+        self._opening = 0
 
     def reopen(self) -> None:
         """Initialise anew. Raises: NvmlUnavailableError; RetryableError where access is refused; NvmlInUseError, with
         all as it was, while a change of a GPU is under way."""
         self.session.reopen()
-        if self._memory is not None:
-            self._memory.peers.reopened()
 
     def read_inventory(self) -> Inventory:
         """All GPUs that NVML shows, without NVLink domains. Raises: NvmlUnavailableError; StateError from
@@ -59,6 +58,9 @@ class NvmlReader:
 
         if self._memory is None:
             self._memory = ScanMemory()
+        if self._opening != self.session.openings:
+            self._opening = self.session.openings
+            self._memory.peers.reopened()
         found = read_gpus(self._on_demand, self._memory, self._foreign_instances)
         return found if self._kept_names is None else replace(found, kept_names=self._kept_names())
 

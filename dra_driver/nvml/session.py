@@ -17,6 +17,7 @@ from dra_driver.errors import (
     NvmlDetachedError,
     NvmlInUseError,
     NvmlLibraryError,
+    NvmlPausedError,
     NvmlUnavailableError,
     StateError,
 )
@@ -67,7 +68,11 @@ class NvmlSession:
         self._lock = threading.Lock()
         # Whether NVML is initialised.
         self.is_open = False
-        self._openings = 0
+        # How often it was initialised, and how often it was closed for a moment.
+        self.openings = 0
+        self.pauses = 0
+        self._pausing = 0
+        self._reopens = self._is_over = False
         self._driver_absent = False
         # How often NVML could be initialised after it could not, for want of a driver.
         self.driver_loads = 0
@@ -75,7 +80,7 @@ class NvmlSession:
         self._turn = threading.Condition()
         self._begun: dict[int, float] = {}
         # Who comes before the first opening waits for it.
-        self._is_changing = True
+        self._is_changing = self._is_first = True
         self._failure: DraDriverError | None = None
 
     @contextmanager
@@ -90,7 +95,7 @@ class NvmlSession:
                 raise self._why_closed()
             self._users += 1
         try:
-            yield self._openings
+            yield self.openings
         finally:
             with self._turn:
                 self._users -= 1
@@ -126,6 +131,7 @@ class NvmlSession:
         with self._lock:
             with self._turn:
                 was_open, self.is_open, self._is_changing = self.is_open, False, False
+                self._is_over = True
                 self._turn.notify_all()
                 self._turn.wait_for(lambda: not self._users and not self._begun, _PATIENCE_S)
                 if self._begun:
@@ -140,9 +146,60 @@ class NvmlSession:
         NVML as it was, while a change of a GPU is under way."""
         with self._lock, self._changing():
             if self.is_open:
-                self._end_uses()
+                self._end_uses(_PATIENCE_S)
                 self._shut_down()
             self._failure = NvmlDetachedError(why)
+
+    @contextmanager
+    def closed(self, patience: Callable[[], float]) -> Iterator[None]:
+        """NVML of this process is closed inside, so that another kernel driver can have a GPU. Whoever comes first
+        closes it, others join, and the last one initialises it again; operations wait for that.
+
+        `patience` is asked for how many seconds at most operations that have begun are waited for. Not to be used
+        within an operation. Raises: NvmlInUseError, with NVML as it was, if one takes longer; what `patience` raises.
+        """
+        if threading.get_ident() in self._begun:
+            raise RuntimeError("NVML cannot be closed within an operation of the same thread")
+        with self._turn:
+            self.pauses += 1
+            self._pausing += 1
+            self._is_changing = True
+        try:
+            self._close_within(patience())
+            yield
+        finally:
+            with self._turn:
+                self._pausing -= 1
+            self._end_pause()
+
+    def _close_within(self, wait_s: float) -> None:
+        until = time.monotonic() + wait_s
+        if not self._lock.acquire(timeout=max(0.0, wait_s)):
+            raise NvmlInUseError("close NVML for a moment: it is being initialised; it is tried again soon")
+        try:
+            if self.is_open:
+                self._end_uses(max(0.0, until - time.monotonic()))
+                self._shut_down()
+                self._reopens = True
+        finally:
+            self._lock.release()
+
+    def _end_pause(self) -> None:
+        with self._lock:
+            if self._pausing:
+                return
+            try:
+                if self._reopens and not self.is_open and not self._is_over:
+                    self._open_counted()
+            except NvmlPausedError:
+                # Of another process; the next `reopen` or end of a pause makes up for it, and operations wait.
+                return
+            except DraDriverError as error:
+                _log.warning("nvml_unavailable", reason=str(error))
+            self._reopens = False
+            with self._turn:
+                self._is_changing = self._is_first or bool(self._pausing)
+                self._turn.notify_all()
 
     def reopen(self) -> None:
         """Initialise NVML, after a shutdown if it is initialised: so NVML learns of GPUs that came or went.
@@ -150,20 +207,23 @@ class NvmlSession:
         This waits for operations that have begun, and no new ones begin meanwhile. An operation that has not ended
         after a minute hangs in the NVIDIA driver and must not keep everybody from a new session. Raises:
         NvmlUnavailableError; RetryableError where access is refused;
-        NvmlInUseError, with NVML as it was, if an operation takes longer than a few seconds.
+        NvmlInUseError, with NVML as it was, if an operation takes longer than a few seconds, or while NVML is closed
+        for a moment.
         """
         with self._lock, self._changing():
+            if self._pausing:
+                raise NvmlInUseError(str(NvmlPausedError()))
             if self.is_open:
-                self._end_uses()
+                self._end_uses(_PATIENCE_S)
                 # The mark stays: for others NVML is open throughout.
                 with suppress(pynvml.NVMLError):
                     pynvml.nvmlShutdown()
             self._open_counted()
 
-    def _end_uses(self) -> None:
-        """Raises: NvmlInUseError."""
+    def _end_uses(self, wait_s: float) -> None:
+        """Raises: NvmlInUseError if operations are not over after so long."""
         with self._turn:
-            self._turn.wait_for(lambda: not self._begun, _PATIENCE_S)
+            self._turn.wait_for(lambda: not self._begun, wait_s)
             self._give_way_to_operations()
             self.is_open = False
             self._turn.wait_for(lambda: not self._users, _PATIENCE_S)
@@ -189,7 +249,8 @@ class NvmlSession:
             yield
         finally:
             with self._turn:
-                self._is_changing = False
+                self._is_first = False
+                self._is_changing = bool(self._pausing)
                 self._turn.notify_all()
 
     def _open_counted(self) -> None:
@@ -203,7 +264,7 @@ class NvmlSession:
         self._failure = None
         self.driver_loads += self._driver_absent
         self._driver_absent = False
-        self._openings += 1
+        self.openings += 1
         self.is_open = True
 
     def _open(self) -> None:
@@ -237,6 +298,8 @@ class NvmlSession:
 
     def _why_closed(self) -> NvmlUnavailableError:
         """The error of the last opening as a new object, since a traceback belongs to one thread."""
+        if self._pausing:
+            return NvmlPausedError()
         if self._is_changing:
             return NvmlUnavailableError("NVML is being initialised")
         if self._failure is None:

@@ -11,11 +11,13 @@ from dra_driver.simulator.catalogue import machine_names
 from dra_driver.simulator.hostroot.devices import SimulatedDeviceNodes
 from dra_driver.simulator.library import SimulatedLibrary
 from dra_driver.simulator.machine import Machine, create_machine, open_machine
+from dra_driver.simulator.pci_control import SimulatedPciControl
 
 __all__ = [
     "Machine",
     "Selector",
     "SimulatedDeviceNodes",
+    "SimulatedPciControl",
     "create_machine",
     "device_node_reader",
     "machine_names",

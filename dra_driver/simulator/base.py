@@ -122,7 +122,7 @@ class MachineBase:
         persistence mode, and forgets its settings."""
         with self._store.locked():
             session.end()
-            if self._sessions.is_any_open():
+            if self._sessions.of_all():
                 return
             for gpu in self.current().present:
                 if not gpu.persistence and not gpu.holders:
@@ -132,6 +132,11 @@ class MachineBase:
         """The open sessions of other processes, such as `dcgm (process 4711)`."""
         with self._store.locked():
             return self._sessions.of_others()
+
+    def everybody(self) -> list[str]:
+        """As `clients`, with the sessions of this process."""
+        with self._store.locked():
+            return self._sessions.of_all()
 
     # --- changing it ---------------------------------------------------------------------------
 

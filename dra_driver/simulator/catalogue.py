@@ -12,8 +12,17 @@ from typing import Any
 import yaml
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.simulator import mig, topology
-from dra_driver.simulator.state import ComputeInstance, Function, Gpu, GpuInstance, MigProfile, Model, State
+from dra_driver.simulator import mig, pci, topology
+from dra_driver.simulator.state import (
+    NVIDIA,
+    ComputeInstance,
+    Function,
+    Gpu,
+    GpuInstance,
+    MigProfile,
+    Model,
+    State,
+)
 
 MACHINES = Path(__file__).parent / "machines"
 PLACEHOLDER_BUS = "ffff:ff:ff.f"
@@ -36,7 +45,7 @@ _TOP_KEYS = {
 }  # fmt: skip
 _GPU_KEYS = {
     "bus", "model", "numa", "cpus", "pcie", "uuid", "serial", "minor", "drm", "mig", "addressing",
-    "memory_numa", "virtualization", "persistence", "fabric", "links_down", "links_unsupported",
+    "memory_numa", "virtualization", "persistence", "fabric", "links_down", "links_unsupported", "driver",
 }  # fmt: skip
 
 
@@ -155,6 +164,7 @@ def build(name: str) -> State:
         missing_functions=list(document.get("missing_functions", [])),
         source=str(path) if path.parent != MACHINES else "",
     )
+    pci.after_boot(state)
     _wire(state)
     for gpu, item in zip(state.gpus, entries, strict=True):
         if item.get("mig") is not None:
@@ -218,12 +228,15 @@ def _gpu(machine: str, index: int, item: dict[str, Any]) -> Gpu:
         fabric=_fabric(item.get("fabric", {})),
         links_down=[int(link) for link in item.get("links_down", [])],
         links_unsupported=[int(link) for link in item.get("links_unsupported", [])],
+        boot_driver=str(item.get("driver", NVIDIA)),
     )
 
 
 def _function(item: dict[str, Any]) -> Function:
     renamed = {"bus": "bus_id", "class": "pci_class"}
-    return Function(**{renamed.get(name, name): value for name, value in item.items()})
+    found = Function(**{renamed.get(name, name): value for name, value in item.items()})
+    found.boot_driver = found.driver
+    return found
 
 
 def _fabric(item: dict[str, Any]) -> dict[str, Any]:

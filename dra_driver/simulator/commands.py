@@ -10,8 +10,9 @@ from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.model.units import counted
 from dra_driver.simulator import catalogue
 from dra_driver.simulator import machine as machines
-from dra_driver.simulator.faults import error_text
+from dra_driver.simulator.faults import error_text, fault_text
 from dra_driver.simulator.machine import Machine
+from dra_driver.simulator.state import Fault
 
 Rows = list[dict[str, str]]
 
@@ -31,16 +32,16 @@ def create_machine(
 def show(machine: Machine) -> tuple[str, Rows]:
     state = machine.current()
     loaded = "loaded" if state.driver_loaded else "not loaded"
-    faults = [f"{item.function} ({_fault(item.code, item.delay_s, item.remaining)})" for item in state.faults]
+    faults = [f"{item.function} ({_fault(item)})" for item in state.faults]
     title = f"{machine.name}: driver {machine.driver_version} {loaded}, boot {state.boot_id}"
     return "\n".join([title, *(f"fault: {text}" for text in faults)]), machine.describe()
 
 
-def _fault(code: int | None, delay_s: float, remaining: int | None) -> str:
+def _fault(fault: Fault) -> str:
     parts = [
-        *([] if code is None else [error_text(code).lower()]),
-        *([f"after {delay_s:g} s"] if delay_s else []),
-        *([] if remaining is None else [counted(remaining, "time")]),
+        *([] if fault.code is None else [fault_text(fault)]),
+        *([f"after {fault.delay_s:g} s"] if fault.delay_s else []),
+        *([] if fault.remaining is None else [counted(fault.remaining, "time")]),
     ]
     return ", ".join(parts)
 
@@ -66,7 +67,7 @@ def fault(
     machine: Machine, function: str, *, code: str | None, delay_s: float, count: int | None, gpu: str | None
 ) -> str:
     machine.set_fault(function, code=code, delay_s=delay_s, count=count, gpu=gpu)
-    return f"{function} is faulty now ({_fault(machine.current().faults[-1].code, delay_s, count)})"
+    return f"{function} is faulty now ({_fault(machine.current().faults[-1])})"
 
 
 def clear_faults(machine: Machine) -> str:
@@ -118,6 +119,32 @@ def confidential_compute(machine: Machine, mode: str, *, ready: bool) -> str:
     machine.set_confidential_compute(mode, ready=ready)
     accepts = "" if mode == "off" else f", its GPUs are {'ready' if ready else 'not ready'}"
     return f"confidential computing of {machine.name} is {mode}{accepts}"
+
+
+def give(machine: Machine, gpu: str, driver: str) -> str:
+    machine.give_to(gpu, driver)
+    return f"{driver} has {machine.called(gpu)}"
+
+
+def vfio(
+    machine: Machine, *, iommu: bool | None, iommufd: bool | None, installed: str | None, loaded: str | None
+) -> str:
+    given = {"iommu": iommu, "iommufd": iommufd, "vfio_modules": installed, "vfio_loaded": loaded}
+    machine.set_vfio(
+        **{
+            name: [module for module in value.split(",") if module] if isinstance(value, str) else value
+            for name, value in given.items()
+            if value is not None
+        }
+    )
+    now = machine.current().system
+    said = {
+        "IOMMU": "on" if now["iommu"] else "off",
+        "iommufd": "there" if now["iommufd"] else "missing",
+        "modules": ", ".join(now["vfio_modules"]) or "none",
+        "loaded": ", ".join(now["vfio_loaded"]) or "none",
+    }
+    return "; ".join(f"{name}: {value}" for name, value in said.items())
 
 
 def host_devices(machine: Machine, kinds: list[str]) -> str:

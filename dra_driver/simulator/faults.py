@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pynvml
 
 from dra_driver.errors import InvalidConfigError
@@ -11,9 +14,23 @@ from dra_driver.simulator.state import Fault
 _PREFIX = "NVML_ERROR_"
 
 
+WRITES = ("driver_override", "unbind", "bind", "drivers_probe", "modprobe")
+"""What changes the driver of a PCI function. A fault of one of these has an errno, or one of the following codes."""
+NO_EFFECT, HANG, LATE_USER = -1, -2, -3
+_BEHAVIOURS = {"no-effect": NO_EFFECT, "hang": HANG, "late-user": LATE_USER}
+
+
 def error_text(code: int) -> str:
     """The text of nvmlErrorString for a return code."""
     return str(driver_facts()["errors"].get(code, "Unknown Error"))
+
+
+def fault_text(fault: Fault) -> str:
+    """What a fault with a code does, for people."""
+    if fault.function not in WRITES:
+        return error_text(fault.code or 0).lower()
+    behaviour = next((name for name, code in _BEHAVIOURS.items() if code == fault.code), None)
+    return behaviour or os.strerror(fault.code or 0).lower()
 
 
 def error_names() -> list[str]:
@@ -39,6 +56,20 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
+def _write_code(value: int | str) -> int:
+    """An errno by number or by name, such as `EBUSY`; or `no-effect`, `hang` until the fault is cleared, `late-user`: a
+    program opens the GPU just before."""
+    if isinstance(value, int) or value.isdigit():
+        return int(value)
+    found = _BEHAVIOURS.get(value, getattr(errno, value.upper(), None))
+    if not isinstance(found, int):
+        raise InvalidConfigError(
+            f"a write to sysfs cannot end with {value!r}; use EBUSY, ENODEV or another errno, or one of: "
+            f"{', '.join(_BEHAVIOURS)}"
+        )
+    return found
+
+
 def make_fault(
     function: str, code: int | str | None, delay_s: float, count: int | None, gpu: str | None
 ) -> Fault:
@@ -48,7 +79,7 @@ def make_fault(
         raise InvalidConfigError(f"a fault of {function} needs a delay of 0 or more and a count of 1 or more")
     return Fault(
         function=function,
-        code=None if code is None else error_code(code),
+        code=None if code is None else (_write_code if function in WRITES else error_code)(code),
         delay_s=float(delay_s),
         remaining=count,
         gpu=gpu,

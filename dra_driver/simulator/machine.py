@@ -11,12 +11,12 @@ from typing import Any
 import pynvml
 
 from dra_driver.errors import InvalidConfigError, StateError
-from dra_driver.simulator import catalogue, mig, policy
+from dra_driver.simulator import catalogue, mig, pci, policy
 from dra_driver.simulator.base import MachineBase, Selector
 from dra_driver.simulator.faults import error_text, make_fault
 from dra_driver.simulator.hostroot import host_devices, imex
 from dra_driver.simulator.hostroot.entries import can_make_nodes
-from dra_driver.simulator.state import Fault, Function, Gpu, Holder, State
+from dra_driver.simulator.state import NVIDIA, Fault, Function, Gpu, Holder, State
 
 XID_OFF_THE_BUS = 79
 XID_RECOVERY_ACTION = 154
@@ -60,6 +60,7 @@ class Machine(MachineBase):
             if gone is not None:
                 gone.present = True
                 gone.lost = False
+                pci.come_up(state, gone)
                 return gone.uuid
             gpu, facts = catalogue.new_gpu(state, model)
             state.models[model] = facts
@@ -168,7 +169,8 @@ class Machine(MachineBase):
         count: int | None = None,
         gpu: Selector | None = None,
     ) -> None:
-        """The next calls of an NVML function (shell pattern) fail with `code`, answer late, or both."""
+        """The next calls of an NVML function (shell pattern) fail with `code`, answer late, or both; so do writes to
+        sysfs where `function` is one of `faults.WRITES`."""
         with self._change() as state:
             subject = None if gpu is None else self._find(state, gpu).uuid
             state.faults.append(make_fault(function, code, delay_s, count, subject))
@@ -194,6 +196,76 @@ class Machine(MachineBase):
             gpu = self._find(state, selector)
             others = [item for item in state.functions if item.physical != gpu.bus_id]
             state.functions = others + virtual_functions(state, gpu, count)
+
+    # --- who drives it -------------------------------------------------------------------------
+
+    def set_vfio(self, **facts: Any) -> None:
+        """What the kernel has for virtual machines: `iommu`, `iommufd`, `vfio_modules` that are installed,
+        `vfio_loaded`."""
+        with self._change() as state:
+            unknown = {
+                *facts.get("vfio_modules", []),
+                *facts.get("vfio_loaded", []),
+            } - pci.VFIO_DRIVERS.keys()
+            if unknown:
+                raise InvalidConfigError(
+                    f"there are no modules {', '.join(sorted(unknown))}; choose of {', '.join(pci.VFIO_DRIVERS)}"
+                )
+            state.system |= facts
+
+    def give_to(self, selector: Selector, driver: str) -> None:
+        """What an administrator does with `driverctl`: the driver gets the GPU and stays with it over reboots, whoever
+        uses it. All other functions of its IOMMU group go with it."""
+        module = next((module for module, name in pci.VFIO_DRIVERS.items() if name == driver), None)
+        if module is None and driver != NVIDIA:
+            known = ", ".join((NVIDIA, *pci.VFIO_DRIVERS.values()))
+            raise InvalidConfigError(f"there is no driver {driver!r} for a GPU; choose of {known}")
+        with self._change() as state:
+            gpu = self._find(state, selector)
+            loaded = state.system.get("vfio_loaded", [])
+            if module is not None and module not in loaded:
+                state.system["vfio_loaded"] = [*loaded, module]
+            for item in pci.functions(state).values():
+                if pci.gpu_of(state, item.bus_id) is gpu:
+                    item.boot_driver = (
+                        driver if item is gpu or driver != NVIDIA else pci.driver_by_class(item)
+                    )
+                    pci.come_up(state, item)
+            self._forgotten(gpu)
+
+    def change_driver(self, word: str, bus_id: str, driver: str) -> None:
+        """A write to sysfs that has come through: `word` is one of `faults.WRITES`. Raises: OSError."""
+        with self._change() as state:
+            if word == "drivers_probe":
+                pci.probe(state, bus_id)
+                return
+            {"driver_override": pci.override, "unbind": pci.unbind, "bind": pci.bind}[word](
+                state, bus_id, driver
+            )
+            item = pci.functions(state)[bus_id]
+            if isinstance(item, Gpu) and word == "unbind":
+                self._forgotten(item)
+
+    def _forgotten(self, gpu: Gpu) -> None:
+        """Another driver has the GPU: all that the NVIDIA driver knew of it is gone."""
+        gpu.persistence = 0
+        self._policies.forget(gpu.uuid)
+
+    def load_module(self, module: str) -> bool:
+        """What modprobe does; False if there is no such module."""
+        with self._change() as state:
+            loaded = state.system.get("vfio_loaded", [])
+            if module not in state.system.get("vfio_modules", []):
+                return False
+            if module not in loaded:
+                state.system["vfio_loaded"] = [*loaded, module]
+        return True
+
+    def add_function(self, function: Function) -> None:
+        """Put another PCI function on the bus."""
+        with self._change() as state:
+            function.boot_driver = function.driver
+            state.functions.append(function)
 
     # --- what is beside the GPUs ---------------------------------------------------------------
 
@@ -241,6 +313,7 @@ class Machine(MachineBase):
                 state.driver_version = version
                 state.cuda_version = catalogue.cuda_of_driver(version, state.cuda_version)
             self._forget(state)
+            pci.after_load(state)
 
     def set_missing_functions(self, *names: str) -> None:
         """Have NVML's library export none of these functions. It counts for a library that is loaded from now on."""
@@ -260,6 +333,7 @@ class Machine(MachineBase):
                 gpu.remapped_rows[2] = 0
                 gpu.links_down = []
             self._forget(state)
+            pci.after_boot(state)
 
     def _forget(self, state: State) -> None:
         """Forget everything that lives in the NVIDIA driver's memory."""

@@ -61,9 +61,9 @@ class Sessions:
         device files once in a process."""
         return [text for mark, text in self._all() if mark != _PROCESS]
 
-    def is_any_open(self) -> bool:
-        """Whether anybody has NVML open, this process too."""
-        return bool(self._all())
+    def of_all(self) -> list[str]:
+        """As `of_others`, with this process."""
+        return [text for _, text in self._all()]
 
     def _all(self) -> list[tuple[str, str]]:
         try:

@@ -17,6 +17,7 @@ from typing import Any
 FORMAT = 1
 KEPT_EVENTS = 512
 ANY_INSTANCE = 0xFFFFFFFF
+NVIDIA = "nvidia"
 
 
 @dataclass(slots=True)
@@ -107,6 +108,9 @@ class Holder:
 
 @dataclass(slots=True)
 class Gpu:
+    """`driver` is the kernel driver that has it while that is loaded, `boot_driver` the one after a boot, `override`
+    the only one that may take it, `vfio` the number of its vfio device."""
+
     uuid: str
     model: str
     bus_id: str
@@ -138,6 +142,10 @@ class Gpu:
     retired_pending: int = 0
     slowdown: int = 0
     holders: list[Holder] = field(default_factory=list)
+    driver: str = NVIDIA
+    boot_driver: str = NVIDIA
+    override: str = ""
+    vfio: int | None = None
 
     def instance(self, gi: int) -> GpuInstance | None:
         return next((item for item in self.instances if item.id == gi), None)
@@ -151,7 +159,7 @@ class Gpu:
 
 @dataclass(slots=True)
 class Fault:
-    """What the next matching NVML calls do before they answer, or instead of the answer."""
+    """What the next matching NVML calls, or writes to sysfs, do before they answer, or instead of the answer."""
 
     function: str
     code: int | None = None
@@ -172,8 +180,9 @@ class Event:
 
 @dataclass(slots=True)
 class Function:
-    """Another PCI function of the vendor, such as an NVSwitch, an audio function, or a virtual function of a GPU, whose
-    bus ID is `physical` then."""
+    """Another PCI function, such as an NVSwitch, an audio function, or a virtual function of a GPU, whose bus ID is
+    `physical` then. `beside` is the bus ID of a GPU in whose IOMMU group it is; functions of the same slot are anyway.
+    For the others see `Gpu`."""
 
     bus_id: str
     pcie: str
@@ -182,6 +191,11 @@ class Function:
     numa: int = -1
     driver: str = ""
     physical: str = ""
+    vendor: int = 0x10DE
+    beside: str = ""
+    boot_driver: str = ""
+    override: str = ""
+    vfio: int | None = None
 
 
 @dataclass
@@ -217,6 +231,11 @@ class State:
     def present(self) -> list[Gpu]:
         """GPUs on the bus, in the order in which NVML numbers them."""
         return sorted((gpu for gpu in self.gpus if gpu.present), key=lambda gpu: gpu.bus_id)
+
+    @cached_property
+    def shown(self) -> list[Gpu]:
+        """Those of `present` that NVML shows: the NVIDIA driver has them."""
+        return [gpu for gpu in self.present if gpu.driver == NVIDIA]
 
     def model_of(self, gpu: Gpu) -> Model:
         return self.models[gpu.model]

@@ -109,8 +109,8 @@ class Store:
             old, new = self._load(), self._parse(raw)
             yield new
             new.version = old.version + 1
-            new.__dict__.pop("by_uuid", None)
-            new.__dict__.pop("present", None)
+            for computed in ("by_uuid", "present", "shown"):
+                new.__dict__.pop(computed, None)
             if before_write is not None:
                 before_write(old, new)
             self.write(new)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.host.processes import any_runs, gpu_users, is_of_the_host, origin
+from dra_driver.host.processes import any_runs, gpu_users, is_of_the_host, origin, users_of
 from tests.fakes.tables import data_of
 
 UID = "0a1b2c3d-06c0-4d70-8a51-e59b25b2c16c"
@@ -121,3 +121,24 @@ def test_a_process_is_of_a_container_of_the_host_or_of_unknown_origin(
     (tmp_path / "4711").mkdir()
     (tmp_path / "4711/cgroup").write_text(f"{text}\n")
     assert origin(str(tmp_path), 4711) == expected
+
+
+def test_everybody_who_has_a_node_open_is_named_also_what_always_runs(tmp_path: Path) -> None:
+    host = proc(tmp_path, "0::/system.slice/a.service", "0::/b", "0::/c", "0::/d")
+    programs = {
+        4711: ("nvidia-persiste", "/dev/nvidia1"),
+        4712: ("qemu-system-x86", "/run/somewhere/dev/vfio/23"),
+        4713: ("python3", "/dev/nvidia11"),
+        4714: ("", "/dev/vfio/23"),
+    }
+    for pid, (name, file) in programs.items():
+        (tmp_path / f"{pid}/comm").write_text(f"{name}\n")
+        (tmp_path / f"{pid}/fd").mkdir()
+        (tmp_path / f"{pid}/fd/3").symlink_to(file)
+    assert users_of(host, ["/dev/nvidia1"]) == ["nvidia-persiste (process 4711)"]
+    assert users_of(host, ["/dev/vfio/23", "/dev/vfio/devices/vfio0"]) == [
+        "qemu-system-x86 (process 4712)",
+        "a program (process 4714)",
+    ]
+    assert users_of(host, ["/dev/nvidia3"]) == users_of(host, []) == []
+    assert users_of(proc(tmp_path / "container", namespace="pid:[4026532000]"), ["/dev/nvidia1"]) is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,13 +16,15 @@ from dra_driver.errors import (
     InvalidConfigError,
     NvmlDetachedError,
     NvmlInUseError,
+    NvmlPausedError,
     NvmlUnavailableError,
     RetryableError,
     StateError,
 )
 from dra_driver.files.file_lock import UseMark
 from dra_driver.host.nvidia_smi import NvidiaSmi
-from dra_driver.inventory.detachment import LOCK_FILE, Detachments, detach
+from dra_driver.inventory import discovery as discovery_module
+from dra_driver.inventory.detachment import LOCK_FILE, Detachments, detach, nvml_pause
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.inventory.rules.gpu_names import named_gpus
@@ -28,6 +32,7 @@ from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import nvml_library
 from tests.fakes.clock import Clock
 from tests.fakes.machines import SimulatedNode
+from tests.fakes.waiting import eventually
 
 
 @pytest.fixture
@@ -224,7 +229,7 @@ def test_a_failure_leaves_what_others_asked_for(detachments: Detachments, clock:
 
 
 def test_nvidia_smi_does_not_run_meanwhile(detachments: Detachments) -> None:
-    smi = NvidiaSmi(lambda: pytest.fail("it was looked for"), detachments.problem)
+    smi = NvidiaSmi(lambda: pytest.fail("it was looked for"), detachments.using_nvml)
     detachments.begin(60)
     with pytest.raises(RetryableError, match="NVML is closed until") as waits:
         smi.set_time_slice("GPU-1", 0)
@@ -270,3 +275,222 @@ def test_discovery_lets_go_and_comes_back(
     )
     reader.session.close()
     assert not detachments.is_nvml_open()
+
+
+# --- a pause ----------------------------------------------------------------------------------------
+
+
+def instance(
+    node: SimulatedNode, directory: Path, detachments: Detachments, heard: list[str]
+) -> tuple[NvmlReader, Discovery]:
+    """What an instance of the plugin has of all this."""
+
+    def hear(what: str) -> Callable[[], None]:
+        return lambda: heard.append(what)
+
+    load = detachments.guarded(lambda: nvml_library(node.machine))
+    reader = NvmlReader(load, mark=UseMark(directory / LOCK_FILE))
+    host = HostView(node.paths)
+    discovery = Discovery(
+        reader,
+        host,
+        hear("change"),
+        hear("reload"),
+        None,
+        hear("hardware"),
+        detachments.now,
+        detachments.is_paused,
+    )
+    return reader, discovery
+
+
+OTHER = """
+import json, structlog, sys
+from pathlib import Path
+from dra_driver.files.file_lock import UseMark
+from dra_driver.inventory import discovery as module
+from dra_driver.inventory.detachment import LOCK_FILE, Detachments
+from dra_driver.inventory.host_facts import HostView
+from dra_driver.model.host import HostPaths
+from dra_driver.nvml.reader import NvmlReader
+from dra_driver.simulator import nvml_library, open_machine
+
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+module._LOOK_EVERY_S = 0.01
+directory, machine = Path(sys.argv[1]), open_machine(Path(sys.argv[2]))
+root, heard = str(machine.host_root), []
+detachments = Detachments(directory, "boot-1")
+reader = NvmlReader(detachments.guarded(lambda: nvml_library(machine)), mark=UseMark(directory / LOCK_FILE))
+view = HostView(HostPaths(root, root, root, f"{root}/proc", f"{root}/sys"))
+tells = [lambda what=what: heard.append(what) for what in ("change", "reload", "hardware")]
+discovery = module.Discovery(
+    reader, view, tells[0], tells[1], None, tells[2], detachments.now, detachments.is_paused
+)
+discovery.start()
+for _ in sys.stdin:
+    found = discovery.inventory
+    told = {"gpus": found and len(found.every_gpu), "problem": discovery.unavailable(), "heard": heard}
+    print(json.dumps(told | {"open": reader.session.is_open}), flush=True)
+discovery.stop()
+"""
+
+
+class OtherInstance:
+    """The other instance of a rolling update, a process of its own."""
+
+    def __init__(self, directory: Path, machine: Path) -> None:
+        command = [sys.executable, "-c", OTHER, str(directory), str(machine)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def state(self) -> dict[str, object]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+    def stop(self) -> None:
+        self._process.communicate(timeout=20)
+
+
+@pytest.fixture
+def other(node: SimulatedNode, tmp_path: Path) -> Iterator[OtherInstance]:
+    made = OtherInstance(tmp_path, node.machine.directory)
+    yield made
+    made.stop()
+
+
+def test_all_instances_close_nvml_for_a_moment_and_keep_their_devices(
+    node: SimulatedNode,
+    tmp_path: Path,
+    detachments: Detachments,
+    other: OtherInstance,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(discovery_module, "_LOOK_EVERY_S", 0.01)
+    heard: list[str] = []
+    reader, discovery = instance(node, tmp_path, detachments, heard)
+    discovery.start()
+    known = ["change", "reload"]
+    eventually(lambda: other.state()["heard"] == heard == known)
+    gone = node.machine.gpu(7)
+    with nvml_pause(reader.session, detachments)(lambda: 20.0):
+        assert (node.machine.everybody(), detachments.is_nvml_open()) == ([], False)
+        assert other.state() == {"gpus": 8, "problem": None, "heard": known, "open": False}
+        node.machine.give_to(7, "vfio-pci")
+        assert discovery.unavailable() is None
+        assert discovery.inventory is not None
+        assert len(discovery.inventory.gpus) == 8
+    told = [*known, "change", "hardware"]
+    eventually(lambda: other.state() == {"gpus": 7, "problem": None, "heard": told, "open": True})
+    eventually(lambda: heard == told)
+    assert gone.uuid not in {gpu.uuid for gpu in discovery.inventory.every_gpu}, "neither shown nor lost"
+    assert len(node.machine.everybody()) == 2
+    discovery.stop()
+
+
+def test_settings_are_set_again_after_a_pause_though_the_hardware_is_the_same(
+    node: SimulatedNode, tmp_path: Path, detachments: Detachments
+) -> None:
+    heard: list[str] = []
+    reader, discovery = instance(node, tmp_path, detachments, heard)
+    discovery.scan_now(5)
+    heard.clear()
+    with reader.session.closed(lambda: 0.0):
+        pass
+    assert discovery._has_changed()
+    discovery.scan_now(5)
+    assert (heard, discovery._has_changed()) == (["hardware"], False)
+    reader.session.close()
+
+
+def test_look_that_a_pause_cuts_off_is_made_again_and_withdraws_nothing(
+    node: SimulatedNode, tmp_path: Path, detachments: Detachments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    reader, discovery = instance(node, tmp_path, detachments, heard)
+    discovery.scan_now(5)
+    read, cuts = reader.read_inventory, iter([True, True, False])
+
+    def cut_off() -> object:
+        if next(cuts):
+            with reader.session.closed(lambda: 0.0):
+                raise NvmlUnavailableError("count the GPUs: NVML is not initialised")
+        return read()
+
+    monkeypatch.setattr(reader, "read_inventory", cut_off)
+    monkeypatch.setattr("dra_driver.nvml.session._PATIENCE_S", 0.0)
+    heard.clear()
+    discovery.scan_now(5)
+    assert next(cuts, None) is None, "read three times"
+    assert (heard, discovery.unavailable()) == (["hardware"], None)
+    reader.session.close()
+
+
+def test_hanging_change_ends_the_pause_and_others_go_on(
+    node: SimulatedNode, tmp_path: Path, detachments: Detachments
+) -> None:
+    reader, discovery = instance(node, tmp_path, detachments, [])
+    discovery.scan_now(5)
+    closed = nvml_pause(reader.session, detachments)
+    with pytest.raises(RetryableError, match="unbind hangs"), closed(lambda: 5.0):
+        raise RetryableError("unbind hangs")
+    with reader.session.operation(lambda: 0.0):
+        assert len(reader.read_inventory().gpus) == 8
+    assert not detachments.is_paused()
+    reader.session.close()
+
+
+def test_pause_ends_when_somebody_does_not_close_nvml(detachments: Detachments, tmp_path: Path) -> None:
+    mark = UseMark(tmp_path / LOCK_FILE)
+    mark.hold()
+    refused = pytest.raises(NvmlInUseError, match="another process of gpu-dra-driver on this node")
+    with refused, detachments.pause(0.0):
+        pytest.fail("it began")
+    assert not detachments.is_paused()
+    mark.let_go()
+
+
+def test_no_pause_begins_while_the_node_is_detached(detachments: Detachments) -> None:
+    detachments.begin(60)
+    with pytest.raises(NvmlDetachedError, match="NVML is closed until"), detachments.pause(0.0):
+        pytest.fail("it began")
+
+
+def test_pauses_of_two_processes_overlap(detachments: Detachments, tmp_path: Path) -> None:
+    second = Detachments(tmp_path, "boot-1")
+    with detachments.pause(0.0):
+        with second.pause(0.0):
+            pass
+        assert detachments.is_paused()
+        assert second.problem() == "NVML is closed for a moment, while a GPU goes to another kernel driver"
+    assert (second.is_paused(), second.problem()) == (False, None)
+
+
+def test_nvidia_smi_and_the_mps_host_wait_for_the_end_of_a_pause(detachments: Detachments) -> None:
+    ended, waits = threading.Event(), threading.Event()
+
+    def run() -> None:
+        waits.set()
+        with detachments.using_nvml(10.0):
+            assert ended.is_set()
+            assert detachments.is_nvml_open()
+            done.set()
+
+    done = threading.Event()
+    runs = threading.Thread(target=run)
+    with detachments.pause(0.0):
+        with pytest.raises(NvmlPausedError), detachments.using_nvml(0.0):
+            pytest.fail("it ran")
+        assert not detachments.is_nvml_open()
+        runs.start()
+        assert waits.wait(10)
+        ended.set()
+    runs.join(10)
+    assert done.is_set()
+    smi = NvidiaSmi(lambda: pytest.fail("it was looked for"), detachments.using_nvml)
+    with (
+        detachments.pause(0.0),
+        pytest.raises(RetryableError, match="NVML is closed for a moment") as refused,
+    ):
+        smi.set_time_slice("GPU-1", 0, timeout_s=0.0)
+    assert refused.value.has_no_effect

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,6 +40,8 @@ BARE = tuple(h100(number, pcie_root=None, numa_node=None) for number in range(3)
 class Nvml:
     """NVML that shows `inventory`, or fails with `error`."""
 
+    is_open, pauses = True, 0
+
     def __init__(self) -> None:
         self.session = self
         self.inventory = inventory(*BARE)
@@ -59,6 +62,9 @@ class Nvml:
 
     def close(self) -> None:
         self.closed += 1
+
+    def kept_open(self) -> AbstractContextManager[int]:
+        return nullcontext(self.opened)
 
     def read_inventory(self) -> Inventory:
         self.reads += 1

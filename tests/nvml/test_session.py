@@ -10,6 +10,7 @@ from dra_driver.errors import (
     DriverGoneError,
     NvmlInUseError,
     NvmlLibraryError,
+    NvmlPausedError,
     NvmlUnavailableError,
     RetryableError,
 )
@@ -226,3 +227,155 @@ def test_end_of_the_process_cuts_off_no_operation(
         bench.session.close()
         assert (bench.session.is_open, pynvml.nvmlDeviceGetCount()) == (False, 4)
     assert [line["event"] for line in logs] == ["nvml_left_open"]
+
+
+# --- closed for a moment ----------------------------------------------------------------------------
+
+
+def clients(bench: Bench) -> list[str]:
+    return bench.node.machine.everybody()
+
+
+def test_who_comes_second_joins_and_the_last_one_opens_nvml(bench: Bench) -> None:
+    session, first_ends = bench.session, threading.Event()
+
+    def first() -> None:
+        with session.closed(lambda: 10):
+            assert first_ends.wait(10)
+
+    with in_thread(first):
+        eventually(lambda: not clients(bench))
+        with session.closed(lambda: 0.0):
+            first_ends.set()
+            eventually(lambda: session._pausing == 1)
+            assert (session.is_open, clients(bench), session.openings) == (False, [], 1)
+    assert (session.is_open, len(clients(bench)), session.openings, session.pauses) == (True, 1, 2, 2)
+    assert pynvml.nvmlDeviceGetCount() == 4
+
+
+def test_operation_waits_for_the_end_and_a_look_is_refused(bench: Bench) -> None:
+    session, waits = bench.session, threading.Event()
+    seen: list[int] = []
+
+    def patience() -> float:
+        waits.set()
+        return 10
+
+    def operation() -> None:
+        with session.operation(patience):
+            seen.append(pynvml.nvmlDeviceGetCount())
+
+    with session.closed(lambda: 0.0):
+        with pytest.raises(NvmlPausedError, match="closed for a moment"), session.kept_open():
+            pass
+        with pytest.raises(NvmlPausedError), session.operation(lambda: 0.0):
+            pass
+        later = threading.Thread(target=operation)
+        later.start()
+        assert waits.wait(10)
+        assert seen == []
+    later.join(10)
+    assert seen == [4]
+
+
+def test_operation_that_has_begun_is_waited_for_and_not_cut_off(bench: Bench) -> None:
+    session, ends = bench.session, threading.Event()
+    begun = threading.Event()
+
+    def operation() -> None:
+        with session.operation(lambda: 0.0):
+            begun.set()
+            assert ends.wait(10)
+            assert pynvml.nvmlDeviceGetCount() == 4
+
+    with in_thread(operation):
+        assert begun.wait(10)
+        with (
+            pytest.raises(NvmlInUseError, match="a change of a GPU is under way"),
+            session.closed(lambda: 0.0),
+        ):
+            pytest.fail("it was closed under an operation")
+        assert (session.is_open, session.openings) == (True, 1)
+
+        def patience() -> float:
+            ends.set()
+            return 10
+
+        with session.closed(patience):
+            assert clients(bench) == []
+    with session.operation(lambda: 0.0), pytest.raises(RuntimeError), session.closed(lambda: 0.0):
+        pass
+    assert session.is_open
+
+
+def test_error_of_the_patience_leaves_nvml_as_it_was(bench: Bench) -> None:
+    def none_left() -> float:
+        raise RetryableError("no time is left")
+
+    with pytest.raises(RetryableError, match="no time is left"), bench.session.closed(none_left):
+        pass
+    with bench.session.operation(lambda: 0.0):
+        assert (pynvml.nvmlDeviceGetCount(), bench.session.openings) == (4, 1)
+
+
+def test_nobody_opens_nvml_meanwhile(bench: Bench) -> None:
+    session = bench.session
+    with session.closed(lambda: 0.0):
+        with pytest.raises(NvmlInUseError, match="closed for a moment"):
+            session.reopen()
+        assert clients(bench) == []
+        with pytest.raises(NvmlPausedError), session.operation(lambda: 0.0):
+            pass
+    assert (session.is_open, len(clients(bench))) == (True, 1)
+
+
+def test_nvml_that_was_closed_before_stays_closed(bench: Bench) -> None:
+    bench.session.let_go("the node is detached")
+    with bench.session.closed(lambda: 0.0):
+        pass
+    assert not bench.session.is_open
+    with (
+        pytest.raises(NvmlUnavailableError, match="the node is detached"),
+        bench.session.operation(lambda: 0.0),
+    ):
+        pass
+
+
+def test_first_opening_is_waited_for_over_a_pause_before_it(bench: Bench) -> None:
+    fresh = NvmlSession(bench.node.session._loader)
+    with fresh.closed(lambda: 0.0):
+        pass
+    assert (fresh.is_open, fresh._is_changing) == (False, True)
+
+
+def test_end_of_the_process_ends_a_pause_for_good(bench: Bench) -> None:
+    with bench.session.closed(lambda: 0.0):
+        bench.session.close()
+    assert (bench.session.is_open, clients(bench)) == (False, [])
+
+
+def test_nvml_that_cannot_be_opened_after_a_pause_is_told_and_opened_later(bench: Bench, logs: list) -> None:
+    with bench.session.closed(lambda: 0.0):
+        bench.node.machine.unload_driver()
+    assert [line["event"] for line in logs] == ["nvml_unavailable"]
+    with pytest.raises(DriverGoneError), bench.session.operation(lambda: 0.0):
+        pass
+    bench.node.machine.load_driver()
+    bench.session.reopen()
+    assert pynvml.nvmlDeviceGetCount() == 4
+
+
+def test_pause_of_another_process_keeps_operations_waiting(bench: Bench) -> None:
+    def theirs() -> object:
+        raise NvmlPausedError
+
+    session = bench.session
+    with session.closed(lambda: 0.0):
+        session._loader = theirs
+    session._loader = bench._load
+    with pytest.raises(NvmlUnavailableError, match="is being initialised"), session.operation(lambda: 0.0):
+        pass
+    with session.closed(lambda: 0.0):
+        pass
+    with session.operation(lambda: 0.0):
+        assert pynvml.nvmlDeviceGetCount() == 4

@@ -43,7 +43,7 @@ def node_snapshot(machine: CommandMachine) -> NodeSnapshot:
         paths,
         machine.nvml_reader(machine.is_on_demand),
         machine.is_on_demand,
-        is_detached=lambda: machine.detachments.now() is not None,
+        is_detached=lambda: machine.detachments.problem() is not None,
     )
 
 
@@ -67,7 +67,7 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
         return state.cleanups, state.faults
     records = RecordStore(directory / "claims")
     programs = InstalledPrograms(machine.paths.driver_root, directory / "host.lib")
-    smi = NvidiaSmi(programs, machine.detachments.problem)
+    smi = NvidiaSmi(programs, machine.detachments.using_nvml)
     without_record = SpecsWithoutRecord(records, CdiDirectory(Path(settings.cdi_root), settings.driver_name))
     runner = StepDispatcher(
         {

@@ -16,6 +16,7 @@ from dra_driver.errors import (
     DraDriverError,
     NvmlDetachedError,
     NvmlLibraryError,
+    NvmlPausedError,
     NvmlUnavailableError,
     RetryableError,
 )
@@ -155,9 +156,9 @@ class DriverChecks:
         try:
             inventory = self.inventory.get()
         except NvmlDetachedError as error:
-            return warn(
-                str(error).partition("; ")[0], "`gpu-dra-driver detach --end` if that is not wanted any more"
-            )
+            ends = "`gpu-dra-driver detach --end` if that is not wanted any more"
+            remedy = "try again in some seconds" if isinstance(error, NvmlPausedError) else ends
+            return warn(str(error).partition("; ")[0], remedy)
         except NvmlLibraryError:
             raise
         except DraDriverError as error:

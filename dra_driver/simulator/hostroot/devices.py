@@ -11,7 +11,8 @@ from typing import Any
 from dra_driver.model.host import DeviceNode
 from dra_driver.simulator import mig
 from dra_driver.simulator.hostroot.entries import Entries, Link, Node, can_make_nodes
-from dra_driver.simulator.state import State
+from dra_driver.simulator.hostroot.vfio import vfio_nodes
+from dra_driver.simulator.state import NVIDIA, State
 
 NVIDIA_MAJOR = 195
 DRM_MAJOR = 226
@@ -32,7 +33,7 @@ def devices(state: State) -> Entries:
     }
     for gpu in state.present:
         entries[f"dev/nvidia{gpu.minor}"] = Node(NVIDIA_MAJOR, gpu.minor)
-        if gpu.drm is not None and state.driver_loaded:
+        if gpu.drm is not None and state.driver_loaded and gpu.driver == NVIDIA:
             card, render = f"card{gpu.drm}", f"renderD{127 + gpu.drm}"
             entries[f"dev/dri/{card}"] = Node(DRM_MAJOR, gpu.drm, 0o660, _VIDEO)
             entries[f"dev/dri/{render}"] = Node(DRM_MAJOR, 127 + gpu.drm, 0o660, _RENDER)
@@ -48,7 +49,7 @@ def devices(state: State) -> Entries:
         entries["dev/nvidia-nvswitchctl"] = Node(SWITCH_MAJOR, 255)
     if state.fabric.get("cluster"):
         entries["dev/nvidia-caps-imex-channels/channel0"] = Node(system["imex_major"], 0)
-    return entries
+    return entries | vfio_nodes(state)
 
 
 class SimulatedDeviceNodes:

@@ -82,11 +82,11 @@ def nvidia_smi(state: State) -> Entries:
         f"DRIVER_LOADED={'yes' if state.driver_loaded else 'no'}",
         f"CUDA_VERSION={cuda // 1000}.{cuda % 1000 // 10}",
         f"NVML_VERSION={cuda // 1000}.{version}",
-        f"GPU_COUNT={len(state.present)}",
+        f"GPU_COUNT={len(state.shown)}",
         "each_device() {",
         "    :",
     ]
-    for gpu in state.present:
+    for gpu in state.shown:
         lines.append(f"    on_gpu {_gpu_facts(state, gpu)}")
         lines += [f"    on_mig {facts}" for facts in _mig_facts(state, gpu)]
     lines.append("}")

@@ -9,7 +9,8 @@ from dra_driver.simulator import mig
 from dra_driver.simulator.catalogue import driver_facts
 from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Text
 from dra_driver.simulator.hostroot.host_devices import HOST_DEVICE_MAJORS, host_devices
-from dra_driver.simulator.state import Function, Gpu, State
+from dra_driver.simulator.hostroot.vfio import vfio_files
+from dra_driver.simulator.state import NVIDIA, Function, Gpu, State
 
 _FIXED_DEVICES = ("  1 mem", "  4 tty", "  5 /dev/tty", "  5 /dev/console", " 10 misc", " 29 fb", "226 drm")
 
@@ -33,7 +34,7 @@ def procfs(state: State) -> Entries:
     entries[f"{caps}/mig/config"] = _access(1, 0o400)
     entries[f"{caps}/mig/monitor"] = _access(2, 0o444)
     entries[f"{caps}/fabric-imex-mgmt"] = _access(4323, 0o400)
-    for gpu in state.present:
+    for gpu in state.shown:
         entries[f"proc/driver/nvidia/gpus/{gpu.bus_id}/information"] = Text(_information(state, gpu))
         if state.model_of(gpu).mig:
             entries[f"{caps}/gpu{gpu.minor}/mig"] = Directory()
@@ -110,24 +111,20 @@ def sysfs(state: State) -> Entries:
     if state.driver_loaded:
         entries["sys/module/nvidia/version"] = Text(f"{state.driver_version}\n")
         entries["sys/module/nvidia/initstate"] = Text("live\n")
-    for group, gpu in enumerate(state.present):
+    for gpu in state.present:
         device = _pci_device(entries, gpu.bus_id, gpu.pcie, gpu.numa)
         model = state.model_of(gpu)
         number, vendor = model.pci_id >> 16, model.pci_id & 0xFFFF
         entries.update(_identity(device, vendor, number, model.pci_class, model.subsystem_id, lost=gpu.lost))
         entries[f"{device}/local_cpulist"] = Text(f"{gpu.cpus}\n")
-        entries[f"{device}/iommu_group"] = Link(f"{_up(device)}/kernel/iommu_groups/{group + 20}")
-        entries[f"sys/kernel/iommu_groups/{group + 20}/devices/{gpu.bus_id}"] = Link(
-            f"../../../../{device[4:]}"
-        )
-        if state.driver_loaded:
-            _bind(entries, device, gpu.bus_id, "nvidia")
+        if gpu.driver == NVIDIA and state.driver_loaded:
+            _bind(entries, device, gpu.bus_id, NVIDIA)
             if gpu.drm is not None:
                 entries[f"{device}/drm/card{gpu.drm}/dev"] = Text(f"226:{gpu.drm}\n")
                 entries[f"{device}/drm/renderD{127 + gpu.drm}/dev"] = Text(f"226:{127 + gpu.drm}\n")
     for function in state.functions:
         _other_function(entries, state, function)
-    return entries
+    return entries | vfio_files(state)
 
 
 def _up(device: str) -> str:
@@ -172,9 +169,11 @@ def _bind(entries: Entries, device: str, bus_id: str, driver: str) -> None:
 
 def _other_function(entries: Entries, state: State, function: Function) -> None:
     device = _pci_device(entries, function.bus_id, function.pcie, function.numa)
-    subsystem = function.device << 16 | 0x10DE
-    entries.update(_identity(device, 0x10DE, function.device, function.pci_class, subsystem))
+    subsystem = function.device << 16 | function.vendor
+    entries.update(_identity(device, function.vendor, function.device, function.pci_class, subsystem))
     if function.physical:
         entries[f"{device}/physfn"] = Link(f"../{function.physical}")
-    if function.driver and (state.driver_loaded or not function.driver.startswith("nvidia")):
+    # A vfio driver is linked where everything of vfio is.
+    has_driver = state.driver_loaded or not function.driver.startswith("nvidia")
+    if function.driver and function.vfio is None and has_driver:
         _bind(entries, device, function.bus_id, function.driver)

@@ -17,7 +17,7 @@ from dra_driver.errors import StateError
 from dra_driver.simulator.library.refs import Return, address, number, text
 from dra_driver.simulator.mig import Refusal
 from dra_driver.simulator.sessions import Session
-from dra_driver.simulator.state import ComputeInstance, Fault, Gpu, GpuInstance, State
+from dra_driver.simulator.state import NVIDIA, ComputeInstance, Fault, Gpu, GpuInstance, State
 from dra_driver.simulator.topology import sysfs_bus_id
 
 KIND_GPU, KIND_MIG, KIND_GI, KIND_CI = range(4)
@@ -70,7 +70,7 @@ class Core:
                 return int(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
             if self._references == 0:
                 self.session = self.machine.open_session(_program())
-                self._order = [gpu.uuid for gpu in state.present if not gpu.lost]
+                self._order = [gpu.uuid for gpu in state.shown if not gpu.lost]
                 self._driver_load = state.driver_loads
                 for uuid in self._order:
                     if uuid not in self._slots:
@@ -116,7 +116,7 @@ class Core:
 
     def gpu_of(self, state: State, uuid: str) -> Gpu:
         gpu = state.by_uuid.get(uuid)
-        if gpu is None or gpu.lost or not gpu.present:
+        if gpu is None or gpu.lost or not gpu.present or gpu.driver != NVIDIA:
             raise Return(pynvml.NVML_ERROR_GPU_IS_LOST)
         return gpu
 

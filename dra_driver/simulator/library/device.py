@@ -114,6 +114,13 @@ class Device(Core):
         rates.gpu = busy(gpu.holders)
         rates.memory = rates.gpu // 2
 
+    def nvmlDeviceGetPersistenceMode(self, handle: Any, out: Any) -> None:  # noqa: N802
+        put(out, self.gpu(handle)[1].persistence)
+
+    def nvmlDeviceSetPersistenceMode(self, handle: Any, mode: Any) -> None:  # noqa: N802
+        _, gpu = self.gpu(handle)
+        self.machine.set_gpu(gpu.uuid, persistence=number(mode))
+
     # --- processes -----------------------------------------------------------------------------
 
     def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, out: Any) -> int:  # noqa: N802

@@ -1,0 +1,121 @@
+"""Drivers of PCI functions on simulated machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pynvml
+import pytest
+
+from dra_driver.errors import InvalidConfigError
+from dra_driver.simulator import Machine, SimulatedPciControl, commands
+
+GPU = "0000:16:00.0"
+
+
+def link(machine: Machine, path: str) -> str | None:
+    found = machine.host_root / path
+    return found.readlink().name if found.is_symlink() else None
+
+
+def test_nvml_does_not_show_a_gpu_that_vfio_has(
+    nvml: Callable[..., Machine], reload: Callable[[Machine], None]
+) -> None:
+    machine = nvml("l40s-8")
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    machine.give_to(0, "vfio-pci")
+    with pytest.raises(pynvml.NVMLError_GpuIsLost):
+        pynvml.nvmlDeviceGetName(handle)
+    reload(machine)
+    assert pynvml.nvmlDeviceGetCount() == 7
+    assert not (machine.host_root / "proc/driver/nvidia/gpus" / GPU).exists()
+    assert "GPU_COUNT=7" in (machine.host_root / "usr/bin/nvidia-smi").read_text()
+    assert not (machine.host_root / "dev/dri/card1").exists()
+    machine.give_to(0, "nvidia")
+    reload(machine)
+    assert pynvml.nvmlDeviceGetCount() == 8
+
+
+def test_group_has_its_functions_and_a_node_while_vfio_has_one(make: Callable[..., Machine]) -> None:
+    machine = make("l40s-8", device_nodes="described")
+    root = machine.host_root
+    group = root / "sys/kernel/iommu_groups/20/devices"
+    assert sorted(path.name for path in group.iterdir()) == [GPU, "0000:16:00.1"]
+    assert all((path / "vendor").is_file() for path in group.iterdir())
+    assert not (root / "dev/vfio").exists()
+    machine.give_to(0, "vfio-pci")
+    assert (link(machine, f"sys/bus/pci/devices/{GPU}/driver"), (root / "dev/vfio/20").is_file()) == (
+        "vfio-pci",
+        True,
+    )
+    assert (root / f"sys/bus/pci/drivers/vfio-pci/{GPU}/vfio-dev/vfio0/dev").read_text() == "242:0\n"
+    machine.set_vfio(iommu=False, iommufd=True)
+    assert not (root / "sys/kernel/iommu_groups").exists()
+    assert ((root / "dev/vfio/devices/vfio0").is_file(), (root / "dev/iommu").is_file()) == (True, True)
+
+
+def test_gpu_that_nobody_has_goes_to_the_nvidia_driver_when_that_is_loaded(
+    make: Callable[..., Machine],
+) -> None:
+    machine = make("l40s-8")
+    control = SimulatedPciControl(machine)
+    machine.set_gpu(0, persistence=0)
+    drivers = str(machine.host_root / "sys/bus/pci/drivers")
+    control.write(f"{drivers}/nvidia/unbind", GPU)
+    assert link(machine, f"sys/bus/pci/devices/{GPU}/driver") is None
+    with pytest.raises(OSError, match="No such device"):
+        control.write(f"{drivers}/nvidia/unbind", GPU)
+    with pytest.raises(FileNotFoundError):
+        control.write(f"{drivers}/vfio-pci/bind", GPU)
+    with pytest.raises(OSError, match="No such device"):
+        control.write(f"{drivers}_probe", "0000:ff:00.0")
+    for path in ("/sys/bus/pci/drivers_probe", f"{drivers}/nvidia/new_id"):
+        with pytest.raises(FileNotFoundError):
+            control.write(path, GPU)
+    machine.unload_driver()
+    assert not Path(drivers, "nvidia").exists()
+    machine.load_driver()
+    assert link(machine, f"sys/bus/pci/devices/{GPU}/driver") == "nvidia"
+    with pytest.raises(OSError, match="Device or resource busy"):
+        control.write(f"{drivers}/nvidia/bind", GPU)
+
+
+def test_override_ends_with_a_reboot_and_what_an_administrator_set_does_not(
+    make: Callable[..., Machine],
+) -> None:
+    machine = make("l40s-8")
+    control = SimulatedPciControl(machine)
+    file = machine.host_root / "sys/bus/pci/devices" / GPU / "driver_override"
+    control.write(str(file), "vfio-pci\n")
+    assert file.read_text() == "vfio-pci\n"
+    machine.give_to(1, "vfio-pci")
+    machine.reboot()
+    assert file.read_text() == "(null)\n"
+    assert link(machine, f"sys/bus/pci/devices/{GPU}/driver") == "nvidia"
+    assert link(machine, f"sys/bus/pci/devices/{machine.gpu(1).bus_id}/driver") == "vfio-pci"
+    machine.remove_gpu(1)
+    machine.add_gpu("l40s")
+    assert link(machine, f"sys/bus/pci/devices/{machine.gpu(1).bus_id}/driver") == "vfio-pci"
+
+
+def test_commands_speak_of_drivers_modules_and_writes(make: Callable[..., Machine]) -> None:
+    machine = make("l40s-8")
+    assert commands.give(machine, "1", "vfio-pci").startswith("vfio-pci has GPU 1 (gpu-")
+    with pytest.raises(
+        InvalidConfigError, match="there is no driver 'nouveau' for a GPU; choose of nvidia, vfio-pci"
+    ):
+        commands.give(machine, "1", "nouveau")
+    said = commands.vfio(machine, iommu=None, iommufd=True, installed=None, loaded=None)
+    assert said == "IOMMU: on; iommufd: there; modules: vfio_pci; loaded: vfio_pci"
+    said = commands.vfio(machine, iommu=False, iommufd=None, installed="", loaded="")
+    assert said == "IOMMU: off; iommufd: there; modules: none; loaded: none"
+    with pytest.raises(
+        InvalidConfigError, match="there are no modules vfio; choose of vfio_pci, nvgrace_gpu_vfio_pci"
+    ):
+        commands.vfio(machine, iommu=None, iommufd=None, installed="vfio", loaded=None)
+    given = {"delay_s": 0.0, "count": None, "gpu": "1"}
+    for code, text in (("EBUSY", "device or resource busy"), ("hang", "hang"), ("5", "input/output error")):
+        assert commands.fault(machine, "unbind", code=code, **given) == f"unbind is faulty now ({text})"
+    with pytest.raises(InvalidConfigError, match="a write to sysfs cannot end with 'gpu-is-lost'; use EBUSY"):
+        commands.fault(machine, "unbind", code="gpu-is-lost", **given)
