@@ -200,7 +200,7 @@ class CdiSteps:
         if own is not None:
             interface, path = IOMMU_NODE, f"/dev/vfio/devices/{own}"
         nodes = []
-        for wanted in ((interface, path) if planned.has_api_device else (path,)):
+        for wanted in (interface, path) if planned.has_api_device else (path,):
             node = self._cards.node(wanted)
             if node is None:
                 raise RetryableError(

@@ -10,7 +10,7 @@ the kubelet forget a pod that it could not end. Which processes count:
 | the server of MPS | no | it ends with its daemon, which stops when the claim is taken back |
 | on a device of which another claim holds a share | no | it may be that claim's; no other claim gets the device |
 | on a device that is held with admin access only | no | the device belongs to another claim |
-| on a GPU for a virtual machine | no | NVML does not show it; who holds its vfio node is asked before it is given back |
+| on a GPU for a virtual machine | no | NVML does not show it; it is given back when no process has its vfio node |
 
 A claim with admin access does not hold the device. If its processes compute there, they count all the same: no device
 is given out while a process uses it.

@@ -152,7 +152,9 @@ class Inventory:
     def offered_gpus(self) -> tuple[Gpu, ...]:
         """As `every_gpu`, and the GPUs under vfio."""
         bound = {card.bus_id: Gpu(uuid, pci_bus_id=card.bus_id) for uuid, card in self.under_vfio.items()}
-        others = (gpu for gpu in self.every_gpu if gpu.pci_bus_id not in bound and gpu.uuid not in self.under_vfio)
+        others = (
+            gpu for gpu in self.every_gpu if gpu.pci_bus_id not in bound and gpu.uuid not in self.under_vfio
+        )
         return tuple(sorted((*bound.values(), *others), key=_pci_order))
 
     @cached_property

@@ -176,7 +176,9 @@ def sharing_caution(client: ApiClient) -> str | None:
 
 def shares_counters(inventory: Inventory, sharing: SharingPolicy) -> bool:
     """Whether a device with counters may be shared by claims."""
-    return any(sharing.rule_for(device) for device in inventory.devices() if is_counted(device.gpu, inventory))
+    return any(
+        sharing.rule_for(device) for device in inventory.devices() if is_counted(device.gpu, inventory)
+    )
 
 
 class ApiSupport:

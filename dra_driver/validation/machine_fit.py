@@ -166,7 +166,7 @@ class MachineFit:
         try:
             claim = parse_allocated_claim(body, ClaimRef("", "claim", "0"))
             ours = [result for result in claim.results if result.driver == self._driver]
-            devices = [(result, kinds[result.device]) for result in ours if kinds.get(result.device) in KINDS]
+            devices = [(result, kind) for result in ours if (kind := kinds.get(result.device)) in KINDS]
             is_for_virtual_machine(devices)
             for result, kind in devices:
                 parameters = config_for_result(result, claim.configs, self._driver, kind)

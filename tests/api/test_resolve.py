@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.api.config import GROUP_VERSION, GpuConfig, MigDeviceConfig, Sharing, VfioDeviceConfig
+from dra_driver.api.config import GROUP_VERSION, GpuConfig, MigDeviceConfig, VfioDeviceConfig
 from dra_driver.api.resolve import ResolvedConfig, config_for_result
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import DeviceConfig, DeviceResult

@@ -31,7 +31,18 @@ from dra_driver.model.steps import WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.mps.host_files import mps_layout
 from tests.cdi.cdi_schema import faults
 from tests.fakes.preparing import no_programs
-from tests.fakes.samples import DRIVER, NODE, VFIO_0, VFIO_1, bound_by_hand, card, claim, h100, inventory, result
+from tests.fakes.samples import (
+    DRIVER,
+    NODE,
+    VFIO_0,
+    VFIO_1,
+    bound_by_hand,
+    card,
+    claim,
+    h100,
+    inventory,
+    result,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 STEP = WriteCdiSpec()
@@ -70,7 +81,9 @@ class Bench:
         self.nodes = Nodes()
         self.sys = directory / "sys"
         self.directory = directory
-        paths = HostPaths(driver_root=str(directory / "nothing"), sys=str(self.sys), proc=str(directory / "proc"))
+        paths = HostPaths(
+            driver_root=str(directory / "nothing"), sys=str(self.sys), proc=str(directory / "proc")
+        )
         self.specs = CdiDirectory(directory / "cdi", DRIVER)
         self.specs.create()
         self.steps = CdiSteps(
@@ -150,7 +163,9 @@ def test_nodes_are_those_that_the_claim_prefers_and_the_kernel_has(
 ) -> None:
     plan = bench.plan(**iommu)
     if has_iommufd:
-        bench.has_iommufd(card(0).bus_id, "vfio3")  # after the plan: the kernel names it when the card is bound
+        bench.has_iommufd(
+            card(0).bus_id, "vfio3"
+        )  # after the plan: the kernel names it when the card is bound
     assert bench.paths(plan) == {VFIO_0: expected}
 
 
@@ -209,9 +224,7 @@ def test_kubevirt_finds_the_address_of_the_card(tmp_path: Path, found: Inventory
     assert [document["apiVersion"].rpartition("/")[2] for document in documents] == ["v1beta1", "v1alpha1"]
     (request,) = documents[1]["requests"]
     (device,) = request["devices"]
-    standard = {
-        key.rpartition("/")[2]: value for key, value in device["attributes"].items() if "/" in key
-    }
+    standard = {key.rpartition("/")[2]: value for key, value in device["attributes"].items() if "/" in key}
     assert standard == {
         "pciBusID": {"string": "0000:10:00.0"},
         "pcieRoot": {"string": "pci0000:0f"},

@@ -42,13 +42,13 @@ HELD = HeldDevice(VFIO_0, "vfio", uuid_of_bus_id(card(0).bus_id), uuid(0))
 WHOLE = HeldDevice(GPU_0, "gpu", uuid(0), uuid(0))
 
 
-def plan(
-    wanted: AllocatedClaim, *others: ClaimRecord, found: Inventory = FREE, **more: Any
-) -> Plan:
+def plan(wanted: AllocatedClaim, *others: ClaimRecord, found: Inventory = FREE, **more: Any) -> Plan:
     return plan_claim(wanted, found, NODE, DRIVER, others, **more)
 
 
-def config(*requests: str, source: str = "FromClaim", kind: str = "VfioDeviceConfig", **iommu: Any) -> DeviceConfig:
+def config(
+    *requests: str, source: str = "FromClaim", kind: str = "VfioDeviceConfig", **iommu: Any
+) -> DeviceConfig:
     fields = {"iommu": iommu} if iommu else {}
     parameters = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": kind, **fields}
     return DeviceConfig(source, requests, DRIVER, parameters)
@@ -169,10 +169,15 @@ def test_virtual_machine_gets_nothing_beside_its_gpu() -> None:
         ((config(),), (False, False)),
         ((config(backendPolicy="PreferIommuFD", enableAPIDevice=True),), (True, True)),
         ((config("gpu", backendPolicy="PreferIommuFD"), config(enableAPIDevice=True)), (False, True)),
-        ((config(backendPolicy="PreferIommuFD"), config(source="FromClass", enableAPIDevice=True)), (True, False)),
+        (
+            (config(backendPolicy="PreferIommuFD"), config(source="FromClass", enableAPIDevice=True)),
+            (True, False),
+        ),
     ],
 )
-def test_last_parameters_that_apply_count(configs: tuple[DeviceConfig, ...], means: tuple[bool, bool]) -> None:
+def test_last_parameters_that_apply_count(
+    configs: tuple[DeviceConfig, ...], means: tuple[bool, bool]
+) -> None:
     (device,) = plan(claim(VFIO_0, configs=configs)).devices
     assert (device.prefers_iommufd, device.has_api_device) == means
 
@@ -184,7 +189,7 @@ def test_each_device_has_the_parameters_of_its_request() -> None:
 
 
 def test_parameters_of_another_type_are_refused() -> None:
-    with pytest.raises(InvalidConfigError, match="GpuConfig does not fit device .* which is a VFIO device"):
+    with pytest.raises(InvalidConfigError, match=r"GpuConfig does not fit device .* which is a VFIO device"):
         plan(claim(VFIO_0, configs=(config("gpu", kind="GpuConfig"),)))
 
 

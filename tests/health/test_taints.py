@@ -42,7 +42,19 @@ from dra_driver.model.inventory import DynamicMigDevice
 from dra_driver.model.mig import OwnedInstance, Partitioning, Placement
 from dra_driver.slices.rules.api_limits import MAX_TAINTS
 from dra_driver.slices.rules.kubernetes_releases import OLDEST_TAINTS
-from tests.fakes.samples import GPU_0, MIG_1G, MIG_3G, MIXED, ONE_G, VFIO_0, bound, card, h100, inventory, uuid
+from tests.fakes.samples import (
+    GPU_0,
+    MIG_1G,
+    MIG_3G,
+    MIXED,
+    ONE_G,
+    VFIO_0,
+    bound,
+    card,
+    h100,
+    inventory,
+    uuid,
+)
 
 NOW = 1_800_000_000
 TIME = "2027-01-15T08:00:00Z"

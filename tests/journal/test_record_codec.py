@@ -17,8 +17,8 @@ from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing_mode import MpsShared, TimeSliced
 from dra_driver.model.steps import (
-    CreateMig,
     BindVfio,
+    CreateMig,
     LeaveMigMode,
     RunMps,
     SetTimeSlice,

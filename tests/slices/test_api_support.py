@@ -99,7 +99,10 @@ def test_partitions_are_asked_for_when_there_could_be_some(bench: Bench) -> None
 @pytest.mark.parametrize("one", [card(0), bound(0)], ids=["free", "under vfio"])
 def test_cards_need_counters(bench: Bench, one: Card) -> None:
     bench.answers = [UNCOUNTED]
-    assert bench.support.of(inventory(cards=(one,)) if one.is_bound else inventory(h100(0), cards=(one,))) == UNCOUNTED
+    assert (
+        bench.support.of(inventory(cards=(one,)) if one.is_bound else inventory(h100(0), cards=(one,)))
+        == UNCOUNTED
+    )
     assert (bench.asked, bench.support.problem, bench.told) == ([(ALL, True)], "gate off", ["gate off"])
 
 

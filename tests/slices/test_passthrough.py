@@ -46,7 +46,9 @@ JsonObject = dict[str, Any]
 
 
 def on_demand(number: int) -> Gpu:
-    return replace(h100(number), partitioning=beside(table(MODELS["NVIDIA H100 80GB HBM3"]), (), offers_whole=True))
+    return replace(
+        h100(number), partitioning=beside(table(MODELS["NVIDIA H100 80GB HBM3"]), (), offers_whole=True)
+    )
 
 
 def names(pool: Pool) -> list[list[str]]:
@@ -125,9 +127,7 @@ def test_no_card_is_offered_where_the_server_drops_counters() -> None:
 
 
 def test_virtual_machines_get_no_shares() -> None:
-    pool = build_pool(
-        inventory(h100(0), cards=(card(0),)), NODE, share_all(SharingRule("shares", 4, "mps"))
-    )
+    pool = build_pool(inventory(h100(0), cards=(card(0),)), NODE, share_all(SharingRule("shares", 4, "mps")))
     shared, whole = pool.slices[1].devices
     assert (shared["allowMultipleAllocations"], "allowMultipleAllocations" in whole) == (True, False)
     assert set(whole["capacity"]) == {"addressableMemory"}

@@ -277,8 +277,8 @@ def _steps(
 
 
 def _bindings(offered: OfferedDevice, known: ClaimRecord | None) -> Iterator[BindVfio]:
-    """None for a card that an administrator has bound: it stays as it is. A binding that the claim's record has is kept:
-    a step that left the record would never be undone."""
+    """None for a card that an administrator has bound: it stays so. A binding that the claim's record has is kept: a
+    step that left the record would never be undone."""
     if not isinstance(offered, VfioDevice):
         return
     card = offered.card

@@ -25,7 +25,7 @@ def is_for_virtual_machine(devices: Sequence[tuple[DeviceResult, DeviceKind]]) -
             )
         if result.admin_access:
             raise ClaimRefusedError(
-                f"request {result.request}: device {result.device} is for a virtual machine, so adminAccess has nothing "
-                "to look at; request a device of type gpu or mig"
+                f"request {result.request}: device {result.device} is for a virtual machine, so adminAccess has "
+                "nothing to look at; request a device of type gpu or mig"
             )
     return bool(passed)

@@ -44,9 +44,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class ClusterDevice:
-    """A device of ours; of a card that containers or a virtual machine may get, the one that there is now. `node` is ALL_NODES or SOME_NODES where several can use it. `state` is of the whole
-    device: `blocked` if what other devices take of the same GPU leaves too little for it. A device that is shared is
-    allocated from its first holder on. `capacity` is of shared devices only."""
+    """A device of ours; of a card that containers or a virtual machine may get, the one that there is now. `node` is
+    ALL_NODES or SOME_NODES where several can use it. `state` is of the whole device: `blocked` if what other devices
+    take of the same GPU leaves too little for it. A device that is shared is allocated from its first holder on.
+    `capacity` is of shared devices only."""
 
     node: str
     pool: str

@@ -78,9 +78,7 @@ def has_counters(gpu: Gpu) -> bool:
 
 def is_counted(gpu: Gpu, inventory: Inventory) -> bool:
     """Whether the GPU has a counter set: it `has_counters`, or either a container or a virtual machine gets it."""
-    return has_counters(gpu) or (
-        gpu.uuid in inventory.cards_by_gpu and gpu.uuid not in inventory.under_vfio
-    )
+    return has_counters(gpu) or (gpu.uuid in inventory.cards_by_gpu and gpu.uuid not in inventory.under_vfio)
 
 
 def counter_set(gpu_name: str, gpu: Gpu) -> JsonObject:

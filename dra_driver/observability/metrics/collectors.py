@@ -384,5 +384,7 @@ def _condition_of(device: OfferedDevice, health: Monitor, instances: Instances) 
     """One word for the health of a device, from its GPU and its instance."""
     reasons = device_reasons(device, health.states(), instances)
     state = HealthState(HealthTarget(device.gpu.uuid), reasons)
-    is_bound = isinstance(device, VfioDevice) and device.card.is_bound  # nobody looks at it, and that is no fault
+    is_bound = (
+        isinstance(device, VfioDevice) and device.card.is_bound
+    )  # nobody looks at it, and that is no fault
     return condition(state, is_fresh=is_bound or health.is_fresh(device.gpu.uuid))

@@ -51,9 +51,7 @@ def wire_device(device: OfferedDevice, inventory: Inventory) -> JsonObject:
     return _wire(name, {**specific, **_common_attributes(gpu, inventory)}, capacity)
 
 
-def _wire(
-    name: str, attributes: Mapping[str, JsonObject | None], capacity: Mapping[str, str]
-) -> JsonObject:
+def _wire(name: str, attributes: Mapping[str, JsonObject | None], capacity: Mapping[str, str]) -> JsonObject:
     entry: JsonObject = {
         "name": name,
         "attributes": {key: attributes[key] for key in sorted(attributes) if attributes[key] is not None},
