@@ -479,22 +479,25 @@ def resolve(
         )
     elif shared != NO_SHARING:
         values["sharing"] = shared
-    for gate, name in GATES.items():
-        if given.get(name) is None and has_gate(given.get("feature_gates") or "", gate):
-            values[name] = True
+    gates = given.get("feature_gates") or ""
+    values |= {
+        name: True for gate, name in GATES.items() if given.get(name) is None and has_gate(gates, gate)
+    }
     is_told = "node_name" in told or any(fault.startswith("nodeName:") for fault in in_file)
     if not values.get("node_name") and is_read and not is_told:
         wrong.append(
             "the node's name is missing; set --node-name or NODE_NAME (in a pod: fieldRef spec.nodeName)"
         )
     driver = values.get("driver_name", DEFAULT_DRIVER_NAME)
-    has_files = {"--device-metadata": values.get("device_metadata", "off") != "off"}
-    has_files["--passthrough"] = bool(values.get("passthrough"))
-    for flag, is_on in has_files.items():
-        if is_on and driver[:1].isdecimal():
-            wrong.append(
-                f"{flag} needs a driver name that begins with a letter, because CDI does; {driver} does not"
-            )
+    needs_letter = {
+        "--device-metadata": values.get("device_metadata", "off") != "off",
+        "--passthrough": bool(values.get("passthrough")),
+    }
+    wrong += [
+        f"{flag} needs a driver name that begins with a letter, because CDI does; {driver} does not"
+        for flag, is_on in needs_letter.items()
+        if is_on and driver[:1].isdecimal()
+    ]
     _raise(wrong, in_file, config_file)
     return Settings(**values)
 

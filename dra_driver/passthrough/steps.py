@@ -75,9 +75,9 @@ class VfioSteps:
         rescan: Callable[[float | None], None],
         detached: Callable[[], str | None],
     ) -> None:
-        """Within `pause` NVML is closed in every process of ours; it is asked with what returns how many seconds that may
-        take. `rescan` has discovery look again, and waits so many seconds for that, None: not at all. `detached` says why
-        NVML is kept closed, None if it is not."""
+        """Within `pause` NVML is closed in every process of ours; it is asked with what returns how many seconds that
+        may take. `rescan` has discovery look again, and waits so many seconds for that, None: not at all. `detached`
+        says why NVML is kept closed, None if it is not."""
         self._cards = cards
         self._ledger = ledger
         self._nvml = nvml
@@ -196,8 +196,8 @@ class VfioSteps:
                 self._persistence.set(step.gpu_uuid, step.pci_bus_id, on=False)
 
     def _refuse_programs(self, step: BindVfio) -> None:
-        """Raises: RetryableError if programs still have the GPU open a moment after NVML was closed and persistence mode
-        left. The call does not wait for them: each look closes NVML for all GPUs, and a monitor never ends."""
+        """Raises: RetryableError if programs still have the GPU open a moment after NVML was closed and persistence
+        mode left. The call does not wait for them: each look closes NVML for all GPUs, and a monitor never ends."""
         end = time.monotonic() + seconds_for("see who has the GPU open", _LET_GO_S)
         while (users := self._cards.gpu_users(step.pci_bus_id)) and time.monotonic() < end:
             time.sleep(_LOOK_S)
@@ -321,7 +321,6 @@ class VfioSteps:
                 return error
         return None
 
-
     def _end_of(self, stuck: NotAnsweredError | None, step: BindVfio) -> None:
         """Wait until a write that blocks has ended, however long it takes: meanwhile nobody else may touch the card.
 
@@ -356,5 +355,3 @@ def _refuse_users(step: BindVfio, users: Iterable[str]) -> None:
 
 def _in_use(step: BindVfio, users: Sequence[str]) -> str:
     return f"GPU {step.gpu_uuid} ({step.pci_bus_id}) is in use by {', '.join(users)}; end that, or wait until it ends"
-
-

@@ -5,7 +5,7 @@
 | a time slice | is offered, and nobody waits for it | after a reboot |
 | an MPS daemon, with its compute mode | is withheld; who wants the GPU has it undone first | after a reboot |
 | a MIG device, while the GPU is busy | is withheld; who wants the GPU has it destroyed first | after a reboot |
-| a card's return from vfio, such as while a virtual machine runs | is withheld in every view; the same | after a reboot |
+| a card's return from vfio, while a virtual machine runs | is withheld in every view; the same | after a reboot |
 
 A MIG device that cannot be destroyed for another reason is an orphan in the ledger of `mig`, and no pending cleanup. A
 step is also void if a newer claim is prepared that has set the same thing again: then that claim's Unprepare takes it
