@@ -408,7 +408,8 @@ class Discovery:
         self._on_change()
 
     def _without_ledger(self, error: StateError) -> None:
-        """Nobody can say now who made which MIG device; the devices that are known stay as they are."""
+        """Nobody can say now who made which MIG device, or bound which card; the devices that are known stay as they
+        are."""
         _log.error("mig_ledger_unusable", reason=str(error))
         if self._problem is not None:
             self._problem = str(error)
@@ -425,7 +426,8 @@ class Discovery:
             try:
                 cards = self._cards(())
             except StateError as unreadable:
-                _log.error("passthrough_ledger_unusable", reason=str(unreadable))
+                self._without_ledger(unreadable)
+                return
         if _without_bound(functions, cards) or isinstance(error, NvmlLibraryError):
             self._became_unavailable(error)
             return
