@@ -242,12 +242,17 @@ class DriverChecks:
         return ok(f"{len(on)} of {counted(len(inventory.gpus), 'GPU')} in MIG mode")
 
     def gpu_agents(self) -> Finding:
-        """Do other programs keep GPUs open, so that MIG mode cannot be switched?"""
-        if not self.dynamic_mig:
+        """Do other programs keep GPUs open, so that MIG mode cannot be switched, or no virtual machine can get one?"""
+        if not self.dynamic_mig and not self.passthrough:
             return skip("MIG devices are not made on demand")
         users = self.gpu_users()
         if users is None:
             return skip("not known without the processes of the host (hostPID)")
+        if users and not self.dynamic_mig:
+            return warn(
+                f"these programs keep GPUs open, so no virtual machine can get those: {named(users)}",
+                "keep them off nodes with virtual machines, or have them let go of the GPUs (docs/passthrough.md)",
+            )
         if users:
             return warn(
                 f"these programs keep GPUs open, so the NVIDIA driver refuses to switch MIG mode: {named(users)}",
