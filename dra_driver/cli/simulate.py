@@ -150,8 +150,7 @@ _OF_MACHINES: Mapping[str, _Row] = {
     "fault": (_calls("fault"), "Make calls of an NVML function fail, or slow.",
               "nvmlDeviceGetUUID --error gpu-is-lost --count 3", (
         _argument("function", "NVML function, such as nvmlDeviceGetUUID; * matches anything. Or a write: unbind."),
-        _option("code", "What it returns: a number or a name such as gpu-is-lost. See below for writes.",
-                spelled=("--error",)),
+        _option("code", "What it returns: a number, or a name such as gpu-is-lost or EBUSY.", spelled=("--error",)),
         _option("delay_s", "Seconds until it returns.", float, spelled=("--delay",), default=0.0),
         _option("count", "Only this many calls.", int, shown="until cleared"),
         _option("gpu", "Only calls about this GPU: device name, index, UUID or PCI bus ID."),
@@ -178,7 +177,7 @@ _OF_MACHINES: Mapping[str, _Row] = {
         _GPU,
         _argument("driver", "nvidia, vfio-pci or nvgrace-gpu-vfio-pci."),
     )),
-    "vfio": (_calls("vfio"), "Set what the kernel has for virtual machines.", "--iommu no", (
+    "vfio": (_calls("vfio"), "Set what the kernel has for virtual machines.", "--no-iommu", (
         _option("iommu", "Whether the IOMMU is on.", bool, shown="as it is"),
         _option("iommufd", "Whether there is /dev/iommu.", bool, shown="as it is"),
         _option("installed", "Installed modules, with commas, such as vfio_pci.", shown="as it is"),

@@ -19,7 +19,7 @@ _HOST = re.compile(r"(/\.\.)*/(system\.slice|user\.slice|init\.scope)(/|$)")
 
 # The scope or directory of a container: `…/docker-0a1b….scope`, `…/docker/0a1b…`.
 _CONTAINER = re.compile(r"[/:-][0-9a-f]{64}(?=[/.\s]|$)")
-# The kernel writes this behind the path of a control group that is gone, of which only zombies are left.
+# The kernel writes this behind the path of a file that is gone, and of a control group of which only zombies are left.
 _IS_GONE = " (deleted)"
 
 _GPU_NODE = re.compile(r"/dev/nvidia(ctl|\d+)\Z")
@@ -97,7 +97,9 @@ def _has_open(proc: str, pid: int, is_wanted: Callable[[str], bool]) -> bool:
     directory = f"{proc}/{pid}/fd"
     for name in names_in(directory):
         with suppress(OSError):
-            if is_wanted(os.readlink(f"{directory}/{name}")):  # noqa: PTH115  no Path objects wanted
+            file = os.readlink(f"{directory}/{name}")  # noqa: PTH115  no Path objects wanted
+            # Whoever has a node open keeps it, though it is removed.
+            if is_wanted(file.removesuffix(_IS_GONE)):
                 return True
     return False
 

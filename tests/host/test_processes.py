@@ -126,7 +126,7 @@ def test_a_process_is_of_a_container_of_the_host_or_of_unknown_origin(
 def test_everybody_who_has_a_node_open_is_named_also_what_always_runs(tmp_path: Path) -> None:
     host = proc(tmp_path, "0::/system.slice/a.service", "0::/b", "0::/c", "0::/d")
     programs = {
-        4711: ("nvidia-persiste", "/dev/nvidia1"),
+        4711: ("nvidia-persiste", "/dev/nvidia1 (deleted)"),
         4712: ("qemu-system-x86", "/run/somewhere/dev/vfio/23"),
         4713: ("python3", "/dev/nvidia11"),
         4714: ("", "/dev/vfio/23"),

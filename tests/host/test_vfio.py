@@ -12,12 +12,14 @@ import pytest
 
 from dra_driver.concurrency.bounded_call import NotAnsweredError
 from dra_driver.errors import DeviceBusyError, RetryableError
+from dra_driver.host.kernel_modules import VfioModules
 from dra_driver.host.vfio import HostPciControl, VfioCards
 from dra_driver.model.host import HostPaths
 from dra_driver.model.passthrough import Card, uuid_of_bus_id
 from dra_driver.simulator import Machine, SimulatedPciControl, create_machine, device_node_reader
 from dra_driver.simulator.state import Function
 from tests.fakes.waiting import eventually
+from tests.host.trees import put
 
 GPU, AUDIO = "0000:16:00.0", "0000:16:00.1"
 WAIT_S = 20.0
@@ -187,6 +189,32 @@ def test_the_most_exact_module_is_taken_and_its_driver_may_have_another_name(mem
     assert [card.vfio_driver for card in cards.cards()] == ["nvgrace-gpu-vfio-pci"] * 4
     machine.set_vfio(vfio_modules=["vfio_pci"], vfio_loaded=[])
     assert cards.ready_driver(bus_id, WAIT_S) == "vfio-pci"
+
+
+@pytest.mark.parametrize(
+    ("lists", "is_installed"),
+    [
+        ({"modules.builtin": "kernel/drivers/vfio/pci/vfio-pci.ko\n"}, True),
+        (
+            {"modules.dep": "kernel/a.ko: kernel/b.ko\nkernel/vfio/vfio_pci.ko.xz: kernel/vfio/vfio.ko.xz\n"},
+            True,
+        ),
+        ({"modules.dep": "kernel/vfio/vfio-pci-core.ko: kernel/vfio/vfio.ko\n"}, False),
+        ({}, False),
+    ],
+)
+def test_module_is_installed_where_a_list_of_the_kernel_has_it(
+    tmp_path: Path, lists: dict[str, str], is_installed: bool
+) -> None:
+    put(tmp_path, "proc/sys/kernel/osrelease", "6.8.0-60-generic\n")
+    for name, text in lists.items():
+        put(tmp_path, f"lib/modules/6.8.0-60-generic/{name}", text)
+    modules = VfioModules(str(tmp_path), str(tmp_path / "sys"), str(tmp_path / "proc"))
+    assert modules.is_installed("vfio_pci") is is_installed
+    assert (modules.best_for("pci:v000010DEd00002330sv*"), modules.has_driver("vfio-pci")) == (
+        "vfio_pci",
+        False,
+    )
 
 
 # --- there and back ---------------------------------------------------------------------------------

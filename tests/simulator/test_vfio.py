@@ -119,3 +119,20 @@ def test_commands_speak_of_drivers_modules_and_writes(make: Callable[..., Machin
         assert commands.fault(machine, "unbind", code=code, **given) == f"unbind is faulty now ({text})"
     with pytest.raises(InvalidConfigError, match="a write to sysfs cannot end with 'gpu-is-lost'; use EBUSY"):
         commands.fault(machine, "unbind", code="gpu-is-lost", **given)
+
+
+def test_machine_may_have_gpus_that_an_administrator_gave_away(
+    make: Callable[..., Machine], tmp_path: Path
+) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text("""
+gpus:
+  - {bus: "0000:1b:00.0", model: h100-sxm, driver: vfio-pci}
+  - {bus: "0000:43:00.0", model: h100-sxm}
+""")
+    machine = make(str(file))
+    drivers = [link(machine, f"sys/bus/pci/devices/{gpu.bus_id}/driver") for gpu in machine.current().present]
+    assert (drivers, [gpu.bus_id for gpu in machine.current().shown]) == (
+        ["vfio-pci", "nvidia"],
+        ["0000:43:00.0"],
+    )

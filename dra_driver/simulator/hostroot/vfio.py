@@ -25,7 +25,7 @@ def vfio_files(state: State) -> Entries:
         entries[f"{device}/modalias"] = Text(f"{_modalias(state, item)}\n")
         if isinstance(item, Gpu):
             entries[f"{device}/resource"] = Text(_regions(state, item))
-            if state.model_of(item).compute >= _FIRST_SRIOV:
+            if list(state.model_of(item).compute) >= _FIRST_SRIOV:
                 count = sum(other.physical == bus_id for other in state.functions)
                 entries[f"{device}/sriov_numvfs"] = Text(f"{count}\n")
         group = groups.get(bus_id)
