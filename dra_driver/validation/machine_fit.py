@@ -161,12 +161,14 @@ class MachineFit:
 
     def _refusal(self, allocation: JsonObject) -> str | None:
         """What Prepare would say to the parameters that the claim and its classes carry."""
-        kinds = {one.name: one.view.attributes.get(self._driver, {}).get("type") for one in self.devices}
+        kinds: dict[str, Any] = {
+            one.name: one.view.attributes.get(self._driver, {}).get("type") for one in self.devices
+        }
         body = {"metadata": {"uid": "0"}, "status": {"allocation": allocation}}
         try:
             claim = parse_allocated_claim(body, ClaimRef("", "claim", "0"))
             ours = [result for result in claim.results if result.driver == self._driver]
-            devices = [(result, kind) for result in ours if (kind := kinds.get(result.device)) in KINDS]
+            devices = [(result, kinds[result.device]) for result in ours if kinds.get(result.device) in KINDS]
             is_for_virtual_machine(devices)
             for result, kind in devices:
                 parameters = config_for_result(result, claim.configs, self._driver, kind)

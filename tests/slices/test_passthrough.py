@@ -46,9 +46,7 @@ JsonObject = dict[str, Any]
 
 
 def on_demand(number: int) -> Gpu:
-    return replace(
-        h100(number), partitioning=beside(table(MODELS["NVIDIA H100 80GB HBM3"]), (), offers_whole=True)
-    )
+    return replace(h100(number), partitioning=beside(table(MODELS["h100-sxm"]), (), offers_whole=True))
 
 
 def names(pool: Pool) -> list[list[str]]:
