@@ -46,12 +46,13 @@ from dra_driver.model.sharing import (
     SharingRule,
     share_all,
 )
+from dra_driver.model.steps import EVERY_METADATA_VERSION
 
 DEFAULT_DRIVER_NAME = "gpu.nvidia.com"
 ALL_GPUS = GpuSelector()
 METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "off": (),
-    **dict.fromkeys(("v1alpha1", "v1beta1", "both"), ("v1beta1", "v1alpha1")),
+    **dict.fromkeys(("v1alpha1", "v1beta1", "both"), EVERY_METADATA_VERSION),
 }
 """The versions to write, newest first, for each value of `device_metadata`. Readers take the first that they know, and
 some know one version only, so there are always both."""
@@ -308,6 +309,17 @@ class Settings:
         Choice(("leave", "destroy")),
         key="dynamicMig.adopt",
     )
+    passthrough: bool = _setting(
+        False,
+        "Offer GPUs for virtual machines too: a claim binds them to vfio.",
+        _SWITCH,
+        key="passthrough.enabled",
+        is_required=True,
+        shown="off",
+    )
+    passthrough_gpus: GpuSelector = _setting(
+        ALL_GPUS, None, GPUS, key="passthrough.gpus", of_file=gpu_selector
+    )
     mig_layouts: MigLayouts = _setting(MigLayouts(), None, MIG_LAYOUTS, of_file=mig_layouts)
     ignored_xids: frozenset[int] = _setting(
         frozenset(),
@@ -369,6 +381,11 @@ class Settings:
         return self.dynamic_mig_gpus.matches_gpu if self.dynamic_mig else None
 
     @property
+    def for_virtual_machines(self) -> Callable[[Gpu], bool] | None:
+        """Which GPUs virtual machines may get; None for none."""
+        return self.passthrough_gpus.matches_gpu if self.passthrough else None
+
+    @property
     def metadata_versions(self) -> tuple[str, ...]:
         """The versions of the device metadata to write, newest first; none if that is off."""
         return METADATA_VERSIONS[self.device_metadata]
@@ -418,6 +435,8 @@ def _document() -> Object:
 
 
 DOCUMENT: Final = _document()
+GATES: Final = {"DynamicMIG": "dynamic_mig", "PassthroughSupport": "passthrough"}
+"""Settings by the gate of NVIDIA's own driver that switches them on."""
 _BY_FLAG: Final = {flag.name: name for name, flag in SETTINGS.items()}
 
 
@@ -460,18 +479,25 @@ def resolve(
         )
     elif shared != NO_SHARING:
         values["sharing"] = shared
-    if given.get("dynamic_mig") is None and has_gate(given.get("feature_gates") or "", "DynamicMIG"):
-        values["dynamic_mig"] = True
+    gates = given.get("feature_gates") or ""
+    values |= {
+        name: True for gate, name in GATES.items() if given.get(name) is None and has_gate(gates, gate)
+    }
     is_told = "node_name" in told or any(fault.startswith("nodeName:") for fault in in_file)
     if not values.get("node_name") and is_read and not is_told:
         wrong.append(
             "the node's name is missing; set --node-name or NODE_NAME (in a pod: fieldRef spec.nodeName)"
         )
     driver = values.get("driver_name", DEFAULT_DRIVER_NAME)
-    if values.get("device_metadata", "off") != "off" and driver[:1].isdecimal():
-        wrong.append(
-            f"--device-metadata needs a driver name that begins with a letter, because CDI does; {driver} does not"
-        )
+    needs_letter = {
+        "--device-metadata": values.get("device_metadata", "off") != "off",
+        "--passthrough": bool(values.get("passthrough")),
+    }
+    wrong += [
+        f"{flag} needs a driver name that begins with a letter, because CDI does; {driver} does not"
+        for flag, is_on in needs_letter.items()
+        if is_on and driver[:1].isdecimal()
+    ]
     _raise(wrong, in_file, config_file)
     return Settings(**values)
 

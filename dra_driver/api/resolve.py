@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import assert_never
 
 from dra_driver.api.config import (
     DEFAULTS,
@@ -12,7 +11,6 @@ from dra_driver.api.config import (
     GpuConfig,
     MigDeviceConfig,
     OpaqueConfig,
-    VfioDeviceConfig,
     config_type,
 )
 from dra_driver.api.decode import decode
@@ -95,14 +93,3 @@ def _describe(index: int, entry: DeviceConfig) -> str:
 
 def _refused(entry: str, fault: str) -> InvalidConfigError:
     return InvalidConfigError(f"{entry}: {fault}", faults=(fault,))
-
-
-def unbuilt_features(config: OpaqueConfig) -> list[str]:
-    """What the parameters ask for that this driver cannot carry out yet; empty if it can do all of it."""
-    match config:
-        case GpuConfig() | MigDeviceConfig():
-            return []
-        case VfioDeviceConfig():
-            return ["VFIO passthrough (VfioDeviceConfig) is not built yet; claim a device of type gpu or mig"]
-        case _:
-            assert_never(config)

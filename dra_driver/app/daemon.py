@@ -18,6 +18,7 @@ from dra_driver.app.wiring.health import HealthParts
 from dra_driver.app.wiring.http import http_endpoint
 from dra_driver.app.wiring.metrics import show_node
 from dra_driver.app.wiring.mig import MigParts
+from dra_driver.app.wiring.passthrough import PassthroughParts
 from dra_driver.app.wiring.reporting import ReportingParts
 from dra_driver.app.wiring.slices import PublishingParts
 from dra_driver.cdi.directory import CdiDirectory
@@ -142,6 +143,15 @@ class Driver:
             lambda: self.discovery,
             leadership,
         )
+        self.passthrough = PassthroughParts(
+            settings,
+            platform,
+            self._boot_id,
+            self._known_records,
+            nvml,
+            lambda: self.discovery,
+            detachments,
+        )
         self.discovery = Discovery(
             nvml,
             host,
@@ -151,6 +161,7 @@ class Driver:
             partial(changes.tell, Change.HARDWARE),
             detachments.now,
             detachments.is_paused,
+            self.passthrough.cards,
         )
         self.health = HealthParts(
             settings,
@@ -163,6 +174,7 @@ class Driver:
             leadership,
             lambda: self.cleanups,
             self.lanes,
+            self.passthrough.taken,
         )
 
         # What users are told.
@@ -194,6 +206,7 @@ class Driver:
         )
         steps = StepDispatcher(
             self.mig.runners()
+            | self.passthrough.runners()
             | {
                 SetTimeSlice: time_slices,
                 RunMps: mps_steps,
@@ -209,6 +222,7 @@ class Driver:
                     layout.directories,
                     self.mig.created_instance,
                     extra_devices,
+                    self.passthrough.host,
                 ),
             },
             self.metrics,
@@ -244,7 +258,7 @@ class Driver:
                 steps,
                 self.lanes,
                 self._boot_id,
-                lost_steps=mps_steps.lost_steps,
+                lost_steps=lambda uid: [*mps_steps.lost_steps(uid), *self.passthrough.steps.lost_steps(uid)],
             ),
             cleaner=self.cleaner,
             users=GpuProcesses(
@@ -388,6 +402,7 @@ class Driver:
         self._specs.create()
         self._metadata_files.create()
         self.mig.open()
+        self.passthrough.open()
 
     def start(self) -> None:
         """Start every part. Raises: InvalidConfigError, StateError, FatalError; every part is stopped then."""

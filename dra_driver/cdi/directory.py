@@ -53,9 +53,9 @@ class CdiDirectory:
         """
         file = self.file(claim_uid)
         common = self._common
-        if common is None or common[0] != spec[COMMON]:
+        if COMMON in spec and (common is None or common[0] != spec[COMMON]):
             common = self._common = (spec[COMMON], encoded(spec[COMMON]))
-        content = encode(spec, common[1])
+        content = encode(spec, None if common is None else common[1])
         if read_or_none(file) == content:
             return False
         make_directory(self._path, _DIRECTORY_MODE)

@@ -12,13 +12,14 @@ import structlog
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.rules.mps_edits import with_mps
-from dra_driver.cdi.rules.spec import claim_spec, common_edits, with_nodes
-from dra_driver.errors import StateError
+from dra_driver.cdi.rules.spec import claim_spec, common_edits, vfio_spec, with_nodes
+from dra_driver.errors import RetryableError, StateError
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
+from dra_driver.host.vfio import CONTAINER_NODE, IOMMU_NODE, VfioCards
 from dra_driver.model.driver_files import CdiDevice, DriverFiles, HostNode
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.inventory import DynamicMigDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.inventory import DynamicMigDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mps import MpsDirectories
 from dra_driver.model.plan import Plan, PlannedDevice
@@ -43,7 +44,9 @@ class CdiSteps:
         mps_directories: Callable[[str], MpsDirectories],
         created_instance: Callable[[str], OwnedInstance | None],
         extra_devices: ExtraDeviceFinder,
+        cards: VfioCards | None = None,
     ) -> None:
+        """`cards` is None where virtual machines get no GPUs."""
         self._driver_name = driver_name
         self._specs = specs
         self._installation = installation
@@ -52,6 +55,7 @@ class CdiSteps:
         self._mps_directories = mps_directories
         self._created_instance = created_instance
         self._extra_devices = extra_devices
+        self._cards = cards
         self._lock = threading.Lock()
         self._told: tuple[str, ...] = ()
         self._common: tuple[DriverFiles, tuple[HostNode, ...], dict[str, Any]] | None = None
@@ -62,6 +66,10 @@ class CdiSteps:
 
     def spec(self, plan: Plan) -> dict[str, Any]:
         """The spec as it would be written now."""
+        if any(isinstance(one.offered, VfioDevice) for one in plan.devices):
+            return vfio_spec(
+                plan.claim.ref.uid, self._driver_name, [self._bare_device(one) for one in plan.devices]
+            )
         files = self._installation.files(self._driver_version())
         self._tell(files.notes)
         used = {device.cdi_device for device in plan.devices if not device.result.admin_access}
@@ -155,6 +163,8 @@ class CdiSteps:
                 )
             case DynamicMigDevice() as possible:
                 return self._made_device(planned, possible)
+            case VfioDevice() as device:
+                return self._for_virtual_machine(planned, device)
             case _:
                 assert_never(planned.offered)
 
@@ -177,6 +187,28 @@ class CdiSteps:
             made.compute_instance_id,
             graphics="+gfx" in possible.profile.name,
         )
+
+    def _for_virtual_machine(self, planned: PlannedDevice, device: VfioDevice) -> CdiDevice:
+        """The card's nodes, looked up now: the kernel gives them their names when vfio gets the card. Raises:
+        RetryableError."""
+        if self._cards is None:
+            raise RetryableError(f"device {device.name} cannot be prepared while passthrough is off")
+        card, own = device.card, None
+        if planned.prefers_iommufd and self._cards.node(IOMMU_NODE) is not None:
+            own = self._cards.vfio_device(card.bus_id)
+        interface, path = CONTAINER_NODE, f"/dev/vfio/{card.iommu_group}"
+        if own is not None:
+            interface, path = IOMMU_NODE, f"/dev/vfio/devices/{own}"
+        nodes = []
+        for wanted in (interface, path) if planned.has_api_device else (path,):
+            node = self._cards.node(wanted)
+            if node is None:
+                raise RetryableError(
+                    f"device node {wanted} of {device.name} is missing on the host, and no virtual machine can use the "
+                    "GPU without it; see the kernel log for vfio"
+                )
+            nodes.append(node)
+        return CdiDevice(planned.cdi_device, tuple(nodes))
 
     def _minor(self, gpu: Gpu) -> int | None:
         """The number in the name of the GPU's node; it may change with the MIG mode. From a file, because NVML may

@@ -10,6 +10,7 @@ the kubelet forget a pod that it could not end. Which processes count:
 | the server of MPS | no | it ends with its daemon, which stops when the claim is taken back |
 | on a device of which another claim holds a share | no | it may be that claim's; no other claim gets the device |
 | on a device that is held with admin access only | no | the device belongs to another claim |
+| on a GPU for a virtual machine | no | NVML does not show it; it is given back when no process has its vfio node |
 
 A claim with admin access does not hold the device. If its processes compute there, they count all the same: no device
 is given out while a process uses it.
@@ -111,7 +112,7 @@ class GpuProcesses:
         return None if found is None else found.text
 
     def _own_devices(self, record: ClaimRecord) -> Iterator[HeldDevice]:
-        """The devices that no other claim holds."""
+        """The devices that no other claim holds and that containers compute on."""
         if record.boot_id != self._boot_id:
             return
         shared = {
@@ -122,7 +123,7 @@ class GpuProcesses:
         }
         for held in record.devices:
             key = (held.gpu_uuid, held.device)
-            if not held.admin_access and key not in shared:
+            if not held.admin_access and held.kind != "vfio" and key not in shared:
                 shared.add(key)  # once, though the claim may hold several shares of it
                 yield held
 

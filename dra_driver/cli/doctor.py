@@ -29,6 +29,7 @@ FLAGS = (
         "simulate",
         "simulator_dir",
         "dynamic_mig",
+        "passthrough",
         "device_names",
     ),
     *of_run("imex_channel", "host_devices"),

@@ -29,7 +29,7 @@ FLAGS = (
     *of_run("simulate"),
     OUTPUT,
     *of_run("node_name", "driver_name", "nvidia_driver_root", "container_driver_root", "simulator_dir"),
-    *of_run("config", "dynamic_mig", "device_names", "consumable_shares", "imex_channel"),
+    *of_run("config", "dynamic_mig", "passthrough", "device_names", "consumable_shares", "imex_channel"),
     replace(
         SETTINGS["kubelet_plugins_directory_path"], help="Where gpu-dra-driver keeps records and health."
     ),

@@ -9,7 +9,7 @@ from typing import Any
 
 from dra_driver.model.shapes import Scalar
 from dra_driver.settings import FLAGS as SETTINGS
-from dra_driver.settings import Flag, resolve
+from dra_driver.settings import GATES, Flag, resolve
 
 _IGNORED = ("namespace", "image_name", "image_pull_secrets", "image_pull_policy", "service_account_name")
 """Flags of NVIDIA's own DRA driver that have no meaning here; its manifests still start."""
@@ -53,7 +53,8 @@ def run(given: Namespace) -> None:
 
 
 _CHANGES_BEHAVIOUR = {
-    "feature_gates": "of the feature gates only DynamicMIG means something here; all else that is built is on"
+    "feature_gates": f"of the feature gates only {' and '.join(GATES)} mean something here; all else that is built is "
+    "on"
 }
 
 
@@ -65,5 +66,5 @@ def _tell_ignored(given: Mapping[str, Any]) -> None:
     log = structlog.get_logger(__name__)
     for name, reason in _CHANGES_BEHAVIOUR.items():
         value = given.get(name)
-        if value and value != "DynamicMIG=true":
+        if value and not {*value.split(",")} <= {f"{gate}=true" for gate in GATES}:
             log.warning("flag_ignored", flag=f"--{name.replace('_', '-')}", value=value, reason=reason)

@@ -58,7 +58,14 @@ FLAGS = (
     OUTPUT,
     COLOR,
     *of_run("driver_name", "nvidia_driver_root", "container_driver_root", "simulator_dir"),
-    *of_run("kubelet_plugins_directory_path", "config", "consumable_shares", "dynamic_mig", "device_names"),
+    *of_run(
+        "kubelet_plugins_directory_path",
+        "config",
+        "consumable_shares",
+        "dynamic_mig",
+        "passthrough",
+        "device_names",
+    ),
 )
 EXAMPLES = ("claims.yaml", "--simulate dgx-h100 examples/one-gpu", "--server -n ml job.yaml")
 

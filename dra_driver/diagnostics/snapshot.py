@@ -22,6 +22,7 @@ from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
 from dra_driver.model.health import PolledHealth
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
+from dra_driver.model.passthrough import Card
 from dra_driver.mps.host_files import MpsHostFiles, mps_layout
 from dra_driver.nvml.health import read_health
 from dra_driver.nvml.load import read_load
@@ -58,8 +59,11 @@ class NodeSnapshot:
         on_demand: Callable[[Gpu], bool],
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         is_detached: Callable[[], bool] = lambda: False,
+        cards: Callable[[Sequence[Gpu]], tuple[Card, ...]] = lambda _gpus: (),
     ) -> None:
-        """While `is_detached` says so, gpu-dra-driver has closed NVML, and this must not keep it open."""
+        """While `is_detached` says so, gpu-dra-driver has closed NVML, and this must not keep it open. `cards` returns
+        the GPUs under vfio, beside the ones that NVML shows."""
+        self._cards = cards
         self._is_detached = is_detached
         self._paths = paths
         self._nvml = nvml
@@ -115,7 +119,8 @@ class NodeSnapshot:
             self._nvml.reopen()
         # Set only by success: after a failure, or for a GPU that came back, only a new session helps.
         self._is_open = False
-        return with_nvlink_domains(self._nvml.read_inventory())
+        found = with_nvlink_domains(self._nvml.read_inventory())
+        return replace(found, cards=self._cards(found.gpus))
 
     def read_gpus(self, inventory: Inventory) -> NvmlFacts:
         """What NVML reports of GPUs that it has just shown. Raises: DraDriverError if it does not answer; then it is

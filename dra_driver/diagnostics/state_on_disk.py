@@ -117,7 +117,7 @@ def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) 
     """The files that gpu-dra-driver renamed because it could not read them, or because they had the name of one of its
     own files. A directory that cannot be read has none."""
     found: list[Path] = []
-    places = ["", "claims", "debts", "mig", "locks", "mps", f"{METADATA}/*/*"]
+    places = ["", "claims", "debts", "mig", "passthrough", "locks", "mps", f"{METADATA}/*/*"]
     globs = [(plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]
     if cdi_root is not None:
         globs.append((cdi_root, f"*{driver}*{QUARANTINE}-*"))  # others have files there

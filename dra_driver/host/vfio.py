@@ -147,6 +147,10 @@ class VfioCards(Sysfs):
         nodes = [f"/dev/vfio/{card.iommu_group}", *(f"/dev/vfio/devices/{name}" for name in own if name)]
         return self._control.users_of(nodes)
 
+    def has_driver(self, driver: str) -> bool:
+        """Whether the kernel has the driver now."""
+        return self._modules.has_driver(driver)
+
     # --- changes -------------------------------------------------------------------------------
 
     def ready_driver(self, bus_id: str, wait_s: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import structlog
@@ -41,6 +41,7 @@ from dra_driver.mig.offer import MigOffer, MigOwnership
 from dra_driver.model.fingerprint import HostFingerprint
 from dra_driver.model.gpu import FabricRegistration, Gpu
 from dra_driver.model.inventory import DiscoveryFault, Inventory
+from dra_driver.model.passthrough import Card
 from dra_driver.nvml.reader import NvmlReader
 
 _log = structlog.get_logger(__name__)
@@ -75,11 +76,14 @@ class Discovery:
         on_hardware: Callable[[], None],
         detached: Callable[[], Detachment | None] = lambda: None,
         is_paused: Callable[[], bool] = lambda: False,
+        cards: Callable[[Sequence[Gpu]], tuple[Card, ...]] = lambda _gpus: (),
     ) -> None:
         """Without an `ownership` every MIG device is somebody else's. While `detached` returns something, NVML is kept
-        closed; while `is_paused` says so, too, but then devices stay on offer."""
+        closed; while `is_paused` says so, too, but then devices stay on offer. `cards` returns the GPUs for virtual
+        machines, those beside the ones that NVML shows too."""
         self._detached = detached
         self._is_paused = is_paused
+        self._cards = cards
         self._pauses = 0  # of NVML, at the last look
         self._unsettled: frozenset[str] = frozenset()  # GPUs whose MIG devices changed at the last look
         self._nvml = nvml
@@ -367,7 +371,9 @@ class Discovery:
             for gpu in unanswering(gpus, before)
             if gpu.pci_bus_id is not None and self._host.is_bound(gpu.pci_bus_id)
         )
-        found = assembled(read, gpus, lost, self._host.gpu_functions(), before)
+        cards = self._cards(gpus)
+        found = assembled(read, gpus, lost, _without_bound(self._host.gpu_functions(), cards), before)
+        found = replace(found, cards=cards)
         problem = self._host.files_problem(read.versions.driver) if found.gpus else None
         if problem is not None:
             fault = DiscoveryFault(_DRIVER_FILES, f"no claim can be prepared: {problem}")
@@ -402,22 +408,31 @@ class Discovery:
         self._on_change()
 
     def _without_ledger(self, error: StateError) -> None:
-        """Nobody can say now who made which MIG device; the devices that are known stay as they are."""
+        """Nobody can say now who made which MIG device, or bound which card; the devices that are known stay as they
+        are."""
         _log.error("mig_ledger_unusable", reason=str(error))
         if self._problem is not None:
             self._problem = str(error)
 
     def _without_nvml(self, error: DraDriverError, host: HostFingerprint) -> None:
-        """A node that has no GPU needs no driver either: it is known to have no devices. A driver that is there and
-        cannot be used is trouble on any node: its GPUs may not be on the bus yet, or hidden from this container."""
+        """A node that has no GPU, or none that is not bound to vfio, needs no driver either: its devices are known. A
+        driver that is there and cannot be used is trouble on any node: its GPUs may not be on the bus yet, or hidden
+        from this container."""
         self._has_nvml = False
         if not host.driver:
             self._driver = None  # whatever comes is loaded anew
-        if self._host.gpu_functions() or isinstance(error, NvmlLibraryError):
+        functions, cards = self._host.gpu_functions(), tuple[Card, ...]()
+        if functions and not isinstance(error, NvmlLibraryError):
+            try:
+                cards = self._cards(())
+            except StateError as unreadable:
+                self._without_ledger(unreadable)
+                return
+        if _without_bound(functions, cards) or isinstance(error, NvmlLibraryError):
             self._became_unavailable(error)
             return
         self._fingerprint = HardwareFingerprint(host)
-        self._became_known(Inventory())
+        self._became_known(Inventory(cards=cards))
 
     def _became_unavailable(self, error: DraDriverError) -> None:
         """Devices that were known are withdrawn: they cannot be used without the NVIDIA driver."""
@@ -425,7 +440,7 @@ class Discovery:
         if self._problem != problem:
             _log.warning("nvml_unavailable", reason=problem)
         self._problem = problem
-        if self.inventory is not None and self.inventory.every_gpu:
+        if self.inventory is not None and (self.inventory.every_gpu or self.inventory.cards):
             self.inventory = Inventory(self.inventory.versions)
             self._on_change()
 
@@ -438,16 +453,26 @@ class Discovery:
         self._logged_faults = faults
 
 
-def discover_once(nvml: NvmlReader, host: HostView, ownership: MigOwnership | None) -> Inventory:
+def discover_once(
+    nvml: NvmlReader,
+    host: HostView,
+    ownership: MigOwnership | None,
+    cards: Callable[[Sequence[Gpu]], tuple[Card, ...]] = lambda _gpus: (),
+) -> Inventory:
     """What the daemon would know of a node, for callers that look once. NVML stays open.
 
     Raises: NvmlUnavailableError.
     """
-    discovery = Discovery(nvml, host, _ignored, _ignored, ownership, _ignored)
+    discovery = Discovery(nvml, host, _ignored, _ignored, ownership, _ignored, cards=cards)
     discovery.scan_now(0)
     if discovery.inventory is None or discovery.unavailable() is not None:
         raise NvmlUnavailableError(discovery.unavailable() or "devices were not discovered")
     return discovery.inventory
+
+
+def _without_bound(functions: Collection[str], cards: Sequence[Card]) -> frozenset[str]:
+    """The bus IDs of these GPUs that no vfio driver has."""
+    return frozenset(functions).difference(card.bus_id for card in cards if card.is_bound)
 
 
 def _ignored() -> None:

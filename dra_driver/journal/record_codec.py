@@ -36,6 +36,7 @@ from dra_driver.model.mig import Placement
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing_mode import MpsShared, SharingMode, TimeSliced
 from dra_driver.model.steps import (
+    BindVfio,
     CreateMig,
     LeaveMigMode,
     RunMps,
@@ -89,7 +90,7 @@ def _decode_claim(_name: str, entry: JsonObject) -> AllocatedClaim:
     return _CLAIM.decode(entry, ref=_REF.decode(entry))
 
 
-_DEVICE_KIND = one_of("device kind", "gpu", "mig")
+_DEVICE_KIND = one_of("device kind", "gpu", "mig", "vfio")
 PLACEMENT = Shape(Placement, start=needed(NUMBER), size=needed(NUMBER))
 _STEP: Tagged[Step] = Tagged(
     "step",
@@ -105,6 +106,13 @@ _STEP: Tagged[Step] = Tagged(
         profile_id=needed(NUMBER),
         profile_name=needed(TEXT, "profile"),
         placement=needed(PLACEMENT.kind),
+    ),
+    bind_vfio=Shape(
+        BindVfio,
+        device=needed(TEXT),
+        gpu_uuid=needed(TEXT),
+        pci_bus_id=needed(TEXT),
+        vfio_driver=needed(TEXT),
     ),
     leave_mig_mode=Shape(LeaveMigMode, gpu_uuid=needed(TEXT), pci_bus_id=nullable(TEXT)),
 )

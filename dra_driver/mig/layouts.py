@@ -160,8 +160,10 @@ class NodeLayouts:
         name = labels.get(LAYOUT_LABEL) if self._wanted.from_label else None
         name = name or self._wanted.name
         found: dict[str, GpuLayout] = {}
-        for index, gpu in enumerate(inventory.every_gpu):
-            if name is None or gpu.uuid in inventory.lost_uuids or self._is_on_demand(gpu):
+        # A GPU that a virtual machine has counts, and keeps the others' indices, but nobody can look at it.
+        away = inventory.lost_uuids | inventory.under_vfio.keys()
+        for index, gpu in enumerate(inventory.offered_gpus):
+            if name is None or gpu.uuid in away or self._is_on_demand(gpu):
                 continue
             if LAYOUT_STATE_LABEL in labels:
                 text = (

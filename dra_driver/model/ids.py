@@ -119,6 +119,11 @@ def mig_slot_name(parent: str, profile: MigProfile, placement: Placement) -> str
     return f"{parent}-mig-{label}-{profile.profile_id}-{placement.start}"
 
 
+def vfio_device_name(bus_id: str) -> str:
+    """Name of a GPU for virtual machines: `vfio-0000-1b-00-0` for the PCI bus ID `0000:1b:00.0`."""
+    return f"vfio-{re.sub('[:.]', '-', bus_id)}"
+
+
 def is_dns_label(text: str) -> bool:
     """Whether the API server would take the text as a device or counter set name."""
     return _DNS_LABEL.fullmatch(text) is not None

@@ -8,8 +8,15 @@ from functools import cached_property
 from typing import Literal
 
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.ids import gpu_device_names, gpu_minor_names, mig_device_name, mig_slot_name
+from dra_driver.model.ids import (
+    gpu_device_names,
+    gpu_minor_names,
+    mig_device_name,
+    mig_slot_name,
+    vfio_device_name,
+)
 from dra_driver.model.mig import MigDevice, MigProfile, Partitioning, Placement
+from dra_driver.model.passthrough import Card, uuid_of_bus_id
 
 ConfidentialMode = Literal["off", "on", "devtools", "ppcie"]
 """How the GPUs of a machine are set for confidential computing: `devtools` lets developers look, `ppcie` protects the
@@ -85,7 +92,22 @@ class DynamicMigDevice:
         return ""
 
 
-OfferedDevice = WholeGpu | StaticMigDevice | DynamicMigDevice
+@dataclass(frozen=True, slots=True)
+class VfioDevice:
+    """A GPU for a virtual machine, under its device name. Of the `gpu` of a card that is bound to vfio no more is known
+    than where it is."""
+
+    name: str
+    gpu: Gpu
+    card: Card
+
+    @property
+    def uuid(self) -> str:
+        """The same whether NVML knows the GPU or not."""
+        return uuid_of_bus_id(self.card.bus_id)
+
+
+OfferedDevice = WholeGpu | StaticMigDevice | DynamicMigDevice | VfioDevice
 
 
 @dataclass(frozen=True)
@@ -98,7 +120,8 @@ class Inventory:
     `reachable_pairs` are pairs of UUIDs that reach each other over NVLink, with the number of links; the domains are
     made from them. `imex_channels` is how many IMEX channels the NVIDIA driver has; None if it has none, or if nobody
     wants any. `confidential_compute` is None while it is not known. `kept_names` is set where GPUs are named by their
-    minor numbers: the names, by UUID, of GPUs that keep theirs whatever their numbers are now.
+    minor numbers: the names, by UUID, of GPUs that keep theirs whatever their numbers are now. `cards` are the GPUs
+    that virtual machines may get, none where that is off.
 
     The class has no slots, because it keeps what it has computed from the GPUs.
     """
@@ -113,11 +136,31 @@ class Inventory:
     imex_channels: int | None = None
     confidential_compute: ConfidentialMode | None = None
     kept_names: Mapping[str, str] | None = field(default=None, compare=False)
+    cards: tuple[Card, ...] = ()
 
     @cached_property
     def every_gpu(self) -> tuple[Gpu, ...]:
         """GPUs that answer and lost ones, in PCI order."""
-        return tuple(sorted((*self.gpus, *self.lost), key=lambda gpu: (gpu.pci_bus_id or "", gpu.uuid)))
+        return tuple(sorted((*self.gpus, *self.lost), key=_pci_order))
+
+    @cached_property
+    def under_vfio(self) -> Mapping[str, Card]:
+        """The cards on offer that are bound to vfio, by the UUID of their GPU; containers cannot get these."""
+        return {card.gpu_uuid: card for card in self.cards if card.is_bound and card.problem is None}
+
+    @cached_property
+    def offered_gpus(self) -> tuple[Gpu, ...]:
+        """As `every_gpu`, and the GPUs under vfio."""
+        bound = {card.bus_id: Gpu(uuid, pci_bus_id=card.bus_id) for uuid, card in self.under_vfio.items()}
+        others = (
+            gpu for gpu in self.every_gpu if gpu.pci_bus_id not in bound and gpu.uuid not in self.under_vfio
+        )
+        return tuple(sorted((*bound.values(), *others), key=_pci_order))
+
+    @cached_property
+    def cards_by_gpu(self) -> Mapping[str, Card]:
+        """The cards on offer by the UUID of their GPU. One with static MIG devices is none: nobody takes it apart."""
+        return {gpu.uuid: card for gpu, card in self._cards() if _is_whole(gpu)}
 
     @cached_property
     def lost_uuids(self) -> frozenset[str]:
@@ -126,10 +169,11 @@ class Inventory:
 
     @cached_property
     def gpu_names(self) -> Mapping[str, str]:
-        """The device name of every GPU by its UUID."""
+        """The device name of every GPU by its UUID, also of one under vfio: names must not change meanwhile."""
+        minors = {gpu.uuid: gpu.minor for gpu in (*self.offered_gpus, *self.every_gpu)}
         if self.kept_names is None:
-            return gpu_device_names(gpu.uuid for gpu in self.every_gpu)
-        return gpu_minor_names({gpu.uuid: gpu.minor for gpu in self.every_gpu}, self.kept_names)
+            return gpu_device_names(minors)
+        return gpu_minor_names(minors, self.kept_names)
 
     @cached_property
     def by_name(self) -> Mapping[str, OfferedDevice]:
@@ -149,13 +193,8 @@ class Inventory:
     @cached_property
     def returning_by_name(self) -> Mapping[str, OfferedDevice]:
         """Devices that are not on offer only because the plugin has still to destroy its own instances in their
-        place."""
-        return {
-            device.name: device
-            for gpu in self.every_gpu
-            if gpu.partitioning is not None
-            for device in _returning(self.gpu_names[gpu.uuid], gpu, gpu.partitioning)
-        }
+        place, or to give their GPU back to the NVIDIA driver."""
+        return {device.name: device for device in self._returning()}
 
     def usable(self, name: str) -> OfferedDevice | None:
         """A device that is on offer, or that comes back as soon as a claim wants it; None if there is no such
@@ -163,26 +202,62 @@ class Inventory:
         return self.by_name.get(name) or self.returning_by_name.get(name)
 
     def without_partitions(self) -> Inventory:
-        """The same GPUs for an API server that cannot count partitions: each whole, or not at all."""
+        """The same GPUs for an API server that cannot count partitions: each whole, or not at all, and none for virtual
+        machines."""
         gpus = tuple(_unpartitioned(gpu) for gpu in self.gpus)
         lost = tuple(_unpartitioned(gpu) for gpu in self.lost)
-        return replace(self, gpus=gpus, lost=lost)
+        return replace(self, gpus=gpus, lost=lost, cards=())
 
     def devices(self) -> Iterable[OfferedDevice]:
         """Every device on offer, in publishing order: a GPU in MIG mode is never offered whole."""
         return self.by_name.values()
 
-    def _offered(self) -> Iterator[OfferedDevice]:
-        for gpu in self.every_gpu:
-            name = self.gpu_names[gpu.uuid]
+    def _cards(self) -> Iterator[tuple[Gpu, Card]]:
+        cards = {card.bus_id: card for card in self.cards if card.problem is None}
+        for gpu in self.offered_gpus:
+            if gpu.pci_bus_id in cards:
+                yield gpu, cards[gpu.pci_bus_id]
+
+    def _returning(self) -> Iterator[OfferedDevice]:
+        for gpu in self.offered_gpus:
             if gpu.partitioning is not None:
-                yield from _partitions(name, gpu, gpu.partitioning)
-                continue
-            if not gpu.mig_enabled:
-                yield WholeGpu(name, gpu)
-                continue
-            for mig in sorted(gpu.mig_devices, key=_mig_order):
-                yield StaticMigDevice(mig_device_name(name, mig), gpu, mig)
+                yield from _returning(self.gpu_names[gpu.uuid], gpu, gpu.partitioning)
+        for gpu, card in self._cards():
+            if gpu.uuid in self.under_vfio and card.by_us:
+                yield WholeGpu(self.gpu_names[gpu.uuid], gpu)
+            if gpu.partitioning is not None and gpu.partitioning.whole_returns:
+                yield _for_virtual_machine(gpu, card)
+
+    def _offered(self) -> Iterator[OfferedDevice]:
+        for gpu in self.offered_gpus:
+            if gpu.uuid not in self.under_vfio:
+                yield from _for_containers(self.gpu_names[gpu.uuid], gpu)
+            card = self.cards_by_gpu.get(gpu.uuid)
+            if card is not None:
+                yield _for_virtual_machine(gpu, card)
+
+
+def _pci_order(gpu: Gpu) -> tuple[str, str]:
+    return (gpu.pci_bus_id or "", gpu.uuid)
+
+
+def _is_whole(gpu: Gpu) -> bool:
+    """Whether the GPU is offered whole."""
+    return not gpu.mig_enabled if gpu.partitioning is None else gpu.partitioning.offers_whole
+
+
+def _for_containers(name: str, gpu: Gpu) -> Iterator[OfferedDevice]:
+    if gpu.partitioning is not None:
+        yield from _partitions(name, gpu, gpu.partitioning)
+    elif not gpu.mig_enabled:
+        yield WholeGpu(name, gpu)
+    else:
+        for mig in sorted(gpu.mig_devices, key=_mig_order):
+            yield StaticMigDevice(mig_device_name(name, mig), gpu, mig)
+
+
+def _for_virtual_machine(gpu: Gpu, card: Card) -> VfioDevice:
+    return VfioDevice(vfio_device_name(card.bus_id), gpu, card)
 
 
 def _partitions(name: str, gpu: Gpu, partitioning: Partitioning) -> Iterator[OfferedDevice]:

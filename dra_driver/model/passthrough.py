@@ -8,6 +8,11 @@ from dataclasses import dataclass
 VFIO_PCI = "vfio-pci"
 
 
+def is_vfio(driver: str | None) -> bool:
+    """Whether a kernel driver is one for virtual machines, by its name: those for certain GPUs have longer ones."""
+    return "vfio" in (driver or "")
+
+
 def uuid_of_bus_id(bus_id: str) -> str:
     """The UUID by which a card is known whoever has it: that of its bus ID as a name of the DNS."""
     return str(uuid.uuid5(uuid.NAMESPACE_DNS, bus_id))

@@ -23,7 +23,8 @@ class PlannedDevice:
     GPUs that containers get beside it, for a claim that manages the node.
 
     `imex` and `host_devices` are what its containers get beside it. The claim itself asked for `asked_host_devices`,
-    and cannot be prepared without.
+    and cannot be prepared without. A device for a virtual machine goes by the kernel's iommufd if the claim
+    `prefers_iommufd` and the host has it; its containers get the node of the interface too if `has_api_device`.
     """
 
     result: DeviceResult
@@ -33,6 +34,8 @@ class PlannedDevice:
     imex: ImexChannels | None = None
     host_devices: tuple[HostDevice, ...] = ()
     asked_host_devices: tuple[HostDevice, ...] = ()
+    prefers_iommufd: bool = False
+    has_api_device: bool = False
 
     @property
     def cdi_device(self) -> str:

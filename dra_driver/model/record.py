@@ -13,7 +13,7 @@ from dra_driver.model.sharing_mode import SharingMode
 from dra_driver.model.steps import Step
 
 Phase = Literal["preparing", "prepared"]
-DeviceKind = Literal["gpu", "mig"]
+DeviceKind = Literal["gpu", "mig", "vfio"]
 
 
 @dataclass(frozen=True, slots=True)

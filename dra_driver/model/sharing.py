@@ -8,7 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Literal, assert_never
 
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
+from dra_driver.model.record import DeviceKind
 
 SharingRuleMode = Literal["shares", "memory", "unlimited"]
 Enforcement = Literal["mps", "none"]
@@ -93,7 +94,9 @@ class SharingPolicy:
     entries: tuple[SharingEntry, ...] = ()
 
     def rule_for(self, device: OfferedDevice) -> SharingRule | None:
-        """The rule of a device; None if only one claim at a time may have it."""
+        """The rule of a device; None if only one claim at a time may have it, as a GPU for a virtual machine."""
+        if isinstance(device, VfioDevice):
+            return None
         for entry in self.entries:
             if entry.selector.matches(device):
                 return entry.rule
@@ -108,13 +111,15 @@ def share_all(rule: SharingRule) -> SharingPolicy:
     return SharingPolicy((SharingEntry(GpuSelector(), rule),))
 
 
-def kind_of(device: OfferedDevice) -> Literal["gpu", "mig"]:
-    """`gpu` or `mig`, as a selector names them."""
+def kind_of(device: OfferedDevice) -> DeviceKind:
+    """`gpu` or `mig`, as a selector names them, or `vfio`."""
     match device:
         case WholeGpu():
             return "gpu"
         case StaticMigDevice() | DynamicMigDevice():
             return "mig"
+        case VfioDevice():
+            return "vfio"
         case _:
             assert_never(device)
 

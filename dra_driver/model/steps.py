@@ -65,6 +65,23 @@ class LeaveMigMode:
 
 
 @dataclass(frozen=True, slots=True)
+class BindVfio:
+    """Bind the functions of a GPU's card to a vfio driver, so that a virtual machine can get it.
+
+    Undo: back to the drivers that they had, unless a virtual machine still has the card.
+    """
+
+    device: str
+    gpu_uuid: str
+    pci_bus_id: str
+    vfio_driver: str
+
+
+EVERY_METADATA_VERSION = ("v1beta1", "v1alpha1")
+"""All versions of the format of device metadata, newest first."""
+
+
+@dataclass(frozen=True, slots=True)
 class WriteDeviceMetadata:
     """Write the files that tell the claim's containers which devices they have, in these versions of their format,
     newest first. Undo: remove them."""
@@ -82,12 +99,13 @@ STEP_TEXTS = {
     CreateMig: "the creation of a MIG device",
     SetTimeSlice: "the setting of the time slice",
     RunMps: "the start of the MPS daemon",
+    BindVfio: "the binding to vfio",
     WriteDeviceMetadata: "the writing of device metadata",
     WriteCdiSpec: "the writing of the CDI spec",
 }
 """What each step does, for people."""
 
-Step = LeaveMigMode | CreateMig | SetTimeSlice | RunMps | WriteDeviceMetadata | WriteCdiSpec
+Step = LeaveMigMode | CreateMig | SetTimeSlice | RunMps | BindVfio | WriteDeviceMetadata | WriteCdiSpec
 
 
 def writes_files(step: Step) -> bool:

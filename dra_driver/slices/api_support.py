@@ -4,8 +4,8 @@ Servers drop fields without a word if a feature gate is off, and older ones refu
 is asked with dry runs: before anything is published, after it refused a slice, and each hour while it lacks something.
 What it answers to writes is compared too, since several servers may differ.
 
-Partitions: a MIG device that is made on demand is only safe to offer with counters. A server that drops them would let
-the scheduler give the same part of a GPU out many times.
+Partitions: a MIG device that is made on demand, and a GPU for virtual machines, are only safe to offer with counters.
+A server that drops them would let the scheduler give the same part of a GPU out many times.
 
 Compatibility groups: a scheduler without their feature gate passes over every device that has some, and a server whose
 gate was switched off keeps those that are there. So they are published only where a new slice keeps them, and that is
@@ -28,7 +28,7 @@ from dra_driver.errors import ApiRejectedError, DraDriverError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import server_version
 from dra_driver.kube.versions import ResourceApi
-from dra_driver.mig.rules.counters import has_counters
+from dra_driver.mig.rules.counters import is_counted
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import SharingPolicy
 from dra_driver.slices.rules import kubernetes_releases
@@ -176,7 +176,9 @@ def sharing_caution(client: ApiClient) -> str | None:
 
 def shares_counters(inventory: Inventory, sharing: SharingPolicy) -> bool:
     """Whether a device with counters may be shared by claims."""
-    return any(sharing.rule_for(device) for device in inventory.devices() if has_counters(device.gpu))
+    return any(
+        sharing.rule_for(device) for device in inventory.devices() if is_counted(device.gpu, inventory)
+    )
 
 
 class ApiSupport:
@@ -207,14 +209,15 @@ class ApiSupport:
         self._asked_at = -math.inf
         self._is_asked = False
         self._counts: bool | None = None  # None: it was not asked
-        self._matters = False  # whether MIG devices could be made on demand
+        self._matters = False  # whether there are devices that only counters keep apart
         self._stored_otherwise: dict[
             str, tuple[JsonObject, JsonObject]
         ] = {}  # specs sent and stored, by name
 
     @property
     def problem(self) -> str | None:
-        """Why MIG devices on demand are not offered; None where they are, or where none could be."""
+        """Why MIG devices on demand, and GPUs for virtual machines, are not offered; None where they are, or where none
+        could be."""
         return self._known.no_partitions if self._matters else None
 
     @property
@@ -233,7 +236,7 @@ class ApiSupport:
 
         Raises: as `ask`, if the server does not answer; nothing must be published then.
         """
-        self._matters = any(
+        self._matters = bool(inventory.cards_by_gpu) or any(
             gpu.partitioning is not None and gpu.partitioning.possible for gpu in inventory.gpus
         )
         is_new = self._matters and self._counts is None

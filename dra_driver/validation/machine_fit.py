@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dra_driver.api.config import DEFAULTS as KINDS
 from dra_driver.api.resolve import config_for_result
 from dra_driver.claims.rules.extra_devices import asked_host_devices
+from dra_driver.claims.rules.virtual_machines import is_for_virtual_machine
 from dra_driver.concurrency.bounded_call import bounded
 from dra_driver.errors import DraDriverError, RetryableError
 from dra_driver.kube.claims import parse_allocated_claim
@@ -159,15 +161,18 @@ class MachineFit:
 
     def _refusal(self, allocation: JsonObject) -> str | None:
         """What Prepare would say to the parameters that the claim and its classes carry."""
-        kinds = {one.name: one.view.attributes.get(self._driver, {}).get("type") for one in self.devices}
+        kinds: dict[str, Any] = {
+            one.name: one.view.attributes.get(self._driver, {}).get("type") for one in self.devices
+        }
         body = {"metadata": {"uid": "0"}, "status": {"allocation": allocation}}
         try:
             claim = parse_allocated_claim(body, ClaimRef("", "claim", "0"))
-            for result in claim.results:
-                kind = kinds.get(result.device)
-                if result.driver == self._driver and kind in ("gpu", "mig"):
-                    parameters = config_for_result(result, claim.configs, self._driver, kind)
-                    asked_host_devices(claim, result, parameters, self._driver, self._extra_devices.askable)
+            ours = [result for result in claim.results if result.driver == self._driver]
+            devices = [(result, kinds[result.device]) for result in ours if kinds.get(result.device) in KINDS]
+            is_for_virtual_machine(devices)
+            for result, kind in devices:
+                parameters = config_for_result(result, claim.configs, self._driver, kind)
+                asked_host_devices(claim, result, parameters, self._driver, self._extra_devices.askable)
         except DraDriverError as error:
             return f"allocated on {self.name}, Prepare would refuse it: {error}"
         return None

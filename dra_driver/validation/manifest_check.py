@@ -157,6 +157,7 @@ class ManifestCheck:
         self._has_mig = any("profile" in one for one in attributes) or not any(
             one.get("migCapable") for one in attributes
         )
+        self._has_vfio = any(one.get("type") == "vfio" for one in attributes)
         profiles = {one.get("profile") for one in attributes}
         self._faults: dict[int, list[str]] = {}
         self._good: dict[Reference, JsonObject] = {}
@@ -308,7 +309,13 @@ class ManifestCheck:
         for _, fit in bad[:1]:
             report.requests += [asdict(found) for found in fit.funnels]
         report.faults += against
-        if against and not self._has_mig and "mig" in map(class_type, class_names(spec)):
+        kinds = {class_type(name) for name in class_names(spec)}
+        if against and not self._has_vfio and "vfio" in kinds:
+            report.hints.append(
+                "the machine offers no GPU to virtual machines; it does with passthrough: {enabled: true} in its "
+                "configuration, if its GPUs can be passed through"
+            )
+        if against and not self._has_mig and "mig" in kinds:
             report.hints.append(
                 "the machine has no MIG devices; with --dynamic-mig they are created on demand"
             )

@@ -2,8 +2,8 @@ from typing import Any
 
 import pytest
 
-from dra_driver.api.config import GROUP_VERSION, GpuConfig, MigDeviceConfig, Sharing, VfioDeviceConfig
-from dra_driver.api.resolve import ResolvedConfig, config_for_result, unbuilt_features
+from dra_driver.api.config import GROUP_VERSION, GpuConfig, MigDeviceConfig, VfioDeviceConfig
+from dra_driver.api.resolve import ResolvedConfig, config_for_result
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import DeviceConfig, DeviceResult
 
@@ -100,10 +100,3 @@ def test_entries_of_other_requests_and_drivers_are_not_even_read() -> None:
         DeviceConfig("FromClaim", (), "nic.example.com", "x"),
     ]
     assert config_for_result(result(), configs, DRIVER, "gpu").entry is None
-
-
-def test_what_cannot_be_carried_out_yet_is_named() -> None:
-    for config in (GpuConfig(Sharing("TimeSlicing")), MigDeviceConfig(Sharing("MPS")), GpuConfig()):
-        assert unbuilt_features(config) == []
-    (text,) = unbuilt_features(VfioDeviceConfig())
-    assert "not built yet" in text

@@ -25,7 +25,7 @@ from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import nvml_library
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, hold, record, uuid
+from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, VFIO_0, hold, record, uuid
 
 ON_DEMAND = replace(hold(MIG_1G), uuid="", placement=Placement(0, 1))
 TRAINER = {4711: "process 4711 (python3)"}
@@ -75,6 +75,11 @@ def pids(found: InUse | None) -> frozenset[int]:
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
+
+
+def test_nobody_asks_nvml_for_a_gpu_that_a_virtual_machine_has(bench: Bench) -> None:
+    assert bench.of(HeldDevice(VFIO_0, "vfio", "0b1c", uuid(0))) is None
+    assert bench.asked == []
 
 
 def test_users_are_not_known_when_no_thread_starts_and_are_at_the_next_look(

@@ -14,7 +14,7 @@ import pytest
 
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import CreateMig, LeaveMigMode, RunMps, SetTimeSlice, Step
+from dra_driver.model.steps import BindVfio, CreateMig, LeaveMigMode, RunMps, SetTimeSlice, Step
 from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.kindnode import KINDS, KindNode, Site
 from tests.fakes.samples import claim
@@ -29,6 +29,7 @@ STEPS: dict[str, type] = {
     "share": RunMps,
     "MIG on demand": CreateMig,
     "whole GPU that may be cut": LeaveMigMode,
+    "virtual machine": BindVfio,
 }
 
 
@@ -205,7 +206,7 @@ class Cells:
         seen: set[str] = set()
         for name in KINDS:
             node, wanted, _ = self._node(name, before)
-            nvml = HangingNvml()
+            nvml = HangingNvml(self.site.simulated.session)
             try:
                 calls = nvml.calls_of(lambda node=node, wanted=wanted: work(node, wanted))  # type: ignore[misc]
                 for function in calls:

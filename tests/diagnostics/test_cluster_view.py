@@ -49,6 +49,17 @@ def gpu(name: str, product: str = "H100", slices: str | None = None, **more: Any
     return made
 
 
+def at(bus_id: str) -> Json:
+    return {"resource.kubernetes.io/pciBusID": {"string": bus_id}}
+
+
+def passed(name: str, of: str | None = None) -> Json:
+    """A card: as a virtual machine gets it, beside the GPU `of` for containers if it has one."""
+    attributes = {"type": {"string": "vfio"}, "productName": {"string": "GH100"}, **at(name)}
+    counters = [{"counterSet": f"{of}-counters", "counters": {"slices": {"value": "1"}}}]
+    return {"name": name, "attributes": attributes} | ({"consumesCounters": counters} if of else {})
+
+
 def mig(parent: str, start: int, taken: str = "1", *, is_made: bool = False) -> Json:
     attributes: Json = {
         "type": {"string": "mig"},
@@ -91,7 +102,7 @@ def claim(
 
 def written_slices(rows: list[Json]) -> list[Json]:
     """Slices as the tables have them: arguments of `entry`, and of `gpu` or `mig` for each device."""
-    makers = {"gpu": gpu, "mig": mig}
+    makers = {"gpu": gpu, "mig": mig, "passed": passed}
     return [
         entry(
             row["node"],
@@ -126,6 +137,22 @@ def test_counts(slices: list[Json], claims: list[Json], expected: Json) -> None:
     found = Count(**expected)
     assert counted(written_slices(slices), *written_claims(claims)) == found
     assert found.gpus - found.free - found.allocated - found.blocked <= found.tainted
+
+
+def test_a_card_counts_once_and_as_what_has_it() -> None:
+    whole = gpu("a", slices="1")
+    whole["attributes"] |= at("vfio-a")
+    counters = [{"name": "a-counters", "counters": {"slices": {"value": "1"}}}]
+    slices = [entry("n", whole, passed("vfio-a", "a"), passed("vfio-b"), sharedCounters=counters)]
+    assert counted(slices) == Count(gpus=2, free=2)
+    assert counted(slices, claim("c", ("n", "a"))) == Count(gpus=2, free=1, allocated=1)
+    held = view(slices, [claim("vm", ("n", "vfio-a"), pods=("p",))])[0]
+    assert [(device.name, device.kind, device.state) for device in held] == [
+        ("vfio-a", "vfio", "allocated"),
+        ("vfio-b", "vfio", "free"),
+    ]
+    (user,) = by_user(held, "claim", {})
+    assert (user.gpus, user.mig) == (1, {})
 
 
 def test_equal_parts_of_slices_are_kept_once_and_nothing_changes() -> None:

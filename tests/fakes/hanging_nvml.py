@@ -11,14 +11,19 @@ import pynvml
 
 
 class HangingNvml:
-    """Stands before the library that the binding has, until `leave`."""
+    """Stands before the library that the binding has, until `leave`; also before those that a `session` loads
+    meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, session: Any = None) -> None:
         self.called: dict[str, None] = {}
         self.reached = threading.Event()
         self._library = pynvml.nvmlLib
         self._hanging: str | None = None
         self._let = threading.Event()
+        self._session = session
+        self._load = None if session is None else session._loader
+        if session is not None:
+            session._loader = self._loaded
         self._be(self)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -52,7 +57,14 @@ class HangingNvml:
         return list(self.called)
 
     def leave(self) -> None:
+        if self._session is not None:
+            self._session._loader = self._load
         self._be(self._library)
+
+    def _loaded(self) -> object:
+        assert self._load is not None
+        self._library = self._load()
+        return self
 
     def _be(self, library: object) -> None:
         pynvml.nvmlLib = library

@@ -25,6 +25,7 @@ from dra_driver.errors import PermanentError
 from dra_driver.files.atomic import TEMPORARY_SUFFIX
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
+from dra_driver.host.vfio import VfioCards
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.mig.collector import MigCollector
 from dra_driver.mig.context import MigContext
@@ -34,10 +35,12 @@ from dra_driver.mig.ledger import MigLedger
 from dra_driver.mig.steps import MigSteps
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.inventory import DynamicMigDevice
+from dra_driver.model.inventory import DynamicMigDevice, VfioDevice
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.passthrough import Card
 from dra_driver.model.sharing import GpuSelector, SharingEntry, SharingPolicy, SharingRule
 from dra_driver.model.steps import (
+    BindVfio,
     CreateMig,
     LeaveMigMode,
     RunMps,
@@ -50,9 +53,15 @@ from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
 from dra_driver.mps.host_files import mps_layout
 from dra_driver.nvml.mig_hardware import MigHardware
+from dra_driver.nvml.persistence import PersistenceModes
+from dra_driver.passthrough.cards import KnownCards
+from dra_driver.passthrough.ledger import PassthroughLedger
+from dra_driver.passthrough.steps import VfioSteps
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
-from dra_driver.simulator import device_node_reader
+from dra_driver.simulator import SimulatedPciControl, device_node_reader
+from dra_driver.simulator.pci import functions
 from dra_driver.simulator.policy import TIMESLICE, Policies
+from dra_driver.simulator.state import Function
 from tests.fakes.clock import Clock
 from tests.fakes.journal import Journaled
 from tests.fakes.machines import SimulatedNode
@@ -60,13 +69,15 @@ from tests.fakes.preparing import Claims, Crash, Devices, Outcomes, Users, claim
 from tests.fakes.samples import DRIVER, NODE, claim, result
 
 MACHINE = "h100-mig-static"
+FOR_MACHINES = 3
+"""Index of the GPU that virtual machines may get. It has an audio function beside it."""
 ON_DEMAND = (6, 7)
 """Indices of the GPUs on which MIG devices are made on demand; those of 0 and 1 were made by hand."""
 EFFECTS = frozenset({
     "set_mode", "create", "create_compute", "destroy_compute", "destroy",
-    "set_time_slice", "ensure", "stop",
+    "set_time_slice", "ensure", "stop", "write", "load_module", "set",
 })  # fmt: skip
-"""What changes silicon, settings and daemons."""
+"""What changes silicon, settings, daemons, and drivers in the kernel."""
 _SHARE_IDS = ("9f6a2c3e-0d5f-4a6b-8b7a-7f3c1ad296f4", "0f6a2c3e-0d5f-4a6b-8b7a-7f3c1ad296f4")
 
 
@@ -79,9 +90,33 @@ class Site:
         self.policies = Policies(self.machine.host_root)
         self.nodes = device_node_reader(self.machine)
         self.driver_root = DriverRoot(self.simulated.paths, nodes=self.nodes)
-        self.inventory = self.simulated.discover()
+        gpu = self.machine.gpu(FOR_MACHINES)
+        audio = f"{gpu.bus_id.partition('.')[0]}.1"
+        self.machine.add_function(Function(audio, gpu.pcie, 0x22BA, 0x040300, driver="snd_hda_intel"))
+        self.inventory = self.simulated.discover(self.cards(directory / "none"))
         self._gpus = {gpu.index: gpu for gpu in self.inventory.gpus}
         self._at_first = self.settings()
+
+    def cards(self, ledger: Path) -> KnownCards:
+        """The cards as a plugin with this ledger shows them."""
+        host = VfioCards(self.simulated.paths, self.nodes, SimulatedPciControl(self.machine))
+        kept = PassthroughLedger(ledger, "boot-1")
+        bus_id = self.machine.gpu(FOR_MACHINES).bus_id
+        return KnownCards(host, kept, lambda gpu: gpu.pci_bus_id == bus_id, list)
+
+    @property
+    def card(self) -> Card:
+        """What virtual machines may get."""
+        [card] = self.inventory.cards
+        return card
+
+    def drivers(self) -> dict[str, str]:
+        """The driver of each function of the card, by the number of the function."""
+        found = functions(self.machine.current())
+        return {bus_id[-1]: found[bus_id].driver for bus_id in self.card.functions}
+
+    def for_machine(self, index: int) -> str:
+        return self._name(index, lambda offered: isinstance(offered, VfioDevice))
 
     def gpu(self, index: int) -> Gpu:
         return self._gpus[index]
@@ -125,9 +160,10 @@ class Site:
                 sorted((item.id, item.profile_id, item.start, len(item.compute)) for item in gpu.instances),
                 self.machine.compute_mode(gpu.uuid),
                 self.policies.get(TIMESLICE, gpu.uuid),
+                bool(gpu.persistence),
             )
             for gpu in state.present
-        ]
+        ] + [(bus_id, item.driver, item.override) for bus_id, item in sorted(functions(state).items())]
 
     def made_uuids(self) -> dict[str, str]:
         """The UUIDs of devices made on demand, which are others each time, with a name for each place."""
@@ -140,14 +176,19 @@ class Site:
 
     def reset(self) -> None:
         """As after a boot: only what was made by hand at the start is there."""
+        self.machine.set_vfio(vfio_loaded=[])
         if self.settings() == self._at_first:
             return
+        self.machine.give_to(FOR_MACHINES, "nvidia")
+        self.machine.set_vfio(vfio_loaded=[])
+        self.machine.set_gpu(FOR_MACHINES, persistence=1)
         for index in ON_DEMAND:
             for instance in list(self.machine.gpu(index).instances):
                 self.machine.destroy_mig(index, instance.id)
             if self.machine.gpu(index).mig_mode:
                 self.machine.set_mig_mode(index, False)
         self.policies.reset()
+        self.simulated.session.reopen()
 
     def close(self) -> None:
         self.simulated.close()
@@ -301,8 +342,16 @@ class KindNode(Journaled):
         )
         self.mig = MigDevices(context)
         self.collector = MigCollector(context, self.mig, self.lanes, adopt="leave", on_change=lambda: None)
+        self.cards = PassthroughLedger(plugin / "passthrough", boot_id)
+        self.cards.open()
         runners = self._runners(context)
-        self.work_with(StepDispatcher(runners), lost_steps=runners[RunMps].lost_steps)
+        self.work_with(
+            StepDispatcher(runners),
+            lost_steps=lambda uid: [
+                *runners[RunMps].lost_steps(uid),
+                *runners[BindVfio].lost_steps(uid),
+            ],
+        )
         self.outcomes = Outcomes()
         self.service = claims_of(
             self, Identity(DRIVER, NODE, sharing(site), metadata), Devices(site.inventory), Users()
@@ -367,6 +416,15 @@ class KindNode(Journaled):
                 self._uuid_of,
                 self.boot_id,
             ),
+            BindVfio: VfioSteps(
+                self._vfio(),
+                self.cards,
+                site.simulated.nvml,
+                site.simulated.session.closed,
+                self.deaths.effects_of(PersistenceModes(nullcontext)),
+                lambda wait_s: None if wait_s is None else site.simulated.session.reopen(),
+                lambda: None,
+            ),
             WriteDeviceMetadata: MetadataSteps(
                 self.metadata_files, lambda: site.inventory, self.created_instance
             ),
@@ -379,8 +437,13 @@ class KindNode(Journaled):
                 mps_layout(self.plugin).directories,
                 self.created_instance,
                 ExtraDeviceFinder(paths, no_programs, nodes=site.nodes),
+                self._vfio(),
             ),
         }
+
+    def _vfio(self) -> VfioCards:
+        control = self.deaths.effects_of(SimulatedPciControl(self.site.machine))
+        return VfioCards(self.site.simulated.paths, self.site.nodes, control)
 
     def created_instance(self, device: str) -> Any:
         return self.ledger.created_instance(device)
@@ -479,6 +542,7 @@ KINDS: Mapping[str, Kind] = {
         lambda site: (claim(site.possible(7, "2g.20gb", 0), uid="uid-beside"),),
     ),
     "whole GPU that may be cut": Kind(lambda site: claim(site.whole(6))),
+    "virtual machine": Kind(lambda site: claim(site.for_machine(FOR_MACHINES))),
     "metadata": Kind(_several, metadata=_BOTH),
     "MIG on demand with MPS and metadata": Kind(
         lambda site: claim(_small(site), configs=(parameters("MigDeviceConfig", **MPS),)), metadata=_BOTH

@@ -15,6 +15,7 @@ from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.nvml.scan import ForeignInstances, ScanMemory, read_gpus
+from dra_driver.passthrough.cards import KnownCards
 from dra_driver.simulator import Machine, create_machine, nvml_library
 
 
@@ -52,9 +53,12 @@ class SimulatedNode:
     def discovery(self) -> Discovery:
         return Discovery(self.nvml, HostView(self.paths), self._changed, list, None, list)
 
-    def discover(self) -> Inventory:
+    def discover(self, cards: KnownCards | None = None) -> Inventory:
         """NVML's part and the host's part."""
-        return discover_once(self.nvml, HostView(self.paths), None)
+        view = HostView(self.paths)
+        if cards is None:
+            return discover_once(self.nvml, view, None)
+        return discover_once(self.nvml, view, None, cards.read)
 
     def close(self) -> None:
         self.session.close()

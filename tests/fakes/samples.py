@@ -9,6 +9,7 @@ from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, Devic
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DriverVersions, Inventory, WholeGpu
 from dra_driver.model.mig import MigDevice, MigProfile, Placement
+from dra_driver.model.passthrough import VFIO_PCI, Card, uuid_of_bus_id
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.steps import WriteCdiSpec
 
@@ -65,11 +66,44 @@ def partitioned(number: int, *devices: MigDevice) -> Gpu:
     return h100(number, mig_enabled=True, mig_devices=devices, nvlink_links=18)
 
 
-def inventory(*gpus: Gpu, **domains: str) -> Inventory:
-    return Inventory(VERSIONS, gpus, domains)
+def inventory(*gpus: Gpu, cards: tuple[Card, ...] = (), **domains: str) -> Inventory:
+    return Inventory(VERSIONS, gpus, domains, cards=cards)
+
+
+def card(number: int, **changes: Any) -> Card:
+    """The GPU `h100(number)` as a card that the NVIDIA driver has."""
+    bus_id = f"0000:{number + 0x10:02x}:00.0"
+    return replace(
+        Card(
+            bus_id=bus_id,
+            gpu_uuid=uuid(number),
+            device_id=0x2330,
+            iommu_group=number + 40,
+            functions=(bus_id,),
+            vfio_driver=VFIO_PCI,
+            driver="nvidia",
+            has_iommufd=False,
+            product_name="GH100 [H100 SXM5 80GB]",
+            addressable_memory=128 << 30,
+            pcie_root=f"pci0000:{number + 0x0F:02x}",
+            numa_node=0,
+        ),
+        **changes,
+    )
+
+
+def bound(number: int, **changes: Any) -> Card:
+    """The same card after this plugin gave it to vfio."""
+    return card(number, **{"driver": VFIO_PCI, "by_us": True, **changes})
+
+
+def bound_by_hand(number: int) -> Card:
+    """The same card after an administrator did: nobody knows the GPU's UUID."""
+    return bound(number, by_us=False, gpu_uuid=uuid_of_bus_id(card(number).bus_id))
 
 
 GPU_0, GPU_1, GPU_2 = "gpu-00000000", "gpu-00000001", "gpu-00000002"
+VFIO_0, VFIO_1 = "vfio-0000-10-00-0", "vfio-0000-11-00-0"
 MIG_1G, MIG_3G = "gpu-00000002-mig-1g10gb-19-0", "gpu-00000002-mig-3g40gb-9-4"
 MIXED = inventory(h100(0), h100(1), partitioned(2, mig(2, ONE_G, 0, 1, 7), mig(2, THREE_G, 4, 4, 2)))
 """Two whole GPUs, and one with the MIG devices `MIG_1G` and `MIG_3G`."""

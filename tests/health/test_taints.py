@@ -42,7 +42,19 @@ from dra_driver.model.inventory import DynamicMigDevice
 from dra_driver.model.mig import OwnedInstance, Partitioning, Placement
 from dra_driver.slices.rules.api_limits import MAX_TAINTS
 from dra_driver.slices.rules.kubernetes_releases import OLDEST_TAINTS
-from tests.fakes.samples import GPU_0, MIG_1G, MIG_3G, MIXED, ONE_G, h100, uuid
+from tests.fakes.samples import (
+    GPU_0,
+    MIG_1G,
+    MIG_3G,
+    MIXED,
+    ONE_G,
+    VFIO_0,
+    bound,
+    card,
+    h100,
+    inventory,
+    uuid,
+)
 
 NOW = 1_800_000_000
 TIME = "2027-01-15T08:00:00Z"
@@ -87,6 +99,16 @@ def test_keys_values_and_effects(observation, expected):
     found = states((HealthTarget(WHOLE.uuid), observation))
     assert list(device_taints(WHOLE, found, {})) == expected
     assert device_taints(WHOLE, {}, {}) == ()
+
+
+def test_card_has_the_health_of_its_gpu_until_nobody_can_look_at_it():
+    found = states((HealthTarget(uuid(0)), Xid(79)))
+    fabric = UnreadyFabric("pending", "in progress", NOW)
+    free = inventory(h100(0, unready_fabric=fabric), cards=(card(0),)).by_name[VFIO_0]
+    whole = inventory(h100(0, unready_fabric=fabric)).by_name[GPU_0]
+    assert device_taints(free, found, {}) == device_taints(whole, found, {})
+    assert [entry["key"] for entry in device_taints(free, found, {})] == [PREFIX + "fabric", PREFIX + "xid"]
+    assert device_taints(inventory(cards=(bound(0),)).by_name[VFIO_0], found, {}) == ()
 
 
 def test_reasons_of_a_gpu_hit_all_its_devices_and_those_of_an_instance_only_it():

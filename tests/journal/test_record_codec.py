@@ -17,6 +17,7 @@ from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing_mode import MpsShared, TimeSliced
 from dra_driver.model.steps import (
+    BindVfio,
     CreateMig,
     LeaveMigMode,
     RunMps,
@@ -41,12 +42,14 @@ RECORD = ClaimRecord(
         HeldDevice("gpu-1", "gpu", "GPU-1", "GPU-1", usage=MpsShared(MPS, 1024, 25, (1024, None)), imex=7),
         HeldDevice("gpu-3", "gpu", "GPU-3", "GPU-3", usage=TimeSliced(3)),
         HeldDevice("mig-0", "mig", "", "GPU-4", placement=Placement(4, 2)),
+        HeldDevice("vfio-0", "vfio", "0b1c", "GPU-5"),
     ),
     steps=(
         LeaveMigMode("GPU-0", None),
         CreateMig("mig-0", "GPU-4", "0000:10:00.0", 14, "2g.20gb", Placement(4, 2)),
         SetTimeSlice("GPU-3", 3),
         RunMps(MPS),
+        BindVfio("vfio-0", "GPU-5", "0000:10:00.0", "vfio-pci"),
         WriteDeviceMetadata(("v1beta1",)),
         WriteCdiSpec(),
     ),
@@ -81,8 +84,9 @@ configs = st.builds(
 numbers = st.none() | st.integers()
 placements = st.builds(Placement, st.integers(0, 7), st.integers(1, 8))
 members = st.lists(st.builds(MpsMember, text, text, numbers), max_size=2).map(tuple)
-kinds = st.sampled_from(["gpu", "mig"])
-daemons = st.builds(MpsDaemonSpec, text, text, kinds, text, st.booleans(), numbers, numbers, members)
+mps_kinds = st.sampled_from(["gpu", "mig"])
+kinds = st.sampled_from(["gpu", "mig", "vfio"])
+daemons = st.builds(MpsDaemonSpec, text, text, mps_kinds, text, st.booleans(), numbers, numbers, members)
 usages = st.builds(TimeSliced, numbers) | st.builds(
     MpsShared, daemons, numbers, numbers, st.lists(numbers, max_size=2).map(tuple)
 )
@@ -106,6 +110,7 @@ steps = st.one_of(
     st.builds(RunMps, daemons),
     st.builds(CreateMig, text, text, st.none() | text, st.integers(), text, placements),
     st.builds(LeaveMigMode, text, st.none() | text),
+    st.builds(BindVfio, text, text, text, text),
 )
 pods = st.builds(
     PodRef,
@@ -218,9 +223,9 @@ def test_record_is_refused_when_a_field_is_missing(field: str) -> None:
         (changed(devices=["gpu-0"]), "not a claim record"),
         (of_claim(results=None), "not a claim record"),
         (of_claim(podClaimName=5), "field 'podClaimName' is 5, which is not text"),
-        (of_device(kind="vfio"), "device kind 'vfio' is unknown"),
+        (of_device(kind="npu"), "device kind 'npu' is unknown"),
         (of_device(usage={"kind": "dmem"}), "sharing mode 'dmem' is unknown"),
-        (of_step(kind="bind_vfio"), "step 'bind_vfio' is unknown"),
+        (of_step(kind="drain"), "step 'drain' is unknown"),
         (of_step(kind="set_time_slice", gpuUUID="GPU-1", interval="1"), "'1', which is not a whole number"),
         (
             of_step(kind="write_device_metadata", versions="v1beta1"),

@@ -29,6 +29,8 @@ from tests.fakes.samples import (
     MIXED,
     NODE,
     ONE_G,
+    bound,
+    card,
     h100,
     hold,
     inventory,
@@ -61,7 +63,7 @@ def health() -> KnownHealth:
 def devices(metrics: Metrics) -> dict[tuple[str, ...], float]:
     """Those that there are, by type and health."""
     found = by_label(metrics, "nvidia_dra_devices", "device_type", "health")
-    assert len(found) == 3 * 6
+    assert len(found) == 6 * len({kind for kind, _ in found} | {"gpu", "mig", "possible_mig"})
     return {key: count for key, count in found.items() if count}
 
 
@@ -154,6 +156,14 @@ def test_devices_are_counted_by_type_and_by_what_hits_them(metrics: Metrics, hea
     }  # fmt: skip
     health.has(Severity.LOST, "gpu-lost", HealthTarget(uuid(2)))
     assert devices(metrics)["mig", "lost"] == 2
+
+
+def test_card_that_a_virtual_machine_has_is_well_though_nobody_looks_at_it(
+    metrics: Metrics, health: KnownHealth
+) -> None:
+    metrics.show.devices(lambda: inventory(h100(0), cards=(card(0), bound(1))), health, dict)
+    health.stale = {uuid(0), uuid(1)}
+    assert devices(metrics) == {("gpu", "unknown"): 1, ("vfio", "unknown"): 1, ("vfio", "ok"): 1}
 
 
 def test_devices_made_on_demand_have_the_health_of_their_instance(

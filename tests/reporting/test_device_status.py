@@ -9,8 +9,23 @@ from dra_driver.health.rules.state import RESTART_AFTER_S, UNRESPONSIVE_AFTER_S,
 from dra_driver.model.health import Hanging, HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.inventory import DynamicMigDevice
 from dra_driver.model.mig import OwnedInstance, Placement
+from dra_driver.model.record import HeldDevice
 from dra_driver.reporting.rules.device_status import device_statuses, event_of, is_hit
-from tests.fakes.samples import GPU_0, MIG_1G, MIG_3G, MIXED, ONE_G, h100, hold, inventory, record, uuid
+from tests.fakes.samples import (
+    GPU_0,
+    MIG_1G,
+    MIG_3G,
+    MIXED,
+    ONE_G,
+    VFIO_0,
+    bound,
+    card,
+    h100,
+    hold,
+    inventory,
+    record,
+    uuid,
+)
 from tests.fakes.tables import tabled
 
 ON_DEMAND = "gpu-00000001-mig-1g10gb-19-2"
@@ -59,6 +74,15 @@ def test_of_a_device_that_is_not_there_its_gpu_counts(known):
         ready, reason, message = readiness(name, states, known)
         assert (ready, reason) == (False, "GPULost")
         assert ("no fabric" in message) == (name == GPU_0)
+
+
+@pytest.mark.parametrize("known", [inventory(h100(0), cards=(card(0),)), inventory(cards=(bound(0),))])
+def test_a_card_is_told_of_whether_nvml_shows_it_or_not(known):
+    held = HeldDevice(VFIO_0, "vfio", "0b1c", uuid(0))
+    [status] = device_statuses(record(held), known, created_instance, {})
+    facts = status.facts
+    assert (status.ready, facts.type, facts.uuid, facts.parent_uuid) == (True, "vfio", "0b1c", None)
+    assert (facts.product_name, facts.pci_bus_id) == ("GH100 [H100 SXM5 80GB]", "0000:10:00.0")
 
 
 def test_a_hang_is_an_event_also_of_a_gpu_that_was_unhealthy_before():

@@ -14,11 +14,13 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.mig import Partitioning, Placement
-from dra_driver.slices.api_support import ApiSupport, Support, ask_support
+from dra_driver.model.passthrough import Card
+from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.slices.api_support import ApiSupport, Support, ask_support, shares_counters
 from dra_driver.slices.rules.diff import Owner
 from dra_driver.slices.rules.dropped_fields import GROUPS_GATE, SHARES_GATE, TAINTS_GATE
 from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, OLDEST_TAINTS, TaintLimits
-from tests.fakes.samples import ONE_G, h100, inventory
+from tests.fakes.samples import ONE_G, bound, card, h100, inventory
 
 PLAIN = inventory(h100(0))
 CUT = inventory(replace(h100(0), partitioning=Partitioning((), ((ONE_G, Placement(0, 1)),))))
@@ -92,6 +94,23 @@ def test_partitions_are_asked_for_when_there_could_be_some(bench: Bench) -> None
     assert bench.support.of(PLAIN) == ALL
     assert bench.support.of(CUT) == UNCOUNTED
     assert [partitions for _, partitions in bench.asked] == [False, True]
+
+
+@pytest.mark.parametrize("one", [card(0), bound(0)], ids=["free", "under vfio"])
+def test_cards_need_counters(bench: Bench, one: Card) -> None:
+    bench.answers = [UNCOUNTED]
+    assert (
+        bench.support.of(inventory(cards=(one,)) if one.is_bound else inventory(h100(0), cards=(one,)))
+        == UNCOUNTED
+    )
+    assert (bench.asked, bench.support.problem, bench.told) == ([(ALL, True)], "gate off", ["gate off"])
+
+
+def test_shares_beside_a_virtual_machine_are_counted() -> None:
+    rule = share_all(SharingRule("shares", 4))
+    assert shares_counters(inventory(h100(0), cards=(card(0),)), rule)
+    assert not shares_counters(inventory(h100(0)), rule)
+    assert not shares_counters(inventory(cards=(bound(0),)), rule)
 
 
 def test_nobody_waits_for_an_answer_that_is_not_needed(bench: Bench) -> None:

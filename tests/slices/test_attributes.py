@@ -12,7 +12,20 @@ from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import DriverVersions, Inventory
 from dra_driver.model.mig import Partitioning, PlacedProfile, Placement
 from dra_driver.slices.rules.attributes import wire_device
-from tests.fakes.samples import GPU_0, ONE_G, TWO_G, VERSIONS, h100, inventory, mig, partitioned, uuid
+from tests.fakes.samples import (
+    GPU_0,
+    ONE_G,
+    TWO_G,
+    VERSIONS,
+    VFIO_0,
+    bound,
+    card,
+    h100,
+    inventory,
+    mig,
+    partitioned,
+    uuid,
+)
 from tests.fakes.tables import data_of
 
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
@@ -21,6 +34,8 @@ STD = "resource.kubernetes.io/"
 DATA = data_of(__file__)
 GPU_ATTRIBUTES = DATA["forms"]["both"] | DATA["forms"]["gpu"]
 MIG_ATTRIBUTES = DATA["forms"]["both"] | DATA["forms"]["mig"]
+VFIO_ATTRIBUTES = DATA["forms"]["vfio"]
+ATTRIBUTES = {"gpu": GPU_ATTRIBUTES, "mig": MIG_ATTRIBUTES, "vfio": VFIO_ATTRIBUTES}
 
 
 def wire(gpu: Gpu, **domains: str) -> dict[str, Any]:
@@ -30,7 +45,7 @@ def wire(gpu: Gpu, **domains: str) -> dict[str, Any]:
 
 def check_form(device: dict[str, Any]) -> None:
     """Every attribute is known, has its type and its form."""
-    known = GPU_ATTRIBUTES if device["attributes"]["type"]["string"] == "gpu" else MIG_ATTRIBUTES
+    known = ATTRIBUTES[device["attributes"]["type"]["string"]]
     for name, value in device["attributes"].items():
         assert name in known, f"{name} is missing in the tables of tests/slices/test_attributes.py"
         kind, form = known[name]
@@ -42,9 +57,9 @@ def check_form(device: dict[str, Any]) -> None:
 
 def test_manual_names_every_attribute() -> None:
     manual = (Path(__file__).parents[2] / "docs/api.md").read_text()
-    table = manual.partition("| Attribute | Type | gpu | mig |\n")[2].partition("\n\n")[0]
+    table = manual.partition("| Attribute | Type | gpu | mig | vfio |\n")[2].partition("\n\n")[0]
     named = set(re.findall(r"`([^`]+)`", table))
-    assert GPU_ATTRIBUTES.keys() | MIG_ATTRIBUTES.keys() <= named
+    assert GPU_ATTRIBUTES.keys() | MIG_ATTRIBUTES.keys() | VFIO_ATTRIBUTES.keys() <= named
 
 
 def test_whole_gpu_has_every_attribute_when_all_is_known() -> None:
@@ -54,6 +69,24 @@ def test_whole_gpu_has_every_attribute_when_all_is_known() -> None:
     assert set(device["attributes"]) == set(GPU_ATTRIBUTES)
     assert list(device["attributes"]) == sorted(device["attributes"])
     check_form(device)
+
+
+def test_card_has_every_attribute_whoever_has_it() -> None:
+    found = [inventory(h100(0), cards=(card(0),)), inventory(cards=(bound(0),))]
+    devices = [wire_device(node.by_name[VFIO_0], node) for node in found]
+    assert devices == [DATA["card"]] * 2
+    assert set(devices[0]["attributes"]) == set(VFIO_ATTRIBUTES)
+    check_form(devices[0])
+    bare = inventory(
+        cards=(bound(0, product_name=None, addressable_memory=None, pcie_root=None, numa_node=None),)
+    )
+    device = wire_device(bare.by_name[VFIO_0], bare)
+    assert "capacity" not in device
+    assert {*VFIO_ATTRIBUTES} - device["attributes"].keys() == {
+        "productName",
+        STD + "pcieRoot",
+        STD + "numaNode",
+    }
 
 
 def test_minor_number_is_no_attribute_where_mig_mode_comes_and_goes() -> None:

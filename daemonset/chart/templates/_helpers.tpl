@@ -123,9 +123,12 @@ one that the image has too.
 {{ .Values.kubeletPlugin.metrics.gpuHttpEndpoint | splitList ":" | last }}
 {{- end }}
 
-{{/* "true" or "": MIG devices on demand, the MPS host, devices for several claims. */}}
+{{/* "true" or "": MIG devices on demand, GPUs for virtual machines, the MPS host, devices for several claims. */}}
 {{- define "gpu-dra-driver.dynamicMig" -}}
 {{- if or .Values.dynamicMig.enabled .Values.featureGates.DynamicMIG -}}true{{- end -}}
+{{- end }}
+{{- define "gpu-dra-driver.passthrough" -}}
+{{- if or .Values.passthrough.enabled .Values.featureGates.PassthroughSupport -}}true{{- end -}}
 {{- end }}
 {{- define "gpu-dra-driver.mps" -}}
 {{- if or .Values.mps.enabled .Values.featureGates.MPSSupport -}}true{{- end -}}
@@ -147,6 +150,9 @@ one that the image has too.
 {{- $section := dict "enabled" true "adopt" .Values.dynamicMig.adopt -}}
 {{- with .Values.dynamicMig.gpus }}{{ $_ := set $section "gpus" . }}{{ end -}}
 {{- $_ := set $file "dynamicMig" $section -}}
+{{- end -}}
+{{- if include "gpu-dra-driver.passthrough" . -}}
+{{- with .Values.passthrough.gpus }}{{ $_ := set $file "passthrough" (dict "enabled" true "gpus" .) }}{{ end -}}
 {{- end -}}
 {{- if $file }}{{ toYaml $file }}{{ end -}}
 {{- end }}

@@ -14,6 +14,7 @@ from dra_driver.diagnostics.doctor.checks import Check, Shared
 from dra_driver.diagnostics.doctor.cluster import ClusterChecks
 from dra_driver.diagnostics.doctor.driver import DriverChecks
 from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
+from dra_driver.diagnostics.doctor.passthrough import PassthroughChecks
 from dra_driver.diagnostics.doctor.runtime import RuntimeChecks, host_directory
 from dra_driver.diagnostics.rules.node_view import NodeView
 from dra_driver.diagnostics.rules.top_data import NvmlFacts, node_view
@@ -66,6 +67,13 @@ def doctor_checks(settings: Settings) -> list[Check]:
             None if settings.simulate is None else os.path.realpath(machine.paths.host_driver_root),
         ),
         settings.extra_devices,
+        settings.passthrough,
+    )
+    passthrough = PassthroughChecks(
+        machine.vfio,
+        lambda: machine.cards((inventory.or_none() or Inventory()).gpus),
+        state.get,
+        settings.for_virtual_machines is not None,
     )
     kubelet = KubeletChecks(
         settings.driver_name,
@@ -83,7 +91,8 @@ def doctor_checks(settings: Settings) -> list[Check]:
         configured=settings.kubeconfig is not None or in_pod,
         claims=lambda: [record.ref for record in state.get().records],
     )
-    return [*driver.all(), *RuntimeChecks(settings.cdi_root, host).all(), *kubelet.all(), *cluster.all()]
+    checks = [*driver.all(), *passthrough.all()]
+    return [*checks, *RuntimeChecks(settings.cdi_root, host).all(), *kubelet.all(), *cluster.all()]
 
 
 def _api_client(settings: Settings) -> ApiClient:

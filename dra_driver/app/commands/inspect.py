@@ -49,7 +49,7 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
     with closing(reader.session):
         files = DriverRoot(machine.paths, nodes=machine.nodes)
         host = HostView(machine.paths, imex=settings.imex_channel is not None, files=files)
-        inventory = discover_once(reader, host, ownership)
+        inventory = discover_once(reader, host, ownership, machine.cards)
     if is_empty and state.ledger_fault is not None and any(gpu.mig_enabled for gpu in inventory.gpus):
         raise OwnershipUnknownError(
             f"which MIG devices gpu-dra-driver made is not known: {state.ledger_fault}"

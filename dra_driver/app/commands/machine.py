@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 from dra_driver.app.platforms import platform_of
 from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.host.sysfs import Sysfs
+from dra_driver.host.vfio import VfioCards
 from dra_driver.inventory.detachment import Detachments
 from dra_driver.inventory.rules.gpu_names import held_gpu_names
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.passthrough import Card, is_vfio
+from dra_driver.model.steps import BindVfio
 from dra_driver.nvml.reader import NvmlReader
+from dra_driver.passthrough.cards import KnownCards
+from dra_driver.passthrough.ledger import DIRECTORY, PassthroughLedger
 from dra_driver.settings import Settings
 
 
@@ -28,6 +33,7 @@ class CommandMachine:
         platform = platform_of(settings)
         self.paths = platform.paths
         self.nodes = platform.nodes
+        self.vfio = VfioCards(platform.paths, platform.nodes, platform.pci)
         self.sysfs = Sysfs(platform.paths.sys, platform.paths.proc)
         self.boot_id = self.sysfs.boot_id()
         self.detachments = Detachments(settings.plugin_directory, self.boot_id or "unknown")
@@ -40,6 +46,30 @@ class CommandMachine:
     def state(self) -> NodeState:
         """What gpu-dra-driver wrote down, read now."""
         return read_state(self.settings.plugin_directory, self.boot_id)
+
+    def cards(self, gpus: Sequence[Gpu], selected: Callable[[Gpu], bool] | None = None) -> tuple[Card, ...]:
+        """The GPUs for virtual machines that the settings select, or `selected`, and those that gpu-dra-driver has
+        bound; `gpus` are those that NVML shows. Raises: StateError."""
+        wanted = selected or self.settings.for_virtual_machines
+        directory = self.settings.plugin_directory / DIRECTORY
+        if wanted is None and not directory.is_dir():
+            return ()
+        ledger = PassthroughLedger(directory, self.boot_id, reader=lambda _unread: None)
+        return KnownCards(self.vfio, ledger, wanted, self._bindings).read(gpus)
+
+    def cards_under_vfio(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
+        """Every card that a vfio driver has, whatever is selected. Raises: StateError."""
+        if not any(
+            function.is_gpu and is_vfio(function.driver) for function in self.sysfs.nvidia_functions()
+        ):
+            return ()
+        return tuple(card for card in self.cards(gpus, lambda _gpu: True) if card.is_bound)
+
+    def _bindings(self) -> Iterator[BindVfio]:
+        state = self.state()
+        for record in [*state.records, *(one.record for one in state.cleanups)]:
+            if record.boot_id == self.boot_id:
+                yield from (step for step in record.steps if isinstance(step, BindVfio))
 
     def nvml_reader(self, on_demand: Callable[[Gpu], bool]) -> NvmlReader:
         """NVML, not opened yet. GPUs have the names that the plugin gives them."""

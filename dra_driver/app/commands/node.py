@@ -44,6 +44,7 @@ def node_snapshot(machine: CommandMachine) -> NodeSnapshot:
         machine.nvml_reader(machine.is_on_demand),
         machine.is_on_demand,
         is_detached=lambda: machine.detachments.problem() is not None,
+        cards=machine.cards_under_vfio,
     )
 
 

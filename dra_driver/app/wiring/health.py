@@ -44,11 +44,14 @@ class HealthParts:
         leadership: InstanceLeadership,
         cleanups: Callable[[], PendingCleanups],
         lanes: Lanes,
+        taken: Callable[[], Collection[str]],
     ) -> None:
+        """`taken` returns the UUIDs of GPUs that NVML need not have, because they go to virtual machines."""
         self._discovery = discovery
         self._mig = mig
         self._cleanups = cleanups
         self._changes = changes
+        self._taken = taken
         self.taint_policy = TaintPolicy(dict(settings.taint_effects))
         kept = HealthStore(settings.plugin_directory / "health.json", leadership.speaks_for_node)
         self.monitor = Monitor(
@@ -100,7 +103,8 @@ class HealthParts:
         inventory = self._discovery.latest()
         if inventory is None or (not inventory.every_gpu and self._discovery.unavailable() is not None):
             return None
-        return {gpu.uuid: gpu.pci_bus_id for gpu in inventory.every_gpu}
+        taken = self._taken()
+        return {gpu.uuid: gpu.pci_bus_id for gpu in inventory.every_gpu if gpu.uuid not in taken}
 
     def _devices(self) -> Collection[OfferedDevice]:
         inventory = self._discovery.latest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dra_driver.errors import ClaimRefusedError, RetryableError
@@ -94,15 +95,33 @@ def claim_spec(
     Raises: RetryableError if a node is missing without which the containers would have no GPU; ClaimRefusedError if the
     claim has no device, or two different devices with the same name.
     """
+    edits = common_edits(driver) if common is None else common
+    return _spec(claim_uid, driver_name, {COMMON: edits}, devices, driver.hook)
+
+
+def vfio_spec(claim_uid: str, driver_name: str, devices: Sequence[CdiDevice]) -> dict[str, Any]:
+    """The spec of devices for virtual machines, with nothing of the NVIDIA driver. Each suffices by itself: Kata takes
+    them one by one. Raises: as `claim_spec`."""
+    alone = [replace(device, env=(_NO_SECOND_INJECTION, *device.env)) for device in devices]
+    return _spec(claim_uid, driver_name, {}, alone, None)
+
+
+def _spec(
+    claim_uid: str,
+    driver_name: str,
+    common: dict[str, Any],
+    devices: Sequence[CdiDevice],
+    hook: str | None,
+) -> dict[str, Any]:
     checked_claim_uid(claim_uid)
     spec: dict[str, Any] = {
         "cdiVersion": "",
         "kind": spec_kind(driver_name),
-        COMMON: common_edits(driver) if common is None else common,
+        **common,
         "devices": [
             {
                 "name": device_name(claim_uid, device.name),
-                "containerEdits": _device_edits(device, driver.hook),
+                "containerEdits": _device_edits(device, hook),
             }
             for device in _distinct(claim_uid, devices)
         ],

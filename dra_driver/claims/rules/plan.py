@@ -16,22 +16,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dra_driver.api.config import DEFAULTS
+from dra_driver.api.config import DEFAULTS, VfioDeviceConfig
 from dra_driver.api.resolve import ResolvedConfig, config_for_result, manages
 from dra_driver.cdi.rules.metadata import cdi_id as metadata_cdi_id
 from dra_driver.cdi.rules.metadata import check_names
 from dra_driver.cdi.rules.spec import cdi_id
 from dra_driver.cdi.rules.spec_devices import SpecDevice
 from dra_driver.claims.rules.extra_devices import asked_host_devices, imex_of
+from dra_driver.claims.rules.virtual_machines import is_for_virtual_machine
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
 from dra_driver.model.extra_devices import HOST_DEVICES, NO_EXTRA_DEVICES, ExtraDevices, in_order
-from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.inventory import (
+    DynamicMigDevice,
+    Inventory,
+    OfferedDevice,
+    StaticMigDevice,
+    VfioDevice,
+    WholeGpu,
+)
 from dra_driver.model.plan import Plan, PlannedDevice, cdi_device, held_silicon
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, kind_of
 from dra_driver.model.sharing_mode import LostMps, MpsShared, SharingMode, TimeSliced, usage_kind
 from dra_driver.model.steps import (
+    EVERY_METADATA_VERSION,
+    BindVfio,
     CreateMig,
     LeaveMigMode,
     RunMps,
@@ -84,11 +94,12 @@ def plan_claim(
     """
     found = _found(claim, pool, inventory, known, setting_for_lost)
     _refuse_repeats(found)
+    is_for_machine = is_for_virtual_machine([(result, kind_of(offered)) for result, offered in found])
     kept = _kept_usages(claim, found, known)
     parameters = _parameters(claim, found, driver, is_prepared=kept is not None)
     usages = sharing_modes_of(found, parameters, sharing, inventory.versions) if kept is None else kept
     devices = tuple(
-        PlannedDevice(result, offered, usage, inventory.gpus if _manages(result, resolved) else ())
+        _planned(result, offered, usage, resolved, inventory)
         for (result, offered), usage, resolved in zip(found, usages, parameters, strict=True)
     )
     if extra_devices != NO_EXTRA_DEVICES or claim.configs or kept is not None:
@@ -104,7 +115,24 @@ def plan_claim(
             if isinstance(device.usage, MpsShared)
         }
         refuse_crowded(wanted, records, most)
-    return Plan(claim, devices, _steps(devices, _metadata(claim, devices, known, metadata)))
+    versions = EVERY_METADATA_VERSION if is_for_machine else metadata
+    return Plan(claim, devices, _steps(devices, _metadata(claim, devices, known, versions), known))
+
+
+def _planned(
+    result: DeviceResult,
+    offered: OfferedDevice,
+    usage: SharingMode,
+    resolved: ResolvedConfig,
+    inventory: Inventory,
+) -> PlannedDevice:
+    config = resolved.config
+    if isinstance(config, VfioDeviceConfig):
+        prefers = config.iommu_backend == "PreferIommuFD"
+        return PlannedDevice(
+            result, offered, prefers_iommufd=prefers, has_api_device=config.enable_api_device
+        )
+    return PlannedDevice(result, offered, usage, inventory.gpus if _manages(result, resolved) else ())
 
 
 def _found(
@@ -183,6 +211,9 @@ def _with_extra_devices(
     planned = []
     allowed = extra_devices.askable if held is None else HOST_DEVICES
     for number, (device, resolved) in enumerate(zip(devices, parameters, strict=True)):
+        if isinstance(device.offered, VfioDevice):
+            planned.append(device)
+            continue
         asked = asked_host_devices(claim, device.result, resolved, driver, allowed)
         if held is not None:
             # An older release that served in between may have dropped from the record what the claim asked for.
@@ -211,15 +242,18 @@ def _metadata(
     return steps
 
 
-def _steps(devices: Sequence[PlannedDevice], metadata: Iterable[Step]) -> tuple[Step, ...]:
+def _steps(
+    devices: Sequence[PlannedDevice], metadata: Iterable[Step], known: ClaimRecord | None
+) -> tuple[Step, ...]:
     """The steps, each once, in a fixed order: first silicon, then settings and daemons, then files, the CDI spec
     last."""
     used = [device for device in devices if not device.result.admin_access]
     whole = {
         LeaveMigMode(offered.gpu.uuid, offered.gpu.pci_bus_id)
         for offered in (device.offered for device in used)
-        if isinstance(offered, WholeGpu) and offered.gpu.partitioning is not None
+        if isinstance(offered, WholeGpu | VfioDevice) and offered.gpu.partitioning is not None
     }
+    bindings = {step for device in devices for step in _bindings(device.offered, known)}
     made = {_creation(device.offered) for device in used if isinstance(device.offered, DynamicMigDevice)}
     time_slices = {
         SetTimeSlice(device.offered.gpu.uuid, device.usage.interval)
@@ -236,9 +270,27 @@ def _steps(devices: Sequence[PlannedDevice], metadata: Iterable[Step]) -> tuple[
         *sorted(made, key=lambda step: step.device),
         *sorted(time_slices, key=lambda step: step.gpu_uuid),
         *(RunMps(daemons[name]) for name in sorted(daemons)),
+        *sorted(bindings, key=lambda step: step.device),
         *metadata,
         *((WriteCdiSpec(),) if devices else ()),
     )
+
+
+def _bindings(offered: OfferedDevice, known: ClaimRecord | None) -> Iterator[BindVfio]:
+    """None for a card that an administrator has bound: it stays so. A binding that the claim's record has is kept: a
+    step that left the record would never be undone."""
+    if not isinstance(offered, VfioDevice):
+        return
+    card = offered.card
+    begun = [
+        step
+        for step in (() if known is None else known.steps)
+        if isinstance(step, BindVfio) and step.device == offered.name
+    ]
+    if begun:
+        yield from begun
+    elif card.by_us or not card.is_bound:
+        yield BindVfio(offered.name, card.gpu_uuid, card.bus_id, card.vfio_driver)
 
 
 def _creation(device: DynamicMigDevice) -> CreateMig:
@@ -338,7 +390,7 @@ def _overlap(one: OfferedDevice, other: OfferedDevice) -> bool:
         return False
     if isinstance(one, DynamicMigDevice) and isinstance(other, DynamicMigDevice):
         return one.placement.overlaps(other.placement)
-    return isinstance(one, WholeGpu) or isinstance(other, WholeGpu)
+    return not kind_of(one) == kind_of(other) == "mig"
 
 
 def lost_claim(uid: str, devices: Iterable[SpecDevice], inventory: Inventory) -> ClaimRecord | None:

@@ -40,8 +40,9 @@ from dra_driver.model.extra_devices import (
     ImexChannels,
 )
 from dra_driver.model.gpu import GpuProcess
-from dra_driver.model.host import HostPaths
+from dra_driver.model.host import HostPaths, PciFunction
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.passthrough import is_vfio
 from dra_driver.model.units import counted
 from dra_driver.observability.rules.usage import unclaimed_text
 
@@ -66,6 +67,7 @@ class DriverChecks:
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
     """Programs besides gpu-dra-driver and the pods of claims that have a GPU open; None if that is not known."""
     extra_devices: ExtraDevices = NO_EXTRA_DEVICES
+    passthrough: bool = False
 
     def gpus_on_the_bus(self) -> Finding:
         """Are there GPUs, and are they bound to the NVIDIA driver?"""
@@ -76,7 +78,7 @@ class DriverChecks:
             return warn(
                 "no NVIDIA GPU on the PCI bus", "`lspci -d 10de:` on the node; expected on a node without GPU"
             )
-        passed = [item.bus_id for item in functions if (item.driver or "").startswith("vfio")]
+        passed = self._under_vfio(functions)
         unbound = [item.bus_id for item in functions if item.driver is None]
         others = [
             f"{item.bus_id} ({item.driver})"
@@ -91,6 +93,10 @@ class DriverChecks:
         if unbound:
             return fail(
                 f"bound to no driver: {named(unbound)}", "`modprobe nvidia`; then see `dmesg | grep -i nvrm`"
+            )
+        if passed and self.passthrough:
+            return ok(
+                f"{len(functions)} on the PCI bus, {len(passed)} of them under vfio for virtual machines"
             )
         if passed:
             return warn(
@@ -236,12 +242,17 @@ class DriverChecks:
         return ok(f"{len(on)} of {counted(len(inventory.gpus), 'GPU')} in MIG mode")
 
     def gpu_agents(self) -> Finding:
-        """Do other programs keep GPUs open, so that MIG mode cannot be switched?"""
-        if not self.dynamic_mig:
+        """Do other programs keep GPUs open, so that MIG mode cannot be switched, or no virtual machine can get one?"""
+        if not self.dynamic_mig and not self.passthrough:
             return skip("MIG devices are not made on demand")
         users = self.gpu_users()
         if users is None:
             return skip("not known without the processes of the host (hostPID)")
+        if users and not self.dynamic_mig:
+            return warn(
+                f"these programs keep GPUs open, so no virtual machine can get those: {named(users)}",
+                "keep them off nodes with virtual machines, or have them let go of the GPUs (docs/passthrough.md)",
+            )
         if users:
             return warn(
                 f"these programs keep GPUs open, so the NVIDIA driver refuses to switch MIG mode: {named(users)}",
@@ -397,14 +408,20 @@ class DriverChecks:
                 found = look()
             except _NotKnownError:
                 found = skip("not known without NVML")
+            gpus = [item for item in Sysfs(self.paths.sys, self.paths.proc).nvidia_functions() if item.is_gpu]
+            if self.passthrough and gpus and len(self._under_vfio(gpus)) == len(gpus):
+                return skip("every GPU of this node is under vfio")
             is_ok = isinstance(found, Finding) and found.status == "OK"
-            if is_ok or Sysfs(self.paths.sys, self.paths.proc).gpu_functions():
+            if is_ok or gpus:
                 return found
             if look == self.nvml and self._has_unusable_library():
                 return found
             return skip("this node has no GPU")
 
         return looked
+
+    def _under_vfio(self, functions: Sequence[PciFunction]) -> list[str]:
+        return [item.bus_id for item in functions if is_vfio(item.driver)]
 
     def _known(self) -> Inventory:
         """Raises: _NotKnownError without NVML."""

@@ -26,6 +26,7 @@ _BYTES = 1 << 20
 ALL_NODES = "(all nodes)"
 SOME_NODES = "(some nodes)"
 """Where a device is that no single node has: several can use it, by a network or a switch."""
+_BUS_ID = "resource.kubernetes.io/pciBusID"
 _KEEP_AWAY = frozenset({"NoSchedule", "NoExecute"})
 _REPLICA_SET = re.compile(r"-[a-z0-9]{6,10}\Z")
 
@@ -43,9 +44,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class ClusterDevice:
-    """A device of ours. `node` is ALL_NODES or SOME_NODES where several can use it. `state` is of the whole
-    device: `blocked` if what other devices take of the same GPU leaves too little for it. A device that is shared is
-    allocated from its first holder on. `capacity` is of shared devices only."""
+    """A device of ours; of a card that containers or a virtual machine may get, the one that there is now. `node` is
+    ALL_NODES or SOME_NODES where several can use it. `state` is of the whole device: `blocked` if what other devices
+    take of the same GPU leaves too little for it. A device that is shared is allocated from its first holder on.
+    `capacity` is of shared devices only."""
 
     node: str
     pool: str
@@ -191,10 +193,11 @@ def _pool_devices(
         if holders.get((pool, device["name"])):
             for key, amount in _consumption(device):
                 left[key] = left.get(key, 0) - amount
+    other_views = _other_views(pool, entries, holders)
     for spec, device in entries:
         attributes: JsonObject = device.get("attributes") or {}
         found = tuple(holders.get((pool, device["name"]), ()))
-        if not found and is_on_demand(device, spec["driver"]):
+        if not found and (device["name"] in other_views or is_on_demand(device, spec["driver"])):
             continue
         kind = _text(attributes, "type", spec["driver"]) or "gpu"
         taints = tuple(
@@ -222,6 +225,28 @@ def _pool_devices(
             if device.get("allowMultipleAllocations")
             else {},
         )
+
+
+def _other_views(
+    pool: str,
+    entries: Iterable[tuple[JsonObject, JsonObject]],
+    holders: Mapping[Slot, Sequence[Holder]],
+) -> set[str]:
+    """Names of devices for containers whose card a virtual machine has, and of devices for virtual machines whose card
+    containers may get: a card counts once."""
+    cards: dict[str, dict[bool, list[str]]] = {}
+    for spec, device in entries:
+        attributes = device.get("attributes") or {}
+        bus_id = _text(attributes, _BUS_ID, spec["driver"])
+        if bus_id is not None:
+            is_vfio = _text(attributes, "type", spec["driver"]) == "vfio"
+            cards.setdefault(bus_id, {True: [], False: []})[is_vfio].append(device["name"])
+    found: set[str] = set()
+    for views in cards.values():
+        has_machine = any(holders.get((pool, name)) for name in views[True])
+        if views[False]:
+            found.update(views[not has_machine])
+    return found
 
 
 def _keeps_away(taints: Iterable[str]) -> bool:
@@ -267,8 +292,8 @@ def _text(attributes: JsonObject, name: str, driver: str) -> str | None:
 def count(devices: Iterable[ClusterDevice]) -> Count:
     """How many there are of each kind, in each state."""
     found = [*devices]
-    gpus = [device for device in found if device.kind == "gpu"]
-    mig = [device for device in found if device.kind != "gpu"]
+    gpus = [device for device in found if device.kind != "mig"]
+    mig = [device for device in found if device.kind == "mig"]
     states = Counter(device.state for device in gpus)
     return Count(
         gpus=len(gpus),
@@ -407,7 +432,7 @@ def _user(
         namespace=key[0],
         name=key[1],
         claims=len({holder.uid for _, holder in held}),
-        gpus=sum(one.kind == "gpu" for one in whole.values()),
+        gpus=sum(one.kind != "mig" for one in whole.values()),
         mig=dict(sorted(mig.items())),
         shares=len(shares),
         nodes=tuple(sorted({one.node for one, _ in held})),

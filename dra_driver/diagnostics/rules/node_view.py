@@ -12,7 +12,8 @@ class SeenGpu:
     """A GPU. `name` is its device's, `mode` its MIG mode or None; `load` is None where NVML reports nothing of the GPU.
     One that NVML does not show, and whose UUID is not known, has its PCI bus ID as the name and "" as the UUID.
 
-    `health` is the worst of what is known of it and its instances, as a word; `unknown` if it was not read.
+    `health` is the worst of what is known of it and its instances, as a word; `unknown` if it was not read, `vfio` for
+    one that a virtual machine has or may have, since nobody can read it.
     """
 
     name: str

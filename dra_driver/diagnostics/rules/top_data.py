@@ -201,7 +201,10 @@ def _gpus(
         )
         is_known = uuid in facts.polled or severity >= Severity.DEGRADED
         health = severity.name.lower() if is_known else "unknown"
-        if (gpu := shown.get(uuid)) is None:
+        card = facts.inventory.under_vfio.get(uuid)
+        if card is not None:
+            yield SeenGpu(name, uuid, card.product_name, health="vfio", pci_bus_id=card.bus_id)
+        elif (gpu := shown.get(uuid)) is None:
             place = places.get(uuid)
             yield SeenGpu(name, "" if uuid == place else uuid, health=health, pci_bus_id=place)
         else:

@@ -21,7 +21,7 @@ from dra_driver.model.health import (
     targets_of_instance,
     targets_of_mig,
 )
-from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mig_layouts import MIG_LAYOUT, GpuLayout
 from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, TaintLimits
@@ -74,7 +74,7 @@ def device_reasons(
         for target in device_targets(device, instances)
         if target in states and _is_about(states[target], uuid)
         for reason in states[target].reasons
-        if isinstance(device, WholeGpu) or reason.key != FABRIC
+        if isinstance(device, WholeGpu | VfioDevice) or reason.key != FABRIC
     ]
     return tuple(sorted(found, key=_rank))
 
@@ -96,7 +96,9 @@ def device_targets(device: OfferedDevice, instances: Mapping[str, MadeInstance])
         case DynamicMigDevice(name, gpu) if name in instances:
             made = instances[name]
             return targets_of_instance(gpu.uuid, made.gpu_instance_id, made.compute_instance_id)
-        case WholeGpu(_, gpu) | DynamicMigDevice(_, gpu):
+        case VfioDevice(card=card) if card.is_bound:
+            return ()  # NVML shows nothing of it
+        case WholeGpu(gpu=gpu) | DynamicMigDevice(gpu=gpu) | VfioDevice(gpu=gpu):
             return (HealthTarget(gpu.uuid),)
 
 
@@ -126,7 +128,7 @@ def device_taints(
 
 def _unready_fabric(device: OfferedDevice) -> Iterable[Reason]:
     fabric = device.gpu.unready_fabric
-    if fabric is None or fabric.state == "unknown" or not isinstance(device, WholeGpu):
+    if fabric is None or fabric.state == "unknown" or not isinstance(device, WholeGpu | VfioDevice):
         return ()
     return [
         Reason(key, value, severity, fabric.since, fabric.since, text, "poll")

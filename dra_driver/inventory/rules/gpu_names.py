@@ -16,7 +16,12 @@ _MOST_NAMED = 5
 
 def held_gpu_names(records: Iterable[ClaimRecord]) -> Mapping[str, str]:
     """The device names that GPUs have in records, by UUID."""
-    return {held.gpu_uuid: gpu_of_device(held.device) for record in records for held in record.devices}
+    return {
+        held.gpu_uuid: gpu_of_device(held.device)
+        for record in records
+        for held in record.devices
+        if held.kind != "vfio"
+    }
 
 
 def refuse_other_names(device_names: Literal["uuid", "minor"], records: Sequence[ClaimRecord]) -> None:
@@ -49,7 +54,7 @@ def named_gpus(
     """
     found = {name.lower(): uuid for name, uuid in known.items()}
     indices: dict[str, str] = {}
-    for gpu in inventory.every_gpu if inventory is not None else ():
+    for gpu in inventory.offered_gpus if inventory is not None else ():
         found[gpu.uuid.lower()] = gpu.uuid
         if gpu.pci_bus_id is not None:
             found[gpu.pci_bus_id.lower()] = gpu.uuid

@@ -5,6 +5,7 @@
 | a time slice | is offered, and nobody waits for it | after a reboot |
 | an MPS daemon, with its compute mode | is withheld; who wants the GPU has it undone first | after a reboot |
 | a MIG device, while the GPU is busy | is withheld; who wants the GPU has it destroyed first | after a reboot |
+| a card's return from vfio, while a virtual machine runs | is withheld in every view; the same | after a reboot |
 
 A MIG device that cannot be destroyed for another reason is an orphan in the ledger of `mig`, and no pending cleanup. A
 step is also void if a newer claim is prepared that has set the same thing again: then that claim's Unprepare takes it
@@ -19,10 +20,10 @@ from typing import Literal
 
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, Step, writes_files
+from dra_driver.model.steps import BindVfio, CreateMig, RunMps, SetTimeSlice, Step, writes_files
 
-CleanupKind = Literal["time-slice", "mps", "mig-device"]
-CLEANUP_KINDS: tuple[CleanupKind, ...] = ("time-slice", "mps", "mig-device")
+CleanupKind = Literal["time-slice", "mps", "mig-device", "vfio"]
+CLEANUP_KINDS: tuple[CleanupKind, ...] = ("time-slice", "mps", "mig-device", "vfio")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ def kind_of(step: Step) -> CleanupKind:
             return "mps"
         case CreateMig():
             return "mig-device"
+        case BindVfio():
+            return "vfio"
         case _:
             return "time-slice"
 
@@ -66,7 +69,7 @@ def still_pending(steps: Iterable[Step], record: ClaimRecord, boot_id: str) -> t
     return tuple(
         step
         for step in steps
-        if isinstance(step, SetTimeSlice | RunMps | CreateMig)
+        if isinstance(step, SetTimeSlice | RunMps | CreateMig | BindVfio)
         and (isinstance(step, RunMps) or record.boot_id == boot_id)
     )
 
@@ -119,6 +122,8 @@ def what(step: Step) -> str:
             return f"the end of the MPS daemon of device {', '.join(spec.devices)}"
         case CreateMig(device=device):
             return f"the end of MIG device {device}"
+        case BindVfio(gpu_uuid=uuid, pci_bus_id=bus_id):
+            return f"the return of GPU {uuid} ({bus_id}) from vfio"
         case _:
             return type(step).__name__
 
@@ -129,6 +134,8 @@ def remedy(steps: Sequence[Step]) -> str:
     if "mps" in kinds:
         host = "the MPS host (DaemonSet gpu-dra-driver-mps)"
         return f"gpu-dra-driver tries again; see that {host} and nvidia-smi work there"
+    if "vfio" in kinds:
+        return "gpu-dra-driver tries again; end the virtual machine that has the card, or what the text names"
     if "mig-device" in kinds:
         return "gpu-dra-driver tries again as soon as nobody else works on the GPU"
     return "gpu-dra-driver tries again; see that nvidia-smi works on the node"
@@ -143,6 +150,8 @@ def _thing(step: Step) -> tuple[str, str] | None:
             return ("mps", ",".join(spec.devices))
         case CreateMig(device=device):
             return ("mig-device", device)
+        case BindVfio(pci_bus_id=bus_id):
+            return ("vfio", bus_id)
         case _:
             return None
 
@@ -155,5 +164,7 @@ def _withholds(step: Step, device: OfferedDevice) -> bool:
             return device.name == name
         case RunMps(spec=spec):
             return device.gpu.uuid in spec.gpu_uuids
+        case BindVfio(gpu_uuid=uuid):
+            return device.gpu.uuid == uuid
         case _:
             return False

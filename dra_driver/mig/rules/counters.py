@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.inventory import DynamicMigDevice, WholeGpu
+from dra_driver.model.inventory import DynamicMigDevice, Inventory, VfioDevice, WholeGpu
 from dra_driver.model.mig import GpuInstance, MigProfile, Partitioning, PlacedProfile, Placement
 from dra_driver.model.units import format_bytes
 
@@ -76,19 +76,28 @@ def has_counters(gpu: Gpu) -> bool:
     return gpu.partitioning is not None and bool(gpu.partitioning.possible)
 
 
+def is_counted(gpu: Gpu, inventory: Inventory) -> bool:
+    """Whether the GPU has a counter set: it `has_counters`, or either a container or a virtual machine gets it."""
+    return has_counters(gpu) or (gpu.uuid in inventory.cards_by_gpu and gpu.uuid not in inventory.under_vfio)
+
+
 def counter_set(gpu_name: str, gpu: Gpu) -> JsonObject:
-    """One entry of `spec.sharedCounters`: what the GPU has less what is withheld; for a GPU that `has_counters`."""
-    partitioning = gpu.partitioning or Partitioning(())
-    left = _left(partitioning.profiles, partitioning.withheld)
-    return {"name": f"{gpu_name}-counter-set", "counters": _wire(left)}
+    """One entry of `spec.sharedCounters`: what the GPU has less what is withheld. A GPU that no MIG devices can be made
+    of has one counter: either a container or a virtual machine gets it."""
+    counters: JsonObject = {"gpu": {"value": "1"}}
+    if gpu.partitioning is not None and has_counters(gpu):
+        counters = _wire(_left(gpu.partitioning.profiles, gpu.partitioning.withheld))
+    return {"name": f"{gpu_name}-counter-set", "counters": counters}
 
 
-def consumed_counters(device: WholeGpu | DynamicMigDevice, counters: JsonObject) -> list[JsonObject]:
+def consumed_counters(
+    device: WholeGpu | DynamicMigDevice | VfioDevice, counters: JsonObject
+) -> list[JsonObject]:
     """A device's `consumesCounters`, of the `counter_set` of its GPU: a whole GPU takes all that there is."""
-    if isinstance(device, WholeGpu):
-        consumed: JsonObject = dict(counters["counters"])
-    else:
+    if isinstance(device, DynamicMigDevice):
         consumed = _wire(_use(device.profile, device.placement, counters["counters"]))
+    else:
+        consumed = dict(counters["counters"])
     return [{"counterSet": counters["name"], "counters": consumed}]
 
 

@@ -16,7 +16,7 @@ from dra_driver.journal.rules.cleanups import CLEANUP_KINDS, PendingCleanup, kin
 from dra_driver.model.claim import Pods
 from dra_driver.model.gpu import GpuLoad
 from dra_driver.model.health import UNRESPONSIVE, Condition, HealthState, HealthTarget, Severity, condition
-from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.model.mps import MPS_STATES
 from dra_driver.model.record import ClaimRecord
@@ -159,9 +159,8 @@ class Views:
             tally: Tally[tuple[str, str]] = Tally()
             for device in found.devices() if found else ():
                 tally[_type_of(device), _condition_of(device, health, made)] += 1
-            counts: Samples = {
-                (kind, word): tally[kind, word] for kind in _OFFERED_TYPES for word in _CONDITIONS
-            }
+            kinds = dict.fromkeys((*_OFFERED_TYPES, *(kind for kind, _ in tally)))
+            counts: Samples = {(kind, word): tally[kind, word] for kind in kinds for word in _CONDITIONS}
             yield self._gauge("devices", counts)
 
         self._add("devices", read, waits=True)
@@ -370,6 +369,8 @@ def _names(pods: Pods) -> Sequence[str]:
 def _type_of(device: OfferedDevice) -> str:
     if isinstance(device, WholeGpu):
         return "gpu"
+    if isinstance(device, VfioDevice):
+        return "vfio"
     return "mig" if isinstance(device, StaticMigDevice) else "possible_mig"
 
 
@@ -383,4 +384,7 @@ def _condition_of(device: OfferedDevice, health: Monitor, instances: Instances) 
     """One word for the health of a device, from its GPU and its instance."""
     reasons = device_reasons(device, health.states(), instances)
     state = HealthState(HealthTarget(device.gpu.uuid), reasons)
-    return condition(state, is_fresh=health.is_fresh(device.gpu.uuid))
+    is_bound = (
+        isinstance(device, VfioDevice) and device.card.is_bound
+    )  # nobody looks at it, and that is no fault
+    return condition(state, is_fresh=is_bound or health.is_fresh(device.gpu.uuid))

@@ -14,7 +14,13 @@ from dra_driver.model.claim import DeviceResult
 from dra_driver.model.device_status import DeviceFacts, DeviceStatus, MpsFacts
 from dra_driver.model.events import GPU_GONE, GPU_LOST, GPU_RECOVERED, GPU_UNHEALTHY, PREPARED
 from dra_driver.model.health import HealthChange, HealthStates, HealthTarget, Reason, Severity
-from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice
+from dra_driver.model.inventory import (
+    DynamicMigDevice,
+    Inventory,
+    OfferedDevice,
+    StaticMigDevice,
+    VfioDevice,
+)
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing_mode import MpsShared
@@ -134,12 +140,16 @@ def _facts(held: HeldDevice, inventory: Inventory | None, created_instance: Crea
     made = created_instance(held.device) if held.placement is not None else None
     instance = made or (offered.mig if isinstance(offered, StaticMigDevice) else None)
     profile = offered.profile.name if isinstance(offered, StaticMigDevice | DynamicMigDevice) else None
+    product = gpu.product_name if gpu is not None else None
+    bus_id = gpu.pci_bus_id if gpu is not None else None
+    if isinstance(offered, VfioDevice):  # NVML does not show it any more
+        product, bus_id = offered.card.product_name or product, offered.card.bus_id
     return DeviceFacts(
         type=held.kind,
         uuid=held.uuid or (made.uuid if made is not None else None),
-        product_name=gpu.product_name if gpu is not None else None,
+        product_name=product,
         driver_version=inventory.versions.driver if inventory is not None else None,
-        pci_bus_id=gpu.pci_bus_id if gpu is not None else None,
+        pci_bus_id=bus_id,
         parent_uuid=held.gpu_uuid if held.kind == "mig" else None,
         gpu_instance_id=instance.gpu_instance_id if instance else None,
         compute_instance_id=instance.compute_instance_id if instance else None,

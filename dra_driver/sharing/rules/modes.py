@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from dra_driver.api.config import MpsConfig, Sharing
-from dra_driver.api.resolve import ResolvedConfig, unbuilt_features
+from dra_driver.api.resolve import ResolvedConfig
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import DeviceResult
 from dra_driver.model.inventory import DriverVersions, OfferedDevice, WholeGpu
-from dra_driver.model.mps import MpsDaemonSpec, MpsMember
-from dra_driver.model.sharing import SharingPolicy, SharingRule, kind_of
+from dra_driver.model.mps import MpsDaemonSpec, MpsKind, MpsMember
+from dra_driver.model.sharing import SharingPolicy, SharingRule
 from dra_driver.model.sharing_mode import (
     INTERVALS,
     LostMps,
@@ -122,9 +122,6 @@ def _sharing(resolved: ResolvedConfig) -> Sharing | None:
 
 
 def _refuse_parameters(result: DeviceResult, resolved: ResolvedConfig) -> None:
-    unbuilt = unbuilt_features(resolved.config)
-    if unbuilt:
-        raise ClaimRefusedError(f"request {result.request}: {'; '.join(unbuilt)}")
     if result.admin_access and _changes(_sharing(resolved)):
         raise ClaimRefusedError(
             f"request {result.request}: opaque parameters ({resolved.entry}) would change a device that may be in "
@@ -248,7 +245,8 @@ def _serves_users_of(rule: SharingRule, device: OfferedDevice, versions: DriverV
 
 def _neutral_spec(device: OfferedDevice, multi_user: bool) -> MpsDaemonSpec:
     """A daemon without limits of its own, which claims of different limits can share."""
-    return MpsDaemonSpec(device.name, device.uuid, kind_of(device), device.gpu.uuid, multi_user)
+    kind: MpsKind = "gpu" if isinstance(device, WholeGpu) else "mig"
+    return MpsDaemonSpec(device.name, device.uuid, kind, device.gpu.uuid, multi_user)
 
 
 def _memory_limit(

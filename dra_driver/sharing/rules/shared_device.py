@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.sharing import MAX_MPS_SHARES, SharingRule
 from dra_driver.model.units import format_bytes, format_decimal, quantity_bytes
 
@@ -65,6 +65,8 @@ def multiprocessors_of(device: OfferedDevice) -> int | None:
             return gpu.multiprocessors
         case StaticMigDevice() | DynamicMigDevice():
             return device.profile.multiprocessors or None
+        case VfioDevice():
+            return None
 
 
 def memory_mib_of(device: OfferedDevice) -> int | None:
@@ -74,6 +76,8 @@ def memory_mib_of(device: OfferedDevice) -> int | None:
             return None if gpu.memory_bytes is None else gpu.memory_bytes // _MIB
         case StaticMigDevice() | DynamicMigDevice():
             return device.profile.memory_mib
+        case VfioDevice():
+            return None
 
 
 def multiprocessor_step(total: int) -> int:

@@ -12,8 +12,16 @@ from typing import Any
 
 from dra_driver.mig.rules.counters import has_counters
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.inventory import (
+    DynamicMigDevice,
+    Inventory,
+    OfferedDevice,
+    StaticMigDevice,
+    VfioDevice,
+    WholeGpu,
+)
 from dra_driver.model.mig import MigProfile
+from dra_driver.model.passthrough import Card
 from dra_driver.model.units import format_bytes
 
 JsonObject = dict[str, Any]
@@ -38,7 +46,12 @@ def wire_device(device: OfferedDevice, inventory: Inventory) -> JsonObject:
         case DynamicMigDevice(name, gpu, profile):
             specific = _mig_attributes(device)
             capacity = _profile_capacity(profile)
-    attributes = {**specific, **_common_attributes(gpu, inventory)}
+        case VfioDevice(name, gpu, card):
+            return _wire(name, _vfio_attributes(device), _vfio_capacity(card))
+    return _wire(name, {**specific, **_common_attributes(gpu, inventory)}, capacity)
+
+
+def _wire(name: str, attributes: Mapping[str, JsonObject | None], capacity: Mapping[str, str]) -> JsonObject:
     entry: JsonObject = {
         "name": name,
         "attributes": {key: attributes[key] for key in sorted(attributes) if attributes[key] is not None},
@@ -91,6 +104,28 @@ def _mig_attributes(device: StaticMigDevice | DynamicMigDevice) -> Mapping[str, 
         "parentMinor": _minor(device.gpu),
         "profile": _string(device.profile.name),
     }
+
+
+def _vfio_attributes(device: VfioDevice) -> Mapping[str, JsonObject | None]:
+    """What the host says of the card, whichever driver has it."""
+    card = device.card
+    return {
+        "type": {"string": "vfio"},
+        "uuid": _string(device.uuid),
+        "vendorID": {"string": "0x10de"},
+        "deviceID": {"string": f"0x{card.device_id:04x}"},
+        "productName": _string(card.product_name or device.gpu.product_name),
+        "iommuGroup": _int(card.iommu_group),
+        "iommuFDEnabled": _bool(card.has_iommufd),
+        STANDARD_PREFIX + "pciBusID": _standard_bus_id(card.bus_id),
+        STANDARD_PREFIX + "pcieRoot": _string(card.pcie_root),
+        STANDARD_PREFIX + "numaNode": _int(card.numa_node),
+    }
+
+
+def _vfio_capacity(card: Card) -> Mapping[str, str]:
+    memory = card.addressable_memory
+    return {} if memory is None else {"addressableMemory": format_bytes(memory)}
 
 
 def _minor(gpu: Gpu) -> JsonObject | None:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from dra_driver.mig.rules.counters import consumed_counters, counter_set, has_counters
+from dra_driver.mig.rules.counters import consumed_counters, counter_set, has_counters, is_counted
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, WholeGpu
+from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 from dra_driver.sharing.rules.client_limits import bounded_rule, most_clients, told_bound
 from dra_driver.sharing.rules.shared_device import SHAREABLE, shared_device
@@ -88,7 +88,7 @@ def build_pool(
     """
     faults: list[str] = []
     counters, refused = _counter_sets(inventory, faults)
-    groups: dict[str, list[JsonObject]] = {gpu.uuid: [] for gpu in inventory.every_gpu}
+    groups: dict[str, list[JsonObject]] = {gpu.uuid: [] for gpu in inventory.offered_gpus}
     held_back: list[str] = []
     for offered in inventory.devices():
         if offered.gpu.uuid in refused:
@@ -99,7 +99,7 @@ def build_pool(
         device = _entry(offered, inventory, sharing, counters)
         if compatibility_groups:
             for use in device.get("consumesCounters", ()):
-                use["compatibilityGroups"] = ["whole" if isinstance(offered, WholeGpu) else "mig"]
+                use["compatibilityGroups"] = [_group(offered)]
         tainted = taints(offered)
         if tainted:
             device["taints"] = list(tainted)
@@ -107,7 +107,11 @@ def build_pool(
         faults += problems
         if not problems:
             groups[offered.gpu.uuid].append(device)
-    blocks = (block for gpu in inventory.every_gpu for block in _blocks(gpu, groups[gpu.uuid]))
+    blocks = (
+        block
+        for gpu in inventory.offered_gpus
+        for block in _blocks(gpu, groups[gpu.uuid], has_card=gpu.uuid in inventory.cards_by_gpu)
+    )
     used = [entry for uuid, entry in counters.items() if groups[uuid]]
     slices = [SliceContent(shared_counters=chunk) for chunk in _chunks(used, MAX_COUNTER_SETS_PER_SLICE)]
     slices += [SliceContent(devices=chunk) for chunk in _device_chunks(blocks)]
@@ -120,8 +124,8 @@ def _counter_sets(inventory: Inventory, faults: list[str]) -> tuple[dict[str, Js
     """The counter set of each GPU that has one, by its UUID, and the GPUs whose set would be refused."""
     sets: dict[str, JsonObject] = {}
     refused: set[str] = set()
-    for gpu in inventory.every_gpu:
-        if not has_counters(gpu):
+    for gpu in inventory.offered_gpus:
+        if not is_counted(gpu, inventory):
             continue
         entry = counter_set(inventory.gpu_names[gpu.uuid], gpu)
         problems = counter_set_faults(entry)
@@ -172,13 +176,18 @@ def _device_chunks(blocks: Iterable[_Block]) -> Iterator[tuple[JsonObject, ...]]
         yield tuple(chunk)
 
 
-def _blocks(gpu: Gpu, devices: Sequence[JsonObject]) -> Iterator[_Block]:
+def _group(device: OfferedDevice) -> str:
+    return "vfio" if isinstance(device, VfioDevice) else "whole" if isinstance(device, WholeGpu) else "mig"
+
+
+def _blocks(gpu: Gpu, devices: Sequence[JsonObject], *, has_card: bool) -> Iterator[_Block]:
     """A device that is not counted is its own block. Those of one counter set stay together, with room for every
     device that the GPU could have: what happens to one GPU then moves no device of another between slices."""
-    if gpu.partitioning is None or not has_counters(gpu):
+    profiles = gpu.partitioning.profiles if gpu.partitioning is not None and has_counters(gpu) else ()
+    if not profiles and not has_card:
         yield from (_Block((device,), 1) for device in devices)
         return
-    most = 1 + sum(len(row.placements) for row in gpu.partitioning.profiles)
+    most = 1 + has_card + sum(len(row.placements) for row in profiles)
     for part in _chunks(devices, MAX_DEVICES_PER_SLICE):
         yield _Block(part, max(len(part), min(most, MAX_DEVICES_PER_SLICE)))
 

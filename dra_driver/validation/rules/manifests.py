@@ -14,7 +14,7 @@ from typing import Any, Final
 from dra_driver.api.config import GROUP_VERSION, DeviceType
 from dra_driver.api.config import KINDS as CONFIG_KINDS
 from dra_driver.api.decode import decode
-from dra_driver.api.resolve import needs_admin_access, unbuilt_features
+from dra_driver.api.resolve import needs_admin_access
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import is_dns_label
 from dra_driver.model.shapes import Anything, FieldFault, ListField, MapField, Object, Scalar, Shape, faults
@@ -32,6 +32,7 @@ CLASS_TYPES: Mapping[str, DeviceType] = {
     "timeslice.gpu.nvidia.com": "gpu",
     "mps.gpu.nvidia.com": "gpu",
     "mig.nvidia.com": "mig",
+    "vfio.gpu.nvidia.com": "vfio",
 }
 """Which devices the classes that are installed with gpu-dra-driver give."""
 _FOREIGN_KINDS: Final = ("ComputeDomain", "ComputeDomainClique")
@@ -389,7 +390,7 @@ def _config_faults(
 def parameter_faults(parameters: Any, path: str) -> list[FieldFault]:
     """The faults of opaque parameters of ours, each with its own path."""
     try:
-        config = decode(parameters)
+        decode(parameters)
     except InvalidConfigError as error:
         split = (fault.partition(": ") for fault in error.faults)
         dot = "." if path else ""
@@ -399,7 +400,7 @@ def parameter_faults(parameters: Any, path: str) -> list[FieldFault]:
             else FieldFault(path, f"{field}{colon}{text}")
             for field, colon, text in split
         ]
-    return [FieldFault(path, text) for text in unbuilt_features(config)]
+    return []
 
 
 def _unknown_requests(names: Any, path: str, known: set[str]) -> list[FieldFault]:

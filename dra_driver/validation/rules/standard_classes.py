@@ -24,7 +24,7 @@ _BY_TYPE = re.compile(
 
 def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, JsonObject]:
     """By name: those that are installed with gpu-dra-driver, and one for each MIG profile. Who shares devices has
-    `shares.gpu.nvidia.com` as well.
+    `shares.gpu.nvidia.com` as well, and who gives GPUs to virtual machines `vfio.gpu.nvidia.com`.
 
     Raises: InvalidConfigError if two profiles would have the same name.
     """
@@ -34,6 +34,7 @@ def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, 
         _class("mig.nvidia.com", mig),
         _class("timeslice.gpu.nvidia.com", whole, _sharing(driver, "TimeSlicing")),
         _class("mps.gpu.nvidia.com", whole, _sharing(driver, "MPS")),
+        _class("vfio.gpu.nvidia.com", _of_type(driver, "vfio")),
         _class("shares.gpu.nvidia.com", _shareable(driver)),
         *mig_classes(profiles, driver),
     ]

@@ -1,0 +1,65 @@
+"""The cards of the node as discovery shows them: what the kernel says, with what this plugin has done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from dra_driver.host.vfio import VfioCards
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.passthrough import Card
+from dra_driver.model.steps import BindVfio
+from dra_driver.passthrough.ledger import PassthroughLedger
+
+
+class KnownCards:
+    """The selected cards, and those that this plugin has bound, whatever is selected now."""
+
+    def __init__(
+        self,
+        cards: VfioCards,
+        ledger: PassthroughLedger,
+        selected: Callable[[Gpu], bool] | None,
+        recorded: Callable[[], Iterable[BindVfio]],
+    ) -> None:
+        """`selected` is None where passthrough is off. `recorded` returns the steps in the records of this boot, which
+        tell of a card whose entry in the ledger cannot be read. Raises: StateError."""
+        self._cards = cards
+        self._ledger = ledger
+        self._selected = selected
+        self._recorded = recorded
+
+    def read(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
+        """The cards in bus order; `gpus` are those that NVML shows. Raises: StateError."""
+        ours = self.owned()
+        shown = {gpu.pci_bus_id: gpu for gpu in gpus}
+        return tuple(
+            card
+            for found in self._cards.cards()
+            if (card := _known(found, ours, shown.get(found.bus_id))).by_us or self._is_selected(card, shown)
+        )
+
+    def owned(self) -> dict[str, str]:
+        """The UUIDs of the GPUs whose cards this plugin has bound in this boot, or is about to, by bus ID. Raises:
+        StateError."""
+        if not self._ledger.exists():
+            return {}
+        ours = {one.pci_bus_id: one.gpu_uuid for one in self._ledger.all().values()}
+        if self._ledger.has_unreadable():
+            steps = (step for step in self._recorded() if self._ledger.is_unreadable(step.device))
+            ours = {step.pci_bus_id: step.gpu_uuid for step in steps} | ours
+        return ours
+
+    def _is_selected(self, card: Card, shown: dict[str | None, Gpu]) -> bool:
+        gpu = shown.get(card.bus_id) or Gpu(
+            card.gpu_uuid, pci_bus_id=card.bus_id, product_name=card.product_name
+        )
+        return self._selected is not None and self._selected(gpu)
+
+
+def _known(card: Card, ours: dict[str, str], gpu: Gpu | None) -> Card:
+    """With NVML's UUID where NVML has the GPU, else with that of the ledger. One of ours that no driver has at the
+    moment is on its way, and counts as bound: its claim asks for it meanwhile."""
+    uuid, is_ours = gpu.uuid if gpu is not None else ours.get(card.bus_id, card.gpu_uuid), card.bus_id in ours
+    driver = card.vfio_driver if is_ours and card.driver is None else card.driver
+    return replace(card, gpu_uuid=uuid, by_us=is_ours, driver=driver)

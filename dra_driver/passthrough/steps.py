@@ -1,0 +1,357 @@
+"""The step that gives a card to a virtual machine, with its undo. The lane of the GPU runs both, and nothing else
+changes the card.
+
+    with NVIDIA's driver ──entry──▶ persistence off ──▶ NVML closed ──▶ no driver ──▶ with vfio, NVML open again
+          ▲                                                                               │
+          └── entry removed ◀── persistence as it was ◀── with its drivers ◀── no VM has it ──┘
+
+| A crash … | leaves | and then |
+|---|---|---|
+| before the entry is written | nothing | the kubelet asks again |
+| anywhere after it | the entry, and the claim's record or pending cleanup | the step or its undo goes on from sysfs |
+| after the last write of the undo | the entry | the undo finds nothing to do and removes it |
+
+A step that fails is undone at once, so no card is left without a driver. A write to the kernel that blocks keeps the
+lane and nothing else: NVML is opened again for the other GPUs, and when the write has ended, what was done is undone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+
+import structlog
+
+from dra_driver.concurrency.backoff import Backoff
+from dra_driver.concurrency.bounded_call import NotAnsweredError
+from dra_driver.concurrency.deadline import seconds_for, until
+from dra_driver.errors import (
+    ClaimRefusedError,
+    DeviceBusyError,
+    DraDriverError,
+    NvmlUnavailableError,
+    RetryableError,
+)
+from dra_driver.host.vfio import NVIDIA, VfioCards
+from dra_driver.model.passthrough import VFIO_PCI, Card
+from dra_driver.model.plan import Plan
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import BindVfio, Step
+from dra_driver.nvml.persistence import PersistenceModes
+from dra_driver.nvml.reader import NvmlReader
+from dra_driver.passthrough.ledger import FunctionBefore, OwnedCard, PassthroughLedger
+from dra_driver.passthrough.rules.moves import Move, are_bound, back, to_vfio
+
+_log = structlog.get_logger(__name__)
+
+_MODULE_S = 10.0
+_NVML_S = 15.0
+"""How long a bind waits until other operations of NVML have ended."""
+_WRITE_S = 15.0
+"""How long the kernel may take for one write. It waits in there for whoever has the card open."""
+_LET_GO_S, _LOOK_S = 2.0, 0.05
+_STUCK_FIRST_S, _STUCK_MOST_S = 5.0, 60.0
+_NODE_S = 3.0
+_UNDO_S = 40.0
+_RESCAN_S = 10.0
+_TOGETHER_S = 3.0
+"""How long the binds of one claim wait for each other, so that NVML is closed once for all of them."""
+
+
+class VfioSteps:
+    """Does and undoes `BindVfio`. Neither runs within an operation of NVML."""
+
+    def __init__(
+        self,
+        cards: VfioCards,
+        ledger: PassthroughLedger,
+        nvml: NvmlReader,
+        pause: Callable[[Callable[[], float]], AbstractContextManager[None]],
+        persistence: PersistenceModes,
+        rescan: Callable[[float | None], None],
+        detached: Callable[[], str | None],
+    ) -> None:
+        """Within `pause` NVML is closed in every process of ours; it is asked with what returns how many seconds that
+        may take. `rescan` has discovery look again, and waits so many seconds for that, None: not at all. `detached`
+        says why NVML is kept closed, None if it is not."""
+        self._cards = cards
+        self._ledger = ledger
+        self._nvml = nvml
+        self._pause = pause
+        self._persistence = persistence
+        self._rescan = rescan
+        self._detached = detached
+        self._meetings: dict[str, tuple[Plan, threading.Barrier]] = {}  # by claim UID
+        self._guard = threading.Lock()
+
+    def do(self, step: Step, plan: Plan) -> None:
+        """Have the card with its vfio driver. What fails is undone at once. Raises: ClaimRefusedError, DeviceBusyError
+        that names who has the card, RetryableError, StateError."""
+        assert isinstance(step, BindVfio)  # noqa: S101  the dispatcher's contract
+        try:
+            with self._meeting(plan) as met:
+                self._bind(step, plan.claim.ref.uid, met)
+        except Exception as error:
+            is_clean = self._take_back(step)
+            if isinstance(error, DraDriverError):
+                error.has_no_effect = is_clean
+            raise
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        """Have the card with the drivers that it had. Raises: DeviceBusyError that names the virtual machine that has
+        it; RetryableError, StateError."""
+        assert isinstance(step, BindVfio)  # noqa: S101
+        with self._guard:
+            self._meetings.pop(record.ref.uid, None)
+        with until(time.monotonic() + _UNDO_S):
+            self._return(step)
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        """Whether a vfio driver has the GPU."""
+        assert isinstance(step, BindVfio)  # noqa: S101
+        card = self._cards.card(step.pci_bus_id)
+        return card is not None and card.driver in _vfio(step, card)
+
+    def lost_steps(self, claim_uid: str) -> list[Step]:
+        """What is to be undone for a claim whose record was lost: the cards that the ledger has for it. Raises:
+        StateError."""
+        if not self._ledger.exists():
+            return []
+        return [
+            BindVfio(
+                one.device, one.gpu_uuid, one.pci_bus_id, self._cards.bound_driver(one.pci_bus_id) or VFIO_PCI
+            )
+            for one in self._ledger.all().values()
+            if one.claim_uid == claim_uid
+        ]
+
+    # --- to vfio -------------------------------------------------------------------------------
+
+    def _bind(self, step: BindVfio, claim_uid: str, met: Callable[[], None]) -> None:
+        card, entry = self._card(step), self._ledger.get(step.device)
+        now = self._drivers(card)
+        if are_bound(now, _vfio(step, card)):
+            # Without an entry an administrator did it since the claim was planned, and it stays.
+            if entry is not None and entry.claim_uid != claim_uid:
+                self._ledger.save(replace(entry, claim_uid=claim_uid))
+            return
+        self._refuse(step, card)
+        driver = self._cards.ready_driver(step.pci_bus_id, seconds_for("load a module", _MODULE_S))
+        self._made_ready(step, now, entry, claim_uid)
+        met()
+        with self._pause(waits_for_nvml):
+            self._refuse_programs(step)
+            stuck = self._make(to_vfio(self._drivers(card), card.bus_id, driver))
+        self._end_of(stuck, step)
+        self._cards.verify(card, driver, seconds_for(f"see GPU {step.gpu_uuid} under vfio", _NODE_S))
+        _log.info(
+            "card_bound", device=step.device, gpu_uuid=step.gpu_uuid, driver=driver, claim_uid=claim_uid
+        )
+        self._rescan(None)
+
+    def _refuse(self, step: BindVfio, card: Card) -> None:
+        """Raises: ClaimRefusedError, RetryableError."""
+        if card.problem is not None:
+            raise ClaimRefusedError(
+                f"GPU {step.gpu_uuid} ({card.bus_id}) cannot be given to a virtual machine: {card.problem}"
+            )
+        if self._cards.vm_users(card) is None:
+            raise RetryableError(
+                "which programs use a card cannot be told, because gpu-dra-driver does not see the processes of the "
+                "host; set hostPID: true for its pods"
+            )
+        self._refuse_detached()
+
+    def _refuse_detached(self) -> None:
+        reason = self._detached()
+        if reason is not None:
+            raise NvmlUnavailableError(reason)
+
+    def _made_ready(
+        self, step: BindVfio, now: Mapping[str, str | None], entry: OwnedCard | None, claim_uid: str
+    ) -> None:
+        """Write the entry and leave the persistence mode, if NVML has the GPU still. Raises: DeviceBusyError."""
+        session, is_in_nvml = self._nvml.session, now[step.pci_bus_id] == NVIDIA
+        with session.operation(waits_for_nvml) if is_in_nvml else nullcontext():
+            if is_in_nvml:
+                _refuse_users(step, self._nvml.processes(step.gpu_uuid).values())
+            if entry is None:
+                functions = tuple(FunctionBefore(bus_id, driver) for bus_id, driver in now.items())
+                mode = self._persistence.get(step.gpu_uuid, step.pci_bus_id) if is_in_nvml else None
+                entry = OwnedCard(
+                    step.device,
+                    step.gpu_uuid,
+                    step.pci_bus_id,
+                    self._ledger.boot_id,
+                    claim_uid,
+                    functions,
+                    mode,
+                )
+            self._ledger.save(replace(entry, claim_uid=claim_uid))
+            if entry.persistence and is_in_nvml:
+                self._persistence.set(step.gpu_uuid, step.pci_bus_id, on=False)
+
+    def _refuse_programs(self, step: BindVfio) -> None:
+        """Raises: RetryableError if programs still have the GPU open a moment after NVML was closed and persistence
+        mode left. The call does not wait for them: each look closes NVML for all GPUs, and a monitor never ends."""
+        end = time.monotonic() + seconds_for("see who has the GPU open", _LET_GO_S)
+        while (users := self._cards.gpu_users(step.pci_bus_id)) and time.monotonic() < end:
+            time.sleep(_LOOK_S)
+        if users:
+            raise RetryableError(_in_use(step, users))
+
+    @contextmanager
+    def _meeting(self, plan: Plan) -> Iterator[Callable[[], None]]:
+        """What it yields waits for the other binds of the claim, unless one of them has failed or takes too long."""
+        uid, count = plan.claim.ref.uid, sum(isinstance(step, BindVfio) for step in plan.steps)
+        with self._guard:
+            if uid not in self._meetings or self._meetings[uid][0] is not plan:
+                self._meetings[uid] = (plan, threading.Barrier(count))
+            barrier = self._meetings[uid][1]
+
+        def met() -> None:
+            with suppress(threading.BrokenBarrierError):
+                barrier.wait(_TOGETHER_S)
+
+        try:
+            yield met
+        finally:
+            barrier.abort()
+
+    # --- back ----------------------------------------------------------------------------------
+
+    def _take_back(self, step: BindVfio) -> bool:
+        """Undo what a failed bind has done; whether that is nothing now."""
+        try:
+            with until(time.monotonic() + _UNDO_S):
+                self._return(step)
+        except DraDriverError as error:
+            _log.warning("card_not_returned", device=step.device, reason=str(error))
+            return False
+        return True
+
+    def _return(self, step: BindVfio) -> None:
+        entry = self._ledger.all().get(step.device) if self._ledger.exists() else None
+        if entry is None and not self._ledger.is_unreadable(step.device):
+            return
+        card = self._card(step)
+        vfio, before = _vfio(step, card), dict[str, str | None]({step.pci_bus_id: NVIDIA})
+        if entry is not None:
+            before |= {one.bus_id: one.driver for one in entry.functions}
+        now = self._drivers(card)
+        moves = back(now, before, vfio)
+        if any(move.action != "override" for move in moves) or self._is_overridden(card):
+            self._refuse_return(step, card, before[step.pci_bus_id])
+            self._make_back(moves, step)
+            if self._cards.bound_driver(step.pci_bus_id) != before[step.pci_bus_id]:
+                raise RetryableError(
+                    f"GPU {step.gpu_uuid} ({card.bus_id}) has left vfio, and {before[step.pci_bus_id]} does not take "
+                    "it; see the kernel log, it may need a reset of the node"
+                )
+            _log.info("card_returned", device=step.device, gpu_uuid=step.gpu_uuid)
+        self._rescan(seconds_for("look at the card", _RESCAN_S))
+        if entry is not None and entry.persistence:
+            self._persistence.set(step.gpu_uuid, step.pci_bus_id, on=True)
+        self._ledger.delete(step.device)
+        self._rescan(None)
+
+    def _refuse_return(self, step: BindVfio, card: Card, driver: str | None) -> None:
+        """Raises: DeviceBusyError, RetryableError. A card under vfio is left alone while somebody may have it."""
+        self._refuse_detached()
+        if driver is not None and not self._cards.has_driver(driver):
+            raise NvmlUnavailableError(
+                f"the kernel driver {driver} is not loaded, so GPU {step.gpu_uuid} ({card.bus_id}) stays under vfio"
+            )
+        users = self._cards.vm_users(card)
+        if users is None:
+            raise RetryableError(
+                f"whether a virtual machine has GPU {step.gpu_uuid} ({card.bus_id}) cannot be told, because "
+                "gpu-dra-driver does not see the processes of the host; set hostPID: true for its pods"
+            )
+        _refuse_users(step, users)
+
+    def _is_overridden(self, card: Card) -> bool:
+        return any(self._cards.overridden_by(bus_id) is not None for bus_id in card.functions)
+
+    def _make_back(self, moves: Sequence[Move], step: BindVfio) -> None:
+        """Make the moves, all of them: what accompanies a GPU must not keep it. Where a driver does not take its
+        function back, the kernel chooses."""
+        for move in moves:
+            try:
+                self._end_of(self._make([move]), step)
+            except RetryableError as error:
+                _log.warning("function_not_moved", bus_id=move.bus_id, reason=str(error))
+                if move.action == "unbind" and move.bus_id == step.pci_bus_id:
+                    raise
+                if move.action == "bind":
+                    with suppress(RetryableError):
+                        self._end_of(self._make([Move("probe", move.bus_id)]), step)
+
+    # --- both ----------------------------------------------------------------------------------
+
+    def _card(self, step: BindVfio) -> Card:
+        card = self._cards.card(step.pci_bus_id)
+        if card is None:
+            raise RetryableError(f"GPU {step.gpu_uuid} ({step.pci_bus_id}) is not on the PCI bus any more")
+        return card
+
+    def _drivers(self, card: Card) -> dict[str, str | None]:
+        return {bus_id: self._cards.bound_driver(bus_id) for bus_id in card.functions}
+
+    def _make(self, moves: Iterable[Move]) -> NotAnsweredError | None:
+        """Make the moves one after the other; the error of one that blocks, and no other follows it. Raises:
+        RetryableError."""
+        for move in moves:
+            limit = seconds_for("change the driver of a card", _WRITE_S)
+            try:
+                match move.action:
+                    case "override":
+                        self._cards.override(move.bus_id, move.driver, limit)
+                    case "unbind":
+                        self._cards.unbind(move.bus_id, limit)
+                    case "probe":
+                        self._cards.probe(move.bus_id, limit)
+                    case "bind":
+                        self._cards.bind(move.bus_id, move.driver or "", limit)
+            except NotAnsweredError as error:
+                return error
+        return None
+
+    def _end_of(self, stuck: NotAnsweredError | None, step: BindVfio) -> None:
+        """Wait until a write that blocks has ended, however long it takes: meanwhile nobody else may touch the card.
+
+        NVML is open again, and may itself be what the kernel waits for. So it is closed for a moment now and then, and
+        for a little longer if nobody else has the GPU open. Raises: the error.
+        """
+        if stuck is None:
+            return
+        pause = Backoff(_STUCK_FIRST_S, _STUCK_MOST_S)
+        while not wait([stuck.answer], pause.next()).done:
+            with suppress(DraDriverError), until(time.monotonic() + _NVML_S), self._pause(waits_for_nvml):
+                if not self._cards.gpu_users(step.pci_bus_id):
+                    wait([stuck.answer], _LET_GO_S)
+        raise stuck
+
+
+def waits_for_nvml() -> float:
+    """How many seconds an operation waits for NVML. Raises: RetryableError where the call has no time left."""
+    return seconds_for("wait for NVML", _NVML_S)
+
+
+def _vfio(step: BindVfio, card: Card) -> tuple[str, ...]:
+    """The drivers that count as vfio: before its module is loaded, the name of one may not be known."""
+    return (step.vfio_driver, card.vfio_driver, VFIO_PCI)
+
+
+def _refuse_users(step: BindVfio, users: Iterable[str]) -> None:
+    """Raises: DeviceBusyError."""
+    if found := list(users):
+        raise DeviceBusyError(_in_use(step, found))
+
+
+def _in_use(step: BindVfio, users: Sequence[str]) -> str:
+    return f"GPU {step.gpu_uuid} ({step.pci_bus_id}) is in use by {', '.join(users)}; end that, or wait until it ends"

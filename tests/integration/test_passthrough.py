@@ -1,0 +1,185 @@
+"""GPUs for virtual machines through the whole daemon: offered, bound for a claim, given back to containers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dra_driver.model.claim import ClaimRef, Prepared
+from dra_driver.model.health import HealthTarget
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER, Node
+
+Json = dict[str, Any]
+
+
+def without_virtual_functions(make_node: Callable[..., Node]) -> Node:
+    """A DGX H100 each of whose GPUs may go to a virtual machine."""
+    node = make_node()
+    node.machine.set_virtual_functions(0, 0)
+    return node
+
+
+def named(node: Node, index: int) -> tuple[str, str]:
+    """The names of a GPU as a whole and for a virtual machine."""
+    gpu = node.machine.gpu(index)
+    found = {
+        entry["attributes"]["type"]["string"]: entry["name"]
+        for entry in node.devices()
+        if entry["attributes"]["resource.kubernetes.io/pciBusID"]["string"] == gpu.bus_id
+    }
+    return found["gpu"], found["vfio"]
+
+
+def types(node: Node, bus_id: str) -> list[str]:
+    return sorted(
+        entry["attributes"]["type"]["string"]
+        for entry in node.devices()
+        if entry["attributes"]["resource.kubernetes.io/pciBusID"]["string"] == bus_id
+    )
+
+
+def driver_of(node: Node, index_or_uuid: Any) -> str:
+    return node.machine.gpu(index_or_uuid).driver
+
+
+def nodes_of(node: Node, ref: ClaimRef) -> list[str]:
+    specs = [json.loads(path.read_text()) for path in node.cdi.glob(f"*{ref.uid}*.json")]
+    [spec] = [spec for spec in specs if spec["kind"].startswith("k8s.")]
+    edits = [spec.get("containerEdits", {}), *(device["containerEdits"] for device in spec["devices"])]
+    return [found["path"] for edit in edits for found in edit.get("deviceNodes", ())]
+
+
+def metric(node: Node, name: str, **labels: str) -> float:
+    value = node.driver.metrics.registry.get_sample_value(
+        name, {"driver": DRIVER, "node": node.name, **labels}
+    )
+    assert value is not None
+    return float(value)
+
+
+def test_card_goes_to_a_virtual_machine_and_comes_back_for_containers(make_node: Callable[..., Node]) -> None:
+    node = without_virtual_functions(make_node).running(16, passthrough=True)
+    whole, passed = named(node, 3)
+    uuid, bus_id = node.machine.gpu(3).uuid, node.machine.gpu(3).bus_id
+    ref = node.allocated_by_hand("machine", passed)
+    prepared = node.ready(ref)
+    assert driver_of(node, uuid) == "vfio-pci"
+    assert [path for path in nodes_of(node, ref) if path.startswith("/dev/vfio/")]
+    assert not [path for path in nodes_of(node, ref) if "nvidia" in path]
+    eventually(lambda: types(node, bus_id) == ["vfio"])
+    assert len(node.devices()) == 15
+    assert node.ready(ref) == prepared
+    assert metric(node, "nvidia_dra_prepared_devices", device_type="vfio") == 1
+    eventually(lambda: node.driver.problems() == [])
+    assert not node.driver.health.monitor.state(HealthTarget(uuid)).reasons, (
+        "it is neither lost nor unhealthy"
+    )
+    node.take_back(ref)
+    assert driver_of(node, uuid) == "nvidia"
+    assert node.machine.gpu(uuid).persistence == 1
+    node.wait_devices(16)
+    again = node.allocated_by_hand("containers", whole)
+    assert isinstance(node.ready(again), Prepared)
+    assert any("/dev/nvidia" in path for path in nodes_of(node, again))
+    assert node.records() == [f"{again.uid}.json"]
+    assert list((node.plugin_dir / "passthrough").glob("*.json")) == []
+
+
+def test_card_of_a_virtual_machine_is_given_to_no_container_and_survives_restarts(
+    make_node: Callable[..., Node],
+) -> None:
+    node = without_virtual_functions(make_node).running(16, passthrough=True)
+    whole, passed = named(node, 2)
+    uuid = node.machine.gpu(2).uuid
+    ref = node.allocated_by_hand("machine", passed)
+    prepared = node.ready(ref)
+    other = node.allocated_by_hand("containers", whole)
+    node.refused(other)
+    node.restart_driver(passthrough=True)
+    node.wait_devices(15)
+    assert node.ready(ref) == prepared
+    # Switched off, what is there is still taken back.
+    node.restart_driver(passthrough=False)
+    node.take_back(ref)
+    assert driver_of(node, uuid) == "nvidia"
+    node.wait_devices(8)
+
+
+def test_eight_cards_of_one_claim_close_nvml_once(make_node: Callable[..., Node]) -> None:
+    node = without_virtual_functions(make_node).running(16, passthrough=True)
+    passed = [named(node, index)[1] for index in range(8)]
+    session = node.driver.discovery._nvml.session
+    before = session.openings
+    ref = node.allocated_by_hand("machine", *passed)
+    node.ready(ref)
+    assert {gpu.driver for gpu in node.machine.current().present} == {"vfio-pci"}
+    assert session.openings - before <= 2, "once for the binding, once for discovery to see what is left"
+    node.wait_devices(8)
+    eventually(lambda: node.driver.problems() == [])
+    node.take_back(ref)
+    node.wait_devices(16)
+    assert {gpu.driver for gpu in node.machine.current().present} == {"nvidia"}
+
+
+def test_node_whose_cards_are_all_under_vfio_needs_no_nvidia_driver(make_node: Callable[..., Node]) -> None:
+    node = without_virtual_functions(make_node)
+    for gpu in node.machine.current().present:
+        node.machine.give_to(gpu.uuid, "vfio-pci")
+    node.machine.unload_driver()
+    node.running(8, passthrough=True)
+    eventually(lambda: node.driver.problems() == [])
+    [passed, *_] = [entry["name"] for entry in node.devices()]
+    ref = node.allocated_by_hand("machine", passed)
+    node.ready(ref)
+    node.take_back(ref)
+    assert {gpu.driver for gpu in node.machine.current().present} == {"vfio-pci"}
+
+
+def test_virtual_machine_that_runs_on_withholds_its_card(make_node: Callable[..., Node]) -> None:
+    node = without_virtual_functions(make_node).running(16, passthrough=True)
+    _, passed = named(node, 1)
+    uuid = node.machine.gpu(1).uuid
+    ref = node.allocated_by_hand("machine", passed)
+    node.ready(ref)
+    node.machine.hold_gpu(uuid, 900, "qemu-system-x86")
+    node.take_back(ref)
+    [event] = eventually(lambda: node.events("DebtOwed"))
+    assert "qemu-system-x86 (process 900)" in event.get("message", event.get("note", ""))
+    node.machine.release_gpu(uuid)
+    eventually(lambda: driver_of(node, uuid) == "nvidia")
+    node.wait_devices(16)
+
+
+def test_nothing_of_it_runs_while_it_is_off(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_given: object, **_more: object) -> object:
+        raise AssertionError("passthrough is off")
+
+    for name in (
+        "cards",
+        "card",
+        "override",
+        "unbind",
+        "bind",
+        "probe",
+        "ready_driver",
+        "vm_users",
+        "gpu_users",
+    ):
+        monkeypatch.setattr(f"dra_driver.host.vfio.VfioCards.{name}", asked)
+    for name in ("open", "get", "all", "save", "delete"):
+        monkeypatch.setattr(f"dra_driver.passthrough.ledger.PassthroughLedger.{name}", asked)
+    for name in ("do", "undo", "in_place"):
+        monkeypatch.setattr(f"dra_driver.passthrough.steps.VfioSteps.{name}", asked)
+    node = make_node().running(8)
+    [whole, *_] = [entry["name"] for entry in node.devices()]
+    ref = node.allocated_by_hand("containers", whole)
+    node.ready(ref)
+    node.take_back(ref)
+    assert not (node.plugin_dir / "passthrough").exists()
+    eventually(lambda: node.driver.problems() == [])

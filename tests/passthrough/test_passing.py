@@ -1,0 +1,340 @@
+"""Claims for virtual machines on a simulated machine: binding, what goes wrong with it, and the way back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.errors import DeviceBusyError
+from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
+from dra_driver.model.plan import Plan
+from dra_driver.model.steps import BindVfio
+from tests.fakes.kindnode import FOR_MACHINES, KindNode, Site
+from tests.fakes.preparing import in_threads
+from tests.fakes.samples import claim
+
+HURRY_S = 3.0
+
+
+def wanted(site: Site, uid: str = "uid-1") -> AllocatedClaim:
+    return claim(site.for_machine(FOR_MACHINES), uid=uid)
+
+
+def whole(site: Site, uid: str = "uid-2") -> AllocatedClaim:
+    return claim(site.whole(FOR_MACHINES), uid=uid)
+
+
+def in_a_hurry(node: KindNode, one: AllocatedClaim) -> Any:
+    node.claims.add(one)
+    return node.service.prepare([one.ref], HURRY_S)[one.ref.uid]
+
+
+def eventually(check: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def refused(answer: object, *parts: str) -> None:
+    assert isinstance(answer, Failed), answer
+    for part in parts:
+        assert part in answer.error
+
+
+def test_card_goes_to_vfio_with_all_its_functions_and_back(node: KindNode, site: Site) -> None:
+    untouched = node.state()
+    answer = node.prepare(wanted(site))
+    assert isinstance(answer, Prepared), answer
+    assert site.drivers() == {"0": "vfio-pci", "1": "vfio-pci"}
+    [entry] = node.cards.all().values()
+    assert (entry.claim_uid, entry.persistence) == ("uid-1", True)
+    assert [function.driver for function in entry.functions] == ["nvidia", "snd_hda_intel"]
+    assert node.prepare(wanted(site)) == answer
+    assert node.unprepare(wanted(site)) is None
+    assert site.drivers() == {"0": "nvidia", "1": "snd_hda_intel"}
+    assert node.state() == untouched
+    assert isinstance(node.prepare(whole(site)), Prepared)
+
+
+FAULTS = [
+    (function, code)
+    for function in ("driver_override", "unbind", "drivers_probe")
+    for code in ("EBUSY", "ENODEV", "no-effect")
+]
+
+
+@pytest.mark.parametrize(("function", "code"), FAULTS)
+def test_bind_that_fails_leaves_every_function_with_the_driver_that_it_had(
+    node: KindNode, site: Site, function: str, code: str
+) -> None:
+    untouched = node.state()
+    site.machine.set_fault(function, code=code, count=1, gpu=site.card.gpu_uuid)
+    answer = node.prepare(wanted(site))
+    if code == "EBUSY":  # the call waits a moment for whoever is busy, and tries again
+        assert isinstance(answer, Prepared)
+        assert node.unprepare(wanted(site)) is None
+    else:
+        refused(answer)
+    assert node.state() == untouched
+    assert node.cleanups.all() == []
+    assert isinstance(node.prepare(wanted(site)), Prepared)
+
+
+@pytest.mark.parametrize("code", ["EBUSY", "ENODEV", "no-effect"])
+@pytest.mark.parametrize("function", ["driver_override", "unbind", "bind"])
+def test_return_that_fails_is_tried_again_and_the_card_is_withheld_meanwhile(
+    node: KindNode, site: Site, function: str, code: str
+) -> None:
+    untouched = node.state()
+    node.prepare(wanted(site))
+    site.machine.set_fault(function, code=code, gpu=site.card.gpu_uuid)
+    assert node.unprepare(wanted(site)) is None
+    left = node.cleanups.outstanding()
+    if left:  # the kernel may find the driver by itself
+        assert left[0].kinds == ("vfio",)
+        shown = node.cleanups.withheld()
+        for name in (site.for_machine(FOR_MACHINES), site.whole(FOR_MACHINES)):
+            assert shown(site.inventory.by_name[name]) is not None
+    site.machine.clear_faults()
+    assert node.cleaner.clean_all() == []
+    assert node.state() == untouched
+
+
+def test_process_on_the_gpu_is_named_and_nothing_is_changed(node: KindNode, site: Site) -> None:
+    untouched, card = node.state(), site.card
+    site.machine.hold_gpu(card.gpu_uuid, 4711, "python3")
+    step = BindVfio(site.for_machine(FOR_MACHINES), card.gpu_uuid, card.bus_id, card.vfio_driver)
+    with pytest.raises(
+        DeviceBusyError, match=r"GPU-\S+ \(0000:\S+\) is in use by process 4711 \(python3\)"
+    ) as caught:
+        node.runner.do(step, Plan(wanted(site), (), (step,)))
+    assert caught.value.has_no_effect
+    assert node.state() == untouched
+
+
+def test_program_that_only_has_the_gpu_open_is_named_and_not_waited_for(
+    node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "dra_driver.host.vfio.VfioCards.gpu_users", lambda *_: ["dcgm-exporter (process 812)"]
+    )
+    untouched, pauses = node.state(), site.simulated.session.pauses
+    refused(node.prepare(wanted(site)), "in use by dcgm-exporter (process 812)")
+    assert site.simulated.session.pauses == pauses + 1
+    assert node.state() == untouched
+    assert node.cleanups.all() == []
+
+
+def test_virtual_machine_keeps_its_card_until_it_ends(node: KindNode, site: Site) -> None:
+    untouched = node.state()
+    node.prepare(wanted(site))
+    site.machine.hold_gpu(site.card.gpu_uuid, 900, "qemu-system-x86")
+    assert node.unprepare(wanted(site)) is None
+    assert site.drivers() == {"0": "vfio-pci", "1": "vfio-pci"}
+    [left] = node.cleanups.outstanding()
+    assert left.kinds == ("vfio",)
+    assert "qemu-system-x86 (process 900)" in left.text
+    for other in (whole(site), wanted(site, "uid-3")):
+        refused(in_a_hurry(node, other), "qemu-system-x86 (process 900)")
+    site.machine.release_gpu(site.card.gpu_uuid)
+    assert isinstance(node.prepare(whole(site)), Prepared)
+    assert node.unprepare(whole(site)) is None
+    assert node.state() == untouched
+
+
+def test_running_virtual_machine_stays_when_its_claim_is_prepared_again(node: KindNode, site: Site) -> None:
+    answer = node.prepare(wanted(site))
+    site.machine.hold_gpu(site.card.gpu_uuid, 900, "qemu-system-x86")
+    following = node.restarted()
+    assert following.prepare(wanted(site)) == answer
+    assert site.drivers() == {"0": "vfio-pci", "1": "vfio-pci"}
+
+
+def test_two_calls_of_one_claim_converge(node: KindNode, site: Site) -> None:
+    one, two = in_threads(lambda: node.prepare(wanted(site)), lambda: node.prepare(wanted(site)))
+    assert isinstance(one, Prepared)
+    assert one == two
+    assert len(node.cards.all()) == 1
+
+
+def test_two_instances_converge(node: KindNode, site: Site) -> None:
+    untouched, other = node.state(), node.again()
+    one, two = in_threads(lambda: node.prepare(wanted(site)), lambda: other.prepare(wanted(site)))
+    assert isinstance(one, Prepared), one
+    assert one == two
+    assert other.unprepare(wanted(site)) is None
+    assert node.state() == untouched
+
+
+def test_card_that_an_administrator_has_bound_gets_no_step_and_stays_bound(
+    node: KindNode, site: Site, memory_path: Path
+) -> None:
+    site.machine.give_to(site.card.gpu_uuid, "vfio-pci")
+    [card] = site.cards(memory_path / "none").read(())
+    assert (card.is_bound, card.by_us) == (True, False)
+    step = BindVfio(site.for_machine(FOR_MACHINES), card.gpu_uuid, card.bus_id, card.vfio_driver)
+    runner = node.runner._runners[BindVfio]
+    # As where it was bound after the claim was planned.
+    runner.do(step, Plan(wanted(site), (), (step,)))
+    assert dict(node.cards.all()) == {}
+    runner.undo(step, node.executor.lost("uid-1"))
+    assert site.drivers() == {"0": "vfio-pci", "1": "vfio-pci"}
+
+
+def test_reboot_under_a_virtual_machine(node: KindNode, site: Site) -> None:
+    node.prepare(wanted(site))
+    site.machine.hold_gpu(site.card.gpu_uuid, 900, "qemu-system-x86")
+    site.machine.reboot()
+    site.machine.release_gpu(site.card.gpu_uuid)
+    site.simulated.session.reopen()
+    following = node.restarted(boot_id="boot-2")
+    assert dict(following.cards.all()) == {}
+    assert site.drivers() == {"0": "nvidia", "1": "snd_hda_intel"}
+    assert isinstance(following.prepare(wanted(site)), Prepared)
+    assert site.drivers() == {"0": "vfio-pci", "1": "vfio-pci"}
+    assert following.unprepare(wanted(site)) is None
+    assert site.drivers() == {"0": "nvidia", "1": "snd_hda_intel"}
+
+
+def test_pending_return_is_void_after_a_reboot(node: KindNode, site: Site) -> None:
+    node.prepare(wanted(site))
+    site.machine.hold_gpu(site.card.gpu_uuid, 900, "qemu-system-x86")
+    node.unprepare(wanted(site))
+    site.machine.reboot()
+    site.machine.release_gpu(site.card.gpu_uuid)
+    following = node.again(boot_id="boot-2")
+    assert following.cleanups.outstanding() == []
+    assert following.cleanups.withheld()(site.inventory.by_name[site.for_machine(FOR_MACHINES)]) is None
+
+
+def test_ledger_that_cannot_be_read_is_in_nobodys_way(node: KindNode, site: Site) -> None:
+    answer = node.prepare(wanted(site))
+    [path] = (node.plugin / "passthrough").glob("vfio-*.json")
+    path.write_bytes(b"torn")
+    following = node.restarted()
+    assert following.prepare(wanted(site)) == answer
+    assert following.unprepare(wanted(site)) is None
+    assert following.cleanups.outstanding() == []
+    assert site.drivers() == {"0": "nvidia", "1": "snd_hda_intel"}
+
+
+def test_claim_whose_record_was_lost_gives_its_card_back(node: KindNode, site: Site) -> None:
+    node.prepare(wanted(site))
+    (node.plugin / "claims" / "uid-1.json").write_bytes(b"torn")
+    following = node.again()
+    assert following.unprepare(wanted(site)) is None
+    assert site.drivers() == {"0": "nvidia", "1": "snd_hda_intel"}
+    assert dict(following.cards.all()) == {}
+
+
+@pytest.mark.parametrize("function", ["driver_override", "unbind", "drivers_probe"])
+def test_write_that_hangs_keeps_its_card_and_nothing_else(
+    node: KindNode, site: Site, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
+    monkeypatch.setattr("dra_driver.passthrough.steps._STUCK_FIRST_S", 0.2)
+    untouched = node.state()
+    site.machine.set_fault(function, code="hang", gpu=site.card.gpu_uuid)
+    began = time.monotonic()
+    refused(in_a_hurry(node, wanted(site)))
+    assert time.monotonic() - began < HURRY_S
+    eventually(lambda: site.simulated.session.is_open)
+    assert set(node.lanes.under_way()) == {site.card.gpu_uuid}
+    other = claim(site.possible(7, "1g.10gb", 3), uid="neighbour")
+    assert isinstance(node.prepare(other), Prepared)
+    assert node.unprepare(other) is None
+    assert node.unprepare(wanted(site)) is None
+    site.machine.clear_faults()
+    eventually(lambda: not node.lanes.under_way())
+    assert node.cleaner.clean_all() == []
+    assert node.state() == untouched
+
+
+def test_user_that_appears_between_check_and_bind_does_not_close_nvml_for_others(
+    node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
+    monkeypatch.setattr("dra_driver.passthrough.steps._STUCK_FIRST_S", 0.2)
+    untouched = node.state()
+    site.machine.set_fault("unbind", code="late-user", count=1, gpu=site.card.gpu_uuid)
+    refused(in_a_hurry(node, wanted(site)))
+    eventually(lambda: site.simulated.session.is_open)
+    assert set(node.lanes.under_way()) == {site.card.gpu_uuid}
+    site.machine.release_gpu(site.card.gpu_uuid)
+    eventually(lambda: not node.lanes.under_way())
+    assert node.cleaner.clean_all() == []
+    assert node.state() == untouched
+
+
+def test_modprobe_that_hangs_ends_with_the_call(node: KindNode, site: Site) -> None:
+    untouched = node.state()
+    site.machine.set_fault("modprobe", code="hang")
+    began = time.monotonic()
+    refused(in_a_hurry(node, wanted(site)))
+    assert time.monotonic() - began < HURRY_S
+    eventually(lambda: not node.lanes.under_way())
+    assert node.state() == untouched
+
+
+def test_modprobe_that_fails_says_what_to_do(node: KindNode, site: Site) -> None:
+    untouched = node.state()
+    site.machine.set_fault("modprobe", code="EPERM")
+    refused(node.prepare(wanted(site)), "run `modprobe vfio_pci` on the node")
+    assert node.state() == untouched
+
+
+def test_card_waits_until_the_nvidia_driver_is_back(node: KindNode, site: Site) -> None:
+    node.prepare(wanted(site))
+    site.machine.unload_driver()
+    assert node.unprepare(wanted(site)) is None
+    [left] = node.cleanups.outstanding()
+    assert "nvidia is not loaded" in left.text
+    assert site.drivers()["0"] == "vfio-pci"
+    site.machine.load_driver()
+    site.simulated.session.reopen()
+    assert node.cleaner.clean_all() == []
+    assert site.drivers() == {"0": "nvidia", "1": "snd_hda_intel"}
+
+
+def test_nothing_changes_drivers_while_nvml_is_kept_closed(
+    node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = node.runner._runners[BindVfio]
+    monkeypatch.setattr(runner, "_detached", lambda: "NVML is closed until noon")
+    untouched = node.state()
+    refused(node.prepare(wanted(site)), "NVML is closed until noon")
+    assert node.state() == untouched
+    monkeypatch.undo()
+    node.prepare(wanted(site))
+    monkeypatch.setattr(runner, "_detached", lambda: "NVML is closed until noon")
+    assert node.unprepare(wanted(site)) is None
+    [left] = node.cleanups.outstanding()
+    assert "NVML is closed until noon" in left.text
+    monkeypatch.undo()
+    assert node.cleaner.clean_all() == []
+
+
+def test_persistence_mode_is_left_off_where_it_was_off(node: KindNode, site: Site) -> None:
+    site.machine.set_gpu(site.card.gpu_uuid, persistence=0)
+    assert isinstance(node.prepare(wanted(site)), Prepared)
+    assert node.unprepare(wanted(site)) is None
+    assert site.machine.gpu(site.card.gpu_uuid).persistence == 0
+
+
+def test_other_claims_are_prepared_while_a_card_is_bound(node: KindNode, site: Site) -> None:
+    site.machine.set_fault("unbind", delay_s=1.0, count=1, gpu=site.card.gpu_uuid)
+    answers: list[object] = []
+    bind = threading.Thread(target=lambda: answers.append(node.prepare(wanted(site))))
+    bind.start()
+    eventually(node.cards.all)
+    began = time.monotonic()
+    assert isinstance(node.prepare(claim(site.whole(4), uid="plain")), Prepared)
+    assert time.monotonic() - began < 1.0
+    bind.join()
+    assert isinstance(answers[0], Prepared)
