@@ -160,7 +160,8 @@ class MpsHostFiles:
         self._await_host(deadline)
         running = self._running(spec)
         wish = self._layout.wanted(spec.device)
-        write_atomically(wish, encode_wish(spec), durable=False)
+        # What a power cut tears is written anew by the Prepare after it, which finds no daemon.
+        write_atomically(wish, encode_wish(spec), durable=False, whole=running is None)
         if running is not None:
             return running
         while (found := generation_of(wish)) is not None:
