@@ -138,7 +138,9 @@ class ClaimPlanner:
     def _others(self, claim: AllocatedClaim, inventory: Inventory) -> Iterator[ClaimRecord]:
         """The records of the other claims, and one for each claim whose record was lost."""
         records = self._records.all()
-        yield from (record for uid, record in records.items() if uid != claim.ref.uid)
+        for uid, record in records.items():
+            if uid != claim.ref.uid:
+                yield record
         if not self._records.quarantined():
             return
         for uid, devices in self._without_record.lost(records).items():

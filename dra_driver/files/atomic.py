@@ -7,9 +7,10 @@ import itertools
 import os
 import stat
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
 
 from dra_driver.errors import StateError
 
@@ -19,15 +20,10 @@ QUARANTINE = ".unreadable"
 UNREADABLE = frozenset({errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENXIO})
 
 
-class Stamp(NamedTuple):
-    """What differs when a file was written anew."""
+Stamp = tuple[int, int, int]
+"""Inode, size and time of the last change in nanoseconds: what differs when a file was written anew."""
 
-    inode: int
-    size: int
-    changed_ns: int
-
-
-NO_STAMP = Stamp(0, 0, 0)
+NO_STAMP: Stamp = (0, 0, 0)
 """The stamp of no file."""
 
 _ABANDONED_AFTER_S = 60.0
@@ -162,9 +158,8 @@ def is_abandoned(path: Path) -> bool:
     return path.lstat().st_mtime < time.time() - _ABANDONED_AFTER_S
 
 
-def stamp_of(status: os.stat_result) -> Stamp:
-    """The stamp in a file's status."""
-    return Stamp(status.st_ino, status.st_size, status.st_ctime_ns)
+stamp_of: Callable[[os.stat_result], Stamp] = attrgetter("st_ino", "st_size", "st_ctime_ns")
+"""The stamp in a file's status."""
 
 
 def stamp_at(path: Path | str) -> Stamp:

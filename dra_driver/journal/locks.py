@@ -46,6 +46,8 @@ _MOST_USE_BYTES = 4096
 _FILES = 64
 """Claims share a fixed number of lock files: a file for each claim would have to be removed at some time. Each claim
 locks its own byte, so a call that hangs delays no other claim."""
+_OF_CLAIMS = "claims-"
+"""How the names of these files begin."""
 _MEMORY_BYTE = 2**62
 """After the bytes of the claims. It is locked for a moment, while the memory is read or written."""
 _REMEMBERED = 128
@@ -123,7 +125,9 @@ class GpuLocks:
             found = [
                 Path(file.path)
                 for file in files
-                if file.name.endswith(self._suffix) and file.stat(follow_symlinks=False).st_size
+                if file.name.endswith(self._suffix)
+                and not file.name.startswith(_OF_CLAIMS)
+                and file.stat(follow_symlinks=False).st_size
             ]
         return [use for path in sorted(found) if (use := self._use(path)) is not None]
 
@@ -334,7 +338,7 @@ class ClaimLocks:
             yield ClaimGuard(uid, path, descriptor, self._unwritten[number])
 
     def _file(self, number: int) -> Path:
-        return self._directory / f"claims-{number:02}.lock"
+        return self._directory / f"{_OF_CLAIMS}{number:02}.lock"
 
     @contextmanager
     def _among_threads(self, uid: str) -> Iterator[threading.Lock]:

@@ -19,6 +19,7 @@ daemon runs on until its device has a `.stop`, and the host starts nothing while
 | a stop while no host runs | the `.stop` waits for the next host, and the GPU is withheld meanwhile |
 | a stop while the daemon starts | the start is broken off, and taken back |
 | wanted again while it stops | both files are there: the host ends the stop first |
+| wanted again while it runs | the plugin goes on; the host looks at the daemon after that |
 | two instances of the plugin write | the last file counts; the other call waits for it, or fails if its spec differs |
 | a first start fails | the host takes it back and says why; it tries again at the next generation |
 | full disk | no new daemon; a stop works |
@@ -73,7 +74,7 @@ from dra_driver.model.mps import (
     MpsMember,
 )
 from dra_driver.mps.daemon_limits import check_spec
-from dra_driver.mps.daemon_processes import users_of
+from dra_driver.mps.daemon_processes import identify, is_control_daemon, users_of
 
 _log = structlog.get_logger(__name__)
 
@@ -148,7 +149,8 @@ class MpsHostFiles:
         self._wait_s = wait_s
 
     def ensure(self, spec: MpsDaemonSpec, timeout_s: float = 20.0) -> MpsDaemonStatus:
-        """The daemon's status once it is ready, or found in FAULT; within a look of the host if it runs already.
+        """The daemon's status once it is ready, or found in FAULT. Nobody waits for one that runs: the host only looks
+        at it once more.
 
         Raises: PermanentError if it cannot be as asked, RetryableError if it was not ready in time, NoMpsHostError,
         StateError.
@@ -156,8 +158,12 @@ class MpsHostFiles:
         check_spec(spec)
         deadline = time.monotonic() + timeout_s
         self._await_host(deadline)
+        running = self._running(spec)
         wish = self._layout.wanted(spec.device)
-        write_atomically(wish, encode_wish(spec), durable=False)
+        # What a power cut tears is written anew by the Prepare after it, which finds no daemon.
+        write_atomically(wish, encode_wish(spec), durable=False, whole=running is None)
+        if running is not None:
+            return running
         while (found := generation_of(wish)) is not None:
             report = self._report(spec.device)
             if report is not None and report.seen == found:
@@ -250,6 +256,18 @@ class MpsHostFiles:
         with suppress(StateError):
             return parse(content or b"", "status", _REPORT.decode, known=FORMAT, field="format")
         return None
+
+    def _running(self, spec: MpsDaemonSpec) -> MpsDaemonStatus | None:
+        """What the host said of a daemon that is ready with this spec, still runs and is not to stop; None otherwise.
+        Raises: StateError."""
+        report, pipe = self._report(spec.device), self._layout.directories(spec.device).pipe
+        if report is None or report.refusal is not None or self._layout.unwanted(spec.device).exists():
+            return None
+        status = report.status
+        if status.state != "ready" or status.spec != spec or status.pid is None:
+            return None
+        process = identify(status.pid)
+        return status if process is not None and is_control_daemon(process, pipe) else None
 
     def _await_host(self, deadline: float) -> None:
         deadline = min(deadline, time.monotonic() + self._wait_s)

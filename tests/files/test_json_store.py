@@ -74,14 +74,14 @@ def coarse_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.clock_gettime_ns
 
     def stamp_of(status: os.stat_result) -> Stamp:
-        return Stamp(7, status.st_size, status.st_ctime_ns // TICK_NS * TICK_NS)
+        return (7, status.st_size, status.st_ctime_ns // TICK_NS * TICK_NS)
 
     def stat(path: Path) -> SimpleNamespace:
         return SimpleNamespace(st_ino=7, st_mtime_ns=path.stat().st_mtime_ns // TICK_NS * TICK_NS)
 
     monkeypatch.setattr(json_store, "stamp_of", stamp_of)
     monkeypatch.setattr(json_store, "stamp_at", lambda path: stamp_of(path.lstat()))
-    monkeypatch.setattr(json_store, "os", SimpleNamespace(stat=stat, scandir=os.scandir))
+    monkeypatch.setattr(json_store, "os", SimpleNamespace(**vars(os) | {"stat": stat}))
     monkeypatch.setattr(time, "clock_gettime_ns", lambda clock: now(clock) // TICK_NS * TICK_NS)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,8 +13,9 @@ import pytest
 
 from dra_driver.concurrency.deadline import time_left, until
 from dra_driver.files.file_lock import LockBusyError
+from dra_driver.journal import locks
 from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes, Operation
-from dra_driver.journal.locks import GpuLocks
+from dra_driver.journal.locks import ClaimLocks, GpuLocks
 
 A, B = "GPU-a", "GPU-b"
 
@@ -167,3 +169,24 @@ def test_where_no_thread_starts_the_caller_does_the_work(
 def test_an_operation_that_asks_for_more_does_not_wait_for_itself(lanes: Lanes) -> None:
     inner = lanes.ask({A}, "outer", lambda _operation: lanes.ask({A}, "inner", at_once)).result(20)
     assert inner.result(20) == "done"
+
+
+def test_a_look_at_what_is_under_way_opens_no_file_of_claims(
+    lanes: Lanes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claims = ClaimLocks(tmp_path / "locks")
+    for number in range(20):
+        with claims.hold(f"claim-{number}", 5.0) as guard:
+            guard.note_prepared()
+    opened: list[str] = []
+    hangs = Work()
+    operation = lanes.ask({A}, "the creation of a MIG device", hangs)
+    assert hangs.begun.wait(20)
+    monkeypatch.setattr(
+        locks, "open_plain", lambda path, flags: opened.append(path.name) or os.open(path, flags)
+    )
+    assert lanes.hanging().keys() == {A}
+    assert opened == [f"{A}.lock"]
+    monkeypatch.undo()
+    hangs.let.set()
+    operation.result(20)

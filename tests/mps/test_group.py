@@ -90,7 +90,7 @@ def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_put_back(
 
 @pytest.mark.parametrize("index", GROUP)
 def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_exclusive_again(
-    host: Host, index: int
+    host: Host, index: int, eventually: Callable
 ) -> None:
     mode = Modes(host)
     supervisor = host.supervisor(compute_mode=mode, probe=60)
@@ -99,6 +99,8 @@ def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_exclusive_again(
     mode.silent.add(silent)
     for one in GROUP:
         host.machine.set_compute_mode(host.machine.gpu(one).uuid, 0)
+    assert supervisor.ensure(host.group_spec(), 10).state == "ready"
+    eventually(lambda: f"does not answer for {silent}" in host.layout.status("gpu-2").read_text())
     with pytest.raises(RetryableError, match=f"does not answer for {silent}"):
         supervisor.ensure(host.group_spec(), 10)
     assert host.modes() == [0 if one == index else EXCLUSIVE_PROCESS for one in GROUP]

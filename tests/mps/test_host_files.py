@@ -23,6 +23,7 @@ from dra_driver.files.file_lock import hold_file
 from dra_driver.files.formats import parse
 from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus, MpsMember
 from dra_driver.mps import host_files
+from dra_driver.mps.daemon_processes import end
 from dra_driver.mps.host_files import (
     MpsHostFiles,
     MpsLayout,
@@ -179,6 +180,30 @@ def test_a_host_that_does_nothing_is_named(fake: FakeHost) -> None:
     fake.close()
     with pytest.raises(NoMpsHostError):
         fake.files.ensure(SPEC, 0.1)
+
+
+@pytest.mark.parametrize("which", ["runs", "has ended", "is to stop", "has another spec"])
+def test_only_for_a_daemon_that_runs_as_wanted_nobody_waits(host: Host, fake: FakeHost, which: str) -> None:
+    """The host does nothing here, so whoever waits for it waits in vain."""
+    supervisor, spec = host.supervisor(probe=60), host.spec()
+    first = supervisor.ensure(spec, 10)
+    supervisor.close()
+    if which == "has ended":
+        end(host.daemons(), 2.0)
+    if which == "is to stop":
+        host.layout.unwanted(spec.device).touch()
+    if which == "has another spec":
+        spec = replace(spec, multi_user=not spec.multi_user)
+    fake.layout, fake.files = host.layout, MpsHostFiles(host.layout, wait_s=0.0)
+    fake.open()
+    before = generation_of(host.layout.wanted(spec.device))
+    if which == "runs":
+        assert fake.files.ensure(spec, 0.0) == first
+    else:
+        with pytest.raises(RetryableError, match="the MPS host has not made the MPS daemon of gpu-2 ready"):
+            fake.files.ensure(spec, 0.0)
+    assert generation_of(host.layout.wanted(spec.device)) != before, "the host looks at it all the same"
+    fake.close()
 
 
 def test_who_wants_it_otherwise_while_it_is_waited_for_wins(fake: FakeHost) -> None:

@@ -343,7 +343,7 @@ def test_fault_and_clients_are_seen(host, eventually, logs):
     host.behave(server_state="FAULT")
     eventually(lambda: supervisor.status()[0].state == "fault")
     assert "state FAULT" in supervisor.status()[0].problem
-    assert supervisor.ensure(host.spec(), 10).state == "fault"
+    eventually(lambda: supervisor.ensure(host.spec(), 10).state == "fault")
     assert [line["event"] for line in logs].count("mps_fault") == 1
     host.behave()
     eventually(lambda: supervisor.status()[0].state == "ready")
@@ -455,7 +455,7 @@ def test_a_reset_gpu_is_made_exclusive_again(host, eventually, logs, by):
         supervisor = host.supervisor(probe=60)
     elif by == "the next ensure":
         supervisor.ensure(host.spec(), 10)
-        assert "compute_mode_set_again" in [line["event"] for line in logs]
+        eventually(lambda: "compute_mode_set_again" in [line["event"] for line in logs])
     eventually(lambda: host.compute_mode() == EXCLUSIVE_PROCESS)
     eventually(lambda: supervisor.status()[0].state == "ready")
     assert supervisor.status()[0].pid == first.pid
@@ -480,6 +480,8 @@ def test_a_compute_mode_that_cannot_be_read_ends_no_daemon(host, eventually, log
     first = supervisor.ensure(host.spec(), 10)
     mode.failing = True
     eventually(lambda: "compute_mode_not_kept" in [line["event"] for line in logs])
+    assert supervisor.ensure(host.spec(), 10).pid == first.pid
+    eventually(lambda: "it hangs" in host.layout.status("gpu-2").read_text())
     with pytest.raises(RetryableError, match="it hangs"):
         supervisor.ensure(host.spec(), 10)
     assert (supervisor.status()[0].state, supervisor.status()[0].pid) == ("ready", first.pid)

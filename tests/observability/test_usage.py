@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from dra_driver.errors import DeviceLostError
 from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
 from dra_driver.model.mig import GpuAddress, MigAddress, OwnedInstance, Placement
 from dra_driver.model.record import ClaimRecord
+from dra_driver.observability import usage
 from dra_driver.observability.metrics import Metrics
 from dra_driver.observability.rules.usage import Origin, unclaimed
 from dra_driver.observability.usage import Usage
@@ -74,6 +78,24 @@ def test_nothing_is_read_unless_somebody_asks() -> None:
     node = Node(record(hold(GPU_0)))
     node.metrics()
     assert node.asked == []
+
+
+def test_gpus_that_answer_soon_are_read_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "_APART_S", 20.0)
+    node = Node()
+    at_once: list[int] = []
+    reading: list[str] = []
+
+    def read(gpu: GpuAddress, _devices: Collection[MigAddress]) -> GpuUse:
+        reading.append(gpu.uuid)
+        at_once.append(len(reading))
+        time.sleep(0.01)
+        reading.remove(gpu.uuid)
+        return node.uses[gpu.uuid]
+
+    node.read = read  # type: ignore[method-assign]
+    assert node.usage.look().gpus.keys() == node.uses.keys()
+    assert at_once == [1, 1, 1]
 
 
 def test_each_device_of_a_prepared_claim_has_its_use_once() -> None:

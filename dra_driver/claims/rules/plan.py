@@ -479,8 +479,9 @@ def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None
     conflicts = [
         conflict
         for record in others
-        if any(held.gpu_uuid in gpus and not held.admin_access for held in record.devices)
-        for conflict in _conflicts(wanted, record)
+        for held in record.devices
+        if held.gpu_uuid in gpus and not held.admin_access
+        for conflict in _conflicts(wanted, record, held)
     ]
     if conflicts:
         raise DeviceHeldError(conflicts, [device for _, device in wanted])
@@ -522,27 +523,26 @@ def _is_client(held: HeldDevice, device: HeldDevice) -> bool:
     return held.device == device.device and usage_kind(held.usage) == usage_kind(device.usage)
 
 
-def _conflicts(wanted: Sequence[Wanted], record: ClaimRecord) -> Iterator[Conflict]:
-    for held in record.devices:
-        for request, device in wanted:
-            if not _same_silicon(held, device):
-                continue
-            if not _are_shares(held, device):
-                yield Conflict(
-                    record,
-                    held,
-                    f"request {request}: device {device.device} is held by claim {record.ref} ({held.device}, "
-                    f"{record.phase}); it becomes free when that claim's pod is gone",
-                )
-                continue
-            reason = incompatibility(held.usage, device.usage)
-            if reason is not None:
-                yield Conflict(
-                    record,
-                    held,
-                    f"request {request}: device {device.device} is shared with claim {record.ref}, and this claim "
-                    f"cannot share it in its own mode: {reason}",
-                )
+def _conflicts(wanted: Sequence[Wanted], record: ClaimRecord, held: HeldDevice) -> Iterator[Conflict]:
+    for request, device in wanted:
+        if not _same_silicon(held, device):
+            continue
+        if not _are_shares(held, device):
+            yield Conflict(
+                record,
+                held,
+                f"request {request}: device {device.device} is held by claim {record.ref} ({held.device}, "
+                f"{record.phase}); it becomes free when that claim's pod is gone",
+            )
+            continue
+        reason = incompatibility(held.usage, device.usage)
+        if reason is not None:
+            yield Conflict(
+                record,
+                held,
+                f"request {request}: device {device.device} is shared with claim {record.ref}, and this claim "
+                f"cannot share it in its own mode: {reason}",
+            )
 
 
 def _same_silicon(held: HeldDevice, device: HeldDevice) -> bool:
