@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -41,10 +42,12 @@ from dra_driver.model.passthrough import VFIO_PCI, Card
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import BindVfio, Step
-from dra_driver.nvml.persistence import PersistenceModes
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.ledger import FunctionBefore, OwnedCard, PassthroughLedger
 from dra_driver.passthrough.rules.moves import Move, are_bound, back, to_vfio
+
+if TYPE_CHECKING:
+    from dra_driver.nvml.persistence import PersistenceModes
 
 _log = structlog.get_logger(__name__)
 

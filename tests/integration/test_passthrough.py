@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
+import forked_commands
 import pytest
 
 from dra_driver.model.claim import ClaimRef, Prepared
@@ -152,6 +154,27 @@ def test_virtual_machine_that_runs_on_withholds_its_card(make_node: Callable[...
     node.machine.release_gpu(uuid)
     eventually(lambda: driver_of(node, uuid) == "nvidia")
     node.wait_devices(16)
+
+
+def test_command_gives_a_card_back_where_no_daemon_runs(make_node: Callable[..., Node]) -> None:
+    node = without_virtual_functions(make_node).running(16, passthrough=True)
+    _, passed = named(node, 1)
+    uuid = node.machine.gpu(1).uuid
+    ref = node.allocated_by_hand("machine", passed)
+    node.ready(ref)
+    node.machine.hold_gpu(uuid, 900, "qemu-system-x86")
+    node.take_back(ref)
+    node.driver.stop()
+    options = ["--kubelet-plugins-directory-path", "--cdi-root", "--simulate", "--simulator-dir"]
+    command = ["cleanup", *node.flags(options), "--now"]
+    busy = forked_commands.run(command, env=dict(os.environ))
+    assert busy.returncode == 1
+    assert "qemu-system-x86 (process 900)" in " ".join(busy.stdout.split())
+    node.machine.release_gpu(uuid)
+    done = forked_commands.run(command, env=dict(os.environ))
+    assert (done.returncode, done.stdout) == (0, "no cleanup is pending\n"), f"{done.stdout} {done.stderr}"
+    assert driver_of(node, uuid) == "nvidia"
+    assert node.machine.gpu(uuid).persistence == 1
 
 
 def test_nothing_of_it_runs_while_it_is_off(
