@@ -353,9 +353,7 @@ def test_cards_are_withdrawn_with_the_gpus_while_nvml_is_away(bench: Bench) -> N
 
 
 @pytest.mark.parametrize("has_nvml", [True, False])
-def test_ledger_of_cards_that_cannot_be_read_changes_nothing_else(
-    bench: Bench, has_nvml: bool
-) -> None:
+def test_ledger_of_cards_that_cannot_be_read_changes_nothing_else(bench: Bench, has_nvml: bool) -> None:
     bench.scan()
 
     def fails(_gpus: Sequence[Gpu]) -> tuple[Card, ...]:
