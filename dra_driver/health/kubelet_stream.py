@@ -16,7 +16,7 @@ from dra_driver.health.rules.taints import MadeInstance, device_reasons
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1
 from dra_driver.model.health import Reason, Severity
 from dra_driver.model.ids import one_line
-from dra_driver.model.inventory import OfferedDevice
+from dra_driver.model.inventory import OfferedDevice, VfioDevice
 
 _RESEND_S = 10.0
 _TIMEOUT_S = 30
@@ -88,7 +88,12 @@ class HealthStream:
     def _device(self, device: OfferedDevice, reasons: tuple[Reason, ...]) -> v1.DeviceHealth:
         uuid = device.gpu.uuid
         texts = "; ".join(dict.fromkeys(reason.text for reason in reasons))
-        if not self._monitor.is_fresh(uuid):
+        if isinstance(device, VfioDevice) and device.card.is_bound:
+            health, message = (
+                v1.UNKNOWN,
+                "the GPU is under vfio for a virtual machine, so nobody on the node watches it",
+            )
+        elif not self._monitor.is_fresh(uuid):
             health, message = v1.UNKNOWN, "the GPU has not answered lately, so its health is not known"
             message = f"{message}; last known: {texts}" if texts else message
         elif any(reason.severity >= Severity.UNHEALTHY for reason in reasons):

@@ -427,7 +427,6 @@ class Discovery:
                 cards = self._cards(())
             except StateError as unreadable:
                 self._without_ledger(unreadable)
-                return
         if _without_bound(functions, cards) or isinstance(error, NvmlLibraryError):
             self._became_unavailable(error)
             return

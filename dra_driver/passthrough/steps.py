@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -33,6 +34,7 @@ from dra_driver.errors import (
     ClaimRefusedError,
     DeviceBusyError,
     DraDriverError,
+    NotSupportedError,
     NvmlUnavailableError,
     RetryableError,
 )
@@ -41,10 +43,12 @@ from dra_driver.model.passthrough import VFIO_PCI, Card
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import BindVfio, Step
-from dra_driver.nvml.persistence import PersistenceModes
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.ledger import FunctionBefore, OwnedCard, PassthroughLedger
 from dra_driver.passthrough.rules.moves import Move, are_bound, back, to_vfio
+
+if TYPE_CHECKING:
+    from dra_driver.nvml.persistence import PersistenceModes
 
 _log = structlog.get_logger(__name__)
 
@@ -180,7 +184,9 @@ class VfioSteps:
             if is_in_nvml:
                 _refuse_users(step, self._nvml.processes(step.gpu_uuid).values())
             if entry is None:
-                functions = tuple(FunctionBefore(bus_id, driver) for bus_id, driver in now.items())
+                # A GPU without a driver is one whose entry was lost half-way.
+                had = {**now, step.pci_bus_id: now[step.pci_bus_id] or NVIDIA}
+                functions = tuple(FunctionBefore(bus_id, driver) for bus_id, driver in had.items())
                 mode = self._persistence.get(step.gpu_uuid, step.pci_bus_id) if is_in_nvml else None
                 entry = OwnedCard(
                     step.device,
@@ -238,7 +244,10 @@ class VfioSteps:
         entry = self._ledger.all().get(step.device) if self._ledger.exists() else None
         if entry is None and not self._ledger.is_unreadable(step.device):
             return
-        card = self._card(step)
+        card = self._cards.card(step.pci_bus_id)
+        if card is None:  # it was pulled out; what comes in its place, the kernel binds anew
+            self._ledger.delete(step.device)
+            return
         vfio, before = _vfio(step, card), dict[str, str | None]({step.pci_bus_id: NVIDIA})
         if entry is not None:
             before |= {one.bus_id: one.driver for one in entry.functions}
@@ -255,7 +264,8 @@ class VfioSteps:
             _log.info("card_returned", device=step.device, gpu_uuid=step.gpu_uuid)
         self._rescan(seconds_for("look at the card", _RESCAN_S))
         if entry is not None and entry.persistence:
-            self._persistence.set(step.gpu_uuid, step.pci_bus_id, on=True)
+            with suppress(NotSupportedError):  # by another NVIDIA driver than before
+                self._persistence.set(step.gpu_uuid, step.pci_bus_id, on=True)
         self._ledger.delete(step.device)
         self._rescan(None)
 

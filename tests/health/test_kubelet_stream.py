@@ -26,7 +26,21 @@ from dra_driver.model.health import (
 )
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice
 from dra_driver.model.mig import Placement
-from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, ONE_G, h100, inventory, uuid
+from tests.fakes.samples import (
+    GPU_0,
+    GPU_1,
+    MIG_1G,
+    MIG_3G,
+    MIXED,
+    ONE_G,
+    VFIO_0,
+    VFIO_1,
+    bound,
+    card,
+    h100,
+    inventory,
+    uuid,
+)
 from tests.kubelet.support import channel, made_node
 
 NOW = 1_800_000_000
@@ -144,6 +158,17 @@ def test_a_wedged_monitor_makes_devices_unknown_never_healthy(bench):
     assert {item.health for item in response.devices} == {v1.UNKNOWN}
     assert [item.last_updated_time for item in response.devices] == [NOW, NOW, 0, 0]
     assert response.devices[0].message.endswith("; last known: Xid 79: the GPU fell off the bus")
+
+
+def test_card_under_vfio_is_unknown_and_neither_lost_nor_unhealthy(bench):
+    bench.inventory = inventory(h100(1), cards=(bound(0), card(1)))
+    bench.monitor.looks = {uuid(1): NOW}
+    told = bench.now()
+    assert told[VFIO_0] == (
+        v1.UNKNOWN,
+        "the GPU is under vfio for a virtual machine, so nobody on the node watches it",
+    )
+    assert told[VFIO_1] == (v1.HEALTHY, "")
 
 
 def test_messages_fit_the_kubelets_limit(bench, monkeypatch):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import forked_commands
 import pytest
 
 from dra_driver.model.claim import ClaimRef, Prepared
@@ -152,6 +155,93 @@ def test_virtual_machine_that_runs_on_withholds_its_card(make_node: Callable[...
     node.machine.release_gpu(uuid)
     eventually(lambda: driver_of(node, uuid) == "nvidia")
     node.wait_devices(16)
+
+
+def test_command_gives_a_card_back_where_no_daemon_runs(make_node: Callable[..., Node]) -> None:
+    node = without_virtual_functions(make_node).running(16, passthrough=True)
+    _, passed = named(node, 1)
+    uuid = node.machine.gpu(1).uuid
+    ref = node.allocated_by_hand("machine", passed)
+    node.ready(ref)
+    node.machine.hold_gpu(uuid, 900, "qemu-system-x86")
+    node.take_back(ref)
+    node.driver.stop()
+    options = ["--kubelet-plugins-directory-path", "--cdi-root", "--simulate", "--simulator-dir"]
+    command = ["cleanup", *node.flags(options), "--now"]
+    busy = forked_commands.run(command, env=dict(os.environ))
+    assert busy.returncode == 1
+    assert "qemu-system-x86 (process 900)" in " ".join(busy.stdout.split())
+    node.machine.release_gpu(uuid)
+    done = forked_commands.run(command, env=dict(os.environ))
+    assert (done.returncode, done.stdout) == (0, "no cleanup is pending\n"), f"{done.stdout} {done.stderr}"
+    assert driver_of(node, uuid) == "nvidia"
+    assert node.machine.gpu(uuid).persistence == 1
+
+
+def test_gpu_with_mig_devices_on_demand_goes_to_a_virtual_machine_when_they_are_gone(
+    make_node: Callable[..., Node],
+) -> None:
+    node = without_virtual_functions(make_node).running(8 * 27, passthrough=True, dynamic_mig=True)
+    uuid = node.machine.gpu(4).uuid
+    _, passed = named(node, 4)
+    small = next(
+        entry["name"]
+        for entry in node.devices()
+        if entry["attributes"].get("parentUUID", {}).get("string") == uuid
+    )
+    part = node.allocated_by_hand("part", small)
+    node.ready(part)
+    machine = node.allocated_by_hand("machine", passed)
+    node.refused(machine)
+    assert driver_of(node, uuid) == "nvidia"
+    node.take_back(part)
+    node.ready(machine)
+    assert driver_of(node, uuid) == "vfio-pci"
+    eventually(lambda: len(node.devices()) == 8 * 27 - 26)
+    node.take_back(machine)
+    node.wait_devices(8 * 27)
+    node.ready(node.allocated_by_hand("again", small))
+
+
+def test_killed_daemon_leaves_no_card_without_a_driver(make_node: Callable[..., Node]) -> None:
+    node = without_virtual_functions(make_node)
+    gpu = node.machine.gpu(5)
+    node.machine.set_fault("drivers_probe", delay_s=60, count=1, gpu=gpu.uuid)
+    process = node.spawn(PASSTHROUGH="true")
+    node.wait_devices(16)
+    _, passed = named(node, 5)
+    ref = node.allocated_by_hand("machine", passed)
+    with ThreadPoolExecutor() as calls:
+        calls.submit(node.prepare, ref)
+        eventually(lambda: driver_of(node, gpu.uuid) == "")
+        process.kill()
+        process.wait()
+    node.machine.clear_faults()
+    node.start_driver(passthrough=True)
+    eventually(lambda: node.driver.discovery.unavailable() is None)
+    node.take_back(ref)
+    assert driver_of(node, gpu.uuid) == "nvidia"
+    assert node.machine.gpu(gpu.uuid).persistence == 1
+    node.wait_devices(16)
+    node.ready(ref)
+    assert driver_of(node, gpu.uuid) == "vfio-pci"
+
+
+def test_other_instance_of_a_rolling_update_closes_nvml_too(make_node: Callable[..., Node]) -> None:
+    node = without_virtual_functions(make_node)
+    node.spawn(PASSTHROUGH="true", POD_UID="older")
+    node.wait_devices(16)
+    node.start_driver(passthrough=True, pod_uid="newer")
+    eventually(lambda: node.driver.discovery.unavailable() is None)
+    eventually(lambda: len(node.machine.everybody()) == 2)
+    _, passed = named(node, 6)
+    uuid = node.machine.gpu(6).uuid
+    ref = node.allocated_by_hand("machine", passed)
+    node.ready(ref)
+    assert driver_of(node, uuid) == "vfio-pci"
+    eventually(lambda: len(node.machine.everybody()) == 2)
+    node.take_back(ref)
+    assert driver_of(node, uuid) == "nvidia"
 
 
 def test_nothing_of_it_runs_while_it_is_off(

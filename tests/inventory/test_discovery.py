@@ -15,6 +15,7 @@ from dra_driver.errors import (
     NvmlLibraryError,
     NvmlUnavailableError,
     RetryableError,
+    StateError,
 )
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.inventory import discovery as module
@@ -25,15 +26,17 @@ from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
+from dra_driver.model.passthrough import Card
 from dra_driver.nvml.reader import NvmlReader
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.samples import ONE_G, VERSIONS, h100, inventory, mig
+from tests.fakes.samples import ONE_G, VERSIONS, VFIO_0, VFIO_1, bound, h100, inventory, mig
 from tests.fakes.waiting import eventually
 from tests.host.trees import VERSION, driver_root, put_elf_libraries
 
 NOT_LOADED = NvmlUnavailableError(
     "initialise NVML: the NVIDIA kernel driver is not loaded; load it (modprobe nvidia)"
 )
+VFIO_2 = "vfio-0000-12-00-0"
 BARE = tuple(h100(number, pcie_root=None, numa_node=None) for number in range(3))
 
 
@@ -295,6 +298,75 @@ def test_function_that_nvml_does_not_show_is_a_fault_and_hides_no_gpu(bench: Ben
     assert [line["subject"] for line in logs if line["event"] == "discovery_fault"] == [
         "PCI function 0000:99:00.0"
     ]
+
+
+def test_card_under_vfio_is_on_offer_and_no_fault(bench: Bench) -> None:
+    there = bound(2)
+    bench.discovery._cards = lambda gpus: (there,)
+    bench.nvml.inventory = inventory(*BARE[:2])
+    found = bench.scan()
+    assert found is not None
+    assert (found.faults, found.lost, found.cards) == ((), (), (there,))
+    assert VFIO_2 in found.by_name
+    bench.discovery._cards = lambda gpus: (replace(there, driver="snd_hda_intel"),)
+    found = bench.scan()
+    assert found is not None
+    assert [fault.subject for fault in found.faults] == ["PCI function 0000:12:00.0"]
+
+
+def test_gpu_that_goes_to_vfio_is_not_lost(bench: Bench) -> None:
+    bench.scan()
+    bench.discovery._cards = lambda gpus: (bound(2),)
+    bench.nvml.inventory = inventory(*BARE[:2])
+    bench.host.unbound.add("0000:12:00.0")
+    found = bench.scan()
+    assert found is not None
+    assert (found.faults, found.lost) == ((), ())
+
+
+@pytest.mark.parametrize("error", [NOT_LOADED, None])
+def test_node_whose_cards_are_all_under_vfio_is_known(bench: Bench, error: Exception | None) -> None:
+    cards = tuple(map(bound, range(3)))
+    bench.discovery._cards = lambda gpus: cards
+    bench.nvml.inventory, bench.nvml.error = Inventory(VERSIONS), error
+    found = bench.scan()
+    assert found is not None
+    assert bench.discovery.unavailable() is None
+    assert [device.name for device in found.devices()] == [VFIO_0, VFIO_1, VFIO_2]
+
+
+def test_node_with_one_gpu_that_is_not_under_vfio_needs_nvml(bench: Bench) -> None:
+    bench.discovery._cards = lambda gpus: (bound(0), bound(1))
+    bench.nvml.error = NOT_LOADED
+    assert bench.scan() is None
+    assert bench.discovery.unavailable() == str(NOT_LOADED)
+
+
+def test_cards_are_withdrawn_with_the_gpus_while_nvml_is_away(bench: Bench) -> None:
+    bench.discovery._cards = lambda gpus: (bound(2),)
+    bench.nvml.inventory = inventory(*BARE[:2])
+    bench.scan()
+    bench.nvml.error, bench.host.hardware = NOT_LOADED, "two"
+    found = bench.scan()
+    assert found is not None
+    assert list(found.devices()) == []
+
+
+@pytest.mark.parametrize("has_nvml", [True, False])
+def test_ledger_of_cards_that_cannot_be_read_changes_nothing_else(bench: Bench, has_nvml: bool) -> None:
+    bench.scan()
+
+    def fails(_gpus: Sequence[Gpu]) -> tuple[Card, ...]:
+        raise StateError("cannot list the passthrough ledger files in /x: I/O error")
+
+    bench.discovery._cards = fails
+    if has_nvml:
+        assert bench.scan() == COMPLETE
+        assert bench.discovery.unavailable() is None
+    else:
+        bench.nvml.error, bench.host.hardware = NOT_LOADED, "two"
+        bench.scan()
+        assert bench.discovery.unavailable() == str(NOT_LOADED)
 
 
 def test_fault_is_told_again_when_it_comes_again(bench: Bench, logs: list) -> None:

@@ -14,6 +14,7 @@ from dra_driver.errors import DeviceBusyError
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
 from dra_driver.model.plan import Plan
 from dra_driver.model.steps import BindVfio
+from dra_driver.simulator import SimulatedPciControl
 from tests.fakes.kindnode import FOR_MACHINES, KindNode, Site
 from tests.fakes.preparing import in_threads
 from tests.fakes.samples import claim
@@ -318,6 +319,34 @@ def test_nothing_changes_drivers_while_nvml_is_kept_closed(
     assert "NVML is closed until noon" in left.text
     monkeypatch.undo()
     assert node.cleaner.clean_all() == []
+
+
+def test_card_that_was_pulled_out_leaves_nothing(node: KindNode, site: Site) -> None:
+    gpu = site.machine.gpu(site.card.gpu_uuid)
+    node.prepare(wanted(site))
+    site.machine.remove_gpu(gpu.uuid)
+    try:
+        assert node.unprepare(wanted(site)) is None
+        assert node.cleanups.outstanding() == []
+        assert dict(node.cards.all()) == {}
+    finally:
+        assert site.machine.add_gpu(gpu.model) == gpu.uuid
+
+
+def test_card_whose_entry_was_lost_half_way_still_comes_back(node: KindNode, site: Site) -> None:
+    untouched = node.state()
+    control = SimulatedPciControl(site.machine)
+    pci = site.machine.host_root / "sys/bus/pci"
+    site.simulated.session.close()
+    site.machine.set_gpu(site.card.gpu_uuid, persistence=0)
+    control.write(f"{pci}/devices/{site.card.bus_id}/driver_override", "vfio-pci")
+    control.write(f"{pci}/drivers/nvidia/unbind", site.card.bus_id)
+    site.simulated.session.reopen()
+    assert site.drivers()["0"] == ""
+    assert isinstance(node.prepare(wanted(site)), Prepared)
+    assert node.unprepare(wanted(site)) is None
+    site.machine.set_gpu(site.card.gpu_uuid, persistence=1)
+    assert node.state() == untouched
 
 
 def test_persistence_mode_is_left_off_where_it_was_off(node: KindNode, site: Site) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from dra_driver.app.commands.machine import CommandMachine
@@ -15,14 +17,17 @@ from dra_driver.diagnostics.state_on_disk import read_claims, read_state
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.host.sysfs import Sysfs
+from dra_driver.inventory.detachment import nvml_pause
 from dra_driver.journal.cleanups import Cleaner, PendingCleanups
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
-from dra_driver.model.steps import RunMps, SetTimeSlice
+from dra_driver.model.steps import BindVfio, RunMps, SetTimeSlice
 from dra_driver.mps.host_files import MpsHostFiles, mps_layout
+from dra_driver.passthrough.ledger import DIRECTORY, PassthroughLedger
+from dra_driver.passthrough.steps import VfioSteps, waits_for_nvml
 from dra_driver.settings import Settings
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 
@@ -70,8 +75,22 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
     programs = InstalledPrograms(machine.paths.driver_root, directory / "host.lib")
     smi = NvidiaSmi(programs, machine.detachments.using_nvml)
     without_record = SpecsWithoutRecord(records, CdiDirectory(Path(settings.cdi_root), settings.driver_name))
+    from dra_driver.nvml.persistence import PersistenceModes
+
+    nvml = machine.nvml_reader(machine.is_on_demand)
+    vfio = VfioSteps(
+        machine.vfio,
+        PassthroughLedger(directory / DIRECTORY, machine.boot_id),
+        nvml,
+        nvml_pause(nvml.session, machine.detachments),
+        PersistenceModes(partial(nvml.session.operation, waits_for_nvml)),
+        # NVML shows a GPU that has come back when it is opened.
+        lambda wait_s: None if wait_s is None else nvml.reopen(),
+        lambda: None if (found := machine.detachments.now()) is None else found.problem,
+    )
     runner = StepDispatcher(
         {
+            BindVfio: vfio,
             SetTimeSlice: TimeSliceSteps(smi, records, boot),
             # A pending step names its device with the UUID that it had.
             RunMps: MpsSteps(
@@ -80,4 +99,6 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
         }
     )
     cleanups = PendingCleanups(directory / "debts", records, boot)
-    return Cleaner(cleanups, Lanes(GpuLocks(directory / "locks")), runner, boot).clean_all(), state.faults
+    with closing(nvml.session):
+        left = Cleaner(cleanups, Lanes(GpuLocks(directory / "locks")), runner, boot).clean_all()
+    return left, state.faults

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from dra_driver.app.platforms import Platform
+from dra_driver.errors import StateError
 from dra_driver.host.vfio import VfioCards
 from dra_driver.inventory.detachment import Detachments, nvml_pause
 from dra_driver.inventory.discovery import Discovery
@@ -81,6 +83,8 @@ class PassthroughParts:
         return self._known.read(gpus) if self._is_on else ()
 
     def taken(self) -> frozenset[str]:
-        """The UUIDs of the GPUs that this plugin has bound to vfio, or is about to: NVML need not have them. Raises:
-        StateError."""
-        return frozenset(self._known.owned().values()) if self._is_on else frozenset()
+        """The UUIDs of the GPUs that this plugin has bound to vfio, or is about to: NVML need not have them. None while
+        the ledger cannot be read."""
+        with suppress(StateError):
+            return frozenset(self._known.owned().values()) if self._is_on else frozenset()
+        return frozenset()

@@ -135,7 +135,7 @@ def remedy(steps: Sequence[Step]) -> str:
         host = "the MPS host (DaemonSet gpu-dra-driver-mps)"
         return f"gpu-dra-driver tries again; see that {host} and nvidia-smi work there"
     if "vfio" in kinds:
-        return "gpu-dra-driver tries again; end the virtual machine that has the card, or what the text names"
+        return "gpu-dra-driver tries again"
     if "mig-device" in kinds:
         return "gpu-dra-driver tries again as soon as nobody else works on the GPU"
     return "gpu-dra-driver tries again; see that nvidia-smi works on the node"
