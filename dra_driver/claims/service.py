@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -23,23 +24,16 @@ from dra_driver.model.record import ClaimRecord
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class ClaimService:
     """Serves the kubelet. The claims of one call are worked on side by side: one that fails or waits does not touch the
     others."""
 
-    def __init__(
-        self,
-        fetch: ClaimFetch,
-        preparer: Preparer,
-        unpreparer: Unpreparer,
-        line: WaitingLine,
-        observer: Observer,
-    ) -> None:
-        self._fetch = fetch
-        self._preparer = preparer
-        self._unpreparer = unpreparer
-        self._line = line
-        self._observer = observer
+    fetch: ClaimFetch
+    preparer: Preparer
+    unpreparer: Unpreparer
+    line: WaitingLine
+    observer: Observer
 
     def prepare(
         self,
@@ -49,9 +43,9 @@ class ClaimService:
     ) -> Mapping[str, PrepareOutcome]:
         """An outcome for each claim, by its UID."""
         call = KubeletCall.begin(deadline_s, has_left)
-        with self._observer.in_flight("prepare"), until(call.deadline), ExitStack() as under_way:
+        with self.observer.in_flight("prepare"), until(call.deadline), ExitStack() as under_way:
             for ref in claims:
-                under_way.enter_context(self._line.preparing(ref.uid))
+                under_way.enter_context(self.line.preparing(ref.uid))
             outcomes = side_by_side(
                 [partial(self._prepare_logged, ref, call) for ref in claims], CLAIMS_AT_ONCE
             )
@@ -64,18 +58,18 @@ class ClaimService:
         has_left: Callable[[], bool] | None = None,
     ) -> Mapping[str, UnprepareOutcome]:
         """As `Unpreparer.unprepare`."""
-        with self._observer.in_flight("unprepare"):
-            return self._unpreparer.unprepare(claims, KubeletCall.begin(deadline_s, has_left))
+        with self.observer.in_flight("unprepare"):
+            return self.unpreparer.unprepare(claims, KubeletCall.begin(deadline_s, has_left))
 
     def _prepare_logged(self, ref: ClaimRef, call: KubeletCall) -> PrepareOutcome:
         with bound_contextvars(claim_uid=ref.uid):
             started = time.monotonic()
             try:
-                prepared, record = self._prepare(PrepareAttempt(ref, call, self._fetch.allocated(ref, call)))
+                prepared, record = self._prepare(PrepareAttempt(ref, call, self.fetch.allocated(ref, call)))
             except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
-                return failed(self._observer, "prepare", ref, time.monotonic() - started, error)
+                return failed(self.observer, "prepare", ref, time.monotonic() - started, error)
             duration = time.monotonic() - started
-            self._observer.prepared(ref, duration, record)
+            self.observer.prepared(ref, duration, record)
             _log.info(
                 "claim_prepared",
                 claim=f"{ref.namespace}/{ref.name}",
@@ -87,8 +81,8 @@ class ClaimService:
 
     def _prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
         try:
-            return self._preparer.prepare(attempt)
+            return self.preparer.prepare(attempt)
         finally:
-            waited = self._line.waited_s(attempt)
+            waited = self.line.waited_s(attempt)
             if waited is not None:
-                self._observer.waited(attempt.ref, waited)
+                self.observer.waited(attempt.ref, waited)

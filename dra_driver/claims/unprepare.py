@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -26,23 +27,16 @@ _log = structlog.get_logger(__name__)
 _RECLAIM_S = 30.0
 
 
+@dataclass(eq=False)
 class Unpreparer:
     """Ends claims: files and record go under the lock of the claim, what a step has changed on a GPU is undone in that
     GPU's lane. Claims of one call are worked on side by side."""
 
-    def __init__(
-        self,
-        records: RecordStore,
-        claim_locks: ClaimLocks,
-        executor: Executor,
-        line: WaitingLine,
-        observer: Observer,
-    ) -> None:
-        self._records = records
-        self._claim_locks = claim_locks
-        self._executor = executor
-        self._line = line
-        self._observer = observer
+    records: RecordStore
+    claim_locks: ClaimLocks
+    executor: Executor
+    line: WaitingLine
+    observer: Observer
 
     def unprepare(self, claims: Sequence[ClaimRef], call: KubeletCall) -> Mapping[str, UnprepareOutcome]:
         """None for each claim that is not prepared now, also for one that never was; else an error."""
@@ -62,14 +56,14 @@ class Unpreparer:
         it from being unprepared; the record stays.
         """
         call = KubeletCall(time.monotonic_ns(), time.monotonic() + within_s)
-        with until(call.deadline), bound_contextvars(claim_uid=ref.uid), self._line.unpreparing(ref.uid):
+        with until(call.deadline), bound_contextvars(claim_uid=ref.uid), self.line.unpreparing(ref.uid):
             started = time.monotonic()
-            with self._claim_locks.hold(ref.uid, call.left()) as guard:
-                is_wanted = guard.was_prepared_since(looked_ns) or self._line.is_preparing(ref.uid)
-                if is_wanted or self._records.get(ref.uid) != expected:
+            with self.claim_locks.hold(ref.uid, call.left()) as guard:
+                is_wanted = guard.was_prepared_since(looked_ns) or self.line.is_preparing(ref.uid)
+                if is_wanted or self.records.get(ref.uid) != expected:
                     return False
                 _, cleanup = self._taken_back(ref, call, guard)
-            self._executor.clean(cleanup)
+            self.executor.clean(cleanup)
         self._unprepared(ref, expected, time.monotonic() - started)
         return True
 
@@ -80,12 +74,12 @@ class Unpreparer:
     def _unprepare(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
         started = time.monotonic()
         try:
-            with self._line.unpreparing(ref.uid):
-                with self._claim_locks.hold(ref.uid, call.left(), call.has_left) as guard:
+            with self.line.unpreparing(ref.uid):
+                with self.claim_locks.hold(ref.uid, call.left(), call.has_left) as guard:
                     record, cleanup = self._taken_back(ref, call, guard)
-                self._executor.clean(cleanup)
+                self.executor.clean(cleanup)
         except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
-            return failed(self._observer, "unprepare", ref, time.monotonic() - started, error)
+            return failed(self.observer, "unprepare", ref, time.monotonic() - started, error)
         self._unprepared(ref, record, time.monotonic() - started)
         return None
 
@@ -97,14 +91,14 @@ class Unpreparer:
             raise RetryableError(
                 "the claim was prepared again after this call began; it is unprepared when the kubelet calls again"
             )
-        record = self._records.get(ref.uid)
+        record = self.records.get(ref.uid)
         call.left()  # raises if the kubelet has cancelled this call: a newer one may be on its way
-        cleanup = self._executor.leave(self._executor.lost(ref.uid) if record is None else record)
+        cleanup = self.executor.leave(self.executor.lost(ref.uid) if record is None else record)
         guard.note_unprepared(call.began_ns)
         return record, cleanup
 
     def _unprepared(self, ref: ClaimRef, record: ClaimRecord | None, duration_s: float) -> None:
-        self._observer.unprepared(ref, duration_s)
+        self.observer.unprepared(ref, duration_s)
         _log.info(
             "claim_unprepared",
             claim=f"{ref.namespace}/{ref.name}",

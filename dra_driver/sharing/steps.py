@@ -42,11 +42,13 @@ def _steps_of_others(records: RecordStore, claim_uid: str, boot_id: str) -> Iter
 
 
 class TimeSliceSteps:
-    """Does and undoes `SetTimeSlice`. A claim that asks for no interval has no such step and touches nothing."""
+    """Does and undoes `SetTimeSlice`. A claim that asks for no interval has no such step and touches nothing. Those
+    that a reload of the NVIDIA driver lost are a `LeftOver` of the loop over pending cleanups."""
 
-    def __init__(self, nvidia_smi: NvidiaSmi, records: RecordStore, boot_id: str) -> None:
+    def __init__(self, nvidia_smi: NvidiaSmi, records: RecordStore, lanes: Lanes, boot_id: str) -> None:
         self._nvidia_smi = nvidia_smi
         self._records = records
+        self._lanes = lanes
         self._boot_id = boot_id
         self._is_reloaded = False
         self._lost: dict[tuple[str, SetTimeSlice], str | None] = {}  # with why it could not be set again
@@ -89,11 +91,11 @@ class TimeSliceSteps:
         """The NVIDIA driver was loaded anew, or the GPUs are others than before: every time slice may be lost."""
         self._is_reloaded = True
 
-    def is_lost(self) -> bool:
-        """Whether `restore` has something to do."""
+    def is_left(self) -> bool:
+        """Whether a time slice is known to be lost."""
         return self._is_reloaded or bool(self._lost)
 
-    def restore(self, lanes: Lanes) -> None:
+    def work_off(self) -> None:
         """Have the lanes set the lost time slices of all claims again. It waits for nothing, and what fails stays lost.
         MPS daemons are the MPS host's business. Raises: StateError."""
         if self._is_reloaded:
@@ -110,7 +112,7 @@ class TimeSliceSteps:
             asked = self._asked.get((uid, step))
             if asked is None or asked.done():
                 again = partial(self._set_again, uid, step)
-                self._asked[uid, step] = lanes.ask({step.gpu_uuid}, what, again, context=Context())
+                self._asked[uid, step] = self._lanes.ask({step.gpu_uuid}, what, again, context=Context())
 
     def _set_again(self, uid: str, step: SetTimeSlice, _operation: Operation) -> None:
         """A GPU that refuses is told once for each reason."""

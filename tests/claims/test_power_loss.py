@@ -151,7 +151,7 @@ class PoweredNode(Node):
         runner = StepDispatcher({
             WriteCdiSpec: self.steps,
             WriteDeviceMetadata: MetadataSteps(self.metadata_files, lambda: MIXED, lambda device: None),
-            SetTimeSlice: TimeSliceSteps(self.boot, self.records, boot_id),
+            SetTimeSlice: TimeSliceSteps(self.boot, self.records, self.lanes, boot_id),
             RunMps: MpsSteps(self.mps, self.records, dict, lambda _device: None, boot_id),
         })  # fmt: skip
         self.work_with(runner)

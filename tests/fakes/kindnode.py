@@ -311,7 +311,7 @@ class KindNode(Journaled):
     def restarted(self, **options: Any) -> KindNode:
         """The next instance, after the look that each start begins with."""
         node = self.again(**options)
-        node.collector.look()
+        node.collector.work_off()
         assert node.cleaner.clean_all() == []
         return node
 
@@ -359,7 +359,7 @@ class KindNode(Journaled):
         return {
             CreateMig: mig,
             LeaveMigMode: mig,
-            SetTimeSlice: TimeSliceSteps(settings, self.records, self.boot_id),
+            SetTimeSlice: TimeSliceSteps(settings, self.records, self.lanes, self.boot_id),
             RunMps: MpsSteps(
                 mps,
                 self.records,

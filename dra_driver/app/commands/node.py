@@ -69,9 +69,10 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
     programs = InstalledPrograms(machine.paths.driver_root, directory / "host.lib")
     smi = NvidiaSmi(programs, machine.detachments.problem)
     without_record = SpecsWithoutRecord(records, CdiDirectory(Path(settings.cdi_root), settings.driver_name))
+    lanes = Lanes(GpuLocks(directory / "locks"))
     runner = StepDispatcher(
         {
-            SetTimeSlice: TimeSliceSteps(smi, records, boot),
+            SetTimeSlice: TimeSliceSteps(smi, records, lanes, boot),
             # A pending step names its device with the UUID that it had.
             RunMps: MpsSteps(
                 MpsHostFiles(mps_layout(directory)), records, without_record.mps_users, lambda _: None, boot
@@ -79,4 +80,4 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
         }
     )
     cleanups = PendingCleanups(directory / "debts", records, boot)
-    return Cleaner(cleanups, Lanes(GpuLocks(directory / "locks")), runner, boot).clean_all(), state.faults
+    return Cleaner(cleanups, lanes, runner, boot).clean_all(), state.faults
