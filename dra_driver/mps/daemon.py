@@ -39,12 +39,18 @@ from dra_driver.errors import (
     PermanentError,
     RetryableError,
 )
+from dra_driver.model.driver_programs import FindPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
-from dra_driver.mps import daemon_control as control
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
-from dra_driver.mps.daemon_control import ControlProgram
-from dra_driver.mps.daemon_conversation import Conversation, HostStoppingError, Timings
+from dra_driver.mps.daemon_control import (
+    OUTPUT,
+    DaemonControl,
+    HostStoppingError,
+    Timings,
+    log_tail,
+    shorten_logs,
+)
 from dra_driver.mps.daemon_mounts import KernelMounter, SelinuxLabels, half_of_memory
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
@@ -64,7 +70,7 @@ class HostTools:
     device, or raises RetryableError."""
 
     layout: MpsLayout
-    control: ControlProgram
+    programs: FindPrograms
     mounter: KernelMounter
     compute_mode: ComputeMode
     make_capability_nodes: Callable[[], None]
@@ -89,8 +95,8 @@ class Daemon:
         self._established = recovered
         self._lock = threading.Lock()
         self._directories = tools.layout.directories(record.spec.device)
-        self._conversation = Conversation(
-            record.spec, self._directories, tools.control, tools.timings, tools.closing
+        self._control = DaemonControl(
+            tools.programs, record.spec, self._directories, tools.timings, tools.closing
         )
         self._backoff = tools.timings.first_backoff
         self._retry_at = 0.0
@@ -172,7 +178,7 @@ class Daemon:
         if before.state not in ("ready", "fault") or before.pid is None:
             return
         try:
-            problem, clients = self._conversation.ask_servers()
+            problem, clients = self._control.ask_servers()
             self._unanswered = 0
         except RetryableError as error:
             self._unanswered += 1
@@ -217,8 +223,8 @@ class Daemon:
         if process != self._record.process or self._record.boot_id != self._tools.boot_id:
             self._write(replace(self._record, process=process, boot_id=self._tools.boot_id))
         try:
-            self._conversation.wait_ready(process, self._tools.layout.unwanted(self._record.spec.device))
-            self._conversation.apply_limits()
+            self._control.wait_ready(process, self._tools.layout.unwanted(self._record.spec.device))
+            self._control.apply_limits()
         except HostStoppingError:
             raise  # the next host process takes it from here
         except DraDriverError:
@@ -348,13 +354,10 @@ class Daemon:
         _clear_directory(Path(self._directories.pipe))
 
     def _start(self) -> ProcessId:
-        control.shorten_logs(self._directories)
+        shorten_logs(self._directories)
         with suppress(OSError):
-            Path(self._directories.log, control.OUTPUT).unlink(missing_ok=True)
-        return self._tools.mounter.within(
-            Path(self._directories.shm),
-            lambda: self._tools.control.start(self._record.spec, self._directories),
-        )
+            Path(self._directories.log, OUTPUT).unlink(missing_ok=True)
+        return self._tools.mounter.within(Path(self._directories.shm), self._control.start)
 
     # --- down ----------------------------------------------------------------------------------
 
@@ -364,7 +367,7 @@ class Daemon:
         self._end_all()
         self._give_gpu_back()
         remove_directory(self._tools, device)
-        self._tools.records.remove(device)
+        self._tools.records.forget(device)
         self._gone = True
         self._show("stopped")
         _log.info("mps_daemon_stopped", device=device)
@@ -373,7 +376,7 @@ class Daemon:
         recorded = self._recorded()
         if recorded is not None and not processes.is_alive(recorded):
             processes.reap(recorded.pid)
-        self._tools.control.end_users(self._directories, self._tools.timings.patience)
+        self._control.end_users()
 
     def _give_gpu_back(self) -> None:
         """A GPU that does not answer keeps no other from being put back. Raises: the first error, after all."""
@@ -400,7 +403,7 @@ class Daemon:
         if spec.uuid == self._record.spec.uuid:
             return False
         try:
-            return self._conversation.ask_servers()[1] == 0
+            return self._control.ask_servers()[1] == 0
         except RetryableError:
             if self._is_up():
                 raise  # it may be in use; the probes find out whether it still answers
@@ -420,7 +423,7 @@ class Daemon:
             processes.reap(process.pid)
         if time.time() - self.status.since > self._tools.timings.calm:
             self._backoff = self._tools.timings.first_backoff
-        problem = f"the control daemon ended; {control.log_tail(self._directories) or 'no log'}"
+        problem = f"the control daemon ended; {log_tail(self._directories) or 'no log'}"
         self._show("failed", problem=problem)
         self._delay(now)
         _log.warning("mps_daemon_died", device=self.status.device, problem=problem)
@@ -458,7 +461,7 @@ class Daemon:
 
     def _write(self, record: DaemonRecord) -> None:
         if record != self._record or not self._tools.layout.record(record.spec.device).exists():
-            self._tools.records.write(record)
+            self._tools.records.save(record)
             self._record = record
 
 

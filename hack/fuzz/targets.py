@@ -247,7 +247,7 @@ def cdi_file_of_ours(content: bytes, directory: Path) -> None:
 def mps_record(content: bytes, directory: Path) -> None:
     """The records of MPS daemons with a bad one among them."""
     (directory / "gpu-0.json").write_bytes(content)
-    DaemonRecords(MpsLayout(directory)).load()
+    DaemonRecords(MpsLayout(directory)).all()
 
 
 def mps_answer(content: bytes) -> None:

@@ -178,8 +178,8 @@ class RecordedMpsHost:
         return None if known is None else known.spec
 
     def daemons(self) -> Mapping[str, DaemonRecord]:
-        found, faults = self._records.load()
-        assert faults == ()
+        found = self._records.all()
+        assert not list(self._layout.root.glob("*.unreadable*"))
         return found
 
     def ensure(self, spec: MpsDaemonSpec, timeout_s: float) -> MpsDaemonStatus:
@@ -188,7 +188,7 @@ class RecordedMpsHost:
             raise PermanentError(f"the MPS daemon of {spec.device} runs with other settings")
         if known is None or known.spec != spec or known.boot_id != self._boot_id:
             before = dict.fromkeys(spec.gpu_uuids, DEFAULT) if spec.kind == "gpu" else {}
-            self._records.write(DaemonRecord(spec, self._boot_id, ProcessId(4242, 99), before))
+            self._records.save(DaemonRecord(spec, self._boot_id, ProcessId(4242, 99), before))
         for gpu_uuid in spec.gpu_uuids if spec.kind == "gpu" else ():
             self._site.machine.set_compute_mode(gpu_uuid, EXCLUSIVE_PROCESS)
         return MpsDaemonStatus(spec.device, "ready", spec)
@@ -200,7 +200,7 @@ class RecordedMpsHost:
         if known is not None and known.spec.kind == "gpu":
             for uuid, mode in known.modes_before.items():
                 self._site.machine.set_compute_mode(uuid, mode)
-        self._records.remove(device)
+        self._records.forget(device)
 
 
 class Deaths:
