@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from dra_driver.errors import StateError
-from dra_driver.files.atomic import remove_file, sync_removals
+from dra_driver.files.atomic import TEMPORARY_SUFFIX, remove_file, sync_removals
 from dra_driver.files.fields import NUMBER, TEXT, Kind, Shape, needed, nullable
 from dra_driver.files.formats import NewerFormatError, parse
 from dra_driver.files.json_store import JsonStore, UnreadableFile
@@ -54,6 +54,7 @@ class DaemonRecords(JsonStore[DaemonRecord]):
 
     def save(self, record: DaemonRecord) -> None:
         """Replace the record, synced to disk. Raises: StateError."""
+        self._clear(record.spec.device)
         content = json.dumps({"format": FORMAT, **_RECORD.encode(record)}, indent=1).encode()
         self.write(record.spec.device, content, durable=True, whole=True)
 
@@ -62,8 +63,14 @@ class DaemonRecords(JsonStore[DaemonRecord]):
         StateError."""
         for each in (self.path(device), *self._layout.records_aside(device)):
             remove_file(each)
+        self._clear(device)
         # A record that came back after a power cut would start a daemon that no claim asked for.
         sync_removals(self.directory)
+
+    def _clear(self, device: str) -> None:
+        """Remove what a host that was killed was about to write."""
+        for path in self.directory.glob(f".{self.path(device).name}.*{TEMPORARY_SUFFIX}"):
+            remove_file(path)
 
 
 def _decode(device: str, content: bytes) -> DaemonRecord:

@@ -373,7 +373,7 @@ class MpsLayout:
 
     def records_aside(self, device: str) -> list[Path]:
         """Where records are that could not be read."""
-        return sorted(self.root.glob(f"{_checked(device)}{SUFFIX}{QUARANTINE}*"))
+        return list(self.root.glob(f"{_checked(device)}{SUFFIX}{QUARANTINE}*"))
 
     def directory(self, device: str) -> Path:
         """Everything that exists as long as the daemon does."""

@@ -95,7 +95,6 @@ class Supervisor:
         layout = self._layout
         for directory in (layout.wishes, layout.statuses):
             make_directory(directory, 0o700)
-        for directory in (layout.root, layout.wishes, layout.statuses):
             clear_abandoned(directory)
         found = self._tools.records.all()
         for device, record in found.items():
