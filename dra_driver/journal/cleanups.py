@@ -157,7 +157,7 @@ class PendingCleanups:
 
     def begin(self, record: ClaimRecord, steps: Sequence[Step]) -> PendingCleanup:
         """Make a record on disk the pending cleanup of these of its steps; its claim has ended then. Raises:
-        StateError; then the record stays."""
+        StateError; then the record stays. `Cleaner.finish` has to follow."""
         make_directory(self.directory, 0o700)
         name = next(name for name in _names(record.ref.uid) if not self._store.path(name).exists())
         left = still_pending(steps, record, self.boot_id or record.boot_id)
@@ -267,10 +267,6 @@ class PendingCleanups:
             if self.observer is not None:
                 self.observer.cleanup_done(cleanup)
 
-    def tell(self) -> None:
-        """Some have come or gone, whoever did it."""
-        self.changed()
-
     def _made(self, name: str, record: ClaimRecord) -> PendingCleanup | None:
         with self._guard:
             steps, cause = self._left.get(name, (record.steps, None))
@@ -316,10 +312,6 @@ class Cleaner(BackgroundWorker):
         """Some have come, or something has changed on the node."""
         self._is_asked.set()
         self.wake()
-
-    def begin(self, record: ClaimRecord, steps: Sequence[Step]) -> PendingCleanup:
-        """As `PendingCleanups.begin`; `finish` has to follow."""
-        return self.cleanups.begin(record, steps)
 
     def finish(self, cleanup: PendingCleanup, wait_s: float) -> None:
         """Undo what has just become pending, as `clean`; what is left is told from then on. Raises: StateError."""
@@ -490,7 +482,7 @@ class Cleaner(BackgroundWorker):
         self._seen = self.tools() if is_left else before[0], is_left, names, shown
         is_news = before != self._seen
         if is_news and names != shown:
-            self.cleanups.tell()
+            self.cleanups.changed()
         if is_news:
             self._backoff.reset()
         return is_news

@@ -194,7 +194,7 @@ class Executor:
             if writes_files(step):
                 self.runner.undo(step, record)
         if still_pending(steps, record, self.boot_id):
-            return self.cleaner.begin(record, steps)
+            return self.cleaner.cleanups.begin(record, steps)
         self.records.delete(record.ref.uid)
         return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextvars import Context
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
@@ -130,31 +130,26 @@ class TimeSliceSteps:
         self._lost.pop((uid, step), None)
 
 
+@dataclass(eq=False)
 class MpsSteps:
     """Does and undoes `RunMps`: one daemon a device, or for several GPUs of one request, for all claims that
-    share them."""
+    share them.
 
-    def __init__(
-        self,
-        host: MpsHostFiles,
-        records: RecordStore,
-        lost_users: Callable[[], Mapping[str, Collection[str]]],
-        made_uuid: Callable[[str], str | None],
-        boot_id: str,
-    ) -> None:
-        """`lost_users` answers devices with MPS by the UID of claims that have a CDI spec but no record;
-        `made_uuid` the UUID that a MIG device made on demand has now."""
-        self._host = host
-        self._records = records
-        self._lost_users = lost_users
-        self._made_uuid = made_uuid
-        self._boot_id = boot_id
+    `lost_users` answers devices with MPS by the UID of claims that have a CDI spec but no record;
+    `made_uuid` the UUID that a MIG device made on demand has now.
+    """
+
+    host: MpsHostFiles
+    records: RecordStore
+    lost_users: Callable[[], Mapping[str, Collection[str]]]
+    made_uuid: Callable[[str], str | None]
+    boot_id: str
 
     def do(self, step: Step, plan: Plan) -> None:
         """Have the daemon run and answer. Raises: RetryableError, ClaimRefusedError."""
         assert isinstance(step, RunMps)  # noqa: S101
         timeout = seconds_for(f"start the MPS daemon of device {step.spec.device}", _MPS_START_S)
-        status = self._host.ensure(self._of_today(step.spec), timeout)
+        status = self.host.ensure(self._of_today(step.spec), timeout)
         if status.state != "ready":
             raise StateError(
                 f"the MPS daemon of device {step.spec.device} is in state {status.state}: "
@@ -173,7 +168,7 @@ class MpsSteps:
         """The spec with the UUID that the device has now, where each making gives it another one."""
         if spec.uuid:
             return spec
-        uuid = self._made_uuid(spec.device)
+        uuid = self.made_uuid(spec.device)
         if uuid is None:
             raise StateError(f"MIG device {spec.device} was not made before its MPS daemon is started")
         return replace(spec, uuid=uuid)
@@ -184,16 +179,16 @@ class MpsSteps:
 
     def lost_steps(self, claim_uid: str) -> list[Step]:
         """What is to be undone for a claim whose record was lost: the daemons that its CDI spec tells of."""
-        specs = [self._host.spec_of(device) for device in sorted(self._lost_users().get(claim_uid, ()))]
+        specs = [self.host.spec_of(device) for device in sorted(self.lost_users().get(claim_uid, ()))]
         return [RunMps(spec) for spec in dict.fromkeys(specs) if spec is not None]
 
     def _stop_if_unused(self, device: str, claim_uid: str, gpu_uuid: str, kind: MpsKind) -> None:
-        for other in _steps_of_others(self._records, claim_uid, self._boot_id):
+        for other in _steps_of_others(self.records, claim_uid, self.boot_id):
             if isinstance(other, RunMps) and device in other.spec.devices:
                 return
-        if any(device in devices for uid, devices in self._lost_users().items() if uid != claim_uid):
+        if any(device in devices for uid, devices in self.lost_users().items() if uid != claim_uid):
             return
-        self._host.stop(
+        self.host.stop(
             device,
             seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S),
             gpu_uuid=gpu_uuid,

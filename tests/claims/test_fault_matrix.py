@@ -161,7 +161,7 @@ class FaultyNode(KindNode):
         known = runners[RunMps]
         return runners | {
             SetTimeSlice: TimeSliceSteps(NvidiaSmi(programs), self.records, self.lanes, self.boot_id),
-            RunMps: MpsSteps(client, self.records, known._lost_users, self._uuid_of, self.boot_id),
+            RunMps: MpsSteps(client, self.records, known.lost_users, self._uuid_of, self.boot_id),
         }
 
     def state(self) -> dict[str, object]:
