@@ -54,6 +54,7 @@ from dra_driver.claims.kubelet_call import Observer
 from dra_driver.claims.rules.release import ReleaseReason, staleness
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.unprepare import Unpreparer
+from dra_driver.concurrency.backoff import Backoff
 from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.journal.records import RecordStore
@@ -121,7 +122,8 @@ class Reconciler(BackgroundWorker):
         self._stale: dict[str, _Stale] = {}
         self._kept: set[str] = set()
         self._told: set[tuple[str, str]] = set()
-        self._failures = 0
+        self._is_failing = False
+        self._backoff = Backoff(self.rhythm.retry_s, self.rhythm.every_s)
         self._unanswered = 0
         self._asked: set[str] = set()
         self._awaited: set[str] = set()
@@ -162,7 +164,7 @@ class Reconciler(BackgroundWorker):
                 self._next_full = self.clock() + self.rhythm.every_s * _jitter.uniform(0.8, 1.2)
             # Claims that could not be taken back are tried again without the others: a process may never end.
             self._again = math.inf if pause is None else self.clock() + pause * _jitter.uniform(1.0, 1.2)
-            if self._failures > 0:
+            if self._is_failing:
                 self._next_full = min(self._next_full, self._again)
         return self._until_next()
 
@@ -187,17 +189,14 @@ class Reconciler(BackgroundWorker):
         try:
             failed = self._take_back(self._judged(only))
         except DraDriverError as error:
-            return self._later(error)
-        self._failures = 0
+            if not self._is_failing:
+                _log.warning("reconcile_delayed", reason=str(error))
+            self._is_failing = True
+            asked = (error.retry_after_s or 0.0) if isinstance(error, ApiUnavailableError) else 0.0
+            return max(self._backoff.step(), asked)
+        self._is_failing = False
+        self._backoff.reset()
         return self.rhythm.retry_s if failed or self._unanswered else None
-
-    def _later(self, error: DraDriverError) -> float:
-        if not self._failures:
-            _log.warning("reconcile_delayed", reason=str(error))
-        asked = (error.retry_after_s or 0.0) if isinstance(error, ApiUnavailableError) else 0.0
-        pause = min(self.rhythm.retry_s * 2.0 ** min(self._failures, 16), self.rhythm.every_s)
-        self._failures += 1
-        return max(pause, asked)
 
     def _subjects(self) -> Mapping[str, ClaimRecord]:
         """The records of this node by UID. Claims of which only a CDI spec is left are told."""

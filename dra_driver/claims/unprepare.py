@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import structlog
 from structlog.contextvars import bound_contextvars
 
-from dra_driver.claims.kubelet_call import CLAIMS_AT_ONCE, KubeletCall, Observer, failed
+from dra_driver.claims.kubelet_call import KubeletCall, Observer, failed
 from dra_driver.claims.waiting_line import WaitingLine
 from dra_driver.concurrency.deadline import until
-from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.errors import RetryableError
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.locks import ClaimGuard, ClaimLocks
@@ -30,21 +27,13 @@ _RECLAIM_S = 30.0
 @dataclass(eq=False)
 class Unpreparer:
     """Ends claims: files and record go under the lock of the claim, what a step has changed on a GPU is undone in that
-    GPU's lane. Claims of one call are worked on side by side."""
+    GPU's lane."""
 
     records: RecordStore
     claim_locks: ClaimLocks
     executor: Executor
     line: WaitingLine
     observer: Observer
-
-    def unprepare(self, claims: Sequence[ClaimRef], call: KubeletCall) -> Mapping[str, UnprepareOutcome]:
-        """None for each claim that is not prepared now, also for one that never was; else an error."""
-        with until(call.deadline):
-            outcomes = side_by_side(
-                [partial(self._unprepare_logged, ref, call) for ref in claims], CLAIMS_AT_ONCE
-            )
-        return {ref.uid: outcome.result() for ref, outcome in zip(claims, outcomes, strict=True)}
 
     def reclaim(
         self, ref: ClaimRef, expected: ClaimRecord, looked_ns: int, within_s: float = _RECLAIM_S
@@ -67,11 +56,8 @@ class Unpreparer:
         self._unprepared(ref, expected, time.monotonic() - started)
         return True
 
-    def _unprepare_logged(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
-        with bound_contextvars(claim_uid=ref.uid):
-            return self._unprepare(ref, call)
-
-    def _unprepare(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
+    def unprepare(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
+        """None if the claim is not prepared now, also if it never was; else an error."""
         started = time.monotonic()
         try:
             with self.line.unpreparing(ref.uid):

@@ -94,28 +94,19 @@ class Daemon:
         self._record = record
         self._established = recovered
         self._lock = threading.Lock()
-        self._directories = tools.layout.directories(record.spec.device)
+        self.directories = tools.layout.directories(record.spec.device)
         self._control = DaemonControl(
-            tools.programs, record.spec, self._directories, tools.timings, tools.closing
+            tools.programs, record.spec, self.directories, tools.timings, tools.closing
         )
         self._backoff = tools.timings.first_backoff
         self._retry_at = 0.0
         self._ending = False
-        self._gone = False
+        self.gone = False
+        """Whether it was taken down; such an object serves no more."""
         self._unanswered = 0
         self._look_at_gpu_at = 0.0
         self._without_mode: set[str] = set(record.spec.gpu_uuids) if record.spec.kind == "mig" else set()
         self.status = MpsDaemonStatus(record.spec.device, "starting", record.spec, since=int(time.time()))
-
-    @property
-    def pipe(self) -> str:
-        """The pipe directory."""
-        return self._directories.pipe
-
-    @property
-    def gone(self) -> bool:
-        """Whether it was taken down; such an object serves no more."""
-        return self._gone
 
     # --- what callers want ---------------------------------------------------------------------
 
@@ -148,7 +139,7 @@ class Daemon:
     def keep(self) -> None:
         """Go on with what failed, and start again what died. Never raises, the status says it."""
         with self._lock:
-            if self._gone or self._tools.closing.is_set():
+            if self.gone or self._tools.closing.is_set():
                 return
             try:
                 if self._ending:
@@ -160,7 +151,7 @@ class Daemon:
 
     def needs_attention(self, now: float) -> bool:
         """Whether `keep` has work to do now; notices a daemon that has ended."""
-        if self._gone or now < self._retry_at or self._lock.locked():
+        if self.gone or now < self._retry_at or self._lock.locked():
             return False
         if self.status.state in ("ready", "fault") and self._is_up():
             return False
@@ -242,18 +233,18 @@ class Daemon:
     def _find_running(self) -> ProcessId | None:
         """A daemon that runs already: the recorded one, or one that was started and not recorded."""
         recorded = self._recorded()
-        if recorded is not None and processes.is_control_daemon(recorded, self._directories.pipe):
+        if recorded is not None and processes.is_control_daemon(recorded, self.directories.pipe):
             return recorded
-        users = processes.users_of(self._directories.pipe)
+        users = processes.users_of(self.directories.pipe)
         return next(
-            (user for user in users if processes.is_control_daemon(user, self._directories.pipe)), None
+            (user for user in users if processes.is_control_daemon(user, self.directories.pipe)), None
         )
 
     def _recorded(self) -> ProcessId | None:
         return self._record.process if self._record.boot_id == self._tools.boot_id else None
 
     def _make_directories(self) -> None:
-        tools, paths = self._tools, self._directories
+        tools, paths = self._tools, self.directories
         modes = {Path(paths.pipe).parent: 0o711, Path(paths.pipe): 0o755, Path(paths.log): 0o755}
         shm = Path(paths.shm)
         try:
@@ -350,14 +341,14 @@ class Daemon:
 
     def _clear_pipes(self) -> None:
         """Servers of a daemon that died, and the files that would make a new one believe that it lives."""
-        processes.end(processes.users_of(self._directories.pipe), self._tools.timings.patience)
-        _clear_directory(Path(self._directories.pipe))
+        processes.end(processes.users_of(self.directories.pipe), self._tools.timings.patience)
+        _clear_directory(Path(self.directories.pipe))
 
     def _start(self) -> ProcessId:
-        shorten_logs(self._directories)
+        shorten_logs(self.directories)
         with suppress(OSError):
-            Path(self._directories.log, OUTPUT).unlink(missing_ok=True)
-        return self._tools.mounter.within(Path(self._directories.shm), self._control.start)
+            Path(self.directories.log, OUTPUT).unlink(missing_ok=True)
+        return self._tools.mounter.within(Path(self.directories.shm), self._control.start)
 
     # --- down ----------------------------------------------------------------------------------
 
@@ -368,7 +359,7 @@ class Daemon:
         self._give_gpu_back()
         remove_directory(self._tools, device)
         self._tools.records.forget(device)
-        self._gone = True
+        self.gone = True
         self._show("stopped")
         _log.info("mps_daemon_stopped", device=device)
 
@@ -423,7 +414,7 @@ class Daemon:
             processes.reap(process.pid)
         if time.time() - self.status.since > self._tools.timings.calm:
             self._backoff = self._tools.timings.first_backoff
-        problem = f"the control daemon ended; {log_tail(self._directories) or 'no log'}"
+        problem = f"the control daemon ended; {log_tail(self.directories) or 'no log'}"
         self._show("failed", problem=problem)
         self._delay(now)
         _log.warning("mps_daemon_died", device=self.status.device, problem=problem)

@@ -312,7 +312,7 @@ def _logged(action: Callable[[], object]) -> None:
 
 def _probe_all(daemons: list[Daemon]) -> None:
     users = processes.users_by_directory(
-        [daemon.pipe for daemon in daemons if not daemon.status.spec.multi_user]
+        [daemon.directories.pipe for daemon in daemons if not daemon.status.spec.multi_user]
     )
     for daemon in daemons:
-        daemon.probe(users.get(daemon.pipe, ()))
+        daemon.probe(users.get(daemon.directories.pipe, ()))
