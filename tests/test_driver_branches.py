@@ -9,7 +9,6 @@ import inspect
 import re
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from functools import cache
@@ -21,8 +20,7 @@ from nvidia_programs import Programs
 from dra_driver.errors import RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
-from dra_driver.mps.daemon_control import ControlProgram
-from dra_driver.mps.daemon_conversation import Conversation, Timings
+from dra_driver.mps.daemon_control import DaemonControl
 from dra_driver.mps.daemon_limits import limit_commands
 
 TOP = Path(__file__).parents[1]
@@ -162,15 +160,15 @@ def lacking_commands(nvidia: Programs) -> set[str]:
     directories = MpsDirectories(*(str(top / name) for name in ("pipe", "log", "shm")))
     for directory in (directories.pipe, directories.log):
         Path(directory).mkdir()
-    control = ControlProgram(InstalledPrograms(str(nvidia.root), top / "links"))
-    control.start(LIMITED, directories)
+    control = DaemonControl(InstalledPrograms(str(nvidia.root), top / "links"), LIMITED, directories)
+    control.start()
     try:
         deadline = time.monotonic() + 20
         answers = {}
         for command in commands_to_mps():
             while command not in answers:
                 try:
-                    answers[command] = control.ask(directories, command, timeout_s=5)
+                    answers[command] = control.ask_once(command, timeout_s=5)
                 except RetryableError:
                     assert time.monotonic() < deadline
                     time.sleep(0.05)
@@ -180,29 +178,27 @@ def lacking_commands(nvidia: Programs) -> set[str]:
             if any("Unknown command" in line for line in lines)
         }
     finally:
-        control.end_users(directories, 3.0)
+        control.end_users()
         shutil.rmtree(top)
 
 
 def commands_to_mps() -> list[str]:
     """All that the MPS host asks a daemon with limits and a server, in this order."""
     daemon = KnowsAll()
-    conversation = Conversation(
-        LIMITED, MpsDirectories("pipe", "log", "shm"), daemon, Timings(), threading.Event()
-    )
-    conversation.apply_limits()
-    assert conversation.ask_servers() == (None, 1)
+    daemon.apply_limits()
+    assert daemon.ask_servers() == (None, 1)
     return list(daemon.asked)
 
 
-class KnowsAll(ControlProgram):
+class KnowsAll(DaemonControl):
     """A daemon that takes every limit, with one server that has one client."""
 
     def __init__(self) -> None:
+        super().__init__(lambda: None, LIMITED, MpsDirectories("pipe", "log", "shm"))
         self.asked: dict[str, None] = {}
         self._limits = {getter: wanted for _, getter, wanted in limit_commands(LIMITED)}
 
-    def ask(self, directories: MpsDirectories, *questions: str, timeout_s: float) -> list[str]:
+    def ask_once(self, *questions: str, timeout_s: float) -> list[str]:
         self.asked |= dict.fromkeys(questions)
         answer = self._limits.get(questions[-1], "4711")
         return [answer.removesuffix(" %")]

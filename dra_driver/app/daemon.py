@@ -26,7 +26,6 @@ from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
-from dra_driver.claims.fetch import ClaimLookup
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.reconciler import Rhythm
@@ -56,7 +55,7 @@ from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_labels, node_uid
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.driver_programs import IMEX_PROGRAM, SMI_PROGRAM
@@ -142,6 +141,7 @@ class Driver:
             partial(node_labels, self._client, settings.node_name),
             lambda: self.discovery,
             leadership,
+            lambda: self.cleaner,
         )
         self.passthrough = PassthroughParts(
             settings,
@@ -200,7 +200,7 @@ class Driver:
             self.reporting.node,
             partial(changes.tell, Change.CLEANUPS),
         )
-        time_slices = TimeSliceSteps(smi, self.records, self._boot_id)
+        time_slices = TimeSliceSteps(smi, self.records, self.lanes, self._boot_id)
         mps_steps = MpsSteps(
             mps_files, self.records, without_record.mps_users, self.mig.uuid_of, self._boot_id
         )
@@ -235,8 +235,7 @@ class Driver:
             self._boot_id,
             leadership.is_ours,
             partial(_tools_seen, programs, layout.lock, paths.proc, detachments),
-            time_slices.is_lost,
-            partial(time_slices.restore, self.lanes),
+            (time_slices, self.mig.collector),
         )
         self.claims = claim_parts(
             Identity(
@@ -246,7 +245,7 @@ class Driver:
                 settings.metadata_versions,
                 settings.extra_devices,
             ),
-            lookup=ClaimLookup(ClaimClient(api), self.reporting.claim_pods),
+            lookup=ClaimClient(api, self.reporting.claim_pods.note),
             discovery=self.discovery,
             records=self.records,
             without_record=without_record,
@@ -330,7 +329,7 @@ class Driver:
                 Change.REGISTERED: (leadership.announce, partial(changes.tell, Change.INVENTORY)),
                 Change.INVENTORY: (
                     lambda: self.reporting.node.driver(self.discovery.unavailable()),
-                    self.reporting.claims.devices_changed,
+                    self.reporting.claims.wake,
                     self.health.devices_changed,
                     self.publishing.publisher.mark_dirty,
                 ),
@@ -379,9 +378,8 @@ class Driver:
         yield Part("api_client", stop=self._client.close)
         yield Part("state", self._open_state)
         yield from self.reporting.parts()
-        yield Part("mig_collector", self.mig.start, self.mig.stop)
         yield Part("discovery", self.discovery.start, self.discovery.stop)
-        yield Part("mig_layouts", self.mig.start_layouts)
+        yield Part("mig_layouts", self.mig.start, self.mig.stop)
         yield Part("health", self.health.monitor.start, self.health.monitor.stop)
         yield Part("kubelet_plugin", self._plugin.start)
         yield Part("cleanup", self.cleaner.start, self.cleaner.stop)

@@ -30,7 +30,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 from dra_driver.concurrency.bounded_call import BoundedCall
@@ -49,29 +49,24 @@ class InUse:
     text: str
 
 
+@dataclass(eq=False)
 class GpuProcesses:
-    """Asks NVML, and waits at most `wait_s` seconds for its answer. For many threads."""
+    """Asks NVML, and waits at most `wait_s` seconds for its answer. For many threads.
 
-    def __init__(
-        self,
-        processes: Callable[[str], Mapping[int, str]],
-        uuid_of: Callable[[str], str | None],
-        records: Callable[[], Mapping[str, ClaimRecord]],
-        boot_id: str,
-        *,
-        is_of_the_host: Callable[[int], bool],
-        driver_is_gone: Callable[[], bool],
-        wait_s: float = 2.0,
-    ) -> None:
-        """`processes` answers the processes on the GPU or MIG device with a UUID, as `read_processes` does. `uuid_of`
-        answers the UUID that a MIG device on demand has now, by the device's name; None if it does not exist."""
-        self._processes = processes
-        self._uuid_of = uuid_of
-        self._records = records
-        self._boot_id = boot_id
-        self._is_of_the_host = is_of_the_host
-        self._driver_is_gone = driver_is_gone
-        self._wait_s = wait_s
+    `processes` answers the processes on the GPU or MIG device with a UUID, as `read_processes` does. `uuid_of`
+    answers the UUID that a MIG device on demand has now, by the device's name; None if it does not exist.
+    """
+
+    processes: Callable[[str], Mapping[int, str]]
+    uuid_of: Callable[[str], str | None]
+    records: Callable[[], Mapping[str, ClaimRecord]]
+    boot_id: str
+    _: KW_ONLY
+    is_of_the_host: Callable[[int], bool]
+    driver_is_gone: Callable[[], bool]
+    wait_s: float = 2.0
+
+    def __post_init__(self) -> None:
         self._turn = threading.Lock()
         self._asked: dict[str, BoundedCall[Mapping[int, str]]] = {}
 
@@ -80,12 +75,12 @@ class GpuProcesses:
 
         Raises: DraDriverError if NVML does not tell that now.
         """
-        end = time.monotonic() + self._wait_s
+        end = time.monotonic() + self.wait_s
         users: dict[int, str] = {}
         used: list[str] = []
         unsure: RetryableError | None = None
         for held in self._own_devices(record):
-            uuid = held.uuid or self._uuid_of(held.device)
+            uuid = held.uuid or self.uuid_of(held.device)
             if uuid is None:
                 continue
             try:
@@ -113,11 +108,11 @@ class GpuProcesses:
 
     def _own_devices(self, record: ClaimRecord) -> Iterator[HeldDevice]:
         """The devices that no other claim holds and that containers compute on."""
-        if record.boot_id != self._boot_id:
+        if record.boot_id != self.boot_id:
             return
         shared = {
             (held.gpu_uuid, held.device)
-            for uid, other in self._records().items()
+            for uid, other in self.records().items()
             for held in other.devices
             if uid != record.ref.uid and not held.admin_access
         }
@@ -147,15 +142,15 @@ class GpuProcesses:
             self._turn.release()
         if found is None or problem is not None:
             raise RetryableError(problem or f"NVML does not tell what computes on {device}")
-        return {pid: text for pid, text in found.items() if not self._is_of_the_host(pid)}
+        return {pid: text for pid, text in found.items() if not self.is_of_the_host(pid)}
 
     def _ask(self, uuid: str) -> Mapping[int, str]:
         try:
-            return self._processes(uuid)
+            return self.processes(uuid)
         except DeviceLostError:
             return {}
         except NvmlUnavailableError:
-            if self._driver_is_gone():
+            if self.driver_is_gone():
                 return {}
             raise
 

@@ -36,31 +36,25 @@ class Identity:
     extra_devices: ExtraDevices = NO_EXTRA_DEVICES
 
 
+@dataclass(eq=False)
 class ClaimPlanner:
-    """Plans claims. It takes no lock and changes nothing; it may have discovery look again."""
+    """Plans claims. It takes no lock and changes nothing; it may have discovery look again.
 
-    def __init__(
-        self,
-        identity: Identity,
-        discovery: Discovery,
-        records: RecordStore,
-        without_record: SpecsWithoutRecord,
-        extra_devices: ExtraDeviceFinder,
-        setting_for_lost: Callable[[], str | None],
-    ) -> None:
-        """`setting_for_lost` returns what to set so that new pods stay away from lost GPUs, None if they do."""
-        self._identity = identity
-        self._discovery = discovery
-        self._records = records
-        self._without_record = without_record
-        self._extra_devices = extra_devices
-        self._setting_for_lost = setting_for_lost
+    `setting_for_lost` returns what to set so that new pods stay away from lost GPUs, None if they do.
+    """
+
+    identity: Identity
+    discovery: Discovery
+    records: RecordStore
+    without_record: SpecsWithoutRecord
+    extra_devices: ExtraDeviceFinder
+    setting_for_lost: Callable[[], str | None]
 
     def gpus_of(self, claim: AllocatedClaim, call: KubeletCall) -> frozenset[str]:
         """UUIDs of the GPUs whose locks the claim needs, as far as its devices are known; adminAccess needs none.
 
         Raises: NvmlUnavailableError."""
-        if self._discovery.unavailable() is not None or not self._knows_all(claim):
+        if self.discovery.unavailable() is not None or not self._knows_all(claim):
             # The devices may be newer than the last look: a MIG device made by hand, a driver loaded just now.
             self.look_again(call)
         inventory = self._inventory()
@@ -74,17 +68,17 @@ class ClaimPlanner:
         plan = plan_claim(
             claim,
             inventory,
-            self._identity.pool,
-            self._identity.driver,
+            self.identity.pool,
+            self.identity.driver,
             chain(self._others(claim, inventory), ahead),
-            self._identity.sharing,
+            self.identity.sharing,
             known,
-            self._identity.metadata,
-            setting_for_lost=self._setting_for_lost() if inventory.lost_uuids else None,
-            extra_devices=self._identity.extra_devices,
+            self.identity.metadata,
+            setting_for_lost=self.setting_for_lost() if inventory.lost_uuids else None,
+            extra_devices=self.identity.extra_devices,
         )
         if plan.has_extra_devices:
-            self._extra_devices.check(plan)
+            self.extra_devices.check(plan)
         return plan
 
     def refuse_unready_imex(
@@ -96,25 +90,25 @@ class ClaimPlanner:
         Raises: RetryableError if the fabric or the daemon is not ready.
         """
         is_prepared = known is not None and known.phase == "prepared" and known.claim == claim
-        if self._identity.extra_devices.imex is None or is_prepared:
+        if self.identity.extra_devices.imex is None or is_prepared:
             return
         if any(device.gpu.unready_fabric is not None for _, device in self._used(claim)):
             self.look_again(call)
         if any([gets_channels(*pair) for pair in self._used(claim)]):
-            self._extra_devices.refuse_unready_imex(call.left())
+            self.extra_devices.refuse_unready_imex(call.left())
 
     def look_again(self, call: KubeletCall) -> None:
         """Have discovery look at the node's devices now."""
-        self._discovery.scan_now(min(call.left(), _SCAN_WAIT_S))
+        self.discovery.scan_now(min(call.left(), _SCAN_WAIT_S))
 
     def is_usable(self) -> bool:
         """Whether the NVIDIA driver answers."""
-        return self._discovery.unavailable() is None
+        return self.discovery.unavailable() is None
 
     def answer(self, claim: AllocatedClaim, made: Plan | ClaimRecord) -> Prepared:
         """The answer to the kubelet for a claim with this plan or record."""
         held = made.devices if isinstance(made, ClaimRecord) else made.held_devices()
-        return answer(claim, self._identity.driver, made.steps, held)
+        return answer(claim, self.identity.driver, made.steps, held)
 
     def _used(self, claim: AllocatedClaim) -> Iterator[tuple[DeviceResult, OfferedDevice]]:
         """The devices that the claim does more with than look, but for those of lost GPUs."""
@@ -125,25 +119,25 @@ class ClaimPlanner:
                 yield result, device
 
     def _knows_all(self, claim: AllocatedClaim) -> bool:
-        inventory = self._discovery.inventory
+        inventory = self.discovery.inventory
         return inventory is not None and all(result.device in inventory.by_name for result in claim.results)
 
     def _inventory(self) -> Inventory:
-        problem = self._discovery.unavailable()
-        inventory = self._discovery.inventory
+        problem = self.discovery.unavailable()
+        inventory = self.discovery.inventory
         if problem is not None or inventory is None:
             raise NvmlUnavailableError(f"devices of this node are not usable now: {problem}")
         return inventory
 
     def _others(self, claim: AllocatedClaim, inventory: Inventory) -> Iterator[ClaimRecord]:
         """The records of the other claims, and one for each claim whose record was lost."""
-        records = self._records.all()
+        records = self.records.all()
         for uid, record in records.items():
             if uid != claim.ref.uid:
                 yield record
-        if not self._records.quarantined():
+        if not self.records.quarantined():
             return
-        for uid, devices in self._without_record.lost(records).items():
+        for uid, devices in self.without_record.lost(records).items():
             lost = lost_claim(uid, devices, inventory)
             if uid != claim.ref.uid and lost is not None:
                 yield lost

@@ -14,6 +14,7 @@ the next Prepare goes on with the record, and an Unprepare takes it back.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import structlog
 
@@ -55,38 +56,32 @@ _SURVIVED = (
 """What keeps a claim from being looked after, but not the pod of a claim that is prepared from running."""
 
 
+@dataclass(eq=False)
 class Preparer:
-    """Prepares claims. No lock is held while the API server or a lane is waited for."""
+    """Prepares claims. No lock is held while the API server or a lane is waited for.
 
-    def __init__(
-        self,
-        planner: ClaimPlanner,
-        records: RecordStore,
-        claim_locks: ClaimLocks,
-        planning: GpuLocks,
-        executor: Executor,
-        cleaner: Cleaner,
-        line: WaitingLine,
-        refuse_changing: Callable[[Collection[str]], None] | None,
-    ) -> None:
-        """`refuse_changing` raises NvmlTransientError while the node's MIG layout changes one of these GPUs; None on
-        a node without layouts."""
-        self._planner = planner
-        self._records = records
-        self._claim_locks = claim_locks
-        self._planning = planning
-        self._executor = executor
-        self._cleaner = cleaner
-        self._steps = AttemptSteps(records, executor, claim_locks)
-        self._line = line
-        self._refuse_changing = refuse_changing
+    `refuse_changing` raises NvmlTransientError while the node's MIG layout changes one of these GPUs; None on
+    a node without layouts.
+    """
+
+    planner: ClaimPlanner
+    records: RecordStore
+    claim_locks: ClaimLocks
+    planning: GpuLocks
+    executor: Executor
+    cleaner: Cleaner
+    line: WaitingLine
+    refuse_changing: Callable[[Collection[str]], None] | None
+
+    def __post_init__(self) -> None:
+        self._steps = AttemptSteps(self.records, self.executor, self.claim_locks)
 
     def prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
         """The answer to the kubelet, and the claim's record; None if the claim has no device of this driver.
 
         Raises: why the claim cannot be prepared now; what this attempt has begun is taken back.
         """
-        with self._line.trying(attempt):
+        with self.line.trying(attempt):
             try:
                 return self._prepare_until_free(attempt)
             except Exception:
@@ -102,14 +97,14 @@ class Preparer:
             except WAITED_FOR as error:
                 if not isinstance(error, NvmlTransientError):
                     self._steps.give_up(attempt)
-                self._line.wait(attempt, error)
+                self.line.wait(attempt, error)
             except (NvmlUnavailableError, DeviceLostError):
                 # Discovery may not have seen yet that the NVIDIA driver was loaded again or that the GPU is back.
                 # A look takes a moment; the kubelet would call again only after a minute.
-                if has_looked or not self._planner.is_usable():
+                if has_looked or not self.planner.is_usable():
                     raise
                 has_looked = True
-                self._planner.look_again(attempt.call)
+                self.planner.look_again(attempt.call)
 
     def _prepare_once(
         self, attempt: PrepareAttempt, claim: AllocatedClaim
@@ -118,16 +113,16 @@ class Preparer:
         hangs or is lost: its pod may run."""
         try:
             plan, record = self._planned(attempt, claim)
-            prepared = self._planner.answer(claim, plan)
+            prepared = self.planner.answer(claim, plan)
             return prepared, None if record is None else self._steps.carry_out(attempt, plan, record)
         except _SURVIVED:
-            with self._claim_locks.hold(attempt.ref.uid, _LOOK_S) as guard:
+            with self.claim_locks.hold(attempt.ref.uid, _LOOK_S) as guard:
                 refuse_unprepared(guard, attempt.call)
-                known = self._records.get(attempt.ref.uid)
-                if known is None or known.claim != claim or not self._executor.in_place(known):
+                known = self.records.get(attempt.ref.uid)
+                if known is None or known.claim != claim or not self.executor.in_place(known):
                     raise
                 guard.note_prepared(attempt.call.began_ns)
-                return self._planner.answer(claim, known), known
+                return self.planner.answer(claim, known), known
 
     def _planned(self, attempt: PrepareAttempt, claim: AllocatedClaim) -> tuple[Plan, ClaimRecord | None]:
         """The claim's plan, and the record that says what it is about to do; None for a claim without devices. What
@@ -139,13 +134,13 @@ class Preparer:
                 plan, record, pending = self._planned_once(attempt, claim, tried, ended)
             finally:
                 for one in ended:
-                    self._executor.clean(one)
+                    self.executor.clean(one)
             if plan is None:
                 continue
             if not pending:
                 return plan, record
             tried.update(one.name for one in pending)
-            self._cleaner.clean_before(pending, plan.used_devices())
+            self.cleaner.clean_before(pending, plan.used_devices())
             attempt.call.left()
 
     def _planned_once(
@@ -159,32 +154,32 @@ class Preparer:
         something to be undone first, which is returned. No plan where other GPUs than expected are needed. `ended` gets
         what is to be undone of an earlier allocation of the claim."""
         uid, call = attempt.ref.uid, attempt.call
-        with self._claim_locks.hold(uid, call.left(), call.has_left) as guard:
+        with self.claim_locks.hold(uid, call.left(), call.has_left) as guard:
             refuse_unprepared(guard, call)
-            known = self._records.get(uid)
+            known = self.records.get(uid)
             if not claim.results and known is None:
                 return Plan(claim, (), ()), None, ()
-            gpus = self._planner.gpus_of(claim, call) | (known.locked_gpus if known else frozenset())
-            self._planner.refuse_unready_imex(claim, known, call)
-            with self._planning.hold(gpus, call.left(), call.has_left):
-                if self._refuse_changing is not None:
-                    self._refuse_changing(gpus)
+            gpus = self.planner.gpus_of(claim, call) | (known.locked_gpus if known else frozenset())
+            self.planner.refuse_unready_imex(claim, known, call)
+            with self.planning.hold(gpus, call.left(), call.has_left):
+                if self.refuse_changing is not None:
+                    self.refuse_changing(gpus)
                 try:
-                    plan = self._planner.plan(claim, known, self._line.ahead_of(attempt))
+                    plan = self.planner.plan(claim, known, self.line.ahead_of(attempt))
                 except DeviceHeldError:
                     # Two claims that swap devices would wait for each other for ever.
                     allocated = frozenset(result.device for result in claim.results)
                     if known is not None and attempt.number is not None and not known.is_within(allocated):
-                        ended.append(self._executor.leave(known))
+                        ended.append(self.executor.leave(known))
                     raise
                 if not plan.locked_gpus <= gpus:
                     return None, None, ()
                 attempt.wanted = plan.held_devices()
                 if known is not None and known.devices != attempt.wanted:
-                    ended.append(self._executor.leave(known))
+                    ended.append(self.executor.leave(known))
                     known = None
                 if known is None or known.phase != "prepared":
-                    pending = self._cleaner.pending_before(plan.locked_gpus, plan.steps, tried)
+                    pending = self.cleaner.pending_before(plan.locked_gpus, plan.steps, tried)
                     if pending:
                         return plan, None, pending
                 call.left()

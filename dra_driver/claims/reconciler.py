@@ -48,22 +48,23 @@ from dataclasses import dataclass
 
 import structlog
 
-from dra_driver.claims.fetch import ClaimLookup, RecordedPods
+from dra_driver.claims.fetch import RecordedPods
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.kubelet_call import Observer
 from dra_driver.claims.rules.release import ReleaseReason, staleness
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.unprepare import Unpreparer
+from dra_driver.concurrency.backoff import Backoff
 from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.journal.records import RecordStore
+from dra_driver.kube.claims import ClaimClient
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)
 _jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
 
-_STOP_S = 5.0
 _MOST_UNANSWERED_IN_A_ROW = 3
 
 
@@ -96,42 +97,33 @@ class _Verdict:
     looked_ns: int
 
 
-class Reconciler:
-    """Looks in its own thread. Call `start` when the plugin serves the kubelet."""
+@dataclass(eq=False)
+class Reconciler(BackgroundWorker):
+    """Looks in its own thread. Call `start` when the plugin serves the kubelet.
 
-    def __init__(
-        self,
-        records: RecordStore,
-        lookup: ClaimLookup,
-        unpreparer: Unpreparer,
-        without_record: SpecsWithoutRecord,
-        users: GpuProcesses,
-        recorded: RecordedPods,
-        driver: str,
-        observer: Observer,
-        make_sure: Callable[[], object],
-        pods_run: Callable[[ClaimRecord], bool | None] = lambda _record: None,
-        rhythm: Rhythm = Rhythm(),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`make_sure` raises a DraDriverError unless the API server knows this node. `pods_run` answers whether a
-        process of the claim's pods runs on this node, None if that is not known."""
-        self._records = records
-        self._lookup = lookup
-        self._unpreparer = unpreparer
-        self._without_record = without_record
-        self._users = users
-        self._recorded = recorded
-        self._driver = driver
-        self._observer = observer
-        self._make_sure = make_sure
-        self._pods_run = pods_run
-        self._rhythm = rhythm
-        self._clock = clock
+    `make_sure` raises a DraDriverError unless the API server knows this node. `pods_run` answers whether a
+    process of the claim's pods runs on this node, None if that is not known.
+    """
+
+    records: RecordStore
+    lookup: ClaimClient
+    unpreparer: Unpreparer
+    without_record: SpecsWithoutRecord
+    users: GpuProcesses
+    recorded: RecordedPods
+    driver: str
+    observer: Observer
+    make_sure: Callable[[], object]
+    pods_run: Callable[[ClaimRecord], bool | None] = lambda _record: None
+    rhythm: Rhythm = Rhythm()
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._stale: dict[str, _Stale] = {}
         self._kept: set[str] = set()
         self._told: set[tuple[str, str]] = set()
-        self._failures = 0
+        self._is_failing = False
+        self._backoff = Backoff(self.rhythm.retry_s, self.rhythm.every_s)
         self._unanswered = 0
         self._asked: set[str] = set()
         self._awaited: set[str] = set()
@@ -139,26 +131,20 @@ class Reconciler:
         self._next_full = math.inf
         self._again = math.inf
         self._due_at = math.inf
-        self._worker = BackgroundWorker(
-            "reconciler", self._turn, crash_event="reconciler_failed", on_crash=self._crashed
-        )
+        super().__init__("reconciler", self._turn, crash_event="reconciler_failed", on_crash=self._crashed)
 
     def start(self) -> None:
         """Start looking. The first look comes after a while, in which the kubelet may unprepare the claims that it
         knows."""
-        self._next_full = self._due_at = self._clock() + self._rhythm.first_s * _jitter.uniform(1.0, 1.2)
-        self._worker.start()
-
-    def stop(self) -> None:
-        """Stop looking. If a claim is being taken back, that ends within seconds, or the next run finishes it."""
-        self._worker.stop(_STOP_S)
+        self._next_full = self._due_at = self.clock() + self.rhythm.first_s * _jitter.uniform(1.0, 1.2)
+        super().start()
 
     def look_soon(self, ref: ClaimRef) -> None:
         """Look at the claim soon: an attempt waits for what it holds."""
         if ref.uid not in self._stale or ref.uid in self._kept or ref.uid not in self._awaited:
             with self._guard:
                 self._asked.add(ref.uid)
-            self._worker.wake()
+            self.wake()
 
     def stale(self) -> list[ClaimRef]:
         """The claims that were stale in the last look and still hold something."""
@@ -171,28 +157,28 @@ class Reconciler:
         with self._guard:
             asked, self._asked = self._asked, set()
         self._awaited |= asked
-        if asked or self._clock() >= self._due_at:
-            is_full = self._clock() >= self._next_full
+        if asked or self.clock() >= self._due_at:
+            is_full = self.clock() >= self._next_full
             pause = self.look(None if is_full else {*asked, *self._stale})
             if is_full:
-                self._next_full = self._clock() + self._rhythm.every_s * _jitter.uniform(0.8, 1.2)
+                self._next_full = self.clock() + self.rhythm.every_s * _jitter.uniform(0.8, 1.2)
             # Claims that could not be taken back are tried again without the others: a process may never end.
-            self._again = math.inf if pause is None else self._clock() + pause * _jitter.uniform(1.0, 1.2)
-            if self._failures > 0:
+            self._again = math.inf if pause is None else self.clock() + pause * _jitter.uniform(1.0, 1.2)
+            if self._is_failing:
                 self._next_full = min(self._next_full, self._again)
         return self._until_next()
 
     def _crashed(self, _error: Exception) -> float:
-        self._again = self._clock() + self._rhythm.retry_s * _jitter.uniform(1.0, 1.2)
+        self._again = self.clock() + self.rhythm.retry_s * _jitter.uniform(1.0, 1.2)
         self._next_full = min(self._next_full, self._again)
         return self._until_next()
 
     def _until_next(self) -> float:
         """Set the time of the next look; returns the seconds until then. The end of a grace time calls for a look."""
-        grace = self._rhythm.grace_s
-        soon = [entry.since + grace for entry in self._stale.values() if entry.since + grace > self._clock()]
+        grace = self.rhythm.grace_s
+        soon = [entry.since + grace for entry in self._stale.values() if entry.since + grace > self.clock()]
         self._due_at = min([self._next_full, self._again, *soon])
-        return self._due_at - self._clock()
+        return self._due_at - self.clock()
 
     # --- what ----------------------------------------------------------------------------------
 
@@ -203,23 +189,20 @@ class Reconciler:
         try:
             failed = self._take_back(self._judged(only))
         except DraDriverError as error:
-            return self._later(error)
-        self._failures = 0
-        return self._rhythm.retry_s if failed or self._unanswered else None
-
-    def _later(self, error: DraDriverError) -> float:
-        if not self._failures:
-            _log.warning("reconcile_delayed", reason=str(error))
-        asked = (error.retry_after_s or 0.0) if isinstance(error, ApiUnavailableError) else 0.0
-        pause = min(self._rhythm.retry_s * 2.0 ** min(self._failures, 16), self._rhythm.every_s)
-        self._failures += 1
-        return max(pause, asked)
+            if not self._is_failing:
+                _log.warning("reconcile_delayed", reason=str(error))
+            self._is_failing = True
+            asked = (error.retry_after_s or 0.0) if isinstance(error, ApiUnavailableError) else 0.0
+            return max(self._backoff.step(), asked)
+        self._is_failing = False
+        self._backoff.reset()
+        return self.rhythm.retry_s if failed or self._unanswered else None
 
     def _subjects(self) -> Mapping[str, ClaimRecord]:
         """The records of this node by UID. Claims of which only a CDI spec is left are told."""
-        records = self._records.all()
-        specs = set(self._without_record.unrecorded(records))
-        lost = self._without_record.lost(records)
+        records = self.records.all()
+        specs = set(self.without_record.unrecorded(records))
+        lost = self.without_record.lost(records)
         self._told = {(uid, text) for uid, text in self._told if uid in {*records, *specs, *lost}}
         for uid in lost:
             self._tell_once(
@@ -244,7 +227,7 @@ class Reconciler:
         asked = [uid for uid in subjects if only is None or uid in only]
         _jitter.shuffle(asked)  # what ends this look must not keep the next one from the same claims
         for number, uid in enumerate(asked):
-            if number and self._worker.pause(self._rhythm.between_requests_s):
+            if number and self.pause(self.rhythm.between_requests_s):
                 break
             try:
                 verdicts[uid] = self._judge(subjects[uid])
@@ -261,7 +244,7 @@ class Reconciler:
         self._unanswered = len(unanswered)
         for uid in self._stale.keys() - subjects.keys():
             del self._stale[uid]  # the kubelet unprepared it
-        now = self._clock()
+        now = self.clock()
         for uid, verdict in verdicts.items():
             before = self._stale.get(uid)
             if verdict.why is None:
@@ -275,10 +258,10 @@ class Reconciler:
 
     def _judge(self, record: ClaimRecord) -> _Verdict:
         looked_ns = time.monotonic_ns()
-        now = self._lookup.look(record.ref, self._rhythm.request_s)
-        why = staleness(record, now, self._driver)
+        now = self.lookup.look(record.ref, self.rhythm.request_s)
+        why = staleness(record, now, self.driver)
         if why is None and now is not None and now.uid == record.ref.uid:
-            self._recorded.keep(record, now.pods, looked_ns)
+            self.recorded.keep(record, now.pods, looked_ns)
         return _Verdict(why, looked_ns)
 
     def _take_back(self, stale: Mapping[str, _Verdict]) -> bool:
@@ -286,18 +269,18 @@ class Reconciler:
         DraDriverError if the API server does not know this node."""
         due = [uid for uid in stale if self._is_due(self._stale[uid])]
         if due:
-            self._make_sure()
+            self.make_sure()
         failed = False
         for uid in due:
-            if self._worker.is_stopping:
+            if self.is_stopping:
                 return failed
             failed |= not self._taken_back(self._stale[uid].record, stale[uid])
         return failed
 
     def _is_due(self, entry: _Stale) -> bool:
-        if self._clock() - entry.since >= self._rhythm.grace_s:
+        if self.clock() - entry.since >= self.rhythm.grace_s:
             return True
-        return entry.record.ref.uid in self._awaited and self._pods_run(entry.record) is False
+        return entry.record.ref.uid in self._awaited and self.pods_run(entry.record) is False
 
     def _taken_back(self, record: ClaimRecord, verdict: _Verdict) -> bool:
         """Take the claim back; False if the reconciler must try again."""
@@ -307,7 +290,7 @@ class Reconciler:
             return False
         self._kept.discard(ref.uid)
         try:
-            done = self._unpreparer.reclaim(ref, record, verdict.looked_ns)
+            done = self.unpreparer.reclaim(ref, record, verdict.looked_ns)
         except Exception as error:  # noqa: BLE001  one claim's failure must not keep the others
             tell = _log.warning if isinstance(error, DraDriverError) else _log.exception
             tell("claim_not_recovered", claim=str(ref), claim_uid=ref.uid, reason=str(error))
@@ -315,14 +298,14 @@ class Reconciler:
         self._stale.pop(ref.uid, None)
         if done:
             _log.warning("claim_recovered", claim=str(ref), claim_uid=ref.uid, reason=why)
-            self._observer.recovered(ref, why)
+            self.observer.recovered(ref, why)
         return True
 
     def _is_kept(self, record: ClaimRecord, why: str) -> bool:
         """Whether a process computes on the claim's devices, or whether that is not known now."""
         ref = record.ref
         try:
-            use = self._users.of(record)
+            use = self.users.of(record)
         except DraDriverError as error:
             self._tell_once(ref.uid, f"it {why}; whether its devices are still in use is not known: {error}")
             return True
@@ -336,7 +319,7 @@ class Reconciler:
                 "reboot the node; then the claim's devices are taken back"
             )
             _log.warning("claim_still_in_use", claim=str(ref), claim_uid=ref.uid, reason=f"it {text}")
-            self._observer.still_in_use(ref, text)
+            self.observer.still_in_use(ref, text)
         return True
 
     def _tell_once(self, uid: str, text: str) -> None:

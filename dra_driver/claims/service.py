@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import structlog
 from structlog.contextvars import bound_contextvars
@@ -22,24 +24,19 @@ from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
 
+
+@dataclass(eq=False)
 class ClaimService:
     """Serves the kubelet. The claims of one call are worked on side by side: one that fails or waits does not touch the
     others."""
 
-    def __init__(
-        self,
-        fetch: ClaimFetch,
-        preparer: Preparer,
-        unpreparer: Unpreparer,
-        line: WaitingLine,
-        observer: Observer,
-    ) -> None:
-        self._fetch = fetch
-        self._preparer = preparer
-        self._unpreparer = unpreparer
-        self._line = line
-        self._observer = observer
+    fetch: ClaimFetch
+    preparer: Preparer
+    unpreparer: Unpreparer
+    line: WaitingLine
+    observer: Observer
 
     def prepare(
         self,
@@ -49,13 +46,10 @@ class ClaimService:
     ) -> Mapping[str, PrepareOutcome]:
         """An outcome for each claim, by its UID."""
         call = KubeletCall.begin(deadline_s, has_left)
-        with self._observer.in_flight("prepare"), until(call.deadline), ExitStack() as under_way:
+        with self.observer.in_flight("prepare"), ExitStack() as under_way:
             for ref in claims:
-                under_way.enter_context(self._line.preparing(ref.uid))
-            outcomes = side_by_side(
-                [partial(self._prepare_logged, ref, call) for ref in claims], CLAIMS_AT_ONCE
-            )
-        return {ref.uid: outcome.result() for ref, outcome in zip(claims, outcomes, strict=True)}
+                under_way.enter_context(self.line.preparing(ref.uid))
+            return _each(self._prepare_one, claims, call)
 
     def unprepare(
         self,
@@ -63,32 +57,45 @@ class ClaimService:
         deadline_s: float | None,
         has_left: Callable[[], bool] | None = None,
     ) -> Mapping[str, UnprepareOutcome]:
-        """As `Unpreparer.unprepare`."""
-        with self._observer.in_flight("unprepare"):
-            return self._unpreparer.unprepare(claims, KubeletCall.begin(deadline_s, has_left))
+        """As `Unpreparer.unprepare`, by the claim's UID."""
+        with self.observer.in_flight("unprepare"):
+            return _each(self.unpreparer.unprepare, claims, KubeletCall.begin(deadline_s, has_left))
 
-    def _prepare_logged(self, ref: ClaimRef, call: KubeletCall) -> PrepareOutcome:
-        with bound_contextvars(claim_uid=ref.uid):
-            started = time.monotonic()
-            try:
-                prepared, record = self._prepare(PrepareAttempt(ref, call, self._fetch.allocated(ref, call)))
-            except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
-                return failed(self._observer, "prepare", ref, time.monotonic() - started, error)
-            duration = time.monotonic() - started
-            self._observer.prepared(ref, duration, record)
-            _log.info(
-                "claim_prepared",
-                claim=f"{ref.namespace}/{ref.name}",
-                claim_uid=ref.uid,
-                devices=[device.device for device in prepared.devices],
-                duration_s=round(duration, 4),
-            )
-            return prepared
+    def _prepare_one(self, ref: ClaimRef, call: KubeletCall) -> PrepareOutcome:
+        started = time.monotonic()
+        try:
+            prepared, record = self._prepare(PrepareAttempt(ref, call, self.fetch.allocated(ref, call)))
+        except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
+            return failed(self.observer, "prepare", ref, time.monotonic() - started, error)
+        duration = time.monotonic() - started
+        self.observer.prepared(ref, duration, record)
+        _log.info(
+            "claim_prepared",
+            claim=f"{ref.namespace}/{ref.name}",
+            claim_uid=ref.uid,
+            devices=[device.device for device in prepared.devices],
+            duration_s=round(duration, 4),
+        )
+        return prepared
 
     def _prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
         try:
-            return self._preparer.prepare(attempt)
+            return self.preparer.prepare(attempt)
         finally:
-            waited = self._line.waited_s(attempt)
+            waited = self.line.waited_s(attempt)
             if waited is not None:
-                self._observer.waited(attempt.ref, waited)
+                self.observer.waited(attempt.ref, waited)
+
+
+def _each(
+    work: Callable[[ClaimRef, KubeletCall], T], claims: Sequence[ClaimRef], call: KubeletCall
+) -> dict[str, T]:
+    """What the work answers for each claim, by its UID; side by side."""
+
+    def one(ref: ClaimRef) -> T:
+        with bound_contextvars(claim_uid=ref.uid):
+            return work(ref, call)
+
+    with until(call.deadline):
+        outcomes = side_by_side([partial(one, ref) for ref in claims], CLAIMS_AT_ONCE)
+    return {ref.uid: outcome.result() for ref, outcome in zip(claims, outcomes, strict=True)}

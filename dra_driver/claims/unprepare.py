@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import structlog
 from structlog.contextvars import bound_contextvars
 
-from dra_driver.claims.kubelet_call import CLAIMS_AT_ONCE, KubeletCall, Observer, failed
+from dra_driver.claims.kubelet_call import KubeletCall, Observer, failed
 from dra_driver.claims.waiting_line import WaitingLine
 from dra_driver.concurrency.deadline import until
-from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.errors import RetryableError
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.locks import ClaimGuard, ClaimLocks
@@ -26,31 +24,16 @@ _log = structlog.get_logger(__name__)
 _RECLAIM_S = 30.0
 
 
+@dataclass(eq=False)
 class Unpreparer:
     """Ends claims: files and record go under the lock of the claim, what a step has changed on a GPU is undone in that
-    GPU's lane. Claims of one call are worked on side by side."""
+    GPU's lane."""
 
-    def __init__(
-        self,
-        records: RecordStore,
-        claim_locks: ClaimLocks,
-        executor: Executor,
-        line: WaitingLine,
-        observer: Observer,
-    ) -> None:
-        self._records = records
-        self._claim_locks = claim_locks
-        self._executor = executor
-        self._line = line
-        self._observer = observer
-
-    def unprepare(self, claims: Sequence[ClaimRef], call: KubeletCall) -> Mapping[str, UnprepareOutcome]:
-        """None for each claim that is not prepared now, also for one that never was; else an error."""
-        with until(call.deadline):
-            outcomes = side_by_side(
-                [partial(self._unprepare_logged, ref, call) for ref in claims], CLAIMS_AT_ONCE
-            )
-        return {ref.uid: outcome.result() for ref, outcome in zip(claims, outcomes, strict=True)}
+    records: RecordStore
+    claim_locks: ClaimLocks
+    executor: Executor
+    line: WaitingLine
+    observer: Observer
 
     def reclaim(
         self, ref: ClaimRef, expected: ClaimRecord, looked_ns: int, within_s: float = _RECLAIM_S
@@ -62,30 +45,27 @@ class Unpreparer:
         it from being unprepared; the record stays.
         """
         call = KubeletCall(time.monotonic_ns(), time.monotonic() + within_s)
-        with until(call.deadline), bound_contextvars(claim_uid=ref.uid), self._line.unpreparing(ref.uid):
+        with until(call.deadline), bound_contextvars(claim_uid=ref.uid), self.line.unpreparing(ref.uid):
             started = time.monotonic()
-            with self._claim_locks.hold(ref.uid, call.left()) as guard:
-                is_wanted = guard.was_prepared_since(looked_ns) or self._line.is_preparing(ref.uid)
-                if is_wanted or self._records.get(ref.uid) != expected:
+            with self.claim_locks.hold(ref.uid, call.left()) as guard:
+                is_wanted = guard.was_prepared_since(looked_ns) or self.line.is_preparing(ref.uid)
+                if is_wanted or self.records.get(ref.uid) != expected:
                     return False
                 _, cleanup = self._taken_back(ref, call, guard)
-            self._executor.clean(cleanup)
+            self.executor.clean(cleanup)
         self._unprepared(ref, expected, time.monotonic() - started)
         return True
 
-    def _unprepare_logged(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
-        with bound_contextvars(claim_uid=ref.uid):
-            return self._unprepare(ref, call)
-
-    def _unprepare(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
+    def unprepare(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
+        """None if the claim is not prepared now, also if it never was; else an error."""
         started = time.monotonic()
         try:
-            with self._line.unpreparing(ref.uid):
-                with self._claim_locks.hold(ref.uid, call.left(), call.has_left) as guard:
+            with self.line.unpreparing(ref.uid):
+                with self.claim_locks.hold(ref.uid, call.left(), call.has_left) as guard:
                     record, cleanup = self._taken_back(ref, call, guard)
-                self._executor.clean(cleanup)
+                self.executor.clean(cleanup)
         except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
-            return failed(self._observer, "unprepare", ref, time.monotonic() - started, error)
+            return failed(self.observer, "unprepare", ref, time.monotonic() - started, error)
         self._unprepared(ref, record, time.monotonic() - started)
         return None
 
@@ -97,14 +77,14 @@ class Unpreparer:
             raise RetryableError(
                 "the claim was prepared again after this call began; it is unprepared when the kubelet calls again"
             )
-        record = self._records.get(ref.uid)
+        record = self.records.get(ref.uid)
         call.left()  # raises if the kubelet has cancelled this call: a newer one may be on its way
-        cleanup = self._executor.leave(self._executor.lost(ref.uid) if record is None else record)
+        cleanup = self.executor.leave(self.executor.lost(ref.uid) if record is None else record)
         guard.note_unprepared(call.began_ns)
         return record, cleanup
 
     def _unprepared(self, ref: ClaimRef, record: ClaimRecord | None, duration_s: float) -> None:
-        self._observer.unprepared(ref, duration_s)
+        self.observer.unprepared(ref, duration_s)
         _log.info(
             "claim_unprepared",
             claim=f"{ref.namespace}/{ref.name}",

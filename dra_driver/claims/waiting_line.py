@@ -49,7 +49,6 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from dra_driver.claims.fetch import ClaimLookup
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.rules.plan import Conflict, DeviceHeldError
@@ -62,6 +61,7 @@ from dra_driver.errors import (
     RetryableError,
 )
 from dra_driver.journal.records import RecordStore
+from dra_driver.kube.claims import ClaimClient
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.steps import Step
@@ -132,6 +132,7 @@ class WaitTimeouts:
     stop_s: float = 5.0
 
 
+@dataclass(eq=False)
 class WaitingLine:
     """Which claims are being prepared and unprepared in this process, and the attempts that wait for devices, in the
     order in which they began to wait. For many threads.
@@ -140,21 +141,14 @@ class WaitingLine:
     notifications.
     """
 
-    def __init__(
-        self,
-        lookup: ClaimLookup,
-        records: RecordStore,
-        driver: str,
-        users: GpuProcesses,
-        timeouts: WaitTimeouts = WaitTimeouts(),
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._lookup = lookup
-        self._records = records
-        self._driver = driver
-        self._users = users
-        self._timeouts = timeouts
-        self._clock = clock
+    lookup: ClaimClient
+    records: RecordStore
+    driver: str
+    users: GpuProcesses
+    timeouts: WaitTimeouts = WaitTimeouts()
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self.changed = threading.Condition()
         self.changes = 0
         self._attempts: list[PrepareAttempt] = []
@@ -172,7 +166,7 @@ class WaitingLine:
     def stop(self) -> None:
         """The driver is being stopped: each waiting attempt has a few seconds more, then fails for now."""
         with self.changed:
-            self._stop_by = self._clock() + self._timeouts.stop_s
+            self._stop_by = self.clock() + self.timeouts.stop_s
             self.notify()
 
     def notify(self) -> None:
@@ -250,7 +244,7 @@ class WaitingLine:
                 if attempt.number is not None:
                     self.notify()
         if attempt.refused_since is not None:
-            seconds = round(self._clock() - attempt.refused_since, 1)
+            seconds = round(self.clock() - attempt.refused_since, 1)
             _log.info(
                 "nvml_refusal_passed",
                 claim_uid=attempt.ref.uid,
@@ -269,7 +263,7 @@ class WaitingLine:
 
     def waited_s(self, attempt: PrepareAttempt) -> float | None:
         """Seconds since the attempt first had to wait; None if it did not wait."""
-        return None if attempt.waits_since is None else self._clock() - attempt.waits_since
+        return None if attempt.waits_since is None else self.clock() - attempt.waits_since
 
     def wait(
         self, attempt: PrepareAttempt, error: DeviceHeldError | DeviceBusyError | NvmlTransientError
@@ -292,7 +286,7 @@ class WaitingLine:
         self._join(attempt)
         if self._is_released(error.conflicts):
             self._sleep(
-                self.changes, self._timeouts.again_s
+                self.changes, self.timeouts.again_s
             )  # a disk that gives two answers must not make it spin
             return
         leaving = self._leaving(attempt, error)
@@ -301,39 +295,39 @@ class WaitingLine:
         conflict, why = leaving[0]
         if attempt.waits_since is None:
             self._begin(attempt, str(conflict.holder.ref), why)
-        elif self._end(attempt) - self._clock() > self._timeouts.users_s:
+        elif self._end(attempt) - self.clock() > self.timeouts.users_s:
             # Not in the first round: most holders are gone by the second, so most attempts need not wait for NVML.
             holder = conflict.holder
-            attempt.users = None if self._is_undecided(holder) else self._users.told(holder)
-        until = self._clock() + self._timeouts.ask_again_s
+            attempt.users = None if self._is_undecided(holder) else self.users.told(holder)
+        until = self.clock() + self.timeouts.ask_again_s
         while True:
             seen, is_withdrawn = self._seen(attempt)
             if is_withdrawn or self._is_released(error.conflicts):
                 return
-            now, end = self._clock(), self._end(attempt)
+            now, end = self.clock(), self._end(attempt)
             if now >= end:
                 raise _in_vain(attempt, conflict, why, now, is_full=error.enough < len(error.conflicts))
             if now >= until:
                 return
-            self._sleep(seen, min(self._timeouts.poll_s, until - now, end - now))
+            self._sleep(seen, min(self.timeouts.poll_s, until - now, end - now))
 
     def _wait_for_idle(self, attempt: PrepareAttempt, error: DeviceBusyError) -> None:
         """No record shows when a process lets go of a device, so the attempt tries again at a fixed pause."""
-        now = self._clock()
+        now = self.clock()
         if attempt.busy_since is None:
             attempt.busy_since = now
             if attempt.waits_since is None:
                 self._begin(attempt, "a process", str(error))
         with self.changed:
             seen = self.changes
-        end = min(attempt.busy_since + self._timeouts.busy_s, self._end(attempt))
+        end = min(attempt.busy_since + self.timeouts.busy_s, self._end(attempt))
         if now >= end:
             raise error
-        self._sleep(seen, min(self._timeouts.busy_pause_s, end - now))
+        self._sleep(seen, min(self.timeouts.busy_pause_s, end - now))
 
     def _wait_for_driver(self, attempt: PrepareAttempt, error: NvmlTransientError) -> None:
         """Nothing shows when the NVIDIA driver is ready, so the attempt tries again at growing pauses."""
-        timeouts, now = self._timeouts, self._clock()
+        timeouts, now = self.timeouts, self.clock()
         if attempt.refused_since is None:
             attempt.refused_since = now
             _log.warning("nvml_refuses", claim_uid=attempt.ref.uid, reason=str(error))
@@ -342,11 +336,11 @@ class WaitingLine:
         attempt.refusals += 1
         while True:
             seen, is_withdrawn = self._seen(attempt)
-            if is_withdrawn or self._clock() >= due:
+            if is_withdrawn or self.clock() >= due:
                 return
             if due > min(attempt.refused_since + timeouts.refused_s, self._end(attempt) - timeouts.try_s):
-                raise _given_up(attempt, error, self._clock())
-            self._sleep(seen, due - self._clock())
+                raise _given_up(attempt, error, self.clock())
+            self._sleep(seen, due - self.clock())
 
     def _seen(self, attempt: PrepareAttempt) -> tuple[int, bool]:
         """The number of changes until now, for `_sleep`, and whether the claim was unprepared since the last call."""
@@ -362,7 +356,7 @@ class WaitingLine:
             )
 
     def _begin(self, attempt: PrepareAttempt, holder: str, why: str) -> None:
-        attempt.waits_since = self._clock()
+        attempt.waits_since = self.clock()
         _log.info("prepare_waits", claim_uid=attempt.ref.uid, holder=holder, reason=why)
 
     def _sleep(self, seen: int, seconds: float) -> None:
@@ -385,7 +379,7 @@ class WaitingLine:
             return any(other.claim == holder.claim for other in self.line)
         if _is_lost(holder):
             return True
-        return self._records.get(holder.ref.uid) == holder
+        return self.records.get(holder.ref.uid) == holder
 
     def _is_undecided(self, holder: ClaimRecord) -> bool:
         """Whether the holder only wants the devices: its Prepare in this process tries or waits. A record in
@@ -407,10 +401,10 @@ class WaitingLine:
         is_full = may_stay > 0
         if is_full:
             conflicts = tuple(sorted(conflicts, key=lambda one: self._turn_to_be_asked(attempt, one.holder)))
-        ask_until = self._clock() + self._timeouts.ask_s
+        ask_until = self.clock() + self.timeouts.ask_s
         leaving: list[tuple[Conflict, str]] = []
         for conflict in conflicts:
-            ask_s = ask_until - self._clock() if is_full else self._timeouts.ask_s
+            ask_s = ask_until - self.clock() if is_full else self.timeouts.ask_s
             try:
                 leaving.append((conflict, self._why_leaving(attempt, conflict, ask_s)))
             except ClaimRefusedError:
@@ -445,23 +439,23 @@ class WaitingLine:
         told, holds_until = attempt.leaving.get(holder.ref.uid, ("", 0.0))
         if holds_until == math.inf:
             return told
-        seconds = min(ask_s, attempt.call.deadline - self._clock())
+        seconds = min(ask_s, attempt.call.deadline - self.clock())
         try:
-            now = self._lookup.look(holder.ref, max(0.05, seconds))
+            now = self.lookup.look(holder.ref, max(0.05, seconds))
         except DraDriverError as error:
-            if told and self._clock() < holds_until:
+            if told and self.clock() < holds_until:
                 return told
             raise ClaimRefusedError(
                 f"{conflict.text}; whether that claim is about to end is not known: {error}"
             ) from error
-        found = release_reason(holder, now, self._driver, conflict.held.device)
+        found = release_reason(holder, now, self.driver, conflict.held.device)
         if found is None:
             raise ClaimRefusedError(conflict.text)
         if not told:
             self._on_leaving(holder.ref)
         attempt.leaving[holder.ref.uid] = (
             found.why,
-            math.inf if found.is_final else self._clock() + self._timeouts.doubt_s,
+            math.inf if found.is_final else self.clock() + self.timeouts.doubt_s,
         )
         return found.why
 

@@ -77,8 +77,7 @@ def mps_host(given: Namespace) -> None:
     from dra_driver.logs import configure_logs
     from dra_driver.mps.daemon import HostTools
     from dra_driver.mps.daemon_compute_mode import ComputeMode
-    from dra_driver.mps.daemon_control import ControlProgram
-    from dra_driver.mps.daemon_conversation import Timings
+    from dra_driver.mps.daemon_control import Timings
     from dra_driver.mps.daemon_mounts import KernelMounter, MountsWherePossible, SelinuxLabels, has_selinux
     from dra_driver.mps.host_files import mps_layout
 
@@ -103,7 +102,7 @@ def mps_host(given: Namespace) -> None:
     mounter = MountsWherePossible if given.allow_plain_shm else KernelMounter
     tools = HostTools(
         layout,
-        ControlProgram(programs),
+        programs,
         mounter(layout.root, labels),
         ComputeMode(programs, detachments.using_nvml),
         nodes.make_missing,

@@ -16,8 +16,12 @@ class BackgroundWorker:
 
     `work` answers how many seconds to pause before the next call, math.inf for as long as nobody wakes it. Whatever it
     raises is a mistake of ours: it is logged with its traceback as the event `crash_event`, and `on_crash` answers the
-    pause then. `wake` ends the pause; a wake during the work counts for the pause after it.
+    pause then. `wake` ends the pause; a wake during the work counts for the pause after it. A part that has a thread of
+    its own is such a worker.
     """
+
+    join_s = 5.0
+    """How long `stop` waits."""
 
     def __init__(
         self,
@@ -51,15 +55,15 @@ class BackgroundWorker:
         """Pause within the work, whatever wakes it; True if the worker is being stopped."""
         return self._stopping.wait(seconds)
 
-    def stop(self, join_s: float) -> bool:
-        """Have no more calls; waits `join_s` seconds at most for one that is under way. Harmless before `start`.
+    def stop(self) -> bool:
+        """Have no more calls; waits a few seconds at most for one that is under way. Harmless before `start`.
 
         False if that call is still under way.
         """
         self._stopping.set()
         self._wake.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(join_s)
+            self._thread.join(self.join_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -16,7 +16,7 @@ from dra_driver.diagnostics.rules.readable import as_object, unreadable
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, FatalError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import Endpoint
-from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.claim import allocation_results
 from dra_driver.model.gpu import GpuLoad
 

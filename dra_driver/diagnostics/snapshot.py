@@ -46,42 +46,37 @@ class NodePaths:
     sys: str = "/sys"
 
 
+@dataclass(eq=False)
 class NodeSnapshot:
     """Reads one node, as often as wanted. NVML stays open in between; `close` shuts it down.
 
     `on_demand` says of a GPU whether its MIG devices are made on demand.
+
+    While `is_detached` says so, gpu-dra-driver has closed NVML, and this must not keep it open. `cards` returns the
+    GPUs under vfio, beside the ones that NVML shows.
     """
 
-    def __init__(
-        self,
-        paths: NodePaths,
-        nvml: NvmlReader,
-        on_demand: Callable[[Gpu], bool],
-        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
-        is_detached: Callable[[], bool] = lambda: False,
-        cards: Callable[[Sequence[Gpu]], tuple[Card, ...]] = lambda _gpus: (),
-    ) -> None:
-        """While `is_detached` says so, gpu-dra-driver has closed NVML, and this must not keep it open. `cards` returns
-        the GPUs under vfio, beside the ones that NVML shows."""
-        self._cards = cards
-        self._is_detached = is_detached
-        self._paths = paths
-        self._nvml = nvml
-        self._on_demand = on_demand
-        self._clock = clock
+    paths: NodePaths
+    nvml: NvmlReader
+    on_demand: Callable[[Gpu], bool]
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC)
+    is_detached: Callable[[], bool] = lambda: False
+    cards: Callable[[Sequence[Gpu]], tuple[Card, ...]] = lambda _gpus: ()
+
+    def __post_init__(self) -> None:
         self._is_open = False
         self._partitions = PartitionReader()
         self._facts = BoundedCall("NVML", lambda: self.read_gpus(self.read_inventory()))
-        self._mps = MpsHostFiles(mps_layout(paths.plugin_directory))
+        self._mps = MpsHostFiles(mps_layout(self.paths.plugin_directory))
 
     def close(self) -> None:
         """Shut NVML down, unless it hangs."""
         if not self._facts.is_asking:
-            self._nvml.session.close()
+            self.nvml.session.close()
 
     def view(self, wait_s: float) -> NodeView:
         """All that can be had. NVML is waited for no longer than `wait_s` seconds."""
-        paths, now = self._paths, self._clock()
+        paths, now = self.paths, self.clock()
         self._facts.ask()
         daemons, mps_problem = self._mps_daemons()
         state = read_state(paths.plugin_directory, paths.boot_id)
@@ -100,7 +95,7 @@ class NodeSnapshot:
             state,
             daemons,
             [*problems, *state.notes, *pending, *claims.problems, *unread],
-            self._on_demand,
+            self.on_demand,
         )
 
     def _mps_daemons(self) -> tuple[Sequence[MpsDaemonStatus], str | None]:
@@ -112,15 +107,15 @@ class NodeSnapshot:
 
     def read_inventory(self) -> Inventory:
         """All GPUs that NVML shows. Raises: DraDriverError if it does not answer."""
-        if self._is_open and self._is_detached():
-            self._nvml.session.close()
+        if self._is_open and self.is_detached():
+            self.nvml.session.close()
             self._is_open = False
         if not self._is_open:
-            self._nvml.reopen()
+            self.nvml.reopen()
         # Set only by success: after a failure, or for a GPU that came back, only a new session helps.
         self._is_open = False
-        found = with_nvlink_domains(self._nvml.read_inventory())
-        return replace(found, cards=self._cards(found.gpus))
+        found = with_nvlink_domains(self.nvml.read_inventory())
+        return replace(found, cards=self.cards(found.gpus))
 
     def read_gpus(self, inventory: Inventory) -> NvmlFacts:
         """What NVML reports of GPUs that it has just shown. Raises: DraDriverError if it does not answer; then it is
@@ -142,13 +137,13 @@ class NodeSnapshot:
                 raise
             except DraDriverError:
                 continue
-        self._is_open = None not in self._nvml.nvml_fingerprint()
+        self._is_open = None not in self.nvml.nvml_fingerprint()
         pids = {process.pid for listed in processes.values() for process in listed}
-        pods = {pid: uid for pid in pids if (uid := pod_uid(self._paths.proc, pid)) is not None}
+        pods = {pid: uid for pid in pids if (uid := pod_uid(self.paths.proc, pid)) is not None}
         shown = {gpu.pci_bus_id for gpu in inventory.gpus}
-        bound = Sysfs(self._paths.sys, self._paths.proc).gpus_of_the_nvidia_driver()
+        bound = Sysfs(self.paths.sys, self.paths.proc).gpus_of_the_nvidia_driver()
         hidden = {bus_id: uuid for bus_id, uuid in bound.items() if bus_id not in shown}
-        origins = {pid: origin(self._paths.proc, pid) for pid in pids}
+        origins = {pid: origin(self.paths.proc, pid) for pid in pids}
         return NvmlFacts(inventory, loads, polled, frozenset(lost), hidden, processes, pods, origins)
 
     def _cut(self, gpu: Gpu, inventory: Inventory) -> Gpu:

@@ -71,7 +71,7 @@ class JsonStore(Generic[T]):
         """`what` names one file in errors. `decode` makes a value of a name and a content; it raises NewerFormatError,
         or StateError that says what is wrong. Files whose name `is_name` does not accept are somebody else's. A store
         that `only_reads` sets nothing aside."""
-        self._directory = directory
+        self.directory = directory
         self._what = what
         self._decode = decode
         self._tell = tell
@@ -86,8 +86,10 @@ class JsonStore(Generic[T]):
         self._lock = threading.RLock()
 
     def path(self, name: str) -> Path:
-        """Where the value lies. The caller has checked the name."""
-        return self._directory / f"{name}{_SUFFIX}"
+        """Where the value lies. Raises: StateError for a name that could lead out of the directory."""
+        if not self._is_name(name):
+            raise StateError(f"{name!r} is not usable as a file name; the {self._what} is refused")
+        return self.directory / f"{name}{_SUFFIX}"
 
     def get(self, name: str) -> T | None:
         """The value, None if there is none that can be read. Raises: StateError."""
@@ -118,7 +120,7 @@ class JsonStore(Generic[T]):
         with self._lock:
             return sorted([*self._aside, *map(self.path, self._unread)])
 
-    def save(self, name: str, content: bytes, *, durable: bool, whole: bool) -> None:
+    def write(self, name: str, content: bytes, *, durable: bool, whole: bool) -> None:
         """Replace the value's file, as `write_atomically`. Raises: StateError; also if `get` found there the file of a
         newer release."""
         with self._lock:
@@ -128,27 +130,27 @@ class JsonStore(Generic[T]):
             raise StateError(f"cannot write {self.path(name)}: {newer}")
         write_atomically(self.path(name), content, durable=durable, whole=whole)
 
-    def delete(self, name: str, *, durable: bool) -> bool:
+    def remove(self, name: str, *, durable: bool) -> bool:
         """Remove the value's file, whatever is in it; returns whether there was one.
 
         `durable` has it stay removed after a power cut. Raises: StateError.
         """
         was_there = remove_file(self.path(name))
         if was_there and durable:
-            sync_removals(self._directory)
+            sync_removals(self.directory)
         return was_there
 
     def _list(self) -> None:
         """Have all values as they are now. Raises: StateError."""
         try:
-            status = os.stat(self._directory)  # noqa: PTH116
+            status = os.stat(self.directory)  # noqa: PTH116
             listed = (status.st_ino, status.st_mtime_ns)
             if listed == self._listed:
                 return
             is_last = is_settled(status.st_mtime_ns)
             found, aside = self._found()
         except OSError as error:
-            raise state_error(f"list the {self._what}s in", self._directory, error) from error
+            raise state_error(f"list the {self._what}s in", self.directory, error) from error
         self._aside = aside
         for name in (self._parsed.keys() | self._unread.keys()) - found.keys():
             self._forget(name)
@@ -168,7 +170,7 @@ class JsonStore(Generic[T]):
         found: dict[str, T | None] = {}
         aside = []
         # By its descriptor, since a look at each file of a path is a third of the cost.
-        descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with os.scandir(descriptor) as entries:
                 for entry in entries:
@@ -179,7 +181,7 @@ class JsonStore(Generic[T]):
                         is_known = parsed is not None and _has_stamp(entry, parsed[0])
                         found[name] = parsed[1] if parsed is not None and is_known else None
                     elif f"{_SUFFIX}{QUARANTINE}" in file:
-                        aside.append(self._directory / file)
+                        aside.append(self.directory / file)
         finally:
             os.close(descriptor)
         return found, aside

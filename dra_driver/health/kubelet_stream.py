@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ _TIMEOUT_S = 30
 _MAX_MESSAGE = 1024
 
 
+@dataclass(eq=False)
 class HealthStream:
     """Serves any number of subscribers, each in its own gRPC thread.
 
@@ -30,17 +32,12 @@ class HealthStream:
     device name.
     """
 
-    def __init__(
-        self,
-        pool: str,
-        devices: Callable[[], Iterable[OfferedDevice]],
-        monitor: Monitor,
-        instances: Callable[[], Mapping[str, MadeInstance]],
-    ) -> None:
-        self._pool = pool
-        self._devices = devices
-        self._monitor = monitor
-        self._instances = instances
+    pool: str
+    devices: Callable[[], Iterable[OfferedDevice]]
+    monitor: Monitor
+    instances: Callable[[], Mapping[str, MadeInstance]]
+
+    def __post_init__(self) -> None:
         self._turn = threading.Condition()
         self._changes = 0
         self._stopped = False
@@ -71,10 +68,10 @@ class HealthStream:
 
     def snapshot(self) -> v1.NodeWatchResourcesResponse:
         """Every published device as it is known now."""
-        states, instances = self._monitor.states(), self._instances()
+        states, instances = self.monitor.states(), self.instances()
         return v1.NodeWatchResourcesResponse(
             devices=[
-                self._device(device, device_reasons(device, states, instances)) for device in self._devices()
+                self._device(device, device_reasons(device, states, instances)) for device in self.devices()
             ]
         )
 
@@ -93,7 +90,7 @@ class HealthStream:
                 v1.UNKNOWN,
                 "the GPU is under vfio for a virtual machine, so nobody on the node watches it",
             )
-        elif not self._monitor.is_fresh(uuid):
+        elif not self.monitor.is_fresh(uuid):
             health, message = v1.UNKNOWN, "the GPU has not answered lately, so its health is not known"
             message = f"{message}; last known: {texts}" if texts else message
         elif any(reason.severity >= Severity.UNHEALTHY for reason in reasons):
@@ -101,9 +98,9 @@ class HealthStream:
         else:
             health, message = v1.HEALTHY, texts
         return v1.DeviceHealth(
-            device=v1.DeviceIdentifier(pool_name=self._pool, device_name=device.name),
+            device=v1.DeviceIdentifier(pool_name=self.pool, device_name=device.name),
             health=health,
-            last_updated_time=self._monitor.polled_at(uuid) or 0,
+            last_updated_time=self.monitor.polled_at(uuid) or 0,
             health_check_timeout_seconds=_TIMEOUT_S,
             message=one_line(message, _MAX_MESSAGE),
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -60,10 +60,10 @@ _POLL_EVERY_S = 10.0
 _FRESH_S = 30.0
 _FORGET_AFTER_S = 600.0
 _EVENTS_AT_ONCE = 64
-_JOIN_S = 5.0
 
 
-class Monitor:
+@dataclass(eq=False)
+class Monitor(BackgroundWorker):
     """Owns the health states.
 
     `gpus` returns the PCI bus IDs of the GPUs to watch by their UUIDs, None while they are not known. `is_on_bus` says
@@ -79,38 +79,27 @@ class Monitor:
            └────────it is back───────────┘     a lost GPU that is still on the bus stays lost
     """
 
-    def __init__(
-        self,
-        source: HealthSource,
-        gpus: Callable[[], Mapping[str, str | None] | None],
-        is_on_bus: Callable[[str], bool],
-        store: HealthStore,
-        boot_id: str,
-        *,
-        on_change: Callable[[], None],
-        on_transition: Callable[[HealthChange], None],
-        on_fabric: Callable[[str, FabricRegistration], None],
-        hanging: Callable[[], Mapping[str, tuple[str, float]]] = dict,
-        policy: XidPolicy = NO_CHANGES,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._source = source
-        self._gpus = gpus
-        self._is_on_bus = is_on_bus
-        self._store = store
-        self._boot_id = boot_id
-        self._on_change = on_change
-        self._on_fabric = on_fabric
-        self._hanging = hanging
-        self._policy = policy
-        self._clock, self._monotonic = clock, monotonic
+    source: HealthSource
+    gpus: Callable[[], Mapping[str, str | None] | None]
+    is_on_bus: Callable[[str], bool]
+    store: HealthStore
+    boot_id: str
+    _: KW_ONLY
+    on_change: Callable[[], None]
+    on_transition: Callable[[HealthChange], None]
+    on_fabric: Callable[[str, FabricRegistration], None]
+    hanging: Callable[[], Mapping[str, tuple[str, float]]] = dict
+    policy: XidPolicy = NO_CHANGES
+    clock: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._states: HealthStates = {}
         self._changing = (
             threading.RLock()
         )  # held for every change of the states, and never for a call of NVML
         self._polls: dict[str, tuple[int, float]] = {}  # when each GPU was polled last, on both clocks
-        self._history = HealthHistory(on_transition)
+        self._history = HealthHistory(self.on_transition)
         self._places: dict[str, str] = {}  # PCI bus IDs by UUID, of all GPUs that were watched
         self._missing: dict[str, float] = {}  # since when a GPU is not on the bus, by the monotonic clock
         self._registered: frozenset[str] | None = None
@@ -122,9 +111,9 @@ class Monitor:
         self._driver_loads = 0
         self._driver_version: str | None = None
         self._next_poll = 0.0
-        self._began = monotonic()
+        self._began = self.monotonic()
         self._refresh = threading.Event()
-        self._worker = BackgroundWorker(
+        super().__init__(
             "health", lambda: self.turn(_WAIT_S), crash_event="health_failed", on_crash=self._crashed
         )
 
@@ -144,7 +133,7 @@ class Monitor:
     def is_fresh(self, gpu_uuid: str) -> bool:
         """Whether the last poll is recent enough to say anything about the GPU."""
         poll = self._polls.get(gpu_uuid)
-        return poll is not None and self._monotonic() - poll[1] <= _FRESH_S
+        return poll is not None and self.monotonic() - poll[1] <= _FRESH_S
 
     def history(self, gpu_uuid: str) -> Sequence[HealthChange]:
         """The last changes of a GPU and its instances since the start, oldest first."""
@@ -156,9 +145,9 @@ class Monitor:
 
     def problem(self) -> str | None:
         """Why the health of some watched GPUs is not known; None if all is known."""
-        if self._monotonic() - self._began <= _FRESH_S:
+        if self.monotonic() - self._began <= _FRESH_S:
             return None
-        stale = sorted(uuid for uuid in self._gpus() or () if not self.is_fresh(uuid))
+        stale = sorted(uuid for uuid in self.gpus() or () if not self.is_fresh(uuid))
         if not stale:
             return None
         return (
@@ -181,34 +170,36 @@ class Monitor:
     def look_for_hangs(self) -> None:
         """Take in which operations hang on which GPU, and which have ended. It calls no NVML, so another thread can do
         it while the monitor's own thread hangs there."""
-        now = self._monotonic()
+        now = self.monotonic()
         ended = {target: (Hanging(),) for target, state in self._states.items() if state.has(UNRESPONSIVE)}
         hanging = {
             HealthTarget(uuid): (Hanging(what, now - since),)
-            for uuid, (what, since) in self._hanging().items()
+            for uuid, (what, since) in self.hanging().items()
         }
         self._take(ended | hanging)
 
     def start(self) -> None:
         """Load what was kept and begin. What cannot be loaded is told and observed anew."""
         self.restore()
-        self._worker.start()
+        super().start()
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
         """End; a thread that hangs in the NVIDIA driver is left behind."""
-        if self._worker.stop(_JOIN_S):
-            self._source.close()
+        has_ended = super().stop()
+        if has_ended:
+            self.source.close()
+        return has_ended
 
     def devices_changed(self) -> None:
         """GPUs or MIG devices are others than before: register anew and poll at once."""
         self._refresh.set()
-        self._worker.wake()
+        self.wake()
 
     def restore(self) -> None:
         """Take over what an earlier run kept."""
         with self._changing:
             try:
-                kept = self._store.load()
+                kept = self.store.load()
             except StateError as error:
                 _log.error("health_not_loaded", reason=str(error))
                 return
@@ -216,11 +207,11 @@ class Monitor:
                 return
             self._driver_version = kept.driver_version
             self._states = {state.target: state for state in kept.states}
-            if kept.boot_id != self._boot_id:
+            if kept.boot_id != self.boot_id:
                 self._is_new_boot = True
                 # Instances never survive a boot.
                 self._states = {
-                    target: observe(state, Reset(), self._now(), self._policy)
+                    target: observe(state, Reset(), self._now(), self.policy)
                     for target, state in self._states.items()
                     if not target.is_instance
                 }
@@ -230,10 +221,10 @@ class Monitor:
 
         Returns how long to pause before the next round.
         """
-        if self._store.is_outdated():
+        if self.store.is_outdated():
             self.restore()
-            self._on_change()
-        gpus = self._gpus()
+            self.on_change()
+        gpus = self.gpus()
         if gpus is None:
             self._missing = {}
         else:
@@ -243,18 +234,18 @@ class Monitor:
             return wait_s
         try:
             self._register(gpus)
-            if self._monotonic() >= self._next_poll:
-                self._next_poll = self._monotonic() + _POLL_EVERY_S
+            if self.monotonic() >= self._next_poll:
+                self._next_poll = self.monotonic() + _POLL_EVERY_S
                 self._poll(self._watched(gpus))
             self._hear(wait_s)
         except NvmlUnavailableError as error:
             _log.debug("health_not_read", reason=str(error))
             self._registered = None
-            self._worker.pause(wait_s)
+            self.pause(wait_s)
         return 0.0
 
     def _crashed(self, _error: Exception) -> float:
-        self._worker.pause(_WAIT_S)
+        self.pause(_WAIT_S)
         return 0.0
 
     def _watched(self, gpus: Collection[str]) -> list[str]:
@@ -266,7 +257,7 @@ class Monitor:
         self._places.update((uuid, place) for uuid, place in gpus.items() if place is not None)
         known = {target.gpu_uuid for target in self._states}
         gone = {uuid for uuid in known - gpus.keys() if self._is_place_empty(uuid, gpus)}
-        now = self._monotonic()
+        now = self.monotonic()
         self._missing = {uuid: self._missing.get(uuid, now) for uuid in gone}
         self._forget([uuid for uuid, since in self._missing.items() if now - since >= _FORGET_AFTER_S])
 
@@ -274,7 +265,7 @@ class Monitor:
         """False also while the place is not known. It is known again when the GPU is back, or its state ends with a
         reboot."""
         place = self.state(HealthTarget(uuid)).pci_bus_id
-        return place is not None and (place in gpus.values() or not self._is_on_bus(place))
+        return place is not None and (place in gpus.values() or not self.is_on_bus(place))
 
     def _forget(self, gpu_uuids: Collection[str]) -> None:
         """Drop all that is known of GPUs that were taken out, and tell."""
@@ -294,17 +285,17 @@ class Monitor:
                     state.target, self._now(), state.severity, Severity.OK, text, is_gone=True
                 )
                 self._history.forget(change)
-            self._on_change()
+            self.on_change()
 
     def _register(self, gpus: Collection[str]) -> None:
         """Raises: NvmlUnavailableError."""
         wanted = frozenset(gpus)
-        if self._registered == wanted and not self._refresh.is_set() and self._source.registered():
+        if self._registered == wanted and not self._refresh.is_set() and self.source.registered():
             return
         self._refresh.clear()
         try:
-            unheard = self._source.register(sorted(wanted))
-            version = self._source.driver_version()
+            unheard = self.source.register(sorted(wanted))
+            version = self.source.driver_version()
         except NvmlUnavailableError:
             raise
         except DraDriverError as error:
@@ -322,20 +313,20 @@ class Monitor:
                 if self.state(HealthTarget(key.gpu_uuid)).pci_bus_id is None
             }
             self._forget(unknown - wanted)
-        if self._source.driver_loads != self._driver_loads or self._driver_version not in (None, version):
+        if self.source.driver_loads != self._driver_loads or self._driver_version not in (None, version):
             self._take({target: (Reset(),) for target in self._states})
-        self._driver_loads, self._driver_version = self._source.driver_loads, version
+        self._driver_loads, self._driver_version = self.source.driver_loads, version
         self._take({HealthTarget(uuid): (MonitoringState(_not_heard(unheard.get(uuid))),) for uuid in wanted})
 
     def _hear(self, wait_s: float) -> None:
         """Take in the events, and poll the GPUs that they happened to. Raises: NvmlUnavailableError."""
         affected: set[str] = set()
         if not self._heard:
-            self._worker.pause(wait_s)
+            self.pause(wait_s)
             return
         for _ in range(_EVENTS_AT_ONCE):
             try:
-                event = self._source.wait(wait_s)
+                event = self.source.wait(wait_s)
             except DeviceLostError:
                 affected.update(self._watched(self._registered or ()))
                 break
@@ -343,7 +334,7 @@ class Monitor:
                 raise
             except DraDriverError as error:
                 self._events_failed(str(error))
-                self._worker.pause(wait_s)
+                self.pause(wait_s)
                 break
             if event is None:
                 break
@@ -389,7 +380,7 @@ class Monitor:
             number, is_told = observation.number, gpu_uuid in self._tell_action
             observation = Xid(number, is_told)
             self._history.count_xid(gpu_uuid, number)
-            if severity_of_xid(number, self._policy, action_is_told=is_told) is None:
+            if severity_of_xid(number, self.policy, action_is_told=is_told) is None:
                 severity = self.state(target).severity
                 with self._changing:
                     self._history.note(
@@ -404,10 +395,10 @@ class Monitor:
         """Raises: NvmlUnavailableError."""
         is_news = False
         for uuid in gpu_uuids:
-            if self._worker.is_stopping:
+            if self.is_stopping:
                 return
             try:
-                polled = self._source.read(uuid)
+                polled = self.source.read(uuid)
             except DeviceLostError as error:
                 _log.debug("gpu_lost", gpu_uuid=uuid, reason=str(error))
                 self._take({HealthTarget(uuid): (Unreachable(),)})
@@ -419,14 +410,14 @@ class Monitor:
             else:
                 self._take_poll(uuid, polled)
             is_news |= not self.is_fresh(uuid)
-            self._polls[uuid] = (self._now(), self._monotonic())
+            self._polls[uuid] = (self._now(), self.monotonic())
         if is_news:
-            self._on_change()
+            self.on_change()
 
     def _take_poll(self, uuid: str, polled: PolledHealth) -> None:
         gpu = HealthTarget(uuid)
         if polled.fabric is not None:
-            self._on_fabric(uuid, polled.fabric_registration)
+            self.on_fabric(uuid, polled.fabric_registration)
         (self._tell_action.discard if polled.recovery_action is None else self._tell_action.add)(uuid)
         was_reset = shows_reset(self.state(gpu), polled)
         observed: dict[HealthTarget, tuple[Observation, ...]] = {gpu: (PollResult(polled),)}
@@ -442,7 +433,7 @@ class Monitor:
     def _identities(self, uuid: str) -> Mapping[tuple[int, int], str] | None:
         """None where they cannot be read now."""
         try:
-            return self._source.instances(uuid)
+            return self.source.instances(uuid)
         except DraDriverError:
             return None
 
@@ -455,7 +446,7 @@ class Monitor:
             for target, observations in observed.items():
                 before = after = self.state(target)
                 for observation in observations:
-                    after = observe(after, observation, now, self._policy)
+                    after = observe(after, observation, now, self.policy)
                 if not target.is_instance:
                     after = replace(after, pci_bus_id=self._places.get(target.gpu_uuid, after.pci_bus_id))
                 states[target] = after
@@ -470,17 +461,17 @@ class Monitor:
             for change in changes:
                 self._history.add(change)
             if changes:
-                self._on_change()
+                self.on_change()
 
     def _keep(self, states: HealthStates) -> None:
         self._states = states
         try:
-            self._store.save(KeptHealth(self._boot_id, self._driver_version, tuple(states.values())))
+            self.store.save(KeptHealth(self.boot_id, self._driver_version, tuple(states.values())))
         except StateError as error:
             _log.error("health_not_kept", reason=str(error))
 
     def _now(self) -> int:
-        return int(self._clock())
+        return int(self.clock())
 
 
 def _not_heard(problem: str | None) -> str | None:

@@ -82,7 +82,7 @@ class HealthStore:
         self._mine = kept
         content = encode(kept)
         if self._is_ours() and content != self._written:
-            self._store.save(self._name, content, durable=False, whole=True)
+            self._store.write(self._name, content, durable=False, whole=True)
             self._written = content
 
 

@@ -148,7 +148,7 @@ class Discovery:
 
     def stop(self) -> None:
         """Stop and shut NVML down."""
-        self._worker.stop(5)
+        self._worker.stop()
         self._nvml.session.close()
 
     def request_rescan(self) -> None:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from contextvars import Context
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -75,10 +75,11 @@ _PASS_S = 30.0
 """How long the loop waits for one pass."""
 _LOOK_EVERY_S = 5.0
 """How often the loop looks for what the other instance of a rolling update left."""
+_PASS_EVERY_S = 60.0
+"""How often a pass is made though nothing is known to be left."""
 _TOOLS_EVERY_S = 1.0
-_RETRY_FIRST_S = 1.0
-_RETRY_MOST_S = 60.0
-_STOP_S = 5.0
+_RETRY_FIRST_S = 0.5
+_RETRY_MOST_S = 30.0
 _NOT_IN_TIME = "it has not ended in time"
 
 
@@ -105,59 +106,66 @@ class CleanupObserver(Protocol):
         """Nothing of it is pending any more."""
 
 
+class LeftOver(Protocol):
+    """What else the loop puts right, beside pending cleanups. Both may raise a DraDriverError: then it is left."""
+
+    def is_left(self) -> bool:
+        """Whether something is known to be left."""
+
+    def work_off(self) -> None:
+        """Put right what can be put right now, whether anything was known to be left or not."""
+
+
+@dataclass(eq=False)
 class PendingCleanups:
     """The pending cleanups of a node: one file for each, shared by both instances of a rolling update. For many
-    threads."""
+    threads.
 
-    def __init__(
-        self,
-        directory: Path,
-        records: RecordStore,
-        boot_id: str | None,
-        observer: CleanupObserver | None = None,
-        changed: Callable[[], None] = lambda: None,
-        reader: Callable[[UnreadableFile], None] | None = None,
-    ) -> None:
-        """`changed` is called after one came, went or has less to undo. A `reader` only looks, as in `RecordStore`;
-        with `boot_id` None it takes each for one of this boot."""
-        self._directory = directory
-        self._records = records
-        self._boot_id = boot_id
-        self._observer = observer
-        self._changed = changed
+    `changed` is called after one came, went or has less to undo. A `reader` only looks, as in `RecordStore`;
+    with `boot_id` None it takes each for one of this boot.
+    """
+
+    directory: Path
+    records: RecordStore
+    boot_id: str | None
+    observer: CleanupObserver | None = None
+    changed: Callable[[], None] = lambda: None
+    reader: Callable[[UnreadableFile], None] | None = None
+
+    def __post_init__(self) -> None:
         self._store = JsonStore(
-            directory,
+            self.directory,
             "pending cleanup",
             lambda _name, content: decode(content),
-            reader or _tell,
+            self.reader or _tell,
             is_name=lambda name: not name.startswith("."),
-            only_reads=reader is not None,
+            only_reads=self.reader is not None,
         )
         self._left: dict[str, tuple[tuple[Step, ...], str | None]] = {}
         """By name: what this process knows to be left, and why."""
         self._new: set[str] = set()
         """Names of those whose first undos are under way in this process: nobody is told of them yet."""
-        self.shown: set[str] = set()
+        self.shown: frozenset[str] = frozenset()
         """Names of those that counted when `withheld` was asked last, for what is published."""
         self._guard = threading.Lock()
 
     def open(self) -> None:
         """Create the directory: on a full disk it could not be made. Raises: StateError."""
         open_directory(
-            self._directory, self._boot_id or "", lambda name: _log.info("debt_torn", debt=name), durable=True
+            self.directory, self.boot_id or "", lambda name: _log.info("debt_torn", debt=name), durable=True
         )
 
     def begin(self, record: ClaimRecord, steps: Sequence[Step]) -> PendingCleanup:
         """Make a record on disk the pending cleanup of these of its steps; its claim has ended then. Raises:
-        StateError; then the record stays."""
-        make_directory(self._directory, 0o700)
+        StateError; then the record stays. `Cleaner.finish` has to follow."""
+        make_directory(self.directory, 0o700)
         name = next(name for name in _names(record.ref.uid) if not self._store.path(name).exists())
-        left = still_pending(steps, record, self._boot_id or record.boot_id)
+        left = still_pending(steps, record, self.boot_id or record.boot_id)
         with self._guard:
             self._new.add(name)
             self._left[name] = (left, None)
         try:
-            self._records.move(record.ref.uid, self._store.path(name))
+            self.records.move(record.ref.uid, self._store.path(name))
         except BaseException:
             with self._guard:
                 self._new.discard(name)
@@ -179,9 +187,9 @@ class PendingCleanups:
             return
         ref = cleanup.record.ref
         _log.warning("claim_owes", claim=str(ref), claim_uid=ref.uid, debt=name, reason=cleanup.text)
-        if self._observer is not None and without(cleanup.steps, known):
-            self._observer.cleanup_pending(cleanup)
-        self._changed()
+        if self.observer is not None and without(cleanup.steps, known):
+            self.observer.cleanup_pending(cleanup)
+        self.changed()
 
     def all(self) -> list[PendingCleanup]:
         """Every one that can be read, by name; those with no steps are void. Raises: StateError."""
@@ -217,8 +225,8 @@ class PendingCleanups:
         and then undoes nothing. Raises: StateError."""
         return [
             step
-            for record in self._records.all().values()
-            if record.phase == "prepared" and self._boot_id in (None, record.boot_id)
+            for record in self.records.all().values()
+            if record.phase == "prepared" and self.boot_id in (None, record.boot_id)
             for step in record.steps
         ]
 
@@ -227,8 +235,8 @@ class PendingCleanups:
         found: list[PendingCleanup] = []
         with suppress(StateError):
             found = self.outstanding()
-        self.shown = {one.name for one in found}
-        return lambda device: withholding(found, device, self._boot_id or "")
+        self.shown = frozenset(one.name for one in found)
+        return lambda device: withholding(found, device, self.boot_id or "")
 
     def get(self, name: str) -> PendingCleanup | None:
         """One as it is now. Raises: StateError."""
@@ -246,22 +254,18 @@ class PendingCleanups:
         if not left:
             self._end(cleanup, is_new=is_new)
         if left != before and not is_new:
-            self._changed()
+            self.changed()
 
     def _end(self, cleanup: PendingCleanup, *, is_new: bool) -> None:
         # Not synced: one that came back after a power cut is void, since the boot has ended.
-        self._store.delete(cleanup.name, durable=False)
+        self._store.remove(cleanup.name, durable=False)
         with self._guard:
             self._left.pop(cleanup.name, None)
         if not is_new:
             ref = cleanup.record.ref
             _log.info("debt_paid", claim=str(ref), claim_uid=ref.uid, debt=cleanup.name)
-            if self._observer is not None:
-                self._observer.cleanup_done(cleanup)
-
-    def tell(self) -> None:
-        """Some have come or gone, whoever did it."""
-        self._changed()
+            if self.observer is not None:
+                self.observer.cleanup_done(cleanup)
 
     def _made(self, name: str, record: ClaimRecord) -> PendingCleanup | None:
         with self._guard:
@@ -270,74 +274,51 @@ class PendingCleanups:
             since = int(self._store.path(name).stat().st_ctime)
         except OSError:  # the other instance has just removed it
             return None
-        boot_id = record.boot_id if self._boot_id is None else self._boot_id
+        boot_id = record.boot_id if self.boot_id is None else self.boot_id
         return PendingCleanup(name, record, still_pending(steps, record, boot_id), since, cause)
 
 
-class Cleaner:
+@dataclass(eq=False)
+class Cleaner(BackgroundWorker):
     """Undoes what is pending, in the lanes: for an Unprepare, before a Prepare that wants a GPU concerned, and again
     and again in a thread of its own while `leads` says yes.
 
-    The thread tries as soon as `tools` answers another value than before (a program, the MPS host or the NVIDIA driver
-    came back), and else after pauses that grow. In the same way it calls `restore` while `is_lost` says that settings
-    of prepared claims are lost.
+    The thread makes a pass when somebody asks, as soon as `tools` answers another value than before (a program, the MPS
+    host or the NVIDIA driver came back), and else after pauses that grow. Each pass works off the `others` too, whoever
+    leads.
     """
 
-    def __init__(
-        self,
-        cleanups: PendingCleanups,
-        lanes: Lanes,
-        runner: StepRunner,
-        boot_id: str,
-        leads: Callable[[], bool] = lambda: True,
-        tools: Callable[[], Hashable] = lambda: None,
-        is_lost: Callable[[], bool] = lambda: False,
-        restore: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._cleanups = cleanups
-        self._lanes = lanes
-        self._runner = runner
-        self._boot_id = boot_id
-        self._leads = leads
-        self._tools = tools
-        self._is_lost = is_lost
-        self._restore = restore
-        self._clock = clock
-        self._seen_tools: Hashable = None
+    cleanups: PendingCleanups
+    lanes: Lanes
+    runner: StepRunner
+    boot_id: str
+    leads: Callable[[], bool] = lambda: True
+    tools: Callable[[], Hashable] = lambda: None
+    others: Sequence[LeftOver] = ()
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._seen: tuple[Hashable, ...] = (None, False, frozenset(), frozenset())
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._due = 0.0
         self._is_asked = threading.Event()
         self._asked: dict[tuple[str, frozenset[str]], Future[None]] = {}
         self._guard = threading.Lock()
-        self._told: tuple[set[str], set[str]] | None = None
-        self._worker = BackgroundWorker(
+        super().__init__(
             "cleanup", self._turn, crash_event="debt_keeper_failed", on_crash=lambda _error: _LOOK_EVERY_S
         )
-
-    def start(self) -> None:
-        """Begin to work off what is pending."""
-        self._worker.start()
-
-    def stop(self) -> None:
-        """Stop; an undo under way ends within seconds, or is left to its lane."""
-        self._worker.stop(_STOP_S)
 
     def look_soon(self) -> None:
         """Some have come, or something has changed on the node."""
         self._is_asked.set()
-        self._worker.wake()
-
-    def begin(self, record: ClaimRecord, steps: Sequence[Step]) -> PendingCleanup:
-        """As `PendingCleanups.begin`; `finish` has to follow."""
-        return self._cleanups.begin(record, steps)
+        self.wake()
 
     def finish(self, cleanup: PendingCleanup, wait_s: float) -> None:
         """Undo what has just become pending, as `clean`; what is left is told from then on. Raises: StateError."""
         try:
             self.clean([cleanup], wait_s)
         finally:
-            self._cleanups.tell_new(cleanup.name)
+            self.cleanups.tell_new(cleanup.name)
 
     def clean(self, cleanups: Sequence[PendingCleanup], wait_s: float) -> None:
         """Try to undo all that is pending of these, side by side; wait that many seconds at most. What is not undone by
@@ -352,12 +333,12 @@ class Cleaner:
             if future in done and (error := future.exception()) is not None:
                 if not isinstance(error, RetryableError) or isinstance(error, StateError):
                     raise error
-                self._cleanups.note_undone(one, (), str(error))
+                self.cleanups.note_undone(one, (), str(error))
 
     def clean_all(self) -> list[PendingCleanup]:
         """Try to undo everything now; what is left. Raises: StateError."""
-        self.clean(self._cleanups.left(), _PASS_S)
-        return self._cleanups.outstanding()
+        self.clean(self.cleanups.left(), _PASS_S)
+        return self.cleanups.outstanding()
 
     def pending_before(
         self, gpu_uuids: Collection[str], wanted: Sequence[Step] = (), besides: Collection[str] = ()
@@ -375,10 +356,10 @@ class Cleaner:
                     if not isinstance(step, SetTimeSlice) and not gpus_of(step).isdisjoint(gpu_uuids)
                 ),
             )
-            for one in self._cleanups.all()
+            for one in self.cleanups.all()
             if one.name not in besides
         ]
-        return self._cleanups.not_set_again([one for one in found if one.steps])
+        return self.cleanups.not_set_again([one for one in found if one.steps])
 
     def clean_before(self, pending: Sequence[PendingCleanup], devices: Sequence[OfferedDevice]) -> None:
         """Have undone what `pending_before` found, before a claim gets these devices. What fails is tried again for a
@@ -403,16 +384,16 @@ class Cleaner:
 
     def _refuse_withheld(self, pending: Sequence[PendingCleanup], devices: Sequence[OfferedDevice]) -> None:
         """Raises: RetryableError, as `clean_before`."""
-        now = {one.name: one for one in self._cleanups.all()}
+        now = {one.name: one for one in self.cleanups.all()}
         left = [
             replace(now[one.name], steps=tuple(step for step in one.steps if step in now[one.name].steps))
             for one in pending
             if one.name in now
         ]
         for device in devices:
-            if (one := withholding(left, device, self._boot_id)) is not None:
+            if (one := withholding(left, device, self.boot_id)) is not None:
                 gpus = frozenset[str]().union(*map(gpus_of, one.steps))
-                self._lanes.refuse_unresponsive(gpus)
+                self.lanes.refuse_unresponsive(gpus)
                 raise RetryableError(f"the device cannot be used yet: {now[one.name].text}")
 
     def _ask(self, cleanup: PendingCleanup, before: Sequence[PendingCleanup]) -> list[Future[None]]:
@@ -420,7 +401,7 @@ class Cleaner:
         again. What one of those `before` still has pending on these GPUs is that one's alone: a Prepare that fails
         again and again would else leave one each time."""
         if not cleanup.steps:
-            self._cleanups.note_undone(cleanup, cleanup.steps, None)
+            self.cleanups.note_undone(cleanup, cleanup.steps, None)
             return []
         asked = []
         for gpus, steps in by_gpus(cleanup.steps):
@@ -431,7 +412,7 @@ class Cleaner:
                 waiting = self._asked.get(key)
             if waiting is None:
                 # Not in the caller's context: its deadline is not that of the undo.
-                waiting = self._lanes.ask(
+                waiting = self.lanes.ask(
                     gpus, f"the cleanup of {what(steps[-1])}", undo, _OTHER_INSTANCE_S, context=Context()
                 )
                 with self._guard:
@@ -441,66 +422,77 @@ class Cleaner:
 
     def _undo(self, name: str, gpus: frozenset[str], before: Collection[str], _operation: Operation) -> None:
         """Undo what is pending of one on these GPUs; their lanes run it."""
-        now = self._cleanups.get(name)
+        now = self.cleanups.get(name)
         if now is None:
             return
         here = [step for step in now.steps if gpus_of(step) <= gpus]
         others = [
             step
-            for one in self._cleanups.all()
+            for one in self.cleanups.all()
             if one.name in before and one.record.boot_id == now.record.boot_id
             for step in one.steps
         ]
-        due = without(here, [*self._cleanups.set_again(), *others])
+        due = without(here, [*self.cleanups.set_again(), *others])
         gone = [step for step in here if step not in due]
         causes: list[str] = []
         for step in reversed(due):
             try:
                 with at_most(UNDO_S):
-                    self._runner.undo(step, now.record)
+                    self.runner.undo(step, now.record)
             except Exception as error:  # noqa: BLE001  a bug in one undo must not keep the others from being tried
                 if not isinstance(error, DraDriverError):
                     _log.exception("undo_crashed", claim_uid=now.record.ref.uid)
                 # The reboot ended a daemon of an older boot; a directory may be left.
-                if not (isinstance(step, RunMps) and now.record.boot_id != self._boot_id):
+                if not (isinstance(step, RunMps) and now.record.boot_id != self.boot_id):
                     causes.append(str(error))
                     continue
             gone.append(step)
-        self._cleanups.note_undone(now, gone, "; ".join(dict.fromkeys(causes)) or None)
-
-    def _tell_what_is_not_shown(self, names: set[str]) -> None:
-        """The other instance of a rolling update makes and ends some too. Once for each difference: an instance that
-        does not publish never shows what it is told."""
-        differs = None if names == self._cleanups.shown else (names, self._cleanups.shown)
-        is_news, self._told = differs is not None and differs != self._told, differs
-        if is_news:
-            self._cleanups.tell()
+        self.cleanups.note_undone(now, gone, "; ".join(dict.fromkeys(causes)) or None)
 
     def _turn(self) -> float:
+        """A pass, if it is time for one. What failed is tried again."""
         is_asked = self._is_asked.is_set()
         self._is_asked.clear()
         try:
-            left = self._cleanups.left()
-            self._tell_what_is_not_shown({one.name for one in self._cleanups.outstanding()})
-            is_to_clean = bool(left) and self._leads()
-            if not is_to_clean and not self._is_lost():
-                return _LOOK_EVERY_S
-            tools = self._tools()
-            if tools != self._seen_tools or is_asked:
-                self._seen_tools = tools
+            if not (is_asked or self._is_news()) and self.clock() < self._due:
+                return min(_TOOLS_EVERY_S if self._is_left() else _LOOK_EVERY_S, self._due - self.clock())
+            if is_asked:
                 self._backoff.reset()
-            elif self._clock() < self._due:
-                return min(_TOOLS_EVERY_S, max(0.05, self._due - self._clock()))
-            if self._is_lost():
-                self._restore()
-            is_left = is_to_clean and bool(self.clean_all())
-            if not is_left and not self._is_lost():
+            if self.leads():
+                self.clean(self.cleanups.left(), _PASS_S)
+            for other in self.others:
+                other.work_off()
+            if not self._is_left():
                 self._backoff.reset()
+                self._due = self.clock() + _PASS_EVERY_S
                 return _LOOK_EVERY_S
         except DraDriverError as error:
             _log.warning("debts_not_paid", reason=str(error))
-        self._due = self._clock() + self._backoff.next()
+        self._due = self.clock() + self._backoff.next()
         return _TOOLS_EVERY_S
+
+    def _is_news(self) -> bool:
+        """Whether a tool is another than at the last turn, something has come to be left, or pending cleanups have come
+        or gone. What is not shown of these is told: the other instance of a rolling update makes and ends some too.
+        Once for each difference, since an instance that does not publish never shows what it is told.
+
+        Raises: StateError.
+        """
+        before, is_left, names, shown = self._seen, self._is_left(), self._names(), self.cleanups.shown
+        self._seen = self.tools() if is_left else before[0], is_left, names, shown
+        is_news = before != self._seen
+        if is_news and names != shown:
+            self.cleanups.changed()
+        if is_news:
+            self._backoff.reset()
+        return is_news
+
+    def _is_left(self) -> bool:
+        """Whether there is something to be worked off by this instance. Raises: StateError."""
+        return (self.leads() and bool(self._names())) or any(other.is_left() for other in self.others)
+
+    def _names(self) -> frozenset[str]:
+        return frozenset(one.name for one in self.cleanups.outstanding())
 
 
 def _names(uid: str) -> Iterable[str]:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Literal, Protocol
@@ -64,38 +64,30 @@ def changes_more_than_the_spec(plan: Plan) -> bool:
     return not all(map(writes_files, plan.steps))
 
 
+@dataclass(eq=False)
 class Executor:
     """Carries plans out and takes them back.
 
     A crash before the record is written leaves nothing. A crash between that and the end of the steps, also between two
     tries, leaves a record in `preparing` that names every step. A crash after the last step, but before the record says
     `prepared`, leaves the same, and the next Prepare finds every step done.
+
+    `must_last` says whether the record of a plan has to survive a power cut. The files of other plans are
+    written one claim at a time, but none waits longer than `turn_s` seconds. `lost_steps` returns what is to be
+    undone in the lanes for a claim whose record was lost; it reads files only.
     """
 
-    def __init__(
-        self,
-        records: RecordStore,
-        cleaner: Cleaner,
-        runner: StepRunner,
-        lanes: Lanes,
-        boot_id: str,
-        now: Callable[[], str] = _now,
-        must_last: Callable[[Plan], bool] = changes_more_than_the_spec,
-        turn_s: float = _TURN_S,
-        lost_steps: Callable[[str], Sequence[Step]] = lambda _claim_uid: (),
-    ) -> None:
-        """`must_last` says whether the record of a plan has to survive a power cut. The files of other plans are
-        written one claim at a time, but none waits longer than `turn_s` seconds. `lost_steps` returns what is to be
-        undone in the lanes for a claim whose record was lost; it reads files only."""
-        self._records = records
-        self._cleaner = cleaner
-        self._runner = runner
-        self._lanes = lanes
-        self._boot_id = boot_id
-        self._now = now
-        self._must_last = must_last
-        self._turn_s = turn_s
-        self._lost_steps = lost_steps
+    records: RecordStore
+    cleaner: Cleaner
+    runner: StepRunner
+    lanes: Lanes
+    boot_id: str
+    now: Callable[[], str] = _now
+    must_last: Callable[[Plan], bool] = changes_more_than_the_spec
+    turn_s: float = _TURN_S
+    lost_steps: Callable[[str], Sequence[Step]] = lambda _claim_uid: ()
+
+    def __post_init__(self) -> None:
         self._turn = threading.Lock()
 
     def intend(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
@@ -103,8 +95,8 @@ class Executor:
         in this boot stays as it is. Raises: StateError."""
         record = self._intended(plan, known)
         if record != known:
-            lasts = self._must_last(plan)
-            self._records.save(record, durable=lasts, whole=lasts)
+            lasts = self.must_last(plan)
+            self.records.save(record, durable=lasts, whole=lasts)
         return record
 
     @contextmanager
@@ -112,7 +104,7 @@ class Executor:
         """Within it no other plan that only writes files is carried out, unless that takes longer than `turn_s`
         seconds. Such a plan takes a millisecond of this interpreter: side by side all plans end as late as the last
         one; one after the other, most end earlier."""
-        is_ours = self._turn.acquire(timeout=self._turn_s)
+        is_ours = self._turn.acquire(timeout=self.turn_s)
         try:
             yield
         finally:
@@ -126,7 +118,7 @@ class Executor:
         if all(map(writes_files, plan.steps)):
             return
         groups = by_gpus(plan.steps)
-        self._lanes.refuse_unresponsive(frozenset().union(*(gpus for gpus, _ in groups)))
+        self.lanes.refuse_unresponsive(frozenset().union(*(gpus for gpus, _ in groups)))
         given_up = threading.Event()
 
         def do(steps: Sequence[Step], operation: Operation) -> None:
@@ -137,7 +129,7 @@ class Executor:
                 operation.what = STEP_TEXTS[type(step)]
                 begun.append(step)
                 try:
-                    self._runner.do(step, plan)
+                    self.runner.do(step, plan)
                 except DraDriverError as error:
                     if error.has_no_effect:
                         begun.remove(step)
@@ -145,7 +137,7 @@ class Executor:
 
         end = time.monotonic() + wait_s - _FINISH_S
         asked = [
-            self._lanes.ask(gpus, STEP_TEXTS[type(steps[0])], partial(do, steps)) for gpus, steps in groups
+            self.lanes.ask(gpus, STEP_TEXTS[type(steps[0])], partial(do, steps)) for gpus, steps in groups
         ]
         _, late = wait(asked, max(0.0, end - time.monotonic()))
         given_up.set()
@@ -159,7 +151,7 @@ class Executor:
             raise min(errors, key=lambda error: isinstance(error, NvmlTransientError))
 
     def _tell_late(self, groups: Sequence[Collection[str]]) -> None:
-        under_way = self._lanes.under_way()
+        under_way = self.lanes.under_way()
         for gpus in groups:
             for uuid in sorted(gpus & under_way.keys()):
                 one = under_way[uuid]
@@ -172,7 +164,7 @@ class Executor:
     def _refuse_changed(self, record: ClaimRecord) -> None:
         """Raises: RetryableError if the claim's record does not ask for the same any more: an Unprepare has come
         meanwhile, or another Prepare that failed. Whoever wrote a new one asks the lanes again."""
-        if not record.names_the_same(self._records.get(record.ref.uid)):
+        if not record.names_the_same(self.records.get(record.ref.uid)):
             raise RetryableError("another call has changed the claim meanwhile; the kubelet calls again")
 
     def finish(self, plan: Plan, record: ClaimRecord, begun: list[Step]) -> ClaimRecord:
@@ -180,17 +172,17 @@ class Executor:
         the claim's lock. Raises: what a step raised; StateError; RetryableError if another call has changed the record
         since `intend`."""
         self._refuse_changed(record)
-        lasts = self._must_last(plan)
+        lasts = self.must_last(plan)
         with nullcontext() if lasts else self._in_turn():
             for step in plan.steps:
                 if writes_files(step):
                     begun.append(step)
-                    self._runner.do(step, plan)
+                    self.runner.do(step, plan)
             if record.phase == "prepared":
                 return record
-            done = replace(record, phase="prepared", prepared_at=record.prepared_at or self._now())
+            done = replace(record, phase="prepared", prepared_at=record.prepared_at or self.now())
             # A power cut may lose it, but it also ends the boot and removes everything that the steps made.
-            self._records.save(done, durable=False, whole=lasts)
+            self.records.save(done, durable=False, whole=lasts)
             return done
 
     def leave(self, record: ClaimRecord, begun: Sequence[Step] | None = None) -> PendingCleanup | None:
@@ -200,56 +192,56 @@ class Executor:
         steps = record.steps if begun is None else begun
         for step in reversed(steps):
             if writes_files(step):
-                self._runner.undo(step, record)
-        if still_pending(steps, record, self._boot_id):
-            return self._cleaner.begin(record, steps)
-        self._records.delete(record.ref.uid)
+                self.runner.undo(step, record)
+        if still_pending(steps, record, self.boot_id):
+            return self.cleaner.cleanups.begin(record, steps)
+        self.records.delete(record.ref.uid)
         return None
 
     def clean(self, cleanup: PendingCleanup | None) -> None:
         """Have the lanes undo what `leave` left, and wait for that a moment. The caller holds no lock. Raises:
         StateError."""
         if cleanup is not None:
-            self._cleaner.finish(cleanup, time_left(_TAKE_BACK_S))
+            self.cleaner.finish(cleanup, time_left(_TAKE_BACK_S))
 
     def lost(self, claim_uid: str) -> ClaimRecord:
         """A record, for `leave`, of a claim that has none or none that this release can read. It is on disk if
         something is to be undone on a GPU, because nothing tells of that once the CDI spec is removed. The caller holds
         the claim's lock. Raises: StateError."""
-        if self._records.delete(claim_uid):
+        if self.records.delete(claim_uid):
             _log.warning(
                 "newer_record_removed",
                 claim_uid=claim_uid,
                 remedy="what the newer release set on GPUs may be left; see `nvidia-smi`, or reboot the node",
             )
-        on_gpus = self._lost_steps(claim_uid)
+        on_gpus = self.lost_steps(claim_uid)
         claim = AllocatedClaim(ClaimRef("?", "?", claim_uid), (), ())
         steps = (*on_gpus, WriteDeviceMetadata(()), WriteCdiSpec())
-        record = ClaimRecord(claim, "preparing", self._boot_id, (), steps)
+        record = ClaimRecord(claim, "preparing", self.boot_id, (), steps)
         if on_gpus:
-            self._records.save(record)
+            self.records.save(record)
         return record
 
     def in_place(self, record: ClaimRecord) -> bool:
         """Whether every step of the record was done in this boot and its result is still there."""
         return (
             record.phase == "prepared"
-            and record.boot_id == self._boot_id
-            and all(self._runner.in_place(step, record) for step in record.steps)
+            and record.boot_id == self.boot_id
+            and all(self.runner.in_place(step, record) for step in record.steps)
         )
 
     def _intended(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
         held = plan.held_devices()
         if known is None:
-            return ClaimRecord(plan.claim, "preparing", self._boot_id, held, plan.steps)
-        unchanged = (known.claim, known.devices, known.boot_id) == (plan.claim, held, self._boot_id)
+            return ClaimRecord(plan.claim, "preparing", self.boot_id, held, plan.steps)
+        unchanged = (known.claim, known.devices, known.boot_id) == (plan.claim, held, self.boot_id)
         if known.phase == "prepared" and unchanged and known.steps == plan.steps:
             return known
         return replace(
             known,
             claim=plan.claim,
             phase="prepared" if known.phase == "prepared" and known.devices == held else "preparing",
-            boot_id=self._boot_id,
+            boot_id=self.boot_id,
             devices=held,
             steps=plan.steps,
         )
@@ -264,36 +256,31 @@ class StepObserver(Protocol):
         """`error` is what the step raised, None if it succeeded."""
 
 
+@dataclass(eq=False)
 class StepDispatcher:
     """Hands each step to the runner of its type, and times it for the `observer` if there is one."""
 
-    def __init__(
-        self,
-        runners: Mapping[type, StepRunner],
-        observer: StepObserver | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._runners = runners
-        self._observer = observer
-        self._clock = clock
+    runners: Mapping[type, StepRunner]
+    observer: StepObserver | None = None
+    clock: Callable[[], float] = time.monotonic
 
     def do(self, step: Step, plan: Plan) -> None:
         """As the step's runner."""
         with self._timed(step, "do"):
-            self._runners[type(step)].do(step, plan)
+            self.runners[type(step)].do(step, plan)
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
         """As the step's runner."""
         with self._timed(step, "undo"):
-            self._runners[type(step)].undo(step, record)
+            self.runners[type(step)].undo(step, record)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """As the step's runner."""
-        return self._runners[type(step)].in_place(step, record)
+        return self.runners[type(step)].in_place(step, record)
 
     @contextmanager
     def _timed(self, step: Step, action: Literal["do", "undo"]) -> Iterator[None]:
-        began = self._clock()
+        began = self.clock()
         try:
             yield
         except Exception as error:
@@ -302,5 +289,5 @@ class StepDispatcher:
         self._tell(step, action, began, None)
 
     def _tell(self, step: Step, action: Literal["do", "undo"], began: float, error: Exception | None) -> None:
-        if self._observer is not None:
-            self._observer.step_ended(type(step), action, self._clock() - began, error)
+        if self.observer is not None:
+            self.observer.step_ended(type(step), action, self.clock() - began, error)

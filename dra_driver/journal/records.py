@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -19,13 +19,12 @@ _log = structlog.get_logger(__name__)
 _SAFE_UID = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\Z")
 
 
-class RecordStore:
-    """Records in `directory`, named by claim UID; see `JsonStore`."""
+class RecordStore(JsonStore[ClaimRecord]):
+    """Records in `directory`, named by claim UID."""
 
     def __init__(self, directory: Path, reader: Callable[[UnreadableFile], None] | None = None) -> None:
         """A `reader` only looks: it learns which files cannot be read, and every file stays where it is."""
-        self._directory = directory
-        self._store = JsonStore(
+        super().__init__(
             directory,
             "claim record",
             _decode,
@@ -34,45 +33,28 @@ class RecordStore:
             only_reads=reader is not None,
         )
 
-    @property
-    def directory(self) -> Path:
-        """The directory with the records."""
-        return self._directory
-
     def open(self, boot_id: str) -> None:
         """Create the directory. Remove what killed writers left, and what a power cut left of records that were not
         synced. Raises: StateError."""
         open_directory(
-            self._directory, boot_id, lambda uid: _log.info("record_torn", claim_uid=uid), durable=True
+            self.directory, boot_id, lambda uid: _log.info("record_torn", claim_uid=uid), durable=True
         )
-
-    def get(self, uid: str) -> ClaimRecord | None:
-        """The record of a claim; None if there is none or it cannot be read. Raises: StateError."""
-        return self._store.get(_checked(uid))
-
-    def all(self) -> Mapping[str, ClaimRecord]:
-        """Every readable record by claim UID. Raises: StateError if the directory cannot be listed."""
-        return self._store.all()
-
-    def quarantined(self) -> list[Path]:
-        """Files that could not be read, whether they were set aside or not."""
-        return self._store.quarantined()
 
     def save(self, record: ClaimRecord, *, durable: bool = True, whole: bool = True) -> None:
         """Write the record. With `durable` it survives a power cut. With `whole` a power cut leaves this version or the
         one before. With neither it may leave a torn file, which the first `open` of the next boot removes. Raises:
         StateError."""
-        self._store.save(_checked(record.ref.uid), encode(record), durable=durable, whole=whole)
+        self.write(record.ref.uid, encode(record), durable=durable, whole=whole)
 
     def delete(self, uid: str) -> bool:
         """Remove a claim's record so that it does not come back; whether there was one. Raises: StateError."""
         # Synced: a record that came back after a power cut would hold its devices for ever.
-        return self._store.delete(_checked(uid), durable=True)
+        return self.remove(uid, durable=True)
 
     def move(self, uid: str, target: Path) -> None:
         """Have a claim's record in another directory of the same disk, and no more in this one. No content is written,
         so a full disk is no obstacle. A crash or a power cut leaves one of the two, or both. Raises: StateError."""
-        path = self._store.path(_checked(uid))
+        path = self.path(uid)
         try:
             target.hardlink_to(path)
         except OSError as error:
@@ -83,13 +65,6 @@ class RecordStore:
 
 def _is_safe(uid: str) -> bool:
     return _SAFE_UID.fullmatch(uid) is not None
-
-
-def _checked(uid: str) -> str:
-    """Raises: StateError for a UID that could lead out of the directory."""
-    if not _is_safe(uid):
-        raise StateError(f"claim UID {uid!r} is not usable as a file name; the claim is refused")
-    return uid
 
 
 def _decode(uid: str, content: bytes) -> ClaimRecord:

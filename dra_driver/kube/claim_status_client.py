@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from dra_driver.errors import ApiRejectedError
 from dra_driver.files.fields import NUMBER, TEXT, Kind, Shape, left_out
 from dra_driver.kube.claims import ClaimClient, reserved_pods
 from dra_driver.kube.client import is_not_found
-from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.claim import ClaimRef, Pods, allocation_results
 from dra_driver.model.device_status import DeviceFacts, DeviceStatus, MpsFacts
 from dra_driver.model.events import EventObject
@@ -35,31 +36,27 @@ _ASK_AGAIN_S = 3600.0
 _DATA_VERSION = "v1alpha1"
 
 
+@dataclass(eq=False)
 class ClaimStatusClient:
     """Reads claims and applies the entries of one driver on one node. For one thread.
 
     Entries are written by server-side apply under a field manager of this plugin and node. So drivers, and nodes that
     had the claim before, never change each other's entries. Raises: ApiUnavailableError, ApiRejectedError.
+
+    `note_pods` hears of the pods of every claim that is read, by its UID.
     """
 
-    def __init__(
-        self,
-        api: ResourceApi,
-        driver: str,
-        node: str,
-        *,
-        note_pods: Callable[[str, Pods], None],
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> None:
-        """`note_pods` hears of the pods of every claim that is read, by its UID."""
-        self._api = api
-        self._note_pods = note_pods
-        self._claims = ClaimClient(api)
-        self._driver = driver
-        self._manager = _field_manager(driver, node)
-        self._clock = clock
-        self._now = now
+    api: ResourceApi
+    driver: str
+    node: str
+    _: KW_ONLY
+    note_pods: Callable[[str, Pods], None]
+    clock: Callable[[], float] = time.monotonic
+    now: Callable[[], datetime] = lambda: datetime.now(UTC)
+
+    def __post_init__(self) -> None:
+        self._claims = ClaimClient(self.api)
+        self._manager = _field_manager(self.driver, self.node)
         self._dropped_at: float | None = None
 
     def pods_of(self, ref: ClaimRef, *, timeout_s: float | None = None) -> tuple[EventObject, ...]:
@@ -82,7 +79,7 @@ class ClaimStatusClient:
         allocation, nor where the status says so already. With `is_first` the claim was read a moment ago, without a
         status: it is not read again unless the API server refuses what we write. `timeout_s` bounds each request.
         """
-        if self._dropped_at is not None and self._clock() - self._dropped_at < _ASK_AGAIN_S:
+        if self._dropped_at is not None and self.clock() - self._dropped_at < _ASK_AGAIN_S:
             return False
         if is_first and devices:
             try:
@@ -123,20 +120,15 @@ class ClaimStatusClient:
         return True
 
     def _read(self, ref: ClaimRef, timeout_s: float | None) -> JsonObject | None:
-        try:
-            obj = self._claims.get_claim(ref.namespace, ref.name, timeout_s=timeout_s)
-        except ApiRejectedError as error:
-            if is_not_found(error):
-                return None
-            raise
-        if obj["metadata"].get("uid") != ref.uid:
+        obj = self._claims.find(ref, timeout_s)
+        if obj is None or obj["metadata"].get("uid") != ref.uid:
             return None
-        self._note_pods(ref.uid, reserved_pods(obj))
+        self.note_pods(ref.uid, reserved_pods(obj))
         return obj
 
     def _present(self, obj: JsonObject) -> dict[tuple[Any, ...], JsonObject]:
         entries = obj["status"].get("devices") or ()
-        return {_key(entry): entry for entry in entries if entry["driver"] == self._driver}
+        return {_key(entry): entry for entry in entries if entry["driver"] == self.driver}
 
     def _wanted(self, obj: JsonObject, devices: Sequence[DeviceStatus]) -> dict[tuple[Any, ...], JsonObject]:
         allocated = {_key(result) for result in allocation_results(obj)}
@@ -149,7 +141,7 @@ class ClaimStatusClient:
         """An entry for each device; `present` are those that the claim has."""
         entries: dict[tuple[Any, ...], JsonObject] = {}
         for device in devices:
-            place = {"driver": self._driver, "pool": device.pool, "device": device.device}
+            place = {"driver": self.driver, "pool": device.pool, "device": device.device}
             place |= {"shareID": device.share_id} if device.share_id else {}
             before = _condition(present.get(_key(place)) or {})
             entries[_key(place)] = place | {"conditions": [self._ready(device, before)]} | _data(device.facts)
@@ -163,7 +155,7 @@ class ClaimStatusClient:
             "status": status,
             "reason": device.reason,
             "message": " ".join(device.message.split())[:_MESSAGE_CHARACTERS],
-            "lastTransitionTime": since or self._now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "lastTransitionTime": since or self.now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
 
     def _apply(
@@ -176,7 +168,7 @@ class ClaimStatusClient:
             "metadata": {"name": ref.name, "namespace": ref.namespace, "uid": ref.uid},
             "status": {"devices": list(wanted.values())},
         }
-        return self._api.call(
+        return self.api.call(
             "PATCH",
             "resourceclaims",
             namespace=ref.namespace,
@@ -192,7 +184,7 @@ class ClaimStatusClient:
     def _note_dropped(self, wanted: dict[tuple[Any, ...], JsonObject], stored: JsonObject) -> None:
         self._dropped_at = None
         if wanted and not (stored.get("status") or {}).get("devices"):
-            self._dropped_at = self._clock()
+            self._dropped_at = self.clock()
             _log.warning(
                 "claim_status_dropped",
                 remedy="enable the feature gate DRAResourceClaimDeviceStatus in the API server, or do without"

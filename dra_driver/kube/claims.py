@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Literal
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError
 from dra_driver.kube.api_errors import PathNotFoundError
-from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.client import is_not_found
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.claim import (
     AllocatedClaim,
     ClaimNow,
@@ -21,17 +22,20 @@ from dra_driver.model.claim import (
 )
 
 _POD_CLAIM_NAME = "resource.kubernetes.io/pod-claim-name"
-_NOT_FOUND = 404
 
 
 class ClaimClient:
     """Reads ResourceClaims; needs `get` on them and nothing else."""
 
-    def __init__(self, api: ResourceApi) -> None:
+    def __init__(
+        self, api: ResourceApi, note_pods: Callable[[str, Pods], None] = lambda _uid, _pods: None
+    ) -> None:
+        """`note_pods` hears of the pods of every claim that `read` and `look` find, by its UID."""
         self._api = api
+        self._note_pods = note_pods
 
     def get_claim(self, namespace: str, name: str, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """The claim in v1 shape; `timeout_s` bounds the request, None means the client's own bound.
+        """The claim; `timeout_s` bounds the request, None means the client's own bound.
 
         Raises: ApiRejectedError (404 if it is gone), ApiUnavailableError; their texts start with
         "retrieve claim <namespace>/<name>: ".
@@ -45,25 +49,44 @@ class ClaimClient:
             timeout_s=timeout_s,
         )
 
-    def get_allocated(self, ref: ClaimRef, *, timeout_s: float | None = None) -> AllocatedClaim:
-        """Read the claim that the kubelet names and parse it. Raises: as the two steps."""
-        return parse_allocated_claim(self.get_claim(ref.namespace, ref.name, timeout_s=timeout_s), ref)
+    def read(self, ref: ClaimRef, timeout_s: float | None = None) -> AllocatedClaim:
+        """The claim that the kubelet names, with the allocation of all drivers.
 
-    def look(self, ref: ClaimRef, *, timeout_s: float | None = None) -> ClaimNow | None:
-        """What the API server says of the claim of that name now; None only if it says that there is none: a path
-        that is not served, or a proxy's 404, says nothing of a claim.
-
-        Raises: ApiRejectedError, ApiUnavailableError.
+        Raises: ClaimRefusedError if the claim is deleted, replaced or not allocated; ApiUnavailableError,
+        ApiRejectedError if the API server does not tell.
         """
+        obj = self.find(ref, timeout_s)
+        if obj is None:
+            raise ClaimRefusedError(
+                f"claim {ref.namespace}/{ref.name} does not exist in the API server; it was deleted"
+            )
+        claim = parse_allocated_claim(obj, ref)
+        self._note_pods(ref.uid, claim.pods)
+        return claim
+
+    def look(self, ref: ClaimRef, timeout_s: float | None = None) -> ClaimNow | None:
+        """What the API server says of the claim of that name now; None if it says that there is none.
+
+        Raises: ApiRejectedError, ApiUnavailableError if the API server does not tell.
+        """
+        obj = self.find(ref, timeout_s)
+        if obj is None:
+            return None
+        now = parse_claim_now(obj, ref)
+        self._note_pods(now.uid, now.pods)
+        return now
+
+    def find(self, ref: ClaimRef, timeout_s: float | None = None) -> dict[str, Any] | None:
+        """As `get_claim`; None only if the API server says that there is no claim of that name: a path that is not
+        served, or a proxy's 404, says nothing of a claim."""
         try:
-            obj = self.get_claim(ref.namespace, ref.name, timeout_s=timeout_s)
+            return self.get_claim(ref.namespace, ref.name, timeout_s=timeout_s)
         except PathNotFoundError:
             raise
         except ApiRejectedError as error:
-            if error.status == _NOT_FOUND and error.reason == "NotFound":
+            if is_not_found(error) and error.reason == "NotFound":
                 return None
             raise
-        return parse_claim_now(obj, ref)
 
 
 def parse_claim_now(obj: dict[str, Any], ref: ClaimRef) -> ClaimNow:

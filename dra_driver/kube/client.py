@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -77,30 +77,26 @@ class _Request:
         return urllib3.Timeout(connect=min(left, CONNECT_TIMEOUT_S), read=left)
 
 
+@dataclass(eq=False)
 class ApiClient:
     """One API server. Every method may be called from any thread.
 
     Raises from every call: ApiUnavailableError (retry later) and ApiRejectedError (`.status`, `.reason`).
+
+    `observe` hears of each request: its method, and the status of the answer or None if there was none;
+    `headers` go with each request; `warned` hears what the server warns of in answers to `request`.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        *,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        limiter: TokenBucket | None = None,
-        observe: Callable[[str, int | None], None] | None = None,
-        headers: Mapping[str, str] | None = None,
-        warned: Callable[[str], None] | None = None,
-    ) -> None:
-        """`observe` hears of each request: its method, and the status of the answer or None if there was none;
-        `headers` go with each request; `warned` hears what the server warns of in answers to `request`."""
-        self.endpoint = endpoint
-        self._timeout_s = timeout_s
-        self._limiter = limiter
-        self._headers = {"User-Agent": USER_AGENT, "Accept": JSON, **(headers or {})}
-        self._observe = observe
-        self._warned = warned
+    endpoint: Endpoint
+    _: KW_ONLY
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    limiter: TokenBucket | None = None
+    observe: Callable[[str, int | None], None] | None = None
+    headers: Mapping[str, str] | None = None
+    warned: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._headers = {"User-Agent": USER_AGENT, "Accept": JSON, **(self.headers or {})}
         self._lock = threading.Lock()
         self._pool: urllib3.PoolManager | None = None
         self._pool_of: tuple[Any, ...] = ()
@@ -123,9 +119,9 @@ class ApiClient:
             data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
             response = self._send(_Request(method, self._url(path, query), until, data, content_type))
             check_status(action, response)
-            if self._warned is not None:
+            if self.warned is not None:
                 for header in response.headers.getlist("Warning"):
-                    self._warned(warning_text(header))
+                    self.warned(warning_text(header))
             decoded = decoded_json(response.data or b"{}", action)
         return decoded if isinstance(decoded, dict) else {"items": decoded}
 
@@ -178,8 +174,8 @@ class ApiClient:
         return self._send_once(wanted)
 
     def _send_once(self, wanted: _Request, most_s: float = math.inf) -> urllib3.BaseHTTPResponse:
-        if self._limiter is not None:
-            self._limiter.acquire(math.inf if wanted.until is None else wanted.until - time.monotonic())
+        if self.limiter is not None:
+            self.limiter.acquire(math.inf if wanted.until is None else wanted.until - time.monotonic())
         if wanted.until is not None:
             wanted = replace(wanted, until=min(wanted.until, time.monotonic() + most_s))
         pool = self._pool_now()
@@ -201,8 +197,8 @@ class ApiClient:
             self._leave(pool)
             raise
         finally:
-            if self._observe is not None:
-                self._observe(wanted.method, status)
+            if self.observe is not None:
+                self.observe(wanted.method, status)
         return response
 
     def _leave(self, pool: urllib3.PoolManager) -> None:
@@ -261,7 +257,7 @@ class ApiClient:
         return self.endpoint.server + path + (f"?{urlencode(query)}" if query else "")
 
     def _until(self, timeout_s: float | None) -> float:
-        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
 
 
 def _socket_options() -> list[tuple[int, int, int]]:

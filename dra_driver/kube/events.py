@@ -9,7 +9,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -43,6 +43,7 @@ class _Known:
     stored: bool = False
 
 
+@dataclass(eq=False)
 class EventWriter:
     """Writes events in the name of one driver on one node. For one thread.
 
@@ -50,20 +51,14 @@ class EventWriter:
     the event being there twice.
     """
 
-    def __init__(
-        self,
-        client: ApiClient,
-        driver: str,
-        node: str,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ) -> None:
-        self._client = client
-        self._driver = driver
-        self._node = node
-        self._clock = clock
-        self._now = now
+    client: ApiClient
+    driver: str
+    node: str
+    _: KW_ONLY
+    clock: Callable[[], float] = time.monotonic
+    now: Callable[[], datetime] = lambda: datetime.now(UTC)
+
+    def __post_init__(self) -> None:
         self._known: OrderedDict[_Key, _Known] = OrderedDict()
 
     def write(
@@ -95,7 +90,7 @@ class EventWriter:
         known.stored, known.count = True, times
 
     def _known_event(self, key: _Key) -> _Known:
-        moment = self._clock()
+        moment = self.clock()
         known = self._known.pop(key, None)
         if known is None or moment - known.touched >= _AGGREGATED_S:
             known = _Known(_event_name(key[0].name), 0, moment)
@@ -109,7 +104,7 @@ class EventWriter:
         """False if the event is not there any more; it then gets a new name."""
         patch = {"count": known.count + times, "lastTimestamp": self._moment()}
         try:
-            self._client.request(
+            self.client.request(
                 "PATCH",
                 f"{_collection(about)}/{path_segment(known.name)}",
                 body=patch,
@@ -142,14 +137,14 @@ class EventWriter:
             "reason": reason,
             "message": message,
             "type": "Warning" if warning else "Normal",
-            "source": {"component": self._driver, "host": self._node},
-            "reportingComponent": self._driver,
-            "reportingInstance": self._node,
+            "source": {"component": self.driver, "host": self.node},
+            "reportingComponent": self.driver,
+            "reportingInstance": self.node,
             "firstTimestamp": moment,
             "lastTimestamp": moment,
             "count": times,
         }
-        self._client.request(
+        self.client.request(
             "POST",
             _collection(about),
             body=body,
@@ -158,7 +153,7 @@ class EventWriter:
         )
 
     def _moment(self) -> str:
-        return self._now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return self.now().astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _namespace(about: EventObject) -> str:

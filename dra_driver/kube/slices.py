@@ -7,8 +7,7 @@ from typing import Any
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import is_not_found
-from dra_driver.kube.convert import GROUP
-from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.resource_api import GROUP_VERSION, ResourceApi
 from dra_driver.kube.watch_stream import WatchStream
 
 _PLURAL = "resourceslices"
@@ -20,7 +19,7 @@ place. Until then nothing tells of slices that somebody deletes; claims and heal
 
 
 class SliceClient:
-    """The slices with `spec.driver` and `spec.nodeName` as given; objects in v1 shape."""
+    """The slices with `spec.driver` and `spec.nodeName` as given."""
 
     def __init__(self, api: ResourceApi, driver: str, node: str, *, idle_timeout_s: float = _IDLE_S) -> None:
         self._api = api
@@ -33,7 +32,7 @@ class SliceClient:
         action = f"list resource slices of {self._whose}"
         answer = self._api.call("GET", _PLURAL, query=self._selector, action=action)
         items = [
-            {"apiVersion": f"{GROUP}/v1", "kind": "ResourceSlice"} | item
+            {"apiVersion": GROUP_VERSION, "kind": "ResourceSlice"} | item
             for item in answer.get("items") or ()
         ]
         items.sort(key=lambda item: str(item["metadata"]["name"]))
@@ -82,4 +81,4 @@ class SliceClient:
 
 
 def _typed(obj: dict[str, Any]) -> dict[str, Any]:
-    return obj | {"apiVersion": f"{GROUP}/v1", "kind": "ResourceSlice"}
+    return obj | {"apiVersion": GROUP_VERSION, "kind": "ResourceSlice"}

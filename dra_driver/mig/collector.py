@@ -3,16 +3,13 @@ until nothing is in the way."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Literal
 
 import structlog
 
-from dra_driver.concurrency.backoff import Backoff
-from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import DeviceBusyError, DraDriverError
 from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.mig.context import MigContext
@@ -25,10 +22,6 @@ _log = structlog.get_logger(__name__)
 
 _HANGS_S = 60.0
 """How long one GPU may keep the others from being looked after."""
-_RETRY_FIRST_S = 0.2
-_RETRY_MOST_S = 10.0
-_LOOK_EVERY_S = 60.0
-_LOOK_EXPECTING_S = 1.0
 
 Adoption = Literal["leave", "destroy"]
 
@@ -42,68 +35,46 @@ class _ForeignOnGpu:
     uuids: frozenset[str] | None = None
 
 
+@dataclass(eq=False)
 class MigCollector:
-    """Works off the ledger in a thread of its own.
+    """Works off the ledger; a `LeftOver` of the loop over pending cleanups.
 
-    Level-triggered: each look goes over everything. It comes when somebody asks, when something failed before, and
-    once a minute. In the GPU's lane the collector decides from the disk again what is to be changed, because claims
-    are prepared meanwhile, also by a second instance of the plugin.
+    Level-triggered: each look goes over everything. In the GPU's lane the collector decides from the disk again what is
+    to be changed, because claims are prepared meanwhile, also by a second instance of the plugin.
+
+    `adopt` says what to do, at a start or reload, with the instances on partitioned GPUs that somebody else
+    made. `on_change` is called after a look that changed something, or that found other devices stuck than the
+    look before. `wake` wakes the loop.
     """
 
-    def __init__(
-        self,
-        context: MigContext,
-        devices: MigDevices,
-        lanes: Lanes,
-        *,
-        adopt: Adoption,
-        on_change: Callable[[], None],
-    ) -> None:
-        """`adopt` says what to do, at a start or reload, with the instances on partitioned GPUs that somebody else
-        made. `on_change` is called after a look that changed something, or that found other devices stuck than the
-        look before."""
-        self._context = context
-        self._hardware = context.hardware
-        self._ledger = context.ledger
-        self._users = context.users
-        self._clock = context.clock
-        self._devices = devices
-        self._lanes = lanes
-        self._adopt = adopt
-        self._on_change = on_change
+    context: MigContext
+    devices: MigDevices
+    lanes: Lanes
+    _: KW_ONLY
+    adopt: Adoption
+    on_change: Callable[[], None]
+    wake: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self._hardware = self.context.hardware
+        self._ledger = self.context.ledger
+        self._users = self.context.users
+        self._is_asked = False
         self._failures: dict[str, str] = {}  # what failed in the last look, and why
         self._stuck: Mapping[str, str] = {}
         self._adoptable: Inventory | None = None
         self._foreign: dict[str, _ForeignOnGpu] = {}  # by GPU UUID
         self._foreign_names: Mapping[str, str] = {}  # device name to MIG UUID
-        self._is_asked = threading.Event()
-        self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
-        self._next_look = self._clock() + _LOOK_EVERY_S
-        self._worker = BackgroundWorker(
-            "mig-collector",
-            self._look_if_due,
-            crash_event="mig_keeper_failed",
-            on_crash=lambda _error: _LOOK_EXPECTING_S,
-        )
-
-    def start(self) -> None:
-        """Begin to look, as soon as somebody asks."""
-        self._worker.start()
-
-    def stop(self) -> None:
-        """Stop looking."""
-        self._worker.stop(5)
 
     def reconcile(self, inventory: Inventory) -> None:
         """The driver was found or loaded again: look soon, and adopt what is there."""
         self._adoptable = inventory
-        self._backoff.reset()
         self.look_soon()
 
     def look_soon(self) -> None:
-        """Something of ours was left over, or the GPUs may be others than before."""
-        self._is_asked.set()
-        self._worker.wake()
+        """Something of ours was left over, or the GPUs may be others than before. A look itself may call it, too."""
+        self._is_asked = True
+        self.wake()
 
     def claim_gone(self) -> None:
         """A claim was unprepared; it may have held what is to be destroyed."""
@@ -114,19 +85,13 @@ class MigCollector:
         """Devices that should be gone and cannot be destroyed, with the reason."""
         return self._stuck
 
-    def _look_if_due(self) -> float:
-        if self._is_asked.is_set() or self._clock() >= self._next_look:
-            self._is_asked.clear()
-            self.look()
-            if not self._failures:
-                self._backoff.reset()
-            self._next_look = self._clock() + (self._backoff.step() if self._failures else _LOOK_EVERY_S)
-        if self._devices.expects_late_instances:
-            self._next_look = min(self._next_look, self._clock() + _LOOK_EXPECTING_S)
-        return max(0.0, self._next_look - self._clock())
+    def is_left(self) -> bool:
+        """Whether somebody asks, something failed in the last look, or an instance may still appear."""
+        return self._is_asked or bool(self._failures) or self.devices.expects_late_instances
 
-    def look(self) -> None:
+    def work_off(self) -> None:
         """Clear away everything that nobody uses. What fails is logged and tried again later."""
+        self._is_asked = False
         adoptable, self._adoptable = self._adoptable, None
         before, self._failures = self._failures, {}
         try:
@@ -145,7 +110,7 @@ class MigCollector:
             if gpu_uuid not in in_use or changed:
                 address = GpuAddress(gpu_uuid, mode.pci_bus_id)
                 changed |= self._tried(gpu_uuid, gpu_uuid, partial(self._leave_mode, address))
-        if self._adopt == "destroy":
+        if self.adopt == "destroy":
             changed |= self._adopted(adoptable)
         self._tell_failures(before)
         stuck = {key: reason for key, reason in self._failures.items() if key in entries}
@@ -153,7 +118,7 @@ class MigCollector:
         changed |= stuck.keys() != self._stuck.keys()
         self._stuck = stuck
         if changed:
-            self._on_change()
+            self.on_change()
 
     def _tell_failures(self, before: Mapping[str, str]) -> None:
         for subject, reason in self._failures.items():
@@ -179,12 +144,12 @@ class MigCollector:
         """Do it in the GPU's lane and with NVML kept open; whether it changed something."""
 
         def alone(_operation: Operation) -> bool:
-            with self._context.operation():
+            with self.context.operation():
                 return action()
 
         try:
-            self._lanes.refuse_unresponsive({gpu_uuid}, _HANGS_S)
-            done = self._lanes.ask({gpu_uuid}, f"the collection of {key}", alone)
+            self.lanes.refuse_unresponsive({gpu_uuid}, _HANGS_S)
+            done = self.lanes.ask({gpu_uuid}, f"the collection of {key}", alone)
             return done.result(_HANGS_S)
         except TimeoutError:
             done.cancel()  # the others are looked after
@@ -200,7 +165,7 @@ class MigCollector:
             return False
         # An orphan that a claim wants is in the way of a new one, which needs the MIG mode.
         keeps_mode = device in users
-        if not self._devices.destroy(device, entry.gpu, keeps_mode=keeps_mode):
+        if not self.devices.destroy(device, entry.gpu, keeps_mode=keeps_mode):
             return False
         _log.info("mig_device_cleared", device=device, gpu_uuid=entry.gpu_uuid)
         return True
@@ -212,7 +177,7 @@ class MigCollector:
             return False
         if self._users.use_others(gpu.uuid):
             return False
-        return self._devices.mode.leave_if_idle(gpu)
+        return self.devices.mode.leave_if_idle(gpu)
 
     def _destroy_foreign(self, gpu_uuid: str) -> bool:
         """Destroy the GPU instances that the ledger does not know and that hold no device of a claim. Those that
@@ -238,7 +203,7 @@ class MigCollector:
     def _is_destroyed(self, gpu: GpuAddress, found: FoundInstance) -> bool:
         """Destroy a foreign instance; False if it is in use, which does not keep the others from being destroyed."""
         try:
-            self._devices.destroy_foreign(gpu, found.instance, found.compute_instances)
+            self.devices.destroy_foreign(gpu, found.instance, found.compute_instances)
         except DeviceBusyError as error:
             _log.warning("mig_instance_not_destroyed", gpu_uuid=gpu.uuid, reason=str(error))
             return False

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.steps import CreateMig
 
 
+@dataclass(frozen=True, slots=True)
 class MigHolders:
-    """Reads the records anew for each question, because the second instance of a rolling update writes them too."""
+    """Reads the records anew for each question, because the second instance of a rolling update writes them too.
 
-    def __init__(self, records: RecordStore, lost_devices: Callable[[], Collection[str]]) -> None:
-        """`lost_devices` names the devices of claims that still have a CDI spec but no record."""
-        self._records = records
-        self._lost_devices = lost_devices
+    `lost_devices` names the devices of claims that still have a CDI spec but no record.
+    """
+
+    records: RecordStore
+    lost_devices: Callable[[], Collection[str]]
 
     def by_device(self, besides: str | None = None) -> Mapping[str, str]:
         """For each device that a claim uses, one such claim in words; the claim with the UID `besides` does not count.
 
         A device is in use from the moment at which the record with its step is written. Raises: StateError.
         """
-        users = dict.fromkeys(self._lost_devices(), "a claim whose record was lost")
-        for uid, record in self._records.all().items():
+        users = dict.fromkeys(self.lost_devices(), "a claim whose record was lost")
+        for uid, record in self.records.all().items():
             if uid == besides:
                 continue
             names = {step.device for step in record.steps if isinstance(step, CreateMig)}
@@ -33,7 +36,7 @@ class MigHolders:
     def on_gpu(self, gpu_uuid: str, gpu_name: str, boot_id: str) -> str | None:
         """A claim that holds the GPU, or a MIG device of it, in words; None if none does. A reboot ends MIG devices, so
         one that was not prepared anew in this boot holds none. Raises: StateError."""
-        for record in self._records.all().values():
+        for record in self.records.all().values():
             is_held = any(
                 held.gpu_uuid == gpu_uuid and (held.kind == "gpu" or record.boot_id == boot_id)
                 for held in record.devices
@@ -41,7 +44,7 @@ class MigHolders:
             )
             if is_held:
                 return f"claim {record.ref}"
-        if any(f"{name}-".startswith(f"{gpu_name}-") for name in self._lost_devices()):
+        if any(f"{name}-".startswith(f"{gpu_name}-") for name in self.lost_devices()):
             return "a claim whose record was lost"
         return None
 
@@ -50,7 +53,7 @@ class MigHolders:
         count. Raises: StateError."""
         return any(
             isinstance(step, CreateMig) and step.gpu_uuid == gpu_uuid and step.device != device
-            for uid, record in self._records.all().items()
+            for uid, record in self.records.all().items()
             if uid != besides
             for step in record.steps
         )
@@ -58,9 +61,5 @@ class MigHolders:
     def held_uuids(self) -> frozenset[str]:
         """UUIDs of the devices that claims hold. Raises: StateError."""
         return frozenset(
-            held.uuid for record in self._records.all().values() for held in record.devices if held.uuid
+            held.uuid for record in self.records.all().values() for held in record.devices if held.uuid
         )
-
-    def lost_devices(self) -> frozenset[str]:
-        """Names of the devices of claims whose record was lost."""
-        return frozenset(self._lost_devices())

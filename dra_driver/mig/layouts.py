@@ -28,6 +28,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import structlog
 
@@ -63,68 +64,45 @@ _LOOK_EVERY_S = 30.0
 _LOOK_WAITING_S = 5.0
 
 
-class NodeLayouts:
-    """Looks in a thread of its own whether every GPU is as the layout asks, and changes those that are not."""
+@dataclass(eq=False)
+class NodeLayouts(BackgroundWorker):
+    """Looks in a thread of its own whether every GPU is as the layout asks, and changes those that are not.
 
-    def __init__(
-        self,
-        context: MigContext,
-        devices: MigDevices,
-        lanes: Lanes,
-        planning: GpuLocks,
-        changing: GpuLocks,
-        file: LayoutFile,
-        wanted: MigLayouts,
-        *,
-        labels: Callable[[], Mapping[str, str]],
-        inventory: Callable[[], Inventory | None],
-        is_on_demand: Callable[[Gpu], bool],
-        leads: Callable[[], bool],
-        rescan: Callable[[], None],
-        on_change: Callable[[Sequence[GpuLayout]], None],
-    ) -> None:
-        """A GPU is changed under its lock of `changing`. `labels` reads those of the own node. While `leads` says no,
-        another instance of the plugin acts. `rescan` has discovery read the GPUs, and returns when it has. `on_change`
-        gets the states that are new."""
-        self._context = context
-        self._hardware = context.hardware
-        self._ledger = context.ledger
-        self._clock = context.clock
-        self._devices = devices
-        self._lanes = lanes
-        self._planning = planning
-        self._changing = changing
-        self._file = file
-        self._wanted = wanted
-        self._labels = labels
-        self._inventory = inventory
-        self._is_on_demand = is_on_demand
-        self._leads = leads
-        self._rescan = rescan
-        self._on_change = on_change
+    A GPU is changed under its lock of `changing`. `labels` reads those of the own node. While `leads` says no,
+    another instance of the plugin acts. `rescan` has discovery read the GPUs, and returns when it has. `on_change`
+    gets the states that are new.
+    """
+
+    context: MigContext
+    devices: MigDevices
+    lanes: Lanes
+    planning: GpuLocks
+    changing: GpuLocks
+    file: LayoutFile
+    wanted: MigLayouts
+    _: KW_ONLY
+    labels: Callable[[], Mapping[str, str]]
+    inventory: Callable[[], Inventory | None]
+    is_on_demand: Callable[[Gpu], bool]
+    leads: Callable[[], bool]
+    rescan: Callable[[], None]
+    on_change: Callable[[Sequence[GpuLayout]], None]
+
+    def __post_init__(self) -> None:
+        self._hardware = self.context.hardware
+        self._ledger = self.context.ledger
+        self._clock = self.context.clock
         self._states: Mapping[str, GpuLayout] = {}
-        if wanted.is_on:
-            self._states = {one.gpu_uuid: one for one in file.load()}
+        if self.wanted.is_on:
+            self._states = {one.gpu_uuid: one for one in self.file.load()}
         self._tainted_at: dict[tuple[str, str], float] = {}  # by GPU and layout
         self._guard = threading.Lock()
-        self._worker = BackgroundWorker(
+        super().__init__(
             "mig-layouts",
             self._turn,
             crash_event="mig_layouts_failed",
             on_crash=lambda _error: _LOOK_EVERY_S,
         )
-
-    def start(self) -> None:
-        """Begin to look."""
-        self._worker.start()
-
-    def stop(self) -> None:
-        """Stop looking; a change that is under way is left to its lane."""
-        self._worker.stop(5)
-
-    def look_soon(self) -> None:
-        """A claim has ended, or the GPUs are others than before."""
-        self._worker.wake()
 
     def states(self) -> Mapping[str, GpuLayout]:
         """What became of the layout on each GPU that it is for, by UUID."""
@@ -135,7 +113,7 @@ class NodeLayouts:
         """For who plans a claim on these GPUs under their planning locks. Raises: NvmlTransientError while one of them
         is changed, by whichever instance of the plugin; StateError."""
         try:
-            with self._changing.hold(gpu_uuids, 0.0):
+            with self.changing.hold(gpu_uuids, 0.0):
                 return
         except LockBusyError as error:
             raise NvmlTransientError(
@@ -149,21 +127,21 @@ class NodeLayouts:
 
     def look(self) -> None:
         """Have every GPU as the layout asks, as far as that is possible now. What is in the way is in `states`."""
-        inventory = self._inventory()
+        inventory = self.inventory()
         try:
-            if not self._leads() or inventory is None:
+            if not self.leads() or inventory is None:
                 return
-            labels = self._labels()
+            labels = self.labels()
         except DraDriverError as error:
             _log.warning("mig_layout_unknown", reason=str(error))
             return
-        name = labels.get(LAYOUT_LABEL) if self._wanted.from_label else None
-        name = name or self._wanted.name
+        name = labels.get(LAYOUT_LABEL) if self.wanted.from_label else None
+        name = name or self.wanted.name
         found: dict[str, GpuLayout] = {}
         # A GPU that a virtual machine has counts, and keeps the others' indices, but nobody can look at it.
         away = inventory.lost_uuids | inventory.under_vfio.keys()
         for index, gpu in enumerate(inventory.offered_gpus):
-            if name is None or gpu.uuid in away or self._is_on_demand(gpu):
+            if name is None or gpu.uuid in away or self.is_on_demand(gpu):
                 continue
             if LAYOUT_STATE_LABEL in labels:
                 text = (
@@ -186,7 +164,7 @@ class NodeLayouts:
             if key[0] in found and (found[key[0]].layout, found[key[0]].state) == (key[1], "waiting")
         }
         try:
-            self._file.save(list(found.values()))
+            self.file.save(list(found.values()))
         except DraDriverError as error:
             _log.warning("mig_layout_not_kept", reason=str(error))
         new = [one for uuid, one in found.items() if before.get(uuid) != one]
@@ -195,7 +173,7 @@ class NodeLayouts:
                 "mig_layout", gpu_uuid=one.gpu_uuid, layout=one.layout, state=one.state, reason=one.text
             )
         if new or found.keys() != before.keys():
-            self._on_change(new)
+            self.on_change(new)
 
     def _looked_at(self, gpu: Gpu, gpu_name: str, index: int, name: str) -> GpuLayout | None:
         """Look at one GPU in its lane; None if the layout says nothing of it."""
@@ -203,12 +181,12 @@ class NodeLayouts:
         may_change = tainted_at is not None and self._clock() >= tainted_at + TAINTED_FIRST_S
 
         def alone(_operation: Operation) -> GpuLayout | None:
-            with self._context.operation():
+            with self.context.operation():
                 return self._converged(gpu, gpu_name, index, name, may_change=may_change)
 
         try:
-            self._lanes.refuse_unresponsive({gpu.uuid}, _HANGS_S)
-            done = self._lanes.ask({gpu.uuid}, f"the MIG layout {name}", alone)
+            self.lanes.refuse_unresponsive({gpu.uuid}, _HANGS_S)
+            done = self.lanes.ask({gpu.uuid}, f"the MIG layout {name}", alone)
             try:
                 state = done.result(_HANGS_S)
             finally:
@@ -258,23 +236,23 @@ class NodeLayouts:
 
     def _changed_if_free(self, gpu: Gpu, gpu_name: str, target: LayoutTarget) -> str | None:
         """Change the GPU; or the claim that holds it, in words. Raises: DraDriverError that says what is in the way."""
-        with self._changing.hold({gpu.uuid}, _PLANNING_S):
-            with self._planning.hold({gpu.uuid}, _PLANNING_S):
-                holder = self._context.users.on_gpu(gpu.uuid, gpu_name, self._ledger.boot_id)
+        with self.changing.hold({gpu.uuid}, _PLANNING_S):
+            with self.planning.hold({gpu.uuid}, _PLANNING_S):
+                holder = self.context.users.on_gpu(gpu.uuid, gpu_name, self._ledger.boot_id)
             if holder is None:
                 try:
                     self._change(target, GpuAddress(gpu.uuid, gpu.pci_bus_id), gpu_name)
                 finally:
-                    self._rescan()
+                    self.rescan()
             return holder
 
     def _target(self, found: Gpu, gpu: GpuAddress, index: int, name: str) -> LayoutTarget | None:
         pci_id, profiles = self._hardware.cuts(found)
-        entry = entry_for(name, self._wanted.named, index, pci_id, profiles)
+        entry = entry_for(name, self.wanted.named, index, pci_id, profiles)
         if entry is None:
             return None
         existing = self._hardware.instances(*gpu)
-        fixed = [] if self._wanted.destroys_foreign else self._foreign(gpu, existing)
+        fixed = [] if self.wanted.destroys_foreign else self._foreign(gpu, existing)
         target = target_of(entry, profiles, existing, [instance.slot for instance in fixed])
         for instance in fixed:
             if target.slots and not self._hardware.compute_instances(*gpu, instance.gpu_instance_id):
@@ -290,7 +268,7 @@ class NodeLayouts:
 
     def _is_as(self, target: LayoutTarget, gpu: GpuAddress) -> bool:
         """Whether the GPU is as it shall be, so that nothing is to be done."""
-        if self._devices.mode.is_on(gpu) != target.mode:
+        if self.devices.mode.is_on(gpu) != target.mode:
             return False
         if target.only_mode:
             return True
@@ -306,12 +284,12 @@ class NodeLayouts:
         wanted = {_slot(*pair) for pair in target.slots}
         if not target.only_mode:
             for entry in self._ledger.entries_of(gpu.uuid).values():
-                if entry.slot not in wanted and not self._devices.destroy(entry.device, gpu, keeps_mode=True):
+                if entry.slot not in wanted and not self.devices.destroy(entry.device, gpu, keeps_mode=True):
                     raise RetryableError(f"MIG device {entry.device} may still appear; it is destroyed then")
             for instance in self._foreign(gpu, self._hardware.instances(*gpu)):
                 if instance.slot not in wanted:
-                    self._devices.destroy_foreign(gpu, instance)
-        self._devices.mode.have(gpu, target.mode)
+                    self.devices.destroy_foreign(gpu, instance)
+        self.devices.mode.have(gpu, target.mode)
         kept = {instance.slot for instance in self._foreign(gpu, self._hardware.instances(*gpu))}
         for row, placement in target.slots:
             if _slot(row, placement) not in kept:
@@ -322,7 +300,7 @@ class NodeLayouts:
             mig_slot_name(gpu_name, profile, placement), *gpu, profile.profile_id, profile.name, placement
         )
         try:
-            self._devices.create(step, for_layout=True)
+            self.devices.create(step, for_layout=True)
         except ClaimRefusedError as error:
             raise RetryableError(str(error)) from error
 

@@ -12,14 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import structlog
 
-from dra_driver.errors import StateError
 from dra_driver.files.fields import Shape
 from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
-from dra_driver.mig.ledger_codec import ENTRY, MODE, OwnedMode, decode, decode_entry, encode
+from dra_driver.mig.ledger_codec import ENTRY, MODE, OwnedMode, decode_entry, decode_mode, encode
 from dra_driver.mig.rules.ownership import Slot, instances_to_withhold
 from dra_driver.model.ids import is_dns_label
 from dra_driver.model.mig import GpuInstance, OwnedInstance
@@ -35,29 +34,40 @@ _SAFE_GPU_UUID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,99}\Z")
 _REMEMBERED_S = 30.0
 
 
-class _Remembered(Generic[V]):
+class _Remembered(JsonStore[V]):
     """Files of one kind, and each value that went away in the last 30 s, by us or the other instance."""
 
-    def __init__(self, store: JsonStore[V], shape: Shape[V], clock: Clock) -> None:
-        self._store = store
+    def __init__(
+        self,
+        directory: Path,
+        shape: Shape[V],
+        clock: Clock,
+        reader: Callable[[UnreadableFile], None] | None,
+        decode: Callable[[str, bytes], V],
+        is_name: Callable[[str], bool],
+    ) -> None:
+        """A `reader` as that of the `MigLedger`."""
+        super().__init__(
+            directory, _WHAT, decode, reader or _tell, is_name=is_name, only_reads=reader is not None
+        )
         self._shape = shape
         self._clock = clock
         self._there: dict[str, V] = {}
         self._gone: dict[V, float] = {}
-        self._lock = threading.Lock()
+        self._guard = threading.Lock()
 
     def get(self, name: str) -> V | None:
-        """The value, None if there is none that can be read. Raises: StateError."""
-        value = self._store.get(name)
+        """As `JsonStore.get`; what is not there any more is remembered."""
+        value = super().get(name)
         self._note(name, value)
         return value
 
     def all(self) -> dict[str, V]:
-        """Every readable value by name. Raises: StateError if the directory cannot be listed."""
-        values = self._store.all()
+        """As `JsonStore.all`; what is not there any more is remembered."""
+        values = super().all()
         for name, value in values.items():
             self._note(name, value)
-        with self._lock:
+        with self._guard:
             missing = self._there.keys() - values.keys()
         for name in missing:
             self.get(name)  # which remembers it, unless it has come meanwhile
@@ -67,24 +77,24 @@ class _Remembered(Generic[V]):
         """Write the value. As nothing is synced, an error with which the disk takes it only later is not seen. Raises:
         StateError."""
         self.get(name)  # the file of a newer release is not written over
-        self._store.save(name, encode(self._shape, value), durable=False, whole=False)
+        self.write(name, encode(self._shape, value), durable=False, whole=False)
         self._note(name, value)
 
     def delete(self, name: str) -> None:
         """Remove the value; nothing happens if there is none. Raises: StateError."""
         self.get(name)  # so that it is remembered
-        self._store.delete(name, durable=False)
+        self.remove(name, durable=False)
         self._note(name, None)
 
     def gone(self) -> frozenset[V]:
         """What went away in the last 30 s."""
         limit = self._clock() - _REMEMBERED_S
-        with self._lock:
+        with self._guard:
             self._gone = {value: moment for value, moment in self._gone.items() if moment >= limit}
             return frozenset(self._gone)
 
     def _note(self, name: str, value: V | None) -> None:
-        with self._lock:
+        with self._guard:
             before = self._there.pop(name, None)
             if value is not None:
                 self._there[name] = value
@@ -109,13 +119,8 @@ class MigLedger:
         what cannot be read, and every file stays where it is."""
         self._directory = directory
         self.boot_id = boot_id or ""
-        tell, only_reads = reader or _tell, reader is not None
-        entries = JsonStore(
-            directory, _WHAT, self._decode_entry, tell, is_name=_is_device, only_reads=only_reads
-        )
-        modes = JsonStore(directory, _WHAT, self._decode_mode, tell, is_name=_is_mode, only_reads=only_reads)
-        self._entries = _Remembered(entries, ENTRY, clock)
-        self._modes = _Remembered(modes, MODE, clock)
+        self._entries = _Remembered(directory, ENTRY, clock, reader, decode_entry, _is_device)
+        self._modes = _Remembered(directory, MODE, clock, reader, decode_mode, _is_mode)
 
     def open(self) -> None:
         """Create the directory, and clear away what a killed writer left, and what a power cut tore. Raises:
@@ -129,7 +134,7 @@ class MigLedger:
 
     def get(self, device: str) -> OwnedInstance | None:
         """The entry of a device, None if there is none that can be read. Raises: StateError."""
-        return self._entries.get(_checked_device(device))
+        return self._entries.get(device)
 
     def all(self) -> Mapping[str, OwnedInstance]:
         """Every readable entry by device. Raises: StateError if the directory cannot be listed."""
@@ -137,11 +142,11 @@ class MigLedger:
 
     def save(self, entry: OwnedInstance) -> None:
         """Write the entry; an error with which the disk takes it only later is not seen. Raises: StateError."""
-        self._entries.save(_checked_device(entry.device), entry)
+        self._entries.save(entry.device, entry)
 
     def delete(self, device: str) -> None:
         """Remove a device's entry; nothing happens if there is none. Raises: StateError."""
-        self._entries.delete(_checked_device(device))
+        self._entries.delete(device)
 
     def created_instance(self, device: str) -> OwnedInstance | None:
         """The device as it was made in this boot, with IDs and UUID; None if it was not. Raises: StateError."""
@@ -172,7 +177,7 @@ class MigLedger:
 
     def mode_owned(self, gpu_uuid: str) -> bool:
         """Whether we switched the GPU's MIG mode on in this boot. Raises: StateError."""
-        mode = self._modes.get(_mode_name(gpu_uuid))
+        mode = self._modes.get(_MODE_PREFIX + gpu_uuid)
         return mode is not None and mode.boot_id == self.boot_id
 
     def own_mode(self, gpu_uuid: str, pci_bus_id: str | None) -> None:
@@ -180,11 +185,11 @@ class MigLedger:
 
         Raises: StateError.
         """
-        self._modes.save(_mode_name(gpu_uuid), OwnedMode(gpu_uuid, pci_bus_id, self.boot_id))
+        self._modes.save(_MODE_PREFIX + gpu_uuid, OwnedMode(gpu_uuid, pci_bus_id, self.boot_id))
 
     def disown_mode(self, gpu_uuid: str) -> None:
         """Forget it; nothing happens if there is nothing. Raises: StateError."""
-        self._modes.delete(_mode_name(gpu_uuid))
+        self._modes.delete(_MODE_PREFIX + gpu_uuid)
 
     def mode_is_ours(self, gpu_uuid: str) -> bool:
         """As `mode_owned`; also where it was given up, or was seen to be gone through the other instance, less than
@@ -196,14 +201,6 @@ class MigLedger:
         """The GPUs whose MIG mode we switched on, in any boot, by UUID. Raises: StateError."""
         return {name.removeprefix(_MODE_PREFIX): mode for name, mode in self._modes.all().items()}
 
-    # --- files ---------------------------------------------------------------------------------
-
-    def _decode_entry(self, device: str, content: bytes) -> OwnedInstance:
-        return decode_entry(content, device, self._directory / f"{device}.json")
-
-    def _decode_mode(self, name: str, content: bytes) -> OwnedMode:
-        return decode(MODE, content, self._directory / f"{name}.json")
-
 
 def _is_device(name: str) -> bool:
     return is_dns_label(name) and not name.startswith(_MODE_PREFIX)
@@ -212,21 +209,6 @@ def _is_device(name: str) -> bool:
 def _is_mode(name: str) -> bool:
     gpu_uuid = name.removeprefix(_MODE_PREFIX)
     return gpu_uuid != name and _SAFE_GPU_UUID.fullmatch(gpu_uuid) is not None
-
-
-def _checked_device(device: str) -> str:
-    """Raises: StateError for a name that could lead elsewhere."""
-    if not _is_device(device):
-        raise StateError(f"device name {device!r} is not usable as a file name; the device is refused")
-    return device
-
-
-def _mode_name(gpu_uuid: str) -> str:
-    """Raises: StateError for a UUID that could lead elsewhere."""
-    name = f"{_MODE_PREFIX}{gpu_uuid}"
-    if not _is_mode(name):
-        raise StateError(f"GPU UUID {gpu_uuid!r} is not usable as a file name; the GPU is refused")
-    return name
 
 
 def _tell(found: UnreadableFile) -> None:

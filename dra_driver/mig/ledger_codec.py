@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from dra_driver.errors import StateError
@@ -52,14 +51,14 @@ def encode(shape: Shape[T], value: T) -> bytes:
     return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
 
-def decode(shape: Shape[T], content: bytes, path: Path) -> T:
-    """The entry, or the note of a mode, in the file at `path`. Raises: NewerFormatError, StateError."""
-    return parse(content, f"MIG ledger file {path}", shape.decode, known=FORMAT_VERSION)
+def decode_mode(_name: str, content: bytes) -> OwnedMode:
+    """The note of a mode. Raises: NewerFormatError, StateError."""
+    return parse(content, "MIG ledger file", MODE.decode, known=FORMAT_VERSION)
 
 
-def decode_entry(content: bytes, device: str, path: Path) -> OwnedInstance:
-    """The entry of a device in the file at `path`. Raises: NewerFormatError, StateError."""
-    entry = decode(ENTRY, content, path)
+def decode_entry(device: str, content: bytes) -> OwnedInstance:
+    """The entry of a device in its file. Raises: NewerFormatError, StateError."""
+    entry = parse(content, "MIG ledger file", ENTRY.decode, known=FORMAT_VERSION)
     if entry.device != device:
         raise StateError(f"it is the entry of device {entry.device}")
     return entry

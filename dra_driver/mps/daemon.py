@@ -39,12 +39,18 @@ from dra_driver.errors import (
     PermanentError,
     RetryableError,
 )
+from dra_driver.model.driver_programs import FindPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
-from dra_driver.mps import daemon_control as control
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
-from dra_driver.mps.daemon_control import ControlProgram
-from dra_driver.mps.daemon_conversation import Conversation, HostStoppingError, Timings
+from dra_driver.mps.daemon_control import (
+    OUTPUT,
+    DaemonControl,
+    HostStoppingError,
+    Timings,
+    log_tail,
+    shorten_logs,
+)
 from dra_driver.mps.daemon_mounts import KernelMounter, SelinuxLabels, half_of_memory
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
@@ -64,7 +70,7 @@ class HostTools:
     device, or raises RetryableError."""
 
     layout: MpsLayout
-    control: ControlProgram
+    programs: FindPrograms
     mounter: KernelMounter
     compute_mode: ComputeMode
     make_capability_nodes: Callable[[], None]
@@ -88,28 +94,19 @@ class Daemon:
         self._record = record
         self._established = recovered
         self._lock = threading.Lock()
-        self._directories = tools.layout.directories(record.spec.device)
-        self._conversation = Conversation(
-            record.spec, self._directories, tools.control, tools.timings, tools.closing
+        self.directories = tools.layout.directories(record.spec.device)
+        self._control = DaemonControl(
+            tools.programs, record.spec, self.directories, tools.timings, tools.closing
         )
         self._backoff = tools.timings.first_backoff
         self._retry_at = 0.0
         self._ending = False
-        self._gone = False
+        self.gone = False
+        """Whether it was taken down; such an object serves no more."""
         self._unanswered = 0
         self._look_at_gpu_at = 0.0
         self._without_mode: set[str] = set(record.spec.gpu_uuids) if record.spec.kind == "mig" else set()
         self.status = MpsDaemonStatus(record.spec.device, "starting", record.spec, since=int(time.time()))
-
-    @property
-    def pipe(self) -> str:
-        """The pipe directory."""
-        return self._directories.pipe
-
-    @property
-    def gone(self) -> bool:
-        """Whether it was taken down; such an object serves no more."""
-        return self._gone
 
     # --- what callers want ---------------------------------------------------------------------
 
@@ -142,7 +139,7 @@ class Daemon:
     def keep(self) -> None:
         """Go on with what failed, and start again what died. Never raises, the status says it."""
         with self._lock:
-            if self._gone or self._tools.closing.is_set():
+            if self.gone or self._tools.closing.is_set():
                 return
             try:
                 if self._ending:
@@ -154,7 +151,7 @@ class Daemon:
 
     def needs_attention(self, now: float) -> bool:
         """Whether `keep` has work to do now; notices a daemon that has ended."""
-        if self._gone or now < self._retry_at or self._lock.locked():
+        if self.gone or now < self._retry_at or self._lock.locked():
             return False
         if self.status.state in ("ready", "fault") and self._is_up():
             return False
@@ -172,7 +169,7 @@ class Daemon:
         if before.state not in ("ready", "fault") or before.pid is None:
             return
         try:
-            problem, clients = self._conversation.ask_servers()
+            problem, clients = self._control.ask_servers()
             self._unanswered = 0
         except RetryableError as error:
             self._unanswered += 1
@@ -217,8 +214,8 @@ class Daemon:
         if process != self._record.process or self._record.boot_id != self._tools.boot_id:
             self._write(replace(self._record, process=process, boot_id=self._tools.boot_id))
         try:
-            self._conversation.wait_ready(process, self._tools.layout.unwanted(self._record.spec.device))
-            self._conversation.apply_limits()
+            self._control.wait_ready(process, self._tools.layout.unwanted(self._record.spec.device))
+            self._control.apply_limits()
         except HostStoppingError:
             raise  # the next host process takes it from here
         except DraDriverError:
@@ -236,18 +233,18 @@ class Daemon:
     def _find_running(self) -> ProcessId | None:
         """A daemon that runs already: the recorded one, or one that was started and not recorded."""
         recorded = self._recorded()
-        if recorded is not None and processes.is_control_daemon(recorded, self._directories.pipe):
+        if recorded is not None and processes.is_control_daemon(recorded, self.directories.pipe):
             return recorded
-        users = processes.users_of(self._directories.pipe)
+        users = processes.users_of(self.directories.pipe)
         return next(
-            (user for user in users if processes.is_control_daemon(user, self._directories.pipe)), None
+            (user for user in users if processes.is_control_daemon(user, self.directories.pipe)), None
         )
 
     def _recorded(self) -> ProcessId | None:
         return self._record.process if self._record.boot_id == self._tools.boot_id else None
 
     def _make_directories(self) -> None:
-        tools, paths = self._tools, self._directories
+        tools, paths = self._tools, self.directories
         modes = {Path(paths.pipe).parent: 0o711, Path(paths.pipe): 0o755, Path(paths.log): 0o755}
         shm = Path(paths.shm)
         try:
@@ -344,17 +341,14 @@ class Daemon:
 
     def _clear_pipes(self) -> None:
         """Servers of a daemon that died, and the files that would make a new one believe that it lives."""
-        processes.end(processes.users_of(self._directories.pipe), self._tools.timings.patience)
-        _clear_directory(Path(self._directories.pipe))
+        processes.end(processes.users_of(self.directories.pipe), self._tools.timings.patience)
+        _clear_directory(Path(self.directories.pipe))
 
     def _start(self) -> ProcessId:
-        control.shorten_logs(self._directories)
+        shorten_logs(self.directories)
         with suppress(OSError):
-            Path(self._directories.log, control.OUTPUT).unlink(missing_ok=True)
-        return self._tools.mounter.within(
-            Path(self._directories.shm),
-            lambda: self._tools.control.start(self._record.spec, self._directories),
-        )
+            Path(self.directories.log, OUTPUT).unlink(missing_ok=True)
+        return self._tools.mounter.within(Path(self.directories.shm), self._control.start)
 
     # --- down ----------------------------------------------------------------------------------
 
@@ -364,8 +358,8 @@ class Daemon:
         self._end_all()
         self._give_gpu_back()
         remove_directory(self._tools, device)
-        self._tools.records.remove(device)
-        self._gone = True
+        self._tools.records.forget(device)
+        self.gone = True
         self._show("stopped")
         _log.info("mps_daemon_stopped", device=device)
 
@@ -373,7 +367,7 @@ class Daemon:
         recorded = self._recorded()
         if recorded is not None and not processes.is_alive(recorded):
             processes.reap(recorded.pid)
-        self._tools.control.end_users(self._directories, self._tools.timings.patience)
+        self._control.end_users()
 
     def _give_gpu_back(self) -> None:
         """A GPU that does not answer keeps no other from being put back. Raises: the first error, after all."""
@@ -400,7 +394,7 @@ class Daemon:
         if spec.uuid == self._record.spec.uuid:
             return False
         try:
-            return self._conversation.ask_servers()[1] == 0
+            return self._control.ask_servers()[1] == 0
         except RetryableError:
             if self._is_up():
                 raise  # it may be in use; the probes find out whether it still answers
@@ -420,7 +414,7 @@ class Daemon:
             processes.reap(process.pid)
         if time.time() - self.status.since > self._tools.timings.calm:
             self._backoff = self._tools.timings.first_backoff
-        problem = f"the control daemon ended; {control.log_tail(self._directories) or 'no log'}"
+        problem = f"the control daemon ended; {log_tail(self.directories) or 'no log'}"
         self._show("failed", problem=problem)
         self._delay(now)
         _log.warning("mps_daemon_died", device=self.status.device, problem=problem)
@@ -458,7 +452,7 @@ class Daemon:
 
     def _write(self, record: DaemonRecord) -> None:
         if record != self._record or not self._tools.layout.record(record.spec.device).exists():
-            self._tools.records.write(record)
+            self._tools.records.save(record)
             self._record = record
 
 

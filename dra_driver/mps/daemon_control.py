@@ -1,16 +1,21 @@
-"""The driver's `nvidia-cuda-mps-control`: one process of it is the daemon, others pass it commands and end."""
+"""The NVIDIA driver's `nvidia-cuda-mps-control`: one process of it is the daemon of a device, others pass it commands
+and end."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import structlog
 
 from dra_driver.concurrency.bounded_program import run_program
-from dra_driver.errors import RetryableError
+from dra_driver.errors import PermanentError, RetryableError
 from dra_driver.model.driver_programs import (
     CONTROL_PROGRAM,
     DriverPrograms,
@@ -20,7 +25,7 @@ from dra_driver.model.driver_programs import (
 )
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps import daemon_processes as processes
-from dra_driver.mps.daemon_limits import is_number
+from dra_driver.mps.daemon_limits import is_answer, is_number, limit_commands
 from dra_driver.mps.daemon_processes import PIPE_VARIABLE, ProcessId, spawn
 
 _log = structlog.get_logger(__name__)
@@ -38,30 +43,140 @@ _BUSY = "cannot send command"
 _LARGEST_LOG = 16 << 20
 _TAIL_BYTES = 2048
 _TAIL_LINES = 4
+_POLL_S = 0.01
+_FIRST_ASK_S, _ASK_EVERY_S = 0.05, 0.5
+_BUSY_S = 0.05
+_LONGEST_ADDRESS = 107
+_LONGEST_SOCKET = "control_privileged"
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds. `patience` is how long a process may take to end after `quit`, and again after TERM.
+
+    `look` is between two looks at what shall run, `tick` between two at the processes of daemons, `probe` between two
+    at servers and clients, `exclusive` at least between two at the compute mode.
+    """
+
+    start: float = 10.0
+    answer: float = 5.0
+    patience: float = 3.0
+    first_backoff: float = 0.2
+    longest_backoff: float = 30.0
+    calm: float = 60.0
+    look: float = 0.04
+    tick: float = 0.5
+    probe: float = 10.0
+    exclusive: float = 30.0
 
 
 class BusyError(RetryableError):
     """The daemon talked with another program at that moment."""
 
 
-class ControlProgram:
-    """The installed program."""
+class HostStoppingError(RetryableError):
+    """This process ends; what it was doing stays as it is for the next one."""
 
-    def __init__(self, find: FindPrograms) -> None:
-        self._find = find
-        self._told = False
 
-    def start(self, spec: MpsDaemonSpec, directories: MpsDirectories) -> ProcessId:
-        """Start a daemon in the foreground of a session of its own. Raises: RetryableError."""
-        programs = self._find()
-        arguments = [programs.path(CONTROL_PROGRAM), "-f", *([MULTI_USER] if self._multi_user(spec) else [])]
-        environment = {**self._environment(programs, directories), "CUDA_VISIBLE_DEVICES": spec.visible}
+@dataclass(eq=False)
+class DaemonControl:
+    """The daemon of one device: started, asked, ended. `closing` is set when this process ends."""
+
+    find: FindPrograms
+    spec: MpsDaemonSpec
+    directories: MpsDirectories
+    timings: Timings = Timings()
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._turn = threading.Lock()
+
+    def start(self) -> ProcessId:
+        """Start it in the foreground of a session of its own. Raises: RetryableError."""
+        programs = self.find()
+        arguments = [programs.path(CONTROL_PROGRAM), "-f"]
+        if self.spec.multi_user and os.geteuid() == 0:
+            arguments.append(MULTI_USER)
+        elif self.spec.multi_user:  # the program takes the option from root only
+            _tell_one_user(os.geteuid())
+        environment = {**self._environment(programs), "CUDA_VISIBLE_DEVICES": self.spec.visible}
         try:
-            return spawn(arguments, environment, Path(directories.log, OUTPUT))
+            return spawn(arguments, environment, Path(self.directories.log, OUTPUT))
         except OSError as error:
-            raise not_run(f"start the MPS daemon of {spec.device}", arguments[0], error) from error
+            raise not_run(f"start the MPS daemon of {self.spec.device}", arguments[0], error) from error
 
-    def ask(self, directories: MpsDirectories, *questions: str, timeout_s: float) -> list[str]:
+    def wait_ready(self, process: ProcessId, unwanted: Path) -> None:
+        """Return when the daemon answers. Asking costs a process, so its socket is waited for before. A file at
+        `unwanted` says that it shall stop.
+
+        Raises: RetryableError with the end of its log, HostStoppingError.
+        """
+        control = Path(self.directories.pipe, CONTROL_SOCKET)
+        began = time.monotonic()
+        deadline = began + self.timings.start
+        ask_at, pause, reason = 0.0, _FIRST_ASK_S, "it has made no socket"
+        ask_anyway_at = began + 2 * _ASK_EVERY_S
+        while not self.closing.is_set():
+            now = time.monotonic()
+            if not processes.is_alive(process):
+                raise self._not_ready("ended while it started")
+            if unwanted.exists():
+                raise RetryableError(
+                    f"the MPS daemon of {self.spec.device} was to be stopped while it started"
+                )
+            if now >= deadline:
+                raise self._not_ready(f"was not ready after {now - began:.1f} s ({reason})")
+            if now >= ask_at and (now >= ask_anyway_at or control.exists()):
+                reason = self._why_not_ready(max(0.1, min(deadline - now, self.timings.answer)))
+                if not reason:
+                    return
+                ask_at = time.monotonic() + pause
+                pause = min(2 * pause, _ASK_EVERY_S)
+            time.sleep(_POLL_S)
+        raise HostStoppingError("the MPS host is being stopped; its successor takes the daemon over")
+
+    def apply_limits(self) -> None:
+        """Set the defaults and read them back. Raises: PermanentError if another value is read."""
+        for setter, getter, wanted in limit_commands(self.spec):
+            lines = self.ask(setter, getter)
+            if not lines or not is_answer(wanted, lines[-1]):
+                raise PermanentError(
+                    f"the MPS daemon of {self.spec.device} did not take {setter!r}: "
+                    f"{getter!r} says {' | '.join(lines) or 'nothing'}"
+                )
+
+    def ask_servers(self) -> tuple[str | None, int]:
+        """(what is wrong with the servers, clients of all servers). Raises: RetryableError."""
+        faulty, clients = [], 0
+        for server in filter(str.isdigit, self.ask("get_server_list")):
+            if "FAULT" in " ".join(self.ask(f"get_server_status {server}")).upper():
+                faulty.append(server)
+            clients += sum(map(str.isdigit, self.ask(f"get_client_list {server}")))
+        if not faulty:
+            return None, clients
+        return (
+            f"MPS server {', '.join(faulty)} is in state FAULT: a client failed and took all others along",
+            clients,
+        )
+
+    def ask(self, *commands: str, timeout_s: float | None = None) -> list[str]:
+        """The lines that the daemon answers. One question of ours at a time, and again while the daemon talks with
+        somebody else's program. Raises: as `ask_once`."""
+        deadline = time.monotonic() + (self.timings.answer if timeout_s is None else timeout_s)
+        if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise BusyError(f"the MPS daemon of {self.spec.device} is still being asked something else")
+        try:
+            while True:
+                left = max(0.1, deadline - time.monotonic())
+                try:
+                    return self.ask_once(*commands, timeout_s=left)
+                except BusyError:
+                    if time.monotonic() + _BUSY_S >= deadline or self.closing.wait(_BUSY_S):
+                        raise
+        finally:
+            self._turn.release()
+
+    def ask_once(self, *questions: str, timeout_s: float) -> list[str]:
         """The lines that the daemon answers.
 
         A daemon talks with one program at a time: another one gets no answer, and often exit code 0. So a question that
@@ -69,21 +184,41 @@ class ControlProgram:
         daemon or it does not answer.
         """
         asked = (*questions, SURELY_ANSWERED)
-        lines = self._pass(directories, asked, timeout_s)
+        lines = self._pass(asked, timeout_s)
         if not lines or not is_number(lines[-1]):
             raise BusyError(f"the MPS daemon did not answer {asked[0]!r}: it talked with another program")
         return lines[:-1]
 
-    def _pass(self, directories: MpsDirectories, questions: Sequence[str], timeout_s: float) -> list[str]:
-        programs = self._find()
+    def end_users(self) -> None:
+        """End the control daemon and its servers: asked to quit, then by signal. Any number of times.
+
+        Raises: RetryableError.
+        """
+        users, patience_s = processes.users_of(self.directories.pipe), self.timings.patience
+        if not users:
+            return
+        if any(processes.is_control_daemon(user, self.directories.pipe) for user in users):
+            with suppress(RetryableError):
+                self._pass(("quit",), patience_s)
+                processes.wait_gone(users, patience_s)
+        processes.end(processes.users_of(self.directories.pipe), patience_s)
+        for user in users:
+            processes.reap(user.pid)
+        left = processes.users_of(self.directories.pipe)
+        if left:
+            numbers = ", ".join(str(process.pid) for process in left)
+            raise RetryableError(f"MPS processes of {self.directories.pipe} do not end: {numbers}")
+
+    def _pass(self, questions: Sequence[str], timeout_s: float) -> list[str]:
+        programs = self.find()
         program = programs.path(CONTROL_PROGRAM)
         action = f"ask the MPS daemon {questions[0]!r}"
         try:
             code, output = run_program(
                 [program],
-                self._environment(programs, directories),
+                self._environment(programs),
                 timeout_s=timeout_s,
-                lane=f"{CONTROL_PROGRAM} {directories.pipe}",
+                lane=f"{CONTROL_PROGRAM} {self.directories.pipe}",
                 text="".join(f"{question}\n" for question in questions),
             )
         except TimeoutError as error:
@@ -101,41 +236,40 @@ class ControlProgram:
             raise RetryableError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
         return lines
 
-    def end_users(self, directories: MpsDirectories, patience_s: float) -> None:
-        """End the control daemon and its servers: asked to quit, then by signal. Any number of times.
-
-        Raises: RetryableError.
-        """
-        users = processes.users_of(directories.pipe)
-        if not users:
-            return
-        if any(processes.is_control_daemon(user, directories.pipe) for user in users):
-            with suppress(RetryableError):
-                self._pass(directories, ("quit",), patience_s)
-                processes.wait_gone(users, patience_s)
-        processes.end(processes.users_of(directories.pipe), patience_s)
-        for user in users:
-            processes.reap(user.pid)
-        left = processes.users_of(directories.pipe)
-        if left:
-            numbers = ", ".join(str(process.pid) for process in left)
-            raise RetryableError(f"MPS processes of {directories.pipe} do not end: {numbers}")
-
-    def _multi_user(self, spec: MpsDaemonSpec) -> bool:
-        """As asked; the program takes the option from root only."""
-        if spec.multi_user and os.geteuid() != 0:
-            if not self._told:
-                _log.warning("mps_serves_one_user", uid=os.geteuid(), reason="multi-user mode needs root")
-            self._told = True
-            return False
-        return spec.multi_user
-
-    def _environment(self, programs: DriverPrograms, directories: MpsDirectories) -> dict[str, str]:
+    def _environment(self, programs: DriverPrograms) -> dict[str, str]:
         return {
             **programs.environment(),
-            PIPE_VARIABLE: directories.pipe,
-            "CUDA_MPS_LOG_DIRECTORY": directories.log,
+            PIPE_VARIABLE: self.directories.pipe,
+            "CUDA_MPS_LOG_DIRECTORY": self.directories.log,
         }
+
+    def _why_not_ready(self, timeout_s: float) -> str:
+        try:
+            self.ask(timeout_s=timeout_s)
+        except RetryableError as error:
+            return str(error)
+        return ""
+
+    def _not_ready(self, what: str) -> RetryableError:
+        """What the program printed comes first; a guess only where it printed nothing."""
+        said = log_tail(self.directories) or self._likely_cause()
+        if self.spec.multi_user:
+            said += f"; it was started with {MULTI_USER}, which needs NVIDIA driver R555 or newer"
+        return RetryableError(f"the MPS daemon of {self.spec.device} ({self.spec.uuid}) {what}; {said}")
+
+    def _likely_cause(self) -> str:
+        address = f"{self.directories.pipe}/{_LONGEST_SOCKET}".encode()
+        if len(address) <= _LONGEST_ADDRESS:
+            return "it printed nothing"
+        return (
+            f"it printed nothing; perhaps its pipe directory {self.directories.pipe} is too long for a socket"
+        )
+
+
+@cache
+def _tell_one_user(uid: int) -> None:
+    """Once, not at each start of a daemon."""
+    _log.warning("mps_serves_one_user", uid=uid, reason="multi-user mode needs root")
 
 
 def log_tail(directories: MpsDirectories) -> str:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from dra_driver.errors import DraDriverError, StateError
-from dra_driver.files.atomic import (
-    UNREADABLE,
-    read_plain,
-    remove_file,
-    state_error,
-    sync_removals,
-    write_atomically,
-)
+import structlog
+
+from dra_driver.errors import StateError
+from dra_driver.files.atomic import TEMPORARY_SUFFIX, remove_file, sync_removals
 from dra_driver.files.fields import NUMBER, TEXT, Kind, Shape, needed, nullable
-from dra_driver.files.formats import parse
+from dra_driver.files.formats import NewerFormatError, parse
+from dra_driver.files.json_store import JsonStore, UnreadableFile
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps.daemon_processes import ProcessId
-from dra_driver.mps.host_files import SPEC, SUFFIX, MpsLayout
+from dra_driver.mps.host_files import SPEC, MpsLayout, is_device_name
+
+_log = structlog.get_logger(__name__)
 
 FORMAT = 2
 
@@ -48,65 +44,44 @@ _RECORD = Shape(
 )
 
 
-class DaemonRecords:
-    """The record files of one layout.
-
-    Only the host of the layout writes. So nothing is cached or compared with a stamp, and the names of temporary files
-    and of files set aside are fixed, so that `remove` finds them.
-    """
+class DaemonRecords(JsonStore[DaemonRecord]):
+    """The record files of one layout, by device; only the host of the layout writes. A record of a newer release is set
+    aside too: the daemon is found again by its claims."""
 
     def __init__(self, layout: MpsLayout) -> None:
+        super().__init__(layout.root, "MPS record", _decode, _tell, is_name=is_device_name)
         self._layout = layout
 
-    def load(self) -> tuple[dict[str, DaemonRecord], tuple[str, ...]]:
-        """Records by device, and the files that could not be read; those are set aside until the
-        device's daemon is stopped.
-
-        Raises: StateError if the directory cannot be read, or a record cannot be now, as with too many open files.
-        """
-        found: dict[str, DaemonRecord] = {}
-        faults: list[str] = []
-        try:
-            paths = sorted(self._layout.root.glob(f"*{SUFFIX}"))
-        except OSError as error:
-            raise state_error("list the MPS records in", self._layout.root, error) from error
-        for path in paths:
-            try:
-                record = parse(read_plain(path), "MPS record", _RECORD.decode, known=FORMAT, field="format")
-                if self._layout.record(record.spec.device) != path:
-                    raise StateError(f"it is the record of {record.spec.device}")
-                found[record.spec.device] = record
-            except FileNotFoundError:
-                continue
-            except (OSError, DraDriverError) as error:
-                if isinstance(error, OSError) and error.errno not in UNREADABLE:
-                    raise state_error("read the MPS record", path, error) from error
-                faults.append(f"{path}: {error}")
-                with suppress(OSError, DraDriverError):
-                    aside = self._layout.record_aside(path.name.removesuffix(SUFFIX))
-                    remove_file(aside)
-                    path.replace(aside)
-        return found, tuple(faults)
-
-    def write(self, record: DaemonRecord) -> None:
+    def save(self, record: DaemonRecord) -> None:
         """Replace the record, synced to disk. Raises: StateError."""
-        path = self._layout.record(record.spec.device)
-        remove_file(_new(path))
+        self._clear(record.spec.device)
         content = json.dumps({"format": FORMAT, **_RECORD.encode(record)}, indent=1).encode()
-        write_atomically(path, content, temporary=_new(path))
+        self.write(record.spec.device, content, durable=True, whole=True)
 
-    def remove(self, device: str) -> None:
-        """Forget the daemon for good, also what could not be read of it; nothing happens where nothing is. A directory
-        that was in the place of a file has another name then.
-
-        Raises: StateError.
-        """
-        path = self._layout.record(device)
-        for each in (path, self._layout.record_aside(device), _new(path)):
+    def forget(self, device: str) -> None:
+        """Forget the daemon for good, also what could not be read of it; nothing happens where nothing is. Raises:
+        StateError."""
+        for each in (self.path(device), *self._layout.records_aside(device)):
             remove_file(each)
+        self._clear(device)
         # A record that came back after a power cut would start a daemon that no claim asked for.
-        sync_removals(self._layout.root)
+        sync_removals(self.directory)
+
+    def _clear(self, device: str) -> None:
+        """Remove what a host that was killed was about to write."""
+        for path in self.directory.glob(f".{self.path(device).name}.*{TEMPORARY_SUFFIX}"):
+            remove_file(path)
 
 
-def _new(path: Path) -> Path:
-    return path.with_name(f".{path.name}.new")
+def _decode(device: str, content: bytes) -> DaemonRecord:
+    try:
+        record = parse(content, "MPS record", _RECORD.decode, known=FORMAT, field="format")
+    except NewerFormatError as error:
+        raise StateError(str(error)) from error  # so that the file is set aside
+    if record.spec.device != device:
+        raise StateError(f"it is the record of {record.spec.device}")
+    return record
+
+
+def _tell(found: UnreadableFile) -> None:
+    _log.error("mps_record_unreadable", fault=f"{found.kept_as}: {found.reason}")

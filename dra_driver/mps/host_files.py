@@ -389,9 +389,9 @@ class MpsLayout:
         """The record of one daemon."""
         return self.root / f"{_checked(device)}{SUFFIX}"
 
-    def record_aside(self, device: str) -> Path:
-        """Where a record is that could not be read."""
-        return self.root / f"{_checked(device)}{SUFFIX}{QUARANTINE}"
+    def records_aside(self, device: str) -> list[Path]:
+        """Where records are that could not be read."""
+        return list(self.root.glob(f"{_checked(device)}{SUFFIX}{QUARANTINE}*"))
 
     def directory(self, device: str) -> Path:
         """Everything that exists as long as the daemon does."""
@@ -408,7 +408,7 @@ class MpsLayout:
         return (
             self.directory(device).exists()
             or self.record(device).exists()
-            or os.path.lexists(self.record_aside(device))
+            or bool(self.records_aside(device))
             or bool(users_of(self.directories(device).pipe))
         )
 

@@ -21,7 +21,7 @@ from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps import host_files
 from dra_driver.mps.daemon import Daemon, HostTools
 from dra_driver.mps.daemon_compute_mode import DEFAULT
-from dra_driver.mps.daemon_conversation import HostStoppingError
+from dra_driver.mps.daemon_control import HostStoppingError
 from dra_driver.mps.daemon_limits import check_spec
 from dra_driver.mps.daemon_records import DaemonRecord
 from dra_driver.mps.host_files import (
@@ -96,9 +96,7 @@ class Supervisor:
         for directory in (layout.wishes, layout.statuses):
             make_directory(directory, 0o700)
             clear_abandoned(directory)
-        found, faults = self._tools.records.load()
-        for fault in faults:
-            _log.error("mps_record_unreadable", fault=fault)
+        found = self._tools.records.all()
         for device, record in found.items():
             self._daemons[device] = Daemon(record, self._tools, recovered=True)
         for path in layout.statuses.glob(f"*{SUFFIX}"):
@@ -314,7 +312,7 @@ def _logged(action: Callable[[], object]) -> None:
 
 def _probe_all(daemons: list[Daemon]) -> None:
     users = processes.users_by_directory(
-        [daemon.pipe for daemon in daemons if not daemon.status.spec.multi_user]
+        [daemon.directories.pipe for daemon in daemons if not daemon.status.spec.multi_user]
     )
     for daemon in daemons:
-        daemon.probe(users.get(daemon.pipe, ()))
+        daemon.probe(users.get(daemon.directories.pipe, ()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
@@ -31,6 +32,7 @@ _STARTING = "gpu-dra-driver is still starting; if that lasts, see the log for th
 _STOPPING = "gpu-dra-driver is stopping; another instance takes over, or the pod starts again"
 
 
+@dataclass(eq=False)
 class Probes:
     """Answers for the kubelet's probes, by gRPC and by HTTP: lists of sentences, empty if all is well.
 
@@ -38,28 +40,23 @@ class Probes:
     None.
     """
 
-    def __init__(
-        self,
-        plugin: Callable[[], KubeletPlugin | None],
-        discovery: Discovery,
-        publisher: Callable[[], Publisher | None],
-        others: Sequence[Callable[[], str | None]],
-    ) -> None:
-        self._plugin = plugin
-        self._discovery = discovery
-        self._publisher = publisher
-        self._others = others
+    plugin: Callable[[], KubeletPlugin | None]
+    discovery: Discovery
+    publisher: Callable[[], Publisher | None]
+    others: Sequence[Callable[[], str | None]]
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._logged: list[str] | None = None
 
     def startup(self) -> list[str]:
         """Why the sockets have never answered yet."""
-        plugin = self._plugin()
+        plugin = self.plugin()
         return _listed(_STARTING if plugin is None else plugin.liveness.start_fault())
 
     def liveness(self) -> list[str]:
         """Why the kubelet cannot reach the sockets; nothing else can fail this."""
-        plugin = self._plugin()
+        plugin = self.plugin()
         return _listed(None if plugin is None else plugin.liveness.fault())
 
     def readiness(self) -> list[str]:
@@ -75,10 +72,10 @@ class Probes:
     def notes(self) -> list[str]:
         """Trouble of this node that fails no probe."""
         found = [*self._device_faults()[1], *self._slice_faults()[1]]
-        return [*found, *(note for note in (other() for other in self._others) if note)]
+        return [*found, *(note for note in (other() for other in self.others) if note)]
 
     def _registration_faults(self) -> list[str]:
-        plugin = self._plugin()
+        plugin = self.plugin()
         if plugin is None or plugin.status is None:
             return [_NOT_REGISTERED]
         if plugin.stopping:
@@ -89,16 +86,16 @@ class Probes:
 
     def _device_faults(self) -> tuple[list[str], list[str]]:
         """Faults and notes. If nothing is known of the devices yet, that is a fault; any known trouble is a note."""
-        problem = self._discovery.problem()
+        problem = self.discovery.problem()
         told = _listed(problem)
         return (told, []) if problem == NOT_DISCOVERED else ([], told)
 
     def _slice_faults(self) -> tuple[list[str], list[str]]:
         """Faults and notes. Without devices there is nothing to publish; the note of the devices says why."""
-        publisher = self._publisher()
+        publisher = self.publisher()
         problem = None if publisher is None else publisher.problem
         told = _listed(_STARTING if publisher is None else problem and f"slices: {problem}")
-        if self._discovery.problem() not in (None, NOT_DISCOVERED):
+        if self.discovery.problem() not in (None, NOT_DISCOVERED):
             return [], told
         was_published = publisher is not None and publisher.wait_published(0.0)
         return ([], told) if was_published else (told, [])

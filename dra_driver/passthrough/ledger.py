@@ -96,7 +96,7 @@ class PassthroughLedger:
         )
         for device, entry in self._store.all().items():
             if entry.boot_id != self.boot_id:
-                self._store.delete(device, durable=False)
+                self._store.remove(device, durable=False)
 
     def exists(self) -> bool:
         """Whether there is a directory, so that there may be entries."""
@@ -124,12 +124,12 @@ class PassthroughLedger:
         """Write the entry. Raises: StateError."""
         document = {"version": _FORMAT_VERSION, **_SHAPE.encode(entry)}
         content = json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
-        self._store.save(_checked(entry.device), content, durable=False, whole=False)
+        self._store.write(_checked(entry.device), content, durable=False, whole=False)
 
     def delete(self, device: str) -> None:
         """Remove a device's entry, also one that cannot be read; nothing happens if there is none. Raises:
         StateError."""
-        self._store.delete(_checked(device), durable=False)
+        self._store.remove(_checked(device), durable=False)
 
     def _decode(self, device: str, content: bytes) -> OwnedCard:
         path = self._directory / f"{device}.json"

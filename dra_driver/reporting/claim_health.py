@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import structlog
 
@@ -29,99 +30,76 @@ _ROUND_S = 5.0
 _CLAIMS_A_ROUND = 25
 """No more than the recorder writes in a round, so that its queue has room for other reports."""
 _LOST_AGAIN_S = 60.0
-_JOIN_S = 5.0
 
 
-class ClaimHealthReporter:
+@dataclass(eq=False)
+class ClaimHealthReporter(BackgroundWorker):
     """Observes the health of GPUs. While `speaks_for_node` says no, another instance of the plugin reports.
 
     Each round begins with `look_for_hangs`: this thread calls no NVML, so it goes on while the health monitor hangs.
     """
 
-    def __init__(
-        self,
-        recorder: EventRecorder,
-        statuses: ClaimStatusReporter,
-        records: Callable[[], Mapping[str, ClaimRecord]],
-        inventory: Callable[[], Inventory | None],
-        created_instance: Callable[[str], OwnedInstance | None],
-        speaks_for_node: Callable[[], bool],
-        look_for_hangs: Callable[[], None] = lambda: None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._recorder = recorder
-        self._statuses = statuses
-        self._records = records
-        self._inventory = inventory
-        self._created_instance = created_instance
-        self._speaks_for_node = speaks_for_node
-        self._look_for_hangs = look_for_hangs
-        self._clock = clock
+    recorder: EventRecorder
+    statuses: ClaimStatusReporter
+    records: Callable[[], Mapping[str, ClaimRecord]]
+    inventory: Callable[[], Inventory | None]
+    created_instance: Callable[[str], OwnedInstance | None]
+    speaks_for_node: Callable[[], bool]
+    look_for_hangs: Callable[[], None] = lambda: None
+    _: KW_ONLY
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._changed_gpus: set[str] = set()  # UUIDs, under the lock
         self._due: dict[str, None] = {}  # claim UIDs, in order
         self._all_are_due = True
         self._dropped = 0
         self._lost_again_at = 0.0
-        self._worker = BackgroundWorker(
-            "claim-news", self._round, crash_event="claim_news_failed", on_crash=self._crashed
-        )
-
-    def start(self) -> None:
-        """Begin to keep the status of claims up to date."""
-        self._worker.start()
-
-    def stop(self) -> None:
-        """End; harmless before the start."""
-        self._worker.stop(_JOIN_S)
-
-    def devices_changed(self) -> None:
-        """The inventory is another one, maybe the first."""
-        self._worker.wake()
+        super().__init__("claim-news", self._round, crash_event="claim_news_failed", on_crash=self._crashed)
 
     def health_changed(self, change: HealthChange) -> None:
         """The health of a GPU or of an instance became worse or better."""
         with self._lock:
             self._changed_gpus.add(change.target.gpu_uuid)
-        self._worker.wake()
+        self.wake()
         event = event_of(change)
-        if event is not None and self._speaks_for_node():
+        if event is not None and self.speaks_for_node():
             text = f"{change.target}: {change.text}"
-            self._recorder.node_event(event.reason, text, warning=event.warning)
+            self.recorder.node_event(event.reason, text, warning=event.warning)
             for ref in self._holders(change.target):
-                self._recorder.claim_event(ref, event.reason, text, warning=event.warning)
+                self.recorder.claim_event(ref, event.reason, text, warning=event.warning)
 
     def renew_statuses(self) -> None:
         """One round: find the claims whose status may be another, and give some of them. Raises: StateError."""
-        if not self._speaks_for_node():
+        if not self.speaks_for_node():
             self._all_are_due = True
             return
-        inventory = self._inventory()
+        inventory = self.inventory()
         if inventory is None:
             return
         with self._lock:
             changed, self._changed_gpus = self._changed_gpus, set()
         if self._all_are_due or self._were_lost():
             self._all_are_due = False
-            self._due = dict.fromkeys(self._records())
+            self._due = dict.fromkeys(self.records())
         elif changed:
-            found = (uid for uid, record in self._records().items() if record.gpu_uuids & changed)
+            found = (uid for uid, record in self.records().items() if record.gpu_uuids & changed)
             self._due = dict.fromkeys(found) | self._due
         for uid in list(self._due)[:_CLAIMS_A_ROUND]:
             del self._due[uid]
-            self._statuses.renew(uid)
+            self.statuses.renew(uid)
 
     def _were_lost(self) -> bool:
         """Whether the recorder dropped reports since the last time that this was answered with yes."""
-        dropped, now = self._recorder.dropped, self._clock()
+        dropped, now = self.recorder.dropped, self.clock()
         if dropped == self._dropped or now < self._lost_again_at:
             return False
         self._dropped, self._lost_again_at = dropped, now + _LOST_AGAIN_S
         return True
 
     def _round(self) -> float:
-        self._look_for_hangs()
+        self.look_for_hangs()
         self.renew_statuses()
         return _ROUND_S
 
@@ -132,9 +110,9 @@ class ClaimHealthReporter:
     def _holders(self, target: HealthTarget) -> Sequence[ClaimRef]:
         """The claims that hold something of the target."""
         try:
-            inventory, records = self._inventory(), self._records().values()
+            inventory, records = self.inventory(), self.records().values()
             return [
-                record.ref for record in records if is_hit(record, target, inventory, self._created_instance)
+                record.ref for record in records if is_hit(record, target, inventory, self.created_instance)
             ]
         except DraDriverError as error:
             _log.warning("holders_unknown", subject=str(target), reason=str(error))

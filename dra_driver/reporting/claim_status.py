@@ -34,6 +34,7 @@ class _GivenStatus:
         self.is_written = True
 
 
+@dataclass(eq=False)
 class ClaimStatusReporter:
     """Gives the status of claims to the recorder; safe for several threads.
 
@@ -41,19 +42,13 @@ class ClaimStatusReporter:
     every claim again. `record` returns a claim's record by its UID.
     """
 
-    def __init__(
-        self,
-        recorder: EventRecorder,
-        inventory: Callable[[], Inventory | None],
-        created_instance: Callable[[str], OwnedInstance | None],
-        health: Callable[[], HealthStates],
-        record: Callable[[str], ClaimRecord | None],
-    ) -> None:
-        self._recorder = recorder
-        self._inventory = inventory
-        self._created_instance = created_instance
-        self._health = health
-        self._record = record
+    recorder: EventRecorder
+    inventory: Callable[[], Inventory | None]
+    created_instance: Callable[[str], OwnedInstance | None]
+    health: Callable[[], HealthStates]
+    record: Callable[[str], ClaimRecord | None]
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._given: dict[str, _GivenStatus] = {}  # by claim UID
 
@@ -67,7 +62,7 @@ class ClaimStatusReporter:
         # The record is read under the lock: a Prepare that ends meanwhile gives a newer status, which must stay.
         with self._lock:
             try:
-                record = self._record(uid)
+                record = self.record(uid)
             except DraDriverError as error:
                 _log.warning("claim_status_unknown", claim_uid=uid, reason=str(error))
                 return
@@ -78,12 +73,12 @@ class ClaimStatusReporter:
         """The claim is not prepared (any more). The API server removes its status together with its allocation."""
         with self._lock:
             self._given.pop(ref.uid, None)
-            self._recorder.claim_gone(ref)
+            self.recorder.claim_gone(ref)
 
     def _give(self, record: ClaimRecord) -> None:
         uid = record.ref.uid
         try:
-            statuses = device_statuses(record, self._inventory(), self._created_instance, self._health())
+            statuses = device_statuses(record, self.inventory(), self.created_instance, self.health())
         except DraDriverError as error:
             _log.warning("claim_status_unknown", claim_uid=uid, reason=str(error))
             return
@@ -95,4 +90,4 @@ class ClaimStatusReporter:
         self._given[uid] = given
         if not is_written:
             is_first = known is None and record.claim.is_status_empty
-            self._recorder.claim_status(record.ref, statuses, given.written, is_first=is_first)
+            self.recorder.claim_status(record.ref, statuses, given.written, is_first=is_first)

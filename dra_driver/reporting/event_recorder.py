@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Final
 
 import structlog
@@ -41,6 +41,7 @@ _MOST_PODS = 16
 _LONGEST_ASKED_S = 120.0
 
 
+@dataclass(eq=False)
 class EventRecorder:
     """A bounded queue and the thread that empties it. Every method may be called from any thread.
 
@@ -49,24 +50,18 @@ class EventRecorder:
     `written` the events and claim states that it took.
     """
 
-    def __init__(
-        self,
-        node: str,
-        events: EventWriter,
-        claims: ClaimStatusClient,
-        *,
-        limits: ReportLimits = ReportLimits(),  # noqa: B008  frozen
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._node = node
-        self._events = events
-        self._claims = claims
-        self._limits = limits
-        self._clock = clock
-        self._queue = EventQueue(limits)
+    node: str
+    events: EventWriter
+    claims: ClaimStatusClient
+    _: KW_ONLY
+    limits: ReportLimits = ReportLimits()  # noqa: RUF009  frozen
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._queue = EventQueue(self.limits)
         self._changed = threading.Condition()
         self._stop_by: float | None = None
-        self._backoff = Backoff(limits.backoff_first_s, limits.backoff_most_s)
+        self._backoff = Backoff(self.limits.backoff_first_s, self.limits.backoff_most_s)
         self._is_down = False
         self._logged: set[tuple[str, int]] = set()
         self.dropped = 0
@@ -87,13 +82,13 @@ class EventRecorder:
         with self._changed:
             if self._stop_by is not None:
                 return
-            self._stop_by = self._clock() + _FLUSH_S
+            self._stop_by = self.clock() + _FLUSH_S
             self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join(_FLUSH_S)
         with self._changed:
             self.dropped += len(self._queue)
-            self._queue = EventQueue(self._limits)
+            self._queue = EventQueue(self.limits)
 
     def claim_event(self, ref: ClaimRef, reason: str, message: str, *, warning: bool) -> None:
         """An event for a claim and for the pods that use it; the same one at most once a minute."""
@@ -105,7 +100,7 @@ class EventRecorder:
 
     def node_event(self, reason: str, message: str, *, warning: bool, minor: bool = False) -> None:
         """An event for this node; the same one at most once a minute. A `minor` one may be left out."""
-        self._put(ObjectEvent(node_object(self._node), reason, message, warning, minor))
+        self._put(ObjectEvent(node_object(self.node), reason, message, warning, minor))
 
     def claim_status(
         self,
@@ -132,7 +127,7 @@ class EventRecorder:
             if self._stop_by is not None:
                 self.dropped += 1
                 return
-            gone = self._queue.put(report, self._clock())
+            gone = self._queue.put(report, self.clock())
             self._changed.notify_all()
             lost = sum(not is_minor(entry) for entry in gone)
             is_first_loss = lost and not self.dropped
@@ -159,7 +154,7 @@ class EventRecorder:
         """The next report, once it may be written; None at the end."""
         with self._changed:
             while True:
-                now, stop_by = self._clock(), self._stop_by
+                now, stop_by = self.clock(), self._stop_by
                 stopping = stop_by is not None
                 at = self._queue.ready_at(now, hurry=stopping)
                 if stop_by is not None and (at is None or at >= stop_by):
@@ -174,7 +169,7 @@ class EventRecorder:
             case ClaimEvent() as report:
                 self._spread(report, queued)
             case ObjectEvent() as report:
-                self._events.write(
+                self.events.write(
                     report.about,
                     report.reason,
                     report.message,
@@ -184,7 +179,7 @@ class EventRecorder:
                 )
                 self._count(written=1)
             case ClaimState() as report:
-                if self._claims.write(
+                if self.claims.write(
                     report.ref, report.devices, is_first=report.is_first, timeout_s=_REQUEST_S
                 ):
                     self._count(written=1)
@@ -193,7 +188,7 @@ class EventRecorder:
     def _spread(self, report: ClaimEvent, queued: QueuedReport) -> None:
         """Turn an event for a claim into one for each object: each is written, and tried again, for itself."""
         try:
-            pods = tuple(self._claims.pods_of(report.ref, timeout_s=_REQUEST_S))
+            pods = tuple(self.claims.pods_of(report.ref, timeout_s=_REQUEST_S))
         except ApiRejectedError as error:
             pods = ()
             self._refused(queued, error)
@@ -208,10 +203,10 @@ class EventRecorder:
             queued = replace(queued, report=replace(queued.report, is_first=False))
         delay = self._backoff.next(min(error.retry_after_s or 0.0, _LONGEST_ASKED_S))
         with self._changed:
-            now = self._clock()
+            now = self.clock()
             self._queue.put_first(queued)
             self._queue.pause(now + delay)
-            lost = self._queue.forget_due_before(now - self._limits.give_up_s)
+            lost = self._queue.forget_due_before(now - self.limits.give_up_s)
             self.dropped += lost
         if not self._is_down or lost:
             _log.warning("notices_delayed", reason=str(error), dropped=lost, retry_in_s=round(delay, 2))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from dra_driver.journal.rules.cleanups import PendingCleanup, what
 from dra_driver.model.events import (
@@ -34,24 +35,20 @@ from dra_driver.reporting.event_recorder import EventRecorder
 _TELL_AFTER_S = 30.0
 
 
+@dataclass(eq=False)
 class NodeEvents:
     """Observes the publisher and discovery. Each method is called from one thread.
 
     While `speaks_for_node` says no, another instance of the plugin reports for this node.
     """
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        recorder: EventRecorder,
-        speaks_for_node: Callable[[], bool],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._metrics = metrics
-        self._recorder = recorder
-        self._speaks_for_node = speaks_for_node
-        self._clock = clock
+    metrics: Metrics
+    recorder: EventRecorder
+    speaks_for_node: Callable[[], bool]
+    _: KW_ONLY
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._failing_since: float | None = None
         self._is_failure_reported = False
         self._lock = threading.Lock()
@@ -60,7 +57,7 @@ class NodeEvents:
 
     def published(self, lag_s: float) -> None:
         """Slices were written."""
-        self._metrics.published(lag_s)
+        self.metrics.published(lag_s)
         self._failing_since = None
         if self._is_failure_reported:
             self._is_failure_reported = False
@@ -68,8 +65,8 @@ class NodeEvents:
 
     def publish_failed(self, error: Exception) -> None:
         """Slices could not be brought up to date; it is tried again."""
-        self._metrics.publish_failed(error)
-        now = self._clock()
+        self.metrics.publish_failed(error)
+        now = self.clock()
         if self._failing_since is None:
             self._failing_since = now
         if not self._is_failure_reported and now - self._failing_since >= _TELL_AFTER_S:
@@ -119,17 +116,17 @@ class NodeEvents:
     def cleanup_pending(self, cleanup: PendingCleanup) -> None:
         """A claim has ended, and something could not be undone. The instance that ended it reports it, also if another
         one speaks for the node."""
-        self._recorder.node_event(DEBT_OWED, cleanup.text, warning=True)
+        self.recorder.node_event(DEBT_OWED, cleanup.text, warning=True)
 
     def cleanup_done(self, cleanup: PendingCleanup) -> None:
         """Nothing of it is pending any more."""
         done = ", ".join(map(what, cleanup.steps)) or "nothing was left to do"
         text = f"Cleanup after ended claim {cleanup.record.ref} is done: {done}"
-        self._recorder.node_event(DEBT_PAID, text, warning=False)
+        self.recorder.node_event(DEBT_PAID, text, warning=False)
 
     def _report(self, reason: str, text: str, *, warning: bool) -> bool:
         """Whether this instance speaks for the node."""
-        is_ours = self._speaks_for_node()
+        is_ours = self.speaks_for_node()
         if is_ours:
-            self._recorder.node_event(reason, text, warning=warning)
+            self.recorder.node_event(reason, text, warning=warning)
         return is_ours

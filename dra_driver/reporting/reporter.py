@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Literal
 
 import structlog
@@ -40,63 +41,56 @@ _CHANGED = {"create": (MIG_DEVICE_CREATED, "Created"), "destroy": (MIG_DEVICE_DE
 """Reason and verb of the event of a MIG device that was made or destroyed."""
 
 
+@dataclass(eq=False)
 class Reporter:
-    """Observes the preparer and the MIG engine."""
+    """Observes the preparer and the MIG engine.
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        recorder: EventRecorder,
-        statuses: ClaimStatusReporter,
-        created_instance: Callable[[str], OwnedInstance | None],
-        users: Callable[[str], ClaimRef | None],
-        freed: Callable[[], None],
-        mps: MpsEvents,
-    ) -> None:
-        """`users` returns a claim whose record asks for a MIG device that is made on demand. `freed` is called when a
-        claim was unprepared."""
-        self._metrics = metrics
-        self._recorder = recorder
-        self._statuses = statuses
-        self._created_instance = created_instance
-        self._users = users
-        self._freed = freed
-        self._mps = mps
+    `users` returns a claim whose record asks for a MIG device that is made on demand. `freed` is called when a
+    claim was unprepared.
+    """
+
+    metrics: Metrics
+    recorder: EventRecorder
+    statuses: ClaimStatusReporter
+    created_instance: Callable[[str], OwnedInstance | None]
+    users: Callable[[str], ClaimRef | None]
+    freed: Callable[[], None]
+    mps: MpsEvents
 
     def in_flight(self, action: Literal["prepare", "unprepare"]) -> AbstractContextManager[None]:
         """A call of the kubelet is counted from its arrival to its answer."""
-        return self._metrics.in_flight(action)
+        return self.metrics.in_flight(action)
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         """A claim is prepared. If its containers can only use it in one way, the claim says so."""
-        self._metrics.prepared(duration_s, None)
+        self.metrics.prepared(duration_s, None)
         if record is None:
             return
-        self._statuses.prepared(record)
-        self._mps.prepared(record)
+        self.statuses.prepared(record)
+        self.mps.prepared(record)
         has_mps = any(isinstance(step, RunMps) for step in record.steps)
         advice = advice_on_requests(record) if has_mps else None
         if advice is not None:
-            self._recorder.minor_claim_event(ref, MPS_NEEDS_REQUEST_NAMES, advice)
+            self.recorder.minor_claim_event(ref, MPS_NEEDS_REQUEST_NAMES, advice)
 
     def unprepared(self, ref: ClaimRef, duration_s: float) -> None:
         """A claim is not prepared (any more); the API server removes its status with the allocation."""
-        self._metrics.unprepared(duration_s, None)
-        self._statuses.forget(ref)
-        self._freed()
+        self.metrics.unprepared(duration_s, None)
+        self.statuses.forget(ref)
+        self.freed()
 
     def waited(self, ref: ClaimRef, duration_s: float) -> None:
         """A Prepare waited for another claim to let go of a device, in vain or not."""
-        self._metrics.waited(duration_s)
+        self.metrics.waited(duration_s)
 
     def recovered(self, ref: ClaimRef, why: str) -> None:
         """A claim that nobody would have unprepared any more was unprepared."""
         text = f"Took the devices of claim {ref} back: it {why}, and the kubelet did not unprepare it"
-        self._recorder.node_event(CLAIM_RECOVERED, text, warning=False)
+        self.recorder.node_event(CLAIM_RECOVERED, text, warning=False)
 
     def still_in_use(self, ref: ClaimRef, text: str) -> None:
         """A claim that is gone keeps its devices, because processes compute on them."""
-        self._recorder.node_event(CLAIM_STILL_IN_USE, f"Claim {ref} {text}", warning=True)
+        self.recorder.node_event(CLAIM_STILL_IN_USE, f"Claim {ref} {text}", warning=True)
 
     def failed(
         self,
@@ -108,18 +102,18 @@ class Reporter:
     ) -> None:
         """A claim could not be prepared or unprepared; the cause goes to the claim and to its pods."""
         if action == "prepare":
-            self._metrics.prepared(duration_s, error)
-            self._recorder.claim_event(ref, PREPARE_FAILED, told, warning=True)
+            self.metrics.prepared(duration_s, error)
+            self.recorder.claim_event(ref, PREPARE_FAILED, told, warning=True)
         else:
-            self._metrics.unprepared(duration_s, error)
-            self._recorder.claim_event(ref, UNPREPARE_FAILED, told, warning=True)
+            self.metrics.unprepared(duration_s, error)
+            self.recorder.claim_event(ref, UNPREPARE_FAILED, told, warning=True)
 
     def mig_changed(
         self, action: MigAction, subject: str, duration_s: float, error: Exception | None
     ) -> None:
         """A MIG device (`subject` is its name) was made or destroyed, or the MIG mode of a GPU (its UUID) switched on
         or off; or could not be. Of a device, called while the claim's record is there."""
-        self._metrics.mig_changed(action, duration_s, error)
+        self.metrics.mig_changed(action, duration_s, error)
         match action:
             case "create" | "destroy":
                 self._device_changed(action, subject, duration_s, error)
@@ -129,10 +123,10 @@ class Reporter:
     def _mode_changed(self, wanted: str, gpu_uuid: str, duration_s: float, error: Exception | None) -> None:
         if error is None:
             text = f"Switched MIG mode of GPU {gpu_uuid} {wanted} in {duration_s:.2f} s"
-            self._recorder.node_event(MIG_MODE_CHANGED, text, warning=False, minor=True)
+            self.recorder.node_event(MIG_MODE_CHANGED, text, warning=False, minor=True)
         else:
             text = f"MIG mode of GPU {gpu_uuid} could not be switched {wanted}: {error}"
-            self._recorder.node_event(MIG_MODE_FAILED, text, warning=True)
+            self.recorder.node_event(MIG_MODE_FAILED, text, warning=True)
 
     def _device_changed(
         self, action: Literal["create", "destroy"], device: str, duration_s: float, error: Exception | None
@@ -147,32 +141,32 @@ class Reporter:
             )
             text = f"{verb} MIG device {device}{self._identity(device)} in {duration_s:.2f} s"
             if ref is not None:
-                self._recorder.minor_claim_event(ref, reason, text)
+                self.recorder.minor_claim_event(ref, reason, text)
         elif action == "destroy":
             text = f"MIG device {device} could not be destroyed and is tried again: {error}"
             if ref is not None:
-                self._recorder.claim_event(ref, MIG_DESTROY_DELAYED, text, warning=True)
+                self.recorder.claim_event(ref, MIG_DESTROY_DELAYED, text, warning=True)
             else:
-                self._recorder.node_event(MIG_DESTROY_DELAYED, text, warning=True)
+                self.recorder.node_event(MIG_DESTROY_DELAYED, text, warning=True)
 
     def partitions_missing(self, reason: str) -> None:
         """The API server cannot count partitions, so that GPUs are only offered whole."""
         text = f"MIG devices on demand are not offered: {reason}"
-        self._recorder.node_event(PARTITIONS_NOT_SUPPORTED, text, warning=True)
+        self.recorder.node_event(PARTITIONS_NOT_SUPPORTED, text, warning=True)
 
     def scheduler_outdated(self, reason: str) -> None:
         """The cluster's scheduler is known to give devices out twice."""
-        self._recorder.node_event(SCHEDULER_OUTDATED, reason, warning=True)
+        self.recorder.node_event(SCHEDULER_OUTDATED, reason, warning=True)
 
     def _claim_of(self, device: str) -> ClaimRef | None:
         try:
-            return self._users(device)
+            return self.users(device)
         except DraDriverError:
             return None
 
     def _identity(self, device: str) -> str:
         try:
-            made = self._created_instance(device)
+            made = self.created_instance(device)
         except DraDriverError:
             return ""
         if made is None or made.uuid is None:

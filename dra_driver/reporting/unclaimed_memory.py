@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import DraDriverError
@@ -11,47 +12,38 @@ from dra_driver.model.gpu import GpuProcess
 
 _LOOK_S = 60.0
 _REPORT_AFTER_S = 600.0
-_JOIN_S = 1.0
 
 
-class UnclaimedMemory:
-    """Reports each process once, and ends none."""
+@dataclass(eq=False)
+class UnclaimedMemory(BackgroundWorker):
+    """Reports each process once, and ends none.
 
-    def __init__(
-        self,
-        look: Callable[[], Mapping[str, Sequence[GpuProcess]]],
-        report: Callable[[str, GpuProcess], bool],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`look` returns such processes by the UUID of each GPU that answers; it may raise DraDriverError. `report`
-        gets a GPU's UUID and a process. It returns False if somebody else reports for this node."""
-        self._look = look
-        self._report = report
-        self._clock = clock
+    `look` returns such processes by the UUID of each GPU that answers; it may raise DraDriverError. `report`
+    gets a GPU's UUID and a process. It returns False if somebody else reports for this node.
+    """
+
+    join_s = 1.0
+    look: Callable[[], Mapping[str, Sequence[GpuProcess]]]
+    report: Callable[[str, GpuProcess], bool]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._since: dict[tuple[str, int, str], float] = {}
         self._reported: set[tuple[str, int, str]] = set()
-        self._worker = BackgroundWorker(
+        super().__init__(
             "unclaimed-memory",
             self.turn,
             crash_event="unclaimed_memory_failed",
             on_crash=lambda _: _LOOK_S,
         )
 
-    def start(self) -> None:
-        """Begin to look."""
-        self._worker.start()
-
-    def stop(self) -> None:
-        """Look no more; harmless before `start`."""
-        self._worker.stop(_JOIN_S)
-
     def turn(self) -> float:
         """Look once; returns the seconds until the next look."""
         try:
-            unclaimed = self._look()
+            unclaimed = self.look()
         except DraDriverError:
             return _LOOK_S
-        now = self._clock()
+        now = self.clock()
         found = {
             (uuid, process.pid, process.name): process
             for uuid, processes in unclaimed.items()
@@ -63,6 +55,6 @@ class UnclaimedMemory:
         self._reported &= self._since.keys()
         for key, process in found.items():
             is_due = now - self._since[key] >= _REPORT_AFTER_S and key not in self._reported
-            if is_due and self._report(key[0], process):
+            if is_due and self.report(key[0], process):
                 self._reported.add(key)
         return _LOOK_S

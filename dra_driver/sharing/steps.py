@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextvars import Context
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
@@ -42,11 +42,13 @@ def _steps_of_others(records: RecordStore, claim_uid: str, boot_id: str) -> Iter
 
 
 class TimeSliceSteps:
-    """Does and undoes `SetTimeSlice`. A claim that asks for no interval has no such step and touches nothing."""
+    """Does and undoes `SetTimeSlice`. A claim that asks for no interval has no such step and touches nothing. Those
+    that a reload of the NVIDIA driver lost are a `LeftOver` of the loop over pending cleanups."""
 
-    def __init__(self, nvidia_smi: NvidiaSmi, records: RecordStore, boot_id: str) -> None:
+    def __init__(self, nvidia_smi: NvidiaSmi, records: RecordStore, lanes: Lanes, boot_id: str) -> None:
         self._nvidia_smi = nvidia_smi
         self._records = records
+        self._lanes = lanes
         self._boot_id = boot_id
         self._is_reloaded = False
         self._lost: dict[tuple[str, SetTimeSlice], str | None] = {}  # with why it could not be set again
@@ -89,11 +91,11 @@ class TimeSliceSteps:
         """The NVIDIA driver was loaded anew, or the GPUs are others than before: every time slice may be lost."""
         self._is_reloaded = True
 
-    def is_lost(self) -> bool:
-        """Whether `restore` has something to do."""
+    def is_left(self) -> bool:
+        """Whether a time slice is known to be lost."""
         return self._is_reloaded or bool(self._lost)
 
-    def restore(self, lanes: Lanes) -> None:
+    def work_off(self) -> None:
         """Have the lanes set the lost time slices of all claims again. It waits for nothing, and what fails stays lost.
         MPS daemons are the MPS host's business. Raises: StateError."""
         if self._is_reloaded:
@@ -110,7 +112,7 @@ class TimeSliceSteps:
             asked = self._asked.get((uid, step))
             if asked is None or asked.done():
                 again = partial(self._set_again, uid, step)
-                self._asked[uid, step] = lanes.ask({step.gpu_uuid}, what, again, context=Context())
+                self._asked[uid, step] = self._lanes.ask({step.gpu_uuid}, what, again, context=Context())
 
     def _set_again(self, uid: str, step: SetTimeSlice, _operation: Operation) -> None:
         """A GPU that refuses is told once for each reason."""
@@ -128,31 +130,26 @@ class TimeSliceSteps:
         self._lost.pop((uid, step), None)
 
 
+@dataclass(eq=False)
 class MpsSteps:
     """Does and undoes `RunMps`: one daemon a device, or for several GPUs of one request, for all claims that
-    share them."""
+    share them.
 
-    def __init__(
-        self,
-        host: MpsHostFiles,
-        records: RecordStore,
-        lost_users: Callable[[], Mapping[str, Collection[str]]],
-        made_uuid: Callable[[str], str | None],
-        boot_id: str,
-    ) -> None:
-        """`lost_users` answers devices with MPS by the UID of claims that have a CDI spec but no record;
-        `made_uuid` the UUID that a MIG device made on demand has now."""
-        self._host = host
-        self._records = records
-        self._lost_users = lost_users
-        self._made_uuid = made_uuid
-        self._boot_id = boot_id
+    `lost_users` answers devices with MPS by the UID of claims that have a CDI spec but no record;
+    `made_uuid` the UUID that a MIG device made on demand has now.
+    """
+
+    host: MpsHostFiles
+    records: RecordStore
+    lost_users: Callable[[], Mapping[str, Collection[str]]]
+    made_uuid: Callable[[str], str | None]
+    boot_id: str
 
     def do(self, step: Step, plan: Plan) -> None:
         """Have the daemon run and answer. Raises: RetryableError, ClaimRefusedError."""
         assert isinstance(step, RunMps)  # noqa: S101
         timeout = seconds_for(f"start the MPS daemon of device {step.spec.device}", _MPS_START_S)
-        status = self._host.ensure(self._of_today(step.spec), timeout)
+        status = self.host.ensure(self._of_today(step.spec), timeout)
         if status.state != "ready":
             raise StateError(
                 f"the MPS daemon of device {step.spec.device} is in state {status.state}: "
@@ -171,7 +168,7 @@ class MpsSteps:
         """The spec with the UUID that the device has now, where each making gives it another one."""
         if spec.uuid:
             return spec
-        uuid = self._made_uuid(spec.device)
+        uuid = self.made_uuid(spec.device)
         if uuid is None:
             raise StateError(f"MIG device {spec.device} was not made before its MPS daemon is started")
         return replace(spec, uuid=uuid)
@@ -182,16 +179,16 @@ class MpsSteps:
 
     def lost_steps(self, claim_uid: str) -> list[Step]:
         """What is to be undone for a claim whose record was lost: the daemons that its CDI spec tells of."""
-        specs = [self._host.spec_of(device) for device in sorted(self._lost_users().get(claim_uid, ()))]
+        specs = [self.host.spec_of(device) for device in sorted(self.lost_users().get(claim_uid, ()))]
         return [RunMps(spec) for spec in dict.fromkeys(specs) if spec is not None]
 
     def _stop_if_unused(self, device: str, claim_uid: str, gpu_uuid: str, kind: MpsKind) -> None:
-        for other in _steps_of_others(self._records, claim_uid, self._boot_id):
+        for other in _steps_of_others(self.records, claim_uid, self.boot_id):
             if isinstance(other, RunMps) and device in other.spec.devices:
                 return
-        if any(device in devices for uid, devices in self._lost_users().items() if uid != claim_uid):
+        if any(device in devices for uid, devices in self.lost_users().items() if uid != claim_uid):
             return
-        self._host.stop(
+        self.host.stop(
             device,
             seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S),
             gpu_uuid=gpu_uuid,

@@ -37,7 +37,6 @@ _BACKOFF_FIRST_S = 0.1
 _BACKOFF_MOST_S = 30.0
 _QUIET_AFTER_WRITE_S = 0.05
 _LEADERSHIP_AGAIN_S = 2.0
-_JOIN_S = 5.0
 
 _NOT_YET = "slices have not been published yet"
 _CONTESTED = "somebody else keeps changing the slices of this node; look for a second publisher of them"
@@ -125,7 +124,7 @@ class Publisher:
 
     def stop(self) -> None:
         """Stop; the slices stay, so that a quick restart writes nothing."""
-        self._worker.stop(_JOIN_S)
+        self._worker.stop()
 
     def mark_dirty(self) -> None:
         """Something changed: devices, or slices in the API server."""

@@ -103,42 +103,36 @@ class _Kind:
     nodes: tuple[str, ...]
 
 
+@dataclass(eq=False)
 class _Cluster:
     """All nodes, put into kinds for each set of attributes that selectors name."""
 
-    def __init__(
-        self,
-        driver: str,
-        claims: Sequence[JsonObject],
-        pools: Mapping[str, Sequence[JsonObject]],
-        classes: Mapping[str, JsonObject],
-        ours: Collection[str],
-    ) -> None:
-        self._driver = driver
-        self._pools = pools
-        self._classes = classes
-        self._ours = ours
+    driver: str
+    claims: Sequence[JsonObject]
+    pools: Mapping[str, Sequence[JsonObject]]
+    classes: Mapping[str, JsonObject]
+    ours: Collection[str]
+
+    def __post_init__(self) -> None:
         self._kinds: dict[frozenset[str], tuple[list[_Kind], int]] = {}
         self._holding: dict[str, list[JsonObject]] = {}
-        for claim in claims:
-            for pool in {result["pool"] for result in _results(claim, driver)}:
+        for claim in self.claims:
+            for pool in {result["pool"] for result in _results(claim, self.driver)}:
                 self._holding.setdefault(pool, []).append(claim)
 
     def verdict(self, claim: JsonObject) -> PendingClaim:
-        strange = _strange(claim, self._classes)
+        strange = _strange(claim, self.classes)
         if strange is not None:
             return PendingClaim("", "", unknown=f"{strange} has a form that this version does not know")
         names = set(class_names(claim["spec"]))
-        missing = sorted(names - set(self._classes))
+        missing = sorted(names - set(self.classes))
         if missing:
-            return PendingClaim(
-                "", "", reasons=((f"there is no DeviceClass {missing[0]}", len(self._pools)),)
-            )
-        foreign = sorted(names - set(self._ours))
+            return PendingClaim("", "", reasons=((f"there is no DeviceClass {missing[0]}", len(self.pools)),))
+        foreign = sorted(names - set(self.ours))
         if foreign:
             return PendingClaim("", "", unknown=f"class {foreign[0]} is of another driver")
         try:
-            kinds, untried = self._kinds_for(_named(claim, self._classes))
+            kinds, untried = self._kinds_for(_named(claim, self.classes))
             return self._tried(claim["spec"], kinds, untried)
         except (DraDriverError, AllocationError, NotJudgedError) as error:  # it must not hide the others
             return PendingClaim("", "", unknown=str(error))
@@ -148,10 +142,10 @@ class _Cluster:
         best: dict[str, tuple[int, int, str]] = {}
         fits: list[str] = []
         for kind in kinds:
-            alone = kind.machine.claim(spec, self._classes)
+            alone = kind.machine.claim(spec, self.classes)
             if alone.problem is not None:
                 reasons[alone.problem] += len(kind.nodes)
-            elif kind.others and kind.machine.claim(spec, self._classes, kind.others).problem is not None:
+            elif kind.others and kind.machine.claim(spec, self.classes, kind.others).problem is not None:
                 reason, free, matching = kind.machine.taken_away(alone, kind.others)
                 reasons[reason] += len(kind.nodes)
                 best[reason] = max(best.get(reason, (-1, 0, "")), (free, matching, kind.nodes[0]))
@@ -168,10 +162,10 @@ class _Cluster:
         """Those that are tried, and how many nodes are of others."""
         if named not in self._kinds:
             alike: dict[bytes, list[str]] = {}
-            for pool, slices in self._pools.items():
+            for pool, slices in self.pools.items():
                 alike.setdefault(_look(slices, self._taken(pool), named), []).append(pool)
             common = sorted(alike.values(), key=len, reverse=True)
-            sizes = accumulate(len(_devices(self._pools[pools[0]])) for pools in common)
+            sizes = accumulate(len(_devices(self.pools[pools[0]])) for pools in common)
             tried = max(1, sum(size <= _MOST_DEVICES for size in islice(sizes, _MOST_KINDS)))
             kinds = [self._kind(pools) for pools in common[:tried]]
             self._kinds[named] = kinds, sum(map(len, common[tried:]))
@@ -181,14 +175,14 @@ class _Cluster:
         return [
             result
             for claim in self._holding.get(pool, ())
-            for result in _results(claim, self._driver)
+            for result in _results(claim, self.driver)
             if result["pool"] == pool and not result.get("adminAccess")
         ]
 
     def _kind(self, pools: Sequence[str]) -> _Kind:
         first = pools[0]
-        nodes = tuple(str(self._pools[pool][0]["spec"]["nodeName"]) for pool in pools)
-        machine = MachineFit(nodes[0], self._driver, self._pools[first])
+        nodes = tuple(str(self.pools[pool][0]["spec"]["nodeName"]) for pool in pools)
+        machine = MachineFit(nodes[0], self.driver, self.pools[first])
         return _Kind(machine, self._holding.get(first, ()), nodes)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import JSON, ApiClient, is_not_found, path_segment
 from dra_driver.kube.endpoint import Endpoint
-from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.validation.documents import Document
 from dra_driver.validation.rules.manifests import is_parameters
 from dra_driver.validation.rules.server_answers import Answer, Made, refused, unknown_kind

@@ -35,9 +35,9 @@ from dra_driver.inventory.host_facts import HostView
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
-from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import NO_SHARING
 from dra_driver.nvml.reader import NvmlReader

@@ -40,16 +40,15 @@ from dra_driver.host.imex import settings as imex_settings
 from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.journal import record_codec as codec
-from dra_driver.journal import records
 from dra_driver.journal.locks import ClaimLocks
+from dra_driver.journal.records import RecordStore
 from dra_driver.kube.api_errors import api_errors, check_status
 from dra_driver.kube.claims import parse_allocated_claim, parse_claim_now
-from dra_driver.kube.convert import from_version, to_version
 from dra_driver.kube.slice_cache import version_after
 from dra_driver.kube.watch_stream import WatchStream
 from dra_driver.kubelet.claim_check import check_claims
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
-from dra_driver.mig import ledger
+from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.ids import pci_bus_id
@@ -154,15 +153,15 @@ def claim_names(content: bytes) -> None:
     with suppress(ClaimRefusedError):
         _check_below(_BASE / f"{file_stem(DRIVER, uid)}.json", "a CDI spec")
     with suppress(StateError):
-        _check_below(_BASE / f"{records._checked(uid)}.json", "a claim record")
+        _check_below(RecordStore(_BASE).path(uid), "a claim record")
     with suppress(PermanentError):
         _check_below(MpsLayout(_BASE).record(name), "an MPS record")
     with suppress(PermanentError):
         _check_below(MpsLayout(_BASE).directory(name), "an MPS directory")
     with suppress(StateError):
-        _check_below(_BASE / f"{ledger._checked_device(name)}.json", "a ledger entry")
+        _check_below(MigLedger(_BASE, None)._entries.path(name), "a ledger entry")
     with suppress(StateError):
-        _check_below(_BASE / f"{ledger._mode_name(uid)}.json", "the ledger of a MIG mode")
+        _check_below(MigLedger(_BASE, None)._modes.path(f"mode-{uid}"), "the ledger of a MIG mode")
     with suppress(ClaimRefusedError):
         _check_metadata_paths(AllocatedClaim(ref, claim.results, (), pod_claim or None))
 
@@ -188,12 +187,12 @@ def claim_object(content: bytes) -> None:
     """A claim as the API server sends it, whose allocation may hold anything."""
     allocation = _json(content)
     ref = ClaimRef("default", "claim", UID)
-    body = {"apiVersion": "resource.k8s.io/v1beta1", "kind": "ResourceClaim", "metadata": {"uid": UID},
+    body = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"uid": UID},
             "spec": {"devices": {}}, "status": {"allocation": {"devices": allocation}}}  # fmt: skip
     if not isinstance(allocation, dict):
         return
     with suppress(ClaimRefusedError):
-        claim = parse_allocated_claim(from_version(to_version(body, "v1beta1")), ref)
+        claim = parse_allocated_claim(body, ref)
         for result in claim.results:
             with suppress(InvalidConfigError):
                 config_for_result(result, claim.configs, DRIVER, "gpu")
@@ -242,7 +241,7 @@ def cdi_file_of_ours(content: bytes, directory: Path) -> None:
 def mps_record(content: bytes, directory: Path) -> None:
     """The records of MPS daemons with a bad one among them."""
     (directory / "gpu-0.json").write_bytes(content)
-    DaemonRecords(MpsLayout(directory)).load()
+    DaemonRecords(MpsLayout(directory)).all()
 
 
 def mps_answer(content: bytes) -> None:

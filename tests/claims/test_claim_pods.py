@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from dra_driver.claims.fetch import ClaimLookup, ClaimPods, RecordedPods
+from dra_driver.claims.fetch import ClaimPods, RecordedPods
 from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, PodRef, Pods
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, PodRef, Pods
 from dra_driver.model.record import ClaimRecord
 from tests.claims import test_reconciler
 from tests.fakes.preparing import Node, in_threads
@@ -77,11 +77,18 @@ def test_of_the_claims_read_longest_ago_the_records_must_do() -> None:
 
 def test_reader_notes_the_pods_of_whatever_claim_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     noted: list[tuple[str, Pods]] = []
-    consumers = SimpleNamespace(note=lambda uid, pods: noted.append((uid, pods)))
-    reader = ClaimLookup(ClaimClient(None), consumers)  # type: ignore[arg-type]
-    answers: list[ClaimNow | None] = [ClaimNow("uid-9", False, True, None, (B,)), None]
-    monkeypatch.setattr(ClaimClient, "get_allocated", lambda *_args, **_more: used_by(ONE, A))
-    monkeypatch.setattr(ClaimClient, "look", lambda *_args, **_more: answers.pop(0))
+    reader = ClaimClient(None, lambda uid, pods: noted.append((uid, pods)))  # type: ignore[arg-type]
+    answers = [
+        {
+            "metadata": {"uid": uid},
+            "status": {
+                "allocation": {},
+                "reservedFor": [{"resource": "pods", "name": pod.name, "uid": pod.uid}],
+            },
+        }
+        for uid, pod in (("uid-1", A), ("uid-9", B))
+    ]
+    monkeypatch.setattr(ClaimClient, "find", lambda *_args: answers.pop(0) if answers else None)
     reader.read(ONE.ref, 1)
     reader.look(ONE.ref, 1)
     assert reader.look(ONE.ref, 1) is None

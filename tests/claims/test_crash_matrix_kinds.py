@@ -149,7 +149,7 @@ def test_the_other_instance_of_a_rolling_update_takes_back_what_a_dead_one_left(
             assert other.lanes.hanging() == {}, point
             assert case.unprepare(other) is None, point
             assert other.cleaner.clean_all() == [], point
-            other.collector.look()
+            other.collector.work_off()
             assert other.state() == untouched, point
 
 

@@ -160,8 +160,8 @@ class FaultyNode(KindNode):
         client = MpsHostFiles(layout, wait_s=0.0)
         known = runners[RunMps]
         return runners | {
-            SetTimeSlice: TimeSliceSteps(NvidiaSmi(programs), self.records, self.boot_id),
-            RunMps: MpsSteps(client, self.records, known._lost_users, self._uuid_of, self.boot_id),
+            SetTimeSlice: TimeSliceSteps(NvidiaSmi(programs), self.records, self.lanes, self.boot_id),
+            RunMps: MpsSteps(client, self.records, known.lost_users, self._uuid_of, self.boot_id),
         }
 
     def state(self) -> dict[str, object]:
@@ -170,7 +170,7 @@ class FaultyNode(KindNode):
 
     def settled(self) -> None:
         assert self.cleaner.clean_all() == []
-        self.collector.look()
+        self.collector.work_off()
 
 
 @pytest.fixture

@@ -207,7 +207,7 @@ def test_hang_costs_a_moment_once_and_no_other_gpu() -> None:
     ended.set()
     patient.answer(20)
     bench.shown[uuid(0)] = TRAINER
-    bench.users._wait_s = 20.0
+    bench.users.wait_s = 20.0
     found = bench.of(hold(GPU_0))
     assert found is not None, "what came late is not believed but asked anew"
     assert bench.users._asked == {}

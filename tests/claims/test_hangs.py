@@ -40,7 +40,7 @@ class Hang:
         self.reached = threading.Event()
         self._let = threading.Event()
         self._let.set()
-        runner = node.runner._runners[step]
+        runner = node.runner.runners[step]
         real: Callable[..., Any] = getattr(runner, method)
 
         def call(step: Step, about: Any) -> Any:
@@ -107,7 +107,7 @@ def eventually(check: Callable[[], object]) -> None:
 
 def in_the_end_nothing_is_left(node: KindNode, untouched: object) -> None:
     eventually(lambda: not node.cleaner.clean_all() and not node.lanes.under_way())
-    node.collector.look()
+    node.collector.work_off()
     assert node.state() == untouched
 
 
@@ -269,9 +269,9 @@ def test_every_nvml_call_of_a_collection_may_hang(cells: Cells) -> None:
         if isinstance(node.records.get(wanted.ref.uid), ClaimRecord):
             node.records.delete(wanted.ref.uid)
 
-    for node, _, _ in cells.each(left_over, lambda node, _wanted: node.collector.look()):
+    for node, _, _ in cells.each(left_over, lambda node, _wanted: node.collector.work_off()):
         began = time.monotonic()
-        node.collector.look()
+        node.collector.work_off()
         assert time.monotonic() - began < QUICK_S
 
 

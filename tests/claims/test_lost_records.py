@@ -63,7 +63,7 @@ def test_mps_daemon_of_a_claim_without_record_is_stopped_in_its_lane_and_without
     wanted = KINDS["MPS settings"].wanted(node.site)
     lost(node, wanted)
     uid, begun, let = wanted.ref.uid, threading.Event(), threading.Event()
-    runner = node.runner._runners[RunMps]
+    runner = node.runner.runners[RunMps]
     real = runner.undo
 
     def undo(*given: Any) -> None:

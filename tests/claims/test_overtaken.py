@@ -72,7 +72,7 @@ def unprepare_call(channel: grpc.Channel) -> Any:
 def test_unprepare_that_a_newer_prepare_overtook_takes_nothing_back(node: Node) -> None:
     """Else the device would be given out a second time while the pod of the first claim runs."""
     assert isinstance(node.prepare(WANTED), Prepared)
-    late = Late(node, "_claim_locks", lambda: unprepare(node))
+    late = Late(node, "claim_locks", lambda: unprepare(node))
     newer = node.restarted()
     assert isinstance(newer.prepare(WANTED), Prepared)
     before = node.files()
@@ -88,8 +88,8 @@ def test_prepare_goes_on_after_an_unprepare_that_is_older(node: Node) -> None:
     """It is the kubelet's last word; refused, it would come back in a minute or more."""
     assert isinstance(node.prepare(WANTED), Prepared)
     newer = node.restarted()
-    older = Late(node, "_claim_locks", lambda: unprepare(node))
-    late = Late(newer, "_claim_locks", lambda: newer.prepare(WANTED))
+    older = Late(node, "claim_locks", lambda: unprepare(node))
+    late = Late(newer, "claim_locks", lambda: newer.prepare(WANTED))
     assert older.answer() is None
     assert isinstance(late.answer(), Prepared)
     assert newer.records.get(WANTED.ref.uid) is not None
@@ -99,7 +99,7 @@ def test_unprepare_whose_caller_left_while_it_waited_takes_nothing_back(node: No
     assert isinstance(node.prepare(WANTED), Prepared)
     before = node.files()
     left = threading.Event()
-    late = Late(node, "_claim_locks", lambda: unprepare(node, has_left=left.is_set))
+    late = Late(node, "claim_locks", lambda: unprepare(node, has_left=left.is_set))
     left.set()
     refused = late.answer()
     assert isinstance(refused, Failed)
@@ -110,7 +110,7 @@ def test_prepare_whose_caller_left_while_it_waited_leaves_nothing(node: Node) ->
     node.claims.add(WANTED)
     left = threading.Event()
     late = Late(
-        node, "_planning", lambda: node.service.prepare([WANTED.ref], None, left.is_set)[WANTED.ref.uid]
+        node, "planning", lambda: node.service.prepare([WANTED.ref], None, left.is_set)[WANTED.ref.uid]
     )
     left.set()
     refused = late.answer()

@@ -106,7 +106,7 @@ class MpsHost:
         self.boot_id = boot_id
         self.layout.root.mkdir(parents=True, exist_ok=True)
         make_directory(self.layout.wishes, 0o700)
-        self.known, self.faults = self.records.load()
+        self.known = self.records.all()
         for device, record in tuple(self.known.items()):
             if self.layout.unwanted(device).exists():
                 self.stop(device, 0)
@@ -130,12 +130,12 @@ class MpsHost:
         withdraw(self.layout, device, None, None)
         self.boot.daemons.discard(device)
         shutil.rmtree(self.layout.directory(device), ignore_errors=True)
-        self.records.remove(device)
+        self.records.forget(device)
         self.known.pop(device, None)
         self.layout.unwanted(device).unlink(missing_ok=True)
 
     def _write(self, record: DaemonRecord) -> None:
-        self.records.write(record)
+        self.records.save(record)
         self.known[record.spec.device] = record
 
 
@@ -151,7 +151,7 @@ class PoweredNode(Node):
         runner = StepDispatcher({
             WriteCdiSpec: self.steps,
             WriteDeviceMetadata: MetadataSteps(self.metadata_files, lambda: MIXED, lambda device: None),
-            SetTimeSlice: TimeSliceSteps(self.boot, self.records, boot_id),
+            SetTimeSlice: TimeSliceSteps(self.boot, self.records, self.lanes, boot_id),
             RunMps: MpsSteps(self.mps, self.records, dict, lambda _device: None, boot_id),
         })  # fmt: skip
         self.work_with(runner)
@@ -218,7 +218,7 @@ def test_the_next_boot_ends_where_a_fresh_node_would(
         node = PoweredNode(directory, kind)
         assert (node.prepare(kind.wanted), node.shape()) == (answer, uninterrupted), tree
         assert (node.unprepare(kind.wanted), node.shape()) == (None, EMPTY), tree
-        assert node.mps.faults == (), tree
+        assert not list(node.mps.layout.root.glob("*.unreadable*")), tree
     assert [line for line in logs if line["log_level"] in ("warning", "error")] == []
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,7 +183,7 @@ def test_two_answers_of_the_disk_about_a_holder_make_no_attempt_spin(
         tries.append(uid)
         return None if uid == "holder" else found(uid)
 
-    monkeypatch.setattr(node.records, "get", gone)
+    monkeypatch.setattr(node.line, "records", SimpleNamespace(get=gone))
     assert isinstance(node.prepare(claim(GPU_0), 2.5), Failed)
     assert 1 < len(tries) < 400
 
@@ -489,7 +490,7 @@ class Refusing:
         self.now = self.began = time.monotonic()
         self.tries: list[float] = []
         self.times = times
-        monkeypatch.setattr(node.line, "_clock", lambda: self.now)
+        monkeypatch.setattr(node.line, "clock", lambda: self.now)
         monkeypatch.setattr(node.line, "_sleep", self._sleep)
         node.steps.on_do = self.refuse
 

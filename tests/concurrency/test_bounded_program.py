@@ -11,10 +11,11 @@ import pytest
 from dra_driver.concurrency import bounded_program
 from dra_driver.errors import RetryableError
 from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps import daemon_compute_mode as computemode
 from dra_driver.mps import daemon_control as control
 from dra_driver.mps.daemon_compute_mode import ComputeMode
-from dra_driver.mps.daemon_control import ControlProgram
+from dra_driver.mps.daemon_control import DaemonControl
 from dra_driver.mps.host_files import MpsLayout
 
 
@@ -93,8 +94,8 @@ def test_a_gpu_that_hangs_holds_nobody_up(unkillable, tmp_path, monkeypatch):
     for gpu, text in (("GPU-1", "did not end"), ("GPU-1", "still hangs"), ("GPU-2", "did not end")):
         with pytest.raises(RetryableError, match=f"of {gpu}: .*{text}"):
             mode.get(gpu)
-    directories = MpsLayout(tmp_path).directories("gpu-1")
+    spec, directories = MpsDaemonSpec("gpu-1", "", "gpu", ""), MpsLayout(tmp_path).directories("gpu-1")
     with pytest.raises(RetryableError, match="did not answer 'quit' within"):
-        ControlProgram(lambda: programs).ask(directories, "quit", timeout_s=0.1)
+        DaemonControl(lambda: programs, spec, directories).ask_once("quit", timeout_s=0.1)
     assert time.monotonic() - began < 15
     assert control.CONTROL_PROGRAM in str(sorted(bounded_program._stuck))

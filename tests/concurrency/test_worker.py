@@ -29,7 +29,7 @@ def test_work_is_called_again_when_it_is_woken_and_not_before() -> None:
     assert done.acquire(timeout=20)
     one.wake()
     assert done.acquire(timeout=20)
-    one.stop(20)
+    one.stop()
     assert len(calls) == 2
 
 
@@ -48,7 +48,7 @@ def test_wake_during_the_work_is_not_lost() -> None:
     one = worker(work)
     one.start()
     assert again.wait(20)
-    one.stop(20)
+    one.stop()
     assert seen == [True, False]
 
 
@@ -70,7 +70,7 @@ def test_what_work_raises_is_told_and_work_goes_on() -> None:
         one = worker(work, crashed)
         one.start()
         assert healed.wait(20)
-        one.stop(20)
+        one.stop()
     assert crashes == ["a surprise"]
     assert [(line["event"], line["log_level"]) for line in lines] == [("test_failed", "error")]
 
@@ -87,6 +87,6 @@ def test_stop_ends_a_pause_within_the_work_and_may_come_before_the_start() -> No
     one = worker(work)
     one.start()
     assert began.wait(20)
-    one.stop(20)
+    one.stop()
     assert (told, one.is_stopping) == ([True], True)
-    worker(work).stop(0)
+    worker(work).stop()

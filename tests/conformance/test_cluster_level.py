@@ -12,9 +12,9 @@ from playground.kubelet_client import KubeletError
 
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
-from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import SharingRule, share_all

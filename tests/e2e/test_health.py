@@ -12,8 +12,8 @@ import pytest
 
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kube.slices import SliceClient
-from dra_driver.kube.versions import ResourceApi
 from tests.e2e.conftest import SIMULATOR_DIR, SLOW_S, Cluster, claim_and_pod, wait_for
 
 # Some waits are the kubelet's, which by default tries again after a minute or more.

@@ -219,8 +219,8 @@ class RecordedMpsHost:
         return None if known is None else known.spec
 
     def daemons(self) -> Mapping[str, DaemonRecord]:
-        found, faults = self._records.load()
-        assert faults == ()
+        found = self._records.all()
+        assert not list(self._layout.root.glob("*.unreadable*"))
         return found
 
     def ensure(self, spec: MpsDaemonSpec, timeout_s: float) -> MpsDaemonStatus:
@@ -229,7 +229,7 @@ class RecordedMpsHost:
             raise PermanentError(f"the MPS daemon of {spec.device} runs with other settings")
         if known is None or known.spec != spec or known.boot_id != self._boot_id:
             before = dict.fromkeys(spec.gpu_uuids, DEFAULT) if spec.kind == "gpu" else {}
-            self._records.write(DaemonRecord(spec, self._boot_id, ProcessId(4242, 99), before))
+            self._records.save(DaemonRecord(spec, self._boot_id, ProcessId(4242, 99), before))
         for gpu_uuid in spec.gpu_uuids if spec.kind == "gpu" else ():
             self._site.machine.set_compute_mode(gpu_uuid, EXCLUSIVE_PROCESS)
         return MpsDaemonStatus(spec.device, "ready", spec)
@@ -241,7 +241,7 @@ class RecordedMpsHost:
         if known is not None and known.spec.kind == "gpu":
             for uuid, mode in known.modes_before.items():
                 self._site.machine.set_compute_mode(uuid, mode)
-        self._records.remove(device)
+        self._records.forget(device)
 
 
 class Deaths:
@@ -360,7 +360,7 @@ class KindNode(Journaled):
     def restarted(self, **options: Any) -> KindNode:
         """The next instance, after the look that each start begins with."""
         node = self.again(**options)
-        node.collector.look()
+        node.collector.work_off()
         assert node.cleaner.clean_all() == []
         return node
 
@@ -408,7 +408,7 @@ class KindNode(Journaled):
         return {
             CreateMig: mig,
             LeaveMigMode: mig,
-            SetTimeSlice: TimeSliceSteps(settings, self.records, self.boot_id),
+            SetTimeSlice: TimeSliceSteps(settings, self.records, self.lanes, self.boot_id),
             RunMps: MpsSteps(
                 mps,
                 self.records,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dra_driver.errors import NvmlTransientError
+from dra_driver.journal.cleanups import Cleaner
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.mig.collector import MigCollector
 from dra_driver.mig.context import MigContext
@@ -121,6 +122,12 @@ class MigNode(Journaled):
             self.context, self.devices, self.lanes, adopt=adopt, on_change=self._changed
         )
 
+    def loop(self) -> Cleaner:
+        """The loop that works off what is left over, by the node's clock."""
+        return Cleaner(
+            self.cleanups, self.lanes, self.runner, self.boot_id, others=[self.collector], clock=self.clock
+        )
+
     def restarted(self, **options: Any) -> MigNode:
         return MigNode(self.simulated, self.directory, **{"boot_id": self.boot_id, **options})
 
@@ -200,7 +207,7 @@ class MigNode(Journaled):
     def settle(self) -> None:
         """What a start does with what an earlier instance has left."""
         assert self.cleaner.clean_all() == []
-        self.collector.look()
+        self.collector.work_off()
 
     # --- what is there -------------------------------------------------------------------------
 

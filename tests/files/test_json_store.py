@@ -89,7 +89,7 @@ def coarse_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_change_is_missed_within_a_tick_of_the_clock(place: Path) -> None:
     store, other = store_at(place), store_at(place)
     for number in range(500):
-        other.save("old", str(number % 10).encode(), durable=False, whole=False)
+        other.write("old", str(number % 10).encode(), durable=False, whole=False)
         expected = {"old": number % 10}
         assert store.all() == expected
         assert store.get("old") == expected["old"]
@@ -104,7 +104,7 @@ def test_nothing_is_read_again_while_nothing_changes(place: Path, monkeypatch: p
         patch.setattr(os, "scandir", pytest.fail)
         assert (store.all(), store.quarantined(), store.get("old")) == ({"old": 1}, [], 1)
     assert read == ["old"]
-    store_at(place).save("new", b"2", durable=False, whole=False)
+    store_at(place).write("new", b"2", durable=False, whole=False)
     assert (store.all(), read) == ({"new": 2, "old": 1}, ["old", "new"])
 
 

@@ -203,7 +203,7 @@ def test_an_instance_that_was_made_anew_starts_clean(bench):
 def test_who_an_event_hit_is_known_before_anybody_looks(bench):
     gi, ci, uuid = bench.first
     told: list[str | None] = []
-    bench.monitor._on_change = lambda: told.append(
+    bench.monitor.on_change = lambda: told.append(
         bench.monitor.state(HealthTarget(bench.uuids[MIG_GPU], gi, ci)).identity
     )
     bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
@@ -336,7 +336,7 @@ def test_gpus_of_a_confidential_machine_are_held_back_until_they_are_ready(bench
 
 def test_a_gpu_that_falls_off_the_bus_and_comes_back(bench):
     seen: list[tuple[str, list[str]]] = []
-    bench.monitor._on_change = lambda: seen.append((bench.condition(0), bench.reasons(0)))
+    bench.monitor.on_change = lambda: seen.append((bench.condition(0), bench.reasons(0)))
     bench.machine.lose_gpu(0)
     bench.turn()
     assert seen == [("unhealthy", ["xid/79"]), ("lost", ["gpu-lost", "xid/79"])], (
@@ -706,9 +706,9 @@ def test_a_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(t
 
 def test_an_operation_that_hung_is_over_after_a_restart(bench):
     hanging = {bench.uuids[0]: ("the setting of the time slice", bench.now - UNRESPONSIVE_AFTER_S)}
-    bench.monitor._hanging = lambda: hanging
+    bench.monitor.hanging = lambda: hanging
     bench.monitor.look_for_hangs()
-    bench.monitor._hanging = dict
+    bench.monitor.hanging = dict
     bench.turn(10)
     assert bench.tainted() == {"0": ["unresponsive=None:NoSchedule"]}
     monitor = bench.restarted()
@@ -729,7 +729,7 @@ def test_what_two_threads_take_in_at_a_time_is_all_kept(bench):
             return super().get(*key)
 
     began = bench.now - UNRESPONSIVE_AFTER_S
-    monitor._hanging = lambda: {bench.uuids[0]: ("the creation of a MIG device", began)}
+    monitor.hanging = lambda: {bench.uuids[0]: ("the creation of a MIG device", began)}
     monitor._places = SlowPlaces(monitor._places)
     event = threading.Thread(target=monitor._take, args=({target: (Xid(48),)},))
     look = threading.Thread(target=monitor.look_for_hangs)

@@ -24,8 +24,7 @@ from dra_driver.model.driver_programs import CONTROL_PROGRAM, SMI_PROGRAM, Drive
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps.daemon import HostTools
 from dra_driver.mps.daemon_compute_mode import ComputeMode
-from dra_driver.mps.daemon_control import OUTPUT, ControlProgram
-from dra_driver.mps.daemon_conversation import Timings
+from dra_driver.mps.daemon_control import OUTPUT, DaemonControl, Timings
 from dra_driver.mps.daemon_mounts import MountsWherePossible, SelinuxLabels
 from dra_driver.mps.host_files import MpsLayout
 from tests.fakes import elfdriver
@@ -74,7 +73,7 @@ def mps(tmp_path: Path) -> Iterator[Callable[[Path], Served]]:
         labels = SelinuxLabels(enabled=False)
         tools = HostTools(
             layout,
-            ControlProgram(programs),
+            programs,
             MountsWherePossible(layout.root, labels),
             ComputeMode(programs),
             lambda: None,  # whole GPUs need no capability nodes
@@ -138,8 +137,9 @@ def test_the_mps_daemon_and_its_server_run_with_the_hosts_driver_and_our_c_libra
     supervisor = mps(root)
     assert supervisor.ensure(SPEC, 20).state == "ready"
     layout = MpsLayout(tmp_path / "mps")
-    control = ControlProgram(InstalledPrograms(str(root), layout.libraries, 0o755))
-    control.ask(layout.directories(SPEC.device), f"start_server -uid {os.geteuid()}", timeout_s=20)
+    programs = InstalledPrograms(str(root), layout.libraries, 0o755)
+    control = DaemonControl(programs, SPEC, layout.directories(SPEC.device))
+    control.ask_once(f"start_server -uid {os.geteuid()}", timeout_s=20)
     output = Path(layout.directories(SPEC.device).log, OUTPUT)
     deadline = time.monotonic() + 20
     while "exited with status 1" not in (said := output.read_text()):
@@ -305,10 +305,10 @@ def test_a_compute_mode_that_nobody_could_read_is_not_taken_for_none(broken, har
 def test_an_mps_daemon_that_cannot_be_asked_is_told_with_its_cause(
     broken, harm: Harm, cause: str, tmp_path: Path
 ) -> None:
-    control = ControlProgram(broken(CONTROL_PROGRAM, harm))
     directories = MpsLayout(tmp_path / "mps").directories(SPEC.device)
+    control = DaemonControl(broken(CONTROL_PROGRAM, harm), SPEC, directories)
     with pytest.raises(RetryableError, match=f"nvidia-cuda-mps-control cannot be started.*{cause}"):
-        control.ask(directories, "get_server_list", timeout_s=20)
+        control.ask_once("get_server_list", timeout_s=20)
 
 
 @pytest.mark.parametrize(("harm", "cause"), BROKEN)

@@ -41,14 +41,14 @@ class OddServer:
         body = json.dumps(self.lists.get(path, {})).encode()
         return HTTPResponse(body, status=200 if path in self.lists else 404)
 
-    def serve(self, objects: Json, version: str = "v1") -> None:
+    def serve(self, objects: Json) -> None:
         """These lists, by plural."""
-        self.lists = {GROUP: {"versions": [{"version": version}]}}
+        self.lists = {}
         for plural, items in objects.items():
             pods = plural == "pods"
-            path = "/api/v1/pods" if pods else f"{GROUP}/{version}/{plural}"
+            path = "/api/v1/pods" if pods else f"{GROUP}/v1/{plural}"
             kind = KINDS[plural]
-            group = "v1" if pods else f"resource.k8s.io/{version}"
+            group = "v1" if pods else "resource.k8s.io/v1"
             self.lists[path] = {"kind": f"{kind}List", "apiVersion": group, "metadata": {}, "items": items}
 
     def shown(self, by: Any = "node", output: Output = Output.json) -> tuple[str, str]:
@@ -175,28 +175,26 @@ def mutated(objects: Json, path: Sequence[Any], odd: Any) -> None:
     changes=st.lists(st.tuples(st.sampled_from(PATHS), ODD), min_size=1, max_size=3),
     by=st.sampled_from(["node", "product", "workload", "claim"]),
     output=st.sampled_from([Output.table, Output.json, Output.yaml]),
-    version=st.sampled_from(["v1", "v1beta1"]),
 )
 def test_any_object_is_shown_or_told_when_it_breaks_the_rules(
-    server: OddServer, changes: list[tuple[Any, Any]], by: Any, output: Output, version: str
+    server: OddServer, changes: list[tuple[Any, Any]], by: Any, output: Output
 ) -> None:
     objects = good_objects()
     for path, odd in changes:
         mutated(objects, path, odd)
-    server.serve(objects, version)
+    server.serve(objects)
     out, err = server.shown(by, output)
     assert out
     assert all(line.startswith("gpu-dra-driver: ") for line in err.splitlines())
 
 
 @tabled("plural", "path", "odd", "why")
-@pytest.mark.parametrize("version", ["v1", "v1beta1"])
 def test_what_cannot_be_read_is_named_and_the_rest_shown(
-    server: OddServer, version: str, plural: str, path: list[Any], odd: Any, why: str
+    server: OddServer, plural: str, path: list[Any], odd: Any, why: str
 ) -> None:
     objects = good_objects()
     mutated(objects[plural], path, odd)
-    server.serve(objects, version)
+    server.serve(objects)
     table, told = server.shown(output=Output.table)
     [line] = told.splitlines()
     assert line.startswith(f"gpu-dra-driver: {why}")

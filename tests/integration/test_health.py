@@ -116,7 +116,7 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
 
         return hangs
 
-    runner, source = driver.cleaner._runner._runners[SetTimeSlice], driver.health.monitor._source
+    runner, source = driver.cleaner.runner.runners[SetTimeSlice], driver.health.monitor.source
     monkeypatch.setattr(runner, "do", hanging(runner.do, threading.Event()))
     monkeypatch.setattr(source, "read", hanging(source.read, looks))
     driver.health.monitor.devices_changed()

@@ -89,7 +89,7 @@ def test_time_slices_that_cannot_be_reset_are_not_waited_for(node: Node) -> None
 
 
 def test_mps_daemons_that_do_not_end_are_told_in_time(node: Node) -> None:
-    host = node.driver.cleaner._runner._runners[RunMps]._host = SlowMpsHost()
+    host = node.driver.cleaner.runner.runners[RunMps].host = SlowMpsHost()
     devices = [device["name"] for device in node.devices()]
     refs = prepared(node, MPS, *devices[:8])
     with hanging_nvidia_smi(node):

@@ -11,13 +11,12 @@ import pytest
 from playground.apiserver.server import PlaygroundApiServer
 
 from dra_driver.app import daemon
-from dra_driver.claims.fetch import ClaimLookup, ClaimPods
 from dra_driver.claims.reconciler import Rhythm
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.claim import ClaimRef, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.fakes.preparing import Node as SmallNode
@@ -143,7 +142,7 @@ class Stage:
         server.add("nodes", {"metadata": {"name": NODE}})
         server.write_kubeconfig(directory / "kubeconfig")
         self.client = ApiClient(load_endpoint(str(directory / "kubeconfig")))
-        claims = ClaimLookup(ClaimClient(ResourceApi(self.client)), ClaimPods())
+        claims = ClaimClient(ResourceApi(self.client))
         self.node = SmallNode(directory, MIXED, claims=claims)  # type: ignore[arg-type]
         self.told = Told()
         self.now = 0.0

@@ -79,7 +79,7 @@ def executor_over(journal: Any, **options: Any) -> Executor:
 def carried_out(executor: Executor, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
     """As Prepare does, without the locks."""
     if known is not None:
-        executor._records.kept[known.ref.uid] = known  # type: ignore[attr-defined]
+        executor.records.kept[known.ref.uid] = known  # type: ignore[attr-defined]
     record = executor.intend(plan, known)
     begun: list[Step] = []
     try:
@@ -201,7 +201,7 @@ def test_nothing_is_done_for_a_record_that_another_call_has_changed(
     """An Unprepare removed it while this Prepare waited, and a newer Prepare may have written another one."""
     plan = planned(GPU_0)
     plan = replace(plan, steps=(SetTimeSlice("GPU-1", 2), *plan.steps))
-    executor._lanes = Lanes(GpuLocks(tmp_path))
+    executor.lanes = Lanes(GpuLocks(tmp_path))
     meant = executor.intend(plan, None)
     for now in (None, replace(meant, steps=meant.steps[1:])):
         journal.kept = {} if now is None else {"uid-1": now}

@@ -186,7 +186,7 @@ def test_start_succeeds_when_the_other_instance_is_writing(
 @pytest.mark.parametrize("uid", ["", "..", "../x", "/etc/passwd", "-a", "a\n", "a\0b", "ä", "x" * 300])
 def test_uid_is_refused_when_it_could_lead_elsewhere(store: RecordStore, uid: str) -> None:
     for call in (store.get, store.delete):
-        with pytest.raises(StateError, match="is not usable as a file name; the claim is refused"):
+        with pytest.raises(StateError, match="is not usable as a file name; the claim record is refused"):
             call(uid)
     with pytest.raises(StateError, match="is not usable as a file name"):
         store.save(record(hold(GPU_0), uid=uid))

@@ -1,7 +1,7 @@
 """Fixtures of the API tests.
 
-`target` runs a test against the playground's API server in every combination of served versions, or, with
-DRA_TEST_KUBECONFIG set, against that real cluster (`pytest -m cluster tests/kube`).
+`target` runs a test against the playground's API server, or, with DRA_TEST_KUBECONFIG set, against that real cluster
+(`pytest -m cluster tests/kube`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kube.slices import SliceClient
-from dra_driver.kube.versions import ResourceApi
 from tests.kube.support import DRIVER
 
-COMBINATIONS = (("v1", "v1beta2", "v1beta1"), ("v1",), ("v1beta2", "v1beta1"), ("v1beta1",))
 _REAL = os.environ.get("DRA_TEST_KUBECONFIG")
 
 
@@ -43,7 +42,7 @@ class Target:
 def _params() -> list[Any]:
     if _REAL:
         return [pytest.param("real", marks=pytest.mark.cluster, id="real")]
-    return [pytest.param(served, id="+".join(served)) for served in COMBINATIONS]
+    return [pytest.param("playground", id="playground")]
 
 
 @pytest.fixture(params=_params())
@@ -52,7 +51,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
     if request.param == "real":
         yield from _real_target(Path(str(_REAL)), node)
         return
-    with PlaygroundApiServer(served=request.param, bookmark_s=0.1) as server:
+    with PlaygroundApiServer(bookmark_s=0.1) as server:
         kubeconfig = tmp_path / "kubeconfig"
         server.write_kubeconfig(kubeconfig)
         server.add("nodes", {"metadata": {"name": node}})

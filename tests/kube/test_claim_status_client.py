@@ -11,7 +11,7 @@ from playground.apiserver import Identity, PlaygroundApiServer
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
-from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.claim import ClaimRef, PodRef
 from dra_driver.model.device_status import DeviceFacts, DeviceStatus, MpsFacts
 from dra_driver.model.events import EventObject

@@ -83,7 +83,7 @@ def test_allocation_is_parsed_when_scheduler_wrote_it(target, claim):
     where = {"namespace": target.namespace, "name": claim["metadata"]["name"]}
     target.api.call("PUT", "resourceclaims", subresource="status", body=claim, action="test", **where)
     ref = ClaimRef(target.namespace, claim["metadata"]["name"], claim["metadata"]["uid"])
-    allocated = ClaimClient(target.api).get_allocated(ref)
+    allocated = ClaimClient(target.api).read(ref)
     assert allocated.ref == ref
     assert allocated.results == (
         DeviceResult("gpu", "gpu.nvidia.com", "n", "gpu-0"),
@@ -161,7 +161,7 @@ def test_state_of_a_claim_is_told_whatever_it_is(target, claim, pod):
 def test_claim_is_refused_when_not_allocated(target, claim):
     name = claim["metadata"]["name"]
     with pytest.raises(ClaimRefusedError) as caught:
-        ClaimClient(target.api).get_allocated(ClaimRef(target.namespace, name, "another"))
+        ClaimClient(target.api).read(ClaimRef(target.namespace, name, "another"))
     assert str(caught.value) == f"claim {target.namespace}/{name} not allocated"
 
 

@@ -6,7 +6,7 @@ import pytest
 from playground.apiserver import Identity, PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.slices.api_support import partitions_problem
 from dra_driver.slices.rules.diff import Owner
 from tests.kube.support import DRIVER
@@ -20,9 +20,8 @@ def test_a_server_that_keeps_counters_is_known_without_a_write(target):
     assert target.slices().list()[0] == []
 
 
-@pytest.mark.parametrize("served", [("v1",), ("v1beta1",)])
-def test_a_gate_that_is_off_is_named(connect, served):
-    with PlaygroundApiServer(gates={"DRAPartitionableDevices": False}, served=served) as server:
+def test_a_gate_that_is_off_is_named(connect):
+    with PlaygroundApiServer(gates={"DRAPartitionableDevices": False}) as server:
         problem = partitions_problem(ResourceApi(connect(server)), _OWNER)
     assert problem is not None
     assert problem.startswith("the API server drops spec.sharedCounters of a slice: its feature gate ")
@@ -32,7 +31,6 @@ def test_a_gate_that_is_off_is_named(connect, served):
 @pytest.mark.parametrize("accepted", [0, 1])
 def test_the_layout_of_older_releases_is_told(server, connect, accepted):
     api = ResourceApi(connect(server))
-    api.discover()
     text = (
         b'{"kind":"Status","message":"spec: must be in one slice","reason":"Invalid","details":{"name":"x"}}'
     )
@@ -56,7 +54,6 @@ def _echo(driver):
 
 def test_what_is_no_answer_is_raised(server, connect):
     api = ResourceApi(connect(server))
-    api.discover()
     server.faults.fail(1, 403, path="resourceslices")
     with pytest.raises(ApiRejectedError, match="ask the API server for partitionable devices") as caught:
         partitions_problem(api, _OWNER)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dra_driver.errors import ApiRejectedError
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kube.slices import SliceClient
-from dra_driver.kube.versions import ResourceApi
 from tests.kube.support import DRIVER, make_slice
 
 

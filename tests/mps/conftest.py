@@ -25,8 +25,7 @@ from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories, MpsMember
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon import HostTools
 from dra_driver.mps.daemon_compute_mode import ComputeMode
-from dra_driver.mps.daemon_control import ControlProgram
-from dra_driver.mps.daemon_conversation import Timings
+from dra_driver.mps.daemon_control import DaemonControl, Timings
 from dra_driver.mps.daemon_mounts import MountsWherePossible, SelinuxLabels
 from dra_driver.mps.host_files import MpsHostFiles, MpsLayout
 from dra_driver.mps.host_supervisor import Supervisor
@@ -76,7 +75,7 @@ class MpsHost:
         programs = InstalledPrograms(str(driver_root), self.layout.libraries, 0o755)
         self.tools = HostTools(
             self.layout,
-            ControlProgram(programs),
+            programs,
             MountsWherePossible(self.layout.root, NO_LABELS),
             ComputeMode(programs),
             make_capability_nodes,
@@ -100,6 +99,12 @@ class MpsHost:
 
     def directories(self, device: str = "gpu-2") -> MpsDirectories:
         return self.layout.directories(device)
+
+    def control(self, device: str = "gpu-2") -> DaemonControl:
+        """The control daemon of a device that no limits are set for."""
+        return DaemonControl(
+            self.tools.programs, MpsDaemonSpec(device, "", "gpu", ""), self.directories(device)
+        )
 
     def left(self) -> list[str]:
         """Everything that a daemon could leave behind, below the host's directory."""

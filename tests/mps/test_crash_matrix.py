@@ -13,21 +13,21 @@ import pytest
 from dra_driver.mps import daemon as daemon_module
 from dra_driver.mps import host_supervisor
 from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
-from dra_driver.mps.daemon_control import ControlProgram
+from dra_driver.mps.daemon_control import DaemonControl
 from dra_driver.mps.daemon_mounts import KernelMounter, is_tmpfs
 from dra_driver.mps.daemon_records import DaemonRecords
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting is one of the steps and needs root")
 
 STEPS = [
-    (DaemonRecords, "write"),
-    (DaemonRecords, "remove"),
+    (DaemonRecords, "save"),
+    (DaemonRecords, "forget"),
     (KernelMounter, "mount"),
     (KernelMounter, "unmount"),
     (ComputeMode, "set"),
-    (ControlProgram, "start"),
-    (ControlProgram, "_pass"),
-    (ControlProgram, "end_users"),
+    (DaemonControl, "start"),
+    (DaemonControl, "_pass"),
+    (DaemonControl, "end_users"),
     (daemon_module, "_clear_directory"),
     (daemon_module, "remove_directory"),
     (host_supervisor, "write_atomically"),

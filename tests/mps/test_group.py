@@ -13,6 +13,7 @@ import pytest
 from dra_driver.errors import PermanentError, RetryableError
 from dra_driver.model.mps import MpsMember
 from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS
+from dra_driver.mps.daemon_control import DaemonControl
 from dra_driver.mps.daemon_limits import check_spec
 from dra_driver.mps.host_files import MpsHostFiles, NoMpsHostError
 from tests.mps.conftest import GROUP, Host
@@ -128,21 +129,16 @@ def test_all_gpus_are_taken_and_given_back_when_not_all_threads_start(
     host.assert_nothing_left()
 
 
-def test_the_compute_modes_are_blamed_when_they_leave_no_time_for_a_start(host: Host) -> None:
-    class Control:
-        def __init__(self) -> None:
-            self.starts = 0
+def test_the_compute_modes_are_blamed_when_they_leave_no_time_for_a_start(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(control: DaemonControl) -> None:
+        raise AssertionError(f"{control.spec.device} is started")
 
-        def __getattr__(self, name: str) -> object:
-            return getattr(host.tools.control, name)
-
-        def start(self, *arguments: object) -> object:
-            self.starts += 1
-            return host.tools.control.start(*arguments)
-
-    mode, control = Modes(host), Control()
+    monkeypatch.setattr(DaemonControl, "start", start)
+    mode = Modes(host)
     mode.slow_s = 0.3
-    supervisor = host.supervisor(compute_mode=mode, control=control, start=0.5)
+    supervisor = host.supervisor(compute_mode=mode, start=0.5)
     with pytest.raises(RetryableError) as refused:
         supervisor.ensure(host.group_spec(), 10)
     said = str(refused.value)
@@ -151,7 +147,6 @@ def test_the_compute_modes_are_blamed_when_they_leave_no_time_for_a_start(host: 
         in said
     )
     assert "switch on persistence mode on the node" in said
-    assert control.starts == 0
     host.assert_nothing_left()
 
 

@@ -158,25 +158,25 @@ def test_the_end_of_a_log_is_one_line(tmp_path):
 def test_records_there_and_back(tmp_path):
     records = DaemonRecords(MpsLayout(tmp_path))
     full = DaemonRecord(SPEC, "boot", ProcessId(1, 2), {"GPU-1": 0})
-    records.write(full)
-    assert records.load() == ({"gpu-1": full}, ())
+    records.save(full)
+    assert DaemonRecords(MpsLayout(tmp_path)).all() == {"gpu-1": full}
     bare = DaemonRecord(SPEC, "other boot")
-    records.write(bare)
-    assert records.load() == ({"gpu-1": bare}, ())
-    for name in ("gpu-1.json.unreadable", ".gpu-1.json.new"):
-        (tmp_path / name).touch()
-    records.remove("gpu-1")
-    records.remove("gpu-1")
+    records.save(bare)
+    assert DaemonRecords(MpsLayout(tmp_path)).all() == {"gpu-1": bare}
+    (tmp_path / "gpu-1.json.unreadable-1").touch()
+    records.forget("gpu-1")
+    records.forget("gpu-1")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 2, "bootId": "boot"}', "\0"])
-def test_an_unreadable_record_is_set_aside(tmp_path, text):
+def test_an_unreadable_record_is_set_aside(tmp_path, logs, text):
     (tmp_path / "gpu-1.json").write_text(text)
-    found, faults = DaemonRecords(MpsLayout(tmp_path)).load()
-    assert found == {}
-    assert len(faults) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["gpu-1.json.unreadable"]
+    assert DaemonRecords(MpsLayout(tmp_path)).all() == {}
+    assert [line["event"] for line in logs] == ["mps_record_unreadable"]
+    [aside] = tmp_path.iterdir()
+    assert aside.name.startswith("gpu-1.json.unreadable-")
+    assert MpsLayout(tmp_path).has_traces("gpu-1")
 
 
 def test_records_are_written_and_removed_for_good(tmp_path, monkeypatch):
@@ -185,31 +185,26 @@ def test_records_are_written_and_removed_for_good(tmp_path, monkeypatch):
         os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
     )
     records = DaemonRecords(MpsLayout(tmp_path))
-    records.write(DaemonRecord(SPEC, "boot"))
-    assert synced == [".gpu-1.json.new", tmp_path.name]
+    records.save(DaemonRecord(SPEC, "boot"))
+    assert [name.endswith(".tmp") for name in synced] == [True, False]
+    assert synced[1] == tmp_path.name
     synced.clear()
-    records.remove("gpu-1")
+    records.forget("gpu-1")
     assert synced == [tmp_path.name]
 
 
 def test_a_record_that_cannot_be_read_now_stays_as_it_is(tmp_path, monkeypatch):
-    records = DaemonRecords(MpsLayout(tmp_path))
-    records.write(DaemonRecord(SPEC, "boot"))
-    number = errno.EMFILE
+    DaemonRecords(MpsLayout(tmp_path)).save(DaemonRecord(SPEC, "boot"))
 
     def read_plain(path):
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr("dra_driver.mps.daemon_records.read_plain", read_plain)
+    monkeypatch.setattr("dra_driver.files.json_store.read_plain", read_plain)
     with pytest.raises(StateError, match=r"cannot read .*gpu-1\.json: Too many open files"):
-        records.load()
-    number = errno.ENOENT
-    assert records.load() == ({}, ()), "it was removed since the directory was listed"
-    number = errno.EIO
-    assert len(records.load()[1]) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["gpu-1.json.unreadable"]
+        DaemonRecords(MpsLayout(tmp_path)).all()
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu-1.json"]
 
 
 def test_a_record_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(StateError, match="cannot write"):
-        DaemonRecords(MpsLayout(tmp_path / "none")).write(DaemonRecord(SPEC, "boot"))
+        DaemonRecords(MpsLayout(tmp_path / "none")).save(DaemonRecord(SPEC, "boot"))

@@ -32,7 +32,7 @@ MEMORY = "get_default_device_pinned_mem_limit"
 
 
 def ask(host: MpsHost, *questions: str, device: str = "gpu-1") -> list[str]:
-    return host.tools.control.ask(host.layout.directories(device), *questions, timeout_s=5.0)
+    return host.control(device).ask_once(*questions, timeout_s=5.0)
 
 
 def unprobed(host: MpsHost) -> Supervisor:
@@ -157,7 +157,7 @@ def test_a_daemon_that_ends_is_started_anew(
     supervisor.ensure(replace(SPEC, default_active_thread_percentage=25), 20.0)
     former = only_process(real_host, supervisor)
     if isinstance(how, str):
-        real_host.tools.control._pass(real_host.layout.directories("gpu-1"), (how,), 5.0)
+        real_host.control("gpu-1")._pass((how,), 5.0)
     else:
         os.kill(former.pid, how)
     eventually(lambda: supervisor.status()[0].pid not in (None, former.pid))
@@ -171,7 +171,7 @@ def test_a_second_daemon_of_a_device_ends_by_itself(real_host: MpsHost, eventual
     supervisor.ensure(SPEC, 20.0)
     process = only_process(real_host, supervisor)
     directories = real_host.layout.directories("gpu-1")
-    second = real_host.tools.control.start(SPEC, directories)
+    second = real_host.control("gpu-1").start()
     eventually(lambda: not processes.is_alive(second))
     processes.reap(second.pid)
     assert "An instance of this daemon is already running" in Path(directories.log, "host.out").read_text()
@@ -198,16 +198,15 @@ def other_program(real_host: MpsHost) -> Iterator[Callable[[], subprocess.Popen[
     made: list[subprocess.Popen[bytes]] = []
 
     def start() -> subprocess.Popen[bytes]:
-        control = real_host.tools.control
-        programs, directories = control._find(), real_host.layout.directories("gpu-1")
+        programs, control = real_host.tools.programs(), real_host.control("gpu-1")
         one = subprocess.Popen(
             [programs.path(CONTROL_PROGRAM)],
-            env=control._environment(programs, directories),
+            env=control._environment(programs),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
         )
         made.append(one)
-        output = Path(directories.log, "host.out")
+        output = Path(control.directories.log, "host.out")
         deadline = time.monotonic() + 20
         while "NEW UI" not in output.read_text().rpartition("UI closed")[2]:
             assert time.monotonic() < deadline
@@ -235,12 +234,12 @@ def test_a_question_is_repeated_until_the_other_program_has_ended(
     supervisor = unprobed(real_host)
     supervisor.ensure(SPEC, 20.0)
     threading.Timer(0.5, other_program().communicate).start()
-    assert supervisor._daemons["gpu-1"]._conversation.ask_servers() == (None, 0)
+    assert supervisor._daemons["gpu-1"]._control.ask_servers() == (None, 0)
 
 
 def test_our_own_questions_never_meet(real_host: MpsHost) -> None:
     supervisor = real_host.supervisor(probe=3600.0, answer=60.0)
     supervisor.ensure(SPEC, 20.0)
-    conversation = supervisor._daemons["gpu-1"]._conversation
+    conversation = supervisor._daemons["gpu-1"]._control
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(lambda _: conversation.ask_servers(), range(8))) == [(None, 0)] * 8

@@ -20,10 +20,10 @@ from dra_driver.errors import FatalError, PermanentError, RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.model.driver_programs import DriverPrograms
-from dra_driver.mps import daemon_conversation
+from dra_driver.mps import daemon_control
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
-from dra_driver.mps.daemon_control import BusyError, ControlProgram
+from dra_driver.mps.daemon_control import BusyError, DaemonControl
 from dra_driver.mps.daemon_mounts import KernelMounter, is_tmpfs
 from tests.fakes.preparing import in_threads
 from tests.mps.conftest import NO_LABELS
@@ -50,10 +50,9 @@ def test_a_daemon_is_ready_with_its_limits_and_gone_without_trace(host):
     assert [process.pid for process in host.daemons()] == [status.pid]
     assert host.compute_mode() == EXCLUSIVE_PROCESS
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm)) is IS_ROOT
-    ask = host.tools.control.ask
-    directories = host.layout.directories("gpu-2")
-    assert ask(directories, "get_default_active_thread_percentage", timeout_s=2) == ["50.0"]
-    assert ask(directories, "get_default_device_pinned_mem_limit 0", timeout_s=2) == ["4G"]
+    ask = host.control().ask_once
+    assert ask("get_default_active_thread_percentage", timeout_s=2) == ["50.0"]
+    assert ask("get_default_device_pinned_mem_limit 0", timeout_s=2) == ["4G"]
     assert supervisor.status() == (status,)
 
     supervisor.stop("gpu-2", 10)
@@ -78,6 +77,7 @@ def test_the_daemon_sees_its_own_shared_memory_only(host):
 def test_who_may_not_mount_or_serve_others_is_told_once(host, logs, monkeypatch):
     monkeypatch.setattr(KernelMounter, "mount", refuse_mount)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    daemon_control._tell_one_user.cache_clear()
     supervisor = host.supervisor()
     for index in (2, 3):
         spec = host.spec(index, multi_user=True)
@@ -160,8 +160,7 @@ def test_a_spec_that_cannot_be_is_refused(host, changes, text):
 
 
 def test_no_control_program_is_a_clear_error(host):
-    missing = ControlProgram(lambda: DriverPrograms("/driver-root", {}, "/usr/bin"))
-    supervisor = host.supervisor(control=missing)
+    supervisor = host.supervisor(programs=lambda: DriverPrograms("/driver-root", {}, "/usr/bin"))
     with pytest.raises(
         RetryableError, match="nvidia-cuda-mps-control is not below the driver root /driver-root"
     ):
@@ -203,7 +202,7 @@ def test_a_daemon_that_does_not_become_as_it_should_is_taken_back(
 
 
 def test_what_the_program_printed_is_told_first_when_it_ends(host, monkeypatch):
-    monkeypatch.setattr(daemon_conversation, "_LONGEST_ADDRESS", 10)
+    monkeypatch.setattr(daemon_control, "_LONGEST_ADDRESS", 10)
     host.behave(fail_to_start="CUDA driver version is insufficient")
     supervisor = host.supervisor()
     with pytest.raises(RetryableError) as refused:
@@ -220,13 +219,11 @@ def test_a_cause_is_guessed_when_the_program_printed_nothing(host, monkeypatch, 
     silent = tmp_path / "nvidia-cuda-mps-control"
     silent.write_text("#!/bin/sh\nexit 1\n")
     silent.chmod(0o755)
-    control = ControlProgram(
-        lambda: DriverPrograms("/", {"nvidia-cuda-mps-control": str(silent)}, os.environ["PATH"])
-    )
-    supervisor = host.supervisor(control=control)
+    programs = DriverPrograms("/", {"nvidia-cuda-mps-control": str(silent)}, os.environ["PATH"])
+    supervisor = host.supervisor(programs=lambda: programs)
     with pytest.raises(RetryableError, match=r"ended while it started; it printed nothing$"):
         supervisor.ensure(host.spec(), 10)
-    monkeypatch.setattr(daemon_conversation, "_LONGEST_ADDRESS", 10)
+    monkeypatch.setattr(daemon_control, "_LONGEST_ADDRESS", 10)
     with pytest.raises(
         RetryableError, match=r"printed nothing; perhaps its pipe directory .* is too long for a socket"
     ):
@@ -313,7 +310,7 @@ def test_servers_that_outlive_their_daemon_are_ended_before_the_next_one(host, e
     host.behave(server_lingers=True)
     supervisor = host.supervisor(probe=60)
     first = supervisor.ensure(host.spec(), 10)
-    host.tools.control.ask(host.layout.directories("gpu-2"), "start_server -uid 0", timeout_s=2)
+    host.control().ask_once("start_server -uid 0", timeout_s=2)
     assert len(host.daemons()) == 2
     os.kill(first.pid, signal.SIGKILL)
     eventually(lambda: supervisor.status()[0].state == "ready" and supervisor.status()[0].pid != first.pid)
@@ -637,22 +634,19 @@ def test_many_cycles_leave_nothing(host, monkeypatch, eventually):
     monkeypatch.setattr(processes, "is_control_daemon", lambda *_: False)
     monkeypatch.setattr(processes, "users_of", lambda _: ())
 
+    def start(control):
+        Path(control.directories.pipe, "control").touch()
+        return child
+
+    monkeypatch.setattr(DaemonControl, "start", start)
+    monkeypatch.setattr(DaemonControl, "ask_once", lambda *_, timeout_s: ["100.0"])
+
     class Quick:
-        def start(self, spec, directories):
-            Path(directories.pipe, "control").touch()
-            return child
-
-        def ask(self, *_, timeout_s):
-            return ["100.0"]
-
-        def end_users(self, *_):
-            """None are left."""
-
         def get(self, _):
             return None
 
     monkeypatch.setattr(KernelMounter, "mount", refuse_mount)
-    supervisor = host.supervisor(control=Quick(), compute_mode=Quick())
+    supervisor = host.supervisor(compute_mode=Quick())
     supervisor.ensure(host.spec(), 10)
     supervisor.stop("gpu-2", 10)
     threads = set(threading.enumerate())
@@ -677,7 +671,7 @@ def test_one_device_is_started_once_for_many_callers(host):
 def held(host):
     """A program that has the daemon's ear until its input ends."""
     control = host.machine.host_root / "usr/bin/nvidia-cuda-mps-control"
-    environment = host.tools.control._environment(host.tools.control._find(), host.directories())
+    environment = host.control()._environment(host.tools.programs())
     one = subprocess.Popen(
         [control], env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -692,7 +686,7 @@ def held(host):
 
 def is_busy(host):
     try:
-        host.tools.control.ask(host.directories(), "get_server_list", timeout_s=2)
+        host.control().ask_once("get_server_list", timeout_s=2)
     except BusyError:
         return True
     return False

@@ -16,7 +16,7 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.events import EventWriter
-from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.device_status import DeviceStatus
 from dra_driver.model.events import PREPARE_FAILED, EventObject, node_object

@@ -52,7 +52,7 @@ def attempts(base: Path, ref: ClaimRef, request: str, device: str) -> Iterator[C
     yield lambda: ledger.delete(device)
     yield lambda: ledger.own_mode(device, None)
     yield lambda: ledger.disown_mode(device)
-    yield lambda: daemons.remove(device)
+    yield lambda: daemons.forget(device)
     yield lambda: take_and_leave(locks, ref.uid)
 
 

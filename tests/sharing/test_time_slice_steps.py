@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def hanging(tmp_path: Path) -> TimeSliceSteps:
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
     records = RecordStore(tmp_path / "claims")
     records.open("boot-1")
-    return TimeSliceSteps(NvidiaSmi(lambda: found), records, "boot-1")
+    return TimeSliceSteps(NvidiaSmi(lambda: found), records, Lanes(GpuLocks(tmp_path / "locks")), "boot-1")
 
 
 def test_nvidia_smi_that_hangs_ends_with_the_kubelets_deadline(
@@ -76,11 +75,11 @@ def test_time_slices_are_set_again_when_no_thread_starts(
     records.save(ClaimRecord(claim(), "prepared", "boot-1", (), (SetTimeSlice("GPU-1", 3),), ""))
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
     threads_that_start("lane", 0)
-    steps = TimeSliceSteps(NvidiaSmi(lambda: found), records, "boot-1")
+    steps = TimeSliceSteps(NvidiaSmi(lambda: found), records, Lanes(locks), "boot-1")
     steps.driver_reloaded()
-    steps.restore(Lanes(locks))
+    steps.work_off()
     assert "--set-timeslice 3" in (tmp_path / "asked").read_text()
-    assert not steps.is_lost()
+    assert not steps.is_left()
 
 
 def test_time_slice_that_cannot_be_set_again_is_tried_until_it_is(
@@ -105,17 +104,11 @@ echo "$@" >> {tmp_path}/asked
         step = SetTimeSlice(f"GPU-{number}", 3)
         records.save(ClaimRecord(claim(uid=f"uid-{number}"), "prepared", "boot-1", (), (step,), ""))
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
-    steps, lanes = TimeSliceSteps(NvidiaSmi(lambda: found), records, "boot-1"), Lanes(locks)
+    lanes = Lanes(locks)
+    steps = TimeSliceSteps(NvidiaSmi(lambda: found), records, lanes, "boot-1")
     cleanups = PendingCleanups(tmp_path / "debts", records, "boot-1")
     cleanups.open()
-    cleaner = Cleaner(
-        cleanups,
-        lanes,
-        StepDispatcher({}),
-        "boot-1",
-        is_lost=steps.is_lost,
-        restore=partial(steps.restore, lanes),
-    )
+    cleaner = Cleaner(cleanups, lanes, StepDispatcher({}), "boot-1", others=[steps])
     cleaner.start()
     try:
         steps.driver_reloaded()
@@ -124,7 +117,7 @@ echo "$@" >> {tmp_path}/asked
             time.sleep(0.01)
         records.delete("uid-3")
         (tmp_path / "works").touch()
-        while steps.is_lost():
+        while steps.is_left():
             time.sleep(0.01)
     finally:
         cleaner.stop()

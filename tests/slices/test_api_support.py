@@ -12,7 +12,7 @@ from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import ApiClient
-from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.mig import Partitioning, Placement
 from dra_driver.model.passthrough import Card
 from dra_driver.model.sharing import SharingRule, share_all
@@ -217,7 +217,6 @@ def test_devices_are_what_the_server_says_only_if_it_can_be_asked(connect: Calla
     known = Support(frozenset({TAINTS_GATE}), OLDEST_TAINTS)
     with PlaygroundApiServer() as server:
         api = ResourceApi(connect(server))
-        api.discover()
         server.faults.fail(1, 400, reason="BadRequest", method="POST")
         assert ask_support(api, OWNER, known, partitions=False) == known
         assert ask_support(api, OWNER, known, partitions=False) == ALL
@@ -267,7 +266,6 @@ def test_a_server_that_refuses_groups_counts_partitions_all_the_same(
 ) -> None:
     with PlaygroundApiServer() as server:
         api = ResourceApi(connect(server))
-        api.discover()
 
         def refuse(*_: object, **__: object) -> Never:
             raise INVALID

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from playground.apiserver import PlaygroundApiServer
 
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kube.slices import SliceClient
-from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.units import same_quantity
 from dra_driver.slices.rules.dropped_fields import dropped_fields
 from tests.fakes.tables import tabled
@@ -44,10 +43,9 @@ def test_quantities_are_compared_by_value(left, right, same):
     assert same_quantity(left, right) is same
 
 
-@pytest.mark.parametrize("served", [("v1",), ("v1beta1",)])
-def test_loss_is_seen_when_server_has_the_gate_off(connect, served):
+def test_loss_is_seen_when_server_has_the_gate_off(connect):
     gates = {"DRADeviceTaints": False, "DRAConsumableCapacity": False}
-    with PlaygroundApiServer(gates=gates, served=served) as server:
+    with PlaygroundApiServer(gates=gates) as server:
         slices = SliceClient(ResourceApi(connect(server)), DRIVER, "n")
         sent = make_slice("n")
         sent["spec"]["devices"][0] |= {"taints": [_TAINT], "allowMultipleAllocations": True}

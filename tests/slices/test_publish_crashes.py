@@ -17,9 +17,9 @@ from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
-from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.inventory import Inventory
 from dra_driver.slices.rules.build import build_pool
 from dra_driver.slices.rules.diff import Owner

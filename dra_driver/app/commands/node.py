@@ -88,10 +88,11 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
         lambda wait_s: None if wait_s is None else nvml.reopen(),
         lambda: None if (found := machine.detachments.now()) is None else found.problem,
     )
+    lanes = Lanes(GpuLocks(directory / "locks"))
     runner = StepDispatcher(
         {
             BindVfio: vfio,
-            SetTimeSlice: TimeSliceSteps(smi, records, boot),
+            SetTimeSlice: TimeSliceSteps(smi, records, lanes, boot),
             # A pending step names its device with the UUID that it had.
             RunMps: MpsSteps(
                 MpsHostFiles(mps_layout(directory)), records, without_record.mps_users, lambda _: None, boot
@@ -100,5 +101,5 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
     )
     cleanups = PendingCleanups(directory / "debts", records, boot)
     with closing(nvml.session):
-        left = Cleaner(cleanups, Lanes(GpuLocks(directory / "locks")), runner, boot).clean_all()
+        left = Cleaner(cleanups, lanes, runner, boot).clean_all()
     return left, state.faults

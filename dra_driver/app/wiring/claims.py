@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
-from dra_driver.claims.fetch import ClaimFetch, ClaimLookup, RecordedPods
+from dra_driver.claims.fetch import ClaimFetch, RecordedPods
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.kubelet_call import Observer
 from dra_driver.claims.planner import ClaimPlanner, Identity
@@ -21,6 +21,7 @@ from dra_driver.journal.cleanups import Cleaner
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
+from dra_driver.kube.claims import ClaimClient
 from dra_driver.model.record import ClaimRecord
 
 
@@ -38,7 +39,7 @@ class ClaimParts:
 def claim_parts(
     identity: Identity,
     *,
-    lookup: ClaimLookup,
+    lookup: ClaimClient,
     discovery: Discovery,
     records: RecordStore,
     without_record: SpecsWithoutRecord,

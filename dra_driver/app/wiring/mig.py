@@ -11,7 +11,7 @@ from dra_driver.app.change_table import Change, Changes
 from dra_driver.concurrency.deadline import seconds_for
 from dra_driver.errors import NvmlUnavailableError
 from dra_driver.inventory.discovery import Discovery
-from dra_driver.journal.cleanups import StepRunner
+from dra_driver.journal.cleanups import Cleaner, StepRunner
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
@@ -72,9 +72,10 @@ class MigParts:
         labels: Callable[[], Mapping[str, str]],
         discovery: Callable[[], Discovery],
         leadership: InstanceLeadership,
+        cleaner: Callable[[], Cleaner],
     ) -> None:
-        """`planning` are the locks under which claims are planned, `labels` reads those of the own node. `discovery` is
-        made later."""
+        """`planning` are the locks under which claims are planned, `labels` reads those of the own node. `discovery`
+        and `cleaner` are made later."""
 
         def kept_open() -> AbstractContextManager[None]:
             return operation(lambda: seconds_for("wait until NVML is initialised", _NVML_S))
@@ -87,7 +88,6 @@ class MigParts:
                     held.enter_context(kept_open())
                 yield
 
-        self._wanted = settings.dynamic_mig or settings.mig_layouts.is_on
         self._has_layouts = settings.mig_layouts.is_on
         self.ledger = MigLedger(settings.plugin_directory / "mig", boot_id)
         self._context = MigContext(
@@ -107,6 +107,7 @@ class MigParts:
             lanes,
             adopt="destroy" if settings.adopt_mig == "destroy" else "leave",
             on_change=partial(changes.tell, Change.MIG_SPACE_FREED),
+            wake=lambda: cleaner().wake(),
         )
         self._layout_file = LayoutFile(settings.plugin_directory / LAYOUT_FILE)
         self._layouts = NodeLayouts(
@@ -131,11 +132,6 @@ class MigParts:
         self.ledger.open()
 
     def start(self) -> None:
-        """Start the collector, if the ledger has an entry or may get one."""
-        if self._wanted or self.ledger.all() or self.ledger.owned_modes():
-            self.collector.start()
-
-    def start_layouts(self) -> None:
         """Begin to bring the node's layout about, if it may have one."""
         if self._has_layouts:
             self._layouts.start()
@@ -143,9 +139,8 @@ class MigParts:
             self._layout_file.remove()
 
     def stop(self) -> None:
-        """Stop both; harmless if they were not started."""
+        """Look at no layout any more; harmless before `start`."""
         self._layouts.stop()
-        self.collector.stop()
 
     def layouts(self) -> Mapping[str, GpuLayout]:
         """What became of the layout on each GPU that it is for, by UUID."""
@@ -163,12 +158,12 @@ class MigParts:
         """The NVIDIA driver was found for the first time or loaded again: adopt the instances that others made."""
         if inventory is not None:
             self.collector.reconcile(inventory)
-            self._layouts.look_soon()
+            self._layouts.wake()
 
     def look_soon(self) -> None:
         """An instance of ours may be left over, or the GPUs may have changed."""
         self.collector.look_soon()
-        self._layouts.look_soon()
+        self._layouts.wake()
 
     def created_instance(self, device: str) -> OwnedInstance | None:
         """The created instance of a device now; None if there is none."""
@@ -182,4 +177,4 @@ class MigParts:
     def claim_gone(self) -> None:
         """A claim was unprepared."""
         self.collector.claim_gone()
-        self._layouts.look_soon()
+        self._layouts.wake()

@@ -15,7 +15,7 @@ from dra_driver.journal.cleanups import PendingCleanups
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.events import EventWriter
-from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.mps.host_files import MpsHostFiles
 from dra_driver.observability.metrics import Metrics
 from dra_driver.reporting.claim_health import ClaimHealthReporter

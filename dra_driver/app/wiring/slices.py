@@ -13,9 +13,9 @@ from dra_driver.journal.cleanups import PendingCleanups
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_uid
+from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
-from dra_driver.kube.versions import ResourceApi
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.settings import Settings
 from dra_driver.slices.api_support import ApiSupport, ask_support, shares_counters, sharing_caution

@@ -11,8 +11,7 @@ from dra_driver.diagnostics.rules.findings import Finding, skip, warn
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import MERGE_PATCH, ApiClient
 from dra_driver.kube.cluster import Permission, is_allowed
-from dra_driver.kube.convert import GROUP
-from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.resource_api import GROUP_VERSION, ResourceApi
 from dra_driver.model.claim import ClaimRef, allocation_results
 
 JsonObject = dict[str, Any]
@@ -20,7 +19,7 @@ JsonObject = dict[str, Any]
 _FOREIGN = "not-this-node.invalid"
 _APPLY = "`kubectl apply -k daemonset` as an administrator"
 _SLICE: JsonObject = {
-    "apiVersion": f"{GROUP}/v1",
+    "apiVersion": GROUP_VERSION,
     "kind": "ResourceSlice",
     "metadata": {"generateName": "gpu-dra-driver-probe-"},
 }

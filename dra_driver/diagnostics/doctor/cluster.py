@@ -14,8 +14,7 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.client import ApiClient, path_segment
 from dra_driver.kube.cluster import Permission, is_allowed, node_uid, server_version
-from dra_driver.kube.convert import GROUP
-from dra_driver.kube.versions import ResourceApi
+from dra_driver.kube.resource_api import GROUP, GROUP_VERSION, ResourceApi
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.units import counted
 from dra_driver.slices.api_support import Support, ask_support
@@ -64,9 +63,9 @@ class ClusterChecks:
                 "not asked: this is not a pod, and no kubeconfig was given", "give one with --kubeconfig"
             )
         client = self.client.get()
-        version = ResourceApi(client).discover()
+        ResourceApi(client).check()
         release = server_version(client) or "unknown"
-        return ok(f"Kubernetes {release} at {client.endpoint.server}, {GROUP}/{version} is used")
+        return ok(f"Kubernetes {release} at {client.endpoint.server}, {GROUP_VERSION} is used")
 
     def permissions(self) -> Finding:
         """Is gpu-dra-driver allowed what it needs?"""
