@@ -227,17 +227,8 @@ def test_use_stands_beside_each_claim_and_who_wastes_most_is_first(used: Used) -
     (titles, *rows), said = used.rows()
     assert said == ""
     assert titles == [
-        "NAMESPACE",
-        "CLAIM",
-        "CLAIMS",
-        "UTIL",
-        "MEMORY",
-        "GiB",
-        "GPUS",
-        "MIG",
-        "SHARES",
-        "NODES",
-    ]
+        "NAMESPACE", "CLAIM", "CLAIMS", "UTIL", "MEMORY", "GiB", "GPUS", "MIG", "SHARES", "NODES",
+    ]  # fmt: skip
     assert rows == [
         ["default", "asleep", "1", "0%", "0.5/159", "2", "-", "-", NODE],
         ["default", "train", "1", "85%", "0.5/80", "1", "-", "-", NODE],
