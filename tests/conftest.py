@@ -175,6 +175,18 @@ def memory_path(make_memory_path: Callable[[], Path]) -> Iterator[Path]:
 
 
 @pytest.fixture
+def tmp_path(memory_path: Path) -> Path:
+    """In memory as well: what a loss of power leaves is told by `tests.fakes.powerloss`, not by this machine's disk."""
+    return memory_path
+
+
+@pytest.fixture
+def disk_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fresh directory on the disk, for MPS daemons, which have a /dev/shm of their own."""
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture
 def is_golden(update_golden: bool) -> Callable[[Path, str], None]:
     """Compares a text with a golden file, or writes that anew."""
 

@@ -33,14 +33,9 @@ _MOST_REASONS = 3
 _GIB = 1 << 30
 _MOST_UNREADABLE = 5
 _COUNTS = (
-    Column("GPUS"),
-    Column("FREE"),
-    Column("ALLOCATED"),
-    Column("BLOCKED", drop=1),
-    Column("TAINTED"),
-    Column("MIG", drop=2),
-    Column("SHARES", drop=3),
-)
+    Column("GPUS"), Column("FREE"), Column("ALLOCATED"), Column("BLOCKED", drop=1), Column("TAINTED"),
+    Column("MIG", drop=2), Column("SHARES", drop=3),
+)  # fmt: skip
 
 
 FLAGS = (
@@ -151,14 +146,10 @@ class _Shown:
             for claim in self._pending
         ]
         return {
-            "by": self._by,
-            "rows": [asdict(row) for row in self._rows],
-            "pending": pending,
-            "lacking": self._lists.lacking,
-            "unreadable": self._lists.unreadable,
-            "unmeasured": list(self._lists.unmeasured),
-            "shared_pools": self._shared_pools,
-        }
+            "by": self._by, "rows": [asdict(row) for row in self._rows], "pending": pending,
+            "lacking": self._lists.lacking, "unreadable": self._lists.unreadable,
+            "unmeasured": list(self._lists.unmeasured), "shared_pools": self._shared_pools,
+        }  # fmt: skip
 
     def _waiting(self, claim: PendingClaim) -> Sequence[WaitingPod]:
         pods = self._pods_of_resource if claim.kind == "Pod" else self._pods

@@ -12,19 +12,10 @@ from dra_driver.diagnostics.rules.tables import Column, table
 JsonObject = dict[str, Any]
 
 _DEVICE_COLUMNS = (
-    Column("DEVICE"),
-    Column("INDEX", drop=3),
-    Column("TYPE"),
-    Column("PRODUCT", drop=1, cut=16),
-    Column("MEMORY"),
-    Column("CC", drop=7),
-    Column("PCI BUS ID", drop=2),
-    Column("NUMA", drop=6),
-    Column("NVLINK DOMAIN", drop=4),
-    Column("SHARED", drop=2, optional=True),
-    Column("TAINTS", cut=12, optional=True),
-    Column("UUID", drop=5),
-)
+    Column("DEVICE"), Column("INDEX", drop=3), Column("TYPE"), Column("PRODUCT", drop=1, cut=16), Column("MEMORY"),
+    Column("CC", drop=7), Column("PCI BUS ID", drop=2), Column("NUMA", drop=6), Column("NVLINK DOMAIN", drop=4),
+    Column("SHARED", drop=2, optional=True), Column("TAINTS", cut=12, optional=True), Column("UUID", drop=5),
+)  # fmt: skip
 
 
 _PCI_BUS_ID = [column.title for column in _DEVICE_COLUMNS].index("PCI BUS ID")

@@ -107,12 +107,8 @@ def test_completion_knows_commands_flags_and_words(shell: str) -> None:
     assert done.returncode == 0, done.stderr
     words = set(re.split(r"[^a-z-]+", done.stdout))
     assert {
-        "validate",
-        "reboot",
-        "recovery-action",
-        "--kubelet-plugins-directory-path",
-        "utilisation",
-    } <= words
+        "validate", "reboot", "recovery-action", "--kubelet-plugins-directory-path", "utilisation",
+    } <= words  # fmt: skip
     assert "service-account-name" not in done.stdout
 
 

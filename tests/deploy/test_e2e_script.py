@@ -17,13 +17,9 @@ from typing import Any
 import pytest
 
 ROW = [
-    "build the image",
-    "bring the cluster up",
-    "make the simulated machine",
-    "put NVIDIA's CDI hook on it",
-    "install the driver",
-    "run the tests",
-]
+    "build the image", "bring the cluster up", "make the simulated machine", "put NVIDIA's CDI hook on it",
+    "install the driver", "run the tests",
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -173,16 +173,10 @@ def test_layer_belongs_to_root_and_only_root_may_write_it(tmp_path: Path) -> Non
     assert {(entry.uid, entry.gid, entry.uname, entry.mtime) for entry in entries.values()} == {(0, 0, "", 0)}
     modes = {name: stat.S_IMODE(entry.mode) for name, entry in entries.items()}
     assert modes == {
-        "opt": 0o755,
-        "opt/here": 0o755,
-        "opt/here/private": 0o644,
-        "opt/here/tmp": 0o1777,
-        "opt/here/usr": 0o755,
-        "opt/here/usr/bin": 0o755,
-        "opt/here/usr/bin/link": 0o777,
-        "opt/here/usr/bin/program": 0o755,
+        "opt": 0o755, "opt/here": 0o755, "opt/here/private": 0o644, "opt/here/tmp": 0o1777, "opt/here/usr": 0o755,
+        "opt/here/usr/bin": 0o755, "opt/here/usr/bin/link": 0o777, "opt/here/usr/bin/program": 0o755,
         "opt/here/usr/bin/same": 0o755,
-    }
+    }  # fmt: skip
     assert layer.unpacked == len("only mine") + 2 * len(b"\x7fELF program")
     assert archives.read_layer(layer.file) == layer
 

@@ -132,13 +132,9 @@ def test_privileges_are_explained_where_they_are_taken() -> None:
 
 def test_limits_are_those_of_the_table() -> None:
     assert [int(row[1]) for row in table("limits")] == [
-        serving.MAX_REQUEST_BYTES,
-        dra.MAX_CLAIMS,
-        serving.MAX_CALLS,
-        health_port.MAX_CALLS,
-        health_port.MAX_REQUEST_BYTES,
-        MAX_BYTES,
-    ]
+        serving.MAX_REQUEST_BYTES, dra.MAX_CLAIMS, serving.MAX_CALLS, health_port.MAX_CALLS,
+        health_port.MAX_REQUEST_BYTES, MAX_BYTES,
+    ]  # fmt: skip
 
 
 def test_the_policy_for_parameters_is_what_their_fields_say() -> None:

@@ -49,7 +49,8 @@ ROOT = Path(__file__).parents[2]
 DRIVER, NODE = "gpu.nvidia.com", "node-a"
 Tells = Callable[[Finding], None]
 _DIFFERS = re.compile(
-    rf"{re.escape(gettempdir())}/(pytest-of-[^/]+/pytest-\d+/(popen-gw\d+/)?[\w-]+|k-\w+)|(?<=127.0.0.1:)\d+"
+    rf"{re.escape(gettempdir())}/(pytest-of-[^/]+/pytest-\d+/(popen-gw\d+/)?(memory\d+/)?[\w-]+|k-\w+)"
+    r"|/dev/shm/gpu-dra-\w+/\w+|(?<=127.0.0.1:)\d+"
 )
 """Directories and ports."""
 Look = Callable[[], Finding | Sequence[Finding]]

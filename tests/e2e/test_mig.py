@@ -298,14 +298,9 @@ def test_churn_of_whole_gpus_and_slices_leaks_nothing(mig: Cluster) -> None:
     """
     choose = random.Random(20)
     classes = [
-        "gpu.nvidia.com",
-        "mig-1g.10gb.nvidia.com",
-        "mig-1g.10gb.me.nvidia.com",
-        "mig-1g.20gb.nvidia.com",
-        "mig-2g.20gb.nvidia.com",
-        "mig-3g.40gb.nvidia.com",
-        "mig-7g.80gb.nvidia.com",
-    ]
+        "gpu.nvidia.com", "mig-1g.10gb.nvidia.com", "mig-1g.10gb.me.nvidia.com", "mig-1g.20gb.nvidia.com",
+        "mig-2g.20gb.nvidia.com", "mig-3g.40gb.nvidia.com", "mig-7g.80gb.nvidia.com",
+    ]  # fmt: skip
     alive: list[str] = []
     number = ran = 0
     until = time.monotonic() + CHURN_S

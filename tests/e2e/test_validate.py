@@ -36,15 +36,8 @@ def validate(kubeconfig: Path, documents: list[Json], directory: Path) -> tuple[
     file = directory / "documents.yaml"
     file.write_text(yaml.safe_dump_all(documents))
     command = [
-        sys.executable,
-        "-m",
-        "dra_driver.cli.main",
-        "validate",
-        str(file),
-        "--simulate",
-        "dgx-h100",
-        "--server",
-    ]
+        sys.executable, "-m", "dra_driver.cli.main", "validate", str(file), "--simulate", "dgx-h100", "--server",
+    ]  # fmt: skip
     command += ["--kubeconfig", str(kubeconfig), "-n", SPACE]
     done = subprocess.run([*command, "-o", "json"], capture_output=True, text=True, check=False)
     assert done.stderr == ""

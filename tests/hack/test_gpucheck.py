@@ -20,14 +20,8 @@ from tests.hack.support import full_smi, looking_at
 ROOT = Path(__file__).parents[2]
 DIFFERENCES = yaml.safe_load(Path(__file__).with_name("smi_differences.yaml").read_text())
 WIRED = [
-    "dgx-h100",
-    "h100-mig-static",
-    "dgx-1v",
-    "gb10",
-    "gb200-nvl72-tray",
-    "a100-pcie-pairs",
-    "vm-passthrough",
-]
+    "dgx-h100", "h100-mig-static", "dgx-1v", "gb10", "gb200-nvl72-tray", "a100-pcie-pairs", "vm-passthrough",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)

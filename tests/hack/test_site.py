@@ -125,13 +125,8 @@ def test_name_breaks_after_its_parts_and_only_in_tables() -> None:
         == f"<p>{code}</p><td>{shown} a_b</td>"
     )
     assert tables.pieces("kubectl --a-flag=on nvidia_dra") == [
-        "kubectl",
-        "--a-",
-        "flag=",
-        "on",
-        "nvidia_",
-        "dra",
-    ]
+        "kubectl", "--a-", "flag=", "on", "nvidia_", "dra",
+    ]  # fmt: skip
 
 
 def test_a_page_says_whose_driver_it_means() -> None:
@@ -139,13 +134,8 @@ def test_a_page_says_whose_driver_it_means() -> None:
     alone = re.compile(r"\b(?:the|this) driver\b(?! (?:root|manager|name)\b)", re.IGNORECASE)
     faults = []
     for page in [
-        *PAGES,
-        "README.md",
-        "CHANGELOG.md",
-        "CONTRIBUTING.md",
-        "SECURITY.md",
-        "daemonset/README.md",
-    ]:
+        *PAGES, "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "daemonset/README.md",
+    ]:  # fmt: skip
         prose = "".join(line for line, is_prose in links.prose((ROOT / page).read_text()) if is_prose)
         text = " ".join(re.sub(r"`[^`]*`", "`code`", prose).split())
         faults += [

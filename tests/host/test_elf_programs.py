@@ -36,6 +36,12 @@ SPEC = MpsDaemonSpec("gpu-1", GPU, "gpu", GPU, multi_user=False)
 NO_DRIVER = "couldn't communicate with the NVIDIA driver"
 
 
+@pytest.fixture
+def tmp_path(disk_path: Path) -> Path:
+    """MPS daemons have a /dev/shm of their own."""
+    return disk_path
+
+
 @pytest.fixture(params=["older", "newer"])
 def foreign_libc(request: pytest.FixtureRequest) -> Path:
     """The directory with a C library that this machine's loader cannot work with."""

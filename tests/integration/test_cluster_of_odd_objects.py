@@ -95,12 +95,8 @@ def slice_of(node: str, *devices: Json, **spec: Any) -> Json:
     pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
     counters = [{"name": "set", "counters": {"slices": {"value": "7"}}}]
     own = {
-        "driver": DRIVER,
-        "nodeName": node,
-        "pool": pool,
-        "devices": [*devices],
-        "sharedCounters": counters,
-    }
+        "driver": DRIVER, "nodeName": node, "pool": pool, "devices": [*devices], "sharedCounters": counters,
+    }  # fmt: skip
     return {"metadata": {"name": f"{node}-slice"}, "spec": own | spec}
 
 

@@ -104,13 +104,9 @@ def test_a_whole_gpu_is_known_to_all(make_node: MakeNode) -> None:
     assert attributes["resource.kubernetes.io/pciBusID"] == {"string": gpu.bus_id}
     assert {"resource.kubernetes.io/numaNode", "resource.kubernetes.io/pcieRoot"} <= attributes.keys()
     assert status_data(node, "one") == {
-        "version": "v1alpha1",
-        "type": "gpu",
-        "uuid": gpu.uuid,
-        "productName": "NVIDIA H100 80GB HBM3",
-        "driverVersion": node.machine.driver_version,
-        "pciBusID": gpu.bus_id,
-    }
+        "version": "v1alpha1", "type": "gpu", "uuid": gpu.uuid, "productName": "NVIDIA H100 80GB HBM3",
+        "driverVersion": node.machine.driver_version, "pciBusID": gpu.bus_id,
+    }  # fmt: skip
 
 
 def test_a_mig_device_on_demand_is_known_to_all(make_node: MakeNode) -> None:
@@ -125,17 +121,10 @@ def test_a_mig_device_on_demand_is_known_to_all(make_node: MakeNode) -> None:
     assert kubevirts_device(node, ref, "part", "gpu")["uuid"] == {"string": uuid}
     [instance] = gpu.instances
     assert status_data(node, "part") == {
-        "version": "v1alpha1",
-        "type": "mig",
-        "uuid": uuid,
-        "productName": "NVIDIA H100 80GB HBM3",
-        "driverVersion": node.machine.driver_version,
-        "pciBusID": gpu.bus_id,
-        "parentUUID": gpu.uuid,
-        "gpuInstanceID": instance.id,
-        "computeInstanceID": 0,
-        "profile": "1g.10gb",
-    }
+        "version": "v1alpha1", "type": "mig", "uuid": uuid, "productName": "NVIDIA H100 80GB HBM3",
+        "driverVersion": node.machine.driver_version, "pciBusID": gpu.bus_id, "parentUUID": gpu.uuid,
+        "gpuInstanceID": instance.id, "computeInstanceID": 0, "profile": "1g.10gb",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("names", ["uuid", "minor"])

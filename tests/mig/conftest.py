@@ -11,12 +11,6 @@ __all__ = ["h100", "logs"]
 
 
 @pytest.fixture
-def tmp_path(memory_path: Path) -> Path:
-    """In memory: what a loss of power leaves is told by `tests.fakes.powerloss`, not by this machine's disk."""
-    return memory_path
-
-
-@pytest.fixture
 def node(h100: SimulatedNode, tmp_path: Path) -> MigNode:
     make_idle(h100, mig_mode=False)
     return MigNode(h100, tmp_path)

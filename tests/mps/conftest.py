@@ -48,6 +48,12 @@ FAST = Timings(
 )
 
 
+@pytest.fixture
+def tmp_path(disk_path: Path) -> Path:
+    """MPS daemons have a /dev/shm of their own."""
+    return disk_path
+
+
 @pytest.fixture(autouse=True)
 def logs(monkeypatch):
     """Log lines are kept, not printed. Scripts find this very Python without a wrapper."""

@@ -15,14 +15,10 @@ from dra_driver.simulator import mig
 
 TABLES = json.loads((Path(__file__).parent / "data" / "mig-profile-tables.json").read_text())["gpus"]
 MACHINE_OF = {
-    "NVIDIA A30": "a30-4",
-    "NVIDIA A100-SXM4-40GB": "dgx-a100-40gb",
-    "NVIDIA A100-SXM4-80GB": "dgx-a100-80gb",
-    "NVIDIA H100 80GB HBM3": "dgx-h100",
-    "NVIDIA H200": "dgx-h200",
-    "NVIDIA B200": "dgx-b200",
+    "NVIDIA A30": "a30-4", "NVIDIA A100-SXM4-40GB": "dgx-a100-40gb", "NVIDIA A100-SXM4-80GB": "dgx-a100-80gb",
+    "NVIDIA H100 80GB HBM3": "dgx-h100", "NVIDIA H200": "dgx-h200", "NVIDIA B200": "dgx-b200",
     "NVIDIA GB200": "gb200-nvl72-tray",
-}
+}  # fmt: skip
 FIELDS = {
     "id": "id", "sliceCount": "sliceCount", "instanceCount": "maxInstances", "memorySizeMB": "memoryMiB",
     "multiprocessorCount": "multiprocessors", "copyEngineCount": "copyEngines", "decoderCount": "decoders",

@@ -13,17 +13,10 @@ from dra_driver.simulator.library.refs import Return, as_handle, number, put, pu
 from dra_driver.simulator.state import ComputeInstance, Gpu, GpuInstance, MigProfile, Model, State
 
 _PROFILE_FIELDS = {
-    "id": "id",
-    "sliceCount": "slices",
-    "instanceCount": "max_instances",
-    "multiprocessorCount": "multiprocessors",
-    "copyEngineCount": "copy_engines",
-    "decoderCount": "decoders",
-    "encoderCount": "encoders",
-    "jpegCount": "jpeg",
-    "ofaCount": "ofa",
-    "memorySizeMB": "memory_mib",
-}
+    "id": "id", "sliceCount": "slices", "instanceCount": "max_instances", "multiprocessorCount": "multiprocessors",
+    "copyEngineCount": "copy_engines", "decoderCount": "decoders", "encoderCount": "encoders", "jpegCount": "jpeg",
+    "ofaCount": "ofa", "memorySizeMB": "memory_mib",
+}  # fmt: skip
 
 
 def _placement(argument: Any) -> tuple[int, int]:
