@@ -180,7 +180,7 @@ def test_card_that_an_administrator_has_bound_gets_no_step_and_stays_bound(
     [card] = site.cards(memory_path / "none").read(())
     assert (card.is_bound, card.by_us) == (True, False)
     step = BindVfio(site.for_machine(FOR_MACHINES), card.gpu_uuid, card.bus_id, card.vfio_driver)
-    runner = node.runner._runners[BindVfio]
+    runner = node.runner.runners[BindVfio]
     # As where it was bound after the claim was planned.
     runner.do(step, Plan(wanted(site), (), (step,)))
     assert dict(node.cards.all()) == {}
@@ -306,7 +306,7 @@ def test_card_waits_until_the_nvidia_driver_is_back(node: KindNode, site: Site) 
 def test_nothing_changes_drivers_while_nvml_is_kept_closed(
     node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = node.runner._runners[BindVfio]
+    runner = node.runner.runners[BindVfio]
     monkeypatch.setattr(runner, "_detached", lambda: "NVML is closed until noon")
     untouched = node.state()
     refused(node.prepare(wanted(site)), "NVML is closed until noon")
