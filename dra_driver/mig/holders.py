@@ -9,7 +9,7 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.model.steps import CreateMig
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class MigHolders:
     """Reads the records anew for each question, because the second instance of a rolling update writes them too.
 

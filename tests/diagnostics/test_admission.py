@@ -45,8 +45,6 @@ class Server:
     def request(
         self, method: str, path: str, *, action: str, body: Any = None, query: Any = None, **_more: Any
     ) -> Json:
-        if path == "/apis/resource.k8s.io":
-            return {"versions": [{"version": "v1"}]}
         if path.endswith("selfsubjectaccessreviews"):
             wanted = body["spec"]["resourceAttributes"]
             assert (wanted["group"], wanted["resource"]) == (DRIVER, "drivers")

@@ -657,17 +657,16 @@ def cluster(answers: Answers) -> ClusterChecks:
     return ClusterChecks(Shared(lambda: answers), DRIVER, NODE)  # type: ignore[arg-type, return-value]
 
 
-@tabled("versions", "status", "parts")
+@tabled("is_served", "status", "parts")
 def test_the_api_server(
     cluster: ClusterChecks,
     answers: Answers,
-    versions: tuple[str, ...] | None,
+    is_served: bool,
     status: str,
     parts: tuple[str, ...],
 ) -> None:
     missing = PathNotFoundError("the server could not find the requested resource (HTTP 404)", status=404)
-    group = {"versions": [{"version": version} for version in versions or ()]}
-    answers.answers["/apis/resource.k8s.io"] = missing if versions is None else group
+    answers.answers["/apis/resource.k8s.io/v1"] = {} if is_served else missing
     [outcome] = run_checks([Check("API server", cluster.api_server)])
     says(outcome.finding, status, *parts)
 

@@ -316,7 +316,7 @@ def test_an_older_server_is_told_by_the_versions_that_it_has(tmp_path: Path) -> 
         )
     assert findings.answers[0].text == f"it has no {GROUP}/v1; of this group it has {GROUP}/v1beta1"
     assert findings.answers[1].outcome == "refused"
-    assert findings.classes == []
+    assert findings.classes is None
 
 
 # --- as typed -----------------------------------------------------------------------------------
