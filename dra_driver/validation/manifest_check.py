@@ -312,8 +312,8 @@ class ManifestCheck:
         kinds = {class_type(name) for name in class_names(spec)}
         if against and not self._has_vfio and "vfio" in kinds:
             report.hints.append(
-                "the machine offers no GPU to virtual machines; it does with passthrough: {enabled: true} in its "
-                "configuration, if its GPUs can be passed through"
+                "the machine offers no GPU to virtual machines; with --passthrough it does, if its GPUs can be "
+                "passed through"
             )
         if against and not self._has_mig and "mig" in kinds:
             report.hints.append(

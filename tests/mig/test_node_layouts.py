@@ -15,10 +15,12 @@ from dra_driver.mig.layouts import TAINTED_FIRST_S, NodeLayouts
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig_layouts import GpuLayout, LayoutEntry, MigLayouts
+from dra_driver.model.passthrough import Card
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import MigNode, make_idle
 from tests.fakes.preparing import Crash
+from tests.fakes.samples import bound
 from tests.fakes.samples import claim as a_claim
 
 MIXED = MigLayouts(
@@ -40,6 +42,7 @@ class Layouts:
         self.labels: dict[str, str] | Exception = {}
         self.told: list[GpuLayout] = []
         self.scans = 0
+        self.cards: tuple[Card, ...] = ()
         self.planning = GpuLocks(node.directory / "locks", ".plan.lock")
         self.keeper = NodeLayouts(
             node.context,
@@ -50,7 +53,9 @@ class Layouts:
             LayoutFile(node.directory / LAYOUT_FILE),
             wanted,
             labels=self._labels,
-            inventory=lambda: Inventory(gpus=(Gpu(uuid=node.gpu_uuid),)),
+            inventory=lambda: Inventory(
+                gpus=(Gpu(uuid=node.gpu_uuid, pci_bus_id=node.machine.gpu(0).bus_id),), cards=self.cards
+            ),
             is_on_demand=lambda _gpu: False,
             leads=lambda: leads,
             rescan=self._rescan,
@@ -130,6 +135,15 @@ def test_a_gpu_is_tainted_first_then_cut_and_then_left_alone(node: MigNode) -> N
     assert made == {entry.uuid for entry in node.ledger.all().values()}
     kept = decode((node.directory / LAYOUT_FILE).read_bytes())
     assert [(one.layout, one.state) for one in kept] == [("mixed", "applied")]
+
+
+def test_a_gpu_that_a_virtual_machine_has_keeps_its_place_among_the_others(node: MigNode) -> None:
+    second = {"mixed": (LayoutEntry(True, {"1g.10gb": 1}, devices=(1,)),)}
+    layouts = Layouts(node, MigLayouts(second, "mixed"))
+    assert layouts.look() is None
+    layouts.cards = (bound(0, bus_id="0000:00:01.0"),)
+    assert layouts.settle().state == "applied"
+    assert layouts.keeper.states().keys() == {node.gpu_uuid}
 
 
 def test_a_claim_keeps_its_gpu_until_it_ends(node: MigNode) -> None:

@@ -80,8 +80,8 @@ def test_what_a_machine_without_passthrough_lacks_is_said() -> None:
     made = report(inventory(h100(0), h100(1)), "vfio.gpu")
     assert "2 devices, 0 of class vfio.gpu.nvidia.com" in made.faults[0]
     assert made.hints == [
-        "the machine offers no GPU to virtual machines; it does with passthrough: {enabled: true} in its "
-        "configuration, if its GPUs can be passed through"
+        "the machine offers no GPU to virtual machines; with --passthrough it does, if its GPUs can be "
+        "passed through"
     ]
     assert report(MACHINE, "vfio.gpu", "vfio.gpu", "vfio.gpu").hints == []
 
