@@ -31,6 +31,7 @@ _STEPS = {
     "set_time_slice": "time slice",
     "run_mps": "MPS daemon",
     "create_mig": "MIG device",
+    "bind_vfio": "vfio",
     "leave_mig_mode": "MIG mode",
     "write_device_metadata": "device metadata",
     "write_cdi_spec": "CDI spec",
