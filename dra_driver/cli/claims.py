@@ -25,7 +25,7 @@ FLAGS = (
 EXAMPLES = ("", "-o yaml")
 _MOST_PODS = 4
 _STEPS = {
-    "set_time_slice": "time slice", "run_mps": "MPS daemon", "create_mig": "MIG device",
+    "set_time_slice": "time slice", "run_mps": "MPS daemon", "create_mig": "MIG device", "bind_vfio": "vfio",
     "leave_mig_mode": "MIG mode", "write_device_metadata": "device metadata", "write_cdi_spec": "CDI spec",
 }  # fmt: skip
 """The steps of a Prepare, for people."""

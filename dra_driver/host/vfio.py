@@ -98,7 +98,7 @@ class VfioCards(Sysfs):
         self._control = control
         root = paths.host_root or paths.driver_root
         self._modules = VfioModules(root, paths.sys, paths.proc)
-        host = DevRoot(replace(paths, dev_root=paths.dev_root or "/"), nodes)
+        host = DevRoot(replace(paths, dev_root=paths.dev_root or paths.host_root or "/"), nodes)
         self._dev = (host, DevRoot(paths, nodes))
 
     # --- what is there -------------------------------------------------------------------------

@@ -195,7 +195,7 @@ class NvmlSession:
                 # Of another process; the next `reopen` or end of a pause makes up for it, and operations wait.
                 return
             except DraDriverError as error:
-                _log.warning("nvml_unavailable", reason=str(error))
+                _log.warning("nvml_not_opened_again", reason=str(error))
             self._reopens = False
             with self._turn:
                 self._is_changing = self._is_first or bool(self._pausing)

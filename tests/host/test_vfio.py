@@ -14,7 +14,7 @@ from dra_driver.concurrency.bounded_call import NotAnsweredError
 from dra_driver.errors import DeviceBusyError, RetryableError
 from dra_driver.host.kernel_modules import VfioModules
 from dra_driver.host.vfio import HostPciControl, VfioCards
-from dra_driver.model.host import HostPaths
+from dra_driver.model.host import DeviceNode, HostPaths
 from dra_driver.model.passthrough import Card, uuid_of_bus_id
 from dra_driver.simulator import Machine, SimulatedPciControl, create_machine, device_node_reader
 from dra_driver.simulator.state import Function
@@ -407,3 +407,16 @@ def test_error_of_a_write_keeps_its_cause(node: Node) -> None:
         node.cards.unbind(GPU, WAIT_S)
     assert isinstance(failed.value.__cause__, OSError)
     assert failed.value.__cause__.errno == errno.EIO
+
+
+def test_nodes_are_those_of_the_host_and_not_of_this_container() -> None:
+    """A container has the nodes that were there when it started; a card that goes to vfio gets its node later."""
+
+    class Nodes:
+        def read(self, path: str) -> DeviceNode | None:
+            return DeviceNode(path) if path == "/host-root/dev/vfio/30" else None
+
+    paths = HostPaths("/driver-root", "/run/nvidia/driver", host_root="/host-root")
+    node = VfioCards(paths, Nodes(), HostPciControl("/host-root")).node("/dev/vfio/30")
+    assert node is not None
+    assert (node.node.path, node.host_path) == ("/dev/vfio/30", "/dev/vfio/30")

@@ -244,6 +244,33 @@ def test_other_instance_of_a_rolling_update_closes_nvml_too(make_node: Callable[
     assert driver_of(node, uuid) == "nvidia"
 
 
+def test_commands_show_what_a_virtual_machine_has(make_node: Callable[..., Node]) -> None:
+    node = without_virtual_functions(make_node).running(16, passthrough=True)
+    _, passed = named(node, 7)
+    gpu = node.machine.gpu(7)
+    node.ready(node.allocated_by_hand("machine", passed))
+    places = ["--kubelet-plugins-directory-path", "--cdi-root", "--simulator-dir"]
+
+    def printed(command: str, *more: str) -> Any:
+        options = node.flags([*places, "--simulate"] if command != "claims" else places)
+        done = forked_commands.run([command, *more, *options, "-o", "json"], env=dict(os.environ))
+        assert done.stdout, done.stderr
+        return json.loads(done.stdout)
+
+    [claim] = printed("claims")["claims"]
+    assert [(device["device"], device["kind"]) for device in claim["devices"]] == [(passed, "vfio")]
+    top = printed("top")
+    assert [(one["pci_bus_id"], one["uuid"]) for one in top["gpus"] if one["health"] == "vfio"] == [
+        (gpu.bus_id, gpu.uuid)
+    ]
+    assert [(one["device"], one["kind"], one["trouble"]) for one in top["holdings"]] == [
+        (passed, "vfio", None)
+    ]
+    assert top["notes"] == []
+    [found] = [one for one in printed("doctor", "--passthrough")["checks"] if one["check"] == "passthrough"]
+    assert (found["status"], found["seen"]) == ("OK", "8 cards for virtual machines, 1 under vfio now")
+
+
 def test_nothing_of_it_runs_while_it_is_off(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -357,7 +357,7 @@ def test_end_of_the_process_ends_a_pause_for_good(bench: Bench) -> None:
 def test_nvml_that_cannot_be_opened_after_a_pause_is_told_and_opened_later(bench: Bench, logs: list) -> None:
     with bench.session.closed(lambda: 0.0):
         bench.node.machine.unload_driver()
-    assert [line["event"] for line in logs] == ["nvml_unavailable"]
+    assert [line["event"] for line in logs] == ["nvml_not_opened_again"]
     with pytest.raises(DriverGoneError), bench.session.operation(lambda: 0.0):
         pass
     bench.node.machine.load_driver()

@@ -257,6 +257,29 @@ def test_write_that_hangs_keeps_its_card_and_nothing_else(
     assert node.state() == untouched
 
 
+@pytest.mark.parametrize("function", ["driver_override", "unbind", "bind"])
+def test_return_that_hangs_holds_no_claim_up(
+    node: KindNode, site: Site, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
+    monkeypatch.setattr("dra_driver.passthrough.steps._STUCK_FIRST_S", 0.2)
+    untouched = node.state()
+    node.prepare(wanted(site))
+    site.machine.set_fault(function, code="hang", gpu=site.card.gpu_uuid)
+    assert node.unprepare(wanted(site)) is None
+    assert "uid-1" not in node.records.all()
+    assert set(node.lanes.under_way()) == {site.card.gpu_uuid}
+    shown = node.cleanups.withheld()
+    assert shown(site.inventory.by_name[site.whole(FOR_MACHINES)]) is not None
+    other = claim(site.possible(7, "1g.10gb", 3), uid="neighbour")
+    assert isinstance(node.prepare(other), Prepared)
+    assert node.unprepare(other) is None
+    site.machine.clear_faults()
+    eventually(lambda: not node.lanes.under_way())
+    assert node.cleaner.clean_all() == []
+    assert node.state() == untouched
+
+
 def test_user_that_appears_between_check_and_bind_does_not_close_nvml_for_others(
     node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
