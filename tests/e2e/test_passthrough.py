@@ -53,6 +53,13 @@ def views(cluster: Cluster) -> set[str]:
     return {one["type"]["string"] for one in all_of if one.get(name, {}).get("string") == BUS_ID}
 
 
+def card(cluster: Cluster) -> dict[str, Any]:
+    """The attributes of the card as it is offered to virtual machines."""
+    name = f"vfio-{BUS_ID.replace(':', '-').replace('.', '-')}"
+    [found] = [one["attributes"] for one in cluster.devices() if one["name"] == name]
+    return found
+
+
 def driver() -> str:
     """The kernel driver that has the card."""
     gpus = json.loads((SIMULATOR_DIR / "machine.json").read_text())["gpus"]
@@ -97,20 +104,25 @@ def test_scheduler_gives_out_one_view_of_a_card_at_a_time(node: Cluster) -> None
 
 
 @pytest.mark.parametrize(
-    ("iommu", "count", "pattern"),
+    ("iommu", "iommufd", "count", "pattern"),
     [
-        ({}, 1, "/dev/vfio/{group}"),
-        ({"backendPolicy": "LegacyOnly", "enableAPIDevice": True}, 2, "/dev/vfio/{group}"),
-        ({"backendPolicy": "PreferIommuFD"}, 1, "/dev/vfio/devices/vfio"),
+        ({}, "--no-iommufd", 1, "/dev/vfio/{group}"),
+        ({"backendPolicy": "PreferIommuFD"}, "--no-iommufd", 1, "/dev/vfio/{group}"),
+        ({"backendPolicy": "LegacyOnly", "enableAPIDevice": True}, "--iommufd", 2, "/dev/vfio/{group}"),
+        (
+            {"backendPolicy": "PreferIommuFD", "enableAPIDevice": True},
+            "--iommufd",
+            2,
+            "/dev/vfio/devices/vfio",
+        ),
     ],
 )
 def test_pod_sees_exactly_the_nodes_of_its_card(
-    node: Cluster, iommu: dict[str, Any], count: int, pattern: str
+    node: Cluster, iommu: dict[str, Any], iommufd: str, count: int, pattern: str
 ) -> None:
-    [card] = [
-        one for one in node.devices() if one["name"] == f"vfio-{BUS_ID.replace(':', '-').replace('.', '-')}"
-    ]
-    group = card["attributes"]["iommuGroup"]["int"]
+    node.simulate("vfio", iommufd)
+    wait_for("what the kernel has", lambda: card(node)["iommuFDEnabled"]["bool"] == (iommufd == "--iommufd"))
+    group = card(node)["iommuGroup"]["int"]
     node.apply(claim_and_pod("machine", command=f"{NODES}; exec sleep 3600", **machine(**iommu)))
     node.wait_running("machine")
     *lines, void, _, _ = printed(node, "machine")
