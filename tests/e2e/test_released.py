@@ -183,17 +183,17 @@ def test_sbom_lists_what_is_in_the_image(dist: Path, architecture: str) -> None:
         assert {entry["ref"], *entry["dependsOn"]} <= refs
 
 
-def test_second_run_gives_the_same_bytes(dist: Path, repository: Path, tmp_path: Path) -> None:
+def test_second_run_gives_the_same_bytes(dist: Path, repository: Path, disk_path: Path) -> None:
     """From another checkout, by a user with another umask, at another time, with the driver's layers made anew."""
-    cache = tmp_path / "cache" / "gpu-dra-driver" / "image"
+    cache = disk_path / "cache" / "gpu-dra-driver" / "image"
     cache.mkdir(parents=True)
     cache.with_name("cluster").symlink_to(places.cache().with_name("cluster"))
     kept = [file for name in ("base-", "dependencies-", "tools-") for file in places.cache().glob(f"{name}*")]
-    run("cp", "--archive", "--link", *kept, cache, cwd=tmp_path)
-    git(tmp_path, "clone", "--quiet", repository, "again")
-    again = tmp_path / "again"
+    run("cp", "--archive", "--link", *kept, cache, cwd=disk_path)
+    git(disk_path, "clone", "--quiet", repository, "again")
+    again = disk_path / "again"
     program = (
-        f"umask 077; export XDG_CACHE_HOME={tmp_path}/cache; exec {sys.executable} hack/release.py {VERSION}"
+        f"umask 077; export XDG_CACHE_HOME={disk_path}/cache; exec {sys.executable} hack/release.py {VERSION}"
     )
     run("bash", "-c", program, cwd=again)
     first = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in dist.iterdir()}
