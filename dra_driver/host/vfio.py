@@ -24,7 +24,7 @@ from dra_driver.host.reading import names_in
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import HostNode
 from dra_driver.model.host import HostPaths
-from dra_driver.model.passthrough import VFIO_PCI, Card, uuid_of_bus_id
+from dra_driver.model.passthrough import VFIO_PCI, Card, is_vfio, uuid_of_bus_id
 
 NVIDIA = "nvidia"
 IOMMU_NODE = "/dev/iommu"
@@ -146,6 +146,18 @@ class VfioCards(Sysfs):
         own = (self.vfio_device(bus_id) for bus_id in card.functions)
         nodes = [f"/dev/vfio/{card.iommu_group}", *(f"/dev/vfio/devices/{name}" for name in own if name)]
         return self._control.users_of(nodes)
+
+    def closed_by(self, card: Card) -> str | None:
+        """Why no virtual machine can open the group of a card that a vfio driver has; None if one can."""
+        for bus_id in card.functions:
+            driver = self.bound_driver(bus_id)
+            if driver is not None and not is_vfio(driver):
+                return (
+                    f"it is with {card.driver}, but PCI function {bus_id} of its IOMMU group is with {driver}, so no "
+                    "virtual machine can open the group; give that function to vfio-pci too, or the GPU back to the "
+                    "NVIDIA driver"
+                )
+        return None
 
     def has_driver(self, driver: str) -> bool:
         """Whether the kernel has the driver now."""

@@ -34,7 +34,7 @@ class KnownCards:
         ours = self.owned()
         shown = {gpu.pci_bus_id: gpu for gpu in gpus}
         return tuple(
-            card
+            card if card.by_us or not card.is_bound else self._of_an_administrator(card)
             for found in self._cards.cards()
             if (card := _known(found, ours, shown.get(found.bus_id))).by_us or self._is_selected(card, shown)
         )
@@ -49,6 +49,9 @@ class KnownCards:
             steps = (step for step in self._recorded() if self._ledger.is_unreadable(step.device))
             ours = {step.pci_bus_id: step.gpu_uuid for step in steps} | ours
         return ours
+
+    def _of_an_administrator(self, card: Card) -> Card:
+        return card if card.problem is not None else replace(card, problem=self._cards.closed_by(card))
 
     def _is_selected(self, card: Card, shown: dict[str | None, Gpu]) -> bool:
         gpu = shown.get(card.bus_id) or Gpu(

@@ -16,6 +16,8 @@ from dra_driver.host.kernel_modules import VfioModules
 from dra_driver.host.vfio import HostPciControl, VfioCards
 from dra_driver.model.host import DeviceNode, HostPaths
 from dra_driver.model.passthrough import Card, uuid_of_bus_id
+from dra_driver.passthrough.cards import KnownCards
+from dra_driver.passthrough.ledger import PassthroughLedger
 from dra_driver.simulator import Machine, SimulatedPciControl, create_machine, device_node_reader
 from dra_driver.simulator.state import Function
 from tests.fakes.waiting import eventually
@@ -153,6 +155,22 @@ def test_card_that_an_administrator_gave_to_vfio_is_bound_and_known_by_its_place
     assert node.drivers() == ["vfio-pci", "vfio-pci"]
     node.machine.give_to(0, "nvidia")
     assert (node.card, node.drivers()) == (before, ["nvidia", "snd_hda_intel"])
+
+
+def test_card_whose_companion_the_administrator_forgot_is_of_no_use(node: Node, tmp_path: Path) -> None:
+    def problem() -> str | None:
+        known = KnownCards(node.cards, PassthroughLedger(tmp_path, "boot-1"), lambda gpu: True, list)
+        return known.read(())[0].problem
+
+    node.machine.give_to(0, "vfio-pci")
+    node.cards.override(AUDIO, None, 1)
+    node.cards.unbind(AUDIO, 1)
+    assert problem() is None
+    node.cards.bind(AUDIO, "snd_hda_intel", 1)
+    assert problem() == (
+        f"it is with vfio-pci, but PCI function {AUDIO} of its IOMMU group is with snd_hda_intel, so no virtual "
+        "machine can open the group; give that function to vfio-pci too, or the GPU back to the NVIDIA driver"
+    )
 
 
 H100 = """\
@@ -355,7 +373,7 @@ def test_program_that_comes_just_before_the_unbind_blocks_it(node: Node) -> None
     assert node.cards.gpu_users(GPU) == []
     with pytest.raises(NotAnsweredError) as hangs:
         node.cards.unbind(GPU, 0.05)
-    assert node.cards.gpu_users(GPU) == ["late-user (process 4243)"]
+    eventually(lambda: node.cards.gpu_users(GPU) == ["late-user (process 4243)"])
     node.machine.release_gpu(0)
     assert hangs.value.answer.result(WAIT_S) is None
 
