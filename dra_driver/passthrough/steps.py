@@ -196,6 +196,7 @@ class VfioSteps:
                     claim_uid,
                     functions,
                     mode,
+                    self._cards.product_name(step.pci_bus_id),
                 )
             self._ledger.save(replace(entry, claim_uid=claim_uid))
             if entry.persistence and is_in_nvml:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ def test_card_goes_to_vfio_with_all_its_functions_and_back(node: KindNode, site:
     [entry] = node.cards.all().values()
     assert (entry.claim_uid, entry.persistence) == ("uid-1", True)
     assert [function.driver for function in entry.functions] == ["nvidia", "snd_hda_intel"]
+    # All that slices and metadata say of the card stays, though only the NVIDIA driver knows its name.
+    [now] = site.cards(node.plugin / "passthrough").read(())
+    assert replace(now, driver="nvidia", by_us=False) == site.card
+    assert site.card.product_name is not None
     assert node.prepare(wanted(site)) == answer
     assert node.unprepare(wanted(site)) is None
     assert site.drivers() == {"0": "nvidia", "1": "snd_hda_intel"}
