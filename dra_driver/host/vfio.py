@@ -127,11 +127,9 @@ class VfioCards(Sysfs):
         return next((name for name in names_in(self._devices / bus_id / "vfio-dev")), None)
 
     def virtual_functions(self, bus_id: str) -> int:
-        """How many virtual functions (SR-IOV) the function has now."""
-        try:
-            return int(self._text(bus_id, "sriov_numvfs"))
-        except ValueError:
-            return sum(name.startswith("virtfn") for name in names_in(self._devices / bus_id))
+        """How many virtual functions (SR-IOV) the function has now. Not from `sriov_numvfs`: older kernels let its
+        reader wait while the function changes drivers."""
+        return sum(name.startswith("virtfn") for name in names_in(self._devices / bus_id))
 
     def gpu_users(self, bus_id: str) -> list[str] | None:
         """Every program that has the GPU's nodes of the NVIDIA driver open, such as `dcgm-exporter (process 812)`; None

@@ -4,13 +4,14 @@ not kind."""
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dra_driver.concurrency.bounded_call import NotAnsweredError
+from dra_driver.concurrency.bounded_call import NotAnsweredError, bounded
 from dra_driver.errors import DeviceBusyError, RetryableError
 from dra_driver.host.kernel_modules import VfioModules
 from dra_driver.host.vfio import HostPciControl, VfioCards
@@ -120,6 +121,17 @@ def test_card_that_no_virtual_machine_can_have_says_why(
 ) -> None:
     change(node.machine)
     assert (node.card.problem or "").startswith(said)
+
+
+def test_looks_wait_for_no_change_of_drivers(node: Node) -> None:
+    """While a function changes drivers, kernels before 6.9 let whoever reads its number of virtual functions wait, and
+    if an unbind hangs, for ever. A pipe without a writer does the same."""
+    count = node.machine.host_root / f"sys/bus/pci/devices/{GPU}/sriov_numvfs"
+    count.unlink()
+    os.mkfifo(count)
+    assert bounded("look at the cards", lambda: node.card.problem, WAIT_S) is None
+    node.machine.set_virtual_functions(0, 2)
+    assert node.card.problem is not None
 
 
 @pytest.mark.parametrize("pci_class", [0x060400, 0x060000])
