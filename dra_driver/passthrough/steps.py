@@ -89,7 +89,7 @@ class VfioSteps:
         self._persistence = persistence
         self._rescan = rescan
         self._detached = detached
-        self._meetings: dict[str, tuple[Plan, threading.Barrier]] = {}  # by claim UID
+        self._meetings: dict[str, tuple[Plan, threading.Barrier, list[str]]] = {}  # by claim UID
         self._guard = threading.Lock()
 
     def do(self, step: Step, plan: Plan) -> None:
@@ -213,19 +213,25 @@ class VfioSteps:
 
     @contextmanager
     def _meeting(self, plan: Plan) -> Iterator[Callable[[], None]]:
-        """What it yields waits for the other binds of the claim, unless one of them has failed or takes too long."""
+        """What it yields waits for the other binds of the claim, unless one of them takes too long. Raises:
+        RetryableError, as the error of one that has failed: to bind the others would close NVML for nothing."""
         uid, count = plan.claim.ref.uid, sum(isinstance(step, BindVfio) for step in plan.steps)
         with self._guard:
             if uid not in self._meetings or self._meetings[uid][0] is not plan:
-                self._meetings[uid] = (plan, threading.Barrier(count))
-            barrier = self._meetings[uid][1]
+                self._meetings[uid] = (plan, threading.Barrier(count), [])
+            _, barrier, failed = self._meetings[uid]
 
         def met() -> None:
             with suppress(threading.BrokenBarrierError):
                 barrier.wait(_TOGETHER_S)
+            if failed:
+                raise RetryableError(failed[0])
 
         try:
             yield met
+        except DraDriverError as error:
+            failed.append(str(error))
+            raise
         finally:
             barrier.abort()
 
