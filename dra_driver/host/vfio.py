@@ -135,6 +135,8 @@ class VfioCards(Sysfs):
         """Every program that has the GPU's nodes of the NVIDIA driver open, such as `dcgm-exporter (process 812)`; None
         if that cannot be told. This process counts too."""
         minor = self.gpu_minor(bus_id)
+        if minor is None and self.bound_driver(bus_id) == NVIDIA:
+            return None
         nodes = [f"/dev/dri/{name}" for name in self.drm_nodes(bus_id)]
         return self._control.users_of(nodes if minor is None else [f"/dev/nvidia{minor}", *nodes])
 

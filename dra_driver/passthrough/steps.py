@@ -204,10 +204,16 @@ class VfioSteps:
 
     def _refuse_programs(self, step: BindVfio) -> None:
         """Raises: RetryableError if programs still have the GPU open a moment after NVML was closed and persistence
-        mode left. The call does not wait for them: each look closes NVML for all GPUs, and a monitor never ends."""
+        mode left, or if that is not known. The call does not wait for them: each look closes NVML for all GPUs, and a
+        monitor never ends."""
         end = time.monotonic() + seconds_for("see who has the GPU open", _LET_GO_S)
         while (users := self._cards.gpu_users(step.pci_bus_id)) and time.monotonic() < end:
             time.sleep(_LOOK_S)
+        if users is None:
+            raise RetryableError(
+                f"which programs have GPU {step.gpu_uuid} ({step.pci_bus_id}) open cannot be told, because the NVIDIA "
+                "driver does not tell its device minor; see `nvidia-smi -q` on the node"
+            )
         if users:
             raise RetryableError(_in_use(step, users))
 

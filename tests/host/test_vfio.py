@@ -380,6 +380,12 @@ def test_whoever_holds_the_card_is_named_and_blocks_the_unbind(node: Node) -> No
     assert (node.cards.gpu_users(GPU), node.drivers()[0]) == ([], None)
 
 
+def test_users_of_a_gpu_whose_minor_is_not_told_are_not_known(node: Node) -> None:
+    """The NVIDIA driver's file is empty where it cannot wake the GPU."""
+    (node.machine.host_root / f"proc/driver/nvidia/gpus/{GPU}/information").write_text("")
+    assert node.cards.gpu_users(GPU) is None
+
+
 def test_program_that_comes_just_before_the_unbind_blocks_it(node: Node) -> None:
     node.machine.set_fault("unbind", code="late-user", gpu=0, count=1)
     assert node.cards.gpu_users(GPU) == []

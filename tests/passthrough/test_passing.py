@@ -137,6 +137,16 @@ def test_program_that_only_has_the_gpu_open_is_named_and_not_waited_for(
     assert node.cleanups.all() == []
 
 
+def test_gpu_whose_users_are_not_known_is_not_unbound(
+    node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would wait for them in the unbind, without an end."""
+    monkeypatch.setattr("dra_driver.host.vfio.VfioCards.gpu_users", lambda *_: None)
+    untouched = node.state()
+    refused(node.prepare(wanted(site)), "which programs have GPU", "`nvidia-smi -q`")
+    assert node.state() == untouched
+
+
 def test_virtual_machine_keeps_its_card_until_it_ends(node: KindNode, site: Site) -> None:
     untouched = node.state()
     node.prepare(wanted(site))
