@@ -58,9 +58,9 @@ class PciControl(Protocol):
         """Load a kernel module with what it needs. Raises: OSError, TimeoutError; RetryableError with what modprobe
         says."""
 
-    def users_of(self, nodes: Sequence[str]) -> list[str] | None:
+    def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
         """Name and process of each program that has one of these nodes of the host's /dev open; None if that cannot be
-        told."""
+        told. With `others_only` without those that let go when they are asked to, such as gpu-dra-driver itself."""
 
 
 class HostPciControl:
@@ -85,9 +85,9 @@ class HostPciControl:
         if code:
             raise RetryableError(f"modprobe says {' '.join(said.split())!r} (exit code {code})")
 
-    def users_of(self, nodes: Sequence[str]) -> list[str] | None:
+    def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
         """As `PciControl`."""
-        return users_of("/proc", nodes)
+        return users_of("/proc", nodes, others_only=others_only)
 
 
 class VfioCards(Sysfs):
@@ -131,14 +131,15 @@ class VfioCards(Sysfs):
         reader wait while the function changes drivers."""
         return sum(name.startswith("virtfn") for name in names_in(self._devices / bus_id))
 
-    def gpu_users(self, bus_id: str) -> list[str] | None:
+    def gpu_users(self, bus_id: str, *, others_only: bool = False) -> list[str] | None:
         """Every program that has the GPU's nodes of the NVIDIA driver open, such as `dcgm-exporter (process 812)`; None
-        if that cannot be told. This process counts too."""
+        if that cannot be told. This process counts too, unless it is `others_only`."""
         minor = self.gpu_minor(bus_id)
         if minor is None and self.bound_driver(bus_id) == NVIDIA:
             return None
         nodes = [f"/dev/dri/{name}" for name in self.drm_nodes(bus_id)]
-        return self._control.users_of(nodes if minor is None else [f"/dev/nvidia{minor}", *nodes])
+        own = [] if minor is None else [f"/dev/nvidia{minor}"]
+        return self._control.users_of([*own, *nodes], others_only=others_only)
 
     def vm_users(self, card: Card) -> list[str] | None:
         """Every program that has a vfio node of the card's group open, such as a virtual machine; None if that cannot

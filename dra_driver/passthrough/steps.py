@@ -178,11 +178,14 @@ class VfioSteps:
     def _made_ready(
         self, step: BindVfio, now: Mapping[str, str | None], entry: OwnedCard | None, claim_uid: str
     ) -> None:
-        """Write the entry and leave the persistence mode, if NVML has the GPU still. Raises: DeviceBusyError."""
+        """Write the entry and leave the persistence mode, if NVML has the GPU still. Raises: DeviceBusyError;
+        RetryableError if other programs have the GPU open: then there is no need to close NVML to see that."""
         session, is_in_nvml = self._nvml.session, now[step.pci_bus_id] == NVIDIA
         with session.operation(waits_for_nvml) if is_in_nvml else nullcontext():
             if is_in_nvml:
                 _refuse_users(step, self._nvml.processes(step.gpu_uuid).values())
+                if others := self._cards.gpu_users(step.pci_bus_id, others_only=True):
+                    raise RetryableError(_in_use(step, others))
             if entry is None:
                 # A GPU without a driver is one whose entry was lost half-way.
                 had = {**now, step.pci_bus_id: now[step.pci_bus_id] or NVIDIA}

@@ -71,7 +71,7 @@ class NoControl:
     def load_module(self, module: str, timeout_s: float) -> None:
         raise AssertionError(module)
 
-    def users_of(self, nodes: Sequence[str]) -> list[str] | None:
+    def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
         raise AssertionError(nodes)
 
 

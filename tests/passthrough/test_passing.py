@@ -124,11 +124,12 @@ def test_process_on_the_gpu_is_named_and_nothing_is_changed(node: KindNode, site
     assert node.state() == untouched
 
 
-def test_program_that_only_has_the_gpu_open_is_named_and_not_waited_for(
+def test_program_that_opens_the_gpu_after_the_first_look_is_named_and_not_waited_for(
     node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "dra_driver.host.vfio.VfioCards.gpu_users", lambda *_: ["dcgm-exporter (process 812)"]
+        "dra_driver.host.vfio.VfioCards.gpu_users",
+        lambda *_, others_only=False: [] if others_only else ["dcgm-exporter (process 812)"],
     )
     untouched, pauses = node.state(), site.simulated.session.pauses
     refused(node.prepare(wanted(site)), "in use by dcgm-exporter (process 812)")
@@ -137,11 +138,21 @@ def test_program_that_only_has_the_gpu_open_is_named_and_not_waited_for(
     assert node.cleanups.all() == []
 
 
+def test_monitor_that_has_the_gpu_open_does_not_close_nvml_for_others(node: KindNode, site: Site) -> None:
+    """Each try of the kubelet would close it, and a monitor never ends."""
+    exporter = site.machine.open_session("dcgm-exporter")
+    untouched, pauses = node.state(), site.simulated.session.pauses
+    refused(node.prepare(wanted(site)), "in use by dcgm-exporter (process ")
+    assert (site.simulated.session.pauses, node.state()) == (pauses, untouched)
+    site.machine.close_session(exporter)
+    assert isinstance(node.prepare(wanted(site)), Prepared)
+
+
 def test_gpu_whose_users_are_not_known_is_not_unbound(
     node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel would wait for them in the unbind, without an end."""
-    monkeypatch.setattr("dra_driver.host.vfio.VfioCards.gpu_users", lambda *_: None)
+    monkeypatch.setattr("dra_driver.host.vfio.VfioCards.gpu_users", lambda *_, **__: None)
     untouched = node.state()
     refused(node.prepare(wanted(site)), "which programs have GPU", "`nvidia-smi -q`")
     assert node.state() == untouched
