@@ -197,7 +197,8 @@ class CdiSteps:
         if planned.prefers_iommufd and self._cards.node(IOMMU_NODE) is not None:
             own = self._cards.vfio_device(card.bus_id)
         interface, path = CONTAINER_NODE, f"/dev/vfio/{card.iommu_group}"
-        if own is not None:
+        # A kernel without VFIO_DEVICE_CDEV names the device, and has no node for it.
+        if own is not None and self._cards.node(f"/dev/vfio/devices/{own}") is not None:
             interface, path = IOMMU_NODE, f"/dev/vfio/devices/{own}"
         nodes = []
         for wanted in (interface, path) if planned.has_api_device else (path,):

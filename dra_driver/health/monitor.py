@@ -280,7 +280,7 @@ class Monitor(BackgroundWorker):
                 self._missing.pop(uuid, None)
                 self._places.pop(uuid, None)
                 at = f" at {state.pci_bus_id}" if state.pci_bus_id else ""
-                text = f"the GPU is no longer on the PCI bus{at}; its health is forgotten"
+                text = f"the NVIDIA driver no longer has the GPU{at}; its health is forgotten"
                 change = HealthChange(
                     state.target, self._now(), state.severity, Severity.OK, text, is_gone=True
                 )

@@ -77,15 +77,24 @@ def gpu_users(proc: str, pod_uids: Collection[str], below: str | None = None) ->
     return found
 
 
-def users_of(proc: str, nodes: Collection[str]) -> list[str] | None:
-    """Name and process of each program that has one of these device nodes open, whoever it is, as `gpu_users`."""
+def users_of(proc: str, nodes: Collection[str], *, others_only: bool = False) -> list[str] | None:
+    """Name and process of each program that has one of these device nodes open, whoever it is, as `gpu_users`. With
+    `others_only` without gpu-dra-driver and what must run beside it on every node."""
     pids = _all_processes(proc)
     if pids is None:
         return None
     # In another mount namespace the same node may have a longer path.
     ends = tuple(nodes)
-    users = [pid for pid in pids if _has_open(proc, pid, lambda file: file.endswith(ends))]
-    return [f"{text_of(f'{proc}/{pid}/comm').strip() or 'a program'} (process {pid})" for pid in users]
+    users = {
+        pid: text_of(f"{proc}/{pid}/comm").strip()
+        for pid in pids
+        if _has_open(proc, pid, lambda file: file.endswith(ends))
+    }
+    return [
+        f"{name or 'a program'} (process {pid})"
+        for pid, name in users.items()
+        if not (others_only and (name in _ALWAYS_THERE or _is_of_this_driver(proc, pid)))
+    ]
 
 
 def _is_gpu_node(below: str | None, file: str) -> bool:

@@ -24,7 +24,7 @@ from dra_driver.host.reading import names_in
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import HostNode
 from dra_driver.model.host import HostPaths
-from dra_driver.model.passthrough import VFIO_PCI, Card, uuid_of_bus_id
+from dra_driver.model.passthrough import VFIO_PCI, Card, is_vfio, uuid_of_bus_id
 
 NVIDIA = "nvidia"
 IOMMU_NODE = "/dev/iommu"
@@ -58,9 +58,9 @@ class PciControl(Protocol):
         """Load a kernel module with what it needs. Raises: OSError, TimeoutError; RetryableError with what modprobe
         says."""
 
-    def users_of(self, nodes: Sequence[str]) -> list[str] | None:
+    def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
         """Name and process of each program that has one of these nodes of the host's /dev open; None if that cannot be
-        told."""
+        told. With `others_only` without those that let go when they are asked to, such as gpu-dra-driver itself."""
 
 
 class HostPciControl:
@@ -85,9 +85,9 @@ class HostPciControl:
         if code:
             raise RetryableError(f"modprobe says {' '.join(said.split())!r} (exit code {code})")
 
-    def users_of(self, nodes: Sequence[str]) -> list[str] | None:
+    def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
         """As `PciControl`."""
-        return users_of("/proc", nodes)
+        return users_of("/proc", nodes, others_only=others_only)
 
 
 class VfioCards(Sysfs):
@@ -127,18 +127,19 @@ class VfioCards(Sysfs):
         return next((name for name in names_in(self._devices / bus_id / "vfio-dev")), None)
 
     def virtual_functions(self, bus_id: str) -> int:
-        """How many virtual functions (SR-IOV) the function has now."""
-        try:
-            return int(self._text(bus_id, "sriov_numvfs"))
-        except ValueError:
-            return sum(name.startswith("virtfn") for name in names_in(self._devices / bus_id))
+        """How many virtual functions (SR-IOV) the function has now. Not from `sriov_numvfs`: older kernels let its
+        reader wait while the function changes drivers."""
+        return sum(name.startswith("virtfn") for name in names_in(self._devices / bus_id))
 
-    def gpu_users(self, bus_id: str) -> list[str] | None:
+    def gpu_users(self, bus_id: str, *, others_only: bool = False) -> list[str] | None:
         """Every program that has the GPU's nodes of the NVIDIA driver open, such as `dcgm-exporter (process 812)`; None
-        if that cannot be told. This process counts too."""
+        if that cannot be told. This process counts too, unless it is `others_only`."""
         minor = self.gpu_minor(bus_id)
+        if minor is None and self.bound_driver(bus_id) == NVIDIA:
+            return None
         nodes = [f"/dev/dri/{name}" for name in self.drm_nodes(bus_id)]
-        return self._control.users_of(nodes if minor is None else [f"/dev/nvidia{minor}", *nodes])
+        own = [] if minor is None else [f"/dev/nvidia{minor}"]
+        return self._control.users_of([*own, *nodes], others_only=others_only)
 
     def vm_users(self, card: Card) -> list[str] | None:
         """Every program that has a vfio node of the card's group open, such as a virtual machine; None if that cannot
@@ -146,6 +147,18 @@ class VfioCards(Sysfs):
         own = (self.vfio_device(bus_id) for bus_id in card.functions)
         nodes = [f"/dev/vfio/{card.iommu_group}", *(f"/dev/vfio/devices/{name}" for name in own if name)]
         return self._control.users_of(nodes)
+
+    def closed_by(self, card: Card) -> str | None:
+        """Why no virtual machine can open the group of a card that a vfio driver has; None if one can."""
+        for bus_id in card.functions:
+            driver = self.bound_driver(bus_id)
+            if driver is not None and not is_vfio(driver):
+                return (
+                    f"it is with {card.driver}, but PCI function {bus_id} of its IOMMU group is with {driver}, so no "
+                    "virtual machine can open the group; give that function to vfio-pci too, or the GPU back to the "
+                    "NVIDIA driver"
+                )
+        return None
 
     def has_driver(self, driver: str) -> bool:
         """Whether the kernel has the driver now."""

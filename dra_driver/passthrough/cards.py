@@ -32,11 +32,13 @@ class KnownCards:
     def read(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
         """The cards in bus order; `gpus` are those that NVML shows. Raises: StateError."""
         ours = self.owned()
+        names = {one.pci_bus_id: one.product_name for one in self._ledger.all().values()} if ours else {}
         shown = {gpu.pci_bus_id: gpu for gpu in gpus}
         return tuple(
-            card
+            card if card.by_us or not card.is_bound else self._of_an_administrator(card)
             for found in self._cards.cards()
-            if (card := _known(found, ours, shown.get(found.bus_id))).by_us or self._is_selected(card, shown)
+            if (card := _known(found, ours, shown.get(found.bus_id), names.get(found.bus_id))).by_us
+            or self._is_selected(card, shown)
         )
 
     def owned(self) -> dict[str, str]:
@@ -50,6 +52,9 @@ class KnownCards:
             ours = {step.pci_bus_id: step.gpu_uuid for step in steps} | ours
         return ours
 
+    def _of_an_administrator(self, card: Card) -> Card:
+        return card if card.problem is not None else replace(card, problem=self._cards.closed_by(card))
+
     def _is_selected(self, card: Card, shown: dict[str | None, Gpu]) -> bool:
         gpu = shown.get(card.bus_id) or Gpu(
             card.gpu_uuid, pci_bus_id=card.bus_id, product_name=card.product_name
@@ -57,9 +62,12 @@ class KnownCards:
         return self._selected is not None and self._selected(gpu)
 
 
-def _known(card: Card, ours: dict[str, str], gpu: Gpu | None) -> Card:
-    """With NVML's UUID where NVML has the GPU, else with that of the ledger. One of ours that no driver has at the
-    moment is on its way, and counts as bound: its claim asks for it meanwhile."""
+def _known(card: Card, ours: dict[str, str], gpu: Gpu | None, name: str | None) -> Card:
+    """With NVML's UUID where NVML has the GPU, else with that of the ledger, and with the `name` from there.
+
+    One of ours that no driver has at the moment is on its way, and counts as bound: its claim asks for it meanwhile.
+    """
     uuid, is_ours = gpu.uuid if gpu is not None else ours.get(card.bus_id, card.gpu_uuid), card.bus_id in ours
     driver = card.vfio_driver if is_ours and card.driver is None else card.driver
-    return replace(card, gpu_uuid=uuid, by_us=is_ours, driver=driver)
+    name = card.product_name or name
+    return replace(card, gpu_uuid=uuid, by_us=is_ours, driver=driver, product_name=name)

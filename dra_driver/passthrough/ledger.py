@@ -42,7 +42,7 @@ class OwnedCard:
     """A card that this plugin bound to a vfio driver in boot `boot_id`, or is about to.
 
     `device` is the name of its vfio device. `functions` are those of its IOMMU group in bus order. `persistence` is the
-    persistence mode that the GPU had, None where it has none.
+    persistence mode that the GPU had, None where it has none. `product_name` is what only the NVIDIA driver knows.
     """
 
     device: str
@@ -52,6 +52,7 @@ class OwnedCard:
     claim_uid: str
     functions: tuple[FunctionBefore, ...]
     persistence: bool | None
+    product_name: str | None = None
 
 
 _FUNCTION = Shape(FunctionBefore, bus_id=needed(TEXT), driver=nullable(TEXT))
@@ -64,6 +65,7 @@ _SHAPE = Shape(
     claim_uid=needed(TEXT, "claimUID"),
     functions=needed(list_of(_FUNCTION.kind)),
     persistence=needed(or_null(FLAG)),
+    product_name=nullable(TEXT),
 )
 
 

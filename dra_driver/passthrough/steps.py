@@ -89,7 +89,7 @@ class VfioSteps:
         self._persistence = persistence
         self._rescan = rescan
         self._detached = detached
-        self._meetings: dict[str, tuple[Plan, threading.Barrier]] = {}  # by claim UID
+        self._meetings: dict[str, tuple[Plan, threading.Barrier, list[str]]] = {}  # by claim UID
         self._guard = threading.Lock()
 
     def do(self, step: Step, plan: Plan) -> None:
@@ -178,11 +178,14 @@ class VfioSteps:
     def _made_ready(
         self, step: BindVfio, now: Mapping[str, str | None], entry: OwnedCard | None, claim_uid: str
     ) -> None:
-        """Write the entry and leave the persistence mode, if NVML has the GPU still. Raises: DeviceBusyError."""
+        """Write the entry and leave the persistence mode, if NVML has the GPU still. Raises: DeviceBusyError;
+        RetryableError if other programs have the GPU open: then there is no need to close NVML to see that."""
         session, is_in_nvml = self._nvml.session, now[step.pci_bus_id] == NVIDIA
         with session.operation(waits_for_nvml) if is_in_nvml else nullcontext():
             if is_in_nvml:
                 _refuse_users(step, self._nvml.processes(step.gpu_uuid).values())
+                if others := self._cards.gpu_users(step.pci_bus_id, others_only=True):
+                    raise RetryableError(_in_use(step, others))
             if entry is None:
                 # A GPU without a driver is one whose entry was lost half-way.
                 had = {**now, step.pci_bus_id: now[step.pci_bus_id] or NVIDIA}
@@ -196,6 +199,7 @@ class VfioSteps:
                     claim_uid,
                     functions,
                     mode,
+                    self._cards.product_name(step.pci_bus_id),
                 )
             self._ledger.save(replace(entry, claim_uid=claim_uid))
             if entry.persistence and is_in_nvml:
@@ -203,28 +207,40 @@ class VfioSteps:
 
     def _refuse_programs(self, step: BindVfio) -> None:
         """Raises: RetryableError if programs still have the GPU open a moment after NVML was closed and persistence
-        mode left. The call does not wait for them: each look closes NVML for all GPUs, and a monitor never ends."""
+        mode left, or if that is not known. The call does not wait for them: each look closes NVML for all GPUs, and a
+        monitor never ends."""
         end = time.monotonic() + seconds_for("see who has the GPU open", _LET_GO_S)
         while (users := self._cards.gpu_users(step.pci_bus_id)) and time.monotonic() < end:
             time.sleep(_LOOK_S)
+        if users is None:
+            raise RetryableError(
+                f"which programs have GPU {step.gpu_uuid} ({step.pci_bus_id}) open cannot be told, because the NVIDIA "
+                "driver does not tell its device minor; see `nvidia-smi -q` on the node"
+            )
         if users:
             raise RetryableError(_in_use(step, users))
 
     @contextmanager
     def _meeting(self, plan: Plan) -> Iterator[Callable[[], None]]:
-        """What it yields waits for the other binds of the claim, unless one of them has failed or takes too long."""
+        """What it yields waits for the other binds of the claim, unless one of them takes too long. Raises:
+        RetryableError, as the error of one that has failed: to bind the others would close NVML for nothing."""
         uid, count = plan.claim.ref.uid, sum(isinstance(step, BindVfio) for step in plan.steps)
         with self._guard:
             if uid not in self._meetings or self._meetings[uid][0] is not plan:
-                self._meetings[uid] = (plan, threading.Barrier(count))
-            barrier = self._meetings[uid][1]
+                self._meetings[uid] = (plan, threading.Barrier(count), [])
+            _, barrier, failed = self._meetings[uid]
 
         def met() -> None:
             with suppress(threading.BrokenBarrierError):
                 barrier.wait(_TOGETHER_S)
+            if failed:
+                raise RetryableError(failed[0])
 
         try:
             yield met
+        except DraDriverError as error:
+            failed.append(str(error))
+            raise
         finally:
             barrier.abort()
 

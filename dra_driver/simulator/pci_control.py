@@ -11,12 +11,15 @@ from pathlib import Path
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.simulator import pci
 from dra_driver.simulator.faults import HANG, LATE_USER, NO_EFFECT, code_text
+from dra_driver.simulator.library.core import program
 from dra_driver.simulator.machine import Machine
 from dra_driver.simulator.state import NVIDIA, Fault, Gpu, State
 
 _POLL_S = 0.02
 _PERSISTENCED = "nvidia-persistenced (process 801)"
 _LATE_PID = 4243
+_OURS = ("gpu-dra-driver", "main.py", program())
+"""The last but one is `python -m dra_driver.cli.main`."""
 
 
 class SimulatedPciControl:
@@ -53,8 +56,9 @@ class SimulatedPciControl:
             directory = f"/lib/modules/{self._machine.current().system['kernel']}"
             raise RetryableError(f"modprobe says 'FATAL: Module {module} not found in directory {directory}'")
 
-    def users_of(self, nodes: Sequence[str]) -> list[str] | None:
-        """Name and process of each program that has one of these nodes open: NVML opens those of all GPUs."""
+    def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
+        """Name and process of each program that has one of these nodes open: NVML opens those of all GPUs. With
+        `others_only` without nvidia-persistenced and processes of this program."""
         state = self._machine.current()
         groups = pci.groups(state)
         found: list[str] = []
@@ -64,6 +68,8 @@ class SimulatedPciControl:
                 own = {f"/dev/vfio/{groups.get(gpu.bus_id)}", f"/dev/vfio/devices/vfio{gpu.vfio}"}
             if not own.isdisjoint(nodes):
                 found += self._users(state, gpu)
+        if others_only:
+            found = [one for one in found if one != _PERSISTENCED and one.partition(" (")[0] not in _OURS]
         return list(dict.fromkeys(found))
 
     def _users(self, state: State, gpu: Gpu) -> list[str]:

@@ -71,7 +71,7 @@ class NoControl:
     def load_module(self, module: str, timeout_s: float) -> None:
         raise AssertionError(module)
 
-    def users_of(self, nodes: Sequence[str]) -> list[str] | None:
+    def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
         raise AssertionError(nodes)
 
 
@@ -169,7 +169,12 @@ def test_nodes_are_those_that_the_claim_prefers_and_the_kernel_has(
     assert bench.paths(plan) == {VFIO_0: expected}
 
 
-def test_group_is_given_where_the_kernel_has_no_device_of_the_function(bench: Bench) -> None:
+@pytest.mark.parametrize("is_in_sysfs", [True, False])
+def test_group_is_given_where_the_kernel_has_no_node_of_the_function(bench: Bench, is_in_sysfs: bool) -> None:
+    """Kernels since 6.1 name the device in sysfs, also where they are built without VFIO_DEVICE_CDEV."""
+    if is_in_sysfs:
+        bench.has_iommufd(card(0).bus_id, "vfio3")
+        del bench.nodes.paths["/dev/vfio/devices/vfio3"]
     bench.nodes.paths["/dev/iommu"] = 127
     assert bench.paths(bench.plan(backendPolicy="PreferIommuFD")) == {VFIO_0: ["/dev/vfio/40"]}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dra_driver.claims.rules.plan import DeviceHeldError, answer, plan_claim
-from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError
+from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError, RetryableError
 from dra_driver.inventory.rules.gpu_names import held_gpu_names
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
 from dra_driver.model.extra_devices import ExtraDevices
@@ -109,6 +109,30 @@ def test_whole_gpu_that_a_virtual_machine_has_is_held_and_not_unknown() -> None:
         plan(claim(GPU_0), record(HELD), found=inventory(cards=(bound(0),)))
     # The claim has ended: what it left is undone before this one's first step.
     assert plan(claim(GPU_0), found=inventory(cards=(bound(0),))).locked_gpus == {uuid(0)}
+
+
+@pytest.mark.parametrize("name", [GPU_0, f"{GPU_0}-mig-1g10gb-19-0"])
+def test_device_whose_gpu_comes_back_from_a_virtual_machine_is_tried_again(name: str) -> None:
+    returned_and_not_in_nvml_yet = bound(0, driver="nvidia")
+    cards = (returned_and_not_in_nvml_yet,) if name == GPU_0 else (bound(0),)
+    with pytest.raises(
+        RetryableError, match=f"device {name} is on a GPU that was given to a virtual machine"
+    ):
+        plan(claim(name), found=inventory(h100(1), cards=cards))
+    for found in (inventory(h100(1), cards=(bound_by_hand(0),)), inventory(h100(0), cards=(bound(1),))):
+        with pytest.raises(ClaimRefusedError, match="does not exist on this node"):
+            plan(claim("gpu-00000000-mig-2g20gb-14-0"), found=found)
+
+
+def test_monitor_goes_without_a_gpu_that_a_virtual_machine_has() -> None:
+    gone, other = result(GPU_0, "look", admin_access=True), result(GPU_1, "look", admin_access=True)
+    found = inventory(h100(1), cards=(bound(0),))
+    made = plan(claim(gone, other), record(HELD), found=found)
+    assert [device.result for device in made.devices] == [other]
+    with pytest.raises(
+        DeviceLostError, match=f"device {GPU_0} is on a GPU that was given to a virtual machine"
+    ):
+        plan(claim(gone), record(HELD), found=found)
 
 
 @pytest.mark.parametrize(

@@ -427,6 +427,9 @@ def test_a_device_node_without_gpu(tells: Tells, host: Host, tmp_path: Path) -> 
     tells(checks.device_nodes())
     without_nvml = replace(checks, inventory=host.checks(NvmlUnavailableError("x")).inventory)
     tells(without_nvml.device_nodes())
+    # A GPU under vfio leaves its node behind.
+    bound = {"dev_root": str(tmp_path), **pci(host, tmp_path, "vfio-pci")}
+    tells(host.checks(nodes=nodes, paths=bound).device_nodes())
 
 
 def test_mig_mode_without_devices(tells: Tells, host: Host) -> None:

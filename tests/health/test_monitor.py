@@ -391,7 +391,8 @@ def test_a_gpu_that_was_pulled_is_forgotten_after_ten_minutes(bench, is_replaced
     [change] = bench.transitions
     assert (change.is_gone, change.target) == (True, HealthTarget(gone))
     assert (
-        change.text == f"the GPU is no longer on the PCI bus at {bench.places[gone]}; its health is forgotten"
+        change.text
+        == f"the NVIDIA driver no longer has the GPU at {bench.places[gone]}; its health is forgotten"
     )
     bench.turn(10)
     assert (bench.condition(0), len(bench.transitions)) == ("unknown", 1), "it is not watched any more"

@@ -124,18 +124,24 @@ def test_a_process_is_of_a_container_of_the_host_or_of_unknown_origin(
 
 
 def test_everybody_who_has_a_node_open_is_named_also_what_always_runs(tmp_path: Path) -> None:
-    host = proc(tmp_path, "0::/system.slice/a.service", "0::/b", "0::/c", "0::/d")
+    host = proc(tmp_path, "0::/system.slice/a.service", "0::/b", "0::/c", "0::/d", "0::/e", "0::/f")
     programs = {
         4711: ("nvidia-persiste", "/dev/nvidia1 (deleted)"),
         4712: ("qemu-system-x86", "/run/somewhere/dev/vfio/23"),
         4713: ("python3", "/dev/nvidia11"),
         4714: ("", "/dev/vfio/23"),
+        4715: ("dcgm-exporter", "/dev/nvidia1"),
+        4716: ("python3", "/dev/nvidia1"),
     }
     for pid, (name, file) in programs.items():
         (tmp_path / f"{pid}/comm").write_text(f"{name}\n")
         (tmp_path / f"{pid}/fd").mkdir()
         (tmp_path / f"{pid}/fd/3").symlink_to(file)
-    assert users_of(host, ["/dev/nvidia1"]) == ["nvidia-persiste (process 4711)"]
+    (tmp_path / "4716/cmdline").write_text("/usr/bin/python3\0/usr/local/bin/gpu-dra-driver\0run\0")
+    persistenced, *others = users_of(host, ["/dev/nvidia1"]) or ()
+    assert persistenced == "nvidia-persiste (process 4711)"
+    assert others == ["dcgm-exporter (process 4715)", "python3 (process 4716)"]
+    assert users_of(host, ["/dev/nvidia1"], others_only=True) == ["dcgm-exporter (process 4715)"]
     assert users_of(host, ["/dev/vfio/23", "/dev/vfio/devices/vfio0"]) == [
         "qemu-system-x86 (process 4712)",
         "a program (process 4714)",

@@ -4,18 +4,21 @@ not kind."""
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dra_driver.concurrency.bounded_call import NotAnsweredError
+from dra_driver.concurrency.bounded_call import NotAnsweredError, bounded
 from dra_driver.errors import DeviceBusyError, RetryableError
 from dra_driver.host.kernel_modules import VfioModules
 from dra_driver.host.vfio import HostPciControl, VfioCards
 from dra_driver.model.host import DeviceNode, HostPaths
 from dra_driver.model.passthrough import Card, uuid_of_bus_id
+from dra_driver.passthrough.cards import KnownCards
+from dra_driver.passthrough.ledger import PassthroughLedger
 from dra_driver.simulator import Machine, SimulatedPciControl, create_machine, device_node_reader
 from dra_driver.simulator.state import Function
 from tests.fakes.waiting import eventually
@@ -120,6 +123,17 @@ def test_card_that_no_virtual_machine_can_have_says_why(
     assert (node.card.problem or "").startswith(said)
 
 
+def test_looks_wait_for_no_change_of_drivers(node: Node) -> None:
+    """While a function changes drivers, kernels before 6.9 let whoever reads its number of virtual functions wait, and
+    if an unbind hangs, for ever. A pipe without a writer does the same."""
+    count = node.machine.host_root / f"sys/bus/pci/devices/{GPU}/sriov_numvfs"
+    count.unlink()
+    os.mkfifo(count)
+    assert bounded("look at the cards", lambda: node.card.problem, WAIT_S) is None
+    node.machine.set_virtual_functions(0, 2)
+    assert node.card.problem is not None
+
+
 @pytest.mark.parametrize("pci_class", [0x060400, 0x060000])
 def test_bridges_in_the_group_stay_with_the_kernel(node: Node, pci_class: int) -> None:
     _beside(pci_class, vendor=0x8086, driver="pcieport")(node.machine)
@@ -153,6 +167,22 @@ def test_card_that_an_administrator_gave_to_vfio_is_bound_and_known_by_its_place
     assert node.drivers() == ["vfio-pci", "vfio-pci"]
     node.machine.give_to(0, "nvidia")
     assert (node.card, node.drivers()) == (before, ["nvidia", "snd_hda_intel"])
+
+
+def test_card_whose_companion_the_administrator_forgot_is_of_no_use(node: Node, tmp_path: Path) -> None:
+    def problem() -> str | None:
+        known = KnownCards(node.cards, PassthroughLedger(tmp_path, "boot-1"), lambda gpu: True, list)
+        return known.read(())[0].problem
+
+    node.machine.give_to(0, "vfio-pci")
+    node.cards.override(AUDIO, None, 1)
+    node.cards.unbind(AUDIO, 1)
+    assert problem() is None
+    node.cards.bind(AUDIO, "snd_hda_intel", 1)
+    assert problem() == (
+        f"it is with vfio-pci, but PCI function {AUDIO} of its IOMMU group is with snd_hda_intel, so no virtual "
+        "machine can open the group; give that function to vfio-pci too, or the GPU back to the NVIDIA driver"
+    )
 
 
 H100 = """\
@@ -350,12 +380,18 @@ def test_whoever_holds_the_card_is_named_and_blocks_the_unbind(node: Node) -> No
     assert (node.cards.gpu_users(GPU), node.drivers()[0]) == ([], None)
 
 
+def test_users_of_a_gpu_whose_minor_is_not_told_are_not_known(node: Node) -> None:
+    """The NVIDIA driver's file is empty where it cannot wake the GPU."""
+    (node.machine.host_root / f"proc/driver/nvidia/gpus/{GPU}/information").write_text("")
+    assert node.cards.gpu_users(GPU) is None
+
+
 def test_program_that_comes_just_before_the_unbind_blocks_it(node: Node) -> None:
     node.machine.set_fault("unbind", code="late-user", gpu=0, count=1)
     assert node.cards.gpu_users(GPU) == []
     with pytest.raises(NotAnsweredError) as hangs:
         node.cards.unbind(GPU, 0.05)
-    assert node.cards.gpu_users(GPU) == ["late-user (process 4243)"]
+    eventually(lambda: node.cards.gpu_users(GPU) == ["late-user (process 4243)"])
     node.machine.release_gpu(0)
     assert hangs.value.answer.result(WAIT_S) is None
 

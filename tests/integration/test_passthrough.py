@@ -128,6 +128,36 @@ def test_eight_cards_of_one_claim_close_nvml_once(make_node: Callable[..., Node]
     assert {gpu.driver for gpu in node.machine.current().present} == {"nvidia"}
 
 
+def test_monitor_keeps_what_it_has_and_a_new_one_goes_without_the_card(
+    make_node: Callable[..., Node],
+) -> None:
+    node = without_virtual_functions(make_node).running(16, passthrough=True)
+    (whole, passed), (other, _) = named(node, 3), named(node, 4)
+    bus_id = node.machine.gpu(3).bus_id
+    monitor = node.allocated_by_hand("monitor", whole, other, adminAccess=True)
+    prepared = node.ready(monitor)
+    node.ready(node.allocated_by_hand("machine", passed))
+    eventually(lambda: types(node, bus_id) == ["vfio"])
+    assert node.ready(monitor) == prepared
+    late = node.ready(node.allocated_by_hand("late", whole, other, adminAccess=True))
+    assert [device.device for device in late.devices] == [other]
+
+
+def test_card_in_use_leaves_the_others_of_its_claim_as_they_are(make_node: Callable[..., Node]) -> None:
+    """Binding them only to give them back would close NVML for the whole node at each try."""
+    node = without_virtual_functions(make_node).running(16, passthrough=True)
+    cards = [named(node, index)[1] for index in range(4)]
+    node.machine.hold_gpu(2, 812, "python3")
+    session = node.driver.discovery._nvml.session
+    before = session.pauses
+    ref = node.allocated_by_hand("machine", *cards)
+    node.refused(ref, "is in use by process 812 (python3)")
+    assert session.pauses == before
+    assert [driver_of(node, index) for index in range(4)] == ["nvidia"] * 4
+    node.machine.release_gpu(2)
+    node.ready(ref)
+
+
 def test_node_whose_cards_are_all_under_vfio_needs_no_nvidia_driver(make_node: Callable[..., Node]) -> None:
     node = without_virtual_functions(make_node)
     for gpu in node.machine.current().present:

@@ -20,6 +20,7 @@ ENTRY = OwnedCard(
     "uid-1",
     (FunctionBefore("0000:1b:00.0", "nvidia"), FunctionBefore("0000:1b:00.1", None)),
     True,
+    "NVIDIA L40S",
 )
 FILE = "vfio-0000-1b-00-0.json"
 
@@ -55,6 +56,7 @@ def test_format(ledger: PassthroughLedger, memory_path: Path) -> None:
             {"busID": "0000:1b:00.1", "driver": None},
         ],
         "persistence": True,
+        "productName": "NVIDIA L40S",
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,10 @@ def test_card_goes_to_vfio_with_all_its_functions_and_back(node: KindNode, site:
     [entry] = node.cards.all().values()
     assert (entry.claim_uid, entry.persistence) == ("uid-1", True)
     assert [function.driver for function in entry.functions] == ["nvidia", "snd_hda_intel"]
+    # All that slices and metadata say of the card stays, though only the NVIDIA driver knows its name.
+    [now] = site.cards(node.plugin / "passthrough").read(())
+    assert replace(now, driver="nvidia", by_us=False) == site.card
+    assert site.card.product_name is not None
     assert node.prepare(wanted(site)) == answer
     assert node.unprepare(wanted(site)) is None
     assert site.drivers() == {"0": "nvidia", "1": "snd_hda_intel"}
@@ -119,17 +124,38 @@ def test_process_on_the_gpu_is_named_and_nothing_is_changed(node: KindNode, site
     assert node.state() == untouched
 
 
-def test_program_that_only_has_the_gpu_open_is_named_and_not_waited_for(
+def test_program_that_opens_the_gpu_after_the_first_look_is_named_and_not_waited_for(
     node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "dra_driver.host.vfio.VfioCards.gpu_users", lambda *_: ["dcgm-exporter (process 812)"]
+        "dra_driver.host.vfio.VfioCards.gpu_users",
+        lambda *_, others_only=False: [] if others_only else ["dcgm-exporter (process 812)"],
     )
     untouched, pauses = node.state(), site.simulated.session.pauses
     refused(node.prepare(wanted(site)), "in use by dcgm-exporter (process 812)")
     assert site.simulated.session.pauses == pauses + 1
     assert node.state() == untouched
     assert node.cleanups.all() == []
+
+
+def test_monitor_that_has_the_gpu_open_does_not_close_nvml_for_others(node: KindNode, site: Site) -> None:
+    """Each try of the kubelet would close it, and a monitor never ends."""
+    exporter = site.machine.open_session("dcgm-exporter")
+    untouched, pauses = node.state(), site.simulated.session.pauses
+    refused(node.prepare(wanted(site)), "in use by dcgm-exporter (process ")
+    assert (site.simulated.session.pauses, node.state()) == (pauses, untouched)
+    site.machine.close_session(exporter)
+    assert isinstance(node.prepare(wanted(site)), Prepared)
+
+
+def test_gpu_whose_users_are_not_known_is_not_unbound(
+    node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel would wait for them in the unbind, without an end."""
+    monkeypatch.setattr("dra_driver.host.vfio.VfioCards.gpu_users", lambda *_, **__: None)
+    untouched = node.state()
+    refused(node.prepare(wanted(site)), "which programs have GPU", "`nvidia-smi -q`")
+    assert node.state() == untouched
 
 
 def test_virtual_machine_keeps_its_card_until_it_ends(node: KindNode, site: Site) -> None:

@@ -201,11 +201,12 @@ dynamicMig: {enabled: true, gpus: {pciBusIDs: ["0000:df:00.0", "0000:9d:00.0"]}}
 """
 LAYOUT = (ROOT / "docs/tutorials/layout.yaml").read_text()
 STARTED = {
-    ("dgx-h100", ""): ("nvlink-domain", "one-gpu"),
+    ("dgx-h100", ""): ("nvlink-domain",),
     ("h100-mig-static", "sharing: [{selector: {devices: mig}, mode: shares, shares: 2, enforce: mps}]\n"): (
         "mig-shares", "static-mig"
     ),
     ("dgx-h100", LAYOUT): ("mixed-inference",),
+    ("dgx-h100", "passthrough: {enabled: true}\n"): ("vm-gpu", "one-gpu"),
     ("dgx-h100", CONFIG): (
         "admin-access", "extended-resource", "first-available", "gpu-memory", "gpu-shares", "host-devices",
         "mig-extended-resource", "mig-mps", "mig-on-demand", "mig-same-gpu", "mps-shared-claim", "selectors",

@@ -24,9 +24,10 @@ from dra_driver.cdi.rules.spec import cdi_id
 from dra_driver.cdi.rules.spec_devices import SpecDevice
 from dra_driver.claims.rules.extra_devices import asked_host_devices, imex_of
 from dra_driver.claims.rules.virtual_machines import is_for_virtual_machine
-from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError
+from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError, RetryableError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
 from dra_driver.model.extra_devices import HOST_DEVICES, NO_EXTRA_DEVICES, ExtraDevices, in_order
+from dra_driver.model.ids import gpu_of_device
 from dra_driver.model.inventory import (
     DynamicMigDevice,
     Inventory,
@@ -330,6 +331,12 @@ def _find(
     if withheld is not None and known is not None and _holds(known, withheld.uuid):
         return withheld
     device = inventory.usable(result.device)
+    if (device is None or result.admin_access) and _is_given_away(result.device, inventory):
+        # A monitor goes without it, as without a lost GPU.
+        raise (DeviceLostError if result.admin_access else RetryableError)(
+            f"request {result.request}: device {result.device} is on a GPU that was given to a virtual machine and is "
+            "not back yet; it is tried again until it is"
+        )
     if device is not None:
         if device.gpu.uuid in inventory.lost_uuids:
             raise DeviceLostError(
@@ -345,6 +352,17 @@ def _find(
     raise ClaimRefusedError(
         f"request {result.request}: device {result.device} is MIG device {withheld.uuid}, which somebody else "
         "made on this GPU and which is therefore left alone; destroy it by hand (nvidia-smi mig), then delete the pod"
+    )
+
+
+def _is_given_away(name: str, inventory: Inventory) -> bool:
+    """Whether this plugin gave the GPU of a device for containers to a virtual machine. One that is on its way back and
+    that NVML does not show yet may have no name."""
+    gpu = gpu_of_device(name)
+    shown = {one.uuid for one in inventory.every_gpu}
+    return any(
+        card.by_us and card.gpu_uuid not in shown and inventory.gpu_names.get(card.gpu_uuid, gpu) == gpu
+        for card in inventory.cards
     )
 
 

@@ -26,8 +26,10 @@ def vfio_files(state: State) -> Entries:
         if isinstance(item, Gpu):
             entries[f"{device}/resource"] = Text(_regions(state, item))
             if list(state.model_of(item).compute) >= _FIRST_SRIOV:
-                count = sum(other.physical == bus_id for other in state.functions)
-                entries[f"{device}/sriov_numvfs"] = Text(f"{count}\n")
+                virtual = [other for other in state.functions if other.physical == bus_id]
+                entries[f"{device}/sriov_numvfs"] = Text(f"{len(virtual)}\n")
+                for number, other in enumerate(virtual):
+                    entries[f"{device}/virtfn{number}"] = Link(f"../{other.bus_id}")
         group = groups.get(bus_id)
         if group is not None:
             entries[f"{device}/iommu_group"] = Link(f"{up}/kernel/iommu_groups/{group}")

@@ -25,7 +25,8 @@ _BASE = 0x7F3A_0000_0000
 _SLOTS = 0xFFF
 
 
-def _program() -> str:
+def program() -> str:
+    """The name that this process has as a client of NVML."""
     name = Path(sys.argv[0]).name
     return "python" if not name or name.startswith("-") else name
 
@@ -69,7 +70,7 @@ class Core:
             if state.driver_version != self._loaded_version:
                 return int(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
             if self._references == 0:
-                self.session = self.machine.open_session(_program())
+                self.session = self.machine.open_session(program())
                 self._order = [gpu.uuid for gpu in state.shown if not gpu.lost]
                 self._driver_load = state.driver_loads
                 for uuid in self._order:
