@@ -43,6 +43,7 @@ from tests.fakes.samples import (
     inventory,
     result,
 )
+from tests.fakes.tables import tabled
 
 GOLDEN = Path(__file__).parent / "golden"
 STEP = WriteCdiSpec()
@@ -139,25 +140,7 @@ def test_spec_is_the_golden_one(bench: Bench, is_golden: Callable[[Path, str], N
     assert content == encode(bench.steps.spec(plan))
 
 
-@pytest.mark.parametrize(
-    ("iommu", "has_iommufd", "expected"),
-    [
-        ({}, True, ["/dev/vfio/40"]),
-        ({"enableAPIDevice": True}, True, ["/dev/vfio/vfio", "/dev/vfio/40"]),
-        ({"backendPolicy": "PreferIommuFD"}, True, ["/dev/vfio/devices/vfio3"]),
-        (
-            {"backendPolicy": "PreferIommuFD", "enableAPIDevice": True},
-            True,
-            ["/dev/iommu", "/dev/vfio/devices/vfio3"],
-        ),
-        ({"backendPolicy": "PreferIommuFD"}, False, ["/dev/vfio/40"]),
-        (
-            {"backendPolicy": "PreferIommuFD", "enableAPIDevice": True},
-            False,
-            ["/dev/vfio/vfio", "/dev/vfio/40"],
-        ),
-    ],
-)
+@tabled("iommu", "has_iommufd", "expected")
 def test_nodes_are_those_that_the_claim_prefers_and_the_kernel_has(
     bench: Bench, iommu: dict[str, Any], has_iommufd: bool, expected: list[str]
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.fakes.mps_behaviour import behave, misbehave
+from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node, parameters, result, sliced
 
@@ -461,13 +462,7 @@ def test_claim_of_several_daemons_comes_and_goes_when_not_all_threads_start(
     eventually(lambda: _settled(node) == before)
 
 
-@pytest.mark.parametrize(
-    ("mps", "word"),
-    [
-        ({"defaultPinnedDeviceMemoryLimit": "100Gi"}, "above the 81559Mi"),
-        ({"defaultPerDevicePinnedMemoryLimit": {"GPU-00000000-0000": "1Gi"}}, "GPU-00000000-0000"),
-    ],
-)
+@tabled("mps", "word")
 def test_limits_that_fit_no_device_of_the_claim_are_refused(node: Node, mps: Json, word: str) -> None:
     config = parameters(strategy="MPS", mpsConfig=mps)
     node.refused(node.allocated_by_hand("mps", node.devices()[0]["name"], config=config), word)

@@ -26,6 +26,7 @@ from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import BusyError, DaemonControl
 from dra_driver.mps.daemon_mounts import KernelMounter, is_tmpfs
 from tests.fakes.preparing import in_threads
+from tests.fakes.tables import tabled
 from tests.mps.conftest import NO_LABELS
 
 IS_ROOT = os.geteuid() == 0
@@ -142,13 +143,7 @@ def test_a_compute_mode_that_somebody_changed_meanwhile_stays(host):
     host.machine.set_compute_mode(host.machine.gpu(2).uuid, 0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"uuid": "0"}, "'0' is not the UUID of a GPU"),
-        ({"device": "../x"}, "is not a device name"),
-    ],
-)
+@tabled("changes", "text")
 def test_a_spec_that_cannot_be_is_refused(host, changes, text):
     supervisor = host.supervisor()
     with pytest.raises(PermanentError, match=text):
