@@ -18,6 +18,7 @@ from dra_driver.model.steps import BindVfio, CreateMig, LeaveMigMode, RunMps, Se
 from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.kindnode import KINDS, KindNode, Site
 from tests.fakes.samples import claim
+from tests.fakes.waiting import eventually
 
 HURRY_S = 3.0
 """A deadline of the kubelet that leaves a second to the driver."""
@@ -96,13 +97,6 @@ def a_neighbour_feels_nothing(node: KindNode) -> None:
     assert isinstance(node.prepare(other), Prepared)
     assert node.unprepare(other) is None
     assert time.monotonic() - began < QUICK_S
-
-
-def eventually(check: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def in_the_end_nothing_is_left(node: KindNode, untouched: object) -> None:
