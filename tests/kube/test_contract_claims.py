@@ -11,20 +11,9 @@ from dra_driver.errors import ApiRejectedError, ClaimRefusedError
 from dra_driver.kube.claims import ClaimClient, parse_allocated_claim, reserved_pods
 from dra_driver.kube.cluster import node_uid
 from dra_driver.model.claim import ClaimNow, ClaimRef, DeviceConfig, DeviceResult, PodRef
-from tests.fakes.tables import tabled
+from tests.fakes.tables import data_of, tabled
 
-_REQUESTS = [
-    {
-        "name": "gpu",
-        "exactly": {"deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": 2},
-    },
-    {
-        "name": "any",
-        "firstAvailable": [
-            {"name": "big", "deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": 1}
-        ],
-    },
-]
+_REQUESTS = data_of(__file__)["requests"]
 
 
 @pytest.fixture
