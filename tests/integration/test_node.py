@@ -54,6 +54,18 @@ def test_a_driver_without_libcuda_is_told_before_a_claim_fails_of_it(make_node: 
     assert not isinstance(made.prepare(ref)[ref.uid], Failed)
 
 
+def test_gpu_that_is_back_serves_before_discovery_has_looked_again(node: Node) -> None:
+    """As when the scheduler sees that the taint is gone earlier than that."""
+    [name] = [one["name"] for one in node.devices() if one["attributes"]["index"]["int"] == 3]
+    node.machine.lose_gpu(3)
+    node.driver.discovery.request_rescan()
+    eventually(lambda: node.driver.discovery.latest().lost)
+    ref = node.allocated_by_hand("on-lost", name)
+    node.refused(ref, "does not answer any more")
+    node.machine.restore_gpu(3)
+    node.ready(ref)
+
+
 def test_prepare_right_after_a_driver_reload_is_answered_at_once(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
