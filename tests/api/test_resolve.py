@@ -81,7 +81,10 @@ def test_the_entry_that_decided_is_told() -> None:
             r"config 0 from the claim, requests main: MigDeviceConfig does not fit device gpu-4cf8db2d of "
             r"request main, which is a whole GPU",
         ),
-        (entry(None, driver=None), "config 0 from the claim: it has no opaque parameters"),
+        (
+            entry(None, driver=None),
+            "config 0 from the claim: it has no opaque parameters; this driver knows no",
+        ),
         (entry("Magic"), r"config 0 from the claim: GpuConfig is not valid: sharing\.strategy"),
         (entry(None, kind="Other"), "config 0 from the claim: kind: 'Other' is not supported"),
     ],

@@ -1,5 +1,13 @@
 """A driver and devices for tests of CDI specs."""
 
+from pathlib import Path
+from typing import Any
+
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.extra_devices import ExtraDeviceFinder
+from dra_driver.cdi.spec_step import CdiSteps
+from dra_driver.host.driver_root import DriverRoot
+from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.model.driver_files import (
     BASE_HOOK_VERBS,
     MORE_HOOK_VERBS,
@@ -10,7 +18,9 @@ from dra_driver.model.driver_files import (
     DriverLink,
     HostNode,
 )
-from dra_driver.model.host import DeviceNode
+from dra_driver.model.host import DeviceNode, HostPaths
+from dra_driver.mps.host_files import mps_layout
+from tests.fakes.preparing import no_programs
 
 UID = "dab5ab50-d59a-42a6-af16-cfd4628c0f7a"
 DRIVER = "gpu.nvidia.com"
@@ -66,4 +76,18 @@ def mig() -> CdiDevice:
         nodes=(node("/dev/nvidia0", 195, 0), node("/dev/nvidia-caps/nvidia-cap21", 236, 21, 0o444)),
         env=("CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps",),
         mounts=(CdiMount("/var/mps/pipe", "/tmp/nvidia-mps", ("rw", "nosuid", "nodev", "bind")),),
+    )
+
+
+def steps_over(directory: Path, specs: CdiDirectory, paths: HostPaths, nodes: Any, **parts: Any) -> CdiSteps:
+    """The step of CDI specs over the host of `paths`, for a plugin below `directory`."""
+    made = {
+        "driver_version": lambda: None,
+        "created_instance": lambda _device: None,
+        "extra_devices": ExtraDeviceFinder(paths, no_programs, nodes=nodes),
+        **parts,
+    }
+    found = (DriverRoot(paths, nodes=nodes), GpuNodes(paths, nodes=nodes))
+    return CdiSteps(
+        DRIVER, specs, *found, mps_directories=mps_layout(directory / "plugin").directories, **made
     )

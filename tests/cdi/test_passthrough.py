@@ -11,16 +11,12 @@ import pytest
 
 from dra_driver.api.config import GROUP_VERSION
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.cdi.rules.metadata import container_path
 from dra_driver.cdi.rules.spec import encode
-from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.rules.plan import answer, plan_claim
 from dra_driver.errors import RetryableError
-from dra_driver.host.driver_root import DriverRoot
-from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.vfio import VfioCards
 from dra_driver.model.claim import DeviceConfig
 from dra_driver.model.host import DeviceNode, HostPaths
@@ -28,9 +24,8 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import WriteCdiSpec, WriteDeviceMetadata
-from dra_driver.mps.host_files import mps_layout
+from tests.cdi.cdi_samples import steps_over
 from tests.cdi.cdi_schema import faults
-from tests.fakes.preparing import no_programs
 from tests.fakes.samples import (
     DRIVER,
     NODE,
@@ -43,6 +38,7 @@ from tests.fakes.samples import (
     inventory,
     result,
 )
+from tests.fakes.tables import tabled
 
 GOLDEN = Path(__file__).parent / "golden"
 STEP = WriteCdiSpec()
@@ -86,17 +82,8 @@ class Bench:
         )
         self.specs = CdiDirectory(directory / "cdi", DRIVER)
         self.specs.create()
-        self.steps = CdiSteps(
-            DRIVER,
-            self.specs,
-            DriverRoot(paths, nodes=self.nodes),
-            GpuNodes(paths, nodes=self.nodes),
-            lambda: None,
-            mps_layout(directory / "plugin").directories,
-            created_instance=lambda _device: None,
-            extra_devices=ExtraDeviceFinder(paths, no_programs, nodes=self.nodes),
-            cards=VfioCards(paths, self.nodes, NoControl()),
-        )
+        cards = VfioCards(paths, self.nodes, NoControl())
+        self.steps = steps_over(directory, self.specs, paths, self.nodes, cards=cards)
         files = MetadataFiles(directory / "plugin", directory / "cdi", DRIVER)
         self.metadata = MetadataSteps(files, lambda: self.found, lambda _device: None)
 
@@ -139,25 +126,7 @@ def test_spec_is_the_golden_one(bench: Bench, is_golden: Callable[[Path, str], N
     assert content == encode(bench.steps.spec(plan))
 
 
-@pytest.mark.parametrize(
-    ("iommu", "has_iommufd", "expected"),
-    [
-        ({}, True, ["/dev/vfio/40"]),
-        ({"enableAPIDevice": True}, True, ["/dev/vfio/vfio", "/dev/vfio/40"]),
-        ({"backendPolicy": "PreferIommuFD"}, True, ["/dev/vfio/devices/vfio3"]),
-        (
-            {"backendPolicy": "PreferIommuFD", "enableAPIDevice": True},
-            True,
-            ["/dev/iommu", "/dev/vfio/devices/vfio3"],
-        ),
-        ({"backendPolicy": "PreferIommuFD"}, False, ["/dev/vfio/40"]),
-        (
-            {"backendPolicy": "PreferIommuFD", "enableAPIDevice": True},
-            False,
-            ["/dev/vfio/vfio", "/dev/vfio/40"],
-        ),
-    ],
-)
+@tabled("iommu", "has_iommufd", "expected")
 def test_nodes_are_those_that_the_claim_prefers_and_the_kernel_has(
     bench: Bench, iommu: dict[str, Any], has_iommufd: bool, expected: list[str]
 ) -> None:

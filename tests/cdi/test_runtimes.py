@@ -12,12 +12,8 @@ import pytest
 
 from dra_driver.api.config import GROUP_VERSION
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.rules.metadata import cdi_spec, requests_of
-from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.rules.plan import plan_claim
-from dra_driver.host.driver_root import DriverRoot
-from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.inventory.discovery import discover_once
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig
@@ -26,12 +22,11 @@ from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMi
 from dra_driver.model.mig import MigProfile, OwnedInstance
 from dra_driver.model.plan import Plan
 from dra_driver.model.sharing import SharingRule, kind_of, share_all
-from dra_driver.mps.host_files import mps_layout
 from dra_driver.nvml.mig_hardware import MigHardware
 from dra_driver.simulator import device_node_reader, machine_names
+from tests.cdi.cdi_samples import steps_over
 from tests.cdi.cdi_schema import faults
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.preparing import no_programs
 from tests.fakes.samples import DRIVER, NODE, claim, result
 
 UID = "0b5ab50d-d59a-42a6-af16-cfd4628c0f7a"
@@ -54,17 +49,13 @@ class Bench:
         self.node = SimulatedNode(machine, directory / "machine", lambda gpu: on_demand)
         self.inventory = discover_once(self.node.nvml, HostView(self.node.paths, imex=True), None)
         self._hardware = MigHardware(nullcontext)
-        nodes = device_node_reader(self.node.machine)
-        extra_devices = ExtraDeviceFinder(self.node.paths, no_programs, nodes=nodes)
-        self._steps = CdiSteps(
-            DRIVER,
+        self._steps = steps_over(
+            directory,
             CdiDirectory(directory / "cdi", DRIVER),
-            DriverRoot(self.node.paths, nodes=nodes),
-            GpuNodes(self.node.paths, nodes=nodes),
-            lambda: self.inventory.versions.driver,
-            mps_layout(directory / "plugin").directories,
-            self.created_instance,
-            extra_devices,
+            self.node.paths,
+            device_node_reader(self.node.machine),
+            driver_version=lambda: self.inventory.versions.driver,
+            created_instance=self.created_instance,
         )
 
     def plan(self, wanted: AllocatedClaim, given: ExtraDevices = NO_EXTRA_DEVICES) -> Plan:

@@ -13,22 +13,17 @@ import structlog
 
 from dra_driver.api.config import GROUP_VERSION
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.extra_devices import ExtraDeviceFinder
-from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import RetryableError
-from dra_driver.host.driver_root import DriverRoot
-from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import WriteCdiSpec
-from dra_driver.mps.host_files import mps_layout
 from dra_driver.simulator import device_node_reader
+from tests.cdi.cdi_samples import steps_over
 from tests.cdi.cdi_schema import faults
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.preparing import no_programs
 from tests.fakes.samples import DRIVER, NODE, claim, result
 
 STEP = WriteCdiSpec()
@@ -40,16 +35,12 @@ class Bench:
         self.inventory: Inventory = self.node.discover()
         self.specs = CdiDirectory(directory / "cdi", DRIVER)
         self.specs.create()
-        reader = device_node_reader(self.node.machine)
-        self.steps = CdiSteps(
-            DRIVER,
+        self.steps = steps_over(
+            directory,
             self.specs,
-            DriverRoot(self.node.paths, nodes=reader),
-            GpuNodes(self.node.paths, nodes=reader),
-            lambda: self.inventory.versions.driver,
-            mps_layout(directory / "plugin").directories,
-            created_instance=lambda _device: None,
-            extra_devices=ExtraDeviceFinder(self.node.paths, no_programs, nodes=reader),
+            self.node.paths,
+            device_node_reader(self.node.machine),
+            driver_version=lambda: self.inventory.versions.driver,
         )
 
     def plan(self, *names: str) -> Plan:

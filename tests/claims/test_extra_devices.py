@@ -72,18 +72,19 @@ def test_a_mig_device_does_not_wait_for_the_fabric_of_its_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("channels", "count", "error"),
+    ("channels", "count", "error", "said"),
     [
-        (8, 8, ClaimRefusedError),
-        (0, None, RetryableError),
-        ("all", None, RetryableError),
-        ("all", 4097, ClaimRefusedError),
+        (8, 8, ClaimRefusedError, "IMEX channel 8.*has channels 0 to 7.*NVreg_ImexChannelCount"),
+        (0, None, RetryableError, "has no IMEX channels.*gpu-dra-driver doctor"),
+        ("all", None, RetryableError, "has no IMEX channels"),
+        ("all", 5000, ClaimRefusedError, "all IMEX channels.*has 5000.*imex.channel to a number"),
+        ("all", 4097, ClaimRefusedError, "has 4097"),
     ],
 )
 def test_channels_that_the_driver_does_not_have(
-    channels: Any, count: int | None, error: type[Exception]
+    channels: Any, count: int | None, error: type[Exception], said: str
 ) -> None:
-    with pytest.raises(error):
+    with pytest.raises(error, match=said):
         planned(result(IN), node=replace(NODES, imex_channels=count), imex=channels)
     assert not planned(result(OUT), node=replace(NODES, imex_channels=count), imex=channels).has_extra_devices
 

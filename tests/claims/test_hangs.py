@@ -18,6 +18,7 @@ from dra_driver.model.steps import BindVfio, CreateMig, LeaveMigMode, RunMps, Se
 from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.kindnode import KINDS, KindNode, Site
 from tests.fakes.samples import claim
+from tests.fakes.waiting import eventually
 
 HURRY_S = 3.0
 """A deadline of the kubelet that leaves a second to the driver."""
@@ -34,12 +35,11 @@ STEPS: dict[str, type] = {
 
 
 class Hang:
-    """From `begin` to `end`, the steps of one type do not return."""
+    """Until its `end`, the steps of one type do not return."""
 
     def __init__(self, node: KindNode, step: type, method: str) -> None:
         self.reached = threading.Event()
         self._let = threading.Event()
-        self._let.set()
         runner = node.runner.runners[step]
         real: Callable[..., Any] = getattr(runner, method)
 
@@ -49,9 +49,6 @@ class Hang:
             return real(step, about)
 
         setattr(runner, method, call)
-
-    def begin(self) -> None:
-        self._let.clear()
 
     def end(self) -> None:
         self._let.set()
@@ -98,13 +95,6 @@ def a_neighbour_feels_nothing(node: KindNode) -> None:
     assert time.monotonic() - began < QUICK_S
 
 
-def eventually(check: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def in_the_end_nothing_is_left(node: KindNode, untouched: object) -> None:
     eventually(lambda: not node.cleaner.clean_all() and not node.lanes.under_way())
     node.collector.work_off()
@@ -114,7 +104,6 @@ def in_the_end_nothing_is_left(node: KindNode, untouched: object) -> None:
 def test_prepare_that_hangs(node: KindNode, kind: str) -> None:
     untouched, wanted = node.state(), KINDS[kind].wanted(node.site)
     hang = Hang(node, STEPS[kind], "do")
-    hang.begin()
     answer = prepared_in_a_hurry(node, wanted)
     assert isinstance(answer, Failed)
     assert "has not ended in the time of this call" in answer.error
@@ -136,7 +125,6 @@ def test_prepare_that_hangs(node: KindNode, kind: str) -> None:
 def test_prepare_goes_on_once_the_operation_has_ended(node: KindNode, kind: str) -> None:
     wanted = KINDS[kind].wanted(node.site)
     hang = Hang(node, STEPS[kind], "do")
-    hang.begin()
     assert isinstance(prepared_in_a_hurry(node, wanted), Failed)
     hang.end()
     assert isinstance(node.prepare(wanted), Prepared)
@@ -149,7 +137,6 @@ def test_gpu_that_has_hung_for_a_minute_is_refused_at_once(
     monkeypatch.setattr("dra_driver.journal.lanes.UNRESPONSIVE_AFTER_S", 0.0)
     wanted = KINDS[kind].wanted(node.site)
     hang = Hang(node, STEPS[kind], "do")
-    hang.begin()
     assert isinstance(prepared_in_a_hurry(node, wanted), Failed)
     began = time.monotonic()
     refused = node.prepare(wanted)
@@ -164,18 +151,16 @@ def test_prepared_claim_is_answered_from_its_record(node: KindNode, kind: str) -
     first = node.prepare(wanted)
     assert isinstance(first, Prepared)
     hang = Hang(node, STEPS[kind], "do")
-    hang.begin()
     prepared_in_a_hurry(node, wanted)  # whoever comes first may wait for it
     assert node.service.prepare([wanted.ref], HURRY_S)[wanted.ref.uid] == first
     hang.end()
 
 
-@pytest.mark.parametrize("restarts", [False, True], ids=["the keeper", "a restart"])
+@pytest.mark.parametrize("restarts", [False, True], ids=["the same instance", "a restart"])
 def test_unprepare_that_hangs(node: KindNode, kind: str, restarts: bool) -> None:
     untouched, wanted = node.state(), KINDS[kind].wanted(node.site)
     assert isinstance(node.prepare(wanted), Prepared)
     hang = Hang(node, STEPS[kind], "undo")
-    hang.begin()
     began = time.monotonic()
     assert node.unprepare(wanted) is None
     assert time.monotonic() - began < QUICK_S

@@ -14,6 +14,7 @@ from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
 from dra_driver.model.steps import RunMps
 from tests.fakes.kindnode import KINDS, KindNode, Site, share
 from tests.fakes.samples import claim, result
+from tests.fakes.tables import tabled
 
 
 @pytest.fixture
@@ -87,15 +88,6 @@ def test_mps_daemon_of_a_claim_without_record_is_stopped_in_its_lane_and_without
     assert not node.mps.daemons()
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        None,
-        {},
-        {"devices": None},
-        {"devices": 1},
-        {"devices": [1, {}, {"name": "u-gpu-0", "containerEdits": 1}]},
-    ],
-)
+@tabled("spec")
 def test_spec_that_says_less_than_it_should_is_read_as_far_as_it_goes(spec: Any) -> None:
     assert devices_of("u", spec) in ((), (SpecDevice("gpu-0"),))

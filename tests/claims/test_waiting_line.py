@@ -39,17 +39,11 @@ from tests.fakes.samples import (
     record,
     result,
 )
+from tests.fakes.waiting import eventually
 
 HOLDER = claim(GPU_0, uid="holder")
 SOON_S = 3.0
 """A deadline of the kubelet that leaves a second, which no test that works uses up."""
-
-
-def eventually(check: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not check():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
 
 
 def waits(node: Node, *uids: str) -> None:

@@ -27,6 +27,8 @@ ROOT = DAEMONSET.parent
 sys.path.insert(0, str(ROOT / "hack"))
 import manifests as hack  # noqa: E402
 
+from tests.fakes.tables import tabled  # noqa: E402
+
 pytestmark = pytest.mark.cluster
 
 CHART = DAEMONSET / "chart"
@@ -245,19 +247,7 @@ ALL = merged(
 )
 
 
-@pytest.mark.parametrize(
-    ("release", "values", "expected"),
-    [
-        ("gpu-dra-driver", {}, "gpu-dra-driver"),
-        ("my-gpu-dra-driver", {}, "my-gpu-dra-driver"),
-        ("gpus", {}, "gpus-gpu-dra-driver"),
-        ("gpus", {"nameOverride": "drv"}, "gpus-drv"),
-        ("gpus", {"fullnameOverride": "x" * 63}, "x" * 63),
-        ("r" * 53, {}, f"{'r' * 53}-gpu-dra-d"),
-        (f"{'r' * 48}", {}, f"{'r' * 48}-gpu-dra-driver"),
-        (f"{'r' * 53}", {"nameOverride": "n" * 63}, f"{'r' * 53}-{'n' * 9}"),
-    ],
-)
+@tabled("release", "values", "expected")
 def test_a_renamed_release_hangs_together(release: str, values: Values, expected: str) -> None:
     """No name is over 63 characters, account and policies are each other's, the classes keep their names."""
     arguments = ("--api-versions", "security.openshift.io/v1")

@@ -22,6 +22,7 @@ from dra_driver.model.mig import GpuInstance, OwnedInstance
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.steps import CreateMig, Step, WriteCdiSpec
 from tests.fakes.samples import GPU_0, h100, inventory, mig, uuid
+from tests.fakes.tables import tabled
 from tests.mig.migtables import MODELS, Silicon, table
 
 H100 = table(MODELS["h100-sxm"])
@@ -192,16 +193,7 @@ def test_holders_of_devices_on_demand() -> None:
     assert entry.room == ()
 
 
-@pytest.mark.parametrize(
-    "stale",
-    [
-        {"gpu_instance_id": 9},
-        {"boot_id": "boot-0"},
-        {"gpu_uuid": uuid(1)},
-        {"profile_id": 20},
-        {"uuid": "MIG-0"},
-    ],
-)
+@tabled("stale")
 def test_ledger_speaks_of_another_instance(stale: dict[str, Any]) -> None:
     entry = map_of(existing((7, "1g.10gb", 0)), owned=[owned("1g.10gb", 0, **stale)])
     assert owners(entry) == {0: "not ours"}

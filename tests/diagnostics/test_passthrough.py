@@ -25,6 +25,7 @@ from dra_driver.simulator import SimulatedPciControl, device_node_reader
 from dra_driver.simulator.state import Function
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.samples import claim
+from tests.fakes.tables import tabled
 
 
 class Host:
@@ -93,13 +94,7 @@ def test_each_card_that_cannot_go_is_named(host: Host) -> None:
     assert rest.seen.startswith("6 cards")
 
 
-@pytest.mark.parametrize(
-    ("facts", "part"),
-    [
-        ({"iommu": False}, "intel_iommu=on"),
-        ({"vfio_modules": []}, "modprobe vfio_pci"),
-    ],
-)
+@tabled("facts", "part")
 def test_host_that_gives_no_card(host: Host, facts: dict[str, object], part: str) -> None:
     host.machine.set_vfio(**facts)
     found = host.checks().passthrough()

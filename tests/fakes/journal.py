@@ -11,6 +11,7 @@ from dra_driver.journal.executor import Executor
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
+from dra_driver.model.record import ClaimRecord
 
 
 class Journaled:
@@ -49,3 +50,9 @@ class Journaled:
             now=lambda: "2026-08-07T12:00:00.000+00:00",
             **options,
         )
+
+    def record_of(self, uid: str = "uid-1") -> ClaimRecord:
+        """The record of a claim that has one."""
+        found = self.records.get(uid)
+        assert found is not None
+        return found

@@ -557,3 +557,11 @@ def documents(directory: Path) -> dict[str, Any]:
         str(path.relative_to(directory)): json.loads(path.read_text())
         for path in sorted(directory.rglob("*.json"))
     }
+
+
+@pytest.fixture(scope="module")
+def site(make_memory_path: Callable[[], Path]) -> Iterator[Site]:
+    """A machine for all tests of a file, since rendering one takes longer than a test."""
+    one = Site(make_memory_path() / "machine")
+    yield one
+    one.close()

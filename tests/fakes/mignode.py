@@ -198,12 +198,6 @@ class MigNode(Journaled):
         assert found is not None
         return found
 
-    def record_of(self, uid: str = "uid-1") -> ClaimRecord:
-        """The record of a claim that has one."""
-        found = self.records.get(uid)
-        assert found is not None
-        return found
-
     def settle(self) -> None:
         """What a start does with what an earlier instance has left."""
         assert self.cleaner.clean_all() == []

@@ -277,12 +277,6 @@ class Node(Journaled):
     def unprepare(self, claim: AllocatedClaim) -> Any:
         return self.service.unprepare([claim.ref], None)[claim.ref.uid]
 
-    def record_of(self, uid: str = "uid-1") -> ClaimRecord:
-        """The record of a claim that has one."""
-        found = self.records.get(uid)
-        assert found is not None
-        return found
-
     def files(self) -> dict[str, bytes]:
         """Records and specs, which is all that a claim may leave; lock files and the boot's name stay on purpose."""
         return {

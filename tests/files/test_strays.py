@@ -19,7 +19,8 @@ from dra_driver.files.atomic import UNREADABLE, read_or_none, read_plain, remove
 from dra_driver.files.file_lock import hold_file
 from dra_driver.model.claim import Failed, Prepared
 from tests.fakes.preparing import Node
-from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIXED, claim, uuid
+from tests.fakes.samples import GPU_0, GPU_1, MIXED, claim
+from tests.fakes.tables import tabled
 
 pytestmark = pytest.mark.timeout(60)  # to read a pipe lasts for ever
 
@@ -102,15 +103,7 @@ def test_stray_record_is_set_aside_and_the_claim_comes_and_goes(
     assert node.records.all().keys() == {"uid-2"}
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        f"locks/{uuid(0)}.plan.lock",
-        f"cdi/k8s.{DRIVER}-claim_uid-1.json",
-        f"cdi/{DRIVER}_metadata_uid-1_gpu.json",
-        "plugin/dra-device-metadata/default_claim-uid-1/gpu/metadata.json",
-    ],
-)
+@tabled("place")
 def test_claim_is_refused_in_one_sentence_until_the_stray_is_removed(node: Node, place: str) -> None:
     path = node.directory / place
     path.unlink(missing_ok=True)

@@ -9,6 +9,8 @@ import audit
 import pytest
 from audit import Installed
 
+from tests.fakes.tables import tabled
+
 LOCKED = {"one": "1.0", "two-parts": "2.0"}
 INSTALLED = {
     "gpu-dra-driver": Installed("gpu-dra-driver", "0.1.0", "Apache-2.0", requires=("one",)),
@@ -18,15 +20,7 @@ INSTALLED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("locked", "licence", "words"),
-    [
-        ({"gone": "1.0"}, "MIT", "gone: locked and not installed"),
-        ({"one": "1.1"}, "MIT", "1.0 is installed, 1.1 is locked"),
-        (LOCKED, "", "one: its licence is not understood"),
-        (LOCKED, "MIT AND GPL-3.0-only", "licence MIT AND GPL-3.0-only"),
-    ],
-)
+@tabled("locked", "licence", "words")
 def test_each_fault_is_told(locked: dict[str, str], licence: str, words: str) -> None:
     assert list(audit.faults(LOCKED, INSTALLED)) == []
     installed = INSTALLED | {"one": replace(INSTALLED["one"], licence=licence)}

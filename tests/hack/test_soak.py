@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.fakes.tables import tabled
 
 ROOT = Path(__file__).parents[2]
 JUDGE = """
@@ -30,14 +30,7 @@ sys.exit(0 if soak.soak(Node(), 0.0, 7) else 1)
 """
 
 
-@pytest.mark.parametrize(
-    ("faults", "states", "code", "words"),
-    [
-        ([], [0], 0, "are those of a fresh node"),
-        (["a claim (gpu): no"], [0], 1, "failed while nothing was broken: a claim (gpu): no"),
-        ([], [0, 1], 1, "NOT AS ON A FRESH NODE: records"),
-    ],
-)
+@tabled("faults", "states", "code", "words")
 def test_soak_judges_what_is_left_and_what_failed(
     faults: list[str], states: list[int], code: int, words: str
 ) -> None:

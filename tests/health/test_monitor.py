@@ -27,6 +27,7 @@ from dra_driver.model.health import (
 )
 from dra_driver.nvml.events import HealthSource
 from tests.fakes.machines import SimulatedNode
+from tests.fakes.tables import tabled
 
 MIG_GPU = 3
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
@@ -131,15 +132,7 @@ def test_well_gpus_cost_nothing(bench):
     assert bench.monitor.problem() is None
 
 
-@pytest.mark.parametrize(
-    ("xid", "tainted"),
-    [
-        (31, {}),
-        (777, {"0": ["xid=777:None"]}),
-        (94, {"0": ["xid=94:NoSchedule"]}),
-        (48, {"0": ["xid=48:NoSchedule"]}),
-    ],
-)
+@tabled("xid", "tainted")
 def test_an_xid_of_each_class_on_a_whole_gpu(bench, xid, tainted):
     bench.machine.raise_xid(0, xid)
     bench.turn()

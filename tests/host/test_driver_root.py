@@ -12,6 +12,7 @@ from dra_driver.host.driver_root import DriverRoot, find_nvml_library
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.driver_files import BASE_HOOK_VERBS, DriverFile, DriverFiles
 from dra_driver.model.host import HostPaths
+from tests.fakes.tables import tabled
 from tests.host.trees import (
     COMMON_NODES,
     HOOK_VERBS,
@@ -302,13 +303,7 @@ def test_a_half_upgraded_driver_is_an_error(tmp_path: Path, nodes: FakeNodes) ->
         scan(tmp_path, nodes, "575.1")
 
 
-@pytest.mark.parametrize(
-    ("missing", "message"),
-    [
-        ("libcuda.so", r"libcuda\.so\.<version> is not below the driver root"),
-        ("libnvidia-ml.so", r"libnvidia-ml\.so\.570\.124\.06 is not below"),
-    ],
-)
+@tabled("missing", "message")
 def test_a_missing_library_is_an_error(tmp_path: Path, nodes: FakeNodes, missing: str, message: str) -> None:
     for file in (tmp_path / "usr/lib/x86_64-linux-gnu").glob(f"{missing}*"):
         file.unlink()

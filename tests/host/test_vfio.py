@@ -21,6 +21,7 @@ from dra_driver.passthrough.cards import KnownCards
 from dra_driver.passthrough.ledger import PassthroughLedger
 from dra_driver.simulator import Machine, SimulatedPciControl, create_machine, device_node_reader
 from dra_driver.simulator.state import Function
+from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
 from tests.host.trees import put
 
@@ -221,18 +222,7 @@ def test_the_most_exact_module_is_taken_and_its_driver_may_have_another_name(mem
     assert cards.ready_driver(bus_id, WAIT_S) == "vfio-pci"
 
 
-@pytest.mark.parametrize(
-    ("lists", "is_installed"),
-    [
-        ({"modules.builtin": "kernel/drivers/vfio/pci/vfio-pci.ko\n"}, True),
-        (
-            {"modules.dep": "kernel/a.ko: kernel/b.ko\nkernel/vfio/vfio_pci.ko.xz: kernel/vfio/vfio.ko.xz\n"},
-            True,
-        ),
-        ({"modules.dep": "kernel/vfio/vfio-pci-core.ko: kernel/vfio/vfio.ko\n"}, False),
-        ({}, False),
-    ],
-)
+@tabled("lists", "is_installed")
 def test_module_is_installed_where_a_list_of_the_kernel_has_it(
     tmp_path: Path, lists: dict[str, str], is_installed: bool
 ) -> None:

@@ -443,21 +443,10 @@ def test_nodes_of_the_host_that_the_configuration_does_not_allow_are_a_fault(
 ) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(configuration)
-    claim = {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaim",
-        "metadata": {"name": "training"},
-        "spec": {
-            "devices": {
-                "requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}],
-                "config": [
-                    {"opaque": {"driver": "gpu.nvidia.com", "parameters": parameters(hostDevices=["gds"])}}
-                ],
-            }
-        },
-    }
+    opaque = {"driver": DRIVER, "parameters": parameters(hostDevices=["gds"])}
+    asking = claim("training", request() | {"config": [{"opaque": opaque}]})
     arguments = ("-", "--simulate", "dgx-h100", "--config", str(config))
-    exit_code, [report], _ = validate(*arguments, stdin=yaml.safe_dump(claim))
+    exit_code, [report], _ = validate(*arguments, stdin=yaml.safe_dump(asking))
     assert exit_code == code
     assert [("hostDevices gds" in fault, "claimHostDevices" in fault) for fault in report["faults"]] == [
         (True, True)

@@ -134,24 +134,6 @@ def test_a_daemon_that_listens_nowhere_is_told_how(tray: Node) -> None:
     tray.refused(tray.claim("more"), f"is not installed: {imex.CONFIG} is not there")
 
 
-@pytest.mark.parametrize(
-    ("there", "channel", "words"),
-    [
-        (8, 8, ("IMEX channel 8", "has channels 0 to 7", "NVreg_ImexChannelCount")),
-        (5000, "all", ("all IMEX channels", "has 5000", "imex.channel to a number")),
-        (0, 0, ("has no IMEX channels", "gpu-dra-driver doctor")),
-    ],
-    ids=["a channel that the driver does not have", "more than a container can have", "none"],
-)
-def test_channels_that_a_container_cannot_get(
-    tray: Node, there: int, channel: int | str, words: tuple[str, ...]
-) -> None:
-    tray.machine.set_imex("ready", channels=there)
-    devices = tray.running(4, imex_channel=channel).devices()
-    assert [("imexChannels" in device["attributes"]) for device in devices] == [there > 0] * 4
-    tray.refused(tray.claim("training"), *words)
-
-
 def test_channels_that_vanish_before_the_spec_is_written(tray: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = tray.running(4, imex_channel=0).driver
     check = ExtraDeviceFinder.check

@@ -9,7 +9,7 @@ from typing import Any
 
 from dra_driver.model.claim import ClaimRef, Prepared
 from tests.fakes.json_stream import json_documents
-from tests.integration.conftest import DRIVER, NODE, Node
+from tests.integration.conftest import DRIVER, Node
 
 Json = dict[str, Any]
 INSIDE = "/var/run/kubernetes.io/dra-device-attributes"
@@ -47,40 +47,6 @@ def described(node: Node, ref: ClaimRef) -> list[Json]:
 def left(node: Node) -> list[str]:
     """What claims left, except for the directory that is there for all."""
     return [*node.specs(), *(str(path) for path in (node.plugin_dir / "dra-device-metadata").rglob("*"))]
-
-
-def test_whole_gpus_of_several_requests(make_node: Callable[..., Node]) -> None:
-    node = make_node().running(device_metadata="both")
-    two = {"deviceClassName": "gpu.nvidia.com", "count": 2}
-    one = {"name": "big", "deviceClassName": "gpu.nvidia.com"}
-    ref = node.claim(
-        "training", {"requests": [{"name": "pair", "exactly": two}, {"name": "any", "firstAvailable": [one]}]}
-    )
-    prepared = node.ready(ref)
-    assert [len(device.cdi_ids) for device in prepared.devices] == [2, 1, 2]
-    found = mounted(node, prepared)
-    assert sorted(found) == [
-        f"{INSIDE}/resourceclaims/training/{request}/{DRIVER}-metadata.json" for request in ("any", "pair")
-    ]
-    names = {
-        "pair": [device.device for device in prepared.devices[:2]],
-        "any/big": [prepared.devices[2].device],
-    }
-    for beta, alpha in found.values():
-        assert beta["apiVersion"] == "metadata.resource.k8s.io/v1beta1"
-        assert alpha == beta | {"apiVersion": "metadata.resource.k8s.io/v1alpha1"}
-        assert beta["metadata"] == {
-            "name": "training", "namespace": "default", "uid": ref.uid, "generation": 1,
-        }  # fmt: skip
-        [request] = beta["requests"]
-        assert request["devices"] == [
-            {"driver": DRIVER, "pool": NODE, "name": name, "attributes": published(node, name)}
-            for name in names[request["name"]]
-        ]
-    assert node.ready(ref) == prepared
-    assert mounted(node, prepared) == found
-    node.take_back(ref)
-    assert left(node) == []
 
 
 def test_claim_of_a_template_has_the_name_that_the_pod_gives_it(make_node: Callable[..., Node]) -> None:

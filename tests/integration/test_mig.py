@@ -105,40 +105,6 @@ def test_a_device_is_made_and_destroyed(node: Node) -> None:
     assert not node.events("SchedulerOutdated")
 
 
-def test_overlapping_claims_are_refused_and_neighbours_are_not(node: Node) -> None:
-    """Nor is the GPU given out whole before its last part is back."""
-    whole = next(iter(devices_of(node, 0)))
-    first = node.allocated_by_hand("first", named(node, "3g.40gb", 4))
-    node.ready(first)
-    clash = node.allocated_by_hand("clash", named(node, "1g.10gb", 5))
-    all_of_it = node.allocated_by_hand("whole", whole)
-    for ref in (clash, all_of_it):
-        node.refused(ref, "is held by claim default/first")
-    beside = node.allocated_by_hand("beside", named(node, "1g.10gb", 3))
-    node.ready(beside)
-    node.take_back(first, clash, beside)
-    node.ready(all_of_it)
-    assert clean(node)
-    node.take_back(all_of_it)
-
-
-def test_instances_made_by_hand_are_withheld_and_offered_no_more(node: Node) -> None:
-    node.machine.set_mig_mode(3, True)
-    instance, *_ = node.machine.create_mig(3, "3g.40gb", 0)
-    eventually(lambda: not [one for one in node.devices() if one["attributes"].get("index") == {"int": 3}])
-
-    def places() -> set[str]:
-        """The last part of the names of the GPU's MIG devices: the first memory slice."""
-        devices = [one for one in node.devices() if one["attributes"].get("parentIndex") == {"int": 3}]
-        return {one["name"].rpartition("-")[2] for one in devices}
-
-    # The driver may look between the change of the mode and the making of the instance.
-    eventually(lambda: places() and not places() & {"0", "1", "2", "3"})
-    node.machine.destroy_mig(3, instance)
-    node.machine.set_mig_mode(3, False)
-    node.wait_devices(8 * PER_GPU)
-
-
 def test_restart_clears_away_what_no_claim_holds(node: Node) -> None:
     kept = node.allocated_by_hand("kept", named(node, "1g.10gb", 0))
     lost = node.allocated_by_hand("lost", named(node, "1g.10gb", 1))

@@ -147,17 +147,6 @@ def fresh_state(node: Node) -> tuple[Any, ...]:
     return node.specs(), node.records(), [entry["spec"].get("devices", []) for entry in node.slices()]
 
 
-def test_kubelet_restarts_under_load(node: Node) -> None:
-    before = fresh_state(node)
-    with Load(node) as load:
-        for _ in range(3):
-            load.more()
-            node.kubelet.restart()
-            node.kubelet.wait_registered(DRIVER)
-        load.more()
-    assert fresh_state(node) == before
-
-
 def test_driver_is_reloaded_under_load(node: Node) -> None:
     """What fails meanwhile says why; afterwards all is as on a fresh node."""
     before = fresh_state(node)

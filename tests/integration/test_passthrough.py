@@ -172,7 +172,8 @@ def test_node_whose_cards_are_all_under_vfio_needs_no_nvidia_driver(make_node: C
     assert {gpu.driver for gpu in node.machine.current().present} == {"vfio-pci"}
 
 
-def test_virtual_machine_that_runs_on_withholds_its_card(make_node: Callable[..., Node]) -> None:
+def with_a_machine_that_runs_on(make_node: Callable[..., Node]) -> tuple[Node, str]:
+    """A node, and the UUID of its GPU 1, whose claim has ended though a virtual machine still has it."""
     node = without_virtual_functions(make_node).running(16, passthrough=True)
     _, passed = named(node, 1)
     uuid = node.machine.gpu(1).uuid
@@ -180,6 +181,11 @@ def test_virtual_machine_that_runs_on_withholds_its_card(make_node: Callable[...
     node.ready(ref)
     node.machine.hold_gpu(uuid, 900, "qemu-system-x86")
     node.take_back(ref)
+    return node, uuid
+
+
+def test_virtual_machine_that_runs_on_withholds_its_card(make_node: Callable[..., Node]) -> None:
+    node, uuid = with_a_machine_that_runs_on(make_node)
     [event] = eventually(lambda: node.events("DebtOwed"))
     assert "qemu-system-x86 (process 900)" in event.get("message", event.get("note", ""))
     node.machine.release_gpu(uuid)
@@ -188,13 +194,7 @@ def test_virtual_machine_that_runs_on_withholds_its_card(make_node: Callable[...
 
 
 def test_command_gives_a_card_back_where_no_daemon_runs(make_node: Callable[..., Node]) -> None:
-    node = without_virtual_functions(make_node).running(16, passthrough=True)
-    _, passed = named(node, 1)
-    uuid = node.machine.gpu(1).uuid
-    ref = node.allocated_by_hand("machine", passed)
-    node.ready(ref)
-    node.machine.hold_gpu(uuid, 900, "qemu-system-x86")
-    node.take_back(ref)
+    node, uuid = with_a_machine_that_runs_on(make_node)
     node.driver.stop()
     options = ["--kubelet-plugins-directory-path", "--cdi-root", "--simulate", "--simulator-dir"]
     command = ["cleanup", *node.flags(options), "--now"]

@@ -38,16 +38,6 @@ def begin(pool: ThreadPoolExecutor, node: Node, ref: ClaimRef) -> Future[Any]:
     return pool.submit(lambda: node.prepare(ref)[ref.uid])
 
 
-def change_hands(node: Node, old: ClaimRef, new: ClaimRef) -> None:
-    """`old` is prepared; `new` waits for it and gets what it had."""
-    with ThreadPoolExecutor(1) as pool:
-        waiting = begin(pool, node, new)
-        eventually(lambda: looked_at(node, old) or waiting.done())
-        assert not waiting.done(), waiting.result()
-        node.take_back(old)
-        assert isinstance(waiting.result(20), Prepared)
-
-
 def test_eight_pods_are_replaced_at_once(node: Node) -> None:
     devices = [device["name"] for device in node.devices()]
     old = [node.allocated_by_hand(f"old-{number}", device) for number, device in enumerate(devices)]
@@ -64,33 +54,6 @@ def test_eight_pods_are_replaced_at_once(node: Node) -> None:
         assert all(isinstance(one.result(20), Prepared) for one in waiting)
     assert node.records() == sorted(f"{ref.uid}.json" for ref in new)
     assert len(node.specs()) == 8
-
-
-def test_gpu_is_waited_for_while_a_mig_device_of_another_claim_is_on_it(
-    make_node: Callable[..., Node],
-) -> None:
-    node = make_node().running(8 * 26, dynamic_mig=True)
-    [whole] = [
-        device["name"]
-        for device in node.devices()
-        if device["attributes"]["type"]["string"] == "gpu" and device["attributes"]["index"]["int"] == 0
-    ]
-    part = next(
-        device["name"]
-        for device in node.devices()
-        if device["name"].startswith(whole) and device["name"] != whole
-    )
-    first = node.allocated_by_hand("part", part)
-    node.ready(first)
-    node.delete_claim(first.name)
-    second = node.allocated_by_hand("whole", whole)
-    change_hands(node, first, second)
-    assert not node.machine.gpu(0).instances
-    node.delete_claim(second.name)
-    third = node.allocated_by_hand("part-again", part)
-    change_hands(node, second, third)
-    assert len(node.machine.gpu(0).instances) == 1
-    node.take_back(third)
 
 
 def test_share_waits_for_one_of_another_way_of_sharing(make_node: Callable[..., Node]) -> None:

@@ -15,6 +15,7 @@ import pytest
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.fakes.mps_behaviour import behave, misbehave
+from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node, parameters, result, sliced
 
@@ -252,36 +253,6 @@ def test_daemon_of_several_gpus_ends_when_the_record_of_its_claim_was_lost(
     }
 
 
-def first_uuid(node: Node) -> str:
-    return node.devices()[0]["attributes"]["uuid"]["string"]
-
-
-def test_independent_claims_share_one_gpu_by_memory_each_with_its_limit(shared: Callable[..., Node]) -> None:
-    node = shared(SharingRule("memory", enforce="mps"))
-    before = snapshot(node)
-    first = f"device.attributes['gpu.nvidia.com'].uuid == '{first_uuid(node)}'"
-    exactly = {
-        "deviceClassName": "gpu.nvidia.com",
-        "capacity": {"requests": {"memory": "8Gi"}},
-        "selectors": [{"cel": {"expression": first}}],
-    }
-    request = {"requests": [{"name": "gpu", "exactly": exactly}]}
-    refs = [node.claim(f"part-{number}", request) for number in range(9)]
-    outcomes = [node.ready(ref) for ref in refs]
-    assert len({outcome.devices[0].device for outcome in outcomes}) == 1
-    assert len({outcome.devices[0].share_id for outcome in outcomes}) == 9
-    for ref in refs:
-        [edit] = edits(node, ref)
-        assert environment(edit)["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M"
-    pipes = {edits(node, ref)[0]["mounts"][0]["hostPath"] for ref in refs}
-    assert len(pipes) == 1, "one daemon for all"
-    for ref in refs[:-1]:
-        node.take_back(ref)
-        assert node.machine.compute_mode(first_uuid(node)) == 3, "the daemon stays with its last claim"
-    node.take_back(refs[-1])
-    assert snapshot(node) == before
-
-
 def test_running_claims_keep_what_they_got_when_the_policy_changes(shared: Callable[..., Node]) -> None:
     node = shared(SharingRule("shares", 4, enforce="mps"))
     refs = [node.claim(f"part-{number}") for number in range(2)]
@@ -401,42 +372,6 @@ def broken_smi(node: Node, script: str | None) -> Iterator[None]:
         whole.replace(smi)
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        None,
-        "echo 'Driver/library version mismatch'; exit 18",
-        "echo 'no version GLIBC_PRIVATE' >&2; exit 127",
-    ],
-    ids=["missing", "driver package upgraded", "cannot be started"],
-)
-def test_claims_end_though_nvidia_smi_is_broken(shared: Callable[..., Node], script: str | None) -> None:
-    """The compute mode of a GPU is given back once it can be; a time slice keeps nobody from one that it is set on."""
-    node = shared()
-    before = snapshot(node)
-    names = [device["name"] for device in node.devices()]
-    mps, slow = (
-        node.allocated_by_hand("mps", names[0], config=MPS),
-        node.allocated_by_hand("sliced", names[2], config=sliced("Long")),
-    )
-    for ref in (mps, slow):
-        node.ready(ref)
-    with broken_smi(node, script):
-        node.take_back(mps, slow)
-        now = snapshot(node)
-        assert (node.records(), node.specs()) == ([], [])
-        assert [key for key in now if key.startswith("process")] == []
-        assert modes(node, 1) == [3], "cannot be set now"
-        refused = node.allocated_by_hand("refused", names[2], config=sliced("Long"))
-        node.refused(refused, "nvidia-smi")
-        plain = node.allocated_by_hand("plain", names[2])
-        node.ready(plain)
-        node.take_back(plain)
-    node.ready(refused)
-    node.take_back(refused)
-    eventually(lambda: _settled(node) == before)
-
-
 @pytest.mark.parametrize(("fails", "started"), [(False, 0), (True, 1)])
 def test_claim_of_several_daemons_comes_and_goes_when_not_all_threads_start(
     shared: Callable[..., Node], threads_that_start: Callable[[str, int], None], fails: bool, started: int
@@ -461,53 +396,7 @@ def test_claim_of_several_daemons_comes_and_goes_when_not_all_threads_start(
     eventually(lambda: _settled(node) == before)
 
 
-@pytest.mark.parametrize(
-    ("mps", "word"),
-    [
-        ({"defaultPinnedDeviceMemoryLimit": "100Gi"}, "above the 81559Mi"),
-        ({"defaultPerDevicePinnedMemoryLimit": {"GPU-00000000-0000": "1Gi"}}, "GPU-00000000-0000"),
-    ],
-)
+@tabled("mps", "word")
 def test_limits_that_fit_no_device_of_the_claim_are_refused(node: Node, mps: Json, word: str) -> None:
     config = parameters(strategy="MPS", mpsConfig=mps)
     node.refused(node.allocated_by_hand("mps", node.devices()[0]["name"], config=config), word)
-
-
-def test_mps_claim_is_refused_and_ends_where_no_host_was_installed(make_node: Callable[..., Node]) -> None:
-    """The base of daemonset/ has none."""
-    node = make_node().running()
-    before = snapshot(node)
-    name = node.devices()[0]["name"]
-    ref = node.allocated_by_hand("mps", name, config=MPS)
-    node.refused(ref, "no MPS host runs")
-    assert snapshot(node) == before
-    node.take_back(ref)
-    plain = node.allocated_by_hand("plain", name)
-    node.ready(plain)
-    node.take_back(plain)
-    assert snapshot(node) == before
-
-
-@pytest.mark.parametrize(("count", "lost"), [(1, False), (3, True)])
-def test_mps_claim_ends_while_no_host_runs_and_the_next_host_stops_its_daemon(
-    shared: Callable[..., Node], count: int, lost: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dra_driver.journal.cleanups.CLEAN_BEFORE_S", 0.5)
-    node = shared()
-    before = snapshot(node)
-    names = [device["name"] for device in node.devices()[:count]]
-    ref = node.allocated_by_hand("mps", *names, config=MPS)
-    node.ready(ref)
-    node.driver.stop()
-    node.stop_mps_host()  # its daemons run on
-    if lost:
-        next((node.plugin_dir / "mps").glob("*.json")).write_text("{")
-    node.start_driver()
-    node.take_back(ref)
-    assert node.records() == []
-    assert [key for key in snapshot(node) if key.startswith("process")] != [], "nobody could stop it"
-    next_one = node.allocated_by_hand("next", names[-1])
-    node.refused(next_one, "the end of the MPS daemon of device")
-    node.take_back(next_one)
-    node.start_mps_host()
-    eventually(lambda: _settled(node) == before)

@@ -33,6 +33,7 @@ from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import Machine, create_machine, nvml_library
 from tests.cli.test_tables import on_terminal
+from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import DRIVER, Node
 from tests.integration.test_mig_commands import files
@@ -186,16 +187,7 @@ def test_keys_sort_and_scroll(tmp_path: Path) -> None:
         terminal.close()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "more", "is_coloured"),
-    [
-        ([], {}, True),
-        ([], {"NO_COLOR": "1"}, False),
-        (["--color", "never"], {}, False),
-        (["--color", "always"], {"NO_COLOR": "1"}, True),
-        ([], {"TERM": "dumb"}, False),
-    ],
-)
+@tabled("arguments", "more", "is_coloured")
 def test_colour(arguments: list[str], more: dict[str, str], is_coloured: bool, tmp_path: Path) -> None:
     nothing = ["--kubelet-plugins-directory-path", str(tmp_path), "--cdi-root", str(tmp_path / "cdi")]
     shown = on_terminal(
@@ -247,14 +239,7 @@ def test_without_a_driver_the_records_are_shown_with_the_reason(tmp_path: Path) 
     assert "cannot read the kept health" in " ".join(call(*arguments).stdout.split())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--simulate", "nonsense"], 2, "there is no simulated machine 'nonsense'"),
-        (["--interval", "0"], 2, "0.2"),
-        (["--config", "/nowhere.yaml"], 2, "/nowhere.yaml"),
-    ],
-)
+@tabled("arguments", "code", "said")
 def test_wrong_usage_is_told_without_a_traceback(arguments: list[str], code: int, said: str) -> None:
     done = call("top", *arguments)
     assert (done.returncode, done.stdout) == (code, "")

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from dra_driver.simulator import Machine
-from tests.fakes.scrapes import by_label, labelled, scraped
+from tests.fakes.scrapes import by_label, scraped
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node
 
@@ -17,23 +17,6 @@ def ratios(node: Node) -> dict[str, float]:
     return {
         device: value for (device,), value in by_label(node.driver.metrics, UTILISATION, "device").items()
     }
-
-
-def test_busy_and_idle_claims_are_told_apart(node: Node) -> None:
-    names = [device["name"] for device in node.devices()]
-    for name, device in (("busy", names[0]), ("idle", names[1])):
-        node.ready(node.allocated_by_hand(name, device))
-    node.machine.hold_gpu(0, 4711, "python3", utilisation=80)
-    node.machine.hold_gpu(1, 4712, "python3", utilisation=0)
-    node.machine.hold_gpu(2, 4713, "stray")
-    assert ratios(node) == {names[0]: 0.8, names[1]: 0}
-    samples = scraped(node.driver.metrics)
-    claims = {entry["uuid"]: entry["claim"] for entry in labelled(samples, "nvidia_dra_claim_info")}
-    assert {claims[entry["uuid"]]: entry["device"] for entry in labelled(samples, UTILISATION)} == {
-        "busy": names[0], "idle": names[1],
-    }  # fmt: skip
-    memory = by_label(node.driver.metrics, "nvidia_dra_unclaimed_memory_bytes", "uuid")
-    assert {uuid for (uuid,), value in memory.items() if value} == {node.machine.gpu(2).uuid}
 
 
 def test_mig_device_on_demand_is_measured_between_scrapes(make_node: Callable[..., Node]) -> None:

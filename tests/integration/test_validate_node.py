@@ -15,24 +15,18 @@ from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.mig import MigPhase, OwnedInstance, Placement
 from dra_driver.simulator import create_machine
 from tests.integration.conftest import DRIVER
+from tests.integration.test_commands import claim, request
 from tests.integration.test_process import environment
 
 Json = dict[str, Any]
 Validate = Callable[..., tuple[int, list[Json], str]]
 
 
-def claim(name: str, class_name: str, count: int) -> Json:
-    exactly = {"deviceClassName": class_name, "count": count}
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceClaim",
-        "metadata": {"name": name},
-        "spec": {"devices": {"requests": [{"name": "r", "exactly": exactly}]}},
-    }
-
-
 CLAIMS = yaml.safe_dump_all(
-    [claim("whole", "gpu.nvidia.com", 4), claim("large", "mig-7g.80gb.nvidia.com", 1)]
+    [
+        claim("whole", request(count=4)),
+        claim("large", request(deviceClassName="mig-7g.80gb.nvidia.com")),
+    ]
 )
 
 

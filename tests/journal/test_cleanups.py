@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, Step, WriteCdiSpec
 from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, claim, hold
+from tests.fakes.waiting import eventually
 
 BOOT = "boot-1"
 UUID_0, UUID_1 = (MIXED.by_name[name].gpu.uuid for name in (GPU_0, GPU_1))
@@ -488,13 +489,6 @@ def running(cleaner: Cleaner) -> Iterator[None]:
         yield
     finally:
         cleaner.stop()
-
-
-def eventually(check: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_loop_cleans_up_as_soon_as_the_tool_is_back(bench: Bench) -> None:

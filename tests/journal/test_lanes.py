@@ -16,6 +16,7 @@ from dra_driver.files.file_lock import LockBusyError
 from dra_driver.journal import locks
 from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes, Operation
 from dra_driver.journal.locks import ClaimLocks, GpuLocks
+from tests.fakes.tables import tabled
 
 A, B = "GPU-a", "GPU-b"
 
@@ -112,16 +113,7 @@ def test_gpu_on_which_the_other_instance_hangs_is_unresponsive(lanes: Lanes, tmp
     assert lanes.hanging() == {}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        '{"gpu_uuid": "GPU-a", "what": "what a killed instance did", "began": 1.0, "since": "12:00:00"}',
-        '{"gpu_uuid": "GPU-b", "what": "?", "began": 1.0, "since": ""}',
-        '{"gpu_uuid": "GPU-a"}',
-        "[",
-        "\0\0",
-    ],
-)
+@tabled("content")
 def test_what_a_killed_instance_left_in_a_lock_file_counts_for_nothing(
     lanes: Lanes, tmp_path: Path, content: str
 ) -> None:

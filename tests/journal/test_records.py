@@ -2,7 +2,6 @@ import errno
 import os
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,17 +50,6 @@ def test_record_is_there_until_it_is_deleted(store: RecordStore) -> None:
     assert (store.get("uid-1"), store.all()) == (None, {"uid-2": TWO})
     store.delete("uid-2")
     assert names(store.directory) == []
-
-
-def test_other_instance_sees_every_change(store: RecordStore) -> None:
-    second = other(store)
-    second.open("boot-1")
-    assert second.all() == {}
-    for changed in (ONE, replace(ONE, phase="preparing"), replace(ONE, boot_id="boot-2"), ONE):
-        store.save(changed)
-        assert (second.get("uid-1"), second.all()) == (changed, {"uid-1": changed})
-    store.delete("uid-1")
-    assert (second.get("uid-1"), second.all()) == (None, {})
 
 
 @pytest.mark.parametrize("content", CORRUPT.values(), ids=CORRUPT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -93,16 +92,6 @@ class Patience:
 
     def clear(self) -> None:
         pass
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = 20.0) -> None:
-    """Poll every 5 ms."""
-    pause = threading.Event()
-    for _ in range(int(timeout_s / 0.005)):
-        if condition():
-            return
-        pause.wait(0.005)
-    raise AssertionError("condition did not come true in time")
 
 
 def allocated_claim(

@@ -11,19 +11,9 @@ from dra_driver.errors import ApiRejectedError, ClaimRefusedError
 from dra_driver.kube.claims import ClaimClient, parse_allocated_claim, reserved_pods
 from dra_driver.kube.cluster import node_uid
 from dra_driver.model.claim import ClaimNow, ClaimRef, DeviceConfig, DeviceResult, PodRef
+from tests.fakes.tables import data_of, tabled
 
-_REQUESTS = [
-    {
-        "name": "gpu",
-        "exactly": {"deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": 2},
-    },
-    {
-        "name": "any",
-        "firstAvailable": [
-            {"name": "big", "deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": 1}
-        ],
-    },
-]
+_REQUESTS = data_of(__file__)["requests"]
 
 
 @pytest.fixture
@@ -98,23 +88,7 @@ def opaque_of(kind, **more):
     return {"opaque": {"driver": "gpu.nvidia.com", "parameters": {"kind": kind}}, **more}
 
 
-@pytest.mark.parametrize(
-    ("written", "allocated", "names"),
-    [
-        ([], {"source": "FromClass"}, ("gpu", "any/big")),
-        ([], {"source": "FromClass", "requests": ["gpu"]}, ("gpu",)),
-        ([opaque_of("A", requests=["gpu", "any"])], {"source": "FromClaim"}, ("gpu", "any")),
-        (
-            [opaque_of("A", requests=["gpu"]), opaque_of("A", requests=["any/big", "gpu"])],
-            {"source": "FromClaim"},
-            ("gpu", "any/big"),
-        ),
-        ([opaque_of("A")], {"source": "FromClaim"}, ()),
-        ([opaque_of("A"), opaque_of("A", requests=["gpu", "any"])], {"source": "FromClaim"}, ()),
-        ([opaque_of("B", requests=["gpu", "any"]), opaque_of("A")], {"source": "FromClaim"}, ()),
-        ([opaque_of("A", requests=["gpu", "any"])], {"source": "FromClaim", "requests": ["gpu"]}, ("gpu",)),
-    ],
-)
+@tabled("written", "allocated", "names")
 def test_names_of_requests_that_the_scheduler_removed_are_put_back(written, allocated, names):
     """Since 1.37 an entry that names all requests comes without them; one that names a request must fit it."""
     ref = ClaimRef("ns", "claim", "uid")
@@ -129,7 +103,7 @@ def test_names_of_requests_that_the_scheduler_removed_are_put_back(written, allo
         "status": {"allocation": {"devices": devices}},
     }
     [entry] = parse_allocated_claim(obj, ref).configs
-    assert entry.requests == names
+    assert entry.requests == tuple(names)
     assert entry == replace(entry, requests=()), "a claim that an older release prepared stays prepared"
 
 
@@ -229,31 +203,22 @@ def test_name_in_the_pod_is_read_from_the_annotation():
 
 
 POD = {"resource": "pods", "name": "trainer-0", "uid": "uid-0"}
-GROUP = {"apiGroup": "scheduling.k8s.io", "resource": "podgroups", "name": "gang", "uid": "uid-9"}
 
 
-@pytest.mark.parametrize(
-    ("reserved", "pods"),
-    [
-        (None, ()),
-        ([], ()),
-        ([POD], (PodRef("trainer-0", "uid-0"),)),
-        ([GROUP, POD], (PodRef("trainer-0", "uid-0"),)),
-        ([GROUP], None),
-        ([POD | {"apiGroup": "example.com"}], None),
-        ([POD, {"resource": "pods", "name": "trainer-1"}], None),
-        ([POD | {"name": "\x1b[2J"}], None),
+@tabled(
+    "reserved",
+    "pods",
+    more=[
         ([POD | {"name": "x" * 254}], None),
         ([POD | {"uid": "u" * 129}], None),
-        (["trainer-0"], None),
-        ({"resource": "pods"}, None),
         (
             [POD | {"name": f"p-{n}", "uid": f"u-{n}"} for n in range(300)],
-            tuple(PodRef(f"p-{n}", f"u-{n}") for n in range(256)),
+            [(f"p-{n}", f"u-{n}") for n in range(256)],
         ),
     ],
 )
 def test_pods_are_those_that_have_the_claim_reserved_as_far_as_they_can_be_told(reserved, pods):
     obj = {"metadata": {"uid": "u"}, "status": {"allocation": {}, "reservedFor": reserved}}
-    assert reserved_pods(obj) == pods
-    assert parse_allocated_claim(obj, ClaimRef("ns", "name", "u")).pods == pods
+    expected = None if pods is None else tuple(PodRef(*pod) for pod in pods)
+    assert reserved_pods(obj) == expected
+    assert parse_allocated_claim(obj, ClaimRef("ns", "name", "u")).pods == expected

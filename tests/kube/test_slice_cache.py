@@ -13,6 +13,7 @@ from dra_driver.errors import ApiUnavailableError
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
+from tests.fakes.waiting import eventually
 from tests.kube.support import (
     AN_END_OF_EACH_WATCH,
     DRIVER,
@@ -22,7 +23,6 @@ from tests.kube.support import (
     bump,
     busy,
     make_slice,
-    wait_until,
 )
 
 
@@ -51,7 +51,7 @@ def cache(client, changes):
     cache = SliceCache(client, changes, backoff_s=(0.01, 0.05))
     cache.start()
     assert cache.synced.wait(20)
-    wait_until(lambda: changes.count == 1)
+    eventually(lambda: changes.count == 1)
     yield cache
     cache.stop()
 
@@ -77,7 +77,7 @@ def test_first_list_is_told_and_shown(server, client, changes):
     lists = _lists(server)
     assert (cache.current(), cache.count) == ([stored], 1)
     assert _lists(server) == lists, "it is not asked for twice"
-    wait_until(lambda: changes.count == 1)
+    eventually(lambda: changes.count == 1)
     cache.stop()
 
 
@@ -99,7 +99,7 @@ def test_own_writes_come_to_rest(server, client):
     lists = _lists(server)
     stored = cache.create(make_slice("n"))
     cache.update(bump(stored))
-    wait_until(lambda: cache._changes == 4)
+    eventually(lambda: cache._changes == 4)
     cache.current()
     time.sleep(0.1)
     assert _lists(server) <= lists + 5, "one for each write, for each echo and for the last look"
@@ -132,13 +132,13 @@ def test_a_write_whose_answer_is_lost_is_seen(server, client, changes, monkeypat
 def test_foreign_changes_are_told(server, cache, changes, connect):
     other = foreign(server, connect)
     stored = other.create(make_slice("n"))
-    wait_until(lambda: changes.count == 2)
+    eventually(lambda: changes.count == 2)
     assert cache.current() == [stored]
     stored = other.update(bump(stored))
-    wait_until(lambda: changes.count == 3)
+    eventually(lambda: changes.count == 3)
     assert cache.current() == [stored]
     other.delete(stored["metadata"]["name"], stored["metadata"]["uid"])
-    wait_until(lambda: changes.count == 4)
+    eventually(lambda: changes.count == 4)
     assert cache.current() == []
 
 
@@ -171,7 +171,7 @@ def test_a_change_while_a_list_is_on_its_way_makes_it_old(server, cache, connect
         answer = real()
         if not stored:
             stored.append(other.create(make_slice("n")))
-            wait_until(lambda: cache._changes > changes_before)
+            eventually(lambda: cache._changes > changes_before)
         return answer
 
     cache._outdate()
@@ -204,17 +204,17 @@ def test_wipe_is_told_within_a_second(server, cache, changes):
     count = changes.count
     for item in server.objects("resourceslices"):
         server.operations.delete(server.resource("resourceslices"), ("", item["metadata"]["name"]), {})
-    wait_until(lambda: changes.count > count and cache.current() == [], 1)
+    eventually(lambda: changes.count > count and cache.current() == [], 1)
 
 
 def test_cache_lists_again_when_history_is_forgotten(server, cache, changes, connect):
     foreign(server, connect).create(make_slice("n"))
-    wait_until(lambda: changes.count == 2)
+    eventually(lambda: changes.count == 2)
     lists = _lists(server)
     server.store.forget()
-    wait_until(lambda: _lists(server) > lists)
+    eventually(lambda: _lists(server) > lists)
     stored = foreign(server, connect).create(make_slice("n", index=1))
-    wait_until(lambda: stored in cache.current())
+    eventually(lambda: stored in cache.current())
 
 
 @pytest.mark.parametrize("end", AN_END_OF_EACH_WATCH.values(), ids=AN_END_OF_EACH_WATCH)
@@ -270,7 +270,7 @@ def test_wait_is_the_first_again_when_a_watch_has_lived(connect, changes, reques
         server.faults.end_watches()
         request.addfinalizer(cache.stop)
         cache.start()
-        wait_until(lambda: len(waits.seconds) >= 5)
+        eventually(lambda: len(waits.seconds) >= 5)
         assert waits.seconds[4] >= 0.04, "the longest"
         server.faults.clear()
 
@@ -279,13 +279,13 @@ def test_wait_is_the_first_again_when_a_watch_has_lived(connect, changes, reques
             time.sleep(0.1)  # longer than the longest wait
             return stream is not None and cache._stream is stream
 
-        wait_until(has_lived)
+        eventually(has_lived)
         lists, watches, before = _lists(server), _watches(server), len(waits.seconds)
         if end == "cut":
             server.faults.cut_watches()
         else:
             server.store.forget()
-        wait_until(lambda: _watches(server) > watches)
+        eventually(lambda: _watches(server) > watches)
         assert 0.01 <= waits.seconds[before] <= 0.02
         assert _lists(server) == lists + (end == "expired")
 
@@ -293,9 +293,9 @@ def test_wait_is_the_first_again_when_a_watch_has_lived(connect, changes, reques
 def test_cache_resumes_without_list_when_watch_is_cut(server, cache, changes, connect):
     lists, watches = _lists(server), _watches(server)
     server.faults.cut_watches()
-    wait_until(lambda: _watches(server) > watches)
+    eventually(lambda: _watches(server) > watches)
     stored = foreign(server, connect).create(make_slice("n"))
-    wait_until(lambda: changes.count == 2)
+    eventually(lambda: changes.count == 2)
     assert _lists(server) == lists
     assert cache.current() == [stored]
 
@@ -307,9 +307,9 @@ def test_cache_recovers_when_server_restarts(server, cache, changes, connect):
         cache.current()
     watches = _watches(server)
     server.start()
-    wait_until(lambda: _watches(server) > watches)
+    eventually(lambda: _watches(server) > watches)
     stored = foreign(server, connect).create(make_slice("n"))
-    wait_until(lambda: cache.current() == [stored])
+    eventually(lambda: cache.current() == [stored])
 
 
 def test_cache_sees_what_happened_while_server_was_away_and_forgot(server, cache, changes):
@@ -321,7 +321,7 @@ def test_cache_sees_what_happened_while_server_was_away_and_forgot(server, cache
     server.operations.delete(server.resource("resourceslices"), ("", stored["metadata"]["name"]), {})
     server.store.forget()
     server.start()
-    wait_until(lambda: changes.count > count)
+    eventually(lambda: changes.count > count)
     assert cache.current() == []
 
 
@@ -347,10 +347,10 @@ def test_cache_takes_the_server_s_word_when_its_history_was_set_back(server, cac
     set_back(server, then, [kept, deleted])
     time.sleep(0.2)  # it is looked for in vain meanwhile
     server.start()
-    wait_until(lambda: changes.count > count)
+    eventually(lambda: changes.count > count)
     assert cache.current() == [kept, deleted]
     newer = foreign(server, connect).update(bump(kept))
-    wait_until(lambda: cache.current() == [newer, deleted])
+    eventually(lambda: cache.current() == [newer, deleted])
 
 
 def test_cache_lists_again_when_an_event_comes_from_an_earlier_version(server, cache, changes):
@@ -358,7 +358,7 @@ def test_cache_lists_again_when_an_event_comes_from_an_earlier_version(server, c
     lists, count = _lists(server), changes.count
     server.faults.end_watches(bookmark("1"))
     server.faults.cut_watches()
-    wait_until(lambda: _lists(server) > lists and changes.count > count)
+    eventually(lambda: _lists(server) > lists and changes.count > count)
     server.faults.clear()
     assert cache.current() == [stored]
 
@@ -366,9 +366,9 @@ def test_cache_lists_again_when_an_event_comes_from_an_earlier_version(server, c
 def test_cache_survives_a_refusal(server, cache, changes, connect):
     server.faults.fail(3, 403, reason="Forbidden", path="resourceslices")
     server.faults.cut_watches()
-    wait_until(lambda: changes.count == 2)
+    eventually(lambda: changes.count == 2)
     stored = foreign(server, connect).create(make_slice("n"))
-    wait_until(lambda: changes.count == 3)
+    eventually(lambda: changes.count == 3)
     assert cache.current() == [stored]
 
 
@@ -383,8 +383,8 @@ def test_cache_survives_a_callback_that_raises(client, server, connect):
     cache.start()
     assert cache.synced.wait(20)
     stored = foreign(server, connect).create(make_slice("n"))
-    wait_until(lambda: len(told) >= 2)
-    wait_until(lambda: cache.current() == [stored])
+    eventually(lambda: len(told) >= 2)
+    eventually(lambda: cache.current() == [stored])
     cache.stop()
 
 
@@ -407,7 +407,7 @@ def test_stop_is_prompt_and_leaves_no_thread(server, client, changes, state):
     cache = SliceCache(client, changes, backoff_s=(60, 60))
     if state != "never-started":
         cache.start()
-        wait_until(lambda: cache.synced.is_set() or state == "backing-off")
+        eventually(lambda: cache.synced.is_set() or state == "backing-off")
     start = time.monotonic()
     cache.stop()
     cache.stop()

@@ -20,6 +20,7 @@ from dra_driver.mig.rules.layouts import (
 from dra_driver.model.mig import GpuInstance, Placement
 from dra_driver.model.mig_layouts import LayoutEntry, MigLayouts
 from dra_driver.settings import config_values
+from tests.fakes.tables import tabled
 from tests.mig.migtables import MODELS, Silicon, table
 
 H100 = "h100-sxm"
@@ -54,16 +55,7 @@ def test_every_generated_layout_fits_every_product(key: str) -> None:
         assert bool(entry.counts) == (name not in ("all-disabled", "all-enabled"))
 
 
-@pytest.mark.parametrize(
-    ("name", "counts"),
-    [
-        ("all-1g.10gb", {"1g.10gb": 7}),
-        ("all-1g.20gb", {"1g.20gb": 4}),
-        ("all-1g.10gb.me", {"1g.10gb+me": 1}),
-        ("all-3g.40gb", {"3g.40gb": 2}),
-        ("all-balanced", {"1g.10gb": 2, "2g.20gb": 1, "3g.40gb": 1}),
-    ],
-)
+@tabled("name", "counts")
 def test_names_of_an_h100_mean_what_they_mean_to_mig_parted(name: str, counts: dict[str, int]) -> None:
     entry = entry_for(name, {}, 3, None, TABLES[H100])
     assert entry is not None

@@ -14,24 +14,13 @@ from dra_driver.mig.rules.ownership import (
     is_ours,
 )
 from dra_driver.model.mig import GpuInstance, OwnedInstance, Placement
+from tests.fakes.tables import tabled
 
 ENTRY = OwnedInstance("gpu-0-mig-19-3", "GPU-0", None, 19, "1g.10gb", Placement(3, 1), "boot-1")
 AT_3, AT_4, AT_5 = (GpuInstance(number, 19, Placement(number, 1)) for number in (3, 4, 5))
 
 
-@pytest.mark.parametrize(
-    ("known", "inside", "ours"),
-    [
-        ({}, (), True),
-        ({}, ((0, "MIG-a"),), True),
-        ({}, ((0, "MIG-a"), (1, "MIG-b")), False),
-        ({"gpu_instance_id": 3}, (), True),
-        ({"gpu_instance_id": 4}, (), False),
-        ({"gpu_instance_id": 3, "uuid": "MIG-a"}, ((0, "MIG-a"),), True),
-        ({"gpu_instance_id": 3, "uuid": "MIG-a"}, ((0, "MIG-b"),), False),
-        ({"gpu_instance_id": 3, "uuid": "MIG-a"}, (), True),
-    ],
-)
+@tabled("known", "inside", "ours")
 def test_instance_is_ours_while_all_that_is_known_of_it_fits(
     known: dict, inside: tuple[tuple[int, str], ...], ours: bool
 ) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
 from tests.fakes.preparing import Claims, Devices, Outcomes, SpecSteps, Users, claims_of
 from tests.fakes.samples import DRIVER, NODE, claim, h100, inventory
+from tests.fakes.waiting import eventually
 from tests.mig.migtables import MODELS, table
 
 CREATE_GPU_INSTANCE = "nvmlDeviceCreateGpuInstanceWithPlacement"
@@ -108,13 +108,6 @@ def small(node: Node, start: int = 3, uid: str = "uid-1") -> AllocatedClaim:
 def error_of(answer: object) -> str:
     assert isinstance(answer, Failed), answer
     return answer.error
-
-
-def eventually(check: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not check():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
 
 
 class Asking:

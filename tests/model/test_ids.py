@@ -116,17 +116,7 @@ def test_names_by_minor_number_are_unique(
     assert gpu_minor_names(minors, kept) == expected
 
 
-@pytest.mark.parametrize(
-    ("device", "gpu", "how"),
-    [
-        ("gpu-0", "gpu-0", "minor"),
-        ("gpu-12-mig-1g10gb-19-2", "gpu-12", "minor"),
-        ("gpu-12345678", "gpu-12345678", "uuid"),
-        ("gpu-4cf8db2d06c0-mig-1g10gb-me-20-2", "gpu-4cf8db2d06c0", "uuid"),
-        (WHOLE[A], WHOLE[A], None),
-        ("nic-0", "nic-0", None),
-    ],
-)
+@tabled("device", "gpu", "how")
 def test_a_name_says_how_its_gpu_is_named(device: str, gpu: str, how: str | None) -> None:
     assert (gpu_of_device(device), names_gpus_by(device)) == (gpu, how)
 

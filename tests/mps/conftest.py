@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -180,18 +179,6 @@ class Host(MpsHost):
             check=False,
         )
         return done.stdout.splitlines()
-
-
-@pytest.fixture
-def eventually():
-    def wait(check, timeout_s=20.0):
-        deadline = time.monotonic() + timeout_s
-        while not (value := check()):
-            assert time.monotonic() < deadline, "it did not happen"
-            time.sleep(0.01)
-        return value
-
-    return wait
 
 
 @pytest.fixture(scope="session")

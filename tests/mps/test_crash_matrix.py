@@ -16,6 +16,7 @@ from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import DaemonControl
 from dra_driver.mps.daemon_mounts import KernelMounter, is_tmpfs
 from dra_driver.mps.daemon_records import DaemonRecords
+from tests.fakes.waiting import eventually
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting is one of the steps and needs root")
 
@@ -112,7 +113,7 @@ def test_a_start_that_was_cut_off_is_completed(host, several, last, steps):
     ("several", "last", "steps"),
     [(False, 8, steps) for steps in range(1, 10)] + [(True, 10, steps) for steps in range(1, 12)],
 )
-def test_a_stop_that_was_cut_off_is_completed(host, several, last, steps, eventually):
+def test_a_stop_that_was_cut_off_is_completed(host, several, last, steps):
     spec = spec_of(host, several)
     was_killed = killed_after(steps, host, lambda one, countdown: start_and_stop(one, spec, countdown))
     assert was_killed == (steps <= last), "the steps of a stop changed; so must the range above"

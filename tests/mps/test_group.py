@@ -16,6 +16,7 @@ from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS
 from dra_driver.mps.daemon_control import DaemonControl
 from dra_driver.mps.daemon_limits import check_spec
 from dra_driver.mps.host_files import MpsHostFiles, NoMpsHostError
+from tests.fakes.waiting import eventually
 from tests.mps.conftest import GROUP, Host
 
 PROHIBITED = 2
@@ -71,9 +72,7 @@ def test_each_gpu_gets_its_own_former_mode_back(host: Host) -> None:
 
 
 @pytest.mark.parametrize("index", GROUP)
-def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_put_back(
-    host: Host, index: int, eventually: Callable
-) -> None:
+def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_put_back(host: Host, index: int) -> None:
     mode = Modes(host)
     supervisor = host.supervisor(compute_mode=mode)
     supervisor.ensure(host.group_spec(), 10)
@@ -91,7 +90,7 @@ def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_put_back(
 
 @pytest.mark.parametrize("index", GROUP)
 def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_exclusive_again(
-    host: Host, index: int, eventually: Callable
+    host: Host, index: int
 ) -> None:
     mode = Modes(host)
     supervisor = host.supervisor(compute_mode=mode, probe=60)
@@ -190,7 +189,7 @@ def test_every_gpu_is_put_back_when_an_ensure_found_no_record(host: Host) -> Non
     host.assert_nothing_left()
 
 
-def test_the_next_host_stops_it_when_none_runs(host: Host, eventually: Callable) -> None:
+def test_the_next_host_stops_it_when_none_runs(host: Host) -> None:
     first = host.supervisor()
     spec = first.ensure(host.group_spec(), 10).spec
     first.close()

@@ -8,7 +8,6 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,6 +33,7 @@ from dra_driver.mps.host_files import (
     generation_of,
     read_wish,
 )
+from tests.fakes.waiting import eventually
 from tests.mps.conftest import Host
 
 SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1", default_memory_limit_mib=64)
@@ -226,7 +226,7 @@ def test_who_wants_it_otherwise_while_it_is_waited_for_wins(fake: FakeHost) -> N
 # --- wishes that cross ---------------------------------------------------------------------------
 
 
-def test_a_start_is_broken_off_when_the_daemon_shall_stop(host: Host, eventually: Callable) -> None:
+def test_a_start_is_broken_off_when_the_daemon_shall_stop(host: Host) -> None:
     host.behave(never_ready=True)
     supervisor = host.supervisor(start=60)
     with ThreadPoolExecutor(1) as caller:
@@ -238,7 +238,7 @@ def test_a_start_is_broken_off_when_the_daemon_shall_stop(host: Host, eventually
     host.assert_nothing_left()
 
 
-def test_a_daemon_that_is_wanted_again_while_it_stops_is_made_anew(host: Host, eventually: Callable) -> None:
+def test_a_daemon_that_is_wanted_again_while_it_stops_is_made_anew(host: Host) -> None:
     supervisor = host.supervisor(patience=0.5)
     first = supervisor.ensure(host.spec(), 10)
     os.kill(first.pid, 19)  # so that its end takes a while
@@ -269,7 +269,7 @@ def test_a_stop_needs_no_space_on_the_disk(host: Host, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"format": 2}', '{"format": 1, "spec": null}'])
-def test_a_wish_that_cannot_be_read_ends_no_daemon(host: Host, eventually: Callable, content: str) -> None:
+def test_a_wish_that_cannot_be_read_ends_no_daemon(host: Host, content: str) -> None:
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(), 10)
     host.layout.wanted("gpu-2").write_text(content)
@@ -296,7 +296,7 @@ def test_foreign_files_are_left_alone(host: Host) -> None:
     assert supervisor.status() == ()
 
 
-def test_a_refused_spec_ends_no_daemon_that_runs_with_another(host: Host, eventually: Callable) -> None:
+def test_a_refused_spec_ends_no_daemon_that_runs_with_another(host: Host) -> None:
     """Also not after the host was restarted, which has seen neither wish."""
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(default_active_thread_percentage=50), 10)
@@ -325,7 +325,7 @@ def test_a_status_that_could_not_be_written_is_written_later(
     assert "mps_status_not_written" in [line["event"] for line in logs]
 
 
-def test_a_host_at_rest_writes_nothing(host: Host, eventually: Callable) -> None:
+def test_a_host_at_rest_writes_nothing(host: Host) -> None:
     supervisor = host.supervisor()
     supervisor.ensure(host.spec(), 10)
     status = host.layout.status("gpu-2")

@@ -23,6 +23,7 @@ from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_control import BusyError
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.host_supervisor import Supervisor
+from tests.fakes.waiting import eventually
 from tests.mps.conftest import MpsHost
 
 UUIDS = [f"GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16{number}" for number in range(3)]
@@ -88,7 +89,7 @@ def test_limits_are_those_of_the_daemon_for_each_gpu(real_host: MpsHost, nvidia:
         supervisor.ensure(replace(wanted, default_active_thread_percentage=50), 20.0)
 
 
-def test_the_probe_copes_with_a_server_that_cannot_start(real_host: MpsHost, eventually: Callable) -> None:
+def test_the_probe_copes_with_a_server_that_cannot_start(real_host: MpsHost) -> None:
     """As where the GPU is gone: the server ends by itself, and the daemon stays."""
     supervisor = unprobed(real_host)
     supervisor.ensure(SPEC, 20.0)
@@ -118,7 +119,7 @@ def test_a_server_that_ended_while_it_was_asked_about_is_no_problem(
     assert ask(real_host, f"get_client_list {gone}") == [f"Server {gone} not found"]
 
 
-def test_the_next_host_takes_the_daemon_over(real_host: MpsHost, eventually: Callable, logs: list) -> None:
+def test_the_next_host_takes_the_daemon_over(real_host: MpsHost, logs: list) -> None:
     first = unprobed(real_host)
     first.ensure(replace(SPEC, default_active_thread_percentage=25), 20.0)
     process = only_process(real_host, first)
@@ -149,9 +150,7 @@ def test_a_daemon_that_no_record_names_is_taken_over(real_host: MpsHost) -> None
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, "quit"])
-def test_a_daemon_that_ends_is_started_anew(
-    real_host: MpsHost, eventually: Callable, how: signal.Signals | str
-) -> None:
+def test_a_daemon_that_ends_is_started_anew(real_host: MpsHost, how: signal.Signals | str) -> None:
     """A killed one leaves its sockets and its pid file behind."""
     supervisor = unprobed(real_host)
     supervisor.ensure(replace(SPEC, default_active_thread_percentage=25), 20.0)
@@ -166,7 +165,7 @@ def test_a_daemon_that_ends_is_started_anew(
     assert ask(real_host, THREADS) == ["25.0"]
 
 
-def test_a_second_daemon_of_a_device_ends_by_itself(real_host: MpsHost, eventually: Callable) -> None:
+def test_a_second_daemon_of_a_device_ends_by_itself(real_host: MpsHost) -> None:
     supervisor = unprobed(real_host)
     supervisor.ensure(SPEC, 20.0)
     process = only_process(real_host, supervisor)

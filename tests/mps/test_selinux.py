@@ -17,6 +17,7 @@ from dra_driver.mps.daemon_mounts import (
     has_selinux,
     is_tmpfs,
 )
+from tests.fakes.tables import tabled
 from tests.mps.conftest import Host
 
 IS_ROOT = os.geteuid() == 0
@@ -51,14 +52,7 @@ def label_of(path: str) -> str:
         return ""
 
 
-@pytest.mark.parametrize(
-    ("text", "has"),
-    [
-        ("nodev\tsysfs\nnodev\tselinuxfs\n\text4\n", True),
-        ("nodev\tsysfs\nnodev\ttmpfs\n", False),
-        (None, False),
-    ],
-)
+@tabled("text", "has")
 def test_the_kernel_says_whether_it_has_selinux(tmp_path: Path, text: str | None, has: bool) -> None:
     file = tmp_path / "filesystems"
     if text is not None:

@@ -26,6 +26,8 @@ from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import BusyError, DaemonControl
 from dra_driver.mps.daemon_mounts import KernelMounter, is_tmpfs
 from tests.fakes.preparing import in_threads
+from tests.fakes.tables import tabled
+from tests.fakes.waiting import eventually
 from tests.mps.conftest import NO_LABELS
 
 IS_ROOT = os.geteuid() == 0
@@ -105,7 +107,7 @@ def test_another_spec_is_refused_while_the_daemon_runs(host):
     assert supervisor.status() == (first,)
 
 
-def test_a_device_of_the_same_name_and_another_uuid_replaces_an_unused_one(host, eventually):
+def test_a_device_of_the_same_name_and_another_uuid_replaces_an_unused_one(host):
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(), 10)
     other = replace(host.spec(3), device="gpu-2")
@@ -142,13 +144,7 @@ def test_a_compute_mode_that_somebody_changed_meanwhile_stays(host):
     host.machine.set_compute_mode(host.machine.gpu(2).uuid, 0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"uuid": "0"}, "'0' is not the UUID of a GPU"),
-        ({"device": "../x"}, "is not a device name"),
-    ],
-)
+@tabled("changes", "text")
 def test_a_spec_that_cannot_be_is_refused(host, changes, text):
     supervisor = host.supervisor()
     with pytest.raises(PermanentError, match=text):
@@ -294,9 +290,7 @@ def test_a_stale_pipe_directory_is_cleaned(host):
     assert host.supervisor().ensure(host.spec(), 10).state == "ready"
 
 
-def test_a_dead_daemon_is_started_again_when_a_thread_can_start_again(
-    host, eventually, logs, threads_that_start
-):
+def test_a_dead_daemon_is_started_again_when_a_thread_can_start_again(host, logs, threads_that_start):
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(), 10)
     threads_that_start("mps-gpu-2", 0)
@@ -306,7 +300,7 @@ def test_a_dead_daemon_is_started_again_when_a_thread_can_start_again(
     eventually(lambda: supervisor.status()[0].state == "ready" and supervisor.status()[0].pid != first.pid)
 
 
-def test_servers_that_outlive_their_daemon_are_ended_before_the_next_one(host, eventually):
+def test_servers_that_outlive_their_daemon_are_ended_before_the_next_one(host):
     host.behave(server_lingers=True)
     supervisor = host.supervisor(probe=60)
     first = supervisor.ensure(host.spec(), 10)
@@ -317,7 +311,7 @@ def test_servers_that_outlive_their_daemon_are_ended_before_the_next_one(host, e
     assert [process.pid for process in host.daemons()] == [supervisor.status()[0].pid]
 
 
-def test_a_daemon_that_cannot_be_started_again_is_tried_with_backoff_and_told(host, eventually):
+def test_a_daemon_that_cannot_be_started_again_is_tried_with_backoff_and_told(host):
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(), 10)
     host.behave(fail_to_start="Xid 79")
@@ -332,7 +326,7 @@ def test_a_daemon_that_cannot_be_started_again_is_tried_with_backoff_and_told(ho
     assert supervisor.status()[0].problem is None
 
 
-def test_fault_and_clients_are_seen(host, eventually, logs):
+def test_fault_and_clients_are_seen(host, logs):
     supervisor = host.supervisor()
     supervisor.ensure(host.spec(), 10)
     client = holding_client(host)
@@ -349,7 +343,7 @@ def test_fault_and_clients_are_seen(host, eventually, logs):
     eventually(lambda: supervisor.status()[0].clients == 0)
 
 
-def test_a_daemon_that_hangs_is_told_and_not_killed(host, eventually):
+def test_a_daemon_that_hangs_is_told_and_not_killed(host):
     supervisor = host.supervisor(answer=1.0)
     first = supervisor.ensure(host.spec(), 10)
     os.kill(first.pid, signal.SIGSTOP)
@@ -442,7 +436,7 @@ def test_a_stop_of_what_left_no_trace_changes_no_compute_mode(host):
 
 
 @pytest.mark.parametrize("by", ["the next ensure", "the watch", "the next host"])
-def test_a_reset_gpu_is_made_exclusive_again(host, eventually, logs, by):
+def test_a_reset_gpu_is_made_exclusive_again(host, logs, by):
     supervisor = host.supervisor(probe=0.1 if by == "the watch" else 60)
     first = supervisor.ensure(host.spec(), 10)
     if by == "the next host":
@@ -460,7 +454,7 @@ def test_a_reset_gpu_is_made_exclusive_again(host, eventually, logs, by):
     host.assert_nothing_left()
 
 
-def test_a_compute_mode_that_cannot_be_read_ends_no_daemon(host, eventually, logs):
+def test_a_compute_mode_that_cannot_be_read_ends_no_daemon(host, logs):
     class Failing:
         failing = False
 
@@ -487,7 +481,7 @@ def test_a_compute_mode_that_cannot_be_read_ends_no_daemon(host, eventually, log
     host.assert_nothing_left()
 
 
-def test_no_nvidia_smi_runs_while_the_driver_is_detached(host, eventually, logs):
+def test_no_nvidia_smi_runs_while_the_driver_is_detached(host, logs):
     detachments = Detachments(host.layout.root, "boot-1")
     asked, open_while_run = [], []
     programs = InstalledPrograms(str(host.machine.host_root), host.layout.libraries, 0o755)
@@ -521,12 +515,12 @@ def test_no_nvidia_smi_runs_while_the_driver_is_detached(host, eventually, logs)
     assert (processes.users_of(host.pipe()), host.compute_mode()) == ((), EXCLUSIVE_PROCESS)
     detachments.end()
     eventually(lambda: host.compute_mode() == 0)
-    eventually(lambda: supervisor.status() == ())
     (host.layout.root / LOCK_FILE).unlink()
+    eventually(lambda: (host.left(), supervisor.status()) == ([], ()))
     host.assert_nothing_left()
 
 
-def test_a_gpu_without_exclusive_mode_is_told_once_and_left_alone(host, logs, eventually):
+def test_a_gpu_without_exclusive_mode_is_told_once_and_left_alone(host, logs):
     with host.machine._change() as state:
         state.gpus[2].virtualization = 2
     try:
@@ -544,7 +538,7 @@ def test_a_gpu_without_exclusive_mode_is_told_once_and_left_alone(host, logs, ev
 
 @needs_root
 @pytest.mark.parametrize("multi_user", [False, True])
-def test_users_of_a_daemon_are_known_when_it_serves_one_at_a_time(host, eventually, tmp_path, multi_user):
+def test_users_of_a_daemon_are_known_when_it_serves_one_at_a_time(host, tmp_path, multi_user):
     supervisor = host.supervisor(probe=0.02)
     supervisor.ensure(host.spec(multi_user=multi_user), 10)
     elsewhere = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
@@ -586,7 +580,7 @@ def test_a_server_of_another_user_reaches_its_directories_and_nothing_else(host)
         assert not reaches("test", "-r", closed), closed
 
 
-def test_after_a_reboot_everything_is_made_again(host, eventually):
+def test_after_a_reboot_everything_is_made_again(host):
     old = host.supervisor()
     first = old.ensure(host.spec(default_memory_limit_mib=2048), 10)
     old.close()
@@ -607,7 +601,7 @@ def test_only_one_host_a_directory(host):
         host.supervisor()
 
 
-def test_a_host_that_ends_leaves_a_start_in_progress_to_the_next(host, eventually):
+def test_a_host_that_ends_leaves_a_start_in_progress_to_the_next(host):
     host.behave(start_delay_ms=1000)
     old = host.supervisor()
     with ThreadPoolExecutor(1) as caller:
@@ -628,7 +622,7 @@ def test_devices_start_at_the_same_time(host):
     assert time.monotonic() - began < 9.9  # 10 s if one after the other
 
 
-def test_many_cycles_leave_nothing(host, monkeypatch, eventually):
+def test_many_cycles_leave_nothing(host, monkeypatch):
     """Without programs, which would take minutes: files, threads, descriptors and objects."""
     child = processes.identify(os.getpid())
     monkeypatch.setattr(processes, "is_control_daemon", lambda *_: False)

@@ -2,30 +2,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import structlog
 
+from tests.fakes.fixtures import h100, logs
 from tests.fakes.machines import SimulatedNode
 
-
-@pytest.fixture(autouse=True)
-def logs():
-    """Log lines are kept, not printed."""
-    with structlog.testing.capture_logs() as lines:
-        yield lines
-
-
-@pytest.fixture(scope="module")
-def _dgx(make_memory_path: Callable[[], Path]) -> Iterator[SimulatedNode]:
-    made = SimulatedNode("dgx-h100", make_memory_path())
-    yield made
-    made.close()
+__all__ = ["h100", "logs"]
 
 
 @pytest.fixture
-def dgx(_dgx: SimulatedNode) -> SimulatedNode:
+def dgx(h100: SimulatedNode) -> SimulatedNode:
     """A DGX H100 that tests share, since rendering one takes longer than reading it: for faults only."""
-    _dgx.machine.clear_faults()
-    return _dgx
+    h100.machine.clear_faults()
+    return h100
 
 
 @pytest.fixture

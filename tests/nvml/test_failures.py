@@ -1,17 +1,10 @@
 import pynvml
 import pytest
 
-from dra_driver.errors import (
-    DeviceBusyError,
-    DeviceLostError,
-    DriverGoneError,
-    NotSupportedError,
-    NvmlTransientError,
-    NvmlUnavailableError,
-    NvmlUnknownOutcomeError,
-    RetryableError,
-)
+from dra_driver import errors
+from dra_driver.errors import DeviceLostError, RetryableError
 from dra_driver.nvml.failures import nvml_errors, supported, translated
+from tests.fakes.tables import data_of
 
 CODES = sorted(
     {
@@ -20,23 +13,9 @@ CODES = sorted(
         if name.startswith("NVML_ERROR_") and isinstance(value, int)
     }
 )
-EXPECTED = {
-    pynvml.NVML_ERROR_UNINITIALIZED: NvmlUnavailableError,
-    pynvml.NVML_ERROR_DRIVER_NOT_LOADED: DriverGoneError,
-    pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: DriverGoneError,
-    pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: NvmlUnavailableError,
-    pynvml.NVML_ERROR_GPU_IS_LOST: DeviceLostError,
-    pynvml.NVML_ERROR_GPU_NOT_FOUND: DeviceLostError,
-    pynvml.NVML_ERROR_IN_USE: DeviceBusyError,
-    pynvml.NVML_ERROR_NOT_SUPPORTED: NotSupportedError,
-    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND: NotSupportedError,
-    pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH: NotSupportedError,
-    pynvml.NVML_ERROR_MEMORY: NvmlTransientError,
-    pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES: NvmlTransientError,
-    pynvml.NVML_ERROR_NOT_READY: NvmlTransientError,
-    pynvml.NVML_ERROR_INVALID_STATE: NvmlTransientError,
-    pynvml.NVML_ERROR_TIMEOUT: NvmlUnknownOutcomeError,
-    pynvml.NVML_ERROR_UNKNOWN: NvmlUnknownOutcomeError,
+EXPECTED: dict[int, type[Exception]] = {
+    getattr(pynvml, f"NVML_ERROR_{code}"): getattr(errors, name)
+    for code, name in data_of(__file__)["classes"].items()
 }
 
 

@@ -29,6 +29,7 @@ from dra_driver.simulator.state import Gpu
 from dra_driver.simulator.state import MigProfile as Row
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.samples import ONE_G
+from tests.fakes.tables import tabled
 
 Make = Callable[[str], SimulatedNode]
 
@@ -283,15 +284,7 @@ def test_gpu_instance_at_another_placement_is_destroyed(
     assert [item.start for item in bench.gpu.instances] == [6]
 
 
-@pytest.mark.parametrize(
-    ("function", "code"),
-    [
-        ("nvmlGpuInstanceCreateComputeInstance", "unknown"),
-        ("nvmlGpuInstanceCreateComputeInstance", "insufficient-resources"),
-        ("nvmlComputeInstanceGetInfo*", "unknown"),
-        ("nvmlDeviceGetUUID", "timeout"),
-    ],
-)
+@tabled("function", "code")
 def test_compute_instance_that_fails_is_not_left(bench: Bench, function: str, code: str) -> None:
     made = bench.make()
     hardware, where = bench.hardware, (bench.gpu.uuid, None)  # by UUID, which reads no other UUID

@@ -1,20 +1,12 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.fixtures import logs
-from tests.fakes.kindnode import KindNode, Site
+from tests.fakes.kindnode import KindNode, Site, site
 
-__all__ = ["logs"]
-
-
-@pytest.fixture(scope="module")
-def site(make_memory_path: Callable[[], Path]) -> Iterator[Site]:
-    """A machine for all tests of a file, since rendering one takes longer than a test."""
-    one = Site(make_memory_path() / "machine")
-    yield one
-    one.close()
+__all__ = ["logs", "site"]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +43,13 @@ def test_entry_is_there_for_the_other_instance_until_it_is_removed(
     assert (ledger.get(ENTRY.device), dict(ledger.all())) == (None, {})
 
 
-def test_format(ledger: PassthroughLedger, memory_path: Path) -> None:
+def test_files_have_the_golden_form(
+    ledger: PassthroughLedger, memory_path: Path, is_golden: Callable[[Path, str], None]
+) -> None:
+    """Another form would need another format number."""
     ledger.save(ENTRY)
-    assert json.loads((memory_path / "passthrough" / FILE).read_text()) == {
-        "version": 1,
-        "device": "vfio-0000-1b-00-0",
-        "gpuUUID": "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c",
-        "pciBusID": "0000:1b:00.0",
-        "bootID": "boot-1",
-        "claimUID": "uid-1",
-        "functions": [
-            {"busID": "0000:1b:00.0", "driver": "nvidia"},
-            {"busID": "0000:1b:00.1", "driver": None},
-        ],
-        "persistence": True,
-        "productName": "NVIDIA L40S",
-    }
+    document = json.loads((memory_path / "passthrough" / FILE).read_text())
+    is_golden(Path(__file__).parent / "golden" / "ledger-card.json", json.dumps(document, indent=1) + "\n")
 
 
 def test_reboot_makes_entries_void(ledger: PassthroughLedger, memory_path: Path) -> None:

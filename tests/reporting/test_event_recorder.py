@@ -22,7 +22,8 @@ from dra_driver.model.device_status import DeviceStatus
 from dra_driver.model.events import PREPARE_FAILED, EventObject, node_object
 from dra_driver.reporting.event_queue import ClaimState, EventQueue, ObjectEvent, ReportLimits
 from dra_driver.reporting.event_recorder import EventRecorder
-from tests.kube.support import DRIVER, allocated_claim, claim_status_client, wait_until
+from tests.fakes.waiting import eventually
+from tests.kube.support import DRIVER, allocated_claim, claim_status_client
 
 _REF = ClaimRef("ns", "claim", "uid")
 _PODS = tuple(EventObject("Pod", f"pod-{n}", f"uid-{n}", "ns") for n in range(2))
@@ -155,7 +156,7 @@ def test_what_cannot_be_said_for_minutes_is_dropped(server, logs):
         server, ReportLimits(backoff_first_s=0.001, backoff_most_s=0.001, give_up_s=0.0)
     ) as recorder:
         recorder.node_event("Old", "", warning=False)
-        wait_until(lambda: recorder.dropped)
+        eventually(lambda: recorder.dropped)
         with server.told:
             server.errors.clear()
         recorder.node_event("New", "", warning=False)
@@ -180,11 +181,11 @@ def test_a_refusal_or_a_bug_costs_one_notice(server, logs, error, expected):
         for reason in ("First", "Second"):
             server.errors = [error]
             recorder.node_event(reason, "", warning=False)
-            wait_until(lambda: not server.errors)
+            eventually(lambda: not server.errors)
         recorder.node_event("Third", "", warning=False)
         server.wait_for(lambda: server.events)
-        wait_until(lambda: recorder.failed == 2)
-        wait_until(lambda: len(logs) == 2)  # each is counted a moment before it is told
+        eventually(lambda: recorder.failed == 2)
+        eventually(lambda: len(logs) == 2)  # each is counted a moment before it is told
     assert [event[2] for event in server.events] == ["Third"]
     assert [(line["event"], line["log_level"]) for line in logs] == expected
 
@@ -221,7 +222,7 @@ def test_a_stop_drops_what_the_api_server_does_not_take(server):
     server.errors = [ApiUnavailableError("down")]
     with speaking(server, ReportLimits(backoff_first_s=3600, backoff_most_s=3600)) as recorder:
         recorder.node_event("First", "", warning=False)
-        wait_until(lambda: not server.errors)
+        eventually(lambda: not server.errors)
         recorder.claim_status(_REF, [_READY], lambda: None)
     assert (server.events, server.states, recorder.dropped) == ([], [], 2)
 
@@ -252,7 +253,7 @@ def test_over_a_real_connection_that_goes_and_comes(tmp_path):
                 recorder.claim_event(ref, PREPARE_FAILED, "why", warning=True)
             recorder.claim_status(ref, [_READY], lambda: None)
             api_server.start()
-            wait_until(lambda: recorder.written == 4)
+            eventually(lambda: recorder.written == 4)
         client.close()
         found = api_server.objects("events", group="")
         assert sorted(event["involvedObject"]["name"] for event in found) == [ref.name, "pod-1", "pod-2"]
@@ -429,7 +430,7 @@ def test_a_state_that_was_refused_does_not_count_as_written(server):
     written = []
     with speaking(server) as recorder:
         recorder.claim_status(_REF, [_READY], lambda: written.append("refused"))
-        wait_until(lambda: recorder.failed)
+        eventually(lambda: recorder.failed)
         recorder.claim_status(_REF, [_READY], lambda: written.append("taken"))
         server.wait_for(lambda: server.states)
     assert written == ["taken"]

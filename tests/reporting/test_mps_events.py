@@ -12,7 +12,7 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps
 from dra_driver.reporting.mps_events import MpsEvents
 from tests.fakes.samples import GPU_0, claim, uuid
-from tests.kube.support import wait_until
+from tests.fakes.waiting import eventually
 
 SPEC = MpsDaemonSpec(GPU_0, uuid(0), "gpu", uuid(0))
 READY = MpsDaemonStatus(GPU_0, "ready", SPEC, pid=1)
@@ -91,6 +91,6 @@ def test_a_prepared_claim_makes_it_look_soon() -> None:
         node.use("a")
         node.daemons = (replace(READY, not_exclusive=(uuid(0),)),)
         node.events.prepared(node.records["a"])
-        wait_until(lambda: [one[:2] for one in node.told] == [("a", MPS_NOT_EXCLUSIVE)])
+        eventually(lambda: [one[:2] for one in node.told] == [("a", MPS_NOT_EXCLUSIVE)])
     finally:
         node.events.stop()

@@ -21,6 +21,7 @@ from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, sha
 from dra_driver.model.sharing_mode import MpsShared
 from dra_driver.model.steps import LeaveMigMode, RunMps, SetTimeSlice, WriteCdiSpec
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, GPU_2, NODE, claim, h100, inventory, result, uuid
+from tests.fakes.tables import tabled
 from tests.sharing.test_mps_requests import mps
 
 NODE_OF_FOUR = inventory(*(h100(number) for number in range(4)))
@@ -145,13 +146,7 @@ def test_steps_of_gpus_that_one_daemon_joins_run_one_after_the_other() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("limits", "env"),
-    [
-        ((1024, None, 2048), ["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=1024M,2=2048M"]),
-        ((None, None, None), []),
-    ],
-)
+@tabled("limits", "env")
 def test_containers_get_the_limits_by_number(limits: tuple[int | None, ...], env: list[str]) -> None:
     device = CdiDevice(GPU_1, nodes=(), drm=(), links=())
     made = with_mps(device, MpsShared(SPEC, limits[1], None, limits), MpsDirectories("/p", "/l", "/s"))

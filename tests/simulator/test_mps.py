@@ -14,7 +14,7 @@ import pytest
 
 from tests.fakes.mps_behaviour import misbehave
 from tests.fakes.tables import tabled
-from tests.kube.support import wait_until
+from tests.fakes.waiting import eventually
 
 SHELLS = [shell for shell in ("dash", "bash", "busybox") if shutil.which(shell)] or ["sh"]
 PATH = f"{Path(sys.executable).resolve().parent}:{os.environ['PATH']}"
@@ -126,7 +126,7 @@ def test_a_second_daemon_on_a_pipe_directory_is_refused(mps):
 def test_commands_and_their_refusals(mps):
     mps.ready(mps.uuid, "-multiuser-server")
     number = mps.pipe / "nvidia-cuda-mps-control.pid"
-    wait_until(number.read_text)  # the file is there a moment before its content
+    eventually(number.read_text)  # the file is there a moment before its content
     assert int(number.read_text()) == mps.daemon.pid
     lines = mps.ask(
         "frobnicate",
@@ -252,13 +252,13 @@ def test_unknown_options_are_answered_with_help_from_r555_on(mps, options: list[
 def test_commands_are_those_of_the_branch(mps, branch: int, lines: list[str]) -> None:
     of_branch(mps.machine, branch)
     mps.start(mps.uuid)
-    wait_until((mps.pipe / "control").exists)
+    eventually((mps.pipe / "control").exists)
     commands = (
         "set_default_device_pinned_mem_limit 0 1G",
         "get_server_status 1",
         "set_default_active_thread_percentage 50",
     )
-    wait_until(lambda: mps.ask(*commands).stdout.splitlines() == lines)
+    eventually(lambda: mps.ask(*commands).stdout.splitlines() == lines)
 
 
 def test_one_client_too_many_is_refused(mps):

@@ -176,17 +176,7 @@ def test_index_is_hexadecimal_and_wide_enough() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("nodeSelector", {"nodeSelectorTerms": [{}]}),
-        ("allNodes", True),
-        ("perDeviceNodeSelection", True),
-        ("devices", [device("a"), device("intruder")]),
-        ("devices", None),
-        ("sharedCounters", [{"name": "set", "counters": {}}]),
-    ],
-)
+@tabled("key", "value")
 def test_slice_is_put_right_when_somebody_edited_it(server: Server, key: str, value: Any) -> None:
     wanted = pool([device("a")])
     server.publish(wanted)
