@@ -14,15 +14,9 @@ from pathlib import Path
 
 import structlog
 
-from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.concurrency.bounded_program import run_driver_program
 from dra_driver.errors import PermanentError, RetryableError
-from dra_driver.model.driver_programs import (
-    CONTROL_PROGRAM,
-    DriverPrograms,
-    FindPrograms,
-    check_started,
-    not_run,
-)
+from dra_driver.model.driver_programs import CONTROL_PROGRAM, FindPrograms, not_run
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_limits import is_answer, is_number, limit_commands
@@ -99,7 +93,11 @@ class DaemonControl:
             arguments.append(MULTI_USER)
         elif self.spec.multi_user:  # the program takes the option from root only
             _tell_one_user(os.geteuid())
-        environment = {**self._environment(programs), "CUDA_VISIBLE_DEVICES": self.spec.visible}
+        environment = {
+            **programs.environment(),
+            **self._variables,
+            "CUDA_VISIBLE_DEVICES": self.spec.visible,
+        }
         try:
             return spawn(arguments, environment, Path(self.directories.log, OUTPUT))
         except OSError as error:
@@ -210,24 +208,15 @@ class DaemonControl:
             raise RetryableError(f"MPS processes of {self.directories.pipe} do not end: {numbers}")
 
     def _pass(self, questions: Sequence[str], timeout_s: float) -> list[str]:
-        programs = self.find()
-        program = programs.path(CONTROL_PROGRAM)
-        action = f"ask the MPS daemon {questions[0]!r}"
-        try:
-            code, output = run_program(
-                [program],
-                self._environment(programs),
-                timeout_s=timeout_s,
-                lane=f"{CONTROL_PROGRAM} {self.directories.pipe}",
-                text="".join(f"{question}\n" for question in questions),
-            )
-        except TimeoutError as error:
-            raise RetryableError(
-                f"the MPS daemon did not answer {questions[0]!r} within {timeout_s:g} s"
-            ) from error
-        except OSError as error:
-            raise not_run(action, program, error) from error
-        check_started(action, program, code, output)
+        code, output = run_driver_program(
+            self.find,
+            CONTROL_PROGRAM,
+            action=f"ask the MPS daemon {questions[0]!r}",
+            timeout_s=timeout_s,
+            subject=self.directories.pipe,
+            variables=self._variables,
+            text="".join(f"{question}\n" for question in questions),
+        )
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         if code != 0 or any("cannot find mps control daemon" in line.lower() for line in lines):
             reason = lines[-1] if lines else f"exit code {code}"
@@ -236,12 +225,9 @@ class DaemonControl:
             raise RetryableError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
         return lines
 
-    def _environment(self, programs: DriverPrograms) -> dict[str, str]:
-        return {
-            **programs.environment(),
-            PIPE_VARIABLE: self.directories.pipe,
-            "CUDA_MPS_LOG_DIRECTORY": self.directories.log,
-        }
+    @property
+    def _variables(self) -> dict[str, str]:
+        return {PIPE_VARIABLE: self.directories.pipe, "CUDA_MPS_LOG_DIRECTORY": self.directories.log}
 
     def _why_not_ready(self, timeout_s: float) -> str:
         try:
