@@ -31,6 +31,7 @@ from typing import TypeVar
 
 import structlog
 
+from dra_driver.concurrency.backoff import Backoff
 from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.errors import (
     DraDriverError,
@@ -98,7 +99,7 @@ class Daemon:
         self._control = DaemonControl(
             tools.programs, record.spec, self.directories, tools.timings, tools.closing
         )
-        self._backoff = tools.timings.first_backoff
+        self._backoff = Backoff(tools.timings.first_backoff, tools.timings.longest_backoff)
         self._retry_at = 0.0
         self._ending = False
         self.gone = False
@@ -413,20 +414,16 @@ class Daemon:
         if process is not None:
             processes.reap(process.pid)
         if time.time() - self.status.since > self._tools.timings.calm:
-            self._backoff = self._tools.timings.first_backoff
+            self._backoff.reset()
         problem = f"the control daemon ended; {log_tail(self.directories) or 'no log'}"
         self._show("failed", problem=problem)
-        self._delay(now)
+        self._retry_at = now + self._backoff.step()
         _log.warning("mps_daemon_died", device=self.status.device, problem=problem)
 
     def _failed(self, error: Exception) -> None:
         self._show("failed", problem=str(error))
-        self._delay(time.monotonic())
+        self._retry_at = time.monotonic() + self._backoff.step()
         _log.warning("mps_daemon_failed", device=self.status.device, error=str(error))
-
-    def _delay(self, now: float) -> None:
-        self._retry_at = now + self._backoff
-        self._backoff = min(self._backoff * 2, self._tools.timings.longest_backoff)
 
     def _probed(self, problem: str | None, clients: int | None, users: Collection[int]) -> None:
         """In FAULT while there is a problem. Nothing is restarted: clients may still be at work, and MPS heals."""
