@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
-from contextvars import Context
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -52,7 +50,6 @@ class TimeSliceSteps:
         self._boot_id = boot_id
         self._is_reloaded = False
         self._lost: dict[tuple[str, SetTimeSlice], str | None] = {}  # with why it could not be set again
-        self._asked: dict[tuple[str, SetTimeSlice], Future[None]] = {}
 
     def do(self, step: Step, plan: Plan) -> None:
         """Set it again, whatever it is now: a reboot or a driver reload forgets it.
@@ -108,11 +105,8 @@ class TimeSliceSteps:
             for uid, record in records.items():
                 self._lost |= {(uid, step): None for step in record.steps if isinstance(step, SetTimeSlice)}
         what = "the setting of the time slice after a reload of the NVIDIA driver"
-        for uid, step in self._lost.copy():
-            asked = self._asked.get((uid, step))
-            if asked is None or asked.done():
-                again = partial(self._set_again, uid, step)
-                self._asked[uid, step] = self._lanes.ask({step.gpu_uuid}, what, again, context=Context())
+        for lost in self._lost.copy():
+            self._lanes.ask({lost[1].gpu_uuid}, what, partial(self._set_again, *lost), once=lost)
 
     def _set_again(self, uid: str, step: SetTimeSlice, _operation: Operation) -> None:
         """A GPU that refuses is told once for each reason."""
