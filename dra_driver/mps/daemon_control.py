@@ -125,9 +125,11 @@ class DaemonControl:
             if now >= deadline:
                 raise self._not_ready(f"was not ready after {now - began:.1f} s ({reason})")
             if now >= ask_at and (now >= ask_anyway_at or control.exists()):
-                reason = self._why_not_ready(max(0.1, min(deadline - now, self.timings.answer)))
-                if not reason:
+                try:
+                    self.ask(timeout_s=max(0.1, min(deadline - now, self.timings.answer)))
                     return
+                except RetryableError as error:
+                    reason = str(error)
                 ask_at = time.monotonic() + pause
                 pause = min(2 * pause, _ASK_EVERY_S)
             time.sleep(_POLL_S)
@@ -229,27 +231,15 @@ class DaemonControl:
     def _variables(self) -> dict[str, str]:
         return {PIPE_VARIABLE: self.directories.pipe, "CUDA_MPS_LOG_DIRECTORY": self.directories.log}
 
-    def _why_not_ready(self, timeout_s: float) -> str:
-        try:
-            self.ask(timeout_s=timeout_s)
-        except RetryableError as error:
-            return str(error)
-        return ""
-
     def _not_ready(self, what: str) -> RetryableError:
         """What the program printed comes first; a guess only where it printed nothing."""
-        said = log_tail(self.directories) or self._likely_cause()
+        pipe, printed = self.directories.pipe, log_tail(self.directories)
+        said = printed or "it printed nothing"
+        if not printed and len(f"{pipe}/{_LONGEST_SOCKET}".encode()) > _LONGEST_ADDRESS:
+            said += f"; perhaps its pipe directory {pipe} is too long for a socket"
         if self.spec.multi_user:
             said += f"; it was started with {MULTI_USER}, which needs NVIDIA driver R555 or newer"
         return RetryableError(f"the MPS daemon of {self.spec.device} ({self.spec.uuid}) {what}; {said}")
-
-    def _likely_cause(self) -> str:
-        address = f"{self.directories.pipe}/{_LONGEST_SOCKET}".encode()
-        if len(address) <= _LONGEST_ADDRESS:
-            return "it printed nothing"
-        return (
-            f"it printed nothing; perhaps its pipe directory {self.directories.pipe} is too long for a socket"
-        )
 
 
 @cache
