@@ -76,7 +76,6 @@ class GpuLocks:
         self._directory = directory
         self._suffix = suffix
         self._locks: dict[str, threading.Lock] = {}
-        self._guard = threading.Lock()
 
     def open(self) -> None:
         """Create the directory. Raises: StateError."""
@@ -149,8 +148,7 @@ class GpuLocks:
     def _held(
         self, uuid: str, deadline: float, has_left: Callable[[], bool] | None
     ) -> AbstractContextManager[int]:
-        with self._guard:
-            lock = self._locks.setdefault(uuid, threading.Lock())
+        lock = self._locks.setdefault(uuid, threading.Lock())  # in one go, also among threads
         return hold_file(self._file(uuid), lock, deadline, f"GPU {uuid}", has_left=has_left)
 
     def _file(self, uuid: str) -> Path:

@@ -16,7 +16,7 @@ from dra_driver.mig.context import MigContext
 from dra_driver.mig.create import MigDevices
 from dra_driver.mig.rules.ownership import FoundInstance, foreign_to_destroy, is_left_over
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig import GpuAddress
+from dra_driver.model.mig import GpuAddress, GpuInstance
 
 _log = structlog.get_logger(__name__)
 
@@ -182,17 +182,17 @@ class MigCollector:
         free, still_held = foreign_to_destroy(found, ours, held, self._foreign[gpu])
         changed = False
         for item in free:
-            changed |= self._is_destroyed(gpu, item)
+            changed |= self._is_destroyed(gpu, item.instance)
         if still_held:
             self._foreign[gpu] = still_held
         else:
             del self._foreign[gpu]
         return changed
 
-    def _is_destroyed(self, gpu: GpuAddress, found: FoundInstance) -> bool:
+    def _is_destroyed(self, gpu: GpuAddress, found: GpuInstance) -> bool:
         """Destroy a foreign instance; False if it is in use, which does not keep the others from being destroyed."""
         try:
-            self.devices.destroy_foreign(gpu, found.instance, found.compute_instances)
+            self.devices.destroy_foreign(gpu, found)
         except DeviceBusyError as error:
             _log.warning("mig_instance_not_destroyed", gpu_uuid=gpu.uuid, reason=str(error))
             return False
