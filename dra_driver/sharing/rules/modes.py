@@ -77,32 +77,33 @@ def sharing_modes_of(
     ]
     if any(isinstance(mode, MpsShared) for mode in modes):
         refuse_mixed_requests(devices, modes)
-        modes = _grouped(devices, _added_up(devices, modes))
+        modes = _grouped(devices, modes)
     _refuse_rival_shares(devices, modes)
     return modes
 
 
 def _grouped(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> list[SharingMode]:
-    """Several GPUs of one request get one daemon: the containers of the request see all of them through it."""
-    members: dict[str, dict[str, MpsShared]] = {}
+    """Several shares of one device in one request go to the same containers, which get the sum of their limits. Several
+    GPUs of one request get one daemon: the containers of the request see all of them through it."""
+    shares: dict[str, dict[str, list[MpsShared]]] = {}
     for (result, device), usage in zip(devices, usages, strict=True):
         if isinstance(usage, MpsShared):
-            members.setdefault(result.request, {})[device.name] = usage
-    together = {
-        request: _together(sorted(found.values(), key=lambda usage: usage.spec.gpu_uuid))
-        for request, found in members.items()
-        if len(found) > 1
+            shares.setdefault(result.request, {}).setdefault(device.name, []).append(usage)
+    added = {
+        request: {name: _sum(of_device) for name, of_device in found.items()}
+        for request, found in shares.items()
     }
     return [
-        replace(together[result.request], memory_limit_mib=usage.memory_limit_mib)
-        if isinstance(usage, MpsShared) and result.request in together
-        else usage
-        for (result, _), usage in zip(devices, usages, strict=True)
+        _together(added[result.request], device.name) if isinstance(usage, MpsShared) else usage
+        for (result, device), usage in zip(devices, usages, strict=True)
     ]
 
 
-def _together(usages: Sequence[MpsShared]) -> MpsShared:
-    """The mode of each of several GPUs that one daemon serves, in its order. MPS knows one percentage for all."""
+def _together(members: Mapping[str, MpsShared], device: str) -> MpsShared:
+    """The mode of a device of a request, whose daemon serves all of them. MPS knows one percentage for all."""
+    if len(members) == 1:
+        return members[device]
+    usages = sorted(members.values(), key=lambda usage: usage.spec.gpu_uuid)
     specs = [usage.spec for usage in usages]
     spec = replace(
         specs[0],
@@ -111,23 +112,12 @@ def _together(usages: Sequence[MpsShared]) -> MpsShared:
         others=tuple(MpsMember(one.device, one.gpu_uuid, one.default_memory_limit_mib) for one in specs[1:]),
     )
     percentage = _least_of(usage.active_thread_percentage for usage in usages)
-    return MpsShared(spec, None, percentage, tuple(usage.memory_limit_mib for usage in usages))
+    limits = tuple(usage.memory_limit_mib for usage in usages)
+    return MpsShared(spec, members[device].memory_limit_mib, percentage, limits)
 
 
 def _least_of(limits: Iterable[int | None]) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _added_up(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> list[SharingMode]:
-    """Several shares of one device in one request go to the same containers, which get the sum of their limits."""
-    groups: dict[tuple[str, str], list[MpsShared]] = {}
-    for (result, device), usage in zip(devices, usages, strict=True):
-        if isinstance(usage, MpsShared):
-            groups.setdefault((result.request, device.name), []).append(usage)
-    return [
-        _sum(groups[result.request, device.name]) if isinstance(usage, MpsShared) else usage
-        for (result, device), usage in zip(devices, usages, strict=True)
-    ]
 
 
 def _sum(shares: Sequence[MpsShared]) -> MpsShared:
