@@ -422,8 +422,8 @@ def test_a_stop_without_a_record_puts_the_gpu_back_too(host, lost, wish):
     new = host.supervisor()
     if wish == "lost":
         with pytest.raises(PermanentError, match="'-L' is not the UUID of a GPU"):
-            new.stop("gpu-2", 10, gpu_uuid="-L", kind="gpu")
-    new.stop("gpu-2", 10, gpu_uuid=spec.gpu_uuid, kind="gpu")
+            new.stop("gpu-2", 10, gpu_uuid="-L")
+    new.stop("gpu-2", 10, gpu_uuid=spec.gpu_uuid)
     host.assert_nothing_left()
 
 
@@ -431,10 +431,10 @@ def test_a_stop_of_what_left_no_trace_changes_no_compute_mode(host):
     uuid = host.machine.gpu(2).uuid
     host.machine.set_compute_mode(uuid, EXCLUSIVE_PROCESS)
     supervisor = host.supervisor()
-    supervisor.stop("gpu-2", 10, gpu_uuid=uuid, kind="gpu")
+    supervisor.stop("gpu-2", 10, gpu_uuid=uuid)
     assert host.compute_mode() == EXCLUSIVE_PROCESS
     host.layout.directory("gpu-2").mkdir()
-    supervisor.stop("gpu-2", 10, gpu_uuid=uuid, kind="mig")
+    supervisor.stop("gpu-2", 10)
     assert (host.compute_mode(), host.left()) == (EXCLUSIVE_PROCESS, [])
 
 
