@@ -46,15 +46,12 @@ class ClaimFetch:
         Raises: as `ClaimClient.read`; RetryableError.
         """
         known = self._records.get(ref.uid)
-        is_prepared = known is not None and known.phase == "prepared"
-        try:
-            if is_prepared:
-                return our_part(self._lookup.read(ref, call.left_for_known()), self._driver)
+        if known is None or known.phase != "prepared":
             return our_part(self._read(ref, call), self._driver)
+        try:
+            return our_part(self._lookup.read(ref, call.left_for_known()), self._driver)
         except (ApiUnavailableError, ApiRejectedError) as error:
             # A refusal (no permission, version not served) says as little about the claim as no answer at all.
-            if known is None or not is_prepared:
-                raise
             _log.warning("claim_read_from_record", claim_uid=ref.uid, reason=str(error))
             return known.claim
 

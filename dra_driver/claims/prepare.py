@@ -74,7 +74,10 @@ class Preparer:
     refuse_changing: Callable[[Collection[str]], None] | None
 
     def __post_init__(self) -> None:
-        self._steps = AttemptSteps(self.records, self.executor, self.claim_locks)
+        self._begun: dict[str, PrepareAttempt] = {}
+        """By claim UID, which attempt must take back what was begun: the last one of the claim in this process that
+        wrote the record. Changed under the claim's lock. An attempt in the other instance of a rolling update may find
+        the record gone between two tries; it then starts from the beginning."""
 
     def prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
         """The answer to the kubelet, and the claim's record; None if the claim has no device of this driver.
@@ -85,7 +88,7 @@ class Preparer:
             try:
                 return self._prepare_until_free(attempt)
             except Exception:
-                self._steps.give_up(attempt)  # while still in line for what this frees
+                self.give_up(attempt)  # while still in line for what this frees
                 raise
 
     def _prepare_until_free(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
@@ -96,7 +99,7 @@ class Preparer:
                 return self._prepare_once(attempt, attempt.claim)
             except WAITED_FOR as error:
                 if not isinstance(error, NvmlTransientError):
-                    self._steps.give_up(attempt)
+                    self.give_up(attempt)
                 self.line.wait(attempt, error)
             except (NvmlUnavailableError, DeviceLostError):
                 # Discovery may not have seen yet that the NVIDIA driver was loaded again or that the GPU is back.
@@ -114,7 +117,7 @@ class Preparer:
         try:
             plan, record = self._planned(attempt, claim)
             prepared = self.planner.answer(claim, plan)
-            return prepared, None if record is None else self._steps.carry_out(attempt, plan, record)
+            return prepared, None if record is None else self.carry_out(attempt, plan, record)
         except _SURVIVED:
             with self.claim_locks.hold(attempt.ref.uid, _LOOK_S) as guard:
                 refuse_unprepared(guard, attempt.call)
@@ -183,29 +186,16 @@ class Preparer:
                     if pending:
                         return plan, None, pending
                 call.left()
-                return plan, self._steps.begin(attempt, plan, known), ()
+                return plan, self.begin(attempt, plan, known), ()
 
-
-class AttemptSteps:
-    """Carries out the plans of attempts. It knows which attempt must take back what was begun: the last one of the
-    claim in this process that wrote the record.
-
-    An attempt in the other instance of a rolling update may find the record gone between two tries; it then starts from
-    the beginning.
-    """
-
-    def __init__(self, records: RecordStore, executor: Executor, claim_locks: ClaimLocks) -> None:
-        self._records = records
-        self._executor = executor
-        self._claim_locks = claim_locks
-        self._begun: dict[str, PrepareAttempt] = {}  # by claim UID; changed under the claim's lock
+    # --- the steps of an attempt ---------------------------------------------------------------
 
     def begin(self, attempt: PrepareAttempt, plan: Plan, known: ClaimRecord | None) -> ClaimRecord | None:
         """Write the claim's record before its steps; None for a claim without devices. `known` is the record before.
         The caller holds the claim's lock. Raises: StateError."""
         if not plan.devices:
             return None
-        record = self._executor.intend(plan, known)
+        record = self.executor.intend(plan, known)
         if record.phase != "prepared":
             if known is None:
                 attempt.begun = []
@@ -220,20 +210,16 @@ class AttemptSteps:
         meanwhile."""
         begun = [] if attempt.begun is None else attempt.begun
         left = attempt.call.left()
-        self._executor.change(
+        self.executor.change(
             plan, record, begun, min(left, _PREPARED_WAIT_S) if record.phase == "prepared" else left
         )
         uid = attempt.ref.uid
-        with self._claim_locks.hold(uid, _LOCK_S) as guard:
+        with self.claim_locks.hold(uid, _LOCK_S) as guard:
             refuse_unprepared(guard, attempt.call)
-            done = self._executor.finish(plan, record, begun)
-            self.end(uid)
+            done = self.executor.finish(plan, record, begun)
+            self._begun.pop(uid, None)
             guard.note_prepared(attempt.call.began_ns)
             return done
-
-    def end(self, uid: str) -> None:
-        """Nothing is begun any more, or the caller goes on with it. The caller holds the claim's lock."""
-        self._begun.pop(uid, None)
 
     def give_up(self, attempt: PrepareAttempt) -> None:
         """Take back what the attempt has begun, unless the claim is prepared or a later attempt goes on with it.
@@ -244,19 +230,19 @@ class AttemptSteps:
         if self._begun.get(uid) is not attempt:
             return
         try:
-            with self._claim_locks.hold(uid, _LOCK_S) as guard:
+            with self.claim_locks.hold(uid, _LOCK_S) as guard:
                 if self._begun.get(uid) is not attempt:
                     return
-                self.end(uid)
-                record = self._records.get(uid)
+                self._begun.pop(uid, None)
+                record = self.records.get(uid)
                 if (
                     record is None
                     or record.phase == "prepared"
                     or guard.was_unprepared_since(attempt.call.began_ns)
                 ):
                     return
-                cleanup = self._executor.leave(record, attempt.begun)
-            self._executor.clean(cleanup)
+                cleanup = self.executor.leave(record, attempt.begun)
+            self.executor.clean(cleanup)
         except DraDriverError as error:
             _log.error(
                 "rollback_incomplete",

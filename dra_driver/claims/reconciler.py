@@ -43,15 +43,15 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import structlog
 
 from dra_driver.claims.fetch import RecordedPods
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.kubelet_call import Observer
-from dra_driver.claims.rules.release import ReleaseReason, staleness
+from dra_driver.claims.rules.release import staleness
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.unprepare import Unpreparer
 from dra_driver.concurrency.backoff import Backoff
@@ -83,18 +83,13 @@ class Rhythm:
 
 @dataclass(frozen=True, slots=True)
 class _Stale:
-    """A stale claim; `since` is the clock's time of the look that first found it stale."""
+    """A stale claim, and why it is that; `since` is the clock's time of the look that first found it stale. The API
+    server was asked last at `looked_ns` (time.monotonic_ns())."""
 
     record: ClaimRecord
-    since: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """Why a claim is stale; None if it is not. The API server was asked at `looked_ns` (time.monotonic_ns())."""
-
-    why: ReleaseReason | None
+    why: str
     looked_ns: int
+    since: float
 
 
 @dataclass(eq=False)
@@ -187,7 +182,7 @@ class Reconciler(BackgroundWorker):
         that have been stale for the grace time. Returns the seconds after which to try again, None if nothing
         failed."""
         try:
-            failed = self._take_back(self._judged(only))
+            failed = self._take_back(self._found_stale(only))
         except DraDriverError as error:
             if not self._is_failing:
                 _log.warning("reconcile_delayed", reason=str(error))
@@ -217,11 +212,11 @@ class Reconciler(BackgroundWorker):
             )
         return records
 
-    def _judged(self, only: Collection[str] | None) -> dict[str, _Verdict]:
-        """The stale claims of this look by UID. Raises: DraDriverError if the API server does not tell of any claim;
-        claims that were stale before stay stale."""
+    def _found_stale(self, only: Collection[str] | None) -> list[_Stale]:
+        """The stale claims of this look. Raises: DraDriverError if the API server does not tell of any claim; claims
+        that were stale before stay stale."""
         subjects = self._subjects()
-        verdicts: dict[str, _Verdict] = {}
+        verdicts: dict[str, _Stale | None] = {}
         unanswered: dict[str, DraDriverError] = {}
         in_a_row = 0
         asked = [uid for uid in subjects if only is None or uid in only]
@@ -230,7 +225,7 @@ class Reconciler(BackgroundWorker):
             if number and self.pause(self.rhythm.between_requests_s):
                 break
             try:
-                verdicts[uid] = self._judge(subjects[uid])
+                verdicts[uid] = self._judged(subjects[uid])
                 in_a_row = 0
             except DraDriverError as error:
                 unanswered[uid] = error
@@ -244,37 +239,41 @@ class Reconciler(BackgroundWorker):
         self._unanswered = len(unanswered)
         for uid in self._stale.keys() - subjects.keys():
             del self._stale[uid]  # the kubelet unprepared it
-        now = self.clock()
-        for uid, verdict in verdicts.items():
+        for uid, found in verdicts.items():
             before = self._stale.get(uid)
-            if verdict.why is None:
+            if found is None:
                 self._stale.pop(uid, None)
-            elif before is None or before.record != subjects[uid]:
-                self._stale[uid] = _Stale(subjects[uid], now)
-                _log.info("claim_stale", claim=str(subjects[uid].ref), reason=verdict.why.why)
+            elif before is not None and before.record == found.record:
+                self._stale[uid] = replace(found, since=before.since)
+            else:
+                self._stale[uid] = found
+                _log.info("claim_stale", claim=str(found.record.ref), reason=found.why)
         self._kept &= self._stale.keys()
         self._awaited &= self._stale.keys()
-        return {uid: verdict for uid, verdict in verdicts.items() if verdict.why is not None}
+        return [self._stale[uid] for uid in verdicts if uid in self._stale]
 
-    def _judge(self, record: ClaimRecord) -> _Verdict:
+    def _judged(self, record: ClaimRecord) -> _Stale | None:
+        """None if the claim is not stale."""
         looked_ns = time.monotonic_ns()
         now = self.lookup.look(record.ref, self.rhythm.request_s)
-        why = staleness(record, now, self.driver)
-        if why is None and now is not None and now.uid == record.ref.uid:
+        found = staleness(record, now, self.driver)
+        if found is not None:
+            return _Stale(record, found.why, looked_ns, self.clock())
+        if now is not None and now.uid == record.ref.uid:
             self.recorded.keep(record, now.pods, looked_ns)
-        return _Verdict(why, looked_ns)
+        return None
 
-    def _take_back(self, stale: Mapping[str, _Verdict]) -> bool:
+    def _take_back(self, stale: Sequence[_Stale]) -> bool:
         """Take back the claims that have been stale for the grace time; whether one could not be taken back. Raises:
         DraDriverError if the API server does not know this node."""
-        due = [uid for uid in stale if self._is_due(self._stale[uid])]
+        due = [one for one in stale if self._is_due(one)]
         if due:
             self.make_sure()
         failed = False
-        for uid in due:
+        for one in due:
             if self.is_stopping:
                 return failed
-            failed |= not self._taken_back(self._stale[uid].record, stale[uid])
+            failed |= not self._taken_back(one)
         return failed
 
     def _is_due(self, entry: _Stale) -> bool:
@@ -282,15 +281,15 @@ class Reconciler(BackgroundWorker):
             return True
         return entry.record.ref.uid in self._awaited and self.pods_run(entry.record) is False
 
-    def _taken_back(self, record: ClaimRecord, verdict: _Verdict) -> bool:
+    def _taken_back(self, stale: _Stale) -> bool:
         """Take the claim back; False if the reconciler must try again."""
-        ref, why = record.ref, verdict.why.why if verdict.why else ""
-        if self._is_kept(record, why):
+        ref, why = stale.record.ref, stale.why
+        if self._is_kept(stale.record, why):
             self._kept.add(ref.uid)
             return False
         self._kept.discard(ref.uid)
         try:
-            done = self.unpreparer.reclaim(ref, record, verdict.looked_ns)
+            done = self.unpreparer.reclaim(ref, stale.record, stale.looked_ns)
         except Exception as error:  # noqa: BLE001  one claim's failure must not keep the others
             tell = _log.warning if isinstance(error, DraDriverError) else _log.exception
             tell("claim_not_recovered", claim=str(ref), claim_uid=ref.uid, reason=str(error))

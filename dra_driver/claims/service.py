@@ -48,7 +48,7 @@ class ClaimService:
         call = KubeletCall.begin(deadline_s, has_left)
         with self.observer.in_flight("prepare"), ExitStack() as under_way:
             for ref in claims:
-                under_way.enter_context(self.line.preparing(ref.uid))
+                under_way.enter_context(self.line.calling("prepare", ref.uid))
             return _each(self._prepare_one, claims, call)
 
     def unprepare(

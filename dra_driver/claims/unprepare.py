@@ -45,10 +45,14 @@ class Unpreparer:
         it from being unprepared; the record stays.
         """
         call = KubeletCall(time.monotonic_ns(), time.monotonic() + within_s)
-        with until(call.deadline), bound_contextvars(claim_uid=ref.uid), self.line.unpreparing(ref.uid):
+        with (
+            until(call.deadline),
+            bound_contextvars(claim_uid=ref.uid),
+            self.line.calling("unprepare", ref.uid),
+        ):
             started = time.monotonic()
             with self.claim_locks.hold(ref.uid, call.left()) as guard:
-                is_wanted = guard.was_prepared_since(looked_ns) or self.line.is_preparing(ref.uid)
+                is_wanted = guard.was_prepared_since(looked_ns) or self.line.is_called("prepare", ref.uid)
                 if is_wanted or self.records.get(ref.uid) != expected:
                     return False
                 _, cleanup = self._taken_back(ref, call, guard)
@@ -60,7 +64,7 @@ class Unpreparer:
         """None if the claim is not prepared now, also if it never was; else an error."""
         started = time.monotonic()
         try:
-            with self.line.unpreparing(ref.uid):
+            with self.line.calling("unprepare", ref.uid):
                 with self.claim_locks.hold(ref.uid, call.left(), call.has_left) as guard:
                     record, cleanup = self._taken_back(ref, call, guard)
                 self.executor.clean(cleanup)

@@ -50,7 +50,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from dra_driver.claims.gpu_processes import GpuProcesses
-from dra_driver.claims.kubelet_call import KubeletCall
+from dra_driver.claims.kubelet_call import Action, KubeletCall
 from dra_driver.claims.rules.plan import Conflict, DeviceHeldError
 from dra_driver.claims.rules.release import release_reason
 from dra_driver.errors import (
@@ -153,8 +153,7 @@ class WaitingLine:
         self.changes = 0
         self._attempts: list[PrepareAttempt] = []
         self._numbers = 0
-        self._preparing: Counter[str] = Counter()  # calls by claim UID, as the next one
-        self._unpreparing: Counter[str] = Counter()
+        self._calls: Counter[tuple[Action, str]] = Counter()  # with the claim's UID
         self._stop_by: float | None = None
         self._on_leaving: Callable[[ClaimRef], None] = lambda _ref: None
 
@@ -189,45 +188,27 @@ class WaitingLine:
     # --- calls under way -----------------------------------------------------------------------
 
     @contextmanager
-    def preparing(self, uid: str) -> Iterator[None]:
-        """Within it the claim is being prepared, or waits for that; the fetch is part of it."""
-        with self._counted(self._preparing, uid):
-            yield
-
-    def is_preparing(self, uid: str) -> bool:
-        """Whether a Prepare of the claim is under way."""
+    def calling(self, action: Action, uid: str) -> Iterator[None]:
+        """Within it the claim is being prepared, from the fetch on, or unprepared. Attempts that wait for its devices
+        go on waiting meanwhile; the end of an Unprepare wakes them."""
         with self.changed:
-            return self._preparing[uid] > 0
-
-    @contextmanager
-    def unpreparing(self, uid: str) -> Iterator[None]:
-        """Within it the claim is being unprepared. Attempts that wait for its devices go on waiting; the end wakes
-        them."""
-        try:
-            with self._counted(self._unpreparing, uid):
-                yield
-        finally:
-            with self.changed:
-                for attempt in self._attempts:
-                    attempt.withdrawn |= attempt.number is not None and attempt.ref.uid == uid
-                self.notify()
-
-    def is_unpreparing(self, uid: str) -> bool:
-        """Whether an Unprepare of the claim is under way."""
-        with self.changed:
-            return self._unpreparing[uid] > 0
-
-    @contextmanager
-    def _counted(self, calls: Counter[str], uid: str) -> Iterator[None]:
-        with self.changed:
-            calls[uid] += 1
+            self._calls[action, uid] += 1
         try:
             yield
         finally:
             with self.changed:
-                calls[uid] -= 1
-                if not calls[uid]:
-                    del calls[uid]
+                self._calls[action, uid] -= 1
+                if not self._calls[action, uid]:
+                    del self._calls[action, uid]
+                if action == "unprepare":
+                    for attempt in self._attempts:
+                        attempt.withdrawn |= attempt.number is not None and attempt.ref.uid == uid
+                    self.notify()
+
+    def is_called(self, action: Action, uid: str) -> bool:
+        """Whether such a call is under way for the claim."""
+        with self.changed:
+            return self._calls[action, uid] > 0
 
     # --- waiting -------------------------------------------------------------------------------
 
@@ -420,7 +401,7 @@ class WaitingLine:
     def _turn_to_be_asked(self, attempt: PrepareAttempt, holder: ClaimRecord) -> int:
         """First who is known to leave, then who only wants the device: the others cost a question each."""
         uid = holder.ref.uid
-        if self.is_unpreparing(uid) or uid in attempt.leaving:
+        if self.is_called("unprepare", uid) or uid in attempt.leaving:
             return 0
         return 1 if self._is_undecided(holder) else 2
 
@@ -432,7 +413,7 @@ class WaitingLine:
         holder = conflict.holder
         if self._is_undecided(holder):
             return WAITS_LONGER
-        if self.is_unpreparing(holder.ref.uid):
+        if self.is_called("unprepare", holder.ref.uid):
             return "is being unprepared"
         if _is_lost(holder):
             raise ClaimRefusedError(conflict.text)

@@ -9,6 +9,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from dra_driver.errors import RetryableError
+from dra_driver.model.driver_programs import FindPrograms, check_started, not_run
+
 _AFTER_KILL_S = 1.0
 
 _stuck: dict[str, subprocess.Popen[str]] = {}
@@ -52,6 +55,37 @@ def run_program(
             raise TimeoutError(f"it did not end within {timeout_s:.3g} s") from error
         raise
     return child.returncode, output
+
+
+def run_driver_program(
+    find: FindPrograms,
+    name: str,
+    *arguments: str,
+    action: str,
+    timeout_s: float,
+    subject: str,
+    variables: Mapping[str, str] | None = None,
+    text: str | None = None,
+) -> tuple[int, str]:
+    """Run a program of the installed NVIDIA driver, as `run_program`, with `variables` in its environment. Those about
+    different subjects do not wait for each other.
+
+    Raises: StateError; RetryableError that begins with `action` and says why the program did not start or end.
+    """
+    programs = find()
+    program = programs.path(name)
+    environment = {**programs.environment(), **(variables or {})}
+    lane = f"{name} {subject}"
+    try:
+        code, output = run_program(
+            [program, *arguments], environment, timeout_s=timeout_s, lane=lane, text=text
+        )
+    except TimeoutError as error:
+        raise RetryableError(f"{action}: {name} does not answer: {error}") from error
+    except OSError as error:
+        raise not_run(action, program, error) from error
+    check_started(action, program, code, output)
+    return code, output
 
 
 def _give_up(child: subprocess.Popen[str], lane: str) -> None:

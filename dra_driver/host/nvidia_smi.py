@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
-from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.concurrency.bounded_program import run_driver_program
 from dra_driver.errors import NotSupportedError, NvmlDetachedError, NvmlUnavailableError, RetryableError
-from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms, check_started, not_run
+from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
 
 _TIMEOUT_S = 20.0
 _LEAST_S = 0.1
@@ -51,27 +51,17 @@ class NvidiaSmi:
             self._run(action, gpu_uuid, level, max(_LEAST_S, until - time.monotonic()))
 
     def _run(self, action: str, gpu_uuid: str, level: int, timeout_s: float) -> None:
-        arguments = ["compute-policy", "-i", gpu_uuid, "--set-timeslice", str(level)]
         programs = self._find()
-        program = programs.paths.get(SMI_PROGRAM)
-        if program is None:
+        if SMI_PROGRAM not in programs.paths:
             absent = NvmlUnavailableError(
                 f"{action}: nvidia-smi is not below the driver root {programs.root}; install the NVIDIA driver"
             )
             absent.has_no_effect = True
             raise absent
-        try:
-            code, output = run_program(
-                [program, *arguments],
-                programs.environment(),
-                timeout_s=timeout_s,
-                lane=f"nvidia-smi {gpu_uuid}",
-            )
-        except TimeoutError as error:
-            raise RetryableError(f"{action}: nvidia-smi does not answer: {error}") from error
-        except OSError as error:
-            raise not_run(action, program, error) from error
-        check_started(action, program, code, output)
+        arguments = (SMI_PROGRAM, "compute-policy", "-i", gpu_uuid, "--set-timeslice", str(level))
+        code, output = run_driver_program(
+            lambda: programs, *arguments, action=action, timeout_s=timeout_s, subject=gpu_uuid
+        )
         said = " ".join(output.split())
         lowered = said.lower()
         if code in _ABSENT_CODES or (code and any(part in lowered for part in _ABSENT)):

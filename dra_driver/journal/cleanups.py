@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from contextvars import Context
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -302,8 +301,6 @@ class Cleaner(BackgroundWorker):
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._due = 0.0
         self._is_asked = threading.Event()
-        self._asked: dict[tuple[str, frozenset[str]], Future[None]] = {}
-        self._guard = threading.Lock()
         super().__init__(
             "cleanup", self._turn, crash_event="debt_keeper_failed", on_crash=lambda _error: _LOOK_EVERY_S
         )
@@ -403,22 +400,17 @@ class Cleaner(BackgroundWorker):
         if not cleanup.steps:
             self.cleanups.note_undone(cleanup, cleanup.steps, None)
             return []
-        asked = []
-        for gpus, steps in by_gpus(cleanup.steps):
-            key = (cleanup.name, gpus)
-            undo = partial(self._undo, cleanup.name, gpus, frozenset(one.name for one in before))
-            with self._guard:
-                self._asked = {key: future for key, future in self._asked.items() if not future.done()}
-                waiting = self._asked.get(key)
-            if waiting is None:
-                # Not in the caller's context: its deadline is not that of the undo.
-                waiting = self.lanes.ask(
-                    gpus, f"the cleanup of {what(steps[-1])}", undo, _OTHER_INSTANCE_S, context=Context()
-                )
-                with self._guard:
-                    self._asked[key] = waiting
-            asked.append(waiting)
-        return asked
+        names = frozenset(one.name for one in before)
+        return [
+            self.lanes.ask(
+                gpus,
+                f"the cleanup of {what(steps[-1])}",
+                partial(self._undo, cleanup.name, gpus, names),
+                _OTHER_INSTANCE_S,
+                once=("cleanup", cleanup.name),
+            )
+            for gpus, steps in by_gpus(cleanup.steps)
+        ]
 
     def _undo(self, name: str, gpus: frozenset[str], before: Collection[str], _operation: Operation) -> None:
         """Undo what is pending of one on these GPUs; their lanes run it."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from concurrent.futures import Future
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -50,7 +50,8 @@ class GpuUnresponsiveError(RetryableError):
 class Operation:
     """What a lane has to do or does; `what` is for people, and may change while it is under way.
 
-    `began` is when it began (time.monotonic()), None while it waits; `since` says the same for people.
+    `began` is when it began (time.monotonic()), None while it waits; `since` says the same for people. `once` is its
+    name, None if any number of the same may wait.
     """
 
     gpu_uuids: frozenset[str]
@@ -58,6 +59,7 @@ class Operation:
     work: Callable[[Operation], Any]
     patience_s: float
     context: Context
+    once: Hashable = None
     future: Future[Any] = field(default_factory=Future)
     began: float | None = None
     since: str = ""
@@ -85,18 +87,24 @@ class Lanes:
         work: Callable[[Operation], T],
         patience_s: float = _OTHER_INSTANCE_S,
         *,
-        context: Context | None = None,
+        once: Hashable = None,
     ) -> Future[T]:
-        """Have `work` run when the GPUs are idle, in this context or a copy of the caller's. A future that is cancelled
-        before that keeps it from running. The future raises LockBusyError if the other instance of a rolling update
-        keeps a GPU for `patience_s` seconds.
+        """Have `work` run when the GPUs are idle, in a copy of the caller's context. A future that is cancelled before
+        that keeps it from running. The future raises LockBusyError if the other instance of a rolling update keeps a
+        GPU for `patience_s` seconds.
+
+        What is to be done in the background bears a name, `once`: while an operation of the same name and GPUs has not
+        ended, its future is returned. It runs in a context of its own, without the caller's deadline.
 
         Where no thread can start, the caller's runs it.
         """
-        if context is None:
-            context = copy_context()
-        operation = Operation(frozenset(gpu_uuids), what, work, patience_s, context)
+        gpus = frozenset(gpu_uuids)
+        context = copy_context() if once is None else Context()
+        operation = Operation(gpus, what, work, patience_s, context, once)
         with self._guard:
+            for other in (*self._waiting, *self._under_way.values()):
+                if once is not None and (other.once, other.gpu_uuids) == (once, gpus):
+                    return other.future
             self._waiting.append(operation)
             ready = self._ready()
         self._start(ready)

@@ -33,6 +33,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import structlog
 
@@ -75,7 +76,6 @@ class GpuLocks:
         self._directory = directory
         self._suffix = suffix
         self._locks: dict[str, threading.Lock] = {}
-        self._guard = threading.Lock()
 
     def open(self) -> None:
         """Create the directory. Raises: StateError."""
@@ -148,8 +148,7 @@ class GpuLocks:
     def _held(
         self, uuid: str, deadline: float, has_left: Callable[[], bool] | None
     ) -> AbstractContextManager[int]:
-        with self._guard:
-            lock = self._locks.setdefault(uuid, threading.Lock())
+        lock = self._locks.setdefault(uuid, threading.Lock())  # in one go, also among threads
         return hold_file(self._file(uuid), lock, deadline, f"GPU {uuid}", has_left=has_left)
 
     def _file(self, uuid: str) -> Path:
@@ -172,14 +171,6 @@ def _write(descriptor: int, content: bytes) -> None:
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, content, 0)
-
-
-@dataclass(slots=True)
-class _Shared:
-    """A claim's lock among the threads of this process, and the number of threads that want or hold it."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    users: int = 0
 
 
 class _Entry(NamedTuple):
@@ -263,24 +254,21 @@ class ClaimGuard:
     def _note(self, key: str, began_ns: int | None) -> None:
         with self._alone():
             now = time.monotonic_ns()
-            self._note_alone(_Entry(key, now, now if began_ns is None else began_ns))
-
-    def _note_alone(self, new: _Entry) -> None:
-        kept = [
-            entry
-            for entry in self._remembered()
-            if entry.key != new.key and new.at - _REMEMBERED_NS < entry.at <= new.at
-        ]
-        entries = [*kept[1 - _REMEMBERED :], new]
-        try:
-            self._write(json.dumps(entries).encode())
-        except OSError as error:
-            if not self.unwritten:
-                _log.warning("memory_kept_in_process", reason=str(state_error("write", self.path, error)))
-            self.unwritten.clear()
-            self.unwritten.update({entry.key: entry for entry in entries})
-        else:
-            self.unwritten.clear()
+            kept = [
+                entry
+                for entry in self._remembered()
+                if entry.key != key and now - _REMEMBERED_NS < entry.at <= now
+            ]
+            entries = [*kept[1 - _REMEMBERED :], _Entry(key, now, now if began_ns is None else began_ns)]
+            try:
+                self._write(json.dumps(entries).encode())
+            except OSError as error:
+                if not self.unwritten:
+                    _log.warning("memory_kept_in_process", reason=str(state_error("write", self.path, error)))
+                self.unwritten.clear()
+                self.unwritten.update({entry.key: entry for entry in entries})
+            else:
+                self.unwritten.clear()
 
     def _write(self, content: bytes) -> None:
         """Write in place, padded with blanks: that works on a full disk. If the file has to grow, a full disk refuses
@@ -311,7 +299,8 @@ class ClaimLocks:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._unwritten: list[dict[str, _Entry]] = [{} for _ in range(_FILES)]
-        self._claims: dict[str, _Shared] = {}
+        self._locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
+        """A claim's lock among the threads of this process, as long as one of them wants or holds it."""
         self._guard = threading.Lock()
 
     def open(self) -> None:
@@ -331,27 +320,13 @@ class ClaimLocks:
         number = zlib.crc32(uid.encode()) % _FILES
         path = self._file(number)
         deadline = time.monotonic() + timeout_s
-        with (
-            self._among_threads(uid) as lock,
-            hold_file(path, lock, deadline, f"claim {uid}", _lock_of(uid), has_left) as descriptor,
-        ):
+        with self._guard:
+            lock = self._locks.setdefault(uid, threading.Lock())
+        with hold_file(path, lock, deadline, f"claim {uid}", _lock_of(uid), has_left) as descriptor:
             yield ClaimGuard(uid, path, descriptor, self._unwritten[number])
 
     def _file(self, number: int) -> Path:
         return self._directory / f"{_OF_CLAIMS}{number:02}.lock"
-
-    @contextmanager
-    def _among_threads(self, uid: str) -> Iterator[threading.Lock]:
-        with self._guard:
-            shared = self._claims.setdefault(uid, _Shared())
-            shared.users += 1
-        try:
-            yield shared.lock
-        finally:
-            with self._guard:
-                shared.users -= 1
-                if not shared.users:
-                    del self._claims[uid]
 
 
 def _lock_of(uid: str) -> bytes:

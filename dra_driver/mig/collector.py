@@ -4,7 +4,7 @@ until nothing is in the way."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Literal
 
@@ -16,7 +16,7 @@ from dra_driver.mig.context import MigContext
 from dra_driver.mig.create import MigDevices
 from dra_driver.mig.rules.ownership import FoundInstance, foreign_to_destroy, is_left_over
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig import GpuAddress
+from dra_driver.model.mig import GpuAddress, GpuInstance
 
 _log = structlog.get_logger(__name__)
 
@@ -24,15 +24,6 @@ _HANGS_S = 60.0
 """How long one GPU may keep the others from being looked after."""
 
 Adoption = Literal["leave", "destroy"]
-
-
-@dataclass(frozen=True, slots=True)
-class _ForeignOnGpu:
-    """Somebody else's instances on a GPU that are to be destroyed: all of them, or only those with the MIG devices
-    `uuids`, which claims held when the others went."""
-
-    gpu: GpuAddress
-    uuids: frozenset[str] | None = None
 
 
 @dataclass(eq=False)
@@ -63,7 +54,9 @@ class MigCollector:
         self._failures: dict[str, str] = {}  # what failed in the last look, and why
         self._stuck: Mapping[str, str] = {}
         self._adoptable: Inventory | None = None
-        self._foreign: dict[str, _ForeignOnGpu] = {}  # by GPU UUID
+        self._foreign: dict[GpuAddress, frozenset[str] | None] = {}
+        """The GPUs on which somebody else's instances are to be destroyed: with None all of them, else those with these
+        MIG devices, which claims held when the others went."""
         self._foreign_names: Mapping[str, str] = {}  # device name to MIG UUID
 
     def reconcile(self, inventory: Inventory) -> None:
@@ -129,15 +122,12 @@ class MigCollector:
         """Destroy the foreign instances on the partitioned GPUs of a new inventory, and those that claims still held
         at an earlier look; whether something changed."""
         if inventory is not None:
-            self._foreign = {
-                gpu.uuid: _ForeignOnGpu(GpuAddress(gpu.uuid, gpu.pci_bus_id))
-                for gpu in inventory.gpus
-                if gpu.partitioning is not None
-            }
+            partitioned = (gpu for gpu in inventory.gpus if gpu.partitioning is not None)
+            self._foreign = {GpuAddress(gpu.uuid, gpu.pci_bus_id): None for gpu in partitioned}
             self._foreign_names = {name: device.uuid for name, device in inventory.withheld_by_name.items()}
         changed = False
-        for gpu_uuid in tuple(self._foreign):
-            changed |= self._tried(f"GPU {gpu_uuid}", gpu_uuid, partial(self._destroy_foreign, gpu_uuid))
+        for gpu in tuple(self._foreign):
+            changed |= self._tried(f"GPU {gpu.uuid}", gpu.uuid, partial(self._destroy_foreign, gpu))
         return changed
 
     def _tried(self, key: str, gpu_uuid: str, action: Callable[[], bool]) -> bool:
@@ -179,31 +169,30 @@ class MigCollector:
             return False
         return self.devices.mode.leave_if_idle(gpu)
 
-    def _destroy_foreign(self, gpu_uuid: str) -> bool:
+    def _destroy_foreign(self, gpu: GpuAddress) -> bool:
         """Destroy the GPU instances that the ledger does not know and that hold no device of a claim. Those that
         claims hold stay noted for later looks."""
-        foreign = self._foreign[gpu_uuid]
-        ours = self._ledger.entries_of(gpu_uuid)
+        ours = self._ledger.entries_of(gpu.uuid)
         lost = (self._foreign_names.get(name) for name in self._users.lost_devices())
         found = [
-            FoundInstance(instance, self._hardware.compute_instances(*foreign.gpu, instance.gpu_instance_id))
-            for instance in self._hardware.instances(*foreign.gpu)
+            FoundInstance(instance, self._hardware.compute_instances(*gpu, instance.gpu_instance_id))
+            for instance in self._hardware.instances(*gpu)
         ]
         held = self._users.held_uuids().union(uuid for uuid in lost if uuid)
-        free, still_held = foreign_to_destroy(found, ours, held, foreign.uuids)
+        free, still_held = foreign_to_destroy(found, ours, held, self._foreign[gpu])
         changed = False
         for item in free:
-            changed |= self._is_destroyed(foreign.gpu, item)
+            changed |= self._is_destroyed(gpu, item.instance)
         if still_held:
-            self._foreign[gpu_uuid] = replace(foreign, uuids=still_held)
+            self._foreign[gpu] = still_held
         else:
-            del self._foreign[gpu_uuid]
+            del self._foreign[gpu]
         return changed
 
-    def _is_destroyed(self, gpu: GpuAddress, found: FoundInstance) -> bool:
+    def _is_destroyed(self, gpu: GpuAddress, found: GpuInstance) -> bool:
         """Destroy a foreign instance; False if it is in use, which does not keep the others from being destroyed."""
         try:
-            self.devices.destroy_foreign(gpu, found.instance, found.compute_instances)
+            self.devices.destroy_foreign(gpu, found)
         except DeviceBusyError as error:
             _log.warning("mig_instance_not_destroyed", gpu_uuid=gpu.uuid, reason=str(error))
             return False

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from dra_driver.mig.holders import MigHolders
-    from dra_driver.mig.ledger import MigLedger
-    from dra_driver.nvml.mig_hardware import MigHardware
+from dra_driver.mig.holders import MigHolders
+from dra_driver.mig.ledger import MigLedger
+from dra_driver.nvml.mig_hardware import MigHardware
 
 MigAction = Literal["create", "destroy", "mode-on", "mode-off"]
 MigObserver = Callable[[MigAction, str, float, Exception | None], None]

@@ -90,11 +90,11 @@ class MigDevices:
             found = self._hardware.instances(*step.gpu)
             instance = None if entry is None else at_slot(entry, found)
             if entry is not None and instance is not None:
-                created, is_new = self._complete(entry, instance)
+                created = self._complete(entry, instance)
             else:
-                created, is_new = self._make(step, found, for_layout), True
+                entry, created = None, self._make(step, found, for_layout)
         self._destroyer.stop_expecting(step.device)
-        if is_new:
+        if created != entry:
             made()
         return created
 
@@ -112,8 +112,8 @@ class MigDevices:
             self._ledger.save(entry)
         return entry
 
-    def _complete(self, entry: OwnedInstance, instance: GpuInstance) -> tuple[OwnedInstance, bool]:
-        """Make what is missing of the device; its entry, and whether something was missing."""
+    def _complete(self, entry: OwnedInstance, instance: GpuInstance) -> OwnedInstance:
+        """Make what is missing of the device; its entry, which is the same if nothing was."""
         inside = self._hardware.compute_instances(*entry.gpu, instance.gpu_instance_id)
         if not is_ours(entry, instance, inside):
             raise ClaimRefusedError(
@@ -122,8 +122,8 @@ class MigDevices:
                 "then delete the pod"
             )
         if not inside:
-            return self._add_compute_instance(entry, instance.gpu_instance_id), True
-        return self._save_created(entry, instance.gpu_instance_id, *inside[0]), entry.phase != "created"
+            return self._add_compute_instance(entry, instance.gpu_instance_id)
+        return self._save_created(entry, instance.gpu_instance_id, *inside[0])
 
     def _make(self, step: CreateMig, found: Iterable[GpuInstance], for_layout: bool) -> OwnedInstance:
         """Make the device from nothing."""
@@ -269,14 +269,11 @@ class MigDevices:
             self._context.left_over()
         return outcome != "expected"
 
-    def destroy_foreign(
-        self, gpu: GpuAddress, instance: GpuInstance, inside: Sequence[tuple[int, str]] | None = None
-    ) -> None:
-        """Destroy an instance that somebody else made, with the compute instances `inside`. Raises: DeviceBusyError if
-        it is in use; RetryableError."""
+    def destroy_foreign(self, gpu: GpuAddress, instance: GpuInstance) -> None:
+        """Destroy an instance that somebody else made, with what is in it. Raises: DeviceBusyError if it is in use;
+        RetryableError."""
         number = instance.gpu_instance_id
-        if inside is None:
-            inside = self._hardware.compute_instances(*gpu, number)
+        inside = self._hardware.compute_instances(*gpu, number)
         _log.warning(
             "mig_instance_of_others_destroyed",
             gpu_uuid=gpu.uuid,

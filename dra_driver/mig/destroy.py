@@ -18,6 +18,7 @@ from typing import Literal
 
 import structlog
 
+from dra_driver.concurrency.backoff import Backoff
 from dra_driver.errors import DeviceBusyError
 from dra_driver.mig.context import MigContext
 from dra_driver.mig.rules.ownership import at_slot, is_ours
@@ -80,15 +81,15 @@ class InstanceDestroyer:
         return outcome
 
     def _destroy_patiently(self, entry: OwnedInstance, deadline: float) -> DestroyOutcome:
-        pause = _PAUSE_FIRST_S
+        backoff = Backoff(_PAUSE_FIRST_S, _PAUSE_MOST_S)
         while True:
+            pause = backoff.step()
             try:
                 return self._destroy(entry)
             except DeviceBusyError:
                 if self._clock() + pause > deadline:
                     raise
             self._context.pause(pause)
-            pause = min(2 * pause, _PAUSE_MOST_S)
 
     def _destroy(self, entry: OwnedInstance) -> DestroyOutcome:
         instance = at_slot(entry, self._hardware.instances(*entry.gpu))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import structlog
 
 from dra_driver.errors import ClaimRefusedError, DraDriverError, RetryableError
@@ -37,7 +35,7 @@ class MigMode:
             return
         self._ledger.own_mode(*gpu)
         try:
-            self._switch(gpu, "on")
+            self._switch(gpu, on=True)
         except Exception:
             self._take_back(gpu)
             raise
@@ -50,7 +48,7 @@ class MigMode:
                     f"GPU {gpu.uuid} was put into MIG mode by somebody else and cannot be used whole; switch the "
                     "mode off by hand (nvidia-smi --multi-instance-gpu 0), or delete the pod"
                 )
-            self._switch(gpu, "off")
+            self._switch(gpu, on=False)
         self._ledger.disown_mode(gpu.uuid)
 
     def have(self, gpu: GpuAddress, on: bool) -> None:
@@ -67,7 +65,7 @@ class MigMode:
                 "everything that uses the GPU and run `nvidia-smi --gpu-reset`, or reboot the node"
             )
         if mode[0] != on:
-            self._switch(gpu, "on" if on else "off")
+            self._switch(gpu, on=on)
         self._ledger.disown_mode(gpu.uuid)
 
     def leave_if_idle(self, gpu: GpuAddress) -> bool:
@@ -80,7 +78,7 @@ class MigMode:
         if self.is_on(gpu):
             if self._hardware.instances(*gpu):
                 return False
-            self._switch(gpu, "off")
+            self._switch(gpu, on=False)
             _log.info("mig_mode_left", gpu_uuid=gpu.uuid)
         self._ledger.disown_mode(gpu.uuid)
         return True
@@ -98,7 +96,7 @@ class MigMode:
             _log.warning("mig_mode_unsure", gpu_uuid=gpu.uuid, reason=str(error))
             self._context.left_over()
 
-    def _switch(self, gpu: GpuAddress, wanted: Literal["on", "off"]) -> None:
-        with self._context.observed("mode-on" if wanted == "on" else "mode-off", gpu.uuid) as switched:
-            self._hardware.set_mode(*gpu, wanted == "on")
+    def _switch(self, gpu: GpuAddress, *, on: bool) -> None:
+        with self._context.observed("mode-on" if on else "mode-off", gpu.uuid) as switched:
+            self._hardware.set_mode(*gpu, on)
         switched()

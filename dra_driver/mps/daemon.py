@@ -31,6 +31,7 @@ from typing import TypeVar
 
 import structlog
 
+from dra_driver.concurrency.backoff import Backoff
 from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.errors import (
     DraDriverError,
@@ -40,7 +41,7 @@ from dra_driver.errors import (
     RetryableError,
 )
 from dra_driver.model.driver_programs import FindPrograms
-from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsState
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import (
@@ -98,7 +99,7 @@ class Daemon:
         self._control = DaemonControl(
             tools.programs, record.spec, self.directories, tools.timings, tools.closing
         )
-        self._backoff = tools.timings.first_backoff
+        self._backoff = Backoff(tools.timings.first_backoff, tools.timings.longest_backoff)
         self._retry_at = 0.0
         self._ending = False
         self.gone = False
@@ -153,12 +154,11 @@ class Daemon:
         """Whether `keep` has work to do now; notices a daemon that has ended."""
         if self.gone or now < self._retry_at or self._lock.locked():
             return False
-        if self.status.state in ("ready", "fault") and self._is_up():
-            return False
-        if self.status.state in ("ready", "fault"):
+        if self.status.state not in ("ready", "fault"):
+            return True
+        if not self._is_up():
             self._died(now)
-            return False
-        return True
+        return False
 
     def probe(self, users: Collection[int] = ()) -> None:
         """Ask for servers in FAULT and for the number of clients, and keep the GPU exclusive. Never raises.
@@ -271,9 +271,8 @@ class Daemon:
         """
         tools, spec = self._tools, self._record.spec
         self._look_at_gpu_at = time.monotonic() + tools.timings.exclusive
-        found, unread = _on_each(
-            self._mode_of, [uuid for uuid in spec.gpu_uuids if uuid not in self._without_mode]
-        )
+        asked = [uuid for uuid in spec.gpu_uuids if uuid not in self._without_mode]
+        found, unread = _on_each(partial(self._where_supported, tools.compute_mode.get), asked)
         if unread is not None and not again:
             raise unread
         wrong = {
@@ -284,9 +283,13 @@ class Daemon:
         known = self._record.modes_before
         if not known.keys() >= wrong.keys():
             self._write(replace(self._record, modes_before={**wrong, **known}))
-        are_exclusive, unset = _on_each(self._make_exclusive, wrong)
+
+        def make_exclusive(uuid: str) -> None:
+            tools.compute_mode.set(uuid, EXCLUSIVE_PROCESS)
+
+        done, unset = _on_each(partial(self._where_supported, make_exclusive), wrong)
         if again:
-            for uuid in filter(are_exclusive.get, wrong):
+            for uuid in sorted(done.keys() - self._without_mode):
                 _log.warning("compute_mode_set_again", device=spec.device, before=wrong[uuid])
         problem = unread or unset
         if problem is not None:
@@ -306,28 +309,16 @@ class Daemon:
                 "(nvidia-persistenced, or `nvidia-smi -pm 1`), so that nvidia-smi does not initialise each GPU anew"
             )
 
-    def _mode_of(self, gpu_uuid: str) -> int | None:
-        """The compute mode; None if there is none now. Raises: RetryableError."""
+    def _where_supported(self, ask: Callable[[str], T], gpu_uuid: str) -> T | None:
+        """What is asked of the GPU's compute mode. Where a GPU has no such setting, nothing keeps a program from going
+        past MPS: that is said once, and the mode is left alone. Raises: RetryableError."""
         try:
-            return self._tools.compute_mode.get(gpu_uuid)
+            return ask(gpu_uuid)
         except NotSupportedError as error:
-            self._has_no_mode(gpu_uuid, error)
+            self._without_mode.add(gpu_uuid)
+            self.status = replace(self.status, not_exclusive=tuple(sorted(self._without_mode)))
+            _log.warning("compute_mode_not_supported", device=self._record.spec.device, error=str(error))
             return None
-
-    def _make_exclusive(self, gpu_uuid: str) -> bool:
-        """Whether it is now; a GPU may have no such setting. Raises: RetryableError."""
-        try:
-            self._tools.compute_mode.set(gpu_uuid, EXCLUSIVE_PROCESS)
-        except NotSupportedError as error:
-            self._has_no_mode(gpu_uuid, error)
-            return False
-        return True
-
-    def _has_no_mode(self, gpu_uuid: str, error: NotSupportedError) -> None:
-        """Nothing keeps a program on the GPU from going past MPS. It is said once, and the mode is left alone."""
-        self._without_mode.add(gpu_uuid)
-        self.status = replace(self.status, not_exclusive=tuple(sorted(self._without_mode)))
-        _log.warning("compute_mode_not_supported", device=self._record.spec.device, error=str(error))
 
     def _keep_gpu(self) -> None:
         """As `_take_gpu` for a daemon that runs. Never raises: it runs on, and the next look tries again."""
@@ -413,20 +404,16 @@ class Daemon:
         if process is not None:
             processes.reap(process.pid)
         if time.time() - self.status.since > self._tools.timings.calm:
-            self._backoff = self._tools.timings.first_backoff
+            self._backoff.reset()
         problem = f"the control daemon ended; {log_tail(self.directories) or 'no log'}"
         self._show("failed", problem=problem)
-        self._delay(now)
+        self._retry_at = now + self._backoff.step()
         _log.warning("mps_daemon_died", device=self.status.device, problem=problem)
 
     def _failed(self, error: Exception) -> None:
         self._show("failed", problem=str(error))
-        self._delay(time.monotonic())
+        self._retry_at = time.monotonic() + self._backoff.step()
         _log.warning("mps_daemon_failed", device=self.status.device, error=str(error))
-
-    def _delay(self, now: float) -> None:
-        self._retry_at = now + self._backoff
-        self._backoff = min(self._backoff * 2, self._tools.timings.longest_backoff)
 
     def _probed(self, problem: str | None, clients: int | None, users: Collection[int]) -> None:
         """In FAULT while there is a problem. Nothing is restarted: clients may still be at work, and MPS heals."""
@@ -436,19 +423,9 @@ class Daemon:
             self._show("fault" if problem else "ready", pid=self.status.pid, problem=problem)
         self.status = replace(self.status, clients=clients, users=tuple(sorted(users)))
 
-    def _show(self, state: str, *, pid: int | None = None, problem: str | None = None) -> None:
-        spec = self._record.spec
+    def _show(self, state: MpsState, *, pid: int | None = None, problem: str | None = None) -> None:
         since = self.status.since if self.status.state == state else int(time.time())
-        self.status = MpsDaemonStatus(
-            spec.device,
-            state,  # type: ignore[arg-type]
-            spec,
-            pid=pid,
-            since=since,
-            problem=problem,
-            users=self.status.users,
-            not_exclusive=self.status.not_exclusive,
-        )
+        self.status = replace(self.status, state=state, pid=pid, since=since, problem=problem, clients=None)
 
     def _write(self, record: DaemonRecord) -> None:
         if record != self._record or not self._tools.layout.record(record.spec.device).exists():

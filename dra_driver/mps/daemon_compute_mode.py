@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
-from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.concurrency.bounded_program import run_driver_program
 from dra_driver.errors import NotSupportedError, RetryableError
-from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms, check_started, not_run
+from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
 
 DEFAULT = 0
 EXCLUSIVE_PROCESS = 3
@@ -63,24 +63,11 @@ class ComputeMode:
             raise _problem(action, code, text)
 
     def _run(self, action: str, gpu_uuid: str, *arguments: str) -> tuple[int, str]:
+        asked = (SMI_PROGRAM, "-i", gpu_uuid, *arguments)
         with self._using_nvml():
-            return self._run_now(action, gpu_uuid, *arguments)
-
-    def _run_now(self, action: str, gpu_uuid: str, *arguments: str) -> tuple[int, str]:
-        programs = self._find()
-        program = programs.path(SMI_PROGRAM)
-        try:
-            code, text = run_program(
-                [program, "-i", gpu_uuid, *arguments],
-                programs.environment(),
-                timeout_s=_TIMEOUT_S,
-                lane=f"nvidia-smi {gpu_uuid}",
+            code, text = run_driver_program(
+                self._find, *asked, action=action, timeout_s=_TIMEOUT_S, subject=gpu_uuid
             )
-        except TimeoutError as error:
-            raise RetryableError(f"{action}: nvidia-smi does not answer: {error}") from error
-        except OSError as error:
-            raise not_run(action, program, error) from error
-        check_started(action, program, code, text)
         return code, text.strip()
 
 

@@ -14,15 +14,9 @@ from pathlib import Path
 
 import structlog
 
-from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.concurrency.bounded_program import run_driver_program
 from dra_driver.errors import PermanentError, RetryableError
-from dra_driver.model.driver_programs import (
-    CONTROL_PROGRAM,
-    DriverPrograms,
-    FindPrograms,
-    check_started,
-    not_run,
-)
+from dra_driver.model.driver_programs import CONTROL_PROGRAM, FindPrograms, not_run
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_limits import is_answer, is_number, limit_commands
@@ -99,7 +93,11 @@ class DaemonControl:
             arguments.append(MULTI_USER)
         elif self.spec.multi_user:  # the program takes the option from root only
             _tell_one_user(os.geteuid())
-        environment = {**self._environment(programs), "CUDA_VISIBLE_DEVICES": self.spec.visible}
+        environment = {
+            **programs.environment(),
+            **self._variables,
+            "CUDA_VISIBLE_DEVICES": self.spec.visible,
+        }
         try:
             return spawn(arguments, environment, Path(self.directories.log, OUTPUT))
         except OSError as error:
@@ -127,9 +125,11 @@ class DaemonControl:
             if now >= deadline:
                 raise self._not_ready(f"was not ready after {now - began:.1f} s ({reason})")
             if now >= ask_at and (now >= ask_anyway_at or control.exists()):
-                reason = self._why_not_ready(max(0.1, min(deadline - now, self.timings.answer)))
-                if not reason:
+                try:
+                    self.ask(timeout_s=max(0.1, min(deadline - now, self.timings.answer)))
                     return
+                except RetryableError as error:
+                    reason = str(error)
                 ask_at = time.monotonic() + pause
                 pause = min(2 * pause, _ASK_EVERY_S)
             time.sleep(_POLL_S)
@@ -210,24 +210,15 @@ class DaemonControl:
             raise RetryableError(f"MPS processes of {self.directories.pipe} do not end: {numbers}")
 
     def _pass(self, questions: Sequence[str], timeout_s: float) -> list[str]:
-        programs = self.find()
-        program = programs.path(CONTROL_PROGRAM)
-        action = f"ask the MPS daemon {questions[0]!r}"
-        try:
-            code, output = run_program(
-                [program],
-                self._environment(programs),
-                timeout_s=timeout_s,
-                lane=f"{CONTROL_PROGRAM} {self.directories.pipe}",
-                text="".join(f"{question}\n" for question in questions),
-            )
-        except TimeoutError as error:
-            raise RetryableError(
-                f"the MPS daemon did not answer {questions[0]!r} within {timeout_s:g} s"
-            ) from error
-        except OSError as error:
-            raise not_run(action, program, error) from error
-        check_started(action, program, code, output)
+        code, output = run_driver_program(
+            self.find,
+            CONTROL_PROGRAM,
+            action=f"ask the MPS daemon {questions[0]!r}",
+            timeout_s=timeout_s,
+            subject=self.directories.pipe,
+            variables=self._variables,
+            text="".join(f"{question}\n" for question in questions),
+        )
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         if code != 0 or any("cannot find mps control daemon" in line.lower() for line in lines):
             reason = lines[-1] if lines else f"exit code {code}"
@@ -236,34 +227,19 @@ class DaemonControl:
             raise RetryableError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
         return lines
 
-    def _environment(self, programs: DriverPrograms) -> dict[str, str]:
-        return {
-            **programs.environment(),
-            PIPE_VARIABLE: self.directories.pipe,
-            "CUDA_MPS_LOG_DIRECTORY": self.directories.log,
-        }
-
-    def _why_not_ready(self, timeout_s: float) -> str:
-        try:
-            self.ask(timeout_s=timeout_s)
-        except RetryableError as error:
-            return str(error)
-        return ""
+    @property
+    def _variables(self) -> dict[str, str]:
+        return {PIPE_VARIABLE: self.directories.pipe, "CUDA_MPS_LOG_DIRECTORY": self.directories.log}
 
     def _not_ready(self, what: str) -> RetryableError:
         """What the program printed comes first; a guess only where it printed nothing."""
-        said = log_tail(self.directories) or self._likely_cause()
+        pipe, printed = self.directories.pipe, log_tail(self.directories)
+        said = printed or "it printed nothing"
+        if not printed and len(f"{pipe}/{_LONGEST_SOCKET}".encode()) > _LONGEST_ADDRESS:
+            said += f"; perhaps its pipe directory {pipe} is too long for a socket"
         if self.spec.multi_user:
             said += f"; it was started with {MULTI_USER}, which needs NVIDIA driver R555 or newer"
         return RetryableError(f"the MPS daemon of {self.spec.device} ({self.spec.uuid}) {what}; {said}")
-
-    def _likely_cause(self) -> str:
-        address = f"{self.directories.pipe}/{_LONGEST_SOCKET}".encode()
-        if len(address) <= _LONGEST_ADDRESS:
-            return "it printed nothing"
-        return (
-            f"it printed nothing; perhaps its pipe directory {self.directories.pipe} is too long for a socket"
-        )
 
 
 @cache

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -62,15 +62,18 @@ class KernelMounter:
 
     def within(self, path: Path, action: Callable[[], T]) -> T:
         """Run the action where `path` is /dev/shm; what it spawns stays there. Raises: RetryableError."""
-
-        def inside() -> T:
-            self._enter(path)
-            return action()
-
-        return _in_own_thread("mps-namespace", inside)
+        # Only the thread that enters it moves, so it must end afterwards.
+        with ThreadPoolExecutor(1, "mps-namespace") as own_thread:
+            try:
+                entered = own_thread.submit(self._enter, path)
+            except RuntimeError as error:
+                raise RetryableError(
+                    f"cannot enter a mount namespace: {error}; raise the limit of processes"
+                ) from error
+            entered.result()
+            return own_thread.submit(action).result()
 
     def _enter(self, path: Path) -> None:
-        """Only the calling thread moves, so it must end afterwards."""
         if self._libc.unshare(_CLONE_NEWNS):
             raise _failed("enter a mount namespace")
         # Slave: what the host mounts or unmounts later still arrives here, nothing goes back.
@@ -126,30 +129,6 @@ def half_of_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
     except (OSError, ValueError, IndexError):
         pass
     return DEFAULT_SHM_BYTES
-
-
-def _in_own_thread(name: str, action: Callable[[], T]) -> T:
-    """What the action returns or raises, run in a thread that ends with it. Raises: RetryableError without one."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        try:
-            results.append(action())
-        except BaseException as error:  # noqa: BLE001  raised again in the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=body, name=name)
-    try:
-        thread.start()
-    except RuntimeError as error:
-        raise RetryableError(
-            f"cannot enter a mount namespace: {error}; raise the limit of processes"
-        ) from error
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
 
 
 def _mounts_below(root: str) -> list[bytes]:

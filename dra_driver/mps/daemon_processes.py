@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-PROGRAM_PREFIX = "nvidia-cuda-mps-"
 PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 
 _PROC = "/proc"
@@ -124,14 +124,14 @@ def users_of(pipe_directory: str) -> tuple[ProcessId, ...]:
     Their environment names the directory, so neither a crash of ours nor of the daemon can hide one. Clients
     do not count, nor do the short-lived programs that ask a daemon.
     """
-    wanted = f"{PIPE_VARIABLE}={pipe_directory}".encode()
-    found = []
-    for pid in _pids():
-        if not _is_mps_program(pid) or wanted not in _read(f"{_PROC}/{pid}/environ").split(b"\0"):
-            continue
-        identity = identify(pid)
-        if identity is not None and identity.pid != os.getpid():
-            found.append(identity)
+    found = [
+        identity
+        for pid in _pids()
+        if _mps_program(pid) is not None
+        and _variable(pid, PIPE_VARIABLE) == pipe_directory
+        and (identity := identify(pid)) is not None
+        and pid != os.getpid()
+    ]
     return tuple(sorted(found, key=lambda process: process.start_time))
 
 
@@ -150,7 +150,7 @@ def users_by_directory(pipe_directories: Iterable[str]) -> dict[str, set[int]]:
         return found
     for pid in _pids():
         path = _variable(pid, PIPE_VARIABLE)
-        if path is None or _is_mps_program(pid):
+        if path is None or _mps_program(pid) is not None:
             continue
         with suppress(OSError, ValueError):
             named = wanted.get(_file(f"{_PROC}/{pid}/root{os.path.abspath(path)}"))  # noqa: PTH100
@@ -162,28 +162,19 @@ def users_by_directory(pipe_directories: Iterable[str]) -> dict[str, set[int]]:
 
 def is_control_daemon(process: ProcessId, pipe_directory: str) -> bool:
     """Whether this very process is a control daemon of the pipe directory."""
-    arguments = _arguments(process.pid)
-    is_daemon = any(_name(argument) == f"{PROGRAM_PREFIX}control" for argument in arguments[:3]) and (
-        b"-f" in arguments or b"-d" in arguments
-    )
-    wanted = f"{PIPE_VARIABLE}={pipe_directory}".encode()
-    return is_daemon and wanted in _read(f"{_PROC}/{process.pid}/environ").split(b"\0") and is_alive(process)
+    pid = process.pid
+    is_daemon = _mps_program(pid) == "control" and _variable(pid, PIPE_VARIABLE) == pipe_directory
+    return is_daemon and is_alive(process)
 
 
-def _is_mps_program(pid: int) -> bool:
-    arguments = _arguments(pid)
-    names = {_name(argument) for argument in arguments[:3]}
-    if f"{PROGRAM_PREFIX}server" in names:
-        return True
-    return f"{PROGRAM_PREFIX}control" in names and (b"-f" in arguments or b"-d" in arguments)
-
-
-def _name(argument: bytes) -> str:
-    return argument.rpartition(b"/")[2].decode(errors="replace")
-
-
-def _arguments(pid: int) -> list[bytes]:
-    return _read(f"{_PROC}/{pid}/cmdline").split(b"\0")
+def _mps_program(pid: int) -> Literal["control", "server"] | None:
+    """Whether the process is a control daemon or a server; None for every other, also for a question to a daemon."""
+    arguments = _read(f"{_PROC}/{pid}/cmdline").split(b"\0")
+    names = {argument.rpartition(b"/")[2] for argument in arguments[:3]}
+    if b"nvidia-cuda-mps-server" in names:
+        return "server"
+    is_daemon = b"-f" in arguments or b"-d" in arguments
+    return "control" if is_daemon and b"nvidia-cuda-mps-control" in names else None
 
 
 def _variable(pid: int, name: str) -> str | None:

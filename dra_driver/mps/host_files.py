@@ -70,7 +70,6 @@ from dra_driver.model.mps import (
     MpsDaemonSpec,
     MpsDaemonStatus,
     MpsDirectories,
-    MpsKind,
     MpsMember,
 )
 from dra_driver.mps.daemon_limits import check_spec
@@ -175,22 +174,15 @@ class MpsHostFiles:
             self._pause(deadline, f"made the MPS daemon of {spec.device} ready", timeout_s)
         raise RetryableError(f"the MPS daemon of {spec.device} was to be stopped while it started")
 
-    def stop(
-        self,
-        device: str,
-        timeout_s: float = 20.0,
-        *,
-        gpu_uuid: str | None = None,
-        kind: MpsKind | None = None,
-    ) -> None:
+    def stop(self, device: str, timeout_s: float = 20.0, *, gpu_uuid: str | None = None) -> None:
         """No process of the device's daemon runs, and the GPU has its former compute mode; also if there was none.
 
-        With `gpu_uuid` and `kind` the host puts the compute mode back even if its record is lost. Raises:
+        With the `gpu_uuid` of a whole GPU the host puts the compute mode back even if its record is lost. Raises:
         NoMpsHostError if no host runs and a daemon was there, which the next host then stops; RetryableError,
         StateError.
         """
         deadline = time.monotonic() + timeout_s
-        if not withdraw(self._layout, device, gpu_uuid, kind):
+        if not withdraw(self._layout, device, gpu_uuid):
             return
         stop = self._layout.unwanted(device)
         try:
@@ -284,7 +276,7 @@ class MpsHostFiles:
         raise RetryableError(f"the MPS host has not {what} within {timeout_s:.3g} s; {reason}")
 
 
-def withdraw(layout: MpsLayout, device: str, gpu_uuid: str | None, kind: MpsKind | None) -> bool:
+def withdraw(layout: MpsLayout, device: str, gpu_uuid: str | None) -> bool:
     """Have the device's daemon stopped, also if that failed before; whether there is anything to stop. Raises:
     StateError, PermanentError."""
     wish, stop = layout.wanted(device), layout.unwanted(device)
@@ -294,9 +286,9 @@ def withdraw(layout: MpsLayout, device: str, gpu_uuid: str | None, kind: MpsKind
         if not stop.exists():
             if not layout.has_traces(device):
                 return False
-            is_known = gpu_uuid is not None and kind == "gpu"
-            spec = MpsDaemonSpec(device, str(gpu_uuid), "gpu", str(gpu_uuid)) if is_known else None
-            if spec is not None:
+            spec = None
+            if gpu_uuid is not None:
+                spec = MpsDaemonSpec(device, gpu_uuid, "gpu", gpu_uuid)
                 check_spec(spec)
             make_directory(stop.parent, 0o700)
             write_atomically(stop, encode_wish(spec), durable=False)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
-from contextvars import Context
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,7 +19,7 @@ from dra_driver.errors import (
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.journal.records import RecordStore
-from dra_driver.model.mps import MpsDaemonSpec, MpsKind
+from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, Step
@@ -52,7 +50,6 @@ class TimeSliceSteps:
         self._boot_id = boot_id
         self._is_reloaded = False
         self._lost: dict[tuple[str, SetTimeSlice], str | None] = {}  # with why it could not be set again
-        self._asked: dict[tuple[str, SetTimeSlice], Future[None]] = {}
 
     def do(self, step: Step, plan: Plan) -> None:
         """Set it again, whatever it is now: a reboot or a driver reload forgets it.
@@ -108,11 +105,8 @@ class TimeSliceSteps:
             for uid, record in records.items():
                 self._lost |= {(uid, step): None for step in record.steps if isinstance(step, SetTimeSlice)}
         what = "the setting of the time slice after a reload of the NVIDIA driver"
-        for uid, step in self._lost.copy():
-            asked = self._asked.get((uid, step))
-            if asked is None or asked.done():
-                again = partial(self._set_again, uid, step)
-                self._asked[uid, step] = self._lanes.ask({step.gpu_uuid}, what, again, context=Context())
+        for lost in self._lost.copy():
+            self._lanes.ask({lost[1].gpu_uuid}, what, partial(self._set_again, *lost), once=lost)
 
     def _set_again(self, uid: str, step: SetTimeSlice, _operation: Operation) -> None:
         """A GPU that refuses is told once for each reason."""
@@ -162,7 +156,9 @@ class MpsSteps:
         spec = step.spec
         # With the first device the daemon of all of them stops. The others only matter if the MPS host lost its record.
         for device, gpu_uuid in zip(spec.devices, spec.gpu_uuids, strict=True):
-            self._stop_if_unused(device, record.ref.uid, gpu_uuid, spec.kind)
+            if not self._is_used(device, record.ref.uid):
+                timeout = seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S)
+                self.host.stop(device, timeout, gpu_uuid=gpu_uuid if spec.kind == "gpu" else None)
 
     def _of_today(self, spec: MpsDaemonSpec) -> MpsDaemonSpec:
         """The spec with the UUID that the device has now, where each making gives it another one."""
@@ -182,15 +178,9 @@ class MpsSteps:
         specs = [self.host.spec_of(device) for device in sorted(self.lost_users().get(claim_uid, ()))]
         return [RunMps(spec) for spec in dict.fromkeys(specs) if spec is not None]
 
-    def _stop_if_unused(self, device: str, claim_uid: str, gpu_uuid: str, kind: MpsKind) -> None:
-        for other in _steps_of_others(self.records, claim_uid, self.boot_id):
-            if isinstance(other, RunMps) and device in other.spec.devices:
-                return
-        if any(device in devices for uid, devices in self.lost_users().items() if uid != claim_uid):
-            return
-        self.host.stop(
-            device,
-            seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S),
-            gpu_uuid=gpu_uuid,
-            kind=kind,
+    def _is_used(self, device: str, claim_uid: str) -> bool:
+        """Whether another claim uses the device's daemon."""
+        steps = _steps_of_others(self.records, claim_uid, self.boot_id)
+        return any(isinstance(step, RunMps) and device in step.spec.devices for step in steps) or any(
+            device in devices for uid, devices in self.lost_users().items() if uid != claim_uid
         )

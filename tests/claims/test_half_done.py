@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dra_driver.claims.kubelet_call import KubeletCall
-from dra_driver.claims.prepare import AttemptSteps
+from dra_driver.claims.prepare import Preparer
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.claims.waiting_line import PrepareAttempt
 from dra_driver.errors import NvmlTransientError, RetryableError, StateError
@@ -34,7 +35,9 @@ class Scene:
         (directory / "locks").mkdir()
         self.claim_locks = ClaimLocks(directory / "locks")
         self.taken_back: list[tuple[ClaimRecord, list[Step] | None]] = []
-        self.begun = AttemptSteps(self.records, self, self.claim_locks)  # type: ignore[arg-type]
+        unused: Any = None
+        parts = (self.records, self.claim_locks, unused, self, unused, unused, unused)
+        self.begun = Preparer(unused, *parts)  # type: ignore[arg-type]
         self.began_ns = time.monotonic_ns()
         self.attempt = self.wait()
 
@@ -79,7 +82,7 @@ def scene(tmp_path: Path) -> Scene:
 
 def unprepared(scene: Scene) -> None:
     """In this process."""
-    scene.begun.end(UID)
+    scene.begun._begun.pop(UID)
     scene.records.delete(UID)
 
 
@@ -93,7 +96,7 @@ def prepared_elsewhere(scene: Scene) -> None:
 
 
 def prepared(scene: Scene) -> None:
-    scene.begun.end(UID)
+    scene.begun._begun.pop(UID)
     prepared_elsewhere(scene)
 
 
@@ -144,7 +147,7 @@ def test_another_that_goes_on_while_the_lock_is_waited_for_keeps_it(
 
 
 def test_who_began_nothing_takes_no_lock(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene.begun.end(UID)
+    scene.begun._begun.pop(UID)
     monkeypatch.setattr(scene.claim_locks, "hold", None)
     scene.give_up()
     assert scene.records.get(UID) == BEGUN

@@ -127,7 +127,7 @@ class MpsHost:
         return MpsDaemonStatus(spec.device, "ready", spec)
 
     def stop(self, device: str, timeout_s: float, **_where: Any) -> None:
-        withdraw(self.layout, device, None, None)
+        withdraw(self.layout, device, None)
         self.boot.daemons.discard(device)
         shutil.rmtree(self.layout.directory(device), ignore_errors=True)
         self.records.forget(device)

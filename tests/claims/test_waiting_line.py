@@ -310,7 +310,7 @@ def test_unprepare_that_has_no_lock_yet_is_waited_for_without_the_api_server(
     with ClaimLocks(node.directory / "locks").hold("holder", 10):
         unprepare = threading.Thread(target=lambda: node.unprepare(HOLDER))
         unprepare.start()
-        eventually(lambda: node.line.is_unpreparing("holder"))
+        eventually(lambda: node.line.is_called("unprepare", "holder"))
         calls.prepare(node, claim(GPU_0))
         waits(node, "uid-1")
     assert isinstance(calls.answer("uid-1"), Prepared)
@@ -589,7 +589,7 @@ def test_claim_that_is_being_prepared_is_waited_for_and_one_left_in_preparing_ho
     assert prepared is not None
     node.records.save(replace(prepared, phase=phase))
     trying = node.line.trying(attempt(HOLDER, math.inf)) if is_tried else nullcontext()
-    with node.line.preparing("holder"), trying:
+    with node.line.calling("prepare", "holder"), trying:
         if not is_waited_for:
             assert "is held by claim default/claim-holder" in error_of(node.prepare(claim(GPU_0)))
             return

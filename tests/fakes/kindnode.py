@@ -234,9 +234,7 @@ class RecordedMpsHost:
             self._site.machine.set_compute_mode(gpu_uuid, EXCLUSIVE_PROCESS)
         return MpsDaemonStatus(spec.device, "ready", spec)
 
-    def stop(
-        self, device: str, timeout_s: float, *, gpu_uuid: str | None = None, kind: str | None = None
-    ) -> None:
+    def stop(self, device: str, timeout_s: float, *, gpu_uuid: str | None = None) -> None:
         known = self.daemons().get(device)
         if known is not None and known.spec.kind == "gpu":
             for uuid, mode in known.modes_before.items():

@@ -232,7 +232,7 @@ def test_call_that_hangs_holds_up_no_other_claim(
             pass
     with other.hold(hanging, 0) as again:
         assert (again.was_prepared_since(began), again.was_unprepared_since(began)) == (True, True)
-    assert locks._claims == other._claims == {}
+    assert locks._locks == other._locks == {}
 
 
 def test_release_before_locks_all_claims_of_a_file(locks: ClaimLocks) -> None:

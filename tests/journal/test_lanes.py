@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextvars import Context
 from pathlib import Path
 
 import pytest
@@ -133,13 +132,13 @@ def test_failure_is_told_and_frees_the_lane(lanes: Lanes) -> None:
     assert lanes.ask({A}, "the next", at_once).result(20) == "done"
 
 
-def test_operation_has_the_deadline_of_who_asked_or_that_of_the_context_given(lanes: Lanes) -> None:
+def test_operation_has_the_deadline_of_who_asked_unless_it_bears_a_name(lanes: Lanes) -> None:
     def left(_operation: Operation) -> float:
         return time_left(100.0)
 
     with until(time.monotonic() + 50):
         assert lanes.ask({A}, "ours", left).result(20) <= 50
-        assert lanes.ask({A}, "its own", left, context=Context()).result(20) == 100
+        assert lanes.ask({A}, "its own", left, once="its own").result(20) == 100
 
 
 def test_the_other_instance_of_a_rolling_update_is_waited_for(lanes: Lanes, tmp_path: Path) -> None:
@@ -182,3 +181,23 @@ def test_a_look_at_what_is_under_way_opens_no_file_of_claims(
     monkeypatch.undo()
     hangs.let.set()
     operation.result(20)
+
+
+def test_what_bears_a_name_waits_once_for_the_same_gpus(lanes: Lanes) -> None:
+    hangs, begun = threading.Event(), []
+
+    def work(operation: Operation) -> None:
+        begun.append(operation.what)
+        hangs.wait(20)
+
+    first = lanes.ask({A}, "first", work)
+    named = [lanes.ask({A}, "named", work, once="name") for _ in range(2)]
+    others = [lanes.ask({A, B}, "both", work, once="name"), lanes.ask({A}, "another", work, once="another")]
+    assert named[0] is named[1]
+    assert len({first, *named, *others}) == 4
+    hangs.set()
+    for future in (first, *named, *others):
+        future.result(20)
+    assert sorted(begun) == ["another", "both", "first", "named"]
+    assert lanes.ask({A}, "named again", work, once="name").result(20) is None
+    assert begun[-1] == "named again"

@@ -249,7 +249,7 @@ def test_everything_is_taken_back_when_the_patience_is_over(make: Callable[..., 
     assert "the kubelet tries again" in error_of(node.asked(three(node)))
     assert len(stubborn.seen) > 1
     assert node.leftovers == (UNTOUCHED, [])
-    assert (node.preparer._steps._begun, node.line.line) == ({}, [])
+    assert (node.preparer._begun, node.line.line) == ({}, [])
     stubborn.left = 0
     assert isinstance(node.asked(three(node)), Prepared)
 

@@ -156,7 +156,7 @@ def test_two_daemons_never_have_the_same_gpu(host: Host) -> None:
         supervisor.ensure(host.spec(3), 10)
     with pytest.raises(PermanentError, match="others: gpu-3, gpu-4, not none"):
         supervisor.ensure(host.spec(2), 10)
-    supervisor.stop("gpu-3", 10, gpu_uuid=host.machine.gpu(3).uuid, kind="gpu")
+    supervisor.stop("gpu-3", 10, gpu_uuid=host.machine.gpu(3).uuid)
     assert (supervisor.status(), host.modes()) == ((group,), [EXCLUSIVE_PROCESS] * 3)
     supervisor.stop("gpu-2", 10)
     supervisor.ensure(host.spec(3), 10)
@@ -194,7 +194,7 @@ def test_the_next_host_stops_it_when_none_runs(host: Host) -> None:
     spec = first.ensure(host.group_spec(), 10).spec
     first.close()
     with pytest.raises(NoMpsHostError):
-        MpsHostFiles(host.layout, wait_s=0.0).stop("gpu-2", 1, gpu_uuid=spec.gpu_uuid, kind="gpu")
+        MpsHostFiles(host.layout, wait_s=0.0).stop("gpu-2", 1, gpu_uuid=spec.gpu_uuid)
     host.supervisor()
     eventually(lambda: host.left() == [])
     host.assert_nothing_left()

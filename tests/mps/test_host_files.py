@@ -143,7 +143,7 @@ def test_without_a_host_that_reads_it_nothing_is_written(
     assert list(fake.layout.wishes.iterdir()) == []
     fake.layout.directory("gpu-1").mkdir()
     with pytest.raises(NoMpsHostError, match=text):
-        fake.files.stop("gpu-1", gpu_uuid="GPU-1", kind="gpu")
+        fake.files.stop("gpu-1", gpu_uuid="GPU-1")
     assert [path.name for path in fake.layout.wishes.iterdir()] == ["gpu-1.stop"]
     fake.close()
 

@@ -200,7 +200,7 @@ def other_program(real_host: MpsHost) -> Iterator[Callable[[], subprocess.Popen[
         programs, control = real_host.tools.programs(), real_host.control("gpu-1")
         one = subprocess.Popen(
             [programs.path(CONTROL_PROGRAM)],
-            env=control._environment(programs),
+            env={**programs.environment(), **control._variables},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
         )

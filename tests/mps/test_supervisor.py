@@ -173,7 +173,7 @@ THREADS, MEMORY = {"default_active_thread_percentage": 50}, {"default_memory_lim
         ({"never_ready": True}, {"start": 0.4}, {}, RetryableError, r"was not ready after \d\.\d s .*Starting control"),
         (
             {"silent": True}, {"start": 0.8, "answer": 0.2, "patience": 0.2}, {}, RetryableError,
-            "did not answer 'get_default_active_thread_percentage'",
+            "ask the MPS daemon 'get_default_active_thread_percentage': .*does not answer",
         ),
         (
             {"fail_to_start": "the driver is too old"}, {}, {}, RetryableError,
@@ -348,7 +348,7 @@ def test_a_daemon_that_hangs_is_told_and_not_killed(host):
     first = supervisor.ensure(host.spec(), 10)
     os.kill(first.pid, signal.SIGSTOP)
     eventually(lambda: supervisor.status()[0].state == "fault")
-    assert "did not answer" in supervisor.status()[0].problem
+    assert "does not answer" in supervisor.status()[0].problem
     os.kill(first.pid, signal.SIGCONT)
     eventually(lambda: supervisor.status()[0].state == "ready")
     assert supervisor.status()[0].pid == first.pid
@@ -416,8 +416,8 @@ def test_a_stop_without_a_record_puts_the_gpu_back_too(host, lost, wish):
     new = host.supervisor()
     if wish == "lost":
         with pytest.raises(PermanentError, match="'-L' is not the UUID of a GPU"):
-            new.stop("gpu-2", 10, gpu_uuid="-L", kind="gpu")
-    new.stop("gpu-2", 10, gpu_uuid=spec.gpu_uuid, kind="gpu")
+            new.stop("gpu-2", 10, gpu_uuid="-L")
+    new.stop("gpu-2", 10, gpu_uuid=spec.gpu_uuid)
     host.assert_nothing_left()
 
 
@@ -425,10 +425,10 @@ def test_a_stop_of_what_left_no_trace_changes_no_compute_mode(host):
     uuid = host.machine.gpu(2).uuid
     host.machine.set_compute_mode(uuid, EXCLUSIVE_PROCESS)
     supervisor = host.supervisor()
-    supervisor.stop("gpu-2", 10, gpu_uuid=uuid, kind="gpu")
+    supervisor.stop("gpu-2", 10, gpu_uuid=uuid)
     assert host.compute_mode() == EXCLUSIVE_PROCESS
     host.layout.directory("gpu-2").mkdir()
-    supervisor.stop("gpu-2", 10, gpu_uuid=uuid, kind="mig")
+    supervisor.stop("gpu-2", 10)
     assert (host.compute_mode(), host.left()) == (EXCLUSIVE_PROCESS, [])
 
 
@@ -665,7 +665,7 @@ def test_one_device_is_started_once_for_many_callers(host):
 def held(host):
     """A program that has the daemon's ear until its input ends."""
     control = host.machine.host_root / "usr/bin/nvidia-cuda-mps-control"
-    environment = host.control()._environment(host.tools.programs())
+    environment = {**host.tools.programs().environment(), **host.control()._variables}
     one = subprocess.Popen(
         [control], env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -691,7 +691,9 @@ def test_a_daemon_of_another_uuid_is_kept_when_nobody_can_say_whether_it_is_used
     first = supervisor.ensure(host.spec(), 10)
     other = held(host)
     try:
-        with pytest.raises(RetryableError, match=r"it talked with another program|Cannot send command"):
+        with pytest.raises(
+            RetryableError, match=r"it talked with another program|Cannot send command|does not answer"
+        ):
             supervisor.ensure(replace(host.spec(3), device="gpu-2"), 10)
     finally:
         other.communicate()

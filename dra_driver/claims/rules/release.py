@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dra_driver.model.claim import ClaimNow, ClaimRef
+from dra_driver.model.claim import ClaimNow
 from dra_driver.model.record import ClaimRecord
 
 
@@ -36,15 +36,9 @@ def release_reason(
 
     `now` is the claim as the API server has it now, None if it does not exist.
     """
-    if not record.claim.results:
-        return None
-    if (over := _over(record.ref, now)) is not None or now is None:
+    over = _over(record, now, driver, device)
+    if over is not None or now is None:
         return over
-    if now.allocated is None:
-        return ReleaseReason("is not allocated any more")
-    names = _allocated_before(record, driver)
-    if not any(name in now.allocated for name in names if name[2] == device):
-        return ReleaseReason("is allocated to another device now")
     if now.is_deleting:
         return ReleaseReason("is being deleted")
     if not now.is_reserved:
@@ -54,24 +48,20 @@ def release_reason(
 
 def staleness(record: ClaimRecord, now: ClaimNow | None, driver: str) -> ReleaseReason | None:
     """Why nothing that the record holds is allocated to its claim any more; None if something is."""
-    if not record.claim.results:
+    return _over(record, now, driver, None)
+
+
+def _over(record: ClaimRecord, now: ClaimNow | None, driver: str, device: str | None) -> ReleaseReason | None:
+    """Why the device, or with None each device of the record, is not allocated to the claim any more; None if it is."""
+    names = [(driver, result.pool, result.device) for result in record.claim.results]
+    if not names:
         return None
-    if (over := _over(record.ref, now)) is not None or now is None:
-        return over
-    if now.allocated is None:
-        return ReleaseReason("is not allocated any more")
-    if _allocated_before(record, driver).isdisjoint(now.allocated):
-        return ReleaseReason("is allocated to other devices now")
-    return None
-
-
-def _over(ref: ClaimRef, now: ClaimNow | None) -> ReleaseReason | None:
     if now is None:
         return ReleaseReason("was deleted", is_final=True)
-    if now.uid != ref.uid:
+    if now.uid != record.ref.uid:
         return ReleaseReason("was deleted and made anew", is_final=True)
+    if now.allocated is None:
+        return ReleaseReason("is not allocated any more")
+    if not any(name in now.allocated for name in names if device in (None, name[2])):
+        return ReleaseReason(f"is allocated to {'another device' if device else 'other devices'} now")
     return None
-
-
-def _allocated_before(record: ClaimRecord, driver: str) -> frozenset[tuple[str, str, str]]:
-    return frozenset((driver, result.pool, result.device) for result in record.claim.results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dra_driver.api.config import MpsConfig, Sharing
 from dra_driver.api.resolve import ResolvedConfig
@@ -28,8 +28,33 @@ from dra_driver.sharing.rules.shared_device import memory_mib_of
 _MIB = 1 << 20
 
 
+Allocated = tuple[DeviceResult, OfferedDevice]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A device of the claim, the node's `rule` for it, and what the NVIDIA driver can."""
+
+    result: DeviceResult
+    device: OfferedDevice
+    rule: SharingRule | None
+    versions: DriverVersions
+
+    @property
+    def enforced(self) -> SharingRule | None:
+        """The rule of a share, where MPS enforces it."""
+        has_rule = self.result.share_id is not None and self.rule is not None and self.rule.enforce == "mps"
+        return self.rule if has_rule else None
+
+    @property
+    def serves_users(self) -> bool:
+        """Whether the daemon of the shares serves several users at a time: as the rule says, where MPS can."""
+        rule = self.enforced
+        return rule is not None and rule.multi_user and why_one_user(self.device.gpu, self.versions) is None
+
+
 def sharing_modes_of(
-    devices: Sequence[tuple[DeviceResult, OfferedDevice]],
+    devices: Sequence[Allocated],
     parameters: Sequence[ResolvedConfig],
     policy: SharingPolicy,
     versions: DriverVersions,
@@ -42,41 +67,43 @@ def sharing_modes_of(
     """
     for (result, _), resolved in zip(devices, parameters, strict=True):
         _refuse_parameters(result, resolved)
-    rules = [bounded_rule(policy, device, versions) if policy.entries else None for _, device in devices]
+    wanted = [
+        _Wanted(*each, bounded_rule(policy, each[1], versions) if policy.entries else None, versions)
+        for each in devices
+    ]
     modes = [
-        _usage(one, result, device, _same_entry(parameters, devices, one), rule, versions)
-        for one, (result, device), rule in zip(parameters, devices, rules, strict=True)
+        _usage(one, each, _same_entry(parameters, devices, one))
+        for one, each in zip(parameters, wanted, strict=True)
     ]
     if any(isinstance(mode, MpsShared) for mode in modes):
         refuse_mixed_requests(devices, modes)
-        modes = _grouped(devices, _added_up(devices, modes))
+        modes = _grouped(devices, modes)
     _refuse_rival_shares(devices, modes)
     return modes
 
 
-def _grouped(
-    devices: Sequence[tuple[DeviceResult, OfferedDevice]], usages: Sequence[SharingMode]
-) -> list[SharingMode]:
-    """Several GPUs of one request get one daemon: the containers of the request see all of them through it."""
-    members: dict[str, dict[str, MpsShared]] = {}
+def _grouped(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> list[SharingMode]:
+    """Several shares of one device in one request go to the same containers, which get the sum of their limits. Several
+    GPUs of one request get one daemon: the containers of the request see all of them through it."""
+    shares: dict[str, dict[str, list[MpsShared]]] = {}
     for (result, device), usage in zip(devices, usages, strict=True):
         if isinstance(usage, MpsShared):
-            members.setdefault(result.request, {})[device.name] = usage
-    together = {
-        request: _together(sorted(found.values(), key=lambda usage: usage.spec.gpu_uuid))
-        for request, found in members.items()
-        if len(found) > 1
+            shares.setdefault(result.request, {}).setdefault(device.name, []).append(usage)
+    added = {
+        request: {name: _sum(of_device) for name, of_device in found.items()}
+        for request, found in shares.items()
     }
     return [
-        replace(together[result.request], memory_limit_mib=usage.memory_limit_mib)
-        if isinstance(usage, MpsShared) and result.request in together
-        else usage
-        for (result, _), usage in zip(devices, usages, strict=True)
+        _together(added[result.request], device.name) if isinstance(usage, MpsShared) else usage
+        for (result, device), usage in zip(devices, usages, strict=True)
     ]
 
 
-def _together(usages: Sequence[MpsShared]) -> MpsShared:
-    """The mode of each of several GPUs that one daemon serves, in its order. MPS knows one percentage for all."""
+def _together(members: Mapping[str, MpsShared], device: str) -> MpsShared:
+    """The mode of a device of a request, whose daemon serves all of them. MPS knows one percentage for all."""
+    if len(members) == 1:
+        return members[device]
+    usages = sorted(members.values(), key=lambda usage: usage.spec.gpu_uuid)
     specs = [usage.spec for usage in usages]
     spec = replace(
         specs[0],
@@ -85,25 +112,12 @@ def _together(usages: Sequence[MpsShared]) -> MpsShared:
         others=tuple(MpsMember(one.device, one.gpu_uuid, one.default_memory_limit_mib) for one in specs[1:]),
     )
     percentage = _least_of(usage.active_thread_percentage for usage in usages)
-    return MpsShared(spec, None, percentage, tuple(usage.memory_limit_mib for usage in usages))
+    limits = tuple(usage.memory_limit_mib for usage in usages)
+    return MpsShared(spec, members[device].memory_limit_mib, percentage, limits)
 
 
 def _least_of(limits: Iterable[int | None]) -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _added_up(
-    devices: Sequence[tuple[DeviceResult, OfferedDevice]], usages: Sequence[SharingMode]
-) -> list[SharingMode]:
-    """Several shares of one device in one request go to the same containers, which get the sum of their limits."""
-    groups: dict[tuple[str, str], list[MpsShared]] = {}
-    for (result, device), usage in zip(devices, usages, strict=True):
-        if isinstance(usage, MpsShared):
-            groups.setdefault((result.request, device.name), []).append(usage)
-    return [
-        _sum(groups[result.request, device.name]) if isinstance(usage, MpsShared) else usage
-        for (result, device), usage in zip(devices, usages, strict=True)
-    ]
 
 
 def _sum(shares: Sequence[MpsShared]) -> MpsShared:
@@ -139,9 +153,7 @@ def _changes(sharing: Sharing | None) -> bool:
 
 
 def _same_entry(
-    parameters: Sequence[ResolvedConfig],
-    devices: Sequence[tuple[DeviceResult, OfferedDevice]],
-    one: ResolvedConfig,
+    parameters: Sequence[ResolvedConfig], devices: Sequence[Allocated], one: ResolvedConfig
 ) -> list[str]:
     """All devices that the same parameters apply to, sorted: what indexes in them count."""
     pairs = zip(parameters, devices, strict=True)
@@ -153,61 +165,40 @@ def _identity(device: OfferedDevice) -> str:
     return device.uuid or device.name
 
 
-def _usage(
-    resolved: ResolvedConfig,
-    result: DeviceResult,
-    device: OfferedDevice,
-    group: Sequence[str],
-    rule: SharingRule | None,
-    versions: DriverVersions,
-) -> SharingMode:
-    if result.admin_access:
+def _usage(resolved: ResolvedConfig, one: _Wanted, group: Sequence[str]) -> SharingMode:
+    if one.result.admin_access:
         return None
     sharing = _sharing(resolved)
     if sharing is None:
-        return _enforced(result, device, rule, versions)
+        return _enforced(one)
     if sharing.strategy == "TimeSlicing":
         interval = sharing.time_slicing.interval if sharing.time_slicing else None
         # A MIG device has its own share of the GPU; its slices of time are not ours to set.
-        if not isinstance(device, WholeGpu):
+        if not isinstance(one.device, WholeGpu):
             return None
         return TimeSliced(None if interval is None else INTERVALS.index(interval))
-    return _mps(sharing.mps or MpsConfig(), result, device, group, rule, versions)
+    return _mps(sharing.mps or MpsConfig(), one, group)
 
 
-def _enforced(
-    result: DeviceResult, device: OfferedDevice, rule: SharingRule | None, versions: DriverVersions
-) -> SharingMode:
-    if result.share_id is None or rule is None or rule.enforce != "mps":
+def _enforced(one: _Wanted) -> SharingMode:
+    if one.enforced is None:
         return None
-    limits = limits_of(result, device, rule)
-    spec = _neutral_spec(device, _serves_users_of(rule, device, versions))
+    limits = limits_of(one.result, one.device, one.enforced)
+    spec = _neutral_spec(one.device, one.serves_users)
     return MpsShared(spec, limits.memory_mib, limits.active_thread_percentage)
 
 
-def _mps(
-    config: MpsConfig,
-    result: DeviceResult,
-    device: OfferedDevice,
-    group: Sequence[str],
-    rule: SharingRule | None,
-    versions: DriverVersions,
-) -> MpsShared:
-    memory = _memory_limit(config, result, device, group)
+def _mps(config: MpsConfig, one: _Wanted, group: Sequence[str]) -> MpsShared:
+    memory = _memory_limit(config, one, group)
     percentage = config.active_thread_percentage
-    spec = _neutral_spec(device, _multi_user(config, result, device, rule, versions))
-    if result.share_id is None:
+    spec = _neutral_spec(one.device, _multi_user(config, one))
+    if one.result.share_id is None:
         # Nobody else uses the daemon: the claim's limits hold for clients that lost their environment too.
-        return MpsShared(
-            MpsDaemonSpec(
-                spec.device, spec.uuid, spec.kind, spec.gpu_uuid, spec.multi_user, percentage, memory
-            ),
-            memory,
-            percentage,
-        )
-    if rule is None:
+        own = replace(spec, default_active_thread_percentage=percentage, default_memory_limit_mib=memory)
+        return MpsShared(own, memory, percentage)
+    if one.rule is None:
         return MpsShared(spec, memory, percentage)
-    limits = limits_of(result, device, rule)
+    limits = limits_of(one.result, one.device, one.rule)
     return MpsShared(
         spec,
         _least_of((memory, limits.memory_mib)),
@@ -215,32 +206,20 @@ def _mps(
     )
 
 
-def _multi_user(
-    config: MpsConfig,
-    result: DeviceResult,
-    device: OfferedDevice,
-    rule: SharingRule | None,
-    versions: DriverVersions,
-) -> bool:
+def _multi_user(config: MpsConfig, one: _Wanted) -> bool:
     """As the parameters say. Where they say nothing, a share has the daemon of the other shares of its device.
 
     Raises: ClaimRefusedError if they ask for what MPS cannot do there.
     """
     if config.multi_user is None:
-        is_enforced = result.share_id is not None and rule is not None and rule.enforce == "mps"
-        return is_enforced and rule is not None and _serves_users_of(rule, device, versions)
-    reason = why_one_user(device.gpu, versions) if config.multi_user else None
+        return one.serves_users
+    reason = why_one_user(one.device.gpu, one.versions) if config.multi_user else None
     if reason is not None:
         raise ClaimRefusedError(
-            f"request {result.request}: multiUser is not possible on device {device.name}, because {reason}, or leave "
-            "multiUser out and run all pods of the device as one user"
+            f"request {one.result.request}: multiUser is not possible on device {one.device.name}, because {reason}, "
+            "or leave multiUser out and run all pods of the device as one user"
         )
     return config.multi_user
-
-
-def _serves_users_of(rule: SharingRule, device: OfferedDevice, versions: DriverVersions) -> bool:
-    """Whether the daemon of a device's shares serves several users at a time: as the rule says, where MPS can."""
-    return rule.multi_user and why_one_user(device.gpu, versions) is None
 
 
 def _neutral_spec(device: OfferedDevice, multi_user: bool) -> MpsDaemonSpec:
@@ -249,19 +228,17 @@ def _neutral_spec(device: OfferedDevice, multi_user: bool) -> MpsDaemonSpec:
     return MpsDaemonSpec(device.name, device.uuid, kind, device.gpu.uuid, multi_user)
 
 
-def _memory_limit(
-    config: MpsConfig, result: DeviceResult, device: OfferedDevice, group: Sequence[str]
-) -> int | None:
+def _memory_limit(config: MpsConfig, one: _Wanted, group: Sequence[str]) -> int | None:
     """The limit for this device in whole MiB; keys are identities or indexes into the sorted group."""
-    by_uuid = _limits_by_uuid(config.per_device_memory_limits, result, group)
-    limit = by_uuid.get(_identity(device), config.memory_limit)
+    by_uuid = _limits_by_uuid(config.per_device_memory_limits, one.result, group)
+    limit = by_uuid.get(_identity(one.device), config.memory_limit)
     if limit is None:
         return None
-    total = memory_mib_of(device)
+    total = memory_mib_of(one.device)
     if total is not None and limit // _MIB > total:
         raise ClaimRefusedError(
-            f"request {result.request}: the MPS memory limit of {limit // _MIB}Mi is above the {total}Mi of device "
-            f"{device.name}; lower it"
+            f"request {one.result.request}: the MPS memory limit of {limit // _MIB}Mi is above the {total}Mi of "
+            f"device {one.device.name}; lower it"
         )
     return limit // _MIB
 
@@ -281,9 +258,7 @@ def _limits_by_uuid(limits: Mapping[str, int], result: DeviceResult, group: Sequ
     return found
 
 
-def _refuse_rival_shares(
-    devices: Sequence[tuple[DeviceResult, OfferedDevice]], usages: Sequence[SharingMode]
-) -> None:
+def _refuse_rival_shares(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> None:
     """Two shares of one device within a claim are under the same law as those of two claims."""
     for number, (result, device) in enumerate(devices):
         for (other, same), usage in zip(devices[:number], usages[:number], strict=True):
