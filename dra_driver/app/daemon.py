@@ -16,7 +16,6 @@ from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.app.wiring.claims import claim_parts
 from dra_driver.app.wiring.health import HealthParts
 from dra_driver.app.wiring.http import http_endpoint
-from dra_driver.app.wiring.metrics import show_node
 from dra_driver.app.wiring.mig import MigParts
 from dra_driver.app.wiring.passthrough import PassthroughParts
 from dra_driver.app.wiring.reporting import ReportingParts
@@ -310,18 +309,7 @@ class Driver:
             on_fatal=self.fail,
             watch_device_health=self.health.stream.watch,
         )
-        show_node(
-            self.metrics,
-            self.discovery,
-            self.records,
-            self.cleanups,
-            self.health,
-            self.mig,
-            self.reporting,
-            self.publishing,
-            mps_files,
-            self.probes,
-        )
+        self._show_node(mps_files)
         self._unclaimed_memory = self._usage_watch(nvml, paths.proc) if settings.usage_metrics else None
 
         changes.connect(
@@ -360,6 +348,28 @@ class Driver:
                 ),
             }
         )
+
+    def _show_node(self, mps: MpsHostFiles) -> None:
+        """Tell the metrics where their values come from."""
+        show, inventory, monitor = self.metrics.show, self.discovery.latest, self.health.monitor
+        publishing = self.publishing
+        show.claims(
+            lambda: self.records.all().values(), self.mig.uuid_of, self.reporting.claim_pods.of, inventory
+        )
+        show.devices(inventory, monitor, self.health.instances)
+        show.inventory(inventory)
+        show.health(inventory, monitor)
+        show.stuck_mig(self.mig.collector.stuck)
+        show.mig_layouts(self.mig.layouts)
+        show.cleanups(self.cleanups.outstanding)
+        show.reports(self.reporting.recorder.counts)
+        show.readiness(self.probes.readiness)
+        show.problem(self.problems)
+        show.mps(lambda: [status.state for status in mps.statuses()])
+        show.publishing(
+            lambda: publishing.publisher.problem, publishing.slice_count, publishing.withdrawn_count
+        )
+        show.partitions_unsupported(lambda: publishing.support.problem is not None)
 
     def _usage_watch(self, nvml: NvmlReader, proc: str) -> UnclaimedMemory:
         """What looks for memory that no claim has; scrapes measure the same."""

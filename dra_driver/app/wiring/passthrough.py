@@ -13,7 +13,7 @@ from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.cleanups import StepRunner
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.passthrough import Card
-from dra_driver.model.record import ClaimRecord
+from dra_driver.model.record import ClaimRecord, bindings
 from dra_driver.model.steps import BindVfio
 from dra_driver.nvml.persistence import PersistenceModes
 from dra_driver.nvml.reader import NvmlReader
@@ -49,20 +49,13 @@ class PassthroughParts:
             found = detachments.now()
             return None if found is None else found.problem
 
-        def recorded() -> Iterable[BindVfio]:
-            return (
-                step
-                for record in records()
-                if record.boot_id == boot_id
-                for step in record.steps
-                if isinstance(step, BindVfio)
-            )
-
         self._is_wanted = settings.for_virtual_machines is not None
         self._is_on = False
         self.ledger = PassthroughLedger(settings.plugin_directory / DIRECTORY, boot_id)
         cards = self.host = VfioCards(platform.paths, platform.nodes, platform.pci)
-        self._known = KnownCards(cards, self.ledger, settings.for_virtual_machines, recorded)
+        self._known = KnownCards(
+            cards, self.ledger, settings.for_virtual_machines, lambda: bindings(records(), boot_id)
+        )
         persistence = PersistenceModes(lambda: nvml.session.operation(waits_for_nvml))
         self.steps = VfioSteps(
             cards, self.ledger, nvml, nvml_pause(nvml.session, detachments), persistence, rescan, detached

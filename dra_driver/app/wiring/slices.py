@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dra_driver.app.part import Part
 from dra_driver.app.wiring.health import HealthParts
 from dra_driver.app.wiring.reporting import ReportingParts
-from dra_driver.health.rules.taints import is_withdrawn
+from dra_driver.health.rules.taints import withdrawals
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.cleanups import PendingCleanups
 from dra_driver.journal.records import RecordStore
@@ -106,23 +106,9 @@ class PublishingParts:
         pending = self._cleanups.withheld() if dropped or self._withdraws else lambda _device: None
         if not self._withdraws:
             return lambda device: pending(device) is not None
-        taints = self._health.taints()
-        held = {
-            held.device
-            for record in self._records.all().values()
-            for held in record.devices
-            if not held.admin_access
-        }
-
-        def is_withheld(device: OfferedDevice) -> bool:
-            found = taints(device)
-            is_shared = self._settings.sharing.rule_for(device) is not None
-            is_held = device.name in held
-            return pending(device) is not None or is_withdrawn(
-                device, found, is_held=is_held, is_shared=is_shared
-            )
-
-        return is_withheld
+        records, sharing = self._records.all().values(), self._settings.sharing
+        withdrawn = withdrawals(self._health.taints(), records, sharing)
+        return lambda device: pending(device) is not None or withdrawn(device)
 
     def _dirty(self) -> None:
         self.publisher.mark_dirty()
