@@ -19,8 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, replace
 
 import structlog
 
@@ -30,6 +29,7 @@ from dra_driver.kube.cluster import server_version
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.mig.rules.counters import is_counted
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.sharing import SharingPolicy
 from dra_driver.slices.rules import kubernetes_releases
 from dra_driver.slices.rules.build import Pool, SliceContent
@@ -46,7 +46,6 @@ from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, OLDEST_TA
 
 _log = structlog.get_logger(__name__)
 
-JsonObject = dict[str, Any]
 
 _ASK_AGAIN_S = 3600.0
 _INVALID = 422
@@ -181,30 +180,25 @@ def shares_counters(inventory: Inventory, sharing: SharingPolicy) -> bool:
     )
 
 
+@dataclass(eq=False)
 class ApiSupport:
     """Remembers what the server takes and keeps, from what it was asked and from its answers to writes.
 
-    `ask` gets what is known, and whether partitions matter. `tell` gets the reason each time that the server is found
-    not to count partitions. `caution` returns what is wrong with counters for these devices on a server that keeps
-    them, if anything; it is asked each time that the server is found to count, and `warn` gets what it says.
+    `ask_server` gets what is known, and whether partitions matter. `tell` gets the reason each time that the server is
+    found not to count partitions. `caution` returns what is wrong with counters for these devices on a server that
+    keeps them, if anything; it is asked each time that the server is found to count, and `warn` gets what it says.
 
     For the publisher's thread; any thread may read `problem` and `drops_taints`.
     """
 
-    def __init__(
-        self,
-        ask: Callable[[Support, bool], Support],
-        tell: Callable[[str], None],
-        *,
-        caution: Callable[[Inventory], str | None],
-        warn: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._ask_server = ask
-        self._tell = tell
-        self._caution = caution
-        self._warn = warn
-        self._clock = clock
+    ask_server: Callable[[Support, bool], Support]
+    tell: Callable[[str], None]
+    _: KW_ONLY
+    caution: Callable[[Inventory], str | None]
+    warn: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._known = Support()
         self._asked_at = -math.inf
         self._is_asked = False
@@ -234,16 +228,16 @@ class ApiSupport:
     def of(self, inventory: Inventory) -> Support:
         """What the server takes and keeps of such devices.
 
-        Raises: as `ask`, if the server does not answer; nothing must be published then.
+        Raises: as `ask_server`, if the server does not answer; nothing must be published then.
         """
         self._matters = bool(inventory.cards_by_gpu) or any(
             gpu.partitioning is not None and gpu.partitioning.possible for gpu in inventory.gpus
         )
         is_new = self._matters and self._counts is None
-        if is_new or not self._is_asked or self._clock() >= self.ask_at:
+        if is_new or not self._is_asked or self.clock() >= self.ask_at:
             before = self._known
-            self._known = self._ask_server(before, self._matters)
-            self._asked_at, self._is_asked = self._clock(), True
+            self._known = self.ask_server(before, self._matters)
+            self._asked_at, self._is_asked = self.clock(), True
             if before.missing - self._known.missing:
                 _log.info("slice_fields_kept_now", gates=sorted(before.missing - self._known.missing))
             if self._matters:
@@ -271,7 +265,7 @@ class ApiSupport:
         if gates - _DISPENSABLE - {PARTITIONS_GATE, GROUPS_GATE}:
             self._stored_otherwise[name] = (sent["spec"], stored["spec"])
         if gates & (_DISPENSABLE | {PARTITIONS_GATE}):
-            self._asked_at = self._clock()
+            self._asked_at = self.clock()
             self._known = replace(self._known, missing=self._known.missing | (gates & _DISPENSABLE))
         if GROUPS_GATE in gates:
             self._known = replace(self._known, keeps_groups=False)
@@ -302,10 +296,10 @@ class ApiSupport:
             return
         if problem is not None:
             _log.warning("partitions_not_supported", reason=problem)
-            self._tell(problem)
+            self.tell(problem)
             return
         _log.info("partitions_supported")
-        concern = None if inventory is None else self._caution(inventory)
+        concern = None if inventory is None else self.caution(inventory)
         if concern is not None:
             _log.warning("scheduler_outdated", reason=concern)
-            self._warn(concern)
+            self.warn(concern)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from typing import Any
 
 from dra_driver.app.commands.machine import CommandMachine, unread
 from dra_driver.diagnostics.rules.mig_holders import gpu_maps, waiting_for_mig_mode
@@ -18,13 +17,12 @@ from dra_driver.inventory.host_facts import HostView
 from dra_driver.journal.rules.cleanups import withholding
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import OfferedDevice
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.mig import MigProfile
 from dra_driver.nvml.mig_profiles import read_machine_profiles
 from dra_driver.settings import Settings
 from dra_driver.slices.rules.build import Taints, build_pool, none_withheld, untainted
 from dra_driver.slices.rules.diff import Owner, slice_changes
-
-JsonObject = dict[str, Any]
 
 
 class OwnershipUnknownError(StateError):

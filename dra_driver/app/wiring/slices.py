@@ -66,7 +66,7 @@ class PublishingParts:
             may_publish=leadership.is_ours,
             support=self.support,
             taints=health.taints,
-            withheld=self._withheld,
+            left_out=self._withheld,
             observer=reporting.node,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from dra_driver.health.rules.polling import FABRIC, SLOWDOWN, fabric_findings
 from dra_driver.journal.rules.cleanups import PendingCleanup
@@ -22,13 +22,13 @@ from dra_driver.model.health import (
     targets_of_mig,
 )
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mig_layouts import MIG_LAYOUT, GpuLayout
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing import SharingPolicy
 from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, TaintLimits
 
-JsonObject = dict[str, Any]
 Effect = Literal["None", "NoSchedule", "NoExecute"]
 
 _EFFECTS: tuple[Effect, ...] = ("NoExecute", "NoSchedule", "None")
