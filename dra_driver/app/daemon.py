@@ -52,7 +52,7 @@ from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
-from dra_driver.kube.cluster import node_labels, node_uid
+from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kubelet.registration import RegistrationStatus
@@ -83,15 +83,15 @@ class Driver:
         self.settings = settings
         platform = platform or platform_of(settings)
         paths, plugin_dir = platform.paths, settings.plugin_directory
-        self._boot_id = Sysfs(paths.sys, paths.proc).boot_id() or "unknown"
+        self.boot_id = Sysfs(paths.sys, paths.proc).boot_id() or "unknown"
         self._stopped = threading.Event()
         self._fatal: FatalError | None = None
         self._running: list[Part] = []
-        changes = self._changes = Changes()
+        changes = self.changes = Changes()
 
         # What is on disk, for the next instance as well.
         self.records = RecordStore(plugin_dir / "claims")
-        self._planning = GpuLocks(plugin_dir / "locks", ".plan.lock")
+        self.planning = GpuLocks(plugin_dir / "locks", ".plan.lock")
         self.lanes = Lanes(GpuLocks(plugin_dir / "locks"))
         self._claim_locks = ClaimLocks(plugin_dir / "locks")
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
@@ -107,16 +107,16 @@ class Driver:
         limiter = (
             TokenBucket(settings.kube_api_qps, settings.kube_api_burst) if settings.kube_api_qps else None
         )
-        self._client = ApiClient(
+        self.client = ApiClient(
             load_endpoint(settings.kubeconfig), limiter=limiter, observe=self.metrics.api_answered
         )
-        api = ResourceApi(self._client)
+        api = ResourceApi(self.client)
 
         # The node's GPUs.
         files = DriverRoot(paths, nodes=platform.nodes, hook=settings.nvidia_cdi_hook_path)
         host = HostView(paths, imex=settings.imex_channel is not None, files=files)
         programs = InstalledPrograms(paths.driver_root, plugin_dir / "host.lib")
-        detachments = Detachments(plugin_dir, self._boot_id)
+        detachments = Detachments(plugin_dir, self.boot_id)
         smi = NvidiaSmi(programs, detachments.using_nvml)
         extra_devices = ExtraDeviceFinder(
             paths,
@@ -127,30 +127,8 @@ class Driver:
         load = detachments.guarded(platform.load_nvml)
         kept_names = self._held_gpu_names if settings.device_names == "minor" else None
         nvml = NvmlReader(load, settings.on_demand, self._foreign_instances, mark, kept_names)
-        self.mig = MigParts(
-            settings,
-            paths,
-            self._boot_id,
-            self.records,
-            self.lanes,
-            without_record.lost_devices,
-            changes,
-            nvml.session.operation,
-            self._planning,
-            partial(node_labels, self._client, settings.node_name),
-            lambda: self.discovery,
-            leadership,
-            lambda: self.cleaner,
-        )
-        self.passthrough = PassthroughParts(
-            settings,
-            platform,
-            self._boot_id,
-            self._known_records,
-            nvml,
-            lambda: self.discovery,
-            detachments,
-        )
+        self.mig = MigParts(self, paths, without_record.lost_devices, nvml.session.operation)
+        self.passthrough = PassthroughParts(self, platform, nvml, detachments)
         self.discovery = Discovery(
             nvml,
             host,
@@ -162,46 +140,22 @@ class Driver:
             detachments.is_paused,
             self.passthrough.cards,
         )
-        self.health = HealthParts(
-            settings,
-            nvml.health_source(),
-            self.discovery,
-            host,
-            self.mig,
-            self._boot_id,
-            changes,
-            leadership,
-            lambda: self.cleanups,
-            self.lanes,
-            self.passthrough.taken,
-        )
+        self.health = HealthParts(self, nvml.health_source(), host)
 
         # What users are told.
-        self.reporting = ReportingParts(
-            settings,
-            api,
-            self.metrics,
-            self.discovery,
-            self.records,
-            self.health,
-            self.mig,
-            changes,
-            leadership,
-            lambda: self.cleanups,
-            mps_files,
-        )
+        self.reporting: ReportingParts = ReportingParts(self, api, mps_files)
 
         # Claims, and what they leave to be undone.
         self.cleanups = PendingCleanups(
             plugin_dir / "debts",
             self.records,
-            self._boot_id,
+            self.boot_id,
             self.reporting.node,
             partial(changes.tell, Change.CLEANUPS),
         )
-        time_slices = TimeSliceSteps(smi, self.records, self.lanes, self._boot_id)
+        time_slices = TimeSliceSteps(smi, self.records, self.lanes, self.boot_id)
         mps_steps = MpsSteps(
-            mps_files, self.records, without_record.mps_users, self.mig.uuid_of, self._boot_id
+            mps_files, self.records, without_record.mps_users, self.mig.uuid_of, self.boot_id
         )
         steps = StepDispatcher(
             self.mig.runners()
@@ -227,11 +181,11 @@ class Driver:
             self.metrics,
         )
 
-        self.cleaner = Cleaner(
+        self.cleaner: Cleaner = Cleaner(
             self.cleanups,
             self.lanes,
             steps,
-            self._boot_id,
+            self.boot_id,
             leadership.is_ours,
             partial(_tools_seen, programs, layout.lock, paths.proc, detachments),
             (time_slices, self.mig.collector),
@@ -249,13 +203,13 @@ class Driver:
             records=self.records,
             without_record=without_record,
             claim_locks=self._claim_locks,
-            planning=self._planning,
+            planning=self.planning,
             executor=Executor(
                 self.records,
                 self.cleaner,
                 steps,
                 self.lanes,
-                self._boot_id,
+                self.boot_id,
                 lost_steps=lambda uid: [*mps_steps.lost_steps(uid), *self.passthrough.steps.lost_steps(uid)],
             ),
             cleaner=self.cleaner,
@@ -263,12 +217,12 @@ class Driver:
                 nvml.processes,
                 self.mig.uuid_of,
                 self.records.all,
-                self._boot_id,
+                self.boot_id,
                 is_of_the_host=partial(is_of_the_host, paths.proc),
                 driver_is_gone=lambda: not driver_fingerprint(paths.proc),
             ),
             observer=self.reporting.reporter,
-            make_sure=partial(node_uid, self._client, settings.node_name),
+            make_sure=partial(node_uid, self.client, settings.node_name),
             pods_run=lambda record: any_runs("/proc", self.reporting.claim_pods.known_pods(record)),
             setting_for_lost=lambda: self.publishing.missing_setting(LOST),
             extra_devices=extra_devices,
@@ -278,24 +232,14 @@ class Driver:
         )
 
         # The cluster and the kubelet.
-        self.publishing = PublishingParts(
-            settings,
-            self._client,
-            api,
-            leadership,
-            self.discovery,
-            self.health,
-            self.records,
-            self.cleanups,
-            self.reporting,
-        )
+        self.publishing: PublishingParts = PublishingParts(self, api)
         self.probes = Probes(
             lambda: self._plugin,
             self.discovery,
             lambda: self.publishing.publisher,
             [self.discovery.files_problem, self.health.monitor.problem, self.health.monitor.unresponsive],
         )
-        self._plugin = KubeletPlugin(
+        self._plugin: KubeletPlugin = KubeletPlugin(
             PluginSettings(
                 settings.driver_name,
                 Path(settings.kubelet_registrar_directory_path),
@@ -385,7 +329,7 @@ class Driver:
 
     def _parts(self) -> Iterator[Part]:
         """Everything that runs, in the order of starts."""
-        yield Part("api_client", stop=self._client.close)
+        yield Part("api_client", stop=self.client.close)
         yield Part("state", self._open_state)
         yield from self.reporting.parts()
         yield Part("discovery", self.discovery.start, self.discovery.stop)
@@ -402,10 +346,10 @@ class Driver:
             yield Part("http", http.start, http.stop)
 
     def _open_state(self) -> None:
-        self.records.open(self._boot_id)
+        self.records.open(self.boot_id)
         self.cleanups.open()
-        refuse_other_names(self.settings.device_names, self._known_records())
-        self._planning.open()
+        refuse_other_names(self.settings.device_names, self.known_records())
+        self.planning.open()
         self._claim_locks.open()
         self._specs.create()
         self._metadata_files.create()
@@ -463,12 +407,12 @@ class Driver:
         """What is wrong, one sentence each: first the faults that fail readiness, then the notes."""
         return [*self.probes.readiness(), *self.probes.notes()]
 
-    def _known_records(self) -> list[ClaimRecord]:
+    def known_records(self) -> list[ClaimRecord]:
         """Of claims, and of ended claims whose cleanup is pending."""
         return [*self.records.all().values(), *self.cleanups.ended()]
 
     def _held_gpu_names(self) -> Mapping[str, str]:
-        return held_gpu_names(self._known_records())
+        return held_gpu_names(self.known_records())
 
     def _foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> Sequence[GpuInstance]:
         return self.mig.ledger.foreign_instances(gpu_uuid, existing)
@@ -476,7 +420,7 @@ class Driver:
     def _registration_changed(self, status: RegistrationStatus) -> None:
         """If this announcement fails, the publisher tries again."""
         if status.registered:
-            self._changes.tell(Change.REGISTERED)
+            self.changes.tell(Change.REGISTERED)
 
     def _prepared_kinds(self) -> Iterator[str]:
         for record in self.records.all().values():
