@@ -100,18 +100,13 @@ def _device_fields(api: ResourceApi, owner: Owner) -> tuple[frozenset[str], Tain
     for limits in (NEWEST_TAINTS, OLDEST_TAINTS):
         effects = ["NoSchedule"] * limits.most + ["None"] * limits.informational
         taints = [{"key": f"probe-{i}", "effect": effect} for i, effect in enumerate(effects[-limits.most :])]
+        content = SliceContent(devices=(_SHARED | {"taints": taints},))
         try:
-            lost = _lost_in_trial(
-                api,
-                owner,
-                (SliceContent(devices=(_SHARED | {"taints": taints},)),),
-                "ask the API server for taints and shares of devices",
-            )
+            lost = _lost_in_trial(api, owner, "ask the API server for taints and shares of devices", content)
         except ApiRejectedError as error:
-            if error.status != _INVALID:
-                _log.debug("dry_run_refused", reason=str(error))
-                return None
-        else:
+            _log.debug("dry_run_refused", reason=str(error))
+            return None
+        if not isinstance(lost, ApiRejectedError):
             return _DISPENSABLE & {gate for _, gate in lost}, limits
     return None
 
@@ -122,27 +117,20 @@ def partitions_problem(api: ResourceApi, owner: Owner) -> str | None:
     It is asked to create the two slices of a partitioned pool, counter sets and devices apart, as a dry run: nothing is
     written. Until Kubernetes 1.34 both had to be in one slice, so the server refuses this. Where the feature gate is
     off, it takes the slices and drops the fields.
+
     Raises: ApiUnavailableError; ApiRejectedError if it refuses to be asked (permissions, admission).
     """
     contents = (SliceContent(shared_counters=(_SET,)), SliceContent(devices=(_COUNTED,)))
-    try:
-        lost = _lost_in_trial(api, owner, contents, "ask the API server for partitionable devices")
-    except ApiRejectedError as error:
-        if error.status != _INVALID:
-            raise
-        return f"the API server refuses counters in a slice of their own ({error}); {_REMEDY}"
+    lost = _lost_in_trial(api, owner, "ask the API server for partitionable devices", *contents)
+    if isinstance(lost, ApiRejectedError):
+        return f"the API server refuses counters in a slice of their own ({lost}); {_REMEDY}"
     return _drops_counters(lost) if lost else None
 
 
 def _keeps_groups(api: ResourceApi, owner: Owner) -> bool:
     """Raises: as `partitions_problem`."""
-    action = "ask the API server for compatibility groups of devices"
-    try:
-        return not _lost_in_trial(api, owner, (SliceContent(devices=(_GROUPED,)),), action)
-    except ApiRejectedError as error:
-        if error.status != _INVALID:
-            raise
-        return False
+    content = SliceContent(devices=(_GROUPED,))
+    return not _lost_in_trial(api, owner, "ask the API server for compatibility groups of devices", content)
 
 
 def _drops_counters(lost: Iterable[Drop]) -> str:
@@ -151,14 +139,20 @@ def _drops_counters(lost: Iterable[Drop]) -> str:
 
 
 def _lost_in_trial(
-    api: ResourceApi, owner: Owner, contents: tuple[SliceContent, ...], action: str
-) -> tuple[Drop, ...]:
-    """The fields that the API server would drop of the first such slices, each asked about until one loses some."""
-    for sent in slice_changes(Pool(owner.node_name, contents), (), owner).creates:
-        stored = api.call("POST", "resourceslices", query={"dryRun": "All"}, body=sent, action=action)
-        lost = dropped_fields(sent, stored)
-        if lost:
-            return lost
+    api: ResourceApi, owner: Owner, action: str, *contents: SliceContent
+) -> tuple[Drop, ...] | ApiRejectedError:
+    """The fields that the API server would drop of the first such slices, each asked about until one loses some; the
+    error if it takes no such slice. Raises: as `partitions_problem`."""
+    try:
+        for sent in slice_changes(Pool(owner.node_name, contents), (), owner).creates:
+            stored = api.call("POST", "resourceslices", query={"dryRun": "All"}, body=sent, action=action)
+            lost = dropped_fields(sent, stored)
+            if lost:
+                return lost
+    except ApiRejectedError as error:
+        if error.status != _INVALID:
+            raise
+        return error
     return ()
 
 
