@@ -27,9 +27,7 @@ from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.planner import Identity
-from dra_driver.claims.reconciler import Rhythm
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
-from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.concurrency.token_bucket import TokenBucket
 from dra_driver.errors import FatalError, StateError
 from dra_driver.files.atomic import stamp_or_none
@@ -52,13 +50,11 @@ from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
-from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.driver_programs import IMEX_PROGRAM, SMI_PROGRAM
-from dra_driver.model.health import LOST
 from dra_driver.model.mig import GpuInstance
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
@@ -93,7 +89,7 @@ class Driver:
         self.records = RecordStore(plugin_dir / "claims")
         self.planning = GpuLocks(plugin_dir / "locks", ".plan.lock")
         self.lanes = Lanes(GpuLocks(plugin_dir / "locks"))
-        self._claim_locks = ClaimLocks(plugin_dir / "locks")
+        self.claim_locks = ClaimLocks(plugin_dir / "locks")
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
         self._metadata_files = MetadataFiles(plugin_dir, settings.cdi_root, settings.driver_name)
         without_record = SpecsWithoutRecord(self.records, self._specs)
@@ -191,6 +187,7 @@ class Driver:
             (time_slices, self.mig.collector),
         )
         self.claims = claim_parts(
+            self,
             Identity(
                 settings.driver_name,
                 settings.node_name,
@@ -199,11 +196,7 @@ class Driver:
                 settings.extra_devices,
             ),
             lookup=ClaimClient(api, self.reporting.claim_pods.note),
-            discovery=self.discovery,
-            records=self.records,
             without_record=without_record,
-            claim_locks=self._claim_locks,
-            planning=self.planning,
             executor=Executor(
                 self.records,
                 self.cleaner,
@@ -212,7 +205,6 @@ class Driver:
                 self.boot_id,
                 lost_steps=lambda uid: [*mps_steps.lost_steps(uid), *self.passthrough.steps.lost_steps(uid)],
             ),
-            cleaner=self.cleaner,
             users=GpuProcesses(
                 nvml.processes,
                 self.mig.uuid_of,
@@ -221,14 +213,8 @@ class Driver:
                 is_of_the_host=partial(is_of_the_host, paths.proc),
                 driver_is_gone=lambda: not driver_fingerprint(paths.proc),
             ),
-            observer=self.reporting.reporter,
-            make_sure=partial(node_uid, self.client, settings.node_name),
             pods_run=lambda record: any_runs("/proc", self.reporting.claim_pods.known_pods(record)),
-            setting_for_lost=lambda: self.publishing.missing_setting(LOST),
             extra_devices=extra_devices,
-            timeouts=WaitTimeouts(),
-            rhythm=Rhythm(),
-            refuse_changing=self.mig.refuse_changing(),
         )
 
         # The cluster and the kubelet.
@@ -350,7 +336,7 @@ class Driver:
         self.cleanups.open()
         refuse_other_names(self.settings.device_names, self.known_records())
         self.planning.open()
-        self._claim_locks.open()
+        self.claim_locks.open()
         self._specs.create()
         self._metadata_files.create()
         self.mig.open()
