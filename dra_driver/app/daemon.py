@@ -16,7 +16,6 @@ from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.app.wiring.claims import claim_parts
 from dra_driver.app.wiring.health import HealthParts
 from dra_driver.app.wiring.http import http_endpoint
-from dra_driver.app.wiring.metrics import show_node
 from dra_driver.app.wiring.mig import MigParts
 from dra_driver.app.wiring.passthrough import PassthroughParts
 from dra_driver.app.wiring.reporting import ReportingParts
@@ -28,9 +27,7 @@ from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.planner import Identity
-from dra_driver.claims.reconciler import Rhythm
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
-from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.concurrency.token_bucket import TokenBucket
 from dra_driver.errors import FatalError, StateError
 from dra_driver.files.atomic import stamp_or_none
@@ -53,13 +50,11 @@ from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
-from dra_driver.kube.cluster import node_labels, node_uid
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.driver_programs import IMEX_PROGRAM, SMI_PROGRAM
-from dra_driver.model.health import LOST
 from dra_driver.model.mig import GpuInstance
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
@@ -84,17 +79,17 @@ class Driver:
         self.settings = settings
         platform = platform or platform_of(settings)
         paths, plugin_dir = platform.paths, settings.plugin_directory
-        self._boot_id = Sysfs(paths.sys, paths.proc).boot_id() or "unknown"
+        self.boot_id = Sysfs(paths.sys, paths.proc).boot_id() or "unknown"
         self._stopped = threading.Event()
         self._fatal: FatalError | None = None
         self._running: list[Part] = []
-        changes = self._changes = Changes()
+        changes = self.changes = Changes()
 
         # What is on disk, for the next instance as well.
         self.records = RecordStore(plugin_dir / "claims")
-        self._planning = GpuLocks(plugin_dir / "locks", ".plan.lock")
+        self.planning = GpuLocks(plugin_dir / "locks", ".plan.lock")
         self.lanes = Lanes(GpuLocks(plugin_dir / "locks"))
-        self._claim_locks = ClaimLocks(plugin_dir / "locks")
+        self.claim_locks = ClaimLocks(plugin_dir / "locks")
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
         self._metadata_files = MetadataFiles(plugin_dir, settings.cdi_root, settings.driver_name)
         without_record = SpecsWithoutRecord(self.records, self._specs)
@@ -108,16 +103,16 @@ class Driver:
         limiter = (
             TokenBucket(settings.kube_api_qps, settings.kube_api_burst) if settings.kube_api_qps else None
         )
-        self._client = ApiClient(
+        self.client = ApiClient(
             load_endpoint(settings.kubeconfig), limiter=limiter, observe=self.metrics.api_answered
         )
-        api = ResourceApi(self._client)
+        api = ResourceApi(self.client)
 
         # The node's GPUs.
         files = DriverRoot(paths, nodes=platform.nodes, hook=settings.nvidia_cdi_hook_path)
         host = HostView(paths, imex=settings.imex_channel is not None, files=files)
         programs = InstalledPrograms(paths.driver_root, plugin_dir / "host.lib")
-        detachments = Detachments(plugin_dir, self._boot_id)
+        detachments = Detachments(plugin_dir, self.boot_id)
         smi = NvidiaSmi(programs, detachments.using_nvml)
         extra_devices = ExtraDeviceFinder(
             paths,
@@ -128,30 +123,8 @@ class Driver:
         load = detachments.guarded(platform.load_nvml)
         kept_names = self._held_gpu_names if settings.device_names == "minor" else None
         nvml = NvmlReader(load, settings.on_demand, self._foreign_instances, mark, kept_names)
-        self.mig = MigParts(
-            settings,
-            paths,
-            self._boot_id,
-            self.records,
-            self.lanes,
-            without_record.lost_devices,
-            changes,
-            nvml.session.operation,
-            self._planning,
-            partial(node_labels, self._client, settings.node_name),
-            lambda: self.discovery,
-            leadership,
-            lambda: self.cleaner,
-        )
-        self.passthrough = PassthroughParts(
-            settings,
-            platform,
-            self._boot_id,
-            self._known_records,
-            nvml,
-            lambda: self.discovery,
-            detachments,
-        )
+        self.mig = MigParts(self, paths, without_record.lost_devices, nvml.session.operation)
+        self.passthrough = PassthroughParts(self, platform, nvml, detachments)
         self.discovery = Discovery(
             nvml,
             host,
@@ -163,46 +136,22 @@ class Driver:
             detachments.is_paused,
             self.passthrough.cards,
         )
-        self.health = HealthParts(
-            settings,
-            nvml.health_source(),
-            self.discovery,
-            host,
-            self.mig,
-            self._boot_id,
-            changes,
-            leadership,
-            lambda: self.cleanups,
-            self.lanes,
-            self.passthrough.taken,
-        )
+        self.health = HealthParts(self, nvml.health_source(), host)
 
         # What users are told.
-        self.reporting = ReportingParts(
-            settings,
-            api,
-            self.metrics,
-            self.discovery,
-            self.records,
-            self.health,
-            self.mig,
-            changes,
-            leadership,
-            lambda: self.cleanups,
-            mps_files,
-        )
+        self.reporting: ReportingParts = ReportingParts(self, api, mps_files)
 
         # Claims, and what they leave to be undone.
         self.cleanups = PendingCleanups(
             plugin_dir / "debts",
             self.records,
-            self._boot_id,
+            self.boot_id,
             self.reporting.node,
             partial(changes.tell, Change.CLEANUPS),
         )
-        time_slices = TimeSliceSteps(smi, self.records, self.lanes, self._boot_id)
+        time_slices = TimeSliceSteps(smi, self.records, self.lanes, self.boot_id)
         mps_steps = MpsSteps(
-            mps_files, self.records, without_record.mps_users, self.mig.uuid_of, self._boot_id
+            mps_files, self.records, without_record.mps_users, self.mig.uuid_of, self.boot_id
         )
         steps = StepDispatcher(
             self.mig.runners()
@@ -228,16 +177,17 @@ class Driver:
             self.metrics,
         )
 
-        self.cleaner = Cleaner(
+        self.cleaner: Cleaner = Cleaner(
             self.cleanups,
             self.lanes,
             steps,
-            self._boot_id,
+            self.boot_id,
             leadership.is_ours,
             partial(_tools_seen, programs, layout.lock, paths.proc, detachments),
             (time_slices, self.mig.collector),
         )
         self.claims = claim_parts(
+            self,
             Identity(
                 settings.driver_name,
                 settings.node_name,
@@ -246,57 +196,36 @@ class Driver:
                 settings.extra_devices,
             ),
             lookup=ClaimClient(api, self.reporting.claim_pods.note),
-            discovery=self.discovery,
-            records=self.records,
             without_record=without_record,
-            claim_locks=self._claim_locks,
-            planning=self._planning,
             executor=Executor(
                 self.records,
                 self.cleaner,
                 steps,
                 self.lanes,
-                self._boot_id,
+                self.boot_id,
                 lost_steps=lambda uid: [*mps_steps.lost_steps(uid), *self.passthrough.steps.lost_steps(uid)],
             ),
-            cleaner=self.cleaner,
             users=GpuProcesses(
                 nvml.processes,
                 self.mig.uuid_of,
                 self.records.all,
-                self._boot_id,
+                self.boot_id,
                 is_of_the_host=partial(is_of_the_host, paths.proc),
                 driver_is_gone=lambda: not driver_fingerprint(paths.proc),
             ),
-            observer=self.reporting.reporter,
-            make_sure=partial(node_uid, self._client, settings.node_name),
             pods_run=lambda record: any_runs("/proc", self.reporting.claim_pods.known_pods(record)),
-            setting_for_lost=lambda: self.publishing.missing_setting(LOST),
             extra_devices=extra_devices,
-            timeouts=WaitTimeouts(),
-            rhythm=Rhythm(),
-            refuse_changing=self.mig.refuse_changing(),
         )
 
         # The cluster and the kubelet.
-        self.publishing = PublishingParts(
-            settings,
-            self._client,
-            api,
-            leadership,
-            self.discovery,
-            self.health,
-            self.records,
-            self.cleanups,
-            self.reporting,
-        )
+        self.publishing: PublishingParts = PublishingParts(self, api)
         self.probes = Probes(
             lambda: self._plugin,
             self.discovery,
             lambda: self.publishing.publisher,
             [self.discovery.files_problem, self.health.monitor.problem, self.health.monitor.unresponsive],
         )
-        self._plugin = KubeletPlugin(
+        self._plugin: KubeletPlugin = KubeletPlugin(
             PluginSettings(
                 settings.driver_name,
                 Path(settings.kubelet_registrar_directory_path),
@@ -310,18 +239,7 @@ class Driver:
             on_fatal=self.fail,
             watch_device_health=self.health.stream.watch,
         )
-        show_node(
-            self.metrics,
-            self.discovery,
-            self.records,
-            self.cleanups,
-            self.health,
-            self.mig,
-            self.reporting,
-            self.publishing,
-            mps_files,
-            self.probes,
-        )
+        self._show_node(mps_files)
         self._unclaimed_memory = self._usage_watch(nvml, paths.proc) if settings.usage_metrics else None
 
         changes.connect(
@@ -361,6 +279,28 @@ class Driver:
             }
         )
 
+    def _show_node(self, mps: MpsHostFiles) -> None:
+        """Tell the metrics where their values come from."""
+        show, inventory, monitor = self.metrics.show, self.discovery.latest, self.health.monitor
+        publishing = self.publishing
+        show.claims(
+            lambda: self.records.all().values(), self.mig.uuid_of, self.reporting.claim_pods.of, inventory
+        )
+        show.devices(inventory, monitor, self.health.instances)
+        show.inventory(inventory)
+        show.health(inventory, monitor)
+        show.stuck_mig(self.mig.collector.stuck)
+        show.mig_layouts(self.mig.layouts)
+        show.cleanups(self.cleanups.outstanding)
+        show.reports(self.reporting.recorder.counts)
+        show.readiness(self.probes.readiness)
+        show.problem(self.problems)
+        show.mps(lambda: [status.state for status in mps.statuses()])
+        show.publishing(
+            lambda: publishing.publisher.problem, publishing.slice_count, publishing.withdrawn_count
+        )
+        show.partitions_unsupported(lambda: publishing.support.problem is not None)
+
     def _usage_watch(self, nvml: NvmlReader, proc: str) -> UnclaimedMemory:
         """What looks for memory that no claim has; scrapes measure the same."""
         usage = Usage(
@@ -375,7 +315,7 @@ class Driver:
 
     def _parts(self) -> Iterator[Part]:
         """Everything that runs, in the order of starts."""
-        yield Part("api_client", stop=self._client.close)
+        yield Part("api_client", stop=self.client.close)
         yield Part("state", self._open_state)
         yield from self.reporting.parts()
         yield Part("discovery", self.discovery.start, self.discovery.stop)
@@ -392,11 +332,11 @@ class Driver:
             yield Part("http", http.start, http.stop)
 
     def _open_state(self) -> None:
-        self.records.open(self._boot_id)
+        self.records.open(self.boot_id)
         self.cleanups.open()
-        refuse_other_names(self.settings.device_names, self._known_records())
-        self._planning.open()
-        self._claim_locks.open()
+        refuse_other_names(self.settings.device_names, self.known_records())
+        self.planning.open()
+        self.claim_locks.open()
         self._specs.create()
         self._metadata_files.create()
         self.mig.open()
@@ -453,12 +393,12 @@ class Driver:
         """What is wrong, one sentence each: first the faults that fail readiness, then the notes."""
         return [*self.probes.readiness(), *self.probes.notes()]
 
-    def _known_records(self) -> list[ClaimRecord]:
+    def known_records(self) -> list[ClaimRecord]:
         """Of claims, and of ended claims whose cleanup is pending."""
         return [*self.records.all().values(), *self.cleanups.ended()]
 
     def _held_gpu_names(self) -> Mapping[str, str]:
-        return held_gpu_names(self._known_records())
+        return held_gpu_names(self.known_records())
 
     def _foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> Sequence[GpuInstance]:
         return self.mig.ledger.foreign_instances(gpu_uuid, existing)
@@ -466,7 +406,7 @@ class Driver:
     def _registration_changed(self, status: RegistrationStatus) -> None:
         """If this announcement fails, the publisher tries again."""
         if status.registered:
-            self._changes.tell(Change.REGISTERED)
+            self.changes.tell(Change.REGISTERED)
 
     def _prepared_kinds(self) -> Iterator[str]:
         for record in self.records.all().values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.rules.metadata import DescribedDevice, described, encode, requests_of
@@ -15,19 +16,16 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import Step, WriteDeviceMetadata
 
 
+@dataclass(eq=False)
 class MetadataSteps:
-    """Does and undoes `WriteDeviceMetadata`. It runs after the steps that make devices, since it writes their UUIDs."""
+    """Does and undoes `WriteDeviceMetadata`. It runs after the steps that make devices, since it writes their UUIDs.
 
-    def __init__(
-        self,
-        files: MetadataFiles,
-        inventory: Callable[[], Inventory | None],
-        created_instance: Callable[[str], OwnedInstance | None],
-    ) -> None:
-        """`created_instance` answers which instance a MIG device on demand has now, by the device's name."""
-        self._files = files
-        self._inventory = inventory
-        self._created_instance = created_instance
+    `created_instance` answers which instance a MIG device on demand has now, by the device's name.
+    """
+
+    files: MetadataFiles
+    inventory: Callable[[], Inventory | None]
+    created_instance: Callable[[str], OwnedInstance | None]
 
     def do(self, step: Step, plan: Plan) -> None:
         """Write a file for each request. Raises: StateError, ClaimRefusedError; NvmlUnavailableError if the devices
@@ -40,10 +38,10 @@ class MetadataSteps:
     def _write(
         self, claim: AllocatedClaim, request: str, devices: list[DescribedDevice], versions: tuple[str, ...]
     ) -> None:
-        self._files.write(claim, request, lambda generation: encode(claim, devices, versions, generation))
+        self.files.write(claim, request, lambda generation: encode(claim, devices, versions, generation))
 
     def _described(self, plan: Plan) -> dict[str, list[DescribedDevice]]:
-        inventory = self._inventory()
+        inventory = self.inventory()
         if inventory is None:
             raise NvmlUnavailableError(
                 "the devices of this node are not known now, so their metadata cannot be written; see the log of "
@@ -52,7 +50,7 @@ class MetadataSteps:
         by_request: dict[str, list[DescribedDevice]] = {}
         for planned in plan.devices:
             offered = planned.offered
-            made = self._created_instance(offered.name)
+            made = self.created_instance(offered.name)
             device = described(planned.result, offered, planned.usage, inventory, made)
             by_request.setdefault(planned.result.base_request, []).append(device)
         return by_request
@@ -60,10 +58,10 @@ class MetadataSteps:
     def undo(self, step: Step, record: ClaimRecord) -> None:
         """Remove the claim's files; running containers keep what they have. Raises: StateError."""
         if record.claim.results:
-            self._files.remove(record.claim)
+            self.files.remove(record.claim)
         else:  # the claim's record was lost, and only its UID is known
-            self._files.forget(record.ref.uid)
+            self.files.forget(record.ref.uid)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """Whether every file and CDI spec of the claim is there."""
-        return self._files.in_place(record.claim)
+        return self.files.in_place(record.claim)

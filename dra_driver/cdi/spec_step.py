@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 import structlog
@@ -30,47 +30,38 @@ from dra_driver.model.steps import Step
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(eq=False)
 class CdiSteps:
     """Does and undoes `WriteCdiSpec`. Each spec is made from what is on the disk now: no container may get a path that
-    is gone because the NVIDIA driver or the toolkit was replaced."""
+    is gone because the NVIDIA driver or the toolkit was replaced. `cards` is None where virtual machines get no GPUs.
+    """
 
-    def __init__(
-        self,
-        driver_name: str,
-        specs: CdiDirectory,
-        installation: DriverRoot,
-        nodes: GpuNodes,
-        driver_version: Callable[[], str | None],
-        mps_directories: Callable[[str], MpsDirectories],
-        created_instance: Callable[[str], OwnedInstance | None],
-        extra_devices: ExtraDeviceFinder,
-        cards: VfioCards | None = None,
-    ) -> None:
-        """`cards` is None where virtual machines get no GPUs."""
-        self._driver_name = driver_name
-        self._specs = specs
-        self._installation = installation
-        self._nodes = nodes
-        self._driver_version = driver_version
-        self._mps_directories = mps_directories
-        self._created_instance = created_instance
-        self._extra_devices = extra_devices
-        self._cards = cards
+    driver_name: str
+    specs: CdiDirectory
+    installation: DriverRoot
+    nodes: GpuNodes
+    driver_version: Callable[[], str | None]
+    mps_directories: Callable[[str], MpsDirectories]
+    created_instance: Callable[[str], OwnedInstance | None]
+    extra_devices: ExtraDeviceFinder
+    cards: VfioCards | None = None
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._told: tuple[str, ...] = ()
         self._common: tuple[DriverFiles, tuple[HostNode, ...], dict[str, Any]] | None = None
 
     def do(self, step: Step, plan: Plan) -> None:
         """Write the claim's spec. Raises: RetryableError if the host lacks a file or node; StateError."""
-        self._specs.write(plan.claim.ref.uid, self.spec(plan))
+        self.specs.write(plan.claim.ref.uid, self.spec(plan))
 
     def spec(self, plan: Plan) -> dict[str, Any]:
         """The spec as it would be written now."""
         if any(isinstance(one.offered, VfioDevice) for one in plan.devices):
             return vfio_spec(
-                plan.claim.ref.uid, self._driver_name, [self._bare_device(one) for one in plan.devices]
+                plan.claim.ref.uid, self.driver_name, [self._bare_device(one) for one in plan.devices]
             )
-        files = self._installation.files(self._driver_version())
+        files = self.installation.files(self.driver_version())
         self._tell(files.notes)
         used = {device.cdi_device for device in plan.devices if not device.result.admin_access}
         devices = [
@@ -86,9 +77,9 @@ class CdiSteps:
         if managing:
             devices = self._with_management(devices, managing)
         common = self._common_edits(
-            files, self._extra_devices.channel_nodes(plan) if plan.has_extra_devices else ()
+            files, self.extra_devices.channel_nodes(plan) if plan.has_extra_devices else ()
         )
-        return claim_spec(plan.claim.ref.uid, self._driver_name, files, devices, common)
+        return claim_spec(plan.claim.ref.uid, self.driver_name, files, devices, common)
 
     def _with_management(
         self, devices: list[CdiDevice], managing: Mapping[str, PlannedDevice]
@@ -96,7 +87,7 @@ class CdiSteps:
         """The devices, of which one of each request that manages the node has the nodes for that: a container gets all
         devices of a request."""
         gpus = next(iter(managing.values())).managed
-        nodes, missing = self._nodes.management(
+        nodes, missing = self.nodes.management(
             [self._minor(gpu) for gpu in gpus], has_mig=any(gpu.mig_capable for gpu in gpus)
         )
         if missing:
@@ -132,28 +123,28 @@ class CdiSteps:
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
         """Remove the claim's spec; running containers keep what they have."""
-        self._specs.remove(record.ref.uid)
+        self.specs.remove(record.ref.uid)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """Whether the claim's spec file is there."""
-        return self._specs.read(record.ref.uid) is not None
+        return self.specs.read(record.ref.uid) is not None
 
     def _device(self, planned: PlannedDevice) -> CdiDevice:
         device = self._bare_device(planned)
         if planned.host_devices:
-            device = self._extra_devices.added(device, planned)
+            device = self.extra_devices.added(device, planned)
         match planned.usage:
             case MpsShared() as usage:
-                return with_mps(device, usage, self._mps_directories(usage.spec.device))
+                return with_mps(device, usage, self.mps_directories(usage.spec.device))
             case _:
                 return device
 
     def _bare_device(self, planned: PlannedDevice) -> CdiDevice:
         match planned.offered:
             case WholeGpu(gpu=gpu):
-                return self._nodes.whole_gpu(planned.cdi_device, self._minor(gpu), gpu.pci_bus_id)
+                return self.nodes.whole_gpu(planned.cdi_device, self._minor(gpu), gpu.pci_bus_id)
             case StaticMigDevice(gpu=gpu, mig=mig):
-                return self._nodes.mig_device(
+                return self.nodes.mig_device(
                     planned.cdi_device,
                     gpu.minor,
                     gpu.pci_bus_id,
@@ -170,16 +161,16 @@ class CdiSteps:
 
     def _made_device(self, planned: PlannedDevice, possible: DynamicMigDevice) -> CdiDevice:
         gpu = possible.gpu
-        made = self._created_instance(possible.name)
+        made = self.created_instance(possible.name)
         if made is None or made.gpu_instance_id is None or made.compute_instance_id is None:
             if planned.result.admin_access:
                 # A claim with admin access makes no MIG device; it monitors through the GPU's node.
-                return self._nodes.whole_gpu(planned.cdi_device, self._minor(gpu), None)
+                return self.nodes.whole_gpu(planned.cdi_device, self._minor(gpu), None)
             raise StateError(
                 f"MIG device {possible.name} does not exist, although an earlier step makes it; this is a fault of the "
                 "driver, please report it"
             )
-        return self._nodes.mig_device(
+        return self.nodes.mig_device(
             planned.cdi_device,
             made.gpu_minor if made.gpu_minor is not None else gpu.minor,
             gpu.pci_bus_id,
@@ -191,18 +182,18 @@ class CdiSteps:
     def _for_virtual_machine(self, planned: PlannedDevice, device: VfioDevice) -> CdiDevice:
         """The card's nodes, looked up now: the kernel gives them their names when vfio gets the card. Raises:
         RetryableError."""
-        if self._cards is None:
+        if self.cards is None:
             raise RetryableError(f"device {device.name} cannot be prepared while passthrough is off")
         card, own = device.card, None
-        if planned.prefers_iommufd and self._cards.node(IOMMU_NODE) is not None:
-            own = self._cards.vfio_device(card.bus_id)
+        if planned.prefers_iommufd and self.cards.node(IOMMU_NODE) is not None:
+            own = self.cards.vfio_device(card.bus_id)
         interface, path = CONTAINER_NODE, f"/dev/vfio/{card.iommu_group}"
         # A kernel without VFIO_DEVICE_CDEV names the device, and has no node for it.
-        if own is not None and self._cards.node(f"/dev/vfio/devices/{own}") is not None:
+        if own is not None and self.cards.node(f"/dev/vfio/devices/{own}") is not None:
             interface, path = IOMMU_NODE, f"/dev/vfio/devices/{own}"
         nodes = []
         for wanted in (interface, path) if planned.has_api_device else (path,):
-            node = self._cards.node(wanted)
+            node = self.cards.node(wanted)
             if node is None:
                 raise RetryableError(
                     f"device node {wanted} of {device.name} is missing on the host, and no virtual machine can use the "
@@ -216,5 +207,5 @@ class CdiSteps:
         hang."""
         if gpu.partitioning is None or gpu.pci_bus_id is None:
             return gpu.minor
-        now = self._nodes.minor(gpu.pci_bus_id)
+        now = self.nodes.minor(gpu.pci_bus_id)
         return gpu.minor if now is None else now

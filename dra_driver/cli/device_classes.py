@@ -5,16 +5,13 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from dataclasses import replace
-from typing import Any
 
 from dra_driver.cli.flags import SIMULATE_SEVERAL, of_run
 from dra_driver.cli.output import OUTPUT, Output, print_objects
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.model.ids import printable
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.shapes import Choice
-
-JsonObject = dict[str, Any]
-
 
 FLAGS = (
     SIMULATE_SEVERAL,

@@ -6,20 +6,20 @@ import sys
 from argparse import Namespace
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dra_driver.cli.flags import of_run, switch
 from dra_driver.cli.output import OUTPUT, Output, print_objects
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.tables import device_table, terminal_width, value_of
 from dra_driver.model.ids import printable
+from dra_driver.model.json_object import JsonObject
 from dra_driver.settings import FLAGS as SETTINGS
 from dra_driver.settings import Flag
 
 if TYPE_CHECKING:
     from dra_driver.diagnostics.rules.mig_map import GpuMap
 
-JsonObject = dict[str, Any]
 
 _WAIT_S = 60.0
 """Without another client NVML wakes every GPU first, which takes seconds each."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from dra_driver.diagnostics.rules.tables import Column, table
-
-JsonObject = dict[str, Any]
+from dra_driver.model.json_object import JsonObject
 
 _DEVICE_COLUMNS = (
     Column("DEVICE"), Column("INDEX", drop=3), Column("TYPE"), Column("PRODUCT", drop=1, cut=16), Column("MEMORY"),

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dra_driver.errors import StateError
+from dra_driver.model.json_object import JsonObject
 
 T = TypeVar("T")
-JsonObject = dict[str, Any]
 
 
 class NewerFormatError(StateError):

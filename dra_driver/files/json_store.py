@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -49,6 +49,7 @@ class UnreadableFile:
     is_newer: bool
 
 
+@dataclass(eq=False)
 class JsonStore(Generic[T]):
     """One value a file, by the file's name without its suffix. For many threads.
 
@@ -56,27 +57,21 @@ class JsonStore(Generic[T]):
     the directory is listed again only when its own time differs. A file that cannot be read is set aside under another
     name and told once, or stays where the disk does not let it go; it never keeps the others from being served. A file
     of a newer release stays, has no value here, and is never written over.
+
+    `what` names one file in errors. `decode` makes a value of a name and a content; it raises NewerFormatError, or
+    StateError that says what is wrong. Files whose name `is_name` does not accept are somebody else's. A store that
+    `only_reads` sets nothing aside.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        what: str,
-        decode: Callable[[str, bytes], T],
-        tell: Callable[[UnreadableFile], None],
-        *,
-        is_name: Callable[[str], bool],
-        only_reads: bool = False,
-    ) -> None:
-        """`what` names one file in errors. `decode` makes a value of a name and a content; it raises NewerFormatError,
-        or StateError that says what is wrong. Files whose name `is_name` does not accept are somebody else's. A store
-        that `only_reads` sets nothing aside."""
-        self.directory = directory
-        self._what = what
-        self._decode = decode
-        self._tell = tell
-        self._is_name = is_name
-        self._only_reads = only_reads
+    directory: Path
+    what: str
+    decode: Callable[[str, bytes], T]
+    tell: Callable[[UnreadableFile], None]
+    _: KW_ONLY
+    is_name: Callable[[str], bool]
+    only_reads: bool = False
+
+    def __post_init__(self) -> None:
         self._parsed: dict[str, tuple[Stamp, T]] = {}
         # Those that are in their place; the text says that one is newer.
         self._unread: dict[str, tuple[Stamp, str | None]] = {}
@@ -87,8 +82,8 @@ class JsonStore(Generic[T]):
 
     def path(self, name: str) -> Path:
         """Where the value lies. Raises: StateError for a name that could lead out of the directory."""
-        if not self._is_name(name):
-            raise StateError(f"{name!r} is not usable as a file name; the {self._what} is refused")
+        if not self.is_name(name):
+            raise StateError(f"{name!r} is not usable as a file name; the {self.what} is refused")
         return self.directory / f"{name}{_SUFFIX}"
 
     def get(self, name: str) -> T | None:
@@ -100,7 +95,7 @@ class JsonStore(Generic[T]):
                 self._forget(name)
                 return None
             except OSError as error:
-                wrong = state_error(f"read the {self._what}", self.path(name), error)
+                wrong = state_error(f"read the {self.what}", self.path(name), error)
                 if error.errno not in UNREADABLE:
                     raise wrong from error
                 self._leave(name, NO_STAMP, str(wrong))
@@ -150,14 +145,14 @@ class JsonStore(Generic[T]):
             is_last = is_settled(status.st_mtime_ns)
             found, aside = self._found()
         except OSError as error:
-            raise state_error(f"list the {self._what}s in", self.directory, error) from error
+            raise state_error(f"list the {self.what}s in", self.directory, error) from error
         self._aside = aside
         for name in (self._parsed.keys() | self._unread.keys()) - found.keys():
             self._forget(name)
         self._values = {}
         for name in sorted(found):
             value = found[name]
-            if value is None and self._is_name(name):
+            if value is None and self.is_name(name):
                 value = self.get(name)
             if value is not None:
                 self._values[name] = value
@@ -193,12 +188,12 @@ class JsonStore(Generic[T]):
     def _load(self, name: str, stamp: Stamp) -> T | None:
         path, is_last = self.path(name), is_settled(stamp[-1])
         try:
-            value = self._decode(name, read_plain(path))
+            value = self.decode(name, read_plain(path))
         except FileNotFoundError:
             return None
         except OSError as error:
             if error.errno not in UNREADABLE:
-                raise state_error(f"read the {self._what}", path, error) from error
+                raise state_error(f"read the {self.what}", path, error) from error
             reason = error.strerror or str(error)
         except NewerFormatError as error:
             self._leave(name, stamp, str(error), is_newer=True)
@@ -215,18 +210,18 @@ class JsonStore(Generic[T]):
 
     def _set_aside(self, name: str, path: Path, stamp: Stamp, reason: str) -> None:
         """Keep the unreadable file for a person to look at, out of the way of the next value."""
-        if self._only_reads:
+        if self.only_reads:
             self._leave(name, stamp, reason)
             return
         try:
-            aside = set_aside(path, self._what, stamp)
+            aside = set_aside(path, self.what, stamp)
         except StateError as error:
             self._leave(name, stamp, f"{reason}; {error}")
             return
         self._forget(name)
         if aside is not None:
             self._aside.append(aside)
-            self._tell(UnreadableFile(name, aside, reason, is_newer=False))
+            self.tell(UnreadableFile(name, aside, reason, is_newer=False))
 
     def _leave(self, name: str, stamp: Stamp, reason: str, *, is_newer: bool = False) -> None:
         """The file stays in its place; report it once."""
@@ -234,7 +229,7 @@ class JsonStore(Generic[T]):
         self._forget(name)
         self._unread[name] = (stamp, reason if is_newer else None)
         if is_news:
-            self._tell(UnreadableFile(name, self.path(name), reason, is_newer=is_newer))
+            self.tell(UnreadableFile(name, self.path(name), reason, is_newer=is_newer))
 
 
 def _has_stamp(entry: os.DirEntry[str], stamp: Stamp) -> bool:

@@ -12,10 +12,11 @@ import structlog
 
 from dra_driver.errors import StateError
 from dra_driver.files.fields import FLAG, NUMBER, TEXT, Kind, Shape, left_out, list_of, needed, one_of
-from dra_driver.files.formats import JsonObject, NewerFormatError, parse
+from dra_driver.files.formats import NewerFormatError, parse
 from dra_driver.files.json_store import JsonStore, UnreadableFile
 from dra_driver.health.rules.merge import merged
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
+from dra_driver.model.json_object import JsonObject
 
 _log = structlog.get_logger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 
 from dra_driver.concurrency.bounded_program import run_driver_program
 from dra_driver.errors import NotSupportedError, NvmlDetachedError, NvmlUnavailableError, RetryableError
@@ -21,17 +22,13 @@ _ABSENT = (
 )
 
 
+@dataclass(eq=False)
 class NvidiaSmi:
     """The NVIDIA driver's nvidia-smi, looked up at each call. It opens NVML, so it runs only within `using_nvml`, which
     waits for so many seconds at most, and raises NvmlDetachedError while NVML is to stay closed."""
 
-    def __init__(
-        self,
-        find: FindPrograms,
-        using_nvml: Callable[[float], AbstractContextManager[None]] = lambda _wait_s: nullcontext(),
-    ) -> None:
-        self._find = find
-        self._using_nvml = using_nvml
+    find: FindPrograms
+    using_nvml: Callable[[float], AbstractContextManager[None]] = lambda _wait_s: nullcontext()
 
     def set_time_slice(self, gpu_uuid: str, level: int, timeout_s: float = _TIMEOUT_S) -> None:
         """Set the length of a GPU's time slices: 0 default, 1 short, 2 medium, 3 long; in `timeout_s` seconds at most.
@@ -43,7 +40,7 @@ class NvidiaSmi:
         until = time.monotonic() + timeout_s
         with ExitStack() as held:
             try:
-                held.enter_context(self._using_nvml(timeout_s))
+                held.enter_context(self.using_nvml(timeout_s))
             except NvmlDetachedError as error:
                 waits = RetryableError(f"{action}: {error}")
                 waits.has_no_effect = True
@@ -51,7 +48,7 @@ class NvidiaSmi:
             self._run(action, gpu_uuid, level, max(_LEAST_S, until - time.monotonic()))
 
     def _run(self, action: str, gpu_uuid: str, level: int, timeout_s: float) -> None:
-        programs = self._find()
+        programs = self.find()
         if SMI_PROGRAM not in programs.paths:
             absent = NvmlUnavailableError(
                 f"{action}: nvidia-smi is not below the driver root {programs.root}; install the NVIDIA driver"

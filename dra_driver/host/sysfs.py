@@ -55,14 +55,18 @@ class Sysfs:
         """All PCI functions of vendor NVIDIA in bus order: GPUs, their audio functions, NVSwitches."""
         return tuple(filter(None, (self._nvidia_function(name) for name in names_in(self._devices))))
 
+    def gpus(self) -> list[PciFunction]:
+        """NVIDIA's display and 3D controllers, whether a driver is bound to them or not."""
+        return [function for function in self.nvidia_functions() if function.is_gpu]
+
     def gpu_functions(self) -> frozenset[str]:
-        """Bus IDs of NVIDIA's display and 3D controllers, whether a driver is bound to them or not."""
-        return frozenset(function.bus_id for function in self.nvidia_functions() if function.is_gpu)
+        """The bus IDs of `gpus`."""
+        return frozenset(gpu.bus_id for gpu in self.gpus())
 
     def gpus_of_the_nvidia_driver(self) -> Mapping[str, str | None]:
         """The UUIDs of the GPUs that the NVIDIA driver is bound to and does not exclude, by bus ID, as its files tell
         them; also of a GPU that is lost. None if the NVIDIA driver never learned the UUID."""
-        bound = [item.bus_id for item in self.nvidia_functions() if item.is_gpu and item.driver == "nvidia"]
+        bound = [item.bus_id for item in self.gpus() if item.driver == "nvidia"]
         told = {bus_id: self._information(bus_id) for bus_id in bound}
         uuids = {
             bus_id: _GPU_UUID.search(text) for bus_id, text in told.items() if not _EXCLUDED.search(text)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -58,40 +58,33 @@ _DRIVER_FILES = "NVIDIA driver"
 NOT_DISCOVERED = "devices have not been discovered yet"
 
 
+@dataclass(eq=False)
 class Discovery:
     """Owns the inventory.
 
     The callbacks come from the discovery thread: `on_change` after each change; `on_reload` when the NVIDIA driver was
     found for the first time or loaded again; `on_hardware` when NVML shows other GPUs under the same driver, or
     answers again.
+
+    Without an `ownership` every MIG device is somebody else's. While `detached` returns something, NVML is kept closed;
+    while `is_paused` says so, too, but then devices stay on offer. `cards` returns the GPUs for virtual machines, those
+    beside the ones that NVML shows too.
     """
 
-    def __init__(
-        self,
-        nvml: NvmlReader,
-        host: HostView,
-        on_change: Callable[[], None],
-        on_reload: Callable[[], None],
-        ownership: MigOwnership | None,
-        on_hardware: Callable[[], None],
-        detached: Callable[[], Detachment | None] = lambda: None,
-        is_paused: Callable[[], bool] = lambda: False,
-        cards: Callable[[Sequence[Gpu]], tuple[Card, ...]] = lambda _gpus: (),
-    ) -> None:
-        """Without an `ownership` every MIG device is somebody else's. While `detached` returns something, NVML is kept
-        closed; while `is_paused` says so, too, but then devices stay on offer. `cards` returns the GPUs for virtual
-        machines, those beside the ones that NVML shows too."""
-        self._detached = detached
-        self._is_paused = is_paused
-        self._cards = cards
+    nvml: NvmlReader
+    host: HostView
+    on_change: Callable[[], None]
+    on_reload: Callable[[], None]
+    ownership: MigOwnership | None
+    on_hardware: Callable[[], None]
+    detached: Callable[[], Detachment | None] = lambda: None
+    is_paused: Callable[[], bool] = lambda: False
+    cards: Callable[[Sequence[Gpu]], tuple[Card, ...]] = lambda _gpus: ()
+
+    def __post_init__(self) -> None:
         self._pauses = 0  # of NVML, at the last look
         self._unsettled: frozenset[str] = frozenset()  # GPUs whose MIG devices changed at the last look
-        self._nvml = nvml
-        self._host = host
-        self._offer = MigOffer(ownership)
-        self._on_change = on_change
-        self._on_reload = on_reload
-        self._on_hardware = on_hardware
+        self._offer = MigOffer(self.ownership)
         # The last snapshot; None until NVML answered for the first time.
         self.inventory: Inventory | None = None
         self._problem: str | None = NOT_DISCOVERED
@@ -149,7 +142,7 @@ class Discovery:
     def stop(self) -> None:
         """Stop and shut NVML down."""
         self._worker.stop()
-        self._nvml.session.close()
+        self.nvml.session.close()
 
     def request_rescan(self) -> None:
         """Have everything read anew soon."""
@@ -194,7 +187,7 @@ class Discovery:
         return self._pause_s()
 
     def _pause_s(self) -> float:
-        if self._problem is None or self._detached() is not None:
+        if self._problem is None or self.detached() is not None:
             self._backoff.reset()
             return _LOOK_EVERY_S
         return self._backoff.step()
@@ -212,15 +205,15 @@ class Discovery:
 
     def _has_changed(self) -> bool:
         """Whether anything changed but MIG devices that we made or destroyed."""
-        before, now = self._fingerprint, HardwareFingerprint(self._host.fingerprint())
-        if before is None or self._reopening_is_due or self._detached() is not None:
+        before, now = self._fingerprint, HardwareFingerprint(self.host.fingerprint())
+        if before is None or self._reopening_is_due or self.detached() is not None:
             return True
-        if self._is_paused() or self._nvml.session.pauses != self._pauses:
+        if self.is_paused() or self.nvml.session.pauses != self._pauses:
             return True
         try:
             if self._has_nvml:
-                with self._nvml.session.kept_open():
-                    now = replace(now, nvml=self._nvml.nvml_fingerprint())
+                with self.nvml.session.kept_open():
+                    now = replace(now, nvml=self.nvml.nvml_fingerprint())
             changed = frozenset() if now == before else repartitioned_gpus(now, before)
             if changed is None:
                 return True
@@ -238,11 +231,11 @@ class Discovery:
         known = {gpu.uuid: gpu for gpu in (self.inventory or Inventory()).gpus}
         if self.inventory is None or self.inventory.unread & gpu_uuids:
             return False
-        with self._nvml.session.kept_open():
+        with self.nvml.session.kept_open():
             return all(
                 uuid in known
                 and known[uuid].partitioning is not None
-                and self._offer.is_unchanged(known[uuid], *self._nvml.read_what_exists(known[uuid]))
+                and self._offer.is_unchanged(known[uuid], *self.nvml.read_what_exists(known[uuid]))
                 for uuid in gpu_uuids
             )
 
@@ -262,11 +255,11 @@ class Discovery:
     def _sits_out_pause(self) -> bool:
         """Keep NVML closed in this process too, until nobody on this node needs that; False if a change of a GPU is
         under way, which goes first, or this process ends."""
-        if not self._is_paused():
+        if not self.is_paused():
             return True
         try:
-            with self._nvml.session.closed(lambda: _PAUSE_S):
-                while self._is_paused() and not self._worker.is_stopping:
+            with self.nvml.session.closed(lambda: _PAUSE_S):
+                while self.is_paused() and not self._worker.is_stopping:
                     self._worker.pause(_PAUSE_LOOK_S)
         except NvmlInUseError as error:
             _log.info("nvml_in_use", reason=str(error))
@@ -276,24 +269,24 @@ class Discovery:
     def _read_everything(self) -> bool:
         """False if NVML was closed for a moment meanwhile: then it is to be read anew, and nothing is known of it."""
         self._scan_began_at = time.monotonic()
-        detached = self._detached()
+        detached = self.detached()
         if detached is not None:
             self._let_go(detached)
             return True
-        pauses = self._nvml.session.pauses
-        host, before = self._host.fingerprint(), self._fingerprint
+        pauses = self.nvml.session.pauses
+        host, before = self.host.fingerprint(), self._fingerprint
         try:
             if self._wants_new_session(host) and not self._reopen():
                 if before is None or not self._has_nvml:
-                    return self._nvml.session.pauses == pauses
+                    return self.nvml.session.pauses == pauses
                 # The session of before shows the hardware of before.
                 host = replace(host, hardware=before.host.hardware, driver=before.host.driver)
             elif not self._has_nvml:
                 # Initialising NVML may have loaded the NVIDIA driver.
-                host = replace(host, driver=self._host.driver())
-            with self._nvml.session.kept_open():
-                seen = HardwareFingerprint(host, self._nvml.nvml_fingerprint())
-                read = self._nvml.read_inventory()
+                host = replace(host, driver=self.host.driver())
+            with self.nvml.session.kept_open():
+                seen = HardwareFingerprint(host, self.nvml.nvml_fingerprint())
+                read = self.nvml.read_inventory()
             inventory = self._complete(with_nvlink_domains(read))
         except StateError as error:
             self._without_ledger(error)
@@ -301,11 +294,11 @@ class Discovery:
         except NvmlPausedError:
             return False
         except DraDriverError as error:
-            if self._nvml.session.pauses != pauses:
+            if self.nvml.session.pauses != pauses:
                 return False
             self._without_nvml(error, host)
             return True
-        if self._nvml.session.pauses != pauses:
+        if self.nvml.session.pauses != pauses:
             return False
         is_loaded = self._driver != host.driver
         is_other = self._problem is not None or before is None or host.hardware != before.host.hardware
@@ -314,9 +307,9 @@ class Discovery:
         self._fingerprint, self._driver, self._has_nvml = seen, host.driver, True
         self._became_known(inventory)
         if is_loaded:
-            self._on_reload()
+            self.on_reload()
         elif is_other:
-            self._on_hardware()
+            self.on_hardware()
         return True
 
     def _let_go(self, detached: Detachment) -> None:
@@ -324,7 +317,7 @@ class Discovery:
         it, so they are no longer offered rather than tainted. All that closing NVML may undo, such as time slices, is
         set again afterwards, as when NVML answers again."""
         try:
-            self._nvml.session.let_go(detached.problem)
+            self.nvml.session.let_go(detached.problem)
         except NvmlInUseError as error:
             _log.info("nvml_in_use", reason=str(error))
             return
@@ -337,7 +330,7 @@ class Discovery:
         before = self._fingerprint
         return (
             not self._has_nvml
-            or not self._nvml.session.is_open
+            or not self.nvml.session.is_open
             or self._reopening_is_due
             or before is None
             or is_other_hardware(now, before.host)
@@ -350,7 +343,7 @@ class Discovery:
         """Whether it could be done; where a change of a GPU is under way it is tried again at the next look."""
         self._reopening_is_due = True
         try:
-            self._nvml.reopen()
+            self.nvml.reopen()
         except NvmlInUseError as error:
             _log.info("nvml_in_use", reason=str(error))
             return False
@@ -369,16 +362,16 @@ class Discovery:
         lost = tuple(
             gpu
             for gpu in unanswering(gpus, before)
-            if gpu.pci_bus_id is not None and self._host.is_bound(gpu.pci_bus_id)
+            if gpu.pci_bus_id is not None and self.host.is_bound(gpu.pci_bus_id)
         )
-        cards = self._cards(gpus)
-        found = assembled(read, gpus, lost, _without_bound(self._host.gpu_functions(), cards), before)
+        cards = self.cards(gpus)
+        found = assembled(read, gpus, lost, _without_bound(self.host.gpu_functions(), cards), before)
         found = replace(found, cards=cards)
-        problem = self._host.files_problem(read.versions.driver) if found.gpus else None
+        problem = self.host.files_problem(read.versions.driver) if found.gpus else None
         if problem is not None:
             fault = DiscoveryFault(_DRIVER_FILES, f"no claim can be prepared: {problem}")
             found = replace(found, faults=(*found.faults, fault))
-        channels = self._host.imex_channels()
+        channels = self.host.imex_channels()
         return found if channels is None else replace(found, imex_channels=channels)
 
     def _located(self, gpu: Gpu) -> Gpu:
@@ -386,8 +379,8 @@ class Discovery:
             return gpu
         return replace(
             gpu,
-            pcie_root=self._host.pcie_root(gpu.pci_bus_id),
-            numa_node=self._host.numa_node(gpu.pci_bus_id),
+            pcie_root=self.host.pcie_root(gpu.pci_bus_id),
+            numa_node=self.host.numa_node(gpu.pci_bus_id),
         )
 
     def _became_known(self, inventory: Inventory) -> None:
@@ -405,7 +398,7 @@ class Discovery:
             devices=sum(1 for _ in inventory.devices()),
             driver_version=inventory.versions.driver,
         )
-        self._on_change()
+        self.on_change()
 
     def _without_ledger(self, error: StateError) -> None:
         """Nobody can say now who made which MIG device, or bound which card; the devices that are known stay as they
@@ -421,10 +414,10 @@ class Discovery:
         self._has_nvml = False
         if not host.driver:
             self._driver = None  # whatever comes is loaded anew
-        functions, cards = self._host.gpu_functions(), tuple[Card, ...]()
+        functions, cards = self.host.gpu_functions(), tuple[Card, ...]()
         if functions and not isinstance(error, NvmlLibraryError):
             try:
-                cards = self._cards(())
+                cards = self.cards(())
             except StateError as unreadable:
                 self._without_ledger(unreadable)
         if _without_bound(functions, cards) or isinstance(error, NvmlLibraryError):
@@ -441,7 +434,7 @@ class Discovery:
         self._problem = problem
         if self.inventory is not None and (self.inventory.every_gpu or self.inventory.cards):
             self.inventory = Inventory(self.inventory.versions)
-            self._on_change()
+            self.on_change()
 
     def _log_faults(self, inventory: Inventory) -> None:
         """Each fault is logged once while it lasts."""

@@ -21,7 +21,7 @@ from dra_driver.files.fields import (
     one_of,
     or_null,
 )
-from dra_driver.files.formats import JsonObject, parse
+from dra_driver.files.formats import parse
 from dra_driver.model.claim import (
     AllocatedClaim,
     ClaimRef,
@@ -32,6 +32,7 @@ from dra_driver.model.claim import (
     pods_from,
 )
 from dra_driver.model.extra_devices import HostDevice, ImexChannels, in_order
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.mig import Placement
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing_mode import MpsShared, SharingMode, TimeSliced

@@ -20,10 +20,10 @@ from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.claim import ClaimRef, Pods, allocation_results
 from dra_driver.model.device_status import DeviceFacts, DeviceStatus, MpsFacts
 from dra_driver.model.events import EventObject
+from dra_driver.model.json_object import JsonObject
 
 _log = structlog.get_logger(__name__)
 
-JsonObject = dict[str, Any]
 
 APPLY_PATCH: Final = "application/apply-patch+yaml"  # JSON is YAML
 CONDITION: Final = "Ready"

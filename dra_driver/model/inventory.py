@@ -15,7 +15,7 @@ from dra_driver.model.ids import (
     mig_slot_name,
     vfio_device_name,
 )
-from dra_driver.model.mig import MigDevice, MigProfile, Partitioning, Placement
+from dra_driver.model.mig import MigDevice, MigProfile, Placement
 from dra_driver.model.passthrough import Card, uuid_of_bus_id
 
 ConfidentialMode = Literal["off", "on", "devtools", "ppcie"]
@@ -221,7 +221,8 @@ class Inventory:
     def _returning(self) -> Iterator[OfferedDevice]:
         for gpu in self.offered_gpus:
             if gpu.partitioning is not None:
-                yield from _returning(self.gpu_names[gpu.uuid], gpu, gpu.partitioning)
+                parts, whole = gpu.partitioning.returning, gpu.partitioning.whole_returns
+                yield from _partitions(self.gpu_names[gpu.uuid], gpu, parts, has_whole=whole)
         for gpu, card in self._cards():
             if gpu.uuid in self.under_vfio and card.by_us:
                 yield WholeGpu(self.gpu_names[gpu.uuid], gpu)
@@ -248,7 +249,8 @@ def _is_whole(gpu: Gpu) -> bool:
 
 def _for_containers(name: str, gpu: Gpu) -> Iterator[OfferedDevice]:
     if gpu.partitioning is not None:
-        yield from _partitions(name, gpu, gpu.partitioning)
+        parts, whole = gpu.partitioning.possible, gpu.partitioning.offers_whole
+        yield from _partitions(name, gpu, parts, has_whole=whole)
     elif not gpu.mig_enabled:
         yield WholeGpu(name, gpu)
     else:
@@ -260,17 +262,12 @@ def _for_virtual_machine(gpu: Gpu, card: Card) -> VfioDevice:
     return VfioDevice(vfio_device_name(card.bus_id), gpu, card)
 
 
-def _partitions(name: str, gpu: Gpu, partitioning: Partitioning) -> Iterator[OfferedDevice]:
-    if partitioning.offers_whole:
+def _partitions(
+    name: str, gpu: Gpu, parts: Iterable[tuple[MigProfile, Placement]], *, has_whole: bool
+) -> Iterator[OfferedDevice]:
+    if has_whole:
         yield WholeGpu(name, gpu)
-    for profile, placement in partitioning.possible:
-        yield DynamicMigDevice(mig_slot_name(name, profile, placement), gpu, profile, placement)
-
-
-def _returning(name: str, gpu: Gpu, partitioning: Partitioning) -> Iterator[OfferedDevice]:
-    if partitioning.whole_returns:
-        yield WholeGpu(name, gpu)
-    for profile, placement in partitioning.returning:
+    for profile, placement in parts:
         yield DynamicMigDevice(mig_slot_name(name, profile, placement), gpu, profile, placement)
 
 

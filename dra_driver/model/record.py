@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -10,7 +10,7 @@ from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.extra_devices import HostDevice, ImexChannels
 from dra_driver.model.mig import Placement
 from dra_driver.model.sharing_mode import SharingMode
-from dra_driver.model.steps import Step
+from dra_driver.model.steps import BindVfio, Step
 
 Phase = Literal["preparing", "prepared"]
 DeviceKind = Literal["gpu", "mig", "vfio"]
@@ -75,3 +75,9 @@ class ClaimRecord:
     def locked_gpus(self) -> frozenset[str]:
         """UUIDs of the GPUs whose locks its Prepare and Unprepare need: adminAccess reserves and changes nothing."""
         return frozenset(held.gpu_uuid for held in self.devices if not held.admin_access)
+
+
+def bindings(records: Iterable[ClaimRecord], boot_id: str | None) -> list[BindVfio]:
+    """The bindings to vfio in records of this boot."""
+    steps = (step for record in records if record.boot_id == boot_id for step in record.steps)
+    return [step for step in steps if isinstance(step, BindVfio)]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from dra_driver.errors import DeviceBusyError, DraDriverError
+from dra_driver.nvml.failures import Handle
 from dra_driver.nvml.processes import PROCESS_LISTS, listed, process_name, process_text
-
-Handle = Any
 
 _MOST_NAMED = 8
 

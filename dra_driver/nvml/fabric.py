@@ -9,9 +9,7 @@ import pynvml
 
 from dra_driver.errors import DraDriverError
 from dra_driver.model.gpu import Fabric, FabricRegistration, UnreadyFabric
-from dra_driver.nvml.failures import supported
-
-Handle = Any
+from dra_driver.nvml.failures import Handle, supported
 
 ABSENT, NOT_STARTED, IN_PROGRESS, COMPLETED = range(4)
 """NVML's states."""

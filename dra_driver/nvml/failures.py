@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pynvml
 
@@ -22,6 +22,8 @@ from dra_driver.errors import (
 from dra_driver.model.inventory import DiscoveryFault
 
 T = TypeVar("T")
+Handle = Any
+"""What NVML knows a GPU, an instance or an event set by; it is good for one session."""
 
 _UNAVAILABLE = {
     pynvml.NVML_ERROR_UNINITIALIZED: "NVML is not initialised",

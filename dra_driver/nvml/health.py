@@ -12,12 +12,10 @@ from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.health import FabricState, PolledHealth
 from dra_driver.nvml.confidential import accepts_work
 from dra_driver.nvml.fabric import ABSENT, fabric_info, fabric_registration
-from dra_driver.nvml.failures import nvml_errors, supported
+from dra_driver.nvml.failures import Handle, nvml_errors, supported
 from dra_driver.nvml.mig_instances import gpu_handle
 
 T = TypeVar("T")
-Handle = Any
-
 _RECOVERY_ACTION_FIELD = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
 _GPU_RESET = 1
 _SLOWDOWNS = {0x40: "thermal", 0x80: "power"}

@@ -9,11 +9,10 @@ import pynvml
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.model.gpu import GpuLoad
-from dra_driver.nvml.failures import supported
+from dra_driver.nvml.failures import Handle, supported
 from dra_driver.nvml.mig_instances import gpu_handle
 
 T = TypeVar("T")
-Handle = Any
 
 
 def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:

@@ -16,10 +16,9 @@ from dra_driver.errors import NotSupportedError
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.model.mig import MigDevice, MigProfile, PlacedProfile, Placement
-from dra_driver.nvml.failures import collected, nvml_errors
+from dra_driver.nvml.failures import Handle, collected, nvml_errors
 from dra_driver.nvml.mig_instances import mig_mode
 
-Handle = Any
 T = TypeVar("T")
 
 _PROFILE_COUNT = getattr(pynvml, "NVML_GPU_INSTANCE_PROFILE_COUNT", 0x12)

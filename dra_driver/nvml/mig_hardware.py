@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import pynvml
 
@@ -24,7 +24,7 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.model.mig import GpuInstance, MigProfile, PlacedProfile, Placement
 from dra_driver.nvml.busy_gpus import busy_error, holders_of
-from dra_driver.nvml.failures import nvml_errors, supported
+from dra_driver.nvml.failures import Handle, nvml_errors, supported
 from dra_driver.nvml.mig_devices import Tables, read_placed_profiles, read_profiles
 from dra_driver.nvml.mig_instances import (
     compute_identity,
@@ -38,7 +38,6 @@ from dra_driver.nvml.mig_instances import (
     whole_compute_profile,
 )
 
-Handle = Any
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -10,9 +10,7 @@ import pynvml
 
 from dra_driver.errors import DeviceLostError, NotSupportedError
 from dra_driver.model.mig import GpuInstance, MigProfile, Placement
-from dra_driver.nvml.failures import nvml_errors, supported
-
-Handle = Any
+from dra_driver.nvml.failures import Handle, nvml_errors, supported
 
 _COMPUTE_PROFILE_COUNT = getattr(pynvml, "NVML_COMPUTE_INSTANCE_PROFILE_COUNT", 0x9)
 # Variants of a size, taken only where they alone give all multiprocessors of the GPU instance.

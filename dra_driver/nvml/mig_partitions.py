@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pynvml
 
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile
-from dra_driver.nvml.failures import collected
+from dra_driver.nvml.failures import Handle, collected
 from dra_driver.nvml.mig_devices import Tables, read_placed_profiles
 from dra_driver.nvml.mig_instances import gpu_handle, mig_mode, read_gpu_instances
 from dra_driver.nvml.readings import FaultLog
-
-Handle = Any
 
 _RESETLESS_MIG = getattr(pynvml, "NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED", 184)
 _VGPU_GUEST = pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU

@@ -11,10 +11,8 @@ import pynvml
 from dra_driver.errors import NotSupportedError, RetryableError
 from dra_driver.model.gpu import GpuProcess
 from dra_driver.model.ids import quoted
-from dra_driver.nvml.failures import nvml_errors
+from dra_driver.nvml.failures import Handle, nvml_errors
 from dra_driver.nvml.mig_instances import gpu_handle
-
-Handle = Any
 
 # Compute, compute through MPS, graphics. Newest first; a driver has the first of each kind, or the second.
 PROCESS_LISTS = (

@@ -4,7 +4,7 @@ commands start without it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dra_driver.files.file_lock import UseMark
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dra_driver.nvml.usage import UsageSource
 
 
+@dataclass(eq=False)
 class NvmlReader:
     """NVML as discovery and the commands use it.
 
@@ -26,23 +27,19 @@ class NvmlReader:
     Of the instances on such a GPU `foreign_instances` returns those that somebody else made, and only those are read
     in detail; with None all are. Where GPUs are named by minor number, `kept_names` returns the names, by UUID, of
     those that keep theirs; with None they are named by UUID.
+    `loader` returns the NVML library, and is asked anew at each `reopen`. `mark` is held while NVML is open.
     """
 
-    def __init__(
-        self,
-        loader: Callable[[], object],
-        on_demand: Callable[[Gpu], bool] | None = None,
-        foreign_instances: Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]] | None = None,
-        mark: UseMark | None = None,
-        kept_names: Callable[[], Mapping[str, str]] | None = None,
-    ) -> None:
-        """`loader` returns the NVML library, and is asked anew at each `reopen`. `mark` is held while NVML is open."""
+    loader: Callable[[], object]
+    on_demand: Callable[[Gpu], bool] | None = None
+    foreign_instances: Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]] | None = None
+    mark: UseMark | None = None
+    kept_names: Callable[[], Mapping[str, str]] | None = None
+
+    def __post_init__(self) -> None:
         from dra_driver.nvml.session import NvmlSession
 
-        self.session = NvmlSession(loader, mark=mark)
-        self._on_demand = on_demand
-        self._foreign_instances = foreign_instances
-        self._kept_names = kept_names
+        self.session = NvmlSession(self.loader, mark=self.mark)
         self._memory: ScanMemory | None = None
         self._opening = 0
 
@@ -61,8 +58,8 @@ class NvmlReader:
         if self._opening != self.session.openings:
             self._opening = self.session.openings
             self._memory.peers.reopened()
-        found = read_gpus(self._on_demand, self._memory, self._foreign_instances)
-        return found if self._kept_names is None else replace(found, kept_names=self._kept_names())
+        found = read_gpus(self.on_demand, self._memory, self.foreign_instances)
+        return found if self.kept_names is None else replace(found, kept_names=self.kept_names())
 
     def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
         """Whether a partitioned GPU is in MIG mode, and every GPU instance on it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pynvml
 
@@ -13,11 +13,9 @@ from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.nvml.fabric import fabric_info, fabric_registration
-from dra_driver.nvml.failures import nvml_errors, supported
+from dra_driver.nvml.failures import Handle, nvml_errors, supported
 
 T = TypeVar("T")
-Handle = Any
-
 _BRANDS = {
     0: "Unknown", 1: "Quadro", 2: "Tesla", 3: "NVS", 4: "Grid", 5: "GeForce", 6: "Titan",
     7: "NvidiaVApps", 8: "NvidiaVPC", 9: "NvidiaVCS", 10: "NvidiaVWS", 11: "NvidiaCloudGaming",

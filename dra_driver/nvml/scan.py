@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pynvml
 
@@ -14,13 +13,12 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault, DriverVersions, Inventory
 from dra_driver.model.mig import GpuInstance, MigProfile
 from dra_driver.nvml.confidential import confidential_mode
-from dra_driver.nvml.failures import nvml_errors, supported
+from dra_driver.nvml.failures import Handle, nvml_errors, supported
 from dra_driver.nvml.mig_devices import Tables, read_mig_devices, read_profiles
 from dra_driver.nvml.mig_partitions import PartitionReader
 from dra_driver.nvml.readings import FaultLog, read_gpu
 from dra_driver.nvml.topology import PeerMemory, read_reachable_pairs
 
-Handle = Any
 ForeignInstances = Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]]
 """Of the instances on a GPU (its UUID) those that somebody else made. Raises: StateError."""
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
 
 import pynvml
 
 from dra_driver.errors import DeviceLostError, DraDriverError
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.ids import pci_bus_id
-from dra_driver.nvml.failures import supported
+from dra_driver.nvml.failures import Handle, supported
 from dra_driver.nvml.mig_instances import mig_mode
 from dra_driver.nvml.readings import FaultLog, link_states
-
-Handle = Any
 
 _SWITCH = "switch"
 

@@ -11,18 +11,16 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import pynvml
 
 from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
 from dra_driver.model.mig import GpuAddress, MigAddress
+from dra_driver.nvml.failures import Handle
 from dra_driver.nvml.load import ask, read_load, read_memory
 from dra_driver.nvml.mig_instances import gpu_handle
 from dra_driver.nvml.processes import read_gpu_processes
 from dra_driver.nvml.session import NvmlSession
-
-Handle = Any
 
 _SHORTEST_S = 1.0
 """Between two samples of a device. A look that comes sooner, as of a second Prometheus, has the value of before."""

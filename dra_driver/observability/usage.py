@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 from dra_driver.concurrency.bounded_call import BoundedCall
@@ -30,41 +31,35 @@ _APART_S = 0.02
 more processor time than the reading."""
 
 
+@dataclass(eq=False)
 class Usage:
     """Reads nothing unless `look` is called; for many threads. A GPU whose read hangs is not read again until it ends,
-    and no later look waits for it."""
+    and no later look waits for it. `source` is asked in a thread for each GPU. `within_s` is how long a look waits for
+    all GPUs together."""
 
-    def __init__(
-        self,
-        source: UsageSource,
-        inventory: Callable[[], Inventory | None],
-        records: Callable[[], Mapping[str, ClaimRecord]],
-        made: Made,
-        origin: Callable[[int], Origin],
-        *,
-        within_s: float = _WITHIN_S,
-    ) -> None:
-        """`source` is asked in a thread for each GPU. `within_s` is how long a look waits for all GPUs together."""
-        self._source = source
-        self._inventory = inventory
-        self._records = records
-        self._made = made
-        self._origin = origin
-        self._within_s = within_s
+    source: UsageSource
+    inventory: Callable[[], Inventory | None]
+    records: Callable[[], Mapping[str, ClaimRecord]]
+    made: Made
+    origin: Callable[[int], Origin]
+    _: KW_ONLY
+    within_s: float = _WITHIN_S
+
+    def __post_init__(self) -> None:
         self._turn = threading.Lock()
         self._calls: dict[GpuAddress, BoundedCall[GpuUse]] = {}
         self._reads: dict[GpuAddress, Callable[[], GpuUse]] = {}
 
     def look(self) -> NodeUse:
         """What all GPUs do now. Raises: StateError if the records cannot be read."""
-        inventory, records = self._inventory() or Inventory(), [*self._records().values()]
+        inventory, records = self.inventory() or Inventory(), [*self.records().values()]
         held = held_devices(records)
-        addresses = mig_addresses(held, inventory, self._made)
+        addresses = mig_addresses(held, inventory, self.made)
         wanted: dict[str, list[MigAddress]] = {}
         for name, mig in addresses.items():
             wanted.setdefault(held[name].gpu_uuid, []).append(mig)
         gpus = self._ask(
-            inventory, lambda gpu: partial(self._source.read, gpu, tuple(wanted.get(gpu.uuid, ())))
+            inventory, lambda gpu: partial(self.source.read, gpu, tuple(wanted.get(gpu.uuid, ())))
         )
         nobodys = self._unclaimed(gpus, held, addresses)
         return NodeUse(device_uses(records, inventory, addresses, gpus), gpus, nobodys)
@@ -72,10 +67,10 @@ class Usage:
     def unclaimed(self) -> Mapping[str, Sequence[GpuProcess]]:
         """The processes that belong to nobody, by the UUID of each GPU that answers in time. Nothing else is read of a
         GPU. Raises: as `look`."""
-        inventory, records = self._inventory() or Inventory(), [*self._records().values()]
+        inventory, records = self.inventory() or Inventory(), [*self.records().values()]
         held = held_devices(records)
-        gpus = self._ask(inventory, lambda gpu: partial(self._source.read_processes, gpu))
-        return self._unclaimed(gpus, held, mig_addresses(held, inventory, self._made))
+        gpus = self._ask(inventory, lambda gpu: partial(self.source.read_processes, gpu))
+        return self._unclaimed(gpus, held, mig_addresses(held, inventory, self.made))
 
     def _unclaimed(
         self,
@@ -88,7 +83,7 @@ class Usage:
             for name, one in held.items()
         }
         return {
-            uuid: unclaimed(uuid, use.processes, claimed, self._origin)
+            uuid: unclaimed(uuid, use.processes, claimed, self.origin)
             for uuid, use in gpus.items()
             if use.processes is not None
         }
@@ -99,7 +94,7 @@ class Usage:
         """What the GPUs that answer in time do, by UUID. `read_of` returns how a GPU is read."""
         wanted = [GpuAddress(gpu.uuid, gpu.pci_bus_id) for gpu in inventory.gpus]
         with self._turn:
-            end = time.monotonic() + self._within_s
+            end = time.monotonic() + self.within_s
             calls = {gpu: call for gpu, call in self._calls.items() if gpu in wanted or call.is_asking}
             asked: dict[str, BoundedCall[GpuUse]] = {}
             for gpu in wanted:

@@ -13,7 +13,6 @@ import pynvml
 from dra_driver.simulator.state import ComputeInstance, Gpu, GpuInstance, MigProfile, Model
 
 NAMESPACE = uuid.UUID("6a1b63f4-08f2-5d10-9d8b-4c2f2c0e7a11")
-ARCH_HOPPER = 9
 # Compute slices of each compute instance profile enum; the enum doubles as the profile id inside an instance.
 COMPUTE_SLICES = {0: 1, 1: 2, 2: 3, 3: 4, 4: 7, 5: 8, 6: 6}
 

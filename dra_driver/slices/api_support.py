@@ -19,8 +19,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, replace
 
 import structlog
 
@@ -30,6 +29,7 @@ from dra_driver.kube.cluster import server_version
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.mig.rules.counters import is_counted
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.sharing import SharingPolicy
 from dra_driver.slices.rules import kubernetes_releases
 from dra_driver.slices.rules.build import Pool, SliceContent
@@ -46,7 +46,6 @@ from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, OLDEST_TA
 
 _log = structlog.get_logger(__name__)
 
-JsonObject = dict[str, Any]
 
 _ASK_AGAIN_S = 3600.0
 _INVALID = 422
@@ -101,18 +100,13 @@ def _device_fields(api: ResourceApi, owner: Owner) -> tuple[frozenset[str], Tain
     for limits in (NEWEST_TAINTS, OLDEST_TAINTS):
         effects = ["NoSchedule"] * limits.most + ["None"] * limits.informational
         taints = [{"key": f"probe-{i}", "effect": effect} for i, effect in enumerate(effects[-limits.most :])]
+        content = SliceContent(devices=(_SHARED | {"taints": taints},))
         try:
-            lost = _lost_in_trial(
-                api,
-                owner,
-                (SliceContent(devices=(_SHARED | {"taints": taints},)),),
-                "ask the API server for taints and shares of devices",
-            )
+            lost = _lost_in_trial(api, owner, "ask the API server for taints and shares of devices", content)
         except ApiRejectedError as error:
-            if error.status != _INVALID:
-                _log.debug("dry_run_refused", reason=str(error))
-                return None
-        else:
+            _log.debug("dry_run_refused", reason=str(error))
+            return None
+        if not isinstance(lost, ApiRejectedError):
             return _DISPENSABLE & {gate for _, gate in lost}, limits
     return None
 
@@ -123,27 +117,20 @@ def partitions_problem(api: ResourceApi, owner: Owner) -> str | None:
     It is asked to create the two slices of a partitioned pool, counter sets and devices apart, as a dry run: nothing is
     written. Until Kubernetes 1.34 both had to be in one slice, so the server refuses this. Where the feature gate is
     off, it takes the slices and drops the fields.
+
     Raises: ApiUnavailableError; ApiRejectedError if it refuses to be asked (permissions, admission).
     """
     contents = (SliceContent(shared_counters=(_SET,)), SliceContent(devices=(_COUNTED,)))
-    try:
-        lost = _lost_in_trial(api, owner, contents, "ask the API server for partitionable devices")
-    except ApiRejectedError as error:
-        if error.status != _INVALID:
-            raise
-        return f"the API server refuses counters in a slice of their own ({error}); {_REMEDY}"
+    lost = _lost_in_trial(api, owner, "ask the API server for partitionable devices", *contents)
+    if isinstance(lost, ApiRejectedError):
+        return f"the API server refuses counters in a slice of their own ({lost}); {_REMEDY}"
     return _drops_counters(lost) if lost else None
 
 
 def _keeps_groups(api: ResourceApi, owner: Owner) -> bool:
     """Raises: as `partitions_problem`."""
-    action = "ask the API server for compatibility groups of devices"
-    try:
-        return not _lost_in_trial(api, owner, (SliceContent(devices=(_GROUPED,)),), action)
-    except ApiRejectedError as error:
-        if error.status != _INVALID:
-            raise
-        return False
+    content = SliceContent(devices=(_GROUPED,))
+    return not _lost_in_trial(api, owner, "ask the API server for compatibility groups of devices", content)
 
 
 def _drops_counters(lost: Iterable[Drop]) -> str:
@@ -152,14 +139,20 @@ def _drops_counters(lost: Iterable[Drop]) -> str:
 
 
 def _lost_in_trial(
-    api: ResourceApi, owner: Owner, contents: tuple[SliceContent, ...], action: str
-) -> tuple[Drop, ...]:
-    """The fields that the API server would drop of the first such slices, each asked about until one loses some."""
-    for sent in slice_changes(Pool(owner.node_name, contents), (), owner).creates:
-        stored = api.call("POST", "resourceslices", query={"dryRun": "All"}, body=sent, action=action)
-        lost = dropped_fields(sent, stored)
-        if lost:
-            return lost
+    api: ResourceApi, owner: Owner, action: str, *contents: SliceContent
+) -> tuple[Drop, ...] | ApiRejectedError:
+    """The fields that the API server would drop of the first such slices, each asked about until one loses some; the
+    error if it takes no such slice. Raises: as `partitions_problem`."""
+    try:
+        for sent in slice_changes(Pool(owner.node_name, contents), (), owner).creates:
+            stored = api.call("POST", "resourceslices", query={"dryRun": "All"}, body=sent, action=action)
+            lost = dropped_fields(sent, stored)
+            if lost:
+                return lost
+    except ApiRejectedError as error:
+        if error.status != _INVALID:
+            raise
+        return error
     return ()
 
 
@@ -181,30 +174,25 @@ def shares_counters(inventory: Inventory, sharing: SharingPolicy) -> bool:
     )
 
 
+@dataclass(eq=False)
 class ApiSupport:
     """Remembers what the server takes and keeps, from what it was asked and from its answers to writes.
 
-    `ask` gets what is known, and whether partitions matter. `tell` gets the reason each time that the server is found
-    not to count partitions. `caution` returns what is wrong with counters for these devices on a server that keeps
-    them, if anything; it is asked each time that the server is found to count, and `warn` gets what it says.
+    `ask_server` gets what is known, and whether partitions matter. `tell` gets the reason each time that the server is
+    found not to count partitions. `caution` returns what is wrong with counters for these devices on a server that
+    keeps them, if anything; it is asked each time that the server is found to count, and `warn` gets what it says.
 
     For the publisher's thread; any thread may read `problem` and `drops_taints`.
     """
 
-    def __init__(
-        self,
-        ask: Callable[[Support, bool], Support],
-        tell: Callable[[str], None],
-        *,
-        caution: Callable[[Inventory], str | None],
-        warn: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._ask_server = ask
-        self._tell = tell
-        self._caution = caution
-        self._warn = warn
-        self._clock = clock
+    ask_server: Callable[[Support, bool], Support]
+    tell: Callable[[str], None]
+    _: KW_ONLY
+    caution: Callable[[Inventory], str | None]
+    warn: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._known = Support()
         self._asked_at = -math.inf
         self._is_asked = False
@@ -234,16 +222,16 @@ class ApiSupport:
     def of(self, inventory: Inventory) -> Support:
         """What the server takes and keeps of such devices.
 
-        Raises: as `ask`, if the server does not answer; nothing must be published then.
+        Raises: as `ask_server`, if the server does not answer; nothing must be published then.
         """
         self._matters = bool(inventory.cards_by_gpu) or any(
             gpu.partitioning is not None and gpu.partitioning.possible for gpu in inventory.gpus
         )
         is_new = self._matters and self._counts is None
-        if is_new or not self._is_asked or self._clock() >= self.ask_at:
+        if is_new or not self._is_asked or self.clock() >= self.ask_at:
             before = self._known
-            self._known = self._ask_server(before, self._matters)
-            self._asked_at, self._is_asked = self._clock(), True
+            self._known = self.ask_server(before, self._matters)
+            self._asked_at, self._is_asked = self.clock(), True
             if before.missing - self._known.missing:
                 _log.info("slice_fields_kept_now", gates=sorted(before.missing - self._known.missing))
             if self._matters:
@@ -271,7 +259,7 @@ class ApiSupport:
         if gates - _DISPENSABLE - {PARTITIONS_GATE, GROUPS_GATE}:
             self._stored_otherwise[name] = (sent["spec"], stored["spec"])
         if gates & (_DISPENSABLE | {PARTITIONS_GATE}):
-            self._asked_at = self._clock()
+            self._asked_at = self.clock()
             self._known = replace(self._known, missing=self._known.missing | (gates & _DISPENSABLE))
         if GROUPS_GATE in gates:
             self._known = replace(self._known, keeps_groups=False)
@@ -302,10 +290,10 @@ class ApiSupport:
             return
         if problem is not None:
             _log.warning("partitions_not_supported", reason=problem)
-            self._tell(problem)
+            self.tell(problem)
             return
         _log.info("partitions_supported")
-        concern = None if inventory is None else self._caution(inventory)
+        concern = None if inventory is None else self.caution(inventory)
         if concern is not None:
             _log.warning("scheduler_outdated", reason=concern)
-            self._warn(concern)
+            self.warn(concern)

@@ -10,8 +10,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Protocol
 
 import structlog
 
@@ -20,6 +20,7 @@ from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.model.inventory import Inventory, OfferedDevice
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.sharing import SharingPolicy
 from dra_driver.slices.api_support import ApiSupport
 from dra_driver.slices.refusals import RefusedSlices
@@ -31,7 +32,6 @@ from dra_driver.slices.rules.pacing import WritePacing
 
 _log = structlog.get_logger(__name__)
 
-JsonObject = dict[str, Any]
 
 _BACKOFF_FIRST_S = 0.1
 _BACKOFF_MOST_S = 30.0
@@ -61,38 +61,29 @@ class PublishObserver(Protocol):
         """The API server dropped fields of a slice; `gates` names the feature gates that are off."""
 
 
+@dataclass(eq=False)
 class Publisher:
     """Brings the node's slices in line with the inventory, again and again.
 
     Discovery, the watch, health and MIG only call `mark_dirty`. While `may_publish` says no, nothing is written.
     `support` says what the server takes and keeps. `taints` returns how devices are tainted at the moment; its argument
-    is what the server takes of taints. `withheld` returns which devices are left out of the slices; its argument says
+    is what the server takes of taints. `left_out` returns which devices are left out of the slices; its argument says
     whether the server drops taints.
     """
 
-    def __init__(
-        self,
-        inventory: Callable[[], Inventory | None],
-        slices: SliceCache,
-        owner: Callable[[], Owner],
-        sharing: SharingPolicy,
-        *,
-        may_publish: Callable[[], bool],
-        support: ApiSupport,
-        taints: Callable[[TaintLimits], Taints],
-        withheld: Callable[[bool], Callable[[OfferedDevice], bool]] = lambda _dropped: none_withheld,
-        observer: PublishObserver,
-    ) -> None:
-        self._inventory = inventory
-        self._slices = slices
-        self._owner_source = owner
+    inventory: Callable[[], Inventory | None]
+    slices: SliceCache
+    owner: Callable[[], Owner]
+    sharing: SharingPolicy
+    _: KW_ONLY
+    may_publish: Callable[[], bool]
+    support: ApiSupport
+    taints: Callable[[TaintLimits], Taints]
+    left_out: Callable[[bool], Callable[[OfferedDevice], bool]] = lambda _dropped: none_withheld
+    observer: PublishObserver
+
+    def __post_init__(self) -> None:
         self._owner: Owner | None = None
-        self._sharing = sharing
-        self._may_publish = may_publish
-        self._support = support
-        self._taints = taints
-        self._withheld = withheld
-        self._observer = observer
         self._marked_at: float | None = None
         self._behind_since: float | None = None  # the publisher's thread's own
         self._published = threading.Event()
@@ -151,14 +142,14 @@ class Publisher:
 
     def _pause_after(self, error: DraDriverError) -> None:
         self.problem = str(error)
-        self._observer.publish_failed(error)
+        self.observer.publish_failed(error)
         asked = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
         delay = self._backoff.next(asked)
         _log.warning("publish_retried", reason=str(error), retry_in_s=round(delay, 2))
         self._worker.pause(delay)  # within the round, so that no change of a device or a slice ends the wait
 
     def _crashed(self, error: Exception) -> float:
-        self._observer.publish_failed(error)
+        self.observer.publish_failed(error)
         self.problem = "publishing failed unexpectedly; see the log"
         self._worker.pause(self._backoff.step())
         return 0.0
@@ -168,11 +159,11 @@ class Publisher:
 
     def _publish_once(self) -> None:
         self._due_at = math.inf
-        inventory = self._inventory()
-        if not self._leads() or inventory is None or not self._slices.synced.is_set():
+        inventory = self.inventory()
+        if not self._leads() or inventory is None or not self.slices.synced.is_set():
             return
         known = self._owner
-        owner = known or self._owner_source()
+        owner = known or self.owner()
         wanted = self._wanted(inventory, owner)
         pool = self._refused_slices.publishable(wanted)
         changes = self._changes(pool, owner)
@@ -181,7 +172,7 @@ class Publisher:
             changes = self._changes(pool, owner)
         if changes.creates and known is not None:
             # Slices vanish with the Node object that owns them, and its successor has another UID.
-            owner = self._owner_source()
+            owner = self.owner()
             changes = self._changes(pool, owner)
         self._owner = owner
         if not changes:
@@ -195,14 +186,14 @@ class Publisher:
 
     def _wanted(self, inventory: Inventory, owner: Owner) -> Pool:
         """The pool as the API server can take and keep it."""
-        support = self._support.of(inventory)
+        support = self.support.of(inventory)
         offered = inventory if support.no_partitions is None else inventory.without_partitions()
-        taints = self._taints(support.taints)
-        withheld = self._withheld(TAINTS_GATE in support.missing)
+        taints = self.taints(support.taints)
+        withheld = self.left_out(TAINTS_GATE in support.missing)
         pool = build_pool(
             offered,
             owner.node_name,
-            self._sharing,
+            self.sharing,
             taints,
             withheld,
             compatibility_groups=support.keeps_groups,
@@ -215,7 +206,7 @@ class Publisher:
         return without_fields(pool, support.missing)
 
     def _leads(self) -> bool:
-        ours = self._may_publish()
+        ours = self.may_publish()
         if ours == self.standing_by:
             _log.info("publishing_resumed" if ours else "publishing_stands_by")
             self.problem = None if self._published.is_set() or not ours else _NOT_YET
@@ -233,7 +224,7 @@ class Publisher:
             return False
         if self.problem != _CONTESTED:
             _log.warning("slices_contested", reason=_CONTESTED, next_write_in_s=round(wait_s, 2))
-            self._observer.contested(_CONTESTED)
+            self.observer.contested(_CONTESTED)
         self.problem = _CONTESTED
         self._again_at(now + wait_s)
         return True
@@ -247,14 +238,14 @@ class Publisher:
         self._again_at(self._refused_slices.due)
         if self._undeleted:
             self._again_at(self._delete_again_at)
-        self._again_at(self._support.ask_at)
+        self._again_at(self.support.ask_at)
         self._behind_since = None
         if self._refused_slices.problem is None:
             self._published.set()
 
     def _changes(self, pool: Pool, owner: Owner) -> SliceChanges:
         """What is to be written now; deletions that were refused come back when they are due."""
-        existing = self._support.as_sent(self._slices.current())
+        existing = self.support.as_sent(self.slices.current())
         changes = slice_changes(pool, existing, owner, self._undeleted, self._refused_slices.indexes)
         obsolete = {entry["metadata"]["uid"]: entry for entry in changes.deletes}
         self._undeleted = {uid: reason for uid, reason in self._undeleted.items() if uid in obsolete}
@@ -278,8 +269,8 @@ class Publisher:
             changes = self._changes(pool, owner)
         updated: list[JsonObject] = []
         created: list[JsonObject] = []
-        todo = [(entry, self._slices.update, updated) for entry in changes.updates]
-        todo += [(entry, self._slices.create, created) for entry in changes.creates]
+        todo = [(entry, self.slices.update, updated) for entry in changes.updates]
+        todo += [(entry, self.slices.create, created) for entry in changes.creates]
         for entry, write, done in todo:
             if done is created and not self._leads():
                 return
@@ -295,7 +286,7 @@ class Publisher:
         now = time.monotonic()
         self._pacing.wrote(pool, now)
         if self._behind_since is not None:
-            self._observer.published(now - self._behind_since)
+            self.observer.published(now - self._behind_since)
         _log.info(
             "pool_published",
             created=len(created),
@@ -315,13 +306,13 @@ class Publisher:
             stored = write(entry)
         except DraDriverError as error:
             name = entry["metadata"].get("name")
-            known = next((one for one in self._slices.current() if one["metadata"]["name"] == name), None)
+            known = next((one for one in self.slices.current() if one["metadata"]["name"] == name), None)
             if not self._refused_slices.refused(index, meant, sent, known, error):
                 raise
-            self._support.refused(error)
-            self._observer.publish_failed(error)
+            self.support.refused(error)
+            self.observer.publish_failed(error)
             return False
-        dropped = self._support.stored(entry, stored)
+        dropped = self.support.stored(entry, stored)
         if dropped:
             self._report_drops(stored["metadata"]["name"], dropped)
             self.mark_dirty()  # it may be built otherwise now
@@ -336,9 +327,9 @@ class Publisher:
             metadata = entry["metadata"]
             name, uid = metadata["name"], metadata["uid"]
             try:
-                self._slices.delete(name, uid, metadata["resourceVersion"])
+                self.slices.delete(name, uid, metadata["resourceVersion"])
             except DraDriverError as error:
-                self._observer.publish_failed(error)
+                self.observer.publish_failed(error)
                 if uid not in self._undeleted:
                     _log.warning("slice_not_deleted", slice=name, reason=str(error))
                 self._undeleted[uid] = str(error)
@@ -370,14 +361,14 @@ class Publisher:
         self._known_drops |= new
         self._known_gates |= gates
         if gates:
-            self._observer.fields_dropped(", ".join(sorted(gates)))
+            self.observer.fields_dropped(", ".join(sorted(gates)))
 
     def _report_faults(self, pool: Pool) -> None:
         """Report the devices that are left out or otherwise than asked for, each time that they are others."""
         if pool.faults != self._known_faults:
             for fault in pool.faults:
                 _log.error("device_not_publishable", reason=fault)
-                self._observer.device_left_out(fault)
+                self.observer.device_left_out(fault)
         self._known_faults = pool.faults
         if pool.notes != self._known_notes:
             for note in pool.notes:

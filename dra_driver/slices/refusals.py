@@ -7,17 +7,17 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Final
 
 import structlog
 
 from dra_driver.errors import ApiRejectedError
+from dra_driver.model.json_object import JsonObject
 from dra_driver.slices.rules.build import Pool, SliceContent
 from dra_driver.slices.rules.stand_ins import with_stand_ins
 
 _log = structlog.get_logger(__name__)
 
-JsonObject = dict[str, Any]
 
 _FIRST_S = 1.0
 _MOST_S = 300.0

@@ -15,8 +15,6 @@ from typing import IO, Any, NoReturn
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import quoted
 
-JsonObject = dict[str, Any]
-
 _READ_BYTES = 65536
 _MOST_BYTES = 4 * 1024 * 1024
 """Of one file; YAML in so many takes a minute and half a GiB."""

@@ -16,6 +16,7 @@ from dra_driver.errors import DraDriverError, RetryableError
 from dra_driver.kube.claims import parse_allocated_claim
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.extra_devices import NO_EXTRA_DEVICES, ExtraDevices
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.units import counted
 from dra_driver.validation.rules.allocator import (
     AllocationError,
@@ -27,8 +28,6 @@ from dra_driver.validation.rules.allocator import (
     take_inventory,
 )
 from dra_driver.validation.rules.explain import Funnel, funnel, largest_group
-
-JsonObject = dict[str, Any]
 
 _PLAIN_STEPS = 2
 """A request without selectors of its own has these: all devices, those of its class."""
@@ -51,23 +50,20 @@ class Fit:
     allocation: JsonObject | None = None
 
 
+@dataclass(eq=False)
 class MachineFit:
-    """One empty machine: nothing of it is allocated yet."""
+    """One empty machine: nothing of it is allocated yet. `extra_devices` are what the configuration of gpu-dra-driver
+    there gives to claims beside their GPUs."""
 
-    def __init__(
-        self,
-        name: str,
-        driver: str,
-        slices: Sequence[JsonObject],
-        extra_devices: ExtraDevices = NO_EXTRA_DEVICES,
-    ) -> None:
-        """`extra_devices` are what the configuration of gpu-dra-driver there gives to claims beside their GPUs."""
-        self.name = name
-        self._extra_devices = extra_devices
-        self._driver = driver
-        self._node = str(slices[0]["spec"]["nodeName"]) if slices else name
+    name: str
+    driver: str
+    slices: Sequence[JsonObject]
+    extra_devices: ExtraDevices = NO_EXTRA_DEVICES
+
+    def __post_init__(self) -> None:
+        self._node = str(self.slices[0]["spec"]["nodeName"]) if self.slices else self.name
         # Pools are read in the order of the names of their slices.
-        named = [{**entry, "metadata": {"name": f"{number:04d}"}} for number, entry in enumerate(slices)]
+        named = [{**entry, "metadata": {"name": f"{number:04d}"}} for number, entry in enumerate(self.slices)]
         self._empty = take_inventory(named, (), self._node)
         self.devices = self._empty.candidates
 
@@ -162,17 +158,17 @@ class MachineFit:
     def _refusal(self, allocation: JsonObject) -> str | None:
         """What Prepare would say to the parameters that the claim and its classes carry."""
         kinds: dict[str, Any] = {
-            one.name: one.view.attributes.get(self._driver, {}).get("type") for one in self.devices
+            one.name: one.view.attributes.get(self.driver, {}).get("type") for one in self.devices
         }
         body = {"metadata": {"uid": "0"}, "status": {"allocation": allocation}}
         try:
             claim = parse_allocated_claim(body, ClaimRef("", "claim", "0"))
-            ours = [result for result in claim.results if result.driver == self._driver]
+            ours = [result for result in claim.results if result.driver == self.driver]
             devices = [(result, kinds[result.device]) for result in ours if kinds.get(result.device) in KINDS]
             is_for_virtual_machine(devices)
             for result, kind in devices:
-                parameters = config_for_result(result, claim.configs, self._driver, kind)
-                asked_host_devices(claim, result, parameters, self._driver, self._extra_devices.askable)
+                parameters = config_for_result(result, claim.configs, self.driver, kind)
+                asked_host_devices(claim, result, parameters, self.driver, self.extra_devices.askable)
         except DraDriverError as error:
             return f"allocated on {self.name}, Prepare would refuse it: {error}"
         return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
-from typing import Any
 
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.units import counted
 from dra_driver.validation.documents import Document
 from dra_driver.validation.machine_fit import Fit, MachineFit
@@ -38,8 +38,6 @@ from dra_driver.validation.rules.server_answers import Answer
 from dra_driver.validation.rules.standard_classes import standard_classes
 from dra_driver.validation.rules.workloads import pod_specs
 from dra_driver.validation.server_trial import Reference, ServerFindings
-
-JsonObject = dict[str, Any]
 
 NOT_JUDGED = "not judged"
 DEFAULT_NAMESPACE = "default"
@@ -136,23 +134,21 @@ def _add_answer(answer: Answer | None, report: DocumentReport) -> None:
             report.notes.append(f"API server: not asked: {answer.text}")
 
 
+@dataclass(eq=False)
 class ManifestCheck:
     """Looks at documents one by one, knowing all of them."""
 
-    def __init__(
-        self,
-        documents: Sequence[Document],
-        driver: str,
-        machines: Sequence[MachineFit],
-        server: ServerFindings | None,
-        namespace: str,
-    ) -> None:
-        self._driver = driver
-        self._machines = machines
-        self._server = server
-        self._namespace = namespace
+    documents: Sequence[Document]
+    driver: str
+    machines: Sequence[MachineFit]
+    server: ServerFindings | None
+    namespace: str
+
+    def __post_init__(self) -> None:
         attributes = [
-            device.view.attributes.get(driver, {}) for machine in machines for device in machine.devices
+            device.view.attributes.get(self.driver, {})
+            for machine in self.machines
+            for device in machine.devices
         ]
         self._has_mig = any("profile" in one for one in attributes) or not any(
             one.get("migCapable") for one in attributes
@@ -163,7 +159,7 @@ class ManifestCheck:
         self._good: dict[Reference, JsonObject] = {}
         self._places: dict[Reference, str] = {}
         self._labels: dict[str, JsonObject] = {}
-        for document in documents:
+        for document in self.documents:
             content = document.content
             kind = content.get("kind") if isinstance(content, dict) else None
             if kind == "Namespace":
@@ -171,7 +167,7 @@ class ManifestCheck:
                 self._labels[str(_metadata(content).get("name"))] = labels if isinstance(labels, dict) else {}
             if kind not in KINDS:
                 continue
-            faults = [str(fault) for fault in object_faults(content, driver)]
+            faults = [str(fault) for fault in object_faults(content, self.driver)]
             self._faults[id(document)] = faults
             of_cluster = kind == "DeviceClass"
             own = "" if of_cluster else self._namespace_of(content)
@@ -181,15 +177,15 @@ class ManifestCheck:
                 v1 = as_v1(content)
                 self._good[reference] = v1
                 profiles |= set() if of_cluster else set(map(profile_of_class, class_names(claim_spec(v1))))
-        known = server.classes if server is not None else None
+        known = self.server.classes if self.server is not None else None
         self._cluster_classes = None if known is None else {one["metadata"]["name"]: one for one in known}
         # Those that come with gpu-dra-driver, and those of MIG profiles that the machines or the documents name.
-        standard = standard_classes(driver, filter(None, profiles)) if known is None else {}
+        standard = standard_classes(self.driver, filter(None, profiles)) if known is None else {}
         of_files = {name: entry for (kind, _, name), entry in self._good.items() if kind == "DeviceClass"}
         self._classes: dict[str, JsonObject] = {**standard, **(self._cluster_classes or {}), **of_files}
 
     def _namespace_of(self, content: JsonObject) -> str:
-        return str(_metadata(content).get("namespace") or self._namespace)
+        return str(_metadata(content).get("namespace") or self.namespace)
 
     def document(self, document: Document, report: DocumentReport) -> None:
         """Fill the report of one document."""
@@ -222,7 +218,7 @@ class ManifestCheck:
         spec = claim_spec(v1)
         self._admin_hint(spec, self._namespace_of(content), report)
         path = "spec.spec.devices" if v1["kind"] == "ResourceClaimTemplate" else "spec.devices"
-        report.hints += alternative_hints(spec.get("devices") or {}, path, self._driver)
+        report.hints += alternative_hints(spec.get("devices") or {}, path, self.driver)
         if self._knows_classes(sorted(set(class_names(spec))), report):
             self._try_claim(spec, report)
 
@@ -236,7 +232,7 @@ class ManifestCheck:
             return
         request = {"name": "device", "exactly": {"deviceClassName": name}}
         errors: dict[str, None] = {}
-        for machine in self._machines:
+        for machine in self.machines:
             found = machine.claim({"devices": {"requests": [request]}}, {name: v1}).funnels[0]
             report.requests.append(asdict(found))
             if found.error is not None:
@@ -244,7 +240,7 @@ class ManifestCheck:
             elif not found.matching:
                 report.notes.append(f"no device of {machine.name} matches")
             else:
-                of = f" of {machine.name}" if len(self._machines) > 1 else ""
+                of = f" of {machine.name}" if len(self.machines) > 1 else ""
                 report.notes.append(
                     f"{len(found.matching)} of {counted(len(machine.devices), 'device')}{of} match"
                 )
@@ -283,7 +279,7 @@ class ManifestCheck:
         """The DRA driver that a class asks for, if it is not gpu-dra-driver."""
         selectors = self._classes[class_name]["spec"].get("selectors") or ()
         drivers = (driver_asked_for(entry["cel"]["expression"]) for entry in selectors)
-        return next((name for name in drivers if name not in (None, self._driver)), None)
+        return next((name for name in drivers if name not in (None, self.driver)), None)
 
     def _judge_selectors(self, v1: JsonObject) -> None:
         """Raises: NotJudgedError if nobody can say what the API server makes of one."""
@@ -298,7 +294,7 @@ class ManifestCheck:
 
     def _try_claim(self, spec: JsonObject, report: DocumentReport) -> bool:
         """Try a claim on an empty machine of each sort; whether one of them can serve it, or there is none."""
-        fits = [(machine, machine.claim(spec, self._classes)) for machine in self._machines]
+        fits = [(machine, machine.claim(spec, self._classes)) for machine in self.machines]
         bad = [(machine, fit) for machine, fit in fits if fit.problem is not None or fit.refusal is not None]
         good = [(machine, fit) for machine, fit in fits if fit.problem is None and fit.refusal is None]
         against = [fit.refusal or f"does not fit {machine.name}: {fit.problem}" for machine, fit in bad]
@@ -327,7 +323,7 @@ class ManifestCheck:
         matching = ", ".join(f"{found.request}: {found.sentence()}" for found in fit.funnels)
         shown = [device for _, device in fit.devices[:_SHOWN_DEVICES]]
         more = len(fit.devices) - len(shown)
-        where = f" {machine.name}" if len(self._machines) > 1 else ""
+        where = f" {machine.name}" if len(self.machines) > 1 else ""
         taken = list(dict.fromkeys(request for request, _ in fit.devices if "/" in request))
         where += f" by {', '.join(taken)}" if taken else ""
         report.notes.append(matching)
@@ -357,9 +353,9 @@ class ManifestCheck:
             found = self._claim(kind, namespace, name, report)
             all_fit = all_fit and found is not None
             claims += [found] if found is not None else []
-        if len(claims) < 2 or not all_fit or not self._machines:
+        if len(claims) < 2 or not all_fit or not self.machines:
             return
-        short = {machine.name: machine.together(claims, self._classes) for machine in self._machines}
+        short = {machine.name: machine.together(claims, self._classes) for machine in self.machines}
         if None in short.values():
             report.notes.append(f"its {len(claims)} claims fit at one time")
         else:
@@ -376,8 +372,8 @@ class ManifestCheck:
         if found is None and place is not None:
             report.faults.append(f"{shown} ({place}) has faults")
             return None
-        if found is None and self._server is not None and reference in self._server.found:
-            found = self._server.found[reference]
+        if found is None and self.server is not None and reference in self.server.found:
+            found = self.server.found[reference]
             if found is None:
                 report.hints.append(
                     f"{shown} is not in the files and not in the cluster: the pods wait for it"

@@ -15,12 +15,11 @@ from typing import Any
 
 from dra_driver.errors import DraDriverError
 from dra_driver.model.claim import allocation_results
+from dra_driver.model.json_object import JsonObject
 from dra_driver.validation.machine_fit import MachineFit
 from dra_driver.validation.rules.allocator import AllocationError
 from dra_driver.validation.rules.manifests import bodies, class_names, requests_of
 from dra_driver.validation.rules.selection import NotJudgedError
-
-JsonObject = dict[str, Any]
 
 _MOST_KINDS = 200
 _MOST_DEVICES = 4000

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Final
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import JSON, ApiClient, is_not_found, path_segment
 from dra_driver.kube.endpoint import Endpoint
 from dra_driver.kube.resource_api import ResourceApi
+from dra_driver.model.json_object import JsonObject
 from dra_driver.validation.documents import Document
 from dra_driver.validation.rules.manifests import is_parameters
 from dra_driver.validation.rules.server_answers import Answer, Made, refused, unknown_kind
 
-JsonObject = dict[str, Any]
 Reference = tuple[str, str, str]
 """Kind, namespace and name of a claim or a template."""
 

@@ -195,24 +195,28 @@ def claims_of(
     timeouts: WaitTimeouts = WaitTimeouts(),  # noqa: B008
 ) -> ClaimParts:
     """Prepare and Unprepare over the records, locks, specs and executor of a node."""
-    return claim_parts(
-        identity,
-        lookup=node.claims,
-        discovery=devices,
+    driver: Any = SimpleNamespace(
         records=node.records,
-        without_record=SpecsWithoutRecord(node.records, node.specs),
+        discovery=devices,
         claim_locks=node.claim_locks,
         planning=node.planning,
-        executor=node.executor,
         cleaner=node.cleaner,
+        client=None,
+        settings=SimpleNamespace(node_name=NODE),
+        mig=SimpleNamespace(refuse_changing=lambda: None),
+        publishing=SimpleNamespace(missing_setting=lambda _key: None),
+        reporting=SimpleNamespace(reporter=node.outcomes),
+    )
+    return claim_parts(
+        driver,
+        identity,
+        lookup=node.claims,
+        without_record=SpecsWithoutRecord(node.records, node.specs),
+        executor=node.executor,
         users=users,
-        observer=node.outcomes,
-        make_sure=lambda: None,
         pods_run=lambda _record: None,
-        setting_for_lost=lambda: None,
         extra_devices=ExtraDeviceFinder(HostPaths(), no_programs),
         timeouts=timeouts,
-        rhythm=Rhythm(),
     )
 
 

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from playground.apiserver.json_copy import copy_json
+
 from dra_driver.errors import ApiRejectedError
-from dra_driver.model.json_copy import copy_json
 from dra_driver.model.sharing import NO_SHARING
 from dra_driver.slices.api_support import ApiSupport, Support
 from dra_driver.slices.publisher import Publisher

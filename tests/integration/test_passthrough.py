@@ -115,7 +115,7 @@ def test_card_of_a_virtual_machine_is_given_to_no_container_and_survives_restart
 def test_eight_cards_of_one_claim_close_nvml_once(make_node: Callable[..., Node]) -> None:
     node = without_virtual_functions(make_node).running(16, passthrough=True)
     passed = [named(node, index)[1] for index in range(8)]
-    session = node.driver.discovery._nvml.session
+    session = node.driver.discovery.nvml.session
     before = session.openings
     ref = node.allocated_by_hand("machine", *passed)
     node.ready(ref)

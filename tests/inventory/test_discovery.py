@@ -302,13 +302,13 @@ def test_function_that_nvml_does_not_show_is_a_fault_and_hides_no_gpu(bench: Ben
 
 def test_card_under_vfio_is_on_offer_and_no_fault(bench: Bench) -> None:
     there = bound(2)
-    bench.discovery._cards = lambda gpus: (there,)
+    bench.discovery.cards = lambda gpus: (there,)
     bench.nvml.inventory = inventory(*BARE[:2])
     found = bench.scan()
     assert found is not None
     assert (found.faults, found.lost, found.cards) == ((), (), (there,))
     assert VFIO_2 in found.by_name
-    bench.discovery._cards = lambda gpus: (replace(there, driver="snd_hda_intel"),)
+    bench.discovery.cards = lambda gpus: (replace(there, driver="snd_hda_intel"),)
     found = bench.scan()
     assert found is not None
     assert [fault.subject for fault in found.faults] == ["PCI function 0000:12:00.0"]
@@ -316,7 +316,7 @@ def test_card_under_vfio_is_on_offer_and_no_fault(bench: Bench) -> None:
 
 def test_gpu_that_goes_to_vfio_is_not_lost(bench: Bench) -> None:
     bench.scan()
-    bench.discovery._cards = lambda gpus: (bound(2),)
+    bench.discovery.cards = lambda gpus: (bound(2),)
     bench.nvml.inventory = inventory(*BARE[:2])
     bench.host.unbound.add("0000:12:00.0")
     found = bench.scan()
@@ -327,7 +327,7 @@ def test_gpu_that_goes_to_vfio_is_not_lost(bench: Bench) -> None:
 @pytest.mark.parametrize("error", [NOT_LOADED, None])
 def test_node_whose_cards_are_all_under_vfio_is_known(bench: Bench, error: Exception | None) -> None:
     cards = tuple(map(bound, range(3)))
-    bench.discovery._cards = lambda gpus: cards
+    bench.discovery.cards = lambda gpus: cards
     bench.nvml.inventory, bench.nvml.error = Inventory(VERSIONS), error
     found = bench.scan()
     assert found is not None
@@ -336,14 +336,14 @@ def test_node_whose_cards_are_all_under_vfio_is_known(bench: Bench, error: Excep
 
 
 def test_node_with_one_gpu_that_is_not_under_vfio_needs_nvml(bench: Bench) -> None:
-    bench.discovery._cards = lambda gpus: (bound(0), bound(1))
+    bench.discovery.cards = lambda gpus: (bound(0), bound(1))
     bench.nvml.error = NOT_LOADED
     assert bench.scan() is None
     assert bench.discovery.unavailable() == str(NOT_LOADED)
 
 
 def test_cards_are_withdrawn_with_the_gpus_while_nvml_is_away(bench: Bench) -> None:
-    bench.discovery._cards = lambda gpus: (bound(2),)
+    bench.discovery.cards = lambda gpus: (bound(2),)
     bench.nvml.inventory = inventory(*BARE[:2])
     bench.scan()
     bench.nvml.error, bench.host.hardware = NOT_LOADED, "two"
@@ -359,7 +359,7 @@ def test_ledger_of_cards_that_cannot_be_read_changes_nothing_else(bench: Bench, 
     def fails(_gpus: Sequence[Gpu]) -> tuple[Card, ...]:
         raise StateError("cannot list the passthrough ledger files in /x: I/O error")
 
-    bench.discovery._cards = fails
+    bench.discovery.cards = fails
     if has_nvml:
         assert bench.scan() == COMPLETE
         assert bench.discovery.unavailable() is None

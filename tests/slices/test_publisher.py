@@ -224,7 +224,7 @@ def test_names_of_slices_that_are_gone_are_forgotten(bench: Bench) -> None:
         eventually(lambda: bench.published() == NAMES)
     bench.slices.on_change()
     settled(bench)
-    assert len(bench.publisher._support._stored_otherwise) == 1
+    assert len(bench.publisher.support._stored_otherwise) == 1
 
 
 def test_device_that_breaks_a_limit_is_told_once(bench: Bench, logs: list) -> None:
@@ -244,7 +244,7 @@ def test_device_that_breaks_a_limit_is_told_once(bench: Bench, logs: list) -> No
 
 def test_bounded_shares_are_told_once(bench: Bench, logs: list[dict[str, Any]]) -> None:
     bench.inventory = inventory(h100(0))
-    bench.publisher._sharing = share_all(SharingRule("shares", 60, enforce="mps"))
+    bench.publisher.sharing = share_all(SharingRule("shares", 60, enforce="mps"))
     bench.start()
     assert bench.publisher.wait_published(20)
     for _ in range(3):
@@ -465,7 +465,7 @@ def test_turn_that_ends_while_the_publisher_waits_is_over(bench: Bench) -> None:
 
 
 def test_directory_that_cannot_be_read_is_a_problem_and_no_end(bench: Bench) -> None:
-    bench.publisher._may_publish = failing = Failing(StateError("cannot read /x: permission was denied"))
+    bench.publisher.may_publish = failing = Failing(StateError("cannot read /x: permission was denied"))
     bench.start()
     eventually(lambda: bench.publisher.problem == "cannot read /x: permission was denied")
     failing.error = None
@@ -751,7 +751,7 @@ def test_what_an_answer_shows_changes_the_pool_at_once(bench: Bench) -> None:
     """Nothing else wakes the publisher: the fake tells it of no write of its own."""
     bench.slices.store = without_taints
     bench.taints = broken
-    bench.publisher._withheld = lambda dropped: lambda device: dropped
+    bench.publisher.left_out = lambda dropped: lambda device: dropped
     bench.start()
     eventually(lambda: bench.slices.writes and bench.published() == [])
     assert bench.publisher.withheld == tuple(NAMES)
@@ -767,7 +767,7 @@ def test_what_is_not_needed_of_what_a_server_lacks_is_not_told(bench: Bench) -> 
 def test_shares_are_published_as_a_server_without_them_keeps_them(bench: Bench) -> None:
     """The scheduler then gives each device to one claim; that it may be shared is still said."""
     bench.lacks = Support(frozenset({SHARES_GATE}))
-    bench.publisher._sharing = share_all(SharingRule("shares", 4))
+    bench.publisher.sharing = share_all(SharingRule("shares", 4))
     bench.start()
     assert bench.publisher.wait_published(20)
     [entry] = bench.slices.current()

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from typing import Any
 
 from dra_driver.app.commands.machine import CommandMachine, unread
 from dra_driver.diagnostics.rules.mig_holders import gpu_maps, waiting_for_mig_mode
 from dra_driver.diagnostics.rules.mig_map import GpuMap
 from dra_driver.diagnostics.rules.node_state import NodeState, Ownership
 from dra_driver.errors import StateError
-from dra_driver.health.rules.taints import TaintPolicy, device_taints, instances_by_device, is_withdrawn
+from dra_driver.health.rules.taints import TaintPolicy, device_taints, instances_by_device, withdrawals
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.inventory.discovery import discover_once
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.journal.rules.cleanups import withholding
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import OfferedDevice
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.mig import MigProfile
 from dra_driver.nvml.mig_profiles import read_machine_profiles
 from dra_driver.settings import Settings
 from dra_driver.slices.rules.build import Taints, build_pool, none_withheld, untainted
 from dra_driver.slices.rules.diff import Owner, slice_changes
-
-JsonObject = dict[str, Any]
 
 
 class OwnershipUnknownError(StateError):
@@ -79,14 +77,9 @@ def _kept_taints(
         pending = withholding(state.cleanups, device, machine.boot_id or "")
         return device_taints(device, states, instances, policy, pending, layouts.get(device.gpu.uuid))
 
-    held = {held.device for record in state.records for held in record.devices if not held.admin_access}
-
-    def withdrawn(device: OfferedDevice) -> bool:
-        is_shared = settings.sharing.rule_for(device) is not None
-        return is_withdrawn(device, taints(device), is_held=device.name in held, is_shared=is_shared)
-
     withdraws = settings.unhealthy_devices == "withdraw"
-    return taints, withdrawn if withdraws else none_withheld, [*state.notes, *state.faults]
+    withheld = withdrawals(taints, state.records, settings.sharing) if withdraws else none_withheld
+    return taints, withheld, [*state.notes, *state.faults]
 
 
 def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:

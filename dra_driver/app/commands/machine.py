@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from dra_driver.app.platforms import platform_of
@@ -15,6 +15,7 @@ from dra_driver.inventory.rules.gpu_names import held_gpu_names
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.passthrough import Card, is_vfio
+from dra_driver.model.record import bindings
 from dra_driver.model.steps import BindVfio
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards
@@ -55,30 +56,26 @@ class CommandMachine:
         if wanted is None and not directory.is_dir():
             return ()
         ledger = PassthroughLedger(directory, self.boot_id, reader=lambda _unread: None)
-        return KnownCards(self.vfio, ledger, wanted, self._bindings).read(gpus)
+
+        def recorded() -> list[BindVfio]:
+            return bindings(self.state().known_records, self.boot_id)
+
+        return KnownCards(self.vfio, ledger, wanted, recorded).read(gpus)
 
     def cards_under_vfio(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
         """Every card that a vfio driver has, whatever is selected. Raises: StateError."""
-        if not any(
-            function.is_gpu and is_vfio(function.driver) for function in self.sysfs.nvidia_functions()
-        ):
+        if not any(is_vfio(gpu.driver) for gpu in self.sysfs.gpus()):
             return ()
         return tuple(card for card in self.cards(gpus, lambda _gpu: True) if card.is_bound)
 
-    def _bindings(self) -> Iterator[BindVfio]:
-        state = self.state()
-        for record in [*state.records, *(one.record for one in state.cleanups)]:
-            if record.boot_id == self.boot_id:
-                yield from (step for step in record.steps if isinstance(step, BindVfio))
-
     def nvml_reader(self, on_demand: Callable[[Gpu], bool]) -> NvmlReader:
         """NVML, not opened yet. GPUs have the names that the plugin gives them."""
-        by_minor = self.settings.device_names == "minor"
-        return NvmlReader(self.load_nvml, on_demand, kept_names=self._held_gpu_names if by_minor else None)
 
-    def _held_gpu_names(self) -> Mapping[str, str]:
-        state = self.state()
-        return held_gpu_names([*state.records, *(one.record for one in state.cleanups)])
+        def names() -> Mapping[str, str]:
+            return held_gpu_names(self.state().known_records)
+
+        by_minor = self.settings.device_names == "minor"
+        return NvmlReader(self.load_nvml, on_demand, kept_names=names if by_minor else None)
 
     def open_nvml(self, session: ExitStack) -> NvmlReader:
         """NVML until the session is closed. Raises: NvmlUnavailableError."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from dra_driver.app.commands.inspect import OwnershipUnknownError, slices_to_publish
 from dra_driver.errors import InvalidConfigError, NvmlUnavailableError
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.units import counted
 from dra_driver.settings import Settings, config_values
 from dra_driver.validation.documents import Document
 from dra_driver.validation.machine_fit import MachineFit
-
-JsonObject = dict[str, Any]
 
 
 def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:

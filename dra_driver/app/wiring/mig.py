@@ -6,15 +6,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
-from dra_driver.app.change_table import Change, Changes
+from dra_driver.app.change_table import Change
 from dra_driver.concurrency.deadline import seconds_for
 from dra_driver.errors import NvmlUnavailableError
-from dra_driver.inventory.discovery import Discovery
-from dra_driver.journal.cleanups import Cleaner, StepRunner
-from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.cleanups import StepRunner
 from dra_driver.journal.locks import GpuLocks
-from dra_driver.journal.records import RecordStore
+from dra_driver.kube.cluster import node_labels
 from dra_driver.mig.collector import MigCollector
 from dra_driver.mig.context import MigContext
 from dra_driver.mig.create import MigDevices
@@ -29,8 +28,9 @@ from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.model.steps import CreateMig, LeaveMigMode
 from dra_driver.nvml.mig_hardware import MigHardware
-from dra_driver.settings import Settings
-from dra_driver.slices.leadership import InstanceLeadership
+
+if TYPE_CHECKING:
+    from dra_driver.app.daemon import Driver
 
 _NVML_S = 30.0
 _RESCAN_S = 10.0
@@ -60,22 +60,13 @@ class MigParts:
 
     def __init__(
         self,
-        settings: Settings,
+        driver: Driver,
         paths: HostPaths,
-        boot_id: str,
-        records: RecordStore,
-        lanes: Lanes,
         lost_devices: Callable[[], Collection[str]],
-        changes: Changes,
         operation: Operation,
-        planning: GpuLocks,
-        labels: Callable[[], Mapping[str, str]],
-        discovery: Callable[[], Discovery],
-        leadership: InstanceLeadership,
-        cleaner: Callable[[], Cleaner],
     ) -> None:
-        """`planning` are the locks under which claims are planned, `labels` reads those of the own node. `discovery`
-        and `cleaner` are made later."""
+        """Discovery and cleaner are made later."""
+        settings, changes, lanes = driver.settings, driver.changes, driver.lanes
 
         def kept_open() -> AbstractContextManager[None]:
             return operation(lambda: seconds_for("wait until NVML is initialised", _NVML_S))
@@ -89,11 +80,11 @@ class MigParts:
                 yield
 
         self._has_layouts = settings.mig_layouts.is_on
-        self.ledger = MigLedger(settings.plugin_directory / "mig", boot_id)
+        self.ledger = MigLedger(settings.plugin_directory / "mig", driver.boot_id)
         self._context = MigContext(
             MigHardware(kept_open),
             self.ledger,
-            MigHolders(records, lost_devices),
+            MigHolders(driver.records, lost_devices),
             partial(changes.tell, Change.MIG_DEVICE),
             left_over=self.look_soon,
             operation=whole_action,
@@ -107,22 +98,22 @@ class MigParts:
             lanes,
             adopt="destroy" if settings.adopt_mig == "destroy" else "leave",
             on_change=partial(changes.tell, Change.MIG_SPACE_FREED),
-            wake=lambda: cleaner().wake(),
+            wake=lambda: driver.cleaner.wake(),  # noqa: PLW0108  made later
         )
         self._layout_file = LayoutFile(settings.plugin_directory / LAYOUT_FILE)
         self._layouts = NodeLayouts(
             self._context,
             self.devices,
             lanes,
-            planning,
+            driver.planning,
             GpuLocks(settings.plugin_directory / "locks", ".layout.lock"),
             self._layout_file,
             settings.mig_layouts,
-            labels=_kept(labels),
-            inventory=lambda: discovery().latest(),
+            labels=_kept(partial(node_labels, driver.client, settings.node_name)),
+            inventory=lambda: driver.discovery.latest(),  # noqa: PLW0108  made later
             is_on_demand=settings.on_demand or (lambda _gpu: False),
-            leads=leadership.is_ours,
-            rescan=lambda: discovery().scan_now(_RESCAN_S),
+            leads=driver.leadership.is_ours,
+            rescan=lambda: driver.discovery.scan_now(_RESCAN_S),
             on_change=partial(changes.tell, Change.MIG_LAYOUT),
         )
         self._steps = MigSteps(self._context, self.devices, paths.proc)

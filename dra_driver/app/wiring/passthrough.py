@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from dra_driver.app.platforms import Platform
 from dra_driver.errors import StateError
 from dra_driver.host.vfio import VfioCards
 from dra_driver.inventory.detachment import Detachments, nvml_pause
-from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.cleanups import StepRunner
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.passthrough import Card
-from dra_driver.model.record import ClaimRecord
+from dra_driver.model.record import bindings
 from dra_driver.model.steps import BindVfio
 from dra_driver.nvml.persistence import PersistenceModes
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards
 from dra_driver.passthrough.ledger import DIRECTORY, PassthroughLedger
 from dra_driver.passthrough.steps import VfioSteps, waits_for_nvml
-from dra_driver.settings import Settings
+
+if TYPE_CHECKING:
+    from dra_driver.app.daemon import Driver
 
 
 class PassthroughParts:
@@ -28,41 +30,31 @@ class PassthroughParts:
     to be taken back; then nothing of it runs on a node whose ledger is empty."""
 
     def __init__(
-        self,
-        settings: Settings,
-        platform: Platform,
-        boot_id: str,
-        records: Callable[[], Iterable[ClaimRecord]],
-        nvml: NvmlReader,
-        discovery: Callable[[], Discovery],
-        detachments: Detachments,
+        self, driver: Driver, platform: Platform, nvml: NvmlReader, detachments: Detachments
     ) -> None:
-        """`records` are those of claims, and of ended claims whose cleanup is pending. `discovery` is made later."""
+        """Discovery is made later."""
+        settings, boot_id = driver.settings, driver.boot_id
 
         def rescan(wait_s: float | None) -> None:
             if wait_s is None:
-                discovery().request_rescan()
+                driver.discovery.request_rescan()
             else:
-                discovery().scan_now(wait_s)
+                driver.discovery.scan_now(wait_s)
 
         def detached() -> str | None:
             found = detachments.now()
             return None if found is None else found.problem
 
-        def recorded() -> Iterable[BindVfio]:
-            return (
-                step
-                for record in records()
-                if record.boot_id == boot_id
-                for step in record.steps
-                if isinstance(step, BindVfio)
-            )
-
         self._is_wanted = settings.for_virtual_machines is not None
         self._is_on = False
         self.ledger = PassthroughLedger(settings.plugin_directory / DIRECTORY, boot_id)
         cards = self.host = VfioCards(platform.paths, platform.nodes, platform.pci)
-        self._known = KnownCards(cards, self.ledger, settings.for_virtual_machines, recorded)
+        self._known = KnownCards(
+            cards,
+            self.ledger,
+            settings.for_virtual_machines,
+            lambda: bindings(driver.known_records(), boot_id),
+        )
         persistence = PersistenceModes(lambda: nvml.session.operation(waits_for_nvml))
         self.steps = VfioSteps(
             cards, self.ledger, nvml, nvml_pause(nvml.session, detachments), persistence, rescan, detached

@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from dra_driver.app.part import Part
-from dra_driver.app.wiring.health import HealthParts
-from dra_driver.app.wiring.reporting import ReportingParts
-from dra_driver.health.rules.taints import is_withdrawn
-from dra_driver.inventory.discovery import Discovery
-from dra_driver.journal.cleanups import PendingCleanups
-from dra_driver.journal.records import RecordStore
-from dra_driver.kube.client import ApiClient
+from dra_driver.health.rules.taints import withdrawals
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
 from dra_driver.model.inventory import Inventory, OfferedDevice
-from dra_driver.settings import Settings
 from dra_driver.slices.api_support import ApiSupport, ask_support, shares_counters, sharing_caution
-from dra_driver.slices.leadership import InstanceLeadership
 from dra_driver.slices.publisher import Publisher
 from dra_driver.slices.rules.diff import Owner
+
+if TYPE_CHECKING:
+    from dra_driver.app.daemon import Driver
 
 
 class PublishingParts:
     """Slice cache, publisher, and what the API server keeps of slices."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        client: ApiClient,
-        api: ResourceApi,
-        leadership: InstanceLeadership,
-        discovery: Discovery,
-        health: HealthParts,
-        records: RecordStore,
-        cleanups: PendingCleanups,
-        reporting: ReportingParts,
-    ) -> None:
+    def __init__(self, driver: Driver, api: ResourceApi) -> None:
+        settings, client, reporting = driver.settings, driver.client, driver.reporting
+
         def owner() -> Owner:
             return Owner(settings.driver_name, settings.node_name, node_uid(client, settings.node_name))
 
@@ -51,28 +38,24 @@ class PublishingParts:
             caution=caution,
             warn=reporting.reporter.scheduler_outdated,
         )
-        self._settings = settings
-        self._health = health
-        self._records = records
-        self._cleanups = cleanups
+        self._driver, self._records = driver, driver.records
         self._withdraws = False
-        self._leadership = leadership
         self._cache = SliceCache(SliceClient(api, settings.driver_name, settings.node_name), self._dirty)
         self.publisher = Publisher(
-            discovery.latest,
+            driver.discovery.latest,
             self._cache,
             owner,
             settings.sharing,
-            may_publish=leadership.is_ours,
+            may_publish=driver.leadership.is_ours,
             support=self.support,
-            taints=health.taints,
-            withheld=self._withheld,
+            taints=driver.health.taints,
+            left_out=self._withheld,
             observer=reporting.node,
         )
 
     def parts(self) -> Iterator[Part]:
         """What runs, in the order of starts."""
-        yield Part("leadership", stop=self._leadership.withdraw)
+        yield Part("leadership", stop=self._driver.leadership.withdraw)
         yield Part("slice_cache", self._cache.start, self._cache.stop)
         yield Part("publisher", self.publisher.start, self.publisher.stop)
 
@@ -91,38 +74,24 @@ class PublishingParts:
 
     def missing_setting(self, key: str) -> str | None:
         """What to set so that new pods stay away from devices with this reason; None if they do."""
-        if self._health.taint_policy.effects.get(key) == "None":
+        if self._driver.health.taint_policy.effects.get(key) == "None":
             return f"health.taints.{key} to NoSchedule"
-        if self._settings.unhealthy_devices == "taint" and self.support.drops_taints:
+        if self._driver.settings.unhealthy_devices == "taint" and self.support.drops_taints:
             return "health.unhealthyDevices to auto"
         return None
 
     def _withheld(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
         """Which devices are left out of the slices, as of now; for the publisher. Pending cleanup is
         always in the way of a Prepare, so what the setting says of health does not matter to it."""
-        mode = self._settings.unhealthy_devices
+        mode = self._driver.settings.unhealthy_devices
         # Before the records are read: a claim that is released from now on makes another round.
         self._withdraws = mode == "withdraw" or (mode == "auto" and dropped)
-        pending = self._cleanups.withheld() if dropped or self._withdraws else lambda _device: None
+        pending = self._driver.cleanups.withheld() if dropped or self._withdraws else lambda _device: None
         if not self._withdraws:
             return lambda device: pending(device) is not None
-        taints = self._health.taints()
-        held = {
-            held.device
-            for record in self._records.all().values()
-            for held in record.devices
-            if not held.admin_access
-        }
-
-        def is_withheld(device: OfferedDevice) -> bool:
-            found = taints(device)
-            is_shared = self._settings.sharing.rule_for(device) is not None
-            is_held = device.name in held
-            return pending(device) is not None or is_withdrawn(
-                device, found, is_held=is_held, is_shared=is_shared
-            )
-
-        return is_withheld
+        records, sharing = self._records.all().values(), self._driver.settings.sharing
+        withdrawn = withdrawals(self._driver.health.taints(), records, sharing)
+        return lambda device: pending(device) is not None or withdrawn(device)
 
     def _dirty(self) -> None:
         self.publisher.mark_dirty()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dra_driver.diagnostics.rules.admission import EXEMPT_VERB, MARK_RESOURCE, MARK_VERB, refusal_finding
 from dra_driver.diagnostics.rules.findings import Finding, skip, warn
@@ -13,8 +12,7 @@ from dra_driver.kube.client import MERGE_PATCH, ApiClient
 from dra_driver.kube.cluster import Permission, is_allowed
 from dra_driver.kube.resource_api import GROUP_VERSION, ResourceApi
 from dra_driver.model.claim import ClaimRef, allocation_results
-
-JsonObject = dict[str, Any]
+from dra_driver.model.json_object import JsonObject
 
 _FOREIGN = "not-this-node.invalid"
 _APPLY = "`kubectl apply -k daemonset` as an administrator"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dra_driver.diagnostics.doctor.admission import AdmissionProof
 from dra_driver.diagnostics.doctor.checks import Check, Shared
@@ -16,12 +15,11 @@ from dra_driver.kube.client import ApiClient, path_segment
 from dra_driver.kube.cluster import Permission, is_allowed, node_uid, server_version
 from dra_driver.kube.resource_api import GROUP, GROUP_VERSION, ResourceApi
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.units import counted
 from dra_driver.slices.api_support import Support, ask_support
 from dra_driver.slices.rules.diff import Owner
 from dra_driver.slices.rules.dropped_fields import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE
-
-JsonObject = dict[str, Any]
 
 _APPLY = "`kubectl apply -k daemonset` as an administrator"
 

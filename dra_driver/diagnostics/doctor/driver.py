@@ -71,9 +71,7 @@ class DriverChecks:
 
     def gpus_on_the_bus(self) -> Finding:
         """Are there GPUs, and are they bound to the NVIDIA driver?"""
-        functions = [
-            item for item in Sysfs(self.paths.sys, self.paths.proc).nvidia_functions() if item.is_gpu
-        ]
+        functions = self._sysfs.gpus()
         if not functions:
             return warn(
                 "no NVIDIA GPU on the PCI bus", "`lspci -d 10de:` on the node; expected on a node without GPU"
@@ -411,7 +409,7 @@ class DriverChecks:
                 found = look()
             except _NotKnownError:
                 found = skip("not known without NVML")
-            gpus = [item for item in Sysfs(self.paths.sys, self.paths.proc).nvidia_functions() if item.is_gpu]
+            gpus = self._sysfs.gpus()
             if self.passthrough and gpus and len(self._under_vfio(gpus)) == len(gpus):
                 return skip("every GPU of this node is under vfio")
             is_ok = isinstance(found, Finding) and found.status == "OK"
@@ -422,6 +420,10 @@ class DriverChecks:
             return skip("this node has no GPU")
 
         return looked
+
+    @property
+    def _sysfs(self) -> Sysfs:
+        return Sysfs(self.paths.sys, self.paths.proc)
 
     def _under_vfio(self, functions: Sequence[PciFunction]) -> list[str]:
         return [item.bus_id for item in functions if is_vfio(item.driver)]
@@ -435,7 +437,7 @@ class DriverChecks:
 
     def _silent_gpus(self, inventory: Inventory) -> list[str]:
         """PCI bus IDs of the GPUs that the NVIDIA driver is bound to, and that NVML does not show."""
-        bound = Sysfs(self.paths.sys, self.paths.proc).gpus_of_the_nvidia_driver()
+        bound = self._sysfs.gpus_of_the_nvidia_driver()
         return sorted(bound.keys() - {gpu.pci_bus_id for gpu in inventory.gpus})
 
     def _has_unusable_library(self) -> bool:

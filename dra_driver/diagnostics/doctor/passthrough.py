@@ -10,6 +10,7 @@ from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, warn
 from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.host.vfio import VfioCards
 from dra_driver.model.passthrough import Card
+from dra_driver.model.record import bindings
 from dra_driver.model.steps import BindVfio
 from dra_driver.model.units import counted
 
@@ -57,14 +58,12 @@ class PassthroughChecks:
 
     def all(self) -> list[Check]:
         """None on a node where this is off and no card of gpu-dra-driver is under vfio."""
-        is_needed = self.is_on or any(True for _ in self._steps())
+        is_needed = self.is_on or bool(self._steps())
         return [Check("passthrough", self.passthrough)] if is_needed else []
 
     def _steps(self) -> Sequence[BindVfio]:
         state = self.state()
-        records = [*state.records, *(one.record for one in state.cleanups)]
-        steps = (step for record in records if record.boot_id == state.boot_id for step in record.steps)
-        return [step for step in steps if isinstance(step, BindVfio)]
+        return bindings(state.known_records, state.boot_id)
 
 
 def _problem(card: Card) -> Finding:

@@ -8,7 +8,6 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dra_driver.diagnostics.doctor.checks import Check
 from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip
@@ -20,8 +19,7 @@ from dra_driver.diagnostics.rules.runtime_config import (
 )
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.host import HostPaths
-
-JsonObject = dict[str, Any]
+from dra_driver.model.json_object import JsonObject
 
 _CONTAINERD = (
     "/etc/containerd/config.toml",

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from fractions import Fraction
 from operator import add
-from typing import Any, Literal
+from typing import Literal
 
 from dra_driver.diagnostics.rules.cluster_usage import Used, used_together
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import allocation_results
 from dra_driver.model.gpu import GpuLoad
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.units import format_bytes, format_decimal, parse_quantity
 
-JsonObject = dict[str, Any]
 State = Literal["free", "allocated", "blocked", "tainted"]
 Slot = tuple[str, str]
 """Pool and device name."""

@@ -36,6 +36,11 @@ class NodeState:
     modes: frozenset[str] = frozenset()
     ledger_fault: str | None = None
 
+    @property
+    def known_records(self) -> list[ClaimRecord]:
+        """Of claims, and of ended claims whose cleanup is pending."""
+        return [*self.records, *(one.record for one in self.cleanups)]
+
     def instance_ids(self, inventory: Inventory) -> Mapping[str, tuple[str, int, int]]:
         """The GPU's UUID, GPU and compute instance ID by the device name of each MIG device: what NVML shows, and else
         what the ledger says."""

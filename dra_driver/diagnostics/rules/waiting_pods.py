@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-JsonObject = dict[str, Any]
+from dra_driver.model.json_object import JsonObject
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from dra_driver.health.rules.polling import FABRIC, SLOWDOWN, fabric_findings
 from dra_driver.journal.rules.cleanups import PendingCleanup
@@ -22,11 +22,13 @@ from dra_driver.model.health import (
     targets_of_mig,
 )
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mig_layouts import MIG_LAYOUT, GpuLayout
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.sharing import SharingPolicy
 from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, TaintLimits
 
-JsonObject = dict[str, Any]
 Effect = Literal["None", "NoSchedule", "NoExecute"]
 
 _EFFECTS: tuple[Effect, ...] = ("NoExecute", "NoSchedule", "None")
@@ -175,6 +177,21 @@ def is_withdrawn(
         return False
     is_counted = has_counters(device.gpu) and not isinstance(device, StaticMigDevice)
     return not is_held or (is_shared and not is_counted)
+
+
+def withdrawals(
+    taints: Callable[[OfferedDevice], Iterable[JsonObject]],
+    records: Iterable[ClaimRecord],
+    sharing: SharingPolicy,
+) -> Callable[[OfferedDevice], bool]:
+    """As `is_withdrawn`, of any device, with what is known now of claims."""
+    held = {held.device for record in records for held in record.devices if not held.admin_access}
+
+    def withdrawn(device: OfferedDevice) -> bool:
+        is_shared = sharing.rule_for(device) is not None
+        return is_withdrawn(device, taints(device), is_held=device.name in held, is_shared=is_shared)
+
+    return withdrawn
 
 
 def rfc3339(at: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import pynvml
 
 from dra_driver.errors import StateError
-from dra_driver.simulator.library.refs import Return, address, number, text
+from dra_driver.simulator.library.refs import address, number, text
 from dra_driver.simulator.mig import Refusal
 from dra_driver.simulator.sessions import Session
 from dra_driver.simulator.state import NVIDIA, ComputeInstance, Fault, Gpu, GpuInstance, State
@@ -92,14 +92,14 @@ class Core:
     def state(self) -> State:
         """The machine, if this session may talk to its driver."""
         if self._references == 0:
-            raise Return(pynvml.NVML_ERROR_UNINITIALIZED)
+            raise Refusal(pynvml.NVML_ERROR_UNINITIALIZED)
         state = self._read()
         if not state.driver_loaded:
-            raise Return(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+            raise Refusal(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
         if state.driver_version != self._loaded_version:
-            raise Return(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+            raise Refusal(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
         if state.driver_loads != self._driver_load:
-            raise Return(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+            raise Refusal(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
         return state
 
     # --- handles -------------------------------------------------------------------------------
@@ -112,20 +112,20 @@ class Core:
         value = address(handle)
         slot = (value >> 20) & _SLOTS
         if value & ~0xFFF_FFFFF != _BASE or not 1 <= slot <= len(self._slots):
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return Handle((value >> 16) & 0xF, self._slots[slot - 1], (value >> 8) & 0xFF, value & 0xFF)
 
     def gpu_of(self, state: State, uuid: str) -> Gpu:
         gpu = state.by_uuid.get(uuid)
         if gpu is None or gpu.lost or not gpu.present or gpu.driver != NVIDIA:
-            raise Return(pynvml.NVML_ERROR_GPU_IS_LOST)
+            raise Refusal(pynvml.NVML_ERROR_GPU_IS_LOST)
         return gpu
 
     def gpu(self, handle: Any) -> tuple[State, Gpu]:
         """A full GPU; like the real library, it refuses handles of MIG devices."""
         state, gpu, parsed = self.device(handle)
         if parsed.kind != KIND_GPU:
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return state, gpu
 
     def device(self, handle: Any) -> tuple[State, Gpu, Handle]:
@@ -136,14 +136,14 @@ class Core:
         if parsed.kind == KIND_MIG:
             self.mig_device(gpu, parsed)
         elif parsed.kind != KIND_GPU:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return state, gpu, parsed
 
     def mig_device(self, gpu: Gpu, parsed: Handle) -> tuple[GpuInstance, ComputeInstance]:
         instance = gpu.instance(parsed.gi)
         found = next((item for item in instance.compute if item.id == parsed.ci), None) if instance else None
         if instance is None or found is None:
-            raise Return(pynvml.NVML_ERROR_NOT_FOUND)
+            raise Refusal(pynvml.NVML_ERROR_NOT_FOUND)
         return instance, found
 
     # --- entry ---------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class Core:
                 if self._read().faults:
                     self._apply_fault(name, arguments)
                 return int(method(*arguments) or 0)
-            except (Return, Refusal) as outcome:
+            except Refusal as outcome:
                 return outcome.code
             except StateError:
                 return int(pynvml.NVML_ERROR_UNKNOWN)
@@ -173,7 +173,7 @@ class Core:
         if fault.delay_s > 0:
             time.sleep(fault.delay_s)
         if fault.code:
-            raise Return(fault.code)
+            raise Refusal(fault.code)
 
     def _hits(self, fault: Fault, name: str, arguments: tuple[Any, ...]) -> bool:
         if not fnmatchcase(name, fault.function):
@@ -194,5 +194,5 @@ class Core:
             return next((gpu.uuid for gpu in self._read().gpus if gpu.bus_id == wanted), None)
         try:
             return self.parse(arguments[0]).gpu
-        except (Return, TypeError, ValueError):
+        except (Refusal, TypeError, ValueError):
             return None

@@ -8,7 +8,8 @@ from typing import Any
 import pynvml
 
 from dra_driver.simulator.library.core import Core, Handle
-from dra_driver.simulator.library.refs import Return, number, put, target
+from dra_driver.simulator.library.refs import number, put, target
+from dra_driver.simulator.mig import Refusal
 from dra_driver.simulator.state import ANY_INSTANCE, Gpu, Holder, State
 
 MIB = 1 << 20
@@ -19,8 +20,8 @@ def busy(holders: Iterable[Holder]) -> int:
     return min(100, sum(holder.utilisation for holder in holders))
 
 
-def _unsupported() -> Return:
-    return Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+def _unsupported() -> Refusal:
+    return Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
 class Device(Core):
@@ -51,7 +52,7 @@ class Device(Core):
     def nvmlDeviceGetMemoryInfo_v2(self, handle: Any, out: Any) -> None:  # noqa: N802
         info = target(out)
         if info.version != pynvml.nvmlMemory_v2:
-            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+            raise Refusal(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
         total, reserved, used = self._memory(handle)
         info.total, info.reserved, info.used, info.free = total, reserved, used, total - used - reserved
 
@@ -80,7 +81,7 @@ class Device(Core):
     def nvmlDeviceGetAddressingMode(self, handle: Any, out: Any) -> None:  # noqa: N802
         info = target(out)
         if info.version != pynvml.nvmlDeviceAddressingMode_v1:
-            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+            raise Refusal(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
         mode = self.device(handle)[1].addressing
         if mode is None:
             raise _unsupported()

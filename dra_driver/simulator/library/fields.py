@@ -7,7 +7,8 @@ from typing import Any
 import pynvml
 
 from dra_driver.simulator.library.core import Core
-from dra_driver.simulator.library.refs import Return, number, target
+from dra_driver.simulator.library.refs import number, target
+from dra_driver.simulator.mig import Refusal
 from dra_driver.simulator.state import Gpu, State
 
 _RESETLESS_MIG = 184
@@ -26,9 +27,9 @@ class Fields(Core):
             entry = values[index]
             try:
                 if parsed.is_mig:
-                    raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+                    raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
                 answer = self._field(state, gpu, int(entry.fieldId))
-            except Return as refusal:
+            except Refusal as refusal:
                 entry.nvmlReturn = refusal.code
                 continue
             entry.nvmlReturn = pynvml.NVML_SUCCESS
@@ -41,8 +42,8 @@ class Fields(Core):
             return int(model.resetless_mig)
         if field == _RECOVERY_ACTION:
             if int(state.driver_version.partition(".")[0]) < _RECOVERY_ACTION_SINCE:
-                raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+                raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
             return gpu.recovery_action
-        raise Return(
+        raise Refusal(
             pynvml.NVML_ERROR_INVALID_ARGUMENT if field >= _LAST_FIELD else pynvml.NVML_ERROR_NOT_SUPPORTED
         )

@@ -9,7 +9,8 @@ import pynvml
 
 from dra_driver.simulator.library.core import Core
 from dra_driver.simulator.library.device import busy
-from dra_driver.simulator.library.refs import Return, address, number, put_handle, target
+from dra_driver.simulator.library.refs import address, number, put_handle, target
+from dra_driver.simulator.mig import Refusal
 
 _HOPPER = 9
 _UNLIKE = 4711.0
@@ -47,10 +48,10 @@ class Gpm(Core):
     def nvmlGpmMigSampleGet(self, handle: Any, gi: Any, sample: Any) -> None:  # noqa: N802
         state, gpu = self.gpu(handle)
         if state.model_of(gpu).architecture < _HOPPER or not gpu.mig_mode:
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         instance = gpu.instance(number(gi))
         if instance is None:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         holders = [holder for holder in gpu.holders if holder.gpu_instance == instance.id]
         taken = _Taken(tuple(device.uuid for device in instance.compute), busy(holders))
         self.gpm_samples[self._sample(sample)] = taken
@@ -59,10 +60,10 @@ class Gpm(Core):
         self.state()
         wanted = target(out)
         if wanted.version != pynvml.NVML_GPM_METRICS_GET_VERSION:
-            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+            raise Refusal(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
         first, second = (self.gpm_samples[self._sample(one)] for one in (wanted.sample1, wanted.sample2))
         if first is None or second is None:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         is_same = first.devices == second.devices
         for metric in wanted.metrics[: wanted.numMetrics]:
             metric.nvmlReturn = pynvml.NVML_SUCCESS
@@ -71,5 +72,5 @@ class Gpm(Core):
     def _sample(self, sample: Any) -> int:
         found = address(sample)
         if found not in self.gpm_samples:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return found

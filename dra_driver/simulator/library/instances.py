@@ -9,7 +9,8 @@ import pynvml
 
 from dra_driver.simulator import mig
 from dra_driver.simulator.library.core import KIND_CI, KIND_GI, KIND_GPU, KIND_MIG, Core, Handle
-from dra_driver.simulator.library.refs import Return, as_handle, number, put, put_handle, target
+from dra_driver.simulator.library.refs import as_handle, number, put, put_handle, target
+from dra_driver.simulator.mig import Refusal
 from dra_driver.simulator.state import ComputeInstance, Gpu, GpuInstance, MigProfile, Model, State
 
 _PROFILE_FIELDS = {
@@ -33,13 +34,13 @@ class Instances(Core):
         state, gpu = self.gpu(handle)
         model = state.model_of(gpu)
         if not model.mig:
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return state, gpu, model
 
     def _mig_on(self, handle: Any) -> tuple[State, Gpu, Model]:
         state, gpu, model = self._mig_capable(handle)
         if not gpu.mig_mode:
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return state, gpu, model
 
     def nvmlDeviceGetMigMode(self, handle: Any, current: Any, pending: Any) -> None:  # noqa: N802
@@ -57,7 +58,7 @@ class Instances(Core):
     def _profile(self, model: Model, profile_id: Any) -> MigProfile:
         profile = mig.profile_by_id(model, number(profile_id))
         if profile is None:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return profile
 
     def _fill_profile(self, info: Any, profile: MigProfile) -> None:
@@ -71,7 +72,7 @@ class Instances(Core):
     def nvmlDeviceGetGpuInstanceProfileInfoV(self, handle: Any, enum: Any, out: Any) -> None:  # noqa: N802
         info = target(out)
         if info.version != pynvml.nvmlGpuInstanceProfileInfo_v2:
-            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+            raise Refusal(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
         _, _, model = self._mig_capable(handle)
         profile = self._profile_by_enum(model, number(enum))
         self._fill_profile(info, profile)
@@ -79,10 +80,10 @@ class Instances(Core):
 
     def _profile_by_enum(self, model: Model, enum: int) -> MigProfile:
         if enum >= pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         profile = mig.profile_by_enum(model, enum)
         if profile is None:
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return profile
 
     def nvmlDeviceGetGpuInstancePossiblePlacements_v2(  # noqa: N802
@@ -136,18 +137,18 @@ class Instances(Core):
     def nvmlDeviceGetGpuInstanceById(self, handle: Any, gi: Any, out: Any) -> None:  # noqa: N802
         _, gpu, _ = self._mig_on(handle)
         if gpu.instance(number(gi)) is None:
-            raise Return(pynvml.NVML_ERROR_NOT_FOUND)
+            raise Refusal(pynvml.NVML_ERROR_NOT_FOUND)
         put_handle(out, self.make(KIND_GI, gpu.uuid, number(gi)))
 
     def _instance(self, handle: Any) -> tuple[State, Gpu, GpuInstance]:
         state = self.state()
         parsed = self.parse(handle)
         if parsed.kind != KIND_GI:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         gpu = self.gpu_of(state, parsed.gpu)
         instance = gpu.instance(parsed.gi)
         if instance is None:
-            raise Return(pynvml.NVML_ERROR_NOT_FOUND)
+            raise Refusal(pynvml.NVML_ERROR_NOT_FOUND)
         return state, gpu, instance
 
     def nvmlGpuInstanceGetInfo(self, handle: Any, out: Any) -> None:  # noqa: N802
@@ -182,17 +183,17 @@ class Instances(Core):
     ) -> None:
         info = target(out)
         if info.version != pynvml.nvmlComputeInstanceProfileInfo_v2:
-            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+            raise Refusal(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
         info.name = self._compute_profile_info(handle, enum, engine, info).name.encode()
 
     def _compute_profile_info(self, handle: Any, enum: Any, engine: Any, info: Any) -> mig.ComputeProfile:
         state, gpu, instance = self._instance(handle)
         if number(engine) != 0 or number(enum) >= pynvml.NVML_COMPUTE_INSTANCE_PROFILE_COUNT:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         offered = self._compute_profiles(state, gpu, instance)
         row = next((item for item in offered if item.id == number(enum)), None)
         if row is None:
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         info.id, info.sliceCount, info.instanceCount = row.id, row.slices, row.max_instances
         info.multiprocessorCount = row.multiprocessors
         return row
@@ -219,14 +220,14 @@ class Instances(Core):
     def nvmlGpuInstanceGetComputeInstanceById(self, handle: Any, ci: Any, out: Any) -> None:  # noqa: N802
         _, gpu, instance = self._instance(handle)
         if all(item.id != number(ci) for item in instance.compute):
-            raise Return(pynvml.NVML_ERROR_NOT_FOUND)
+            raise Refusal(pynvml.NVML_ERROR_NOT_FOUND)
         put_handle(out, self.make(KIND_CI, gpu.uuid, instance.id, number(ci)))
 
     def _compute(self, handle: Any) -> tuple[Gpu, GpuInstance, ComputeInstance]:
         state = self.state()
         parsed = self.parse(handle)
         if parsed.kind != KIND_CI:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         gpu = self.gpu_of(state, parsed.gpu)
         return gpu, *self.mig_device(gpu, parsed)
 
@@ -257,12 +258,12 @@ class Instances(Core):
         state, gpu = self.gpu(handle)
         wanted = number(index)
         if wanted >= mig.max_devices(state.model_of(gpu)):
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         devices = gpu.mig_devices if gpu.mig_mode else []
         for instance, found in devices:
             if found.index == wanted:
                 return put_handle(out, self.make(KIND_MIG, gpu.uuid, instance.id, found.id))
-        raise Return(pynvml.NVML_ERROR_NOT_FOUND)
+        raise Refusal(pynvml.NVML_ERROR_NOT_FOUND)
 
     def nvmlDeviceIsMigDeviceHandle(self, handle: Any, out: Any) -> None:  # noqa: N802
         self.state()
@@ -271,7 +272,7 @@ class Instances(Core):
     def _mig_handle(self, handle: Any) -> tuple[State, Gpu, Handle]:
         state, gpu, parsed = self.device(handle)
         if not parsed.is_mig:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return state, gpu, parsed
 
     def nvmlDeviceGetGpuInstanceId(self, handle: Any, out: Any) -> None:  # noqa: N802
@@ -283,7 +284,7 @@ class Instances(Core):
     def nvmlDeviceGetAttributes_v2(self, handle: Any, out: Any) -> None:  # noqa: N802
         state, gpu, parsed = self.device(handle)
         if not parsed.is_mig:
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         instance, found = self.mig_device(gpu, parsed)
         profile = self._profile(state.model_of(gpu), instance.profile_id)
         row = next(

@@ -10,7 +10,8 @@ import pynvml
 from dra_driver.simulator import topology
 from dra_driver.simulator.catalogue import PLACEHOLDER_BUS
 from dra_driver.simulator.library.core import Core
-from dra_driver.simulator.library.refs import Return, number, put, target
+from dra_driver.simulator.library.refs import number, put, target
+from dra_driver.simulator.mig import Refusal
 from dra_driver.simulator.state import Gpu, Model, State
 from dra_driver.simulator.topology import nvml_bus_id, pci_numbers
 
@@ -24,11 +25,11 @@ class Links(Core):
         state, gpu = self.gpu(handle)
         model = state.model_of(gpu)
         if not model.nvlinks:
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         if not 0 <= number(link) < model.nvlinks:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         if number(link) in gpu.links_unsupported:
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return state, gpu, model, number(link)
 
     def _active(self, handle: Any, link: Any) -> tuple[State, Gpu, Model, int, str]:
@@ -37,7 +38,7 @@ class Links(Core):
         for index, kind, remote in topology.active_links(gpu):
             if index == wanted:
                 return state, gpu, model, kind, remote or PLACEHOLDER_BUS
-        raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     def nvmlDeviceGetNvLinkState(self, handle: Any, link: Any, out: Any) -> None:  # noqa: N802
         _, gpu, _, wanted = self._link(handle, link)
@@ -51,7 +52,7 @@ class Links(Core):
         info = target(out)
         if kind == topology.REMOTE_SWITCH and remote == PLACEHOLDER_BUS:
             if state.nvlink.get("remote") == "not-supported":
-                raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+                raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
             info.domain = info.bus = info.device = info.pciDeviceId = 0xFFFFFFFF
             info.busId, info.busIdLegacy = b"FFFFFFFF:FF:FF.0", b"FFFF:FF:FF.0"
             return
@@ -71,7 +72,7 @@ class Links(Core):
         _, theirs = self.gpu(second)
         kind = number(index[0] if isinstance(index, tuple) else index)
         if ours.uuid == theirs.uuid or not 0 <= kind < pynvml.NVML_P2P_CAPS_INDEX_UNKNOWN:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         put(out, self._p2p(state, ours, theirs, kind))
 
     def _p2p(self, state: State, ours: Gpu, theirs: Gpu, kind: int) -> int:
@@ -97,7 +98,7 @@ class Links(Core):
         if int(self.state().driver_version.partition(".")[0]) >= _GPU_FABRIC_V3_SINCE:
             known.add(pynvml.nvmlGpuFabricInfo_v3)
         if info.version not in known:
-            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+            raise Refusal(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
         fabric = self._fill_fabric(handle, info)
         info.healthMask = fabric.get("health_mask", 0)
         if info.version == pynvml.nvmlGpuFabricInfo_v3:
@@ -107,7 +108,7 @@ class Links(Core):
     def _fill_fabric(self, handle: Any, info: Any) -> dict[str, Any]:
         state, gpu = self.gpu(handle)
         if not state.model_of(gpu).fabric:
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         fabric = {**state.fabric, **gpu.fabric}
         info.state = fabric.get("state", pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED)
         info.status = fabric.get("status", 0)

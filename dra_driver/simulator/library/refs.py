@@ -7,6 +7,8 @@ from typing import Any
 
 import pynvml
 
+from dra_driver.simulator.mig import Refusal
+
 
 def number(argument: Any) -> int:
     """An integer argument, plain or in a ctypes box."""
@@ -37,7 +39,7 @@ def put_text(buffer: Any, size: Any, value: str) -> None:
     """Fill a char buffer, or refuse when it is too small."""
     raw = value.encode()
     if number(size) <= len(raw):
-        raise Return(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
+        raise Refusal(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
     target(buffer).value = raw
 
 
@@ -60,11 +62,3 @@ def put_handle(argument: Any, value: int) -> None:
 
 def as_handle(value: int, kind: Any) -> Any:
     return ctypes.cast(ctypes.c_void_p(value), kind)
-
-
-class Return(Exception):  # noqa: N818 - a return code, not an error of ours
-    """Leaves a simulated function with this NVML return code."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code

@@ -8,7 +8,8 @@ import pynvml
 
 from dra_driver.simulator.faults import error_text
 from dra_driver.simulator.library.core import KIND_GPU, KIND_MIG, Core
-from dra_driver.simulator.library.refs import Return, number, put, put_handle, put_text, target, text
+from dra_driver.simulator.library.refs import number, put, put_handle, put_text, target, text
+from dra_driver.simulator.mig import Refusal
 from dra_driver.simulator.topology import nvml_bus_id, pci_numbers, sysfs_bus_id
 
 
@@ -37,7 +38,7 @@ class System(Core):
     def nvmlSystemGetConfComputeSettings(self, out: Any) -> None:  # noqa: N802
         mode, settings = self._confidential(pynvml.NVML_DEVICE_ARCH_HOPPER), target(out)
         if settings.version != pynvml.nvmlSystemConfComputeSettings_v1:
-            raise Return(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+            raise Refusal(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
         self._put_confidential(settings, mode)
         settings.multiGpuMode = (
             pynvml.NVML_CC_SYSTEM_MULTIGPU_PROTECTED_PCIE
@@ -53,7 +54,7 @@ class System(Core):
         """The mode; refused unless a GPU is of this architecture or a newer one."""
         state = self.state()
         if all(state.model_of(gpu).architecture < architecture for gpu in state.present):
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return str(state.system.get("confidential_compute", "off"))
 
     def _put_confidential(self, out: Any, mode: str) -> None:
@@ -71,7 +72,7 @@ class System(Core):
             for holder in gpu.holders:
                 if holder.pid == number(pid):
                     return put_text(buffer, size, holder.name)
-        raise Return(pynvml.NVML_ERROR_NOT_FOUND)
+        raise Refusal(pynvml.NVML_ERROR_NOT_FOUND)
 
     def nvmlDeviceGetCount_v2(self, out: Any) -> None:  # noqa: N802
         self.state()
@@ -81,7 +82,7 @@ class System(Core):
         state = self.state()
         wanted = number(index)
         if wanted >= len(self._order):
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         put_handle(out, self.make(KIND_GPU, self.gpu_of(state, self._order[wanted]).uuid))
 
     def nvmlDeviceGetHandleByUUID(self, uuid: Any, out: Any) -> None:  # noqa: N802
@@ -95,7 +96,7 @@ class System(Core):
                 if ci.uuid == wanted:
                     self.gpu_of(state, known)
                     return put_handle(out, self.make(KIND_MIG, known, gi.id, ci.id))
-        raise Return(pynvml.NVML_ERROR_NOT_FOUND)
+        raise Refusal(pynvml.NVML_ERROR_NOT_FOUND)
 
     def nvmlDeviceGetHandleByPciBusId_v2(self, bus_id: Any, out: Any) -> None:  # noqa: N802
         state = self.state()
@@ -104,14 +105,14 @@ class System(Core):
             gpu = state.by_uuid.get(known)
             if gpu is not None and gpu.bus_id == wanted:
                 return put_handle(out, self.make(KIND_GPU, self.gpu_of(state, known).uuid))
-        raise Return(pynvml.NVML_ERROR_NOT_FOUND)
+        raise Refusal(pynvml.NVML_ERROR_NOT_FOUND)
 
     def nvmlDeviceGetIndex(self, handle: Any, out: Any) -> None:  # noqa: N802
         _, gpu, parsed = self.device(handle)
         if parsed.is_mig:
             return put(out, self.mig_device(gpu, parsed)[1].index)
         if gpu.uuid not in self._order:
-            raise Return(pynvml.NVML_ERROR_GPU_NOT_FOUND)
+            raise Refusal(pynvml.NVML_ERROR_GPU_NOT_FOUND)
         return put(out, self._order.index(gpu.uuid))
 
     def nvmlDeviceGetUUID(self, handle: Any, buffer: Any, size: Any) -> None:  # noqa: N802

@@ -11,7 +11,8 @@ from typing import Any
 import pynvml
 
 from dra_driver.simulator.library.core import KIND_GPU, Core
-from dra_driver.simulator.library.refs import Return, address, as_handle, number, put, put_handle, target
+from dra_driver.simulator.library.refs import address, as_handle, number, put, put_handle, target
+from dra_driver.simulator.mig import Refusal
 from dra_driver.simulator.state import Event, State
 
 _SET_BASE = 0x7E10_0000_0000
@@ -45,7 +46,7 @@ class Waiting(Core):
     def _set(self, handle: Any) -> _EventSet:
         found = self._sets.get(address(handle))
         if found is None:
-            raise Return(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return found
 
     def nvmlEventSetCreate(self, out: Any) -> None:  # noqa: N802
@@ -66,7 +67,7 @@ class Waiting(Core):
         state, gpu = self.gpu(handle)
         wanted = number(mask)
         if not wanted or wanted & ~state.model_of(gpu).events:
-            raise Return(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         events = self._set(event_set)
         with self._sets_lock:
             before, since, resets = events.masks.get(gpu.uuid, (0, state.event_seq, gpu.resets))
@@ -115,7 +116,7 @@ class Waiting(Core):
         news = lost - events.reported_lost
         events.reported_lost = lost
         if news:
-            raise Return(pynvml.NVML_ERROR_GPU_IS_LOST)
+            raise Refusal(pynvml.NVML_ERROR_GPU_IS_LOST)
 
     def _fill(self, data: Any, event: Event) -> None:
         data.device = as_handle(self.make(KIND_GPU, event.gpu), pynvml.c_nvmlDevice_t)

@@ -46,7 +46,7 @@ class Server:
         self.uid = uid
         self.percentage = percentage
         self.memory = memory
-        self.clients: dict[str, dict[str, Any]] = {}
+        self.clients: dict[str, int] = {}
         self.process = subprocess.Popen([program, *(["linger"] if linger else [])], stdin=subprocess.PIPE)
         self.pid = str(self.process.pid)
 
@@ -187,7 +187,7 @@ class Daemon:
         return ""
 
     def get_client_list(self, pid: str) -> str:
-        return "\n".join(str(client["pid"]) for client in self.server(pid).clients.values())
+        return "\n".join(map(str, self.server(pid).clients.values()))
 
     def quit(self, *arguments: str) -> str:
         wait = float(arguments[1]) if arguments[:1] == ("-t",) else 0.0
@@ -250,15 +250,7 @@ class Daemon:
             sizes += own[-1:]
             limits.append(min([*sizes, device["memory_mib"]]) if sizes else None)
         uuids = ",".join(device["uuid"] for device in devices)
-        server.clients[name] = {
-            "name": name,
-            "pid": pid,
-            "uid": uid,
-            "server": server.pid,
-            "device": uuids,
-            "active_thread_percentage": min(threads),
-            "pinned_device_mem_limit_mib": limits[0] if len(limits) == 1 else limits,
-        }
+        server.clients[name] = pid
         shown = ",".join("none" if limit is None else str(limit) for limit in limits)
         return "\n".join(
             [

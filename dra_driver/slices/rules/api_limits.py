@@ -10,11 +10,9 @@ Source: validation of resource.k8s.io/v1 as of Kubernetes 1.37.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from dra_driver.model.ids import is_dns_label
-
-JsonObject = dict[str, Any]
+from dra_driver.model.json_object import JsonObject
 
 MAX_DEVICES_PER_SLICE = 64
 """The API takes 128 of plain devices but only 64 where one has a taint, which may come at any time."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from dra_driver.mig.rules.counters import has_counters
 from dra_driver.model.gpu import Gpu
@@ -20,11 +19,10 @@ from dra_driver.model.inventory import (
     VfioDevice,
     WholeGpu,
 )
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.mig import MigProfile
 from dra_driver.model.passthrough import Card
 from dra_driver.model.units import format_bytes
-
-JsonObject = dict[str, Any]
 
 _LEADING_NUMBERS = re.compile(r"^v?(\d+(?:\.\d+)*)")
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dra_driver.mig.rules.counters import consumed_counters, counter_set, has_counters, is_counted
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 from dra_driver.sharing.rules.client_limits import bounded_rule, most_clients, told_bound
 from dra_driver.sharing.rules.shared_device import SHAREABLE, shared_device
@@ -22,7 +23,6 @@ from dra_driver.slices.rules.api_limits import (
 from dra_driver.slices.rules.attributes import wire_device
 
 T = TypeVar("T")
-JsonObject = dict[str, Any]
 
 
 Taints = Callable[[OfferedDevice], Sequence[JsonObject]]

@@ -10,12 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from dra_driver.model.json_object import JsonObject
 from dra_driver.slices.rules.build import Pool, SliceContent
 from dra_driver.slices.rules.comparison import same_content
-
-JsonObject = dict[str, Any]
 
 _MIN_INDEX_DIGITS = 5
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from dra_driver.model.json_object import JsonObject
 from dra_driver.slices.rules.api_limits import has_its_counters
-from dra_driver.slices.rules.build import JsonObject, Pool, SliceContent
+from dra_driver.slices.rules.build import Pool, SliceContent
 
 
 def with_stand_ins(pool: Pool, accepted: Mapping[int, SliceContent]) -> Pool:

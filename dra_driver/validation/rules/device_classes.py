@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from dra_driver.errors import InvalidConfigError
-
-JsonObject = dict[str, Any]
+from dra_driver.model.json_object import JsonObject
 
 _DOMAIN = "nvidia.com"
 _PROFILE = re.compile(r"(\d+)g\.(\d+)gb(.*)\Z")

@@ -7,9 +7,8 @@ Source: createRequestsAndMappings of kube-scheduler 1.37. A DeviceClass serves t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
-JsonObject = dict[str, Any]
+from dra_driver.model.json_object import JsonObject
 
 IMPLICIT = "deviceclass.resource.kubernetes.io/"
 

@@ -17,12 +17,11 @@ from dra_driver.api.decode import decode
 from dra_driver.api.resolve import needs_admin_access
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import is_dns_label
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.shapes import Anything, FieldFault, ListField, MapField, Object, Scalar, Shape, faults
 from dra_driver.model.units import parse_quantity
 from dra_driver.validation.rules.selection import NotJudgedError
 from dra_driver.validation.rules.selectors import compiled
-
-JsonObject = dict[str, Any]
 
 GROUP = "resource.k8s.io"
 SERVED = ("v1", "v1beta2", "v1beta1")

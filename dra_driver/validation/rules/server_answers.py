@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-JsonObject = dict[str, Any]
+from dra_driver.model.json_object import JsonObject
+
 Outcome = Literal["accepted", "refused", "waits", "not asked"]
 
 _NO_RIGHT = re.compile(r"cannot \w+ resource ")

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from dra_driver.api.config import GROUP_VERSION
+from dra_driver.model.json_object import JsonObject
 from dra_driver.validation.rules.device_classes import mig_classes
 from dra_driver.validation.rules.selection import DeviceView
-
-JsonObject = dict[str, Any]
 
 API_VERSION = "resource.k8s.io/v1"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-JsonObject = dict[str, Any]
+from dra_driver.model.json_object import JsonObject
 
 _DEEPEST = 16
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dra_driver.model.json_copy import copy_json
+from playground.apiserver.json_copy import copy_json
 from playground.apiserver.resources import RESOURCE_GROUP, Resource
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from dra_driver.model.json_copy import copy_json
 from playground.apiserver.failure import Cause, already_exists, bad_request, conflict, invalid, not_found
 from playground.apiserver.gates import drop_disabled
+from playground.apiserver.json_copy import copy_json
 from playground.apiserver.names import generated_name, is_subdomain
 from playground.apiserver.resources import BY_PLURAL, Resource
 from playground.apiserver.rules import CHECKS, default_claim_spec, drop_deallocated, slice_faults

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dra_driver.model.json_copy import copy_json
 from playground.apiserver.apply import APPLY_TYPE, applied_status
 from playground.apiserver.convert import api_version, decode, encode
 from playground.apiserver.failure import ApiFailure, Cause, bad_request, invalid, not_found
+from playground.apiserver.json_copy import copy_json
 from playground.apiserver.operations import Operations, merge_patch
 from playground.apiserver.resources import Resource, Route
 from playground.apiserver.selectors import selector

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from dra_driver.model.json_copy import copy_json
 from playground.apiserver.failure import expired
+from playground.apiserver.json_copy import copy_json
 from playground.apiserver.resources import Resource
 from playground.apiserver.selectors import Predicate
 
