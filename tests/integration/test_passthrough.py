@@ -107,6 +107,11 @@ def test_card_of_a_virtual_machine_is_given_to_no_container_and_survives_restart
     assert node.ready(ref) == prepared
     # Switched off, what is there is still taken back.
     node.restart_driver(passthrough=False)
+    assert node.ready(ref) == prepared
+    [entry] = (node.plugin_dir / "passthrough").glob("*.json")
+    entry.write_text("{")
+    node.restart_driver(passthrough=False)
+    assert node.ready(ref) == prepared
     node.take_back(ref)
     assert driver_of(node, uuid) == "nvidia"
     node.wait_devices(8)

@@ -64,7 +64,7 @@ class PassthroughParts:
         """Make the ledger's directory where it is needed. Raises: StateError."""
         if self._is_wanted or self.ledger.exists():
             self.ledger.open()
-            self._is_on = self._is_wanted or bool(self.ledger.all())
+            self._is_on = self._is_wanted or bool(self.ledger.all()) or self.ledger.has_unreadable()
 
     def runners(self) -> dict[type, StepRunner]:
         """The runner of the step."""
