@@ -149,6 +149,7 @@ class NvmlSession:
                 self._end_uses(_PATIENCE_S)
                 self._shut_down()
             self._failure = NvmlDetachedError(why)
+            self._reopens = False
 
     @contextmanager
     def closed(self, patience: Callable[[], float]) -> Iterator[None]:
@@ -196,7 +197,6 @@ class NvmlSession:
                 return
             except DraDriverError as error:
                 _log.warning("nvml_not_opened_again", reason=str(error))
-            self._reopens = False
             with self._turn:
                 self._is_changing = self._is_first or bool(self._pausing)
                 self._turn.notify_all()
@@ -250,7 +250,8 @@ class NvmlSession:
         finally:
             with self._turn:
                 self._is_first = False
-                self._is_changing = bool(self._pausing)
+                # The last one out of a pause may still be about to open NVML again.
+                self._is_changing = bool(self._pausing) or self._reopens
                 self._turn.notify_all()
 
     def _open_counted(self) -> None:
@@ -258,10 +259,12 @@ class NvmlSession:
             self._open()
         except DraDriverError as error:
             self._failure = error
+            self._reopens &= isinstance(error, NvmlPausedError)
             is_absent = isinstance(error, NvmlUnavailableError) and not isinstance(error, NvmlDetachedError)
             self._driver_absent |= is_absent
             raise
         self._failure = None
+        self._reopens = False
         self.driver_loads += self._driver_absent
         self._driver_absent = False
         self.openings += 1

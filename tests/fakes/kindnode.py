@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
-from dra_driver.errors import PermanentError
+from dra_driver.errors import NvmlInUseError, PermanentError
 from dra_driver.files.atomic import TEMPORARY_SUFFIX
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
@@ -67,6 +67,7 @@ from tests.fakes.journal import Journaled
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.preparing import Claims, Crash, Devices, Outcomes, Users, claims_of, no_programs
 from tests.fakes.samples import DRIVER, NODE, claim, result
+from tests.fakes.waiting import eventually
 
 MACHINE = "h100-mig-static"
 FOR_MACHINES = 3
@@ -188,7 +189,14 @@ class Site:
             if self.machine.gpu(index).mig_mode:
                 self.machine.set_mig_mode(index, False)
         self.policies.reset()
-        self.simulated.session.reopen()
+        eventually(self._reopened)
+
+    def _reopened(self) -> bool:
+        """An operation that hung in the test before may still close NVML for a moment."""
+        with suppress(NvmlInUseError):
+            self.simulated.session.reopen()
+            return True
+        return False
 
     def close(self) -> None:
         self.simulated.close()

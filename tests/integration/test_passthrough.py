@@ -153,7 +153,7 @@ def test_card_in_use_leaves_the_others_of_its_claim_as_they_are(make_node: Calla
     node = without_virtual_functions(make_node).running(16, passthrough=True)
     cards = [named(node, index)[1] for index in range(4)]
     node.machine.hold_gpu(2, 812, "python3")
-    session = node.driver.discovery._nvml.session
+    session = node.driver.discovery.nvml.session
     before = session.pauses
     ref = node.allocated_by_hand("machine", *cards)
     node.refused(ref, "is in use by process 812 (python3)")
