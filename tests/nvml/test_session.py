@@ -329,6 +329,24 @@ def test_nobody_opens_nvml_meanwhile(bench: Bench) -> None:
     assert (session.is_open, len(clients(bench))) == (True, 1)
 
 
+def test_look_that_ends_just_before_a_pause_does_not_make_operations_fail(bench: Bench) -> None:
+    """The last one out of the pause is about to open NVML, and waits for the look."""
+    session, closed, over = bench.session, threading.Event(), threading.Event()
+
+    def pause() -> None:
+        with session.closed(lambda: 10):
+            closed.set()
+            over.wait(10)
+
+    with in_thread(pause):
+        assert closed.wait(10)
+        with session._changing(), session._lock:
+            over.set()
+            eventually(lambda: not session._pausing)
+        with session.operation(lambda: 10):
+            assert session.is_open
+
+
 def test_nvml_that_was_closed_before_stays_closed(bench: Bench) -> None:
     bench.session.let_go("the node is detached")
     with bench.session.closed(lambda: 0.0):
