@@ -54,7 +54,9 @@ class ClaimPlanner:
         """UUIDs of the GPUs whose locks the claim needs, as far as its devices are known; adminAccess needs none.
 
         Raises: NvmlUnavailableError."""
-        if self.discovery.unavailable() is not None or not self._knows_all(claim):
+        known = self.discovery.inventory
+        is_known = known is not None and all(result.device in known.by_name for result in claim.results)
+        if self.discovery.unavailable() is not None or not is_known:
             # The devices may be newer than the last look: a MIG device made by hand, a driver loaded just now.
             self.look_again(call)
         inventory = self._inventory()
@@ -117,10 +119,6 @@ class ClaimPlanner:
             device = inventory.usable(result.device)
             if device is not None and not result.admin_access and device.gpu.uuid not in inventory.lost_uuids:
                 yield result, device
-
-    def _knows_all(self, claim: AllocatedClaim) -> bool:
-        inventory = self.discovery.inventory
-        return inventory is not None and all(result.device in inventory.by_name for result in claim.results)
 
     def _inventory(self) -> Inventory:
         problem = self.discovery.unavailable()

@@ -19,8 +19,7 @@ from dra_driver.claims.unprepare import Unpreparer
 from dra_driver.claims.waiting_line import PrepareAttempt, WaitingLine
 from dra_driver.concurrency.deadline import until
 from dra_driver.concurrency.side_by_side import side_by_side
-from dra_driver.model.claim import ClaimRef, Prepared, PrepareOutcome, UnprepareOutcome
-from dra_driver.model.record import ClaimRecord
+from dra_driver.model.claim import ClaimRef, PrepareOutcome, UnprepareOutcome
 
 _log = structlog.get_logger(__name__)
 
@@ -64,7 +63,13 @@ class ClaimService:
     def _prepare_one(self, ref: ClaimRef, call: KubeletCall) -> PrepareOutcome:
         started = time.monotonic()
         try:
-            prepared, record = self._prepare(PrepareAttempt(ref, call, self.fetch.allocated(ref, call)))
+            attempt = PrepareAttempt(ref, call, self.fetch.allocated(ref, call))
+            try:
+                prepared, record = self.preparer.prepare(attempt)
+            finally:
+                waited = self.line.waited_s(attempt)
+                if waited is not None:
+                    self.observer.waited(ref, waited)
         except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
             return failed(self.observer, "prepare", ref, time.monotonic() - started, error)
         duration = time.monotonic() - started
@@ -77,14 +82,6 @@ class ClaimService:
             duration_s=round(duration, 4),
         )
         return prepared
-
-    def _prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
-        try:
-            return self.preparer.prepare(attempt)
-        finally:
-            waited = self.line.waited_s(attempt)
-            if waited is not None:
-                self.observer.waited(attempt.ref, waited)
 
 
 def _each(

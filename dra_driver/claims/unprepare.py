@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -15,7 +16,6 @@ from dra_driver.errors import RetryableError
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.locks import ClaimGuard, ClaimLocks
 from dra_driver.journal.records import RecordStore
-from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.claim import ClaimRef, UnprepareOutcome
 from dra_driver.model.record import ClaimRecord
 
@@ -45,54 +45,47 @@ class Unpreparer:
         it from being unprepared; the record stays.
         """
         call = KubeletCall(time.monotonic_ns(), time.monotonic() + within_s)
-        with (
-            until(call.deadline),
-            bound_contextvars(claim_uid=ref.uid),
-            self.line.calling("unprepare", ref.uid),
-        ):
-            started = time.monotonic()
-            with self.claim_locks.hold(ref.uid, call.left()) as guard:
-                is_wanted = guard.was_prepared_since(looked_ns) or self.line.is_called("prepare", ref.uid)
-                if is_wanted or self.records.get(ref.uid) != expected:
-                    return False
-                _, cleanup = self._taken_back(ref, call, guard)
-            self.executor.clean(cleanup)
-        self._unprepared(ref, expected, time.monotonic() - started)
-        return True
+
+        def is_wanted(guard: ClaimGuard) -> bool:
+            is_newer = guard.was_prepared_since(looked_ns) or self.line.is_called("prepare", ref.uid)
+            return is_newer or self.records.get(ref.uid) != expected
+
+        with until(call.deadline), bound_contextvars(claim_uid=ref.uid):
+            return self._take_back(ref, call, is_wanted)
 
     def unprepare(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
         """None if the claim is not prepared now, also if it never was; else an error."""
         started = time.monotonic()
         try:
-            with self.line.calling("unprepare", ref.uid):
-                with self.claim_locks.hold(ref.uid, call.left(), call.has_left) as guard:
-                    record, cleanup = self._taken_back(ref, call, guard)
-                self.executor.clean(cleanup)
+            self._take_back(ref, call, lambda _guard: False)
         except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
             return failed(self.observer, "unprepare", ref, time.monotonic() - started, error)
-        self._unprepared(ref, record, time.monotonic() - started)
         return None
 
-    def _taken_back(
-        self, ref: ClaimRef, call: KubeletCall, guard: ClaimGuard
-    ) -> tuple[ClaimRecord | None, PendingCleanup | None]:
-        """The claim's last record, and what is still to be undone."""
-        if guard.was_prepared_by_call_after(call.began_ns):
-            raise RetryableError(
-                "the claim was prepared again after this call began; it is unprepared when the kubelet calls again"
-            )
-        record = self.records.get(ref.uid)
-        call.left()  # raises if the kubelet has cancelled this call: a newer one may be on its way
-        cleanup = self.executor.leave(self.executor.lost(ref.uid) if record is None else record)
-        guard.note_unprepared(call.began_ns)
-        return record, cleanup
-
-    def _unprepared(self, ref: ClaimRef, record: ClaimRecord | None, duration_s: float) -> None:
-        self.observer.unprepared(ref, duration_s)
+    def _take_back(self, ref: ClaimRef, call: KubeletCall, is_wanted: Callable[[ClaimGuard], bool]) -> bool:
+        """End the claim, unless it `is_wanted`; whether that was done."""
+        started = time.monotonic()
+        with self.line.calling("unprepare", ref.uid):
+            with self.claim_locks.hold(ref.uid, call.left(), call.has_left) as guard:
+                if is_wanted(guard):
+                    return False
+                if guard.was_prepared_by_call_after(call.began_ns):
+                    raise RetryableError(
+                        "the claim was prepared again after this call began; it is unprepared when the kubelet calls "
+                        "again"
+                    )
+                record = self.records.get(ref.uid)
+                call.left()  # raises if the kubelet has cancelled this call: a newer one may be on its way
+                cleanup = self.executor.leave(self.executor.lost(ref.uid) if record is None else record)
+                guard.note_unprepared(call.began_ns)
+            self.executor.clean(cleanup)
+        duration = time.monotonic() - started
+        self.observer.unprepared(ref, duration)
         _log.info(
             "claim_unprepared",
             claim=f"{ref.namespace}/{ref.name}",
             claim_uid=ref.uid,
             devices=[] if record is None else [held.device for held in record.devices],
-            duration_s=round(duration_s, 4),
+            duration_s=round(duration, 4),
         )
+        return True

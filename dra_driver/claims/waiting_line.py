@@ -457,20 +457,15 @@ def _in_vain(
     """The error of an attempt that has waited in vain until `now`, the clock's time; `why` is why the holder lets
     go. `is_full` says that the device has other holders, which may stay."""
     waited = 0.0 if attempt.waits_since is None else now - attempt.waits_since
+    device, holder = conflict.held.device, conflict.holder.ref
     if is_full:
-        return RetryableError(
-            f"{conflict.text}: claim {conflict.holder.ref} {why}; waited {waited:.0f} s; the kubelet tries again"
-        )
-    if why == WAITS_LONGER:
-        return RetryableError(
-            f"device {conflict.held.device} is not free yet, and claim {conflict.holder.ref} has waited for it for "
-            f"longer; waited {waited:.0f} s; the kubelet tries again"
-        )
-    users = "" if attempt.users is None else f", but {attempt.users}: end that process on the node"
-    return RetryableError(
-        f"device {conflict.held.device} is still being torn down for claim {conflict.holder.ref}, which {why}"
-        f"{users}; waited {waited:.0f} s; the kubelet tries again"
-    )
+        text = f"{conflict.text}: claim {holder} {why}"
+    elif why == WAITS_LONGER:
+        text = f"device {device} is not free yet, and claim {holder} has waited for it for longer"
+    else:
+        users = "" if attempt.users is None else f", but {attempt.users}: end that process on the node"
+        text = f"device {device} is still being torn down for claim {holder}, which {why}{users}"
+    return RetryableError(f"{text}; waited {waited:.0f} s; the kubelet tries again")
 
 
 def _is_in_line(holder: ClaimRecord) -> bool:

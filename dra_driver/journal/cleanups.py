@@ -27,11 +27,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Protocol
 
@@ -158,7 +159,9 @@ class PendingCleanups:
         """Make a record on disk the pending cleanup of these of its steps; its claim has ended then. Raises:
         StateError; then the record stays. `Cleaner.finish` has to follow."""
         make_directory(self.directory, 0o700)
-        name = next(name for name in _names(record.ref.uid) if not self._store.path(name).exists())
+        uid = record.ref.uid
+        names = chain([uid], (f"{uid}.{number}" for number in count(2)))
+        name = next(name for name in names if not self._store.path(name).exists())
         left = still_pending(steps, record, self.boot_id or record.boot_id)
         with self._guard:
             self._new.add(name)
@@ -485,14 +488,6 @@ class Cleaner(BackgroundWorker):
 
     def _names(self) -> frozenset[str]:
         return frozenset(one.name for one in self.cleanups.outstanding())
-
-
-def _names(uid: str) -> Iterable[str]:
-    yield uid
-    number = 2
-    while True:
-        yield f"{uid}.{number}"
-        number += 1
 
 
 def _tell(found: UnreadableFile) -> None:

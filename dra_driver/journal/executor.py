@@ -152,14 +152,14 @@ class Executor:
 
     def _tell_late(self, groups: Sequence[Collection[str]]) -> None:
         under_way = self.lanes.under_way()
-        for gpus in groups:
-            for uuid in sorted(gpus & under_way.keys()):
-                one = under_way[uuid]
-                raise OperationHangsError(
-                    f"{one.what} on GPU {uuid} began at {one.since} UTC and has not ended in the time of this call; "
-                    "the kubelet tries again"
-                )
-        raise RetryableError("a step could not begin in the time of this call; the kubelet tries again")
+        late = sorted(under_way.keys() & frozenset[str]().union(*groups))
+        if not late:
+            raise RetryableError("a step could not begin in the time of this call; the kubelet tries again")
+        one = under_way[late[0]]
+        raise OperationHangsError(
+            f"{one.what} on GPU {late[0]} began at {one.since} UTC and has not ended in the time of this call; the "
+            "kubelet tries again"
+        )
 
     def _refuse_changed(self, record: ClaimRecord) -> None:
         """Raises: RetryableError if the claim's record does not ask for the same any more: an Unprepare has come

@@ -52,7 +52,7 @@ from dra_driver.mps.daemon_control import (
     log_tail,
     shorten_logs,
 )
-from dra_driver.mps.daemon_mounts import KernelMounter, SelinuxLabels, half_of_memory
+from dra_driver.mps.daemon_mounts import KernelMounter, SelinuxLabels
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
 from dra_driver.mps.host_files import MpsLayout
@@ -256,7 +256,7 @@ class Daemon:
             raise RetryableError(
                 f"cannot make the directories of the MPS daemon: {error.filename}: {error.strerror}"
             ) from error
-        tools.mounter.mount(shm, half_of_memory())
+        tools.mounter.mount(shm)
         with suppress(OSError):
             shm.chmod(0o1777)
         for shared in (Path(paths.pipe), Path(paths.log), shm):

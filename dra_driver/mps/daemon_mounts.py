@@ -16,7 +16,6 @@ import structlog
 
 from dra_driver.errors import RetryableError
 
-DEFAULT_SHM_BYTES = 64 << 20
 T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
@@ -41,11 +40,12 @@ class KernelMounter:
         self._labels = labels
         self._libc = ctypes.CDLL(None, use_errno=True)
 
-    def mount(self, path: Path, size: int) -> None:
-        """Make `path` a tmpfs of at most `size` bytes; nothing happens if it is one. Raises: RetryableError."""
+    def mount(self, path: Path) -> None:
+        """Make `path` a tmpfs of the size that the kernel gives one, half of the host's memory; nothing happens if it
+        is one. Raises: RetryableError."""
         if is_tmpfs(path):
             return
-        options = f"size={size >> 10}k,mode=1777"
+        options = "mode=1777"
         context = self._labels.mount_option
         if context is not None:
             if self._mount_tmpfs(path, f"{options},{context}"):
@@ -99,9 +99,9 @@ class MountsWherePossible(KernelMounter):
 
     _told = False
 
-    def mount(self, path: Path, size: int) -> None:
+    def mount(self, path: Path) -> None:
         try:
-            super().mount(path, size)
+            super().mount(path)
         except RetryableError as error:
             if not self._told:
                 _log.warning("mps_plain_shm", path=str(path), reason=str(error))
@@ -117,18 +117,6 @@ def is_tmpfs(path: Path) -> bool:
         return path.lstat().st_dev != path.parent.lstat().st_dev
     except OSError:
         return False
-
-
-def half_of_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Half of the host's memory in bytes, the size that a tmpfs has by default."""
-    try:
-        for line in meminfo.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemTotal":
-                return int(value.split()[0]) * 1024 // 2
-    except (OSError, ValueError, IndexError):
-        pass
-    return DEFAULT_SHM_BYTES
 
 
 def _mounts_below(root: str) -> list[bytes]:

@@ -78,6 +78,7 @@ class MpsHostOnFiles:
         self._host = host
         self._layout = layout
         self.mode: str | None = None
+        self._turn = threading.Lock()
         for directory in (layout.wishes, layout.statuses):
             directory.mkdir(parents=True)
         self.open()
@@ -97,7 +98,8 @@ class MpsHostOnFiles:
         self._lock.close()
 
     def be(self, mode: str | None) -> None:
-        self.mode = mode
+        with self._turn:  # so that nothing is done any more as before
+            self.mode = mode
         if mode == "absent":
             self.close()
         elif mode == "older version":
@@ -109,15 +111,16 @@ class MpsHostOnFiles:
     def _serve(self, closed: threading.Event) -> None:
         seen: dict[Path, str | None] = {}
         while not closed.wait(0.005):
-            if self.mode in ("older version", "hang"):
-                continue  # it reads nothing of another format, or nothing at all
-            for path in (*self._layout.wishes.glob("*.stop"), *self._layout.wishes.glob("*.json")):
-                if self.mode == "dies":
-                    self._lock.close()
-                    return
-                if seen.get(path) != (generation := generation_of(path)):
-                    seen[path] = generation
-                    self._do(path, generation)
+            with self._turn:
+                if self.mode in ("older version", "hang"):
+                    continue  # it reads nothing of another format, or nothing at all
+                for path in (*self._layout.wishes.glob("*.stop"), *self._layout.wishes.glob("*.json")):
+                    if self.mode == "dies":
+                        self._lock.close()
+                        return
+                    if seen.get(path) != (generation := generation_of(path)):
+                        seen[path] = generation
+                        self._do(path, generation)
 
     def _do(self, path: Path, generation: str | None) -> None:
         device, refusal = path.stem, None

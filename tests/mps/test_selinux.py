@@ -119,8 +119,8 @@ def test_the_tmpfs_is_mounted_with_the_label_when_the_kernel_takes_it(
     tmp_path: Path, logs: list[dict[str, object]], knows_context: bool
 ) -> None:
     mounter = Mounting(tmp_path, SelinuxLabels(enabled=True), knows_context=knows_context)
-    mounter.mount(tmp_path, 1 << 20)
-    plain = "size=1024k,mode=1777"
+    mounter.mount(tmp_path)
+    plain = "mode=1777"
     labelled = f'{plain},context="system_u:object_r:container_file_t:s0"'
     assert mounter.options == ([labelled] if knows_context else [labelled, plain])
     assert [line["event"] for line in logs] == ([] if knows_context else ["mps_not_labelled"])

@@ -94,7 +94,7 @@ def test_who_may_not_mount_or_serve_others_is_told_once(host, logs, monkeypatch)
     host.assert_nothing_left()
 
 
-def refuse_mount(mounter, path, size):
+def refuse_mount(mounter, path):
     raise RetryableError(f"cannot mount a tmpfs on {path}")
 
 
@@ -271,7 +271,7 @@ def test_a_tmpfs_that_cannot_be_mounted_is_a_clear_error(host):
 
 def test_a_start_leaves_nothing_when_no_thread_can_enter_a_mount_namespace(host, threads_that_start):
     class WithoutTmpfs(KernelMounter):
-        def mount(self, path, size):
+        def mount(self, path):
             """That would need root."""
 
     supervisor = host.supervisor(mounter=WithoutTmpfs(host.layout.root, NO_LABELS))
