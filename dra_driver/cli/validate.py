@@ -77,11 +77,9 @@ def validate(given: Namespace) -> int:
     known, but the API server could not be asked about all of it.
     """
     from dra_driver.errors import InvalidConfigError
-    from dra_driver.logs import configure_logs
     from dra_driver.validation.documents import read_documents
     from dra_driver.validation.manifest_check import DEFAULT_NAMESPACE, check_documents
 
-    configure_logs("critical", "console")
     documents = list(read_documents(given.files, DOCUMENT.fields))
     if not documents:
         raise InvalidConfigError(f"there are no documents in {', '.join(given.files)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dra_driver.diagnostics.doctor.admission import AdmissionProof
 from dra_driver.diagnostics.doctor.checks import Check, Shared
 from dra_driver.diagnostics.rules.admission import MARK_RESOURCE, MARK_VERB
-from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
+from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.client import ApiClient, path_segment
@@ -16,7 +16,7 @@ from dra_driver.kube.cluster import Permission, is_allowed, node_uid, server_ver
 from dra_driver.kube.resource_api import GROUP, GROUP_VERSION, ResourceApi
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.json_object import JsonObject
-from dra_driver.model.units import counted
+from dra_driver.model.units import counted, named
 from dra_driver.slices.api_support import Support, ask_support
 from dra_driver.slices.rules.diff import Owner
 from dra_driver.slices.rules.dropped_fields import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE
