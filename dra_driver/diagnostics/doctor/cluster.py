@@ -11,8 +11,8 @@ from dra_driver.diagnostics.rules.admission import MARK_RESOURCE, MARK_VERB
 from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError
-from dra_driver.kube.client import ApiClient, path_segment
-from dra_driver.kube.cluster import Permission, is_allowed, node_uid, server_version
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.cluster import Permission, is_allowed, node_uid, read_node, server_version
 from dra_driver.kube.resource_api import GROUP, GROUP_VERSION, ResourceApi
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.json_object import JsonObject
@@ -91,8 +91,7 @@ class ClusterChecks:
     def node_object(self) -> Finding:
         """Is there a node of this name, and does nobody else offer its GPUs?"""
         try:
-            path = f"/api/v1/nodes/{path_segment(self.node)}"
-            node = self.client.get().request("GET", path, action=f"get node {self.node}")
+            node = read_node(self.client.get(), self.node)
         except ApiRejectedError as error:
             if error.status != 404:
                 raise

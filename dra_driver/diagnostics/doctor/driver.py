@@ -412,11 +412,7 @@ class DriverChecks:
             if self.passthrough and gpus and len(self._under_vfio(gpus)) == len(gpus):
                 return skip("every GPU of this node is under vfio")
             is_ok = isinstance(found, Finding) and found.status == "OK"
-            if is_ok or gpus:
-                return found
-            if look == self.nvml and self._has_unusable_library():
-                return found
-            return skip("this node has no GPU")
+            return found if is_ok or gpus else skip("this node has no GPU")
 
         return looked
 
@@ -438,15 +434,6 @@ class DriverChecks:
         """PCI bus IDs of the GPUs that the NVIDIA driver is bound to, and that NVML does not show."""
         bound = self._sysfs.gpus_of_the_nvidia_driver()
         return sorted(bound.keys() - {gpu.pci_bus_id for gpu in inventory.gpus})
-
-    def _has_unusable_library(self) -> bool:
-        try:
-            self.inventory.get()
-        except NvmlLibraryError:
-            return True
-        except DraDriverError:
-            return False
-        return False
 
     def _loaded_version(self) -> str | None:
         match = _KERNEL_VERSION.search(driver_fingerprint(self.paths.proc))
