@@ -23,6 +23,7 @@ from dra_driver.api.resolve import config_for_result
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.rules.metadata import cdi_file, check_names, container_path, directory_name, requests_of
 from dra_driver.cdi.rules.spec import file_stem
+from dra_driver.concurrency import bounded_program
 from dra_driver.config_file import read_document
 from dra_driver.diagnostics.doctor.runtime import read_configs
 from dra_driver.errors import (
@@ -34,10 +35,10 @@ from dra_driver.errors import (
     PermanentError,
     StateError,
 )
-from dra_driver.host import nvidia_smi
 from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.imex import settings as imex_settings
 from dra_driver.host.mig_caps import MigCaps
+from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.journal import record_codec as codec
 from dra_driver.journal.locks import ClaimLocks
@@ -255,8 +256,11 @@ def smi_output(content: bytes) -> None:
     """What nvidia-smi says, with any exit code."""
     code = content[0] if content else 0
     said = content[1:].decode(errors="replace")
-    with mock.patch.object(nvidia_smi, "run_program", return_value=(code, said)), suppress(DraDriverError):
-        nvidia_smi.NvidiaSmi(lambda: _SMI).set_time_slice(GPU, 1)
+    with (
+        mock.patch.object(bounded_program, "run_program", return_value=(code, said)),
+        suppress(DraDriverError),
+    ):
+        NvidiaSmi(lambda: _SMI).set_time_slice(GPU, 1)
 
 
 def proc(content: bytes, directory: Path) -> None:

@@ -73,7 +73,7 @@ def by_hand(node: Node, name: str, index: int = 0, kind: str = "GpuConfig", **mp
 def daemon(node: Node, device: str) -> list[str]:
     """The arguments of the device's control daemon, which is the only process of MPS there."""
     [process] = processes.users_of(mps_layout(node.plugin_dir).directories(device).pipe)
-    program, *arguments = processes._arguments(process.pid)[:-1]
+    program, *arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")[:-1]
     assert Path(program.decode()).name == "nvidia-cuda-mps-control"
     return [argument.decode() for argument in arguments]
 
