@@ -35,10 +35,10 @@ from dra_driver.errors import (
     PermanentError,
     StateError,
 )
-from dra_driver.host import nvidia_smi
 from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.imex import settings as imex_settings
 from dra_driver.host.mig_caps import MigCaps
+from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.journal import record_codec as codec
 from dra_driver.journal.locks import ClaimLocks
@@ -260,7 +260,7 @@ def smi_output(content: bytes) -> None:
         mock.patch.object(bounded_program, "run_program", return_value=(code, said)),
         suppress(DraDriverError),
     ):
-        nvidia_smi.NvidiaSmi(lambda: _SMI).set_time_slice(GPU, 1)
+        NvidiaSmi(lambda: _SMI).set_time_slice(GPU, 1)
 
 
 def proc(content: bytes, directory: Path) -> None:
