@@ -49,6 +49,7 @@ from dra_driver.model.sharing import (
 from dra_driver.model.steps import EVERY_METADATA_VERSION
 
 DEFAULT_DRIVER_NAME = "gpu.nvidia.com"
+DEFAULT_SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"
 ALL_GPUS = GpuSelector()
 METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "off": (),

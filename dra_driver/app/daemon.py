@@ -15,7 +15,6 @@ from dra_driver.app.part import Part
 from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.app.wiring.claims import claim_parts
 from dra_driver.app.wiring.health import HealthParts
-from dra_driver.app.wiring.http import http_endpoint
 from dra_driver.app.wiring.mig import MigParts
 from dra_driver.app.wiring.passthrough import PassthroughParts
 from dra_driver.app.wiring.reporting import ReportingParts
@@ -60,6 +59,7 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.mps.host_files import MpsHostFiles, mps_layout
 from dra_driver.nvml.reader import NvmlReader
+from dra_driver.observability.http import HttpEndpoint, metrics_page, problems_page
 from dra_driver.observability.metrics import Metrics
 from dra_driver.observability.probes import Probes
 from dra_driver.observability.usage import Usage
@@ -289,17 +289,17 @@ class Driver:
         show.devices(inventory, monitor, self.health.instances)
         show.inventory(inventory)
         show.health(inventory, monitor)
-        show.stuck_mig(self.mig.collector.stuck)
+        show.value("mig", "mig_devices_stuck", lambda: len(self.mig.collector.stuck()))
         show.mig_layouts(self.mig.layouts)
         show.cleanups(self.cleanups.outstanding)
         show.reports(self.reporting.recorder.counts)
-        show.readiness(self.probes.readiness)
-        show.problem(self.problems)
+        show.value("readiness", "ready", lambda: not self.probes.readiness())
+        show.value("problem", "node_problem", lambda: bool(self.problems()))
         show.mps(lambda: [status.state for status in mps.statuses()])
         show.publishing(
             lambda: publishing.publisher.problem, publishing.slice_count, publishing.withdrawn_count
         )
-        show.partitions_unsupported(lambda: publishing.support.problem is not None)
+        show.value("partitions", "partitions_unsupported", lambda: publishing.support.problem is not None)
 
     def _usage_watch(self, nvml: NvmlReader, proc: str) -> UnclaimedMemory:
         """What looks for memory that no claim has; scrapes measure the same."""
@@ -328,7 +328,15 @@ class Driver:
         if self._unclaimed_memory is not None:
             yield Part("unclaimed_memory", self._unclaimed_memory.start, self._unclaimed_memory.stop)
         if self.settings.http_endpoint:
-            http = http_endpoint(self.settings, self.metrics.registry, self.probes)
+            http = HttpEndpoint(
+                self.settings.http_endpoint,
+                {
+                    self.settings.metrics_path: metrics_page(self.metrics.registry),
+                    "/healthz": problems_page(self.probes.liveness),
+                    "/startupz": problems_page(self.probes.startup),
+                    "/readyz": problems_page(self.probes.readiness, self.probes.notes),
+                },
+            )
             yield Part("http", http.start, http.stop)
 
     def _open_state(self) -> None:

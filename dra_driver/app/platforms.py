@@ -10,7 +10,7 @@ from dra_driver.host.device_nodes import DeviceNodeReader, LstatDeviceNodeReader
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.vfio import HostPciControl, PciControl
 from dra_driver.model.host import HostPaths
-from dra_driver.settings import Settings
+from dra_driver.settings import DEFAULT_SIMULATOR_DIR, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,3 @@ def platform_of(settings: Settings) -> Platform:
         return real_platform(settings)
     directory = Path(settings.simulator_dir or DEFAULT_SIMULATOR_DIR)
     return simulated_platform(settings.simulate, directory, settings.plugin_directory)
-
-
-DEFAULT_SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"

@@ -5,14 +5,15 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dra_driver.cli.flags import of_run
-from dra_driver.cli.output import OUTPUT, Output, print_object
+from dra_driver.cli.output import OUTPUT, answer
 from dra_driver.cli.scratch import node_settings
-from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
+from dra_driver.model.units import named
 
 if TYPE_CHECKING:
     from dra_driver.diagnostics.rules.prepared_claims import ClaimDevice, NodeClaims, PreparedClaim
@@ -23,7 +24,6 @@ FLAGS = (
     *of_run("driver_name", "kubelet_plugins_directory_path", "cdi_root", "config", "simulator_dir"),
 )
 EXAMPLES = ("", "-o yaml")
-_MOST_PODS = 4
 _STEPS = {
     "set_time_slice": "time slice", "run_mps": "MPS daemon", "create_mig": "MIG device", "bind_vfio": "vfio",
     "leave_mig_mode": "MIG mode", "write_device_metadata": "device metadata", "write_cdi_spec": "CDI spec",
@@ -40,11 +40,7 @@ def claims(given: Namespace) -> None:
 
     settings = node_settings(given)
     found = prepared_claims(settings)
-    if given.output.is_for_people:
-        width = terminal_width(all_columns=given.output is Output.wide)
-        print("\n".join(_lines(found, settings.plugin_directory, width)))
-    else:
-        print_object(asdict(found), given.output)
+    answer(given.output, partial(_lines, found, settings.plugin_directory), lambda: asdict(found))
 
 
 def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
@@ -81,9 +77,7 @@ def pods_text(pods: Pods) -> str:
         return "pods unknown"
     if not pods:
         return "no pod"
-    names = ", ".join(pod.name for pod in pods[:_MOST_PODS])
-    more = f" and {len(pods) - _MOST_PODS} more" if len(pods) > _MOST_PODS else ""
-    return f"{'pod' if len(pods) == 1 else 'pods'} {names}{more}"
+    return f"{'pod' if len(pods) == 1 else 'pods'} {named([pod.name for pod in pods])}"
 
 
 def _device(device: ClaimDevice) -> tuple[str, ...]:

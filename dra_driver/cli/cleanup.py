@@ -6,9 +6,8 @@ from argparse import Namespace
 from dataclasses import asdict
 
 from dra_driver.cli.flags import of_run, switch
-from dra_driver.cli.output import OUTPUT, Output, print_object
+from dra_driver.cli.output import OUTPUT, answer
 from dra_driver.cli.scratch import node_settings
-from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
 
 FLAGS = (
@@ -29,12 +28,11 @@ def cleanup(given: Namespace) -> int:
     from dra_driver.diagnostics.rules.prepared_claims import shown
 
     left, problems = pending_cleanup(node_settings(given), now=given.now)
-    if given.output.is_for_people:
-        width = terminal_width(all_columns=given.output is Output.wide)
-        lines = [hanging("", one.text, width) for one in left] or ["no cleanup is pending"]
-        print("\n".join([*lines, *(hanging("problem: ", problem, width) for problem in problems)]))
-    else:
-        print_object(
-            {"debts": [asdict(shown(one)) for one in left], "problems": list(problems)}, given.output
-        )
+
+    def lines(width: int | None) -> list[str]:
+        pending = [hanging("", one.text, width) for one in left] or ["no cleanup is pending"]
+        return [*pending, *(hanging("problem: ", problem, width) for problem in problems)]
+
+    debts = [asdict(shown(one)) for one in left]
+    answer(given.output, lines, lambda: {"debts": debts, "problems": list(problems)})
     return 1 if left or problems else 0

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, switch, usual_kubeconfig
-from dra_driver.cli.output import OUTPUT, Output, print_object
-from dra_driver.cli.tables import terminal_width
+from dra_driver.cli.output import OUTPUT, Output, answer
 from dra_driver.diagnostics.rules.tables import Column, hanging, table
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import is_dns_label, printable
@@ -127,18 +126,19 @@ class _Shown:
 
     def print(self, output: Output) -> None:
         """On standard output."""
+        answer(output, self._lines, self._object)
         if not output.is_for_people:
-            print_object(self._object(), output)
             return
-        width = terminal_width(all_columns=output is Output.wide)
-        print(self._table(width), end="")
-        for line in self._pending_lines():
-            indent = " " * (len(line) - len(line.lstrip()))
-            print(hanging(indent, line, width))
         lists = self._lists
         _print_problems([f"use is not known: {text}" for text in lists.unmeasured], "nor of {}", "more node")
         _print_problems([f"the pods that wait are not known: {text}" for text in lists.lacking])
         _print_problems(lists.unreadable, "{} cannot be read", "more object")
+
+    def _lines(self, width: int | None) -> Iterator[str]:
+        yield self._table(width).removesuffix("\n")
+        for line in self._pending_lines():
+            indent = " " * (len(line) - len(line.lstrip()))
+            yield hanging(indent, line, width)
 
     def _object(self) -> dict[str, Any]:
         pending = [

@@ -28,15 +28,13 @@ def device_classes(given: Namespace) -> None:
     """
     from dra_driver.app.commands.inspect import possible_profiles
     from dra_driver.errors import NotSupportedError
-    from dra_driver.logs import configure_logs
     from dra_driver.validation.rules.device_classes import mig_classes
 
-    configure_logs("error", "console")
     names: set[str] = set()
     without: list[str] = []
     driver = ""
     for machine in given.simulate or [None]:
-        with scratch_settings("classes", {**vars(given), "simulate": machine}, None) as settings:
+        with scratch_settings("classes", {**vars(given), "simulate": machine}, None, "error") as settings:
             profiles, notes = possible_profiles(settings)
         for note in notes:
             print(f"note: {printable(note)}", file=sys.stderr)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from dra_driver.cli.flags import of_run
-from dra_driver.cli.output import COLOR, OUTPUT, Output, colored, print_object
+from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored
 from dra_driver.cli.scratch import node_settings, this_machine
-from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
 
 if TYPE_CHECKING:
@@ -60,18 +59,18 @@ def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> 
 
     found = Counter(outcome.finding.status for outcome in outcomes)
     counts = {status: found[status] for status in ("OK", "WARN", "FAIL", "SKIP")}
-    if not output.is_for_people:
-        checks = [{"check": outcome.check, **asdict(outcome.finding)} for outcome in outcomes]
-        verdicts = verified([(outcome.check, outcome.finding) for outcome in outcomes])
-        print_object({"counts": counts, "verified": verdicts, "checks": checks}, output)
-        return
-    outcomes = folded(outcomes)
-    names = max(len(outcome.check) for outcome in outcomes)
-    width = terminal_width(all_columns=output is Output.wide)
-    for outcome in outcomes:
-        finding = outcome.finding
-        line = hanging(f"{finding.status:<4}  {outcome.check:<{names}}  ", finding.seen, width)
-        print(colored(finding.status, line, is_on=is_colored))
-        if finding.remedy is not None:
-            print(hanging(f"      {'':<{names}}  -> ", finding.remedy, width))
-    print("\n" + ", ".join(f"{count} {status}" for status, count in counts.items()))
+
+    def lines(width: int | None) -> Iterator[str]:
+        shown = folded(outcomes)
+        names = max(len(outcome.check) for outcome in shown)
+        for outcome in shown:
+            finding = outcome.finding
+            line = hanging(f"{finding.status:<4}  {outcome.check:<{names}}  ", finding.seen, width)
+            yield colored(finding.status, line, is_on=is_colored)
+            if finding.remedy is not None:
+                yield hanging(f"      {'':<{names}}  -> ", finding.remedy, width)
+        yield "\n" + ", ".join(f"{count} {status}" for status, count in counts.items())
+
+    checks = [{"check": outcome.check, **asdict(outcome.finding)} for outcome in outcomes]
+    verdicts = verified([(outcome.check, outcome.finding) for outcome in outcomes])
+    answer(output, lines, lambda: {"counts": counts, "verified": verdicts, "checks": checks})

@@ -54,15 +54,13 @@ def inspect(given: Namespace) -> None:
     from dra_driver.app.commands.inspect import mig_maps, slices_to_publish
     from dra_driver.concurrency.bounded_call import bounded
     from dra_driver.errors import InvalidConfigError, NotSupportedError, NvmlUnavailableError
-    from dra_driver.logs import configure_logs
 
     output, mig = given.output, given.mig
     if mig and not output.is_for_people:
         raise InvalidConfigError(f"--mig prints a drawing for people; leave out -o {output}, or --mig")
-    configure_logs("error", "console")
     # A machine that is simulated just for this command has no past.
     is_empty = given.simulate is not None and given.simulator_dir is None
-    with scratch_settings("inspect", vars(given), given.config) as settings:
+    with scratch_settings("inspect", vars(given), given.config, "error") as settings:
 
         def look() -> tuple[list[JsonObject], list[str], list[GpuMap]]:
             maps: list[GpuMap] = []

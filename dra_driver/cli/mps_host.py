@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dra_driver.cli.flags import of_run
 from dra_driver.model.shapes import Scalar
-from dra_driver.settings import DEFAULT_DRIVER_NAME, Flag
+from dra_driver.settings import DEFAULT_DRIVER_NAME, DEFAULT_SIMULATOR_DIR, Flag
 from dra_driver.settings import FLAGS as SETTINGS
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 _PLUGINS = "/var/lib/kubelet/plugins"
 _CONTAINER_ROOT = "/driver-root"
-_SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"
 
 
 FLAGS = (
@@ -146,5 +145,5 @@ def _simulated_root(name: str, directory: str | None) -> tuple[str, DeviceNodeMa
     """The host root of the machine, and who makes its nodes; made by whoever comes first, this process or `run`."""
     from dra_driver.simulator import create_machine, device_node_reader
 
-    machine = create_machine(name, Path(directory or _SIMULATOR_DIR))
+    machine = create_machine(name, Path(directory or DEFAULT_SIMULATOR_DIR))
     return str(machine.host_root), device_node_reader(machine)

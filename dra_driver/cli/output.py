@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Any
 
+from dra_driver.cli.tables import terminal_width
 from dra_driver.model.shapes import Choice
 from dra_driver.settings import Flag
 
@@ -64,8 +66,16 @@ OUTPUT = Flag(
 )
 
 
+def answer(output: Output, lines: Callable[[int | None], Iterable[str]], content: Callable[[], Any]) -> None:
+    """For people the lines, made for the width of the terminal, None for any; else the content as JSON or YAML."""
+    if output.is_for_people:
+        print("\n".join(lines(terminal_width(all_columns=output is Output.wide))))
+    else:
+        print_object(content(), output)
+
+
 def print_object(content: Any, output: Output) -> None:
-    """One object as JSON or YAML; tuples become lists. What is for people is each command's own."""
+    """One object as JSON or YAML; tuples become lists."""
     if output is Output.json:
         print(json.dumps(content, indent=2))
     else:

@@ -32,12 +32,16 @@ def scratch_directory(purpose: str) -> Iterator[str]:
 
 
 @contextmanager
-def scratch_settings(purpose: str, given: Mapping[str, Any], config: Path | None) -> Iterator[Settings]:
-    """Settings as `resolve` makes them. The node has the name of this machine, and a simulated machine is kept in a
-    fresh directory, unless something else is given; no driver keeps state for such a machine. Raises: as `resolve`, and
-    FatalError."""
+def scratch_settings(
+    purpose: str, given: Mapping[str, Any], config: Path | None, log_level: str = "critical"
+) -> Iterator[Settings]:
+    """Logs for people, and settings as `resolve` makes them. The node has the name of this machine, and a simulated
+    machine is kept in a fresh directory, unless something else is given; no driver keeps state for such a machine.
+    Raises: as `resolve`, and FatalError."""
+    from dra_driver.logs import configure_logs
     from dra_driver.settings import resolve
 
+    configure_logs(log_level, "console")
     with scratch_directory(purpose) as scratch:
         machine = str(Path(scratch) / "machine")
         settings = resolve(given, config, {"node_name": this_machine(), "simulator_dir": machine})

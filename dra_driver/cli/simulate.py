@@ -10,7 +10,7 @@ from typing import Any
 
 from dra_driver.cli.flags import Command, switch
 from dra_driver.model.shapes import Scalar
-from dra_driver.settings import Flag
+from dra_driver.settings import DEFAULT_SIMULATOR_DIR, Flag
 
 _LONGEST_S = 365 * 86400.0
 _DROPPED = ("uuid", "minor", "model")
@@ -21,7 +21,7 @@ _DIRECTORY = Flag(
     "Directory of the simulated machine.",
     spelled=("--simulator-dir",),
     env=("SIMULATOR_DIR",),
-    default="/var/lib/gpu-dra-simulator",
+    default=DEFAULT_SIMULATOR_DIR,
     to=Path,
 )
 _GPU = Flag("selector", "Device name, index, UUID or PCI bus ID of the GPU.", metavar="GPU", count="1")

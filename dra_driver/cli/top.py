@@ -17,9 +17,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, get_args
 
 from dra_driver.cli.flags import of_run, switch
-from dra_driver.cli.output import COLOR, OUTPUT, Color, Output, print_object
+from dra_driver.cli.output import COLOR, OUTPUT, Color, Output, answer
 from dra_driver.cli.scratch import scratch_settings
-from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.top_screen import Order
 from dra_driver.model.shapes import Choice, Scalar
 from dra_driver.settings import Flag
@@ -88,9 +87,7 @@ def top(given: Namespace) -> None:
     """
     from dra_driver.app.commands.machine import CommandMachine
     from dra_driver.app.commands.node import node_snapshot
-    from dra_driver.logs import configure_logs
 
-    configure_logs("critical", "console")
     output, sort, color = given.output, given.sort, given.color
     with (
         scratch_settings("top", vars(given), given.config) as settings,
@@ -103,14 +100,12 @@ def top(given: Namespace) -> None:
 
 
 def _print(view: NodeView, output: Output, order: Order, color: Color) -> None:
-    if not output.is_for_people:
-        print_object(asdict(view), output)
-        return
     from dra_driver.diagnostics.rules.top_screen import node_lines
 
-    width = terminal_width(all_columns=output is Output.wide) or _WIDE
-    for line in node_lines(view, width, order):
-        print(drawn(line, is_coloured=color.is_on()))
+    def lines(width: int | None) -> Iterator[str]:
+        return (drawn(line, is_coloured=color.is_on()) for line in node_lines(view, width or _WIDE, order))
+
+    answer(output, lines, lambda: asdict(view))
 
 
 def _is_screen() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +17,8 @@ from dra_driver.cli.flags import (
     switch,
     usual_kubeconfig,
 )
-from dra_driver.cli.output import COLOR, OUTPUT, Output, colored, print_object
+from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored
 from dra_driver.cli.scratch import scratch_settings
-from dra_driver.cli.tables import terminal_width
 from dra_driver.diagnostics.rules.tables import hanging
 from dra_driver.model.units import counted
 from dra_driver.settings import DOCUMENT, Flag
@@ -77,11 +76,9 @@ def validate(given: Namespace) -> int:
     known, but the API server could not be asked about all of it.
     """
     from dra_driver.errors import InvalidConfigError
-    from dra_driver.logs import configure_logs
     from dra_driver.validation.documents import read_documents
     from dra_driver.validation.manifest_check import DEFAULT_NAMESPACE, check_documents
 
-    configure_logs("critical", "console")
     documents = list(read_documents(given.files, DOCUMENT.fields))
     if not documents:
         raise InvalidConfigError(f"there are no documents in {', '.join(given.files)}")
@@ -156,27 +153,26 @@ def _print(
     is_colored: bool,
 ) -> None:
     bad = sum(1 for report in reports if report.faults)
-    if not output.is_for_people:
-        found: dict[str, Any] = {"machine": machines, "faulty": bad}
+
+    def lines(columns: int | None) -> Iterator[str]:
+        places = max(len(report.place) for report in reports)
+        verdicts = max(5, *(len(report.verdict) for report in reports))
+        for report in reports:
+            head = f"{report.verdict:<{verdicts}}  {report.place:<{places}}  "
+            yield colored(report.verdict, hanging(head, report.name, columns), is_on=is_colored)
+            for label, texts in (("fault: ", report.faults), ("hint: ", report.hints), ("", report.notes)):
+                yield from (hanging(_INDENT + label, text, columns) for text in texts)
+        open_ones = sum(1 for report in reports if report.verdict == "not judged")
+        unjudged = f", {open_ones} not judged" if open_ones else ""
+        summary = f"{counted(len(reports), 'document')}, {bad} with faults{unjudged}; {machines}"
+        yield "\n" + hanging("", summary, columns)
         if findings is not None:
-            found["server"] = {"url": findings.server, "problem": findings.problem}
-        print_object({**found, "documents": [asdict(report) for report in reports]}, output)
-        return
-    columns = terminal_width(all_columns=output is Output.wide)
-    places = max(len(report.place) for report in reports)
-    verdicts = max(5, *(len(report.verdict) for report in reports))
-    for report in reports:
-        head = f"{report.verdict:<{verdicts}}  {report.place:<{places}}  "
-        print(colored(report.verdict, hanging(head, report.name, columns), is_on=is_colored))
-        for label, texts in (("fault: ", report.faults), ("hint: ", report.hints), ("", report.notes)):
-            for text in texts:
-                print(hanging(_INDENT + label, text, columns))
-    number = len(reports)
-    open_ones = sum(1 for report in reports if report.verdict == "not judged")
-    unjudged = f", {open_ones} not judged" if open_ones else ""
-    summary = [f"{counted(number, 'document')}, {bad} with faults{unjudged}; {machines}"]
-    summary += [_server_line(reports, findings)] if findings is not None else []
-    print("\n" + "\n".join(hanging("", line, columns) for line in summary))
+            yield hanging("", _server_line(reports, findings), columns)
+
+    found: dict[str, Any] = {"machine": machines, "faulty": bad}
+    if findings is not None:
+        found["server"] = {"url": findings.server, "problem": findings.problem}
+    answer(output, lines, lambda: {**found, "documents": [asdict(report) for report in reports]})
 
 
 def _server_line(reports: Sequence[DocumentReport], findings: ServerFindings) -> str:

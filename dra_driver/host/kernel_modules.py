@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 
+from dra_driver.files.atomic import Stamp, stamp_or_none
 from dra_driver.host.reading import names_in, text_of
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.passthrough import VFIO_PCI
@@ -53,11 +53,11 @@ class VfioModules:
 
     def _aliases(self) -> tuple[tuple[str, str], ...]:
         path = self._list("modules.alias")
-        return () if path is None else _vfio_aliases(path, _changed_at(path))
+        return () if path is None else _vfio_aliases(path, stamp_or_none(path))
 
     def _named(self, name: str) -> frozenset[str]:
         path = self._list(name)
-        return frozenset() if path is None else _modules_in(path, _changed_at(path))
+        return frozenset() if path is None else _modules_in(path, stamp_or_none(path))
 
     def _list(self, name: str) -> str | None:
         tree = RootedTree(self._root)
@@ -65,19 +65,12 @@ class VfioModules:
         return None if found is None else tree.local(found)
 
 
-def _changed_at(path: str) -> int:
-    try:
-        return os.stat(path).st_mtime_ns  # noqa: PTH116  no Path objects wanted
-    except OSError:
-        return 0
-
-
 # The lists have a megabyte, and change when a module is installed.
 @lru_cache(maxsize=8)
-def _vfio_aliases(path: str, _changed: int) -> tuple[tuple[str, str], ...]:
+def _vfio_aliases(path: str, _changed: Stamp | None) -> tuple[tuple[str, str], ...]:
     return tuple((found[1], found[2]) for found in _ALIAS.finditer(text_of(path)))
 
 
 @lru_cache(maxsize=8)
-def _modules_in(path: str, _changed: int) -> frozenset[str]:
+def _modules_in(path: str, _changed: Stamp | None) -> frozenset[str]:
     return frozenset(name.replace("-", "_") for name in _FILE.findall(text_of(path)))

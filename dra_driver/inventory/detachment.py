@@ -44,6 +44,7 @@ from dra_driver.files.atomic import state_error, write_atomically
 from dra_driver.files.fields import TEXT, Kind, Shape, needed
 from dra_driver.files.file_lock import UseMark
 from dra_driver.files.formats import parse
+from dra_driver.model.units import named
 
 if TYPE_CHECKING:
     from dra_driver.nvml.session import NvmlSession
@@ -273,8 +274,7 @@ def _refuse(claims: Callable[[], Sequence[str]] | None) -> None:
     found = [] if claims is None else sorted(claims())
     if not found:
         return
-    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     raise ClaimsInTheWayError(
-        f"claims use the GPUs: {', '.join(found[:_MOST_NAMED])}{more}; end their pods first (kubectl drain), name only "
+        f"claims use the GPUs: {named(found, _MOST_NAMED)}; end their pods first (kubectl drain), name only "
         "the GPUs that will be changed, or use --force"
     )

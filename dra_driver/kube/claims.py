@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
@@ -24,15 +25,13 @@ from dra_driver.model.claim import (
 _POD_CLAIM_NAME = "resource.kubernetes.io/pod-claim-name"
 
 
+@dataclass(eq=False)
 class ClaimClient:
-    """Reads ResourceClaims; needs `get` on them and nothing else."""
+    """Reads ResourceClaims; needs `get` on them and nothing else. `note_pods` hears of the pods of every claim that
+    `read` and `look` find, by its UID."""
 
-    def __init__(
-        self, api: ResourceApi, note_pods: Callable[[str, Pods], None] = lambda _uid, _pods: None
-    ) -> None:
-        """`note_pods` hears of the pods of every claim that `read` and `look` find, by its UID."""
-        self._api = api
-        self._note_pods = note_pods
+    api: ResourceApi
+    note_pods: Callable[[str, Pods], None] = lambda _uid, _pods: None
 
     def get_claim(self, namespace: str, name: str, *, timeout_s: float | None = None) -> dict[str, Any]:
         """The claim; `timeout_s` bounds the request, None means the client's own bound.
@@ -40,7 +39,7 @@ class ClaimClient:
         Raises: ApiRejectedError (404 if it is gone), ApiUnavailableError; their texts start with
         "retrieve claim <namespace>/<name>: ".
         """
-        return self._api.call(
+        return self.api.call(
             "GET",
             "resourceclaims",
             namespace=namespace,
@@ -61,7 +60,7 @@ class ClaimClient:
                 f"claim {ref.namespace}/{ref.name} does not exist in the API server; it was deleted"
             )
         claim = parse_allocated_claim(obj, ref)
-        self._note_pods(ref.uid, claim.pods)
+        self.note_pods(ref.uid, claim.pods)
         return claim
 
     def look(self, ref: ClaimRef, timeout_s: float | None = None) -> ClaimNow | None:
@@ -73,7 +72,7 @@ class ClaimClient:
         if obj is None:
             return None
         now = parse_claim_now(obj, ref)
-        self._note_pods(now.uid, now.pods)
+        self.note_pods(now.uid, now.pods)
         return now
 
     def find(self, ref: ClaimRef, timeout_s: float | None = None) -> dict[str, Any] | None:

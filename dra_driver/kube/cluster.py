@@ -16,7 +16,7 @@ def node_uid(client: ApiClient, name: str) -> str:
 
     Raises: ApiRejectedError (404: the node name is wrong), ApiUnavailableError.
     """
-    uid = _node_metadata(client, name).get("uid")
+    uid = (read_node(client, name).get("metadata") or {}).get("uid")
     if not uid:
         raise ApiRejectedError(f"get node {name}: the answer has no metadata.uid", status=200)
     return str(uid)
@@ -24,12 +24,12 @@ def node_uid(client: ApiClient, name: str) -> str:
 
 def node_labels(client: ApiClient, name: str) -> Mapping[str, str]:
     """The labels of node `name`. Raises: ApiRejectedError (404: the node name is wrong), ApiUnavailableError."""
-    return dict(_node_metadata(client, name).get("labels") or {})
+    return dict((read_node(client, name).get("metadata") or {}).get("labels") or {})
 
 
-def _node_metadata(client: ApiClient, name: str) -> Mapping[str, Any]:
-    node = client.request("GET", f"/api/v1/nodes/{path_segment(name)}", action=f"get node {name}")
-    return node.get("metadata") or {}
+def read_node(client: ApiClient, name: str) -> dict[str, Any]:
+    """The object of node `name`. Raises: ApiRejectedError (404: the node name is wrong), ApiUnavailableError."""
+    return client.request("GET", f"/api/v1/nodes/{path_segment(name)}", action=f"get node {name}")
 
 
 def server_version(client: ApiClient) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 
@@ -63,6 +64,12 @@ def same_quantity(one: object, other: object) -> bool:
 def counted(number: int, one: str, several: str | None = None) -> str:
     """`1 slice`, `2 slices`; `several` is for what does not simply get an s, such as `libraries`."""
     return f"{number} {one if number == 1 else several or f'{one}s'}"
+
+
+def named(items: Sequence[str], most: int = 4) -> str:
+    """The first few, and how many more."""
+    more = len(items) - most
+    return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def format_bytes(value: int | Fraction) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from dra_driver.errors import DeviceBusyError, DraDriverError
+from dra_driver.model.units import named
 from dra_driver.nvml.failures import Handle
 from dra_driver.nvml.processes import PROCESS_LISTS, listed, process_name, process_text
 
@@ -31,8 +32,7 @@ def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) 
             f"{action}: {subject} is in use, but NVML shows no process on it; it may be a monitor such as DCGM "
             f"or a process that has the device file open: look with {look_at}"
         )
-    more = f" and {len(holders) - _MOST_NAMED} more" if len(holders) > _MOST_NAMED else ""
     return DeviceBusyError(
-        f"{action}: {subject} is in use by {', '.join(holders[:_MOST_NAMED])}{more}; stop the process, or wait "
+        f"{action}: {subject} is in use by {named(holders, _MOST_NAMED)}; stop the process, or wait "
         "until it ends"
     )

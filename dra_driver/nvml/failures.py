@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import pynvml
@@ -96,8 +96,8 @@ def nvml_errors(action: str) -> Iterator[None]:
 
 
 @contextmanager
-def collected(faults: list[DiscoveryFault], subject: str) -> Iterator[None]:
-    """What fails inside is a fault of the subject, and hides nothing else.
+def best_effort(failed: Callable[[Exception], object]) -> Iterator[None]:
+    """`failed` hears of what fails inside.
 
     Raises: DeviceLostError, NvmlUnavailableError, because nothing else can be read then either.
     """
@@ -105,8 +105,13 @@ def collected(faults: list[DiscoveryFault], subject: str) -> Iterator[None]:
         yield
     except (DeviceLostError, NvmlUnavailableError):
         raise
-    except DraDriverError as error:
-        faults.append(DiscoveryFault(subject, str(error)))
+    except (DraDriverError, ValueError) as error:
+        failed(error)
+
+
+def collected(faults: list[DiscoveryFault], subject: str) -> AbstractContextManager[None]:
+    """What fails inside is a fault of the subject, and hides nothing else. Raises: as `best_effort`."""
+    return best_effort(lambda error: faults.append(DiscoveryFault(subject, str(error))))
 
 
 def supported(call: Callable[..., T], *args: object) -> T | None:
@@ -119,3 +124,13 @@ def supported(call: Callable[..., T], *args: object) -> T | None:
             return call(*args)
     except NotSupportedError:
         return None
+
+
+def ask(
+    call: Callable[..., T], *args: object, failed: Callable[[Exception], object] = lambda _error: None
+) -> T | None:
+    """What the call returns; None if it is not supported, or fails, of which `failed` hears. Raises: as
+    `best_effort`."""
+    with best_effort(failed):
+        return supported(call, *args)
+    return None

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 import pynvml
 
-from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.health import FabricState, PolledHealth
 from dra_driver.nvml.confidential import accepts_work
 from dra_driver.nvml.fabric import ABSENT, fabric_info, fabric_registration
 from dra_driver.nvml.failures import Handle, nvml_errors, supported
+from dra_driver.nvml.failures import ask as ask_nvml
 from dra_driver.nvml.mig_instances import gpu_handle
 
 T = TypeVar("T")
@@ -48,15 +48,12 @@ def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
     handle = gpu_handle(uuid, None) if handle is None else handle
     wants_reset: list[int] = []
 
+    def failed(error: Exception) -> None:
+        if getattr(error.__cause__, "value", None) == pynvml.NVML_ERROR_RESET_REQUIRED:
+            wants_reset.append(_GPU_RESET)
+
     def ask(call: Callable[..., T], *args: object) -> T | None:
-        try:
-            return supported(call, *args)
-        except (DeviceLostError, NvmlUnavailableError):
-            raise
-        except DraDriverError as error:
-            if getattr(error.__cause__, "value", None) == pynvml.NVML_ERROR_RESET_REQUIRED:
-                wants_reset.append(_GPU_RESET)
-            return None
+        return ask_nvml(call, *args, failed=failed)
 
     # Cheap, and answered by the GPU's driver for all that are there.
     ask(pynvml.nvmlDeviceGetMinorNumber, handle)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import pynvml
 
-from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.model.gpu import GpuLoad
-from dra_driver.nvml.failures import Handle, supported
+from dra_driver.nvml.failures import Handle, ask
 from dra_driver.nvml.mig_instances import gpu_handle
-
-T = TypeVar("T")
 
 
 def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
@@ -35,16 +31,6 @@ def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
         power_w=None if power is None else power / 1000,
         power_limit_w=None if limit is None else limit / 1000,
     )
-
-
-def ask(call: Callable[..., T], *args: object) -> T | None:
-    """What the call returns; None if it is not supported or fails. Raises: DeviceLostError, NvmlUnavailableError."""
-    try:
-        return supported(call, *args)
-    except (DeviceLostError, NvmlUnavailableError):
-        raise
-    except DraDriverError:
-        return None
 
 
 def read_memory(handle: Handle) -> Any:

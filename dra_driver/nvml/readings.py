@@ -8,12 +8,11 @@ from typing import TypeVar
 
 import pynvml
 
-from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.nvml.fabric import fabric_info, fabric_registration
-from dra_driver.nvml.failures import Handle, nvml_errors, supported
+from dra_driver.nvml.failures import Handle, ask, nvml_errors
 
 T = TypeVar("T")
 _BRANDS = {
@@ -47,13 +46,11 @@ class FaultLog:
 
         Raises: DeviceLostError, NvmlUnavailableError, because nothing else can be read then either.
         """
-        try:
-            return supported(call, *args)
-        except (DeviceLostError, NvmlUnavailableError):
-            raise
-        except (DraDriverError, ValueError) as error:
-            self.faults.append(DiscoveryFault(self.subject, f"{what}: {error}"))
-            return None
+        return ask(
+            call,
+            *args,
+            failed=lambda error: self.faults.append(DiscoveryFault(self.subject, f"{what}: {error}")),
+        )
 
 
 def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:

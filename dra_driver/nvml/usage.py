@@ -16,8 +16,8 @@ import pynvml
 
 from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
 from dra_driver.model.mig import GpuAddress, MigAddress
-from dra_driver.nvml.failures import Handle
-from dra_driver.nvml.load import ask, read_load, read_memory
+from dra_driver.nvml.failures import Handle, ask
+from dra_driver.nvml.load import read_load, read_memory
 from dra_driver.nvml.mig_instances import gpu_handle
 from dra_driver.nvml.processes import read_gpu_processes
 from dra_driver.nvml.session import NvmlSession

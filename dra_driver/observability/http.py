@@ -14,6 +14,8 @@ from socketserver import TCPServer
 from typing import Any, NamedTuple
 
 import structlog
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 from dra_driver.errors import FatalError, InvalidConfigError
 
@@ -52,6 +54,12 @@ def problems_page(
         return Response(503 if found else 200, _TEXT, "".join(f"{line}\n" for line in lines).encode())
 
     return page
+
+
+def metrics_page(registry: CollectorRegistry) -> Page:
+    """What Prometheus scrapes."""
+    encode, content_type = choose_encoder("")
+    return lambda: Response(200, content_type, encode(registry))
 
 
 _TEXT = "text/plain; charset=utf-8"

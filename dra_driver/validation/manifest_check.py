@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 
 from dra_driver.model.json_object import JsonObject
-from dra_driver.model.units import counted
+from dra_driver.model.units import counted, named
 from dra_driver.validation.documents import Document
 from dra_driver.validation.machine_fit import Fit, MachineFit
 from dra_driver.validation.rules.device_classes import profile_of_class
@@ -321,15 +321,11 @@ class ManifestCheck:
         report.requests += [asdict(found) for found in fit.funnels]
         report.devices += [{"request": request, "device": device} for request, device in fit.devices]
         matching = ", ".join(f"{found.request}: {found.sentence()}" for found in fit.funnels)
-        shown = [device for _, device in fit.devices[:_SHOWN_DEVICES]]
-        more = len(fit.devices) - len(shown)
+        example = named([device for _, device in fit.devices], _SHOWN_DEVICES)
         where = f" {machine.name}" if len(self.machines) > 1 else ""
         taken = list(dict.fromkeys(request for request, _ in fit.devices if "/" in request))
         where += f" by {', '.join(taken)}" if taken else ""
-        report.notes.append(matching)
-        report.notes.append(
-            f"fits{where}, for example: {', '.join(shown)}{f' and {more} more' if more > 0 else ''}"
-        )
+        report.notes += [matching, f"fits{where}, for example: {example}"]
 
     def _pods(self, pods: Sequence[tuple[str, JsonObject]], namespace: str, report: DocumentReport) -> None:
         for path, spec in pods:

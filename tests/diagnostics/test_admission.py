@@ -89,7 +89,7 @@ def test_the_status_of_claims_in_the_pod() -> None:
     old = Server("confine", patch=answer_of("policy"))
     says(proof(old).claim_status(), "SKIP", "no claim with a device is known here")
     path = "resource.k8s.io/v1/namespaces/default/resourceclaims"
-    gone = ApiRejectedError("not found", status=404)
+    gone = ApiRejectedError("not found", status=404, reason="NotFound")
     for server, status, parts in (
         (Server("confine", patch=None), "WARN", ("could change who gets which device",)),
         (Server("confine", patch=answer_of("server")), "OK", ("the API server itself",)),

@@ -76,8 +76,9 @@ def test_all_that_happens_later_is_there_at_zero_from_the_start() -> None:
     series = {key for key in scraped(complete_metrics()) if key[0].startswith("nvidia_dra_")}
     views = {name for name, _ in series} - {name for name, _ in scraped(fresh)}
     assert views >= OPEN
-    for show in (fresh.show.stuck_mig, fresh.show.readiness, fresh.show.mps):
-        show(list)
+    fresh.show.value("mig", "mig_devices_stuck", lambda: 0)
+    fresh.show.value("readiness", "ready", lambda: True)
+    fresh.show.mps(list)
     started = {key for key in scraped(fresh) if key[0].startswith("nvidia_dra_")}
     lacking = {name for name, _ in series - started} - OPEN
     assert lacking <= views | {"nvidia_dra_scrape_errors_total"}

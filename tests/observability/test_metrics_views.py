@@ -278,11 +278,11 @@ def test_inventory_tells_versions_faults_and_mig_devices_by_profile(metrics: Met
 def test_single_values_follow_what_they_are_asked_of(metrics: Metrics) -> None:
     problems: list[str] = []
     told = {"written": 0, "dropped": 0, "failed": 0}
-    metrics.show.readiness(lambda: problems)
-    metrics.show.problem(lambda: problems)
+    metrics.show.value("readiness", "ready", lambda: not problems)
+    metrics.show.value("problem", "node_problem", lambda: bool(problems))
     metrics.show.publishing(lambda: problems[0] if problems else None, lambda: 3, lambda: 2)
-    metrics.show.stuck_mig(lambda: problems)
-    metrics.show.partitions_unsupported(lambda: bool(problems))
+    metrics.show.value("mig", "mig_devices_stuck", lambda: len(problems))
+    metrics.show.value("partitions", "partitions_unsupported", lambda: bool(problems))
     metrics.show.reports(lambda: told)
     metrics.show.mps(lambda: ["ready", "ready", *("fault" for _ in problems)])
 
@@ -306,16 +306,16 @@ def test_single_values_follow_what_they_are_asked_of(metrics: Metrics) -> None:
 def test_source_that_fails_costs_its_own_metrics_only_and_is_counted(metrics: Metrics) -> None:
     error: list[Exception] = []
 
-    def stuck() -> list[str]:
+    def stuck() -> int:
         raise error[0]
 
     def kept() -> list[Any]:
         yield record(hold(GPU_0))
         raise StateError("the disk is gone")
 
-    metrics.show.stuck_mig(stuck)
+    metrics.show.value("mig", "mig_devices_stuck", stuck)
     metrics.show.claims(kept, lambda device: None, ClaimPods().of, lambda: None)
-    metrics.show.readiness(list)
+    metrics.show.value("readiness", "ready", lambda: True)
     causes = ("source", "cause")
     for times, raised in enumerate((StateError("x"), ValueError("a surprise")), start=1):
         error[:] = [raised]
@@ -344,7 +344,7 @@ def test_source_that_hangs_is_left_out_asked_once_and_told_when_it_answers() -> 
         return ["ready"]
 
     views.mps(states)
-    views.readiness(list)
+    views.value("readiness", "ready", lambda: True)
     for times in (1, 2, 3):
         assert [family.name for family in readings.collect()] == ["nvidia_dra_ready"]
         assert failed == [("mps", "timeout")] * times

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dra_driver.diagnostics.rules.admission import EXEMPT_VERB, MARK_RESOURCE, MARK_VERB, refusal_finding
 from dra_driver.diagnostics.rules.findings import Finding, skip, warn
 from dra_driver.errors import ApiRejectedError
+from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import MERGE_PATCH, ApiClient
 from dra_driver.kube.cluster import Permission, is_allowed
 from dra_driver.kube.resource_api import GROUP_VERSION, ResourceApi
@@ -93,16 +94,11 @@ class AdmissionProof:
 
     def _allocated_claim(self) -> JsonObject | None:
         """One that this node has prepared, with a device of gpu-dra-driver."""
-        api = ResourceApi(self.client)
+        lookup = ClaimClient(ResourceApi(self.client))
         for ref in self.claims():
-            try:
-                claim = api.call(
-                    "GET", "resourceclaims", action=f"get claim {ref}", namespace=ref.namespace, name=ref.name
-                )
-            except ApiRejectedError as error:
-                if error.status == 404:
-                    continue
-                raise
-            if any(result.get("driver") == self.driver for result in allocation_results(claim)):
+            claim = lookup.find(ref)
+            if claim is not None and any(
+                result.get("driver") == self.driver for result in allocation_results(claim)
+            ):
                 return claim
         return None

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from dra_driver.diagnostics.doctor.admission import AdmissionProof
 from dra_driver.diagnostics.doctor.checks import Check, Shared
 from dra_driver.diagnostics.rules.admission import MARK_RESOURCE, MARK_VERB
-from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
+from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError
-from dra_driver.kube.client import ApiClient, path_segment
-from dra_driver.kube.cluster import Permission, is_allowed, node_uid, server_version
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.cluster import Permission, is_allowed, node_uid, read_node, server_version
 from dra_driver.kube.resource_api import GROUP, GROUP_VERSION, ResourceApi
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.json_object import JsonObject
-from dra_driver.model.units import counted
+from dra_driver.model.units import counted, named
 from dra_driver.slices.api_support import Support, ask_support
 from dra_driver.slices.rules.diff import Owner
 from dra_driver.slices.rules.dropped_fields import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE
@@ -91,8 +91,7 @@ class ClusterChecks:
     def node_object(self) -> Finding:
         """Is there a node of this name, and does nobody else offer its GPUs?"""
         try:
-            path = f"/api/v1/nodes/{path_segment(self.node)}"
-            node = self.client.get().request("GET", path, action=f"get node {self.node}")
+            node = read_node(self.client.get(), self.node)
         except ApiRejectedError as error:
             if error.status != 404:
                 raise

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dra_driver.diagnostics.doctor.checks import Check, Look, Shared
-from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
+from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.diagnostics.rules.health_findings import health_findings
 from dra_driver.diagnostics.rules.node_view import NodeView
 from dra_driver.errors import (
@@ -23,10 +23,12 @@ from dra_driver.errors import (
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.driver_root import find_nvml_library
+from dra_driver.host.fingerprint import driver_fingerprint
 from dra_driver.host.hook import HookFinder
 from dra_driver.host.host_devices import HostDeviceFinder
 from dra_driver.host.imex import ImexChannelNodes, ImexDaemon
 from dra_driver.host.libraries import note_of_left_out, scan_libraries
+from dra_driver.host.reading import names_in
 from dra_driver.host.rooted_tree import RootedTree, join_root
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_programs import IMEX_PROGRAM
@@ -43,7 +45,7 @@ from dra_driver.model.gpu import GpuProcess
 from dra_driver.model.host import HostPaths, PciFunction
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.passthrough import is_vfio
-from dra_driver.model.units import counted
+from dra_driver.model.units import counted, named
 from dra_driver.observability.rules.usage import unclaimed_text
 
 _KERNEL_VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
@@ -410,11 +412,7 @@ class DriverChecks:
             if self.passthrough and gpus and len(self._under_vfio(gpus)) == len(gpus):
                 return skip("every GPU of this node is under vfio")
             is_ok = isinstance(found, Finding) and found.status == "OK"
-            if is_ok or gpus:
-                return found
-            if look == self.nvml and self._has_unusable_library():
-                return found
-            return skip("this node has no GPU")
+            return found if is_ok or gpus else skip("this node has no GPU")
 
         return looked
 
@@ -437,29 +435,12 @@ class DriverChecks:
         bound = self._sysfs.gpus_of_the_nvidia_driver()
         return sorted(bound.keys() - {gpu.pci_bus_id for gpu in inventory.gpus})
 
-    def _has_unusable_library(self) -> bool:
-        try:
-            self.inventory.get()
-        except NvmlLibraryError:
-            return True
-        except DraDriverError:
-            return False
-        return False
-
     def _loaded_version(self) -> str | None:
-        try:
-            text = Path(self.paths.proc, "driver/nvidia/version").read_text("utf-8", errors="replace")
-        except OSError:
-            return None
-        match = _KERNEL_VERSION.search(text)
+        match = _KERNEL_VERSION.search(driver_fingerprint(self.paths.proc))
         return match[1] if match is not None else None
 
     def _node_minors(self, dev: DevRoot) -> set[int]:
-        try:
-            names = [entry.name for entry in Path(join_root(dev.root, "/dev")).iterdir()]
-        except OSError:
-            return set()
-        matches = (_GPU_NODE.match(name) for name in names)
+        matches = map(_GPU_NODE.match, names_in(join_root(dev.root, "/dev")))
         found = {int(match[1]) for match in matches if match is not None}
         return {minor for minor in found if dev.node(f"/dev/nvidia{minor}") is not None}
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dra_driver.diagnostics.doctor.checks import Check
-from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
+from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.diagnostics.state_on_disk import set_aside_files
 from dra_driver.kubelet.sockets import listening
-from dra_driver.model.units import counted
+from dra_driver.model.units import counted, named
 from dra_driver.mps.host_files import MpsHostFiles, mps_layout
 from dra_driver.sharing.rules.mps_notes import notes_of
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dra_driver.diagnostics.doctor.checks import Check
-from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, warn
+from dra_driver.diagnostics.rules.findings import Finding, fail, ok, warn
 from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.host.vfio import VfioCards
 from dra_driver.model.passthrough import Card
 from dra_driver.model.record import bindings
 from dra_driver.model.steps import BindVfio
-from dra_driver.model.units import counted
+from dra_driver.model.units import counted, named
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from typing import Literal
 
 Status = Literal["OK", "WARN", "FAIL", "SKIP"]
 
-_MOST_NAMED = 4
 _WORST_FIRST = ("FAIL", "WARN", "SKIP", "OK")
 
 
@@ -65,9 +64,3 @@ def verified(found: Sequence[tuple[str, Finding]]) -> dict[str, dict[str, str | 
         }
         for subject, (checks, of_version) in _VERIFIED.items()
     }
-
-
-def named(items: Sequence[str]) -> str:
-    """The first few, and how many more."""
-    more = len(items) - _MOST_NAMED
-    return ", ".join(items[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from dra_driver.diagnostics.rules.findings import Finding, fail, named, ok, skip, warn
+from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.diagnostics.rules.node_view import NodeView, SeenGpu, SeenReason
 from dra_driver.diagnostics.rules.prepared_claims import age_text
-from dra_driver.model.units import counted
+from dra_driver.model.units import counted, named
 
 _RESET = (
     "end its pods, then `gpu-dra-driver detach{gpu}` and `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot "

@@ -190,10 +190,6 @@ class Views:
 
         self._add("publishing", read)
 
-    def stuck_mig(self, stuck: Callable[[], Iterable[str]]) -> None:
-        """MIG devices that still exist although no claim uses them."""
-        self._show_one("mig", "mig_devices_stuck", lambda: sum(1 for _ in stuck()))
-
     def mig_layouts(self, layouts: Callable[[], Mapping[str, GpuLayout]]) -> None:
         """What became of the node's MIG layout."""
 
@@ -211,17 +207,9 @@ class Views:
 
         self._show_tally("debts", "debts", CLEANUP_KINDS, kinds)
 
-    def partitions_unsupported(self, value: Callable[[], bool]) -> None:
-        """Whether the API server cannot count partitions although they are wanted."""
-        self._show_one("partitions", "partitions_unsupported", value)
-
-    def readiness(self, problems: Callable[[], Iterable[str]]) -> None:
-        """Whether the page /readyz says that the plugin is ready; it may have notes."""
-        self._show_one("readiness", "ready", lambda: not [*problems()])
-
-    def problem(self, problems: Callable[[], Iterable[str]]) -> None:
-        """Whether anything is wrong with the node, ready or not."""
-        self._show_one("problem", "node_problem", lambda: bool([*problems()]))
+    def value(self, source: str, name: str, read: Callable[[], float]) -> None:
+        """The gauge of this name has one value."""
+        self._add(source, lambda: (self._one(name, read()),))
 
     def mps(self, states: Callable[[], Iterable[str]]) -> None:
         """The state of each MPS daemon of the node."""
@@ -323,9 +311,6 @@ class Views:
     def _add(self, source: str, read: Read, *, waits: bool = False) -> None:
         self._added(source)
         self._readings.add(source, read, waits=waits)
-
-    def _show_one(self, source: str, name: str, value: Callable[[], float]) -> None:
-        self._add(source, lambda: (self._one(name, value()),))
 
     def _show_tally(
         self,
