@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.app import daemon
+from dra_driver.app.wiring import claims as claim_wiring
 from dra_driver.claims.waiting_line import WaitTimeouts
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node
@@ -145,7 +145,7 @@ def test_an_agent_that_keeps_nvml_open_keeps_a_gpu_from_mig_mode(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first MIG device of a GPU needs the mode; with the agent gone, or the mode on, it works."""
-    monkeypatch.setattr(daemon, "WaitTimeouts", partial(WaitTimeouts, busy_s=0.6))
+    monkeypatch.setattr(claim_wiring, "WaitTimeouts", partial(WaitTimeouts, busy_s=0.6))
     node = make_node()
     node.start_driver(dynamic_mig=True)
     eventually(lambda: len(node.devices()) > 8)

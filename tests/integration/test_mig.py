@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dra_driver.app import daemon
+from dra_driver.app.wiring import claims as claim_wiring
 from dra_driver.app.wiring import mig as migparts
 from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.model.sharing import SharingRule, share_all
@@ -253,7 +253,7 @@ def test_creation_that_is_refused_is_tried_again_and_told_if_that_lasts(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = partial(WaitTimeouts, refused_pause_s=0.01, refused_pause_most_s=0.01, refused_s=0.3)
-    monkeypatch.setattr(daemon, "WaitTimeouts", quick)
+    monkeypatch.setattr(claim_wiring, "WaitTimeouts", quick)
     node = make_node().running(8 * PER_GPU, dynamic_mig=True)
     refused = "nvmlGpuInstanceCreateComputeInstance"
     node.machine.set_fault(refused, code="insufficient-resources", count=1)

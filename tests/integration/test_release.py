@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playground.apiserver.server import PlaygroundApiServer
 
-from dra_driver.app import daemon
+from dra_driver.app.wiring import claims as claim_wiring
 from dra_driver.claims.reconciler import Rhythm
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
@@ -254,7 +254,7 @@ def test_claim_that_nobody_unprepares_is_taken_back_and_told(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the whole driver, which stops at once though somebody waits."""
-    monkeypatch.setattr(daemon, "Rhythm", lambda: Rhythm(first_s=0.2, grace_s=0.3, every_s=0.5))
+    monkeypatch.setattr(claim_wiring, "Rhythm", lambda: Rhythm(first_s=0.2, grace_s=0.3, every_s=0.5))
     node = make_node().running()
     old, kept = node.claim("old"), node.claim("kept")
     node.prepare(old, kept)
@@ -273,7 +273,9 @@ def test_claim_that_nobody_unprepares_is_taken_back_and_told(
 def test_stale_claim_stays_while_a_process_computes_on_its_device(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(daemon, "Rhythm", lambda: Rhythm(first_s=0.2, grace_s=0.2, every_s=0.3, retry_s=0.1))
+    monkeypatch.setattr(
+        claim_wiring, "Rhythm", lambda: Rhythm(first_s=0.2, grace_s=0.2, every_s=0.3, retry_s=0.1)
+    )
     node = make_node()
     node.start_driver(dynamic_mig=kind == "mig on demand")
     wanted = {

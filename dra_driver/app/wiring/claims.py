@@ -48,12 +48,12 @@ def claim_parts(
     users: GpuProcesses,
     pods_run: Callable[[ClaimRecord], bool | None],
     extra_devices: ExtraDeviceFinder,
-    timeouts: WaitTimeouts = WaitTimeouts(),  # noqa: B008  frozen
+    timeouts: WaitTimeouts | None = None,
 ) -> ClaimParts:
     """Make the parts; none runs yet. `pods_run` returns whether a process of a claim's pods runs here, None if that is
     not known."""
     records, locks, observer = driver.records, driver.claim_locks, driver.reporting.reporter
-    line = WaitingLine(lookup, records, identity.driver, users, timeouts)
+    line = WaitingLine(lookup, records, identity.driver, users, timeouts or WaitTimeouts())
     unpreparer = Unpreparer(records, locks, executor, line, observer)
     reconciler = Reconciler(
         records,
