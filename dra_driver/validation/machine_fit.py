@@ -10,7 +10,7 @@ from typing import Any
 from dra_driver.api.config import DEFAULTS as KINDS
 from dra_driver.api.resolve import config_for_result
 from dra_driver.claims.rules.extra_devices import asked_host_devices
-from dra_driver.claims.rules.virtual_machines import is_for_virtual_machine
+from dra_driver.claims.rules.plan import is_for_virtual_machine
 from dra_driver.concurrency.bounded_call import bounded
 from dra_driver.errors import DraDriverError, RetryableError
 from dra_driver.kube.claims import parse_allocated_claim

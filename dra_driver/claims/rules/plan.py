@@ -23,7 +23,6 @@ from dra_driver.cdi.rules.metadata import check_names
 from dra_driver.cdi.rules.spec import cdi_id
 from dra_driver.cdi.rules.spec_devices import SpecDevice
 from dra_driver.claims.rules.extra_devices import asked_host_devices, imex_of
-from dra_driver.claims.rules.virtual_machines import is_for_virtual_machine
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError, RetryableError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
 from dra_driver.model.extra_devices import HOST_DEVICES, NO_EXTRA_DEVICES, ExtraDevices, in_order
@@ -37,7 +36,7 @@ from dra_driver.model.inventory import (
     WholeGpu,
 )
 from dra_driver.model.plan import Plan, PlannedDevice, cdi_device, held_silicon
-from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.record import ClaimRecord, DeviceKind, HeldDevice
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, kind_of
 from dra_driver.model.sharing_mode import LostMps, MpsShared, SharingMode, TimeSliced, usage_kind
 from dra_driver.model.steps import (
@@ -118,6 +117,28 @@ def plan_claim(
         refuse_crowded(wanted, records, most)
     versions = EVERY_METADATA_VERSION if is_for_machine else metadata
     return Plan(claim, devices, _steps(devices, _metadata(claim, devices, known, versions), known))
+
+
+def is_for_virtual_machine(devices: Sequence[tuple[DeviceResult, DeviceKind]]) -> bool:
+    """Whether a claim's devices go to a virtual machine.
+
+    Raises: ClaimRefusedError if only some of them do, since the NVIDIA driver's files would reach the virtual machine's
+    pod; or if the claim would only look at one.
+    """
+    passed = [result for result, kind in devices if kind == "vfio"]
+    others = [result for result, kind in devices if kind != "vfio"]
+    for result in passed:
+        if others:
+            raise ClaimRefusedError(
+                f"requests {result.request} and {others[0].request}: device {result.device} is for a virtual machine, "
+                f"and device {others[0].device} is for containers, so one claim cannot have both; use two claims"
+            )
+        if result.admin_access:
+            raise ClaimRefusedError(
+                f"request {result.request}: device {result.device} is for a virtual machine, so adminAccess has "
+                "nothing to look at; request a device of type gpu or mig"
+            )
+    return bool(passed)
 
 
 def _planned(
