@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from dra_driver.model.claim import Failed
 from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.scrapes import scraped
@@ -55,5 +57,28 @@ def test_every_nvml_call_of_a_look_may_hang(node: Node) -> None:
         eventually(lambda: node.driver.problems() == [])
         eventually(lambda: [device["name"] for device in node.devices()] == devices)
         eventually(lambda: not any(device.get("taints") for device in node.devices()))
+    finally:
+        nvml.leave()
+
+
+@pytest.mark.parametrize("function", ["nvmlInitWithFlags", "nvmlShutdown"])
+def test_closing_and_opening_nvml_anew_may_hang(node: Node, function: str) -> None:
+    """As after a GPU has come. What is prepared ends, and claims that need no NVML are prepared in the usual time."""
+    devices = [device["name"] for device in node.devices()]
+    held = node.allocated_by_hand("held", devices[0], config=sliced("Long"))
+    node.ready(held)
+    nvml = HangingNvml(node.driver.discovery.nvml.session)
+    try:
+        with nvml.hanging(function):
+            node.machine.add_gpu(node.machine.gpu(0).model)
+            assert nvml.reached.wait(20)
+            pods_start_and_end(node, "meanwhile", devices[1], function)
+            began = time.monotonic()
+            node.take_back(held)
+            assert time.monotonic() - began < USUAL_S
+            assert node.records() == []
+        node.wait_devices(len(devices) + 1)
+        eventually(lambda: node.driver.problems() == [])
+        assert node.machine.timeslice(0) == 0
     finally:
         nvml.leave()
