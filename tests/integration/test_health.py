@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -148,3 +149,30 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     eventually(lambda: told(node, "GPURecovered") == concerned)
     eventually(lambda: tainted() == {})
     assert text not in driver.probes.notes()
+
+
+def test_gpu_on_which_the_older_instance_hangs_is_tainted_by_the_newer_one(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.health.rules.state.UNRESPONSIVE_AFTER_S", 0)
+    node = make_node()
+    hangs = "TimeSliceSteps.do = lambda *_: threading.Event().wait(60)"
+    before = f"import threading\nfrom dra_driver.sharing.steps import TimeSliceSteps\n{hangs}"
+    older = node.spawn(before=before, POD_UID="older")
+    node.wait_devices(8)
+    wanted, other = (device["name"] for device in node.devices()[:2])
+    ref = node.allocated_by_hand("one", wanted, config=sliced("Long"))
+
+    def tainted() -> dict[str, list[str]]:
+        return {one["name"]: [taint["key"] for taint in one.get("taints", ())] for one in node.devices()}
+
+    with ThreadPoolExecutor() as calls:
+        calls.submit(node.prepare, ref)
+        eventually(node.records)
+        newer = node.start_driver(pod_uid="newer")
+        eventually(newer.leadership.is_ours)
+        eventually(lambda: tainted()[wanted] == ["gpu.nvidia.com/unresponsive"])
+        assert tainted()[other] == []
+        assert any("the setting of the time slice" in note for note in newer.probes.notes())
+        older.kill()
+    eventually(lambda: tainted()[wanted] == [])
