@@ -39,11 +39,12 @@ def ready(cluster: Cluster) -> str:
 
 @contextmanager
 def tainted(cluster: Cluster, key: str) -> Iterator[None]:
-    cluster.kubectl("taint", "node", cluster.node, f"{key}=e2e:NoExecute")
+    """With the taint, which Kubernetes may have set already or may take away itself."""
+    cluster.kubectl("taint", "node", cluster.node, f"{key}=e2e:NoExecute", "--overwrite")
     try:
         yield
     finally:
-        cluster.kubectl("taint", "node", cluster.node, f"{key}-")
+        cluster.kubectl("taint", "node", cluster.node, f"{key}-", check=False)
 
 
 @contextmanager
