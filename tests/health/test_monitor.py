@@ -28,6 +28,7 @@ from dra_driver.model.health import (
 from dra_driver.nvml.events import HealthSource
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.tables import tabled
+from tests.fakes.waiting import eventually
 
 MIG_GPU = 3
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
@@ -657,10 +658,9 @@ def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 def test_a_hang_in_nvml_makes_health_unknown(threaded):
     time, source = [0.0], HangingSource()
-    changed = threading.Event()
-    monitor = threaded(source, monotonic=lambda: time[0], on_change=changed.set)
+    monitor = threaded(source, monotonic=lambda: time[0])
     source.event = HealthEvent("GPU-a", Xid(48))
-    assert changed.wait(20)
+    eventually(lambda: condition_of(monitor, HealthTarget("GPU-a")) == "unhealthy")
     source.hangs = True
     time[0] = 20.0
     assert source.hanging.wait(20)

@@ -274,7 +274,8 @@ def test_write_that_hangs_keeps_its_card_and_nothing_else(
     eventually(lambda: site.simulated.session.is_open)
     assert set(node.lanes.under_way()) == {site.card.gpu_uuid}
     other = claim(site.possible(7, "1g.10gb", 3), uid="neighbour")
-    assert isinstance(node.prepare(other), Prepared)
+    # NVML closes again for moments, and the steps of this node do not keep it open.
+    eventually(lambda: isinstance(node.prepare(other), Prepared))
     assert node.unprepare(other) is None
     assert node.unprepare(wanted(site)) is None
     site.machine.clear_faults()
@@ -298,7 +299,8 @@ def test_return_that_hangs_holds_no_claim_up(
     shown = node.cleanups.withheld()
     assert shown(site.inventory.by_name[site.whole(FOR_MACHINES)]) is not None
     other = claim(site.possible(7, "1g.10gb", 3), uid="neighbour")
-    assert isinstance(node.prepare(other), Prepared)
+    # NVML closes again for moments, and the steps of this node do not keep it open.
+    eventually(lambda: isinstance(node.prepare(other), Prepared))
     assert node.unprepare(other) is None
     site.machine.clear_faults()
     eventually(lambda: not node.lanes.under_way())
