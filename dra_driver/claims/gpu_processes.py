@@ -36,6 +36,7 @@ from functools import partial
 from dra_driver.concurrency.bounded_call import BoundedCall
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, RetryableError
 from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.units import named
 
 _MOST_NAMED = 8
 
@@ -156,7 +157,6 @@ class GpuProcesses:
 
 
 def _text(users: Mapping[int, str], used: list[str]) -> str:
-    named = [users[pid] for pid in sorted(users)]
-    more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
-    verb = "computes" if len(named) == 1 else "compute"
-    return f"{', '.join(named[:_MOST_NAMED])}{more} still {verb} on {', '.join(used)}"
+    processes = [users[pid] for pid in sorted(users)]
+    verb = "computes" if len(processes) == 1 else "compute"
+    return f"{named(processes, _MOST_NAMED)} still {verb} on {', '.join(used)}"

@@ -116,10 +116,15 @@ class Detachments:
         error = self._refusal()
         return None if error is None else str(error)
 
-    def _refusal(self) -> NvmlDetachedError | None:
+    def detached(self) -> str | None:
+        """As `problem`, but a pause does not count."""
         found = self.now()
-        if found is not None:
-            return NvmlDetachedError(found.problem)
+        return None if found is None else found.problem
+
+    def _refusal(self) -> NvmlDetachedError | None:
+        reason = self.detached()
+        if reason is not None:
+            return NvmlDetachedError(reason)
         return NvmlPausedError() if self.is_paused() else None
 
     def guarded(self, load: Callable[[], object]) -> Callable[[], object]:

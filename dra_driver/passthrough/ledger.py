@@ -106,7 +106,7 @@ class PassthroughLedger:
 
     def get(self, device: str) -> OwnedCard | None:
         """The entry of a device in this boot, None if there is none that can be read. Raises: StateError."""
-        entry = self._store.get(_checked(device))
+        entry = self._store.get(device)
         return entry if entry is not None and entry.boot_id == self.boot_id else None
 
     def all(self) -> Mapping[str, OwnedCard]:
@@ -126,12 +126,12 @@ class PassthroughLedger:
         """Write the entry. Raises: StateError."""
         document = {"version": _FORMAT_VERSION, **_SHAPE.encode(entry)}
         content = json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
-        self._store.write(_checked(entry.device), content, durable=False, whole=False)
+        self._store.write(entry.device, content, durable=False, whole=False)
 
     def delete(self, device: str) -> None:
         """Remove a device's entry, also one that cannot be read; nothing happens if there is none. Raises:
         StateError."""
-        self._store.remove(_checked(device), durable=False)
+        self._store.remove(device, durable=False)
 
     def _decode(self, device: str, content: bytes) -> OwnedCard:
         path = self._directory / f"{device}.json"
@@ -139,13 +139,6 @@ class PassthroughLedger:
         if entry.device != device:
             raise StateError(f"it is the entry of device {entry.device}")
         return entry
-
-
-def _checked(device: str) -> str:
-    """Raises: StateError for a name that could lead elsewhere."""
-    if not is_dns_label(device):
-        raise StateError(f"device name {device!r} is not usable as a file name; the device is refused")
-    return device
 
 
 def _tell(found: UnreadableFile) -> None:

@@ -86,7 +86,7 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
         PersistenceModes(partial(nvml.session.operation, waits_for_nvml)),
         # NVML shows a GPU that has come back when it is opened.
         lambda wait_s: None if wait_s is None else nvml.reopen(),
-        lambda: None if (found := machine.detachments.now()) is None else found.problem,
+        machine.detachments.detached,
     )
     lanes = Lanes(GpuLocks(directory / "locks"))
     runner = StepDispatcher(

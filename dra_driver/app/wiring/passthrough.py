@@ -41,10 +41,6 @@ class PassthroughParts:
             else:
                 driver.discovery.scan_now(wait_s)
 
-        def detached() -> str | None:
-            found = detachments.now()
-            return None if found is None else found.problem
-
         self._is_wanted = settings.for_virtual_machines is not None
         self._is_on = False
         self.ledger = PassthroughLedger(settings.plugin_directory / DIRECTORY, boot_id)
@@ -57,7 +53,13 @@ class PassthroughParts:
         )
         persistence = PersistenceModes(lambda: nvml.session.operation(waits_for_nvml))
         self.steps = VfioSteps(
-            cards, self.ledger, nvml, nvml_pause(nvml.session, detachments), persistence, rescan, detached
+            cards,
+            self.ledger,
+            nvml,
+            nvml_pause(nvml.session, detachments),
+            persistence,
+            rescan,
+            detachments.detached,
         )
 
     def open(self) -> None:
@@ -75,8 +77,8 @@ class PassthroughParts:
         return self._known.read(gpus) if self._is_on else ()
 
     def taken(self) -> frozenset[str]:
-        """The UUIDs of the GPUs that this plugin has bound to vfio, or is about to: NVML need not have them. None while
-        the ledger cannot be read."""
+        """The UUIDs of the GPUs that this plugin has bound to vfio, or is about to: NVML need not have them. Empty
+        while the ledger cannot be read."""
         with suppress(StateError):
             return frozenset(self._known.owned().values()) if self._is_on else frozenset()
         return frozenset()

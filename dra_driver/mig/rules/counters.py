@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, lru_cache
-from typing import Any
 
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, VfioDevice, WholeGpu
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.mig import GpuInstance, MigProfile, Partitioning, PlacedProfile, Placement
 from dra_driver.model.units import format_bytes
 
-JsonObject = dict[str, Any]
 Amounts = Mapping[str, int]
 
 _MIB = 1 << 20

@@ -8,13 +8,10 @@ takes none of it would cost nothing there.
 
 from __future__ import annotations
 
-from typing import Any
-
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.sharing import MAX_MPS_SHARES, SharingRule
 from dra_driver.model.units import format_bytes, format_decimal, quantity_bytes
-
-JsonObject = dict[str, Any]
 
 MEMORY = "memory"
 SHARES = "shares"
