@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +10,9 @@ from typing import Any
 import structlog
 
 from dra_driver.errors import StateError
+from dra_driver.files import formats
 from dra_driver.files.fields import FLAG, NUMBER, TEXT, Kind, Shape, left_out, list_of, needed, one_of
-from dra_driver.files.formats import NewerFormatError, parse
+from dra_driver.files.formats import NewerFormatError
 from dra_driver.files.json_store import JsonStore, UnreadableFile
 from dra_driver.health.rules.merge import merged
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
@@ -99,14 +99,13 @@ def _tell(found: UnreadableFile) -> None:
 def encode(kept: KeptHealth) -> bytes:
     """The file's content. States in which nothing is remembered are left out."""
     ordered = replace(kept, states=tuple(_ordered(kept.states)))
-    document = {"version": FORMAT_VERSION, **_KEPT.encode(ordered)}
-    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+    return formats.encode(_KEPT.encode(ordered), FORMAT_VERSION)
 
 
 def decode(content: bytes) -> KeptHealth:
     """The kept health in a JSON document. Raises: StateError that says what is wrong with it."""
     try:
-        return parse(content, "health file", _KEPT.decode, known=FORMAT_VERSION)
+        return formats.parse(content, "health file", _KEPT.decode, known=FORMAT_VERSION)
     except NewerFormatError as error:
         raise StateError(str(error)) from error  # so that the file is set aside
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+from dra_driver.files import formats
 from dra_driver.files.fields import (
     FLAG,
     JSON,
@@ -21,7 +21,6 @@ from dra_driver.files.fields import (
     one_of,
     or_null,
 )
-from dra_driver.files.formats import parse
 from dra_driver.model.claim import (
     AllocatedClaim,
     ClaimRef,
@@ -53,8 +52,7 @@ FORMAT_VERSION = 1
 
 def encode(record: ClaimRecord) -> bytes:
     """The record as one JSON document."""
-    document = {"version": FORMAT_VERSION, **_RECORD.encode(record)}
-    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+    return formats.encode(_RECORD.encode(record), FORMAT_VERSION)
 
 
 def decode(content: bytes) -> ClaimRecord:
@@ -62,7 +60,7 @@ def decode(content: bytes) -> ClaimRecord:
 
     Raises: NewerFormatError, and StateError that says what is wrong with it.
     """
-    return parse(content, "claim record", _RECORD.decode, known=FORMAT_VERSION)
+    return formats.parse(content, "claim record", _RECORD.decode, known=FORMAT_VERSION)
 
 
 def step_kind(step: Step) -> str:

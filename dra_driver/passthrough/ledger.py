@@ -8,7 +8,6 @@ Nothing is synced: a power cut ends the boot, and with it every binding.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import structlog
 
 from dra_driver.errors import StateError
 from dra_driver.files.fields import FLAG, TEXT, Shape, list_of, needed, nullable, or_null
-from dra_driver.files.formats import parse
+from dra_driver.files.formats import encode, parse
 from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.model.ids import is_dns_label
 
@@ -124,8 +123,7 @@ class PassthroughLedger:
 
     def save(self, entry: OwnedCard) -> None:
         """Write the entry. Raises: StateError."""
-        document = {"version": _FORMAT_VERSION, **_SHAPE.encode(entry)}
-        content = json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+        content = encode(_SHAPE.encode(entry), _FORMAT_VERSION)
         self._store.write(entry.device, content, durable=False, whole=False)
 
     def delete(self, device: str) -> None:
