@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.errors import ApiRejectedError, ApiUnavailableError, PermanentError
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, PermanentError, StateError
 from dra_driver.files.atomic import write_atomically
 from dra_driver.files.file_lock import hold_file
 from dra_driver.host.driver_programs import InstalledPrograms
@@ -132,7 +132,10 @@ class MpsHostOnFiles:
             self._host.stop(device, 0.0)
             path.unlink()
             return
-        spec = read_wish(path)
+        try:
+            spec = read_wish(path)
+        except StateError:
+            return  # withdrawn since it was listed
         assert spec is not None
         try:
             self._host.ensure(spec, 0.0)
