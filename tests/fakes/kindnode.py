@@ -21,7 +21,7 @@ from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
-from dra_driver.errors import NvmlInUseError, PermanentError
+from dra_driver.errors import NvmlInUseError, PermanentError, RetryableError
 from dra_driver.files.atomic import TEMPORARY_SUFFIX
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
@@ -97,6 +97,7 @@ class Site:
         self.inventory = self.simulated.discover(self.cards(directory / "none"))
         self._gpus = {gpu.index: gpu for gpu in self.inventory.gpus}
         self._at_first = self.settings()
+        self.detachment: str | None = None
 
     def cards(self, ledger: Path) -> KnownCards:
         """The cards as a plugin with this ledger shows them."""
@@ -198,6 +199,17 @@ class Site:
             return True
         return False
 
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        """NVML is kept closed, as between `gpu-dra-driver detach` and `detach --end`."""
+        self.detachment = "NVML is closed until later"
+        self.simulated.session.let_go(self.detachment)
+        try:
+            yield
+        finally:
+            self.detachment = None
+            self.simulated.session.reopen()
+
     def close(self) -> None:
         self.simulated.close()
 
@@ -209,6 +221,8 @@ class TimeSliceSettings:
     site: Site
 
     def set_time_slice(self, gpu_uuid: str, level: int, timeout_s: float = 20.0) -> None:
+        if self.site.detachment is not None:
+            raise RetryableError(self.site.detachment)
         self.site.policies.set(TIMESLICE, gpu_uuid, level)
 
 
@@ -428,8 +442,8 @@ class KindNode(Journaled):
                 site.simulated.nvml,
                 site.simulated.session.closed,
                 self.deaths.effects_of(PersistenceModes(nullcontext)),
-                lambda wait_s: None if wait_s is None else site.simulated.session.reopen(),
-                lambda: None,
+                self._look_again,
+                lambda: site.detachment,
             ),
             WriteDeviceMetadata: MetadataSteps(
                 self.metadata_files, lambda: site.inventory, self.created_instance
@@ -446,6 +460,10 @@ class KindNode(Journaled):
                 self._vfio(),
             ),
         }
+
+    def _look_again(self, wait_s: float | None) -> None:
+        if wait_s is not None and self.site.detachment is None:
+            self.site.simulated.session.reopen()
 
     def _vfio(self) -> VfioCards:
         control = self.deaths.effects_of(SimulatedPciControl(self.site.machine))
