@@ -26,6 +26,7 @@ _GPU_NODE = re.compile(r"/dev/nvidia(ctl|\d+)\Z")
 _ALWAYS_THERE = frozenset({"nvidia-persiste", "nv-fabricmanage", "nvidia-cuda-mps"})
 """Names as the kernel cuts them: nvidia-persistenced and nv-fabricmanager, for which the NVIDIA driver makes way, and
 the daemons and servers of MPS, which end with their claims."""
+_OWN_NAMES = ("gpu-dra-driver", "dra_driver")
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """The kernel's own number for the host's namespace, always the same."""
 
@@ -114,8 +115,10 @@ def _has_open(proc: str, pid: int, is_wanted: Callable[[str], bool]) -> bool:
 
 
 def _is_of_this_driver(proc: str, pid: int) -> bool:
-    words = text_of(f"{proc}/{pid}/cmdline").split("\0")[:4]
-    return any("gpu-dra-driver" in word or "dra_driver" in word for word in words)
+    command = text_of(f"{proc}/{pid}/cmdline")
+    # This process may have another name, such as a test's. So has its child until it runs a program of its own.
+    is_own = command != "" and command == text_of(f"{proc}/self/cmdline")
+    return is_own or any(name in word for word in command.split("\0")[:4] for name in _OWN_NAMES)
 
 
 def _all_processes(proc: str) -> list[int] | None:

@@ -93,6 +93,8 @@ def test_programs_that_keep_a_gpu_open(tmp_path: Path) -> None:
     assert gpu_users(host, [UID]) == [*first, *last]
     assert gpu_users(host, [GONE]) == [*first, "train (process 4717)", *last]
     assert gpu_users(host, [UID], "/machine/root") == ["of-a-machine (process 4718)"]
+    (tmp_path / "self/cmdline").write_text("x")
+    assert gpu_users(host, [UID], "/machine/root") == [], "it named the program that asks"
     assert gpu_users(proc(tmp_path / "no host PIDs", namespace="pid:[4026532001]"), []) is None
     assert gpu_users(str(tmp_path / "no proc"), []) is None
 
