@@ -330,10 +330,14 @@ def test_a_host_at_rest_writes_nothing(host: Host) -> None:
     supervisor.ensure(host.spec(), 10)
     status = host.layout.status("gpu-2")
     eventually(lambda: supervisor.status()[0].clients == 0 and '"clients": 0' in status.read_text())
-    before = generation_of(status), generation_of(host.layout.record("gpu-2"))
-    looks = iter(range(50))
-    eventually(lambda: next(looks, None) is None)
-    assert (generation_of(status), generation_of(host.layout.record("gpu-2"))) == before
+    seen: list[tuple[object, object]] = []
+
+    def writes_nothing() -> bool:
+        # What it has found out by now may still have to be written once.
+        seen.append((generation_of(status), generation_of(host.layout.record("gpu-2"))))
+        return len(seen) > 50 and len(set(seen[-50:])) == 1
+
+    eventually(writes_nothing)
 
 
 def test_only_the_owner_reads_what_is_wanted_and_what_runs(host: Host) -> None:

@@ -170,9 +170,9 @@ THREADS, MEMORY = {"default_active_thread_percentage": 50}, {"default_memory_lim
 @pytest.mark.parametrize(
     ("rules", "timings", "settings", "error", "text"),
     [
-        ({"never_ready": True}, {"start": 0.4}, {}, RetryableError, r"was not ready after \d\.\d s .*Starting control"),
+        ({"never_ready": True}, {"start": 2.0}, {}, RetryableError, r"was not ready after \d\.\d s .*Starting control"),
         (
-            {"silent": True}, {"start": 0.8, "answer": 0.2, "patience": 0.2}, {}, RetryableError,
+            {"silent": True}, {"start": 3.0, "answer": 0.2, "patience": 0.2}, {}, RetryableError,
             "ask the MPS daemon 'get_default_active_thread_percentage': .*does not answer",
         ),
         (
