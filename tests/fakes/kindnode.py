@@ -34,6 +34,7 @@ from dra_driver.mig.holders import MigHolders
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.mig.steps import MigSteps
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
+from dra_driver.model.driver_files import DriverFiles
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice, VfioDevice
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
@@ -61,7 +62,7 @@ from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.simulator import SimulatedPciControl, device_node_reader
 from dra_driver.simulator.pci import functions
 from dra_driver.simulator.policy import TIMESLICE, Policies
-from dra_driver.simulator.state import Function
+from dra_driver.simulator.state import Function, decode, encode
 from tests.fakes.clock import Clock
 from tests.fakes.journal import Journaled
 from tests.fakes.machines import SimulatedNode
@@ -82,6 +83,16 @@ EFFECTS = frozenset({
 _SHARE_IDS = ("9f6a2c3e-0d5f-4a6b-8b7a-7f3c1ad296f4", "0f6a2c3e-0d5f-4a6b-8b7a-7f3c1ad296f4")
 
 
+class _LookedAtOnce(DriverRoot):
+    """The NVIDIA driver's files, which nothing here changes: each look is four milliseconds."""
+
+    _installed: DriverFiles | None = None
+
+    def files(self, nvml_version: str | None) -> DriverFiles:
+        self._installed = self._installed or self.scan(nvml_version)
+        return self._installed
+
+
 class Site:
     """What outlives the plugin: the machine, and the MPS host, whose daemons here are records and nothing else."""
 
@@ -90,13 +101,13 @@ class Site:
         self.machine = self.simulated.machine
         self.policies = Policies(self.machine.host_root)
         self.nodes = device_node_reader(self.machine)
-        self.driver_root = DriverRoot(self.simulated.paths, nodes=self.nodes)
+        self.driver_root = _LookedAtOnce(self.simulated.paths, nodes=self.nodes)
         gpu = self.machine.gpu(FOR_MACHINES)
         audio = f"{gpu.bus_id.partition('.')[0]}.1"
         self.machine.add_function(Function(audio, gpu.pcie, 0x22BA, 0x040300, driver="snd_hda_intel"))
         self.inventory = self.simulated.discover(self.cards(directory / "none"))
         self._gpus = {gpu.index: gpu for gpu in self.inventory.gpus}
-        self._at_first = self.settings()
+        self._first, self._at_first = encode(self.machine.current()), self.settings()
         self.detachment: str | None = None
 
     def cards(self, ledger: Path) -> KnownCards:
@@ -178,17 +189,12 @@ class Site:
 
     def reset(self) -> None:
         """As after a boot: only what was made by hand at the start is there."""
-        self.machine.set_vfio(vfio_loaded=[])
-        if self.settings() == self._at_first:
+        first = decode(self._first)
+        if self.machine.current().system == first.system and self.settings() == self._at_first:
             return
-        self.machine.give_to(FOR_MACHINES, "nvidia")
-        self.machine.set_vfio(vfio_loaded=[])
-        self.machine.set_gpu(FOR_MACHINES, persistence=1)
-        for index in ON_DEMAND:
-            for instance in list(self.machine.gpu(index).instances):
-                self.machine.destroy_mig(index, instance.id)
-            if self.machine.gpu(index).mig_mode:
-                self.machine.set_mig_mode(index, False)
+        with self.machine._change() as state:
+            state.gpus, state.functions, state.system = first.gpus, first.functions, first.system
+            state.events = []  # which hundreds of claims would else leave to be written with each change
         self.policies.reset()
         eventually(self._reopened)
 
