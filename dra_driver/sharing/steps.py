@@ -112,7 +112,8 @@ class TimeSliceSteps:
         """A GPU that refuses is told once for each reason."""
         try:
             record = self._records.get(uid)
-            if record is not None and step in record.steps:
+            # The try before may have ended while this one was asked for.
+            if record is not None and step in record.steps and (uid, step) in self._lost:
                 self._nvidia_smi.set_time_slice(step.gpu_uuid, step.interval)
                 _log.info("time_slice_set_again", gpu_uuid=step.gpu_uuid, claim_uid=uid)
         except DraDriverError as error:
