@@ -20,6 +20,7 @@ from nvidia_programs import Programs
 from dra_driver.host.capability_nodes import CapabilityNodes
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.mig_caps import MigCaps
+from dra_driver.host.reading import text_of
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories, MpsMember
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon import HostTools
@@ -115,7 +116,7 @@ class MpsHost:
         """Everything that a daemon could leave behind, below the host's directory."""
         own = {"host.lock", "host.lib", "host.wanted", "host.status"}
         paths = [*self.layout.root.iterdir(), *self.layout.wishes.glob("*.stop")]
-        running = (path for path in self.layout.statuses.iterdir() if '"refusal": null' in path.read_text())
+        running = (path for path in self.layout.statuses.iterdir() if '"refusal": null' in text_of(path))
         return sorted(path.name for path in (*paths, *running) if path.name not in own)
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ class Countdown:
     def __init__(self, steps: int) -> None:
         self.left = steps
         self.armed = False
+        self.done: list[str] = []
         self._turn = threading.RLock()
         for owner, name in STEPS:
             setattr(owner, name, self._counted(getattr(owner, name)))
@@ -51,6 +52,7 @@ class Countdown:
         def counted(*arguments, **named):
             with self._turn:
                 result = step(*arguments, **named)
+                self.done.append(step.__name__)
                 if self.armed:
                     self.left -= 1
                     if self.left == 0:
@@ -58,6 +60,10 @@ class Countdown:
                 return result
 
         return counted
+
+    def wait_for(self, step, times):
+        """Whoever asked for a start or stop goes on before its last step is done."""
+        eventually(lambda: self.done.count(step) >= times)
 
 
 def killed_after(steps, host, body):
@@ -78,12 +84,15 @@ def killed_after(steps, host, body):
 def start(supervisor, spec, countdown):
     countdown.armed = True
     supervisor.ensure(spec, 10)
+    countdown.wait_for("write_atomically", 1)
 
 
 def start_and_stop(supervisor, spec, countdown):
     supervisor.ensure(spec, 10)
+    countdown.wait_for("write_atomically", 1)
     countdown.armed = True
     supervisor.stop(spec.device, 10)
+    countdown.wait_for("remove_file", 2)
 
 
 def spec_of(host, several):
