@@ -50,8 +50,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two more than processors: a third of the time tests wait for what a daemon, a disk or a kubelet does."""
-    return len(os.sched_getaffinity(0)) + 2
+    """Four more than processors: half of the time tests wait for what a daemon, a disk or a kubelet does."""
+    return len(os.sched_getaffinity(0)) + 4
 
 
 def pytest_configure(config: pytest.Config) -> None:
