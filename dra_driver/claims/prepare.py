@@ -36,7 +36,7 @@ from dra_driver.journal.lanes import GpuUnresponsiveError
 from dra_driver.journal.locks import ClaimGuard, ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
-from dra_driver.model.claim import AllocatedClaim, Prepared
+from dra_driver.model.claim import Prepared
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 
@@ -96,7 +96,7 @@ class Preparer:
         has_looked = False
         while True:
             try:
-                return self._prepare_once(attempt, attempt.claim)
+                return self._prepare_once(attempt)
             except WAITED_FOR as error:
                 if not isinstance(error, NvmlTransientError):
                     self.give_up(attempt)
@@ -109,13 +109,12 @@ class Preparer:
                 has_looked = True
                 self.planner.look_again(attempt.call)
 
-    def _prepare_once(
-        self, attempt: PrepareAttempt, claim: AllocatedClaim
-    ) -> tuple[Prepared, ClaimRecord | None]:
+    def _prepare_once(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
         """Plan and write the record, do the steps, answer. A claim that was prepared before keeps what it has, whatever
         hangs or is lost: its pod may run."""
+        claim = attempt.claim
         try:
-            plan, record = self._planned(attempt, claim)
+            plan, record = self._planned(attempt)
             prepared = self.planner.answer(claim, plan)
             return prepared, None if record is None else self.carry_out(attempt, plan, record)
         except _SURVIVED:
@@ -127,14 +126,14 @@ class Preparer:
                 guard.note_prepared(attempt.call.began_ns)
                 return self.planner.answer(claim, known), known
 
-    def _planned(self, attempt: PrepareAttempt, claim: AllocatedClaim) -> tuple[Plan, ClaimRecord | None]:
+    def _planned(self, attempt: PrepareAttempt) -> tuple[Plan, ClaimRecord | None]:
         """The claim's plan, and the record that says what it is about to do; None for a claim without devices. What
         ended claims left on its GPUs is undone first."""
         tried: set[str] = set()
         while True:
             ended: list[PendingCleanup | None] = []
             try:
-                plan, record, pending = self._planned_once(attempt, claim, tried, ended)
+                plan, record, pending = self._planned_once(attempt, tried, ended)
             finally:
                 for one in ended:
                     self.executor.clean(one)
@@ -147,16 +146,12 @@ class Preparer:
             attempt.call.left()
 
     def _planned_once(
-        self,
-        attempt: PrepareAttempt,
-        claim: AllocatedClaim,
-        tried: Collection[str],
-        ended: list[PendingCleanup | None],
+        self, attempt: PrepareAttempt, tried: Collection[str], ended: list[PendingCleanup | None]
     ) -> tuple[Plan | None, ClaimRecord | None, Sequence[PendingCleanup]]:
         """Plan under the locks of the claim and of planning on its GPUs, and write the record, unless there is
         something to be undone first, which is returned. No plan where other GPUs than expected are needed. `ended` gets
         what is to be undone of an earlier allocation of the claim."""
-        uid, call = attempt.ref.uid, attempt.call
+        uid, call, claim = attempt.ref.uid, attempt.call, attempt.claim
         with self.claim_locks.hold(uid, call.left(), call.has_left) as guard:
             refuse_unprepared(guard, call)
             known = self.records.get(uid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dra_driver.host.vfio import VfioCards
 from dra_driver.model.gpu import Gpu
@@ -12,31 +12,27 @@ from dra_driver.model.steps import BindVfio
 from dra_driver.passthrough.ledger import PassthroughLedger
 
 
+@dataclass(eq=False)
 class KnownCards:
-    """The selected cards, and those that this plugin has bound, whatever is selected now."""
+    """The selected cards, and those that this plugin has bound, whatever is selected now.
 
-    def __init__(
-        self,
-        cards: VfioCards,
-        ledger: PassthroughLedger,
-        selected: Callable[[Gpu], bool] | None,
-        recorded: Callable[[], Iterable[BindVfio]],
-    ) -> None:
-        """`selected` is None where passthrough is off. `recorded` returns the steps in the records of this boot, which
-        tell of a card whose entry in the ledger cannot be read. Raises: StateError."""
-        self._cards = cards
-        self._ledger = ledger
-        self._selected = selected
-        self._recorded = recorded
+    `selected` is None where passthrough is off. `recorded` returns the steps in the records of this boot, which tell of
+    a card whose entry in the ledger cannot be read. Raises: StateError.
+    """
+
+    cards: VfioCards
+    ledger: PassthroughLedger
+    selected: Callable[[Gpu], bool] | None
+    recorded: Callable[[], Iterable[BindVfio]]
 
     def read(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
         """The cards in bus order; `gpus` are those that NVML shows. Raises: StateError."""
         ours = self.owned()
-        names = {one.pci_bus_id: one.product_name for one in self._ledger.all().values()} if ours else {}
+        names = {one.pci_bus_id: one.product_name for one in self.ledger.all().values()} if ours else {}
         shown = {gpu.pci_bus_id: gpu for gpu in gpus}
         return tuple(
             card if card.by_us or not card.is_bound else self._of_an_administrator(card)
-            for found in self._cards.cards()
+            for found in self.cards.cards()
             if (card := _known(found, ours, shown.get(found.bus_id), names.get(found.bus_id))).by_us
             or self._is_selected(card, shown)
         )
@@ -44,22 +40,22 @@ class KnownCards:
     def owned(self) -> dict[str, str]:
         """The UUIDs of the GPUs whose cards this plugin has bound in this boot, or is about to, by bus ID. Raises:
         StateError."""
-        if not self._ledger.exists():
+        if not self.ledger.exists():
             return {}
-        ours = {one.pci_bus_id: one.gpu_uuid for one in self._ledger.all().values()}
-        if self._ledger.has_unreadable():
-            steps = (step for step in self._recorded() if self._ledger.is_unreadable(step.device))
+        ours = {one.pci_bus_id: one.gpu_uuid for one in self.ledger.all().values()}
+        if self.ledger.has_unreadable():
+            steps = (step for step in self.recorded() if self.ledger.is_unreadable(step.device))
             ours = {step.pci_bus_id: step.gpu_uuid for step in steps} | ours
         return ours
 
     def _of_an_administrator(self, card: Card) -> Card:
-        return card if card.problem is not None else replace(card, problem=self._cards.closed_by(card))
+        return card if card.problem is not None else replace(card, problem=self.cards.closed_by(card))
 
     def _is_selected(self, card: Card, shown: dict[str | None, Gpu]) -> bool:
         gpu = shown.get(card.bus_id) or Gpu(
             card.gpu_uuid, pci_bus_id=card.bus_id, product_name=card.product_name
         )
-        return self._selected is not None and self._selected(gpu)
+        return self.selected is not None and self.selected(gpu)
 
 
 def _known(card: Card, ours: dict[str, str], gpu: Gpu | None, name: str | None) -> Card:

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -66,29 +66,24 @@ _TOGETHER_S = 3.0
 """How long the binds of one claim wait for each other, so that NVML is closed once for all of them."""
 
 
+@dataclass(eq=False)
 class VfioSteps:
-    """Does and undoes `BindVfio`. Neither runs within an operation of NVML."""
+    """Does and undoes `BindVfio`. Neither runs within an operation of NVML.
 
-    def __init__(
-        self,
-        cards: VfioCards,
-        ledger: PassthroughLedger,
-        nvml: NvmlReader,
-        pause: Callable[[Callable[[], float]], AbstractContextManager[None]],
-        persistence: PersistenceModes,
-        rescan: Callable[[float | None], None],
-        detached: Callable[[], str | None],
-    ) -> None:
-        """Within `pause` NVML is closed in every process of ours; it is asked with what returns how many seconds that
-        may take. `rescan` has discovery look again, and waits so many seconds for that, None: not at all. `detached`
-        says why NVML is kept closed, None if it is not."""
-        self._cards = cards
-        self._ledger = ledger
-        self._nvml = nvml
-        self._pause = pause
-        self._persistence = persistence
-        self._rescan = rescan
-        self._detached = detached
+    Within `pause` NVML is closed in every process of ours; it is asked with what returns how many seconds that may
+    take. `rescan` has discovery look again, and waits so many seconds for that, None: not at all. `detached` says
+    why NVML is kept closed, None if it is not.
+    """
+
+    cards: VfioCards
+    ledger: PassthroughLedger
+    nvml: NvmlReader
+    pause: Callable[[Callable[[], float]], AbstractContextManager[None]]
+    persistence: PersistenceModes
+    rescan: Callable[[float | None], None]
+    detached: Callable[[], str | None]
+
+    def __post_init__(self) -> None:
         self._meetings: dict[str, tuple[Plan, threading.Barrier, list[str]]] = {}  # by claim UID
         self._guard = threading.Lock()
 
@@ -117,45 +112,45 @@ class VfioSteps:
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """Whether a vfio driver has the GPU."""
         assert isinstance(step, BindVfio)  # noqa: S101
-        card = self._cards.card(step.pci_bus_id)
+        card = self.cards.card(step.pci_bus_id)
         return card is not None and card.driver in _vfio(step, card)
 
     def lost_steps(self, claim_uid: str) -> list[Step]:
         """What is to be undone for a claim whose record was lost: the cards that the ledger has for it. Raises:
         StateError."""
-        if not self._ledger.exists():
+        if not self.ledger.exists():
             return []
         return [
             BindVfio(
-                one.device, one.gpu_uuid, one.pci_bus_id, self._cards.bound_driver(one.pci_bus_id) or VFIO_PCI
+                one.device, one.gpu_uuid, one.pci_bus_id, self.cards.bound_driver(one.pci_bus_id) or VFIO_PCI
             )
-            for one in self._ledger.all().values()
+            for one in self.ledger.all().values()
             if one.claim_uid == claim_uid
         ]
 
     # --- to vfio -------------------------------------------------------------------------------
 
     def _bind(self, step: BindVfio, claim_uid: str, met: Callable[[], None]) -> None:
-        card, entry = self._card(step), self._ledger.get(step.device)
+        card, entry = self._card(step), self.ledger.get(step.device)
         now = self._drivers(card)
         if are_bound(now, _vfio(step, card)):
             # Without an entry an administrator did it since the claim was planned, and it stays.
             if entry is not None and entry.claim_uid != claim_uid:
-                self._ledger.save(replace(entry, claim_uid=claim_uid))
+                self.ledger.save(replace(entry, claim_uid=claim_uid))
             return
         self._refuse(step, card)
-        driver = self._cards.ready_driver(step.pci_bus_id, seconds_for("load a module", _MODULE_S))
+        driver = self.cards.ready_driver(step.pci_bus_id, seconds_for("load a module", _MODULE_S))
         self._made_ready(step, now, entry, claim_uid)
         met()
-        with self._pause(waits_for_nvml):
+        with self.pause(waits_for_nvml):
             self._refuse_programs(step)
             stuck = self._make(to_vfio(self._drivers(card), card.bus_id, driver))
         self._end_of(stuck, step)
-        self._cards.verify(card, driver, seconds_for(f"see GPU {step.gpu_uuid} under vfio", _NODE_S))
+        self.cards.verify(card, driver, seconds_for(f"see GPU {step.gpu_uuid} under vfio", _NODE_S))
         _log.info(
             "card_bound", device=step.device, gpu_uuid=step.gpu_uuid, driver=driver, claim_uid=claim_uid
         )
-        self._rescan(None)
+        self.rescan(None)
 
     def _refuse(self, step: BindVfio, card: Card) -> None:
         """Raises: ClaimRefusedError, RetryableError."""
@@ -163,7 +158,7 @@ class VfioSteps:
             raise ClaimRefusedError(
                 f"GPU {step.gpu_uuid} ({card.bus_id}) cannot be given to a virtual machine: {card.problem}"
             )
-        if self._cards.vm_users(card) is None:
+        if self.cards.vm_users(card) is None:
             raise RetryableError(
                 "which programs use a card cannot be told, because gpu-dra-driver does not see the processes of the "
                 "host; set hostPID: true for its pods"
@@ -171,7 +166,7 @@ class VfioSteps:
         self._refuse_detached()
 
     def _refuse_detached(self) -> None:
-        reason = self._detached()
+        reason = self.detached()
         if reason is not None:
             raise NvmlUnavailableError(reason)
 
@@ -180,37 +175,37 @@ class VfioSteps:
     ) -> None:
         """Write the entry and leave the persistence mode, if NVML has the GPU still. Raises: DeviceBusyError;
         RetryableError if other programs have the GPU open: then there is no need to close NVML to see that."""
-        session, is_in_nvml = self._nvml.session, now[step.pci_bus_id] == NVIDIA
+        session, is_in_nvml = self.nvml.session, now[step.pci_bus_id] == NVIDIA
         with session.operation(waits_for_nvml) if is_in_nvml else nullcontext():
             if is_in_nvml:
-                _refuse_users(step, self._nvml.processes(step.gpu_uuid).values())
-                if others := self._cards.gpu_users(step.pci_bus_id, others_only=True):
+                _refuse_users(step, self.nvml.processes(step.gpu_uuid).values())
+                if others := self.cards.gpu_users(step.pci_bus_id, others_only=True):
                     raise RetryableError(_in_use(step, others))
             if entry is None:
                 # A GPU without a driver is one whose entry was lost half-way.
                 had = {**now, step.pci_bus_id: now[step.pci_bus_id] or NVIDIA}
                 functions = tuple(FunctionBefore(bus_id, driver) for bus_id, driver in had.items())
-                mode = self._persistence.get(step.gpu_uuid, step.pci_bus_id) if is_in_nvml else None
+                mode = self.persistence.get(step.gpu_uuid, step.pci_bus_id) if is_in_nvml else None
                 entry = OwnedCard(
                     step.device,
                     step.gpu_uuid,
                     step.pci_bus_id,
-                    self._ledger.boot_id,
+                    self.ledger.boot_id,
                     claim_uid,
                     functions,
                     mode,
-                    self._cards.product_name(step.pci_bus_id),
+                    self.cards.product_name(step.pci_bus_id),
                 )
-            self._ledger.save(replace(entry, claim_uid=claim_uid))
+            self.ledger.save(replace(entry, claim_uid=claim_uid))
             if entry.persistence and is_in_nvml:
-                self._persistence.set(step.gpu_uuid, step.pci_bus_id, on=False)
+                self.persistence.set(step.gpu_uuid, step.pci_bus_id, on=False)
 
     def _refuse_programs(self, step: BindVfio) -> None:
         """Raises: RetryableError if programs still have the GPU open a moment after NVML was closed and persistence
         mode left, or if that is not known. The call does not wait for them: each look closes NVML for all GPUs, and a
         monitor never ends."""
         end = time.monotonic() + seconds_for("see who has the GPU open", _LET_GO_S)
-        while (users := self._cards.gpu_users(step.pci_bus_id)) and time.monotonic() < end:
+        while (users := self.cards.gpu_users(step.pci_bus_id)) and time.monotonic() < end:
             time.sleep(_LOOK_S)
         if users is None:
             raise RetryableError(
@@ -257,12 +252,12 @@ class VfioSteps:
         return True
 
     def _return(self, step: BindVfio) -> None:
-        entry = self._ledger.all().get(step.device) if self._ledger.exists() else None
-        if entry is None and not self._ledger.is_unreadable(step.device):
+        entry = self.ledger.all().get(step.device) if self.ledger.exists() else None
+        if entry is None and not self.ledger.is_unreadable(step.device):
             return
-        card = self._cards.card(step.pci_bus_id)
+        card = self.cards.card(step.pci_bus_id)
         if card is None:  # it was pulled out; what comes in its place, the kernel binds anew
-            self._ledger.delete(step.device)
+            self.ledger.delete(step.device)
             return
         vfio, before = _vfio(step, card), dict[str, str | None]({step.pci_bus_id: NVIDIA})
         if entry is not None:
@@ -272,27 +267,27 @@ class VfioSteps:
         if any(move.action != "override" for move in moves) or self._is_overridden(card):
             self._refuse_return(step, card, before[step.pci_bus_id])
             self._make_back(moves, step)
-            if self._cards.bound_driver(step.pci_bus_id) != before[step.pci_bus_id]:
+            if self.cards.bound_driver(step.pci_bus_id) != before[step.pci_bus_id]:
                 raise RetryableError(
                     f"GPU {step.gpu_uuid} ({card.bus_id}) has left vfio, and {before[step.pci_bus_id]} does not take "
                     "it; see the kernel log, it may need a reset of the node"
                 )
             _log.info("card_returned", device=step.device, gpu_uuid=step.gpu_uuid)
-        self._rescan(seconds_for("look at the card", _RESCAN_S))
+        self.rescan(seconds_for("look at the card", _RESCAN_S))
         if entry is not None and entry.persistence:
             with suppress(NotSupportedError):  # by another NVIDIA driver than before
-                self._persistence.set(step.gpu_uuid, step.pci_bus_id, on=True)
-        self._ledger.delete(step.device)
-        self._rescan(None)
+                self.persistence.set(step.gpu_uuid, step.pci_bus_id, on=True)
+        self.ledger.delete(step.device)
+        self.rescan(None)
 
     def _refuse_return(self, step: BindVfio, card: Card, driver: str | None) -> None:
         """Raises: DeviceBusyError, RetryableError. A card under vfio is left alone while somebody may have it."""
         self._refuse_detached()
-        if driver is not None and not self._cards.has_driver(driver):
+        if driver is not None and not self.cards.has_driver(driver):
             raise NvmlUnavailableError(
                 f"the kernel driver {driver} is not loaded, so GPU {step.gpu_uuid} ({card.bus_id}) stays under vfio"
             )
-        users = self._cards.vm_users(card)
+        users = self.cards.vm_users(card)
         if users is None:
             raise RetryableError(
                 f"whether a virtual machine has GPU {step.gpu_uuid} ({card.bus_id}) cannot be told, because "
@@ -301,7 +296,7 @@ class VfioSteps:
         _refuse_users(step, users)
 
     def _is_overridden(self, card: Card) -> bool:
-        return any(self._cards.overridden_by(bus_id) is not None for bus_id in card.functions)
+        return any(self.cards.overridden_by(bus_id) is not None for bus_id in card.functions)
 
     def _make_back(self, moves: Sequence[Move], step: BindVfio) -> None:
         """Make the moves, all of them: what accompanies a GPU must not keep it. Where a driver does not take its
@@ -320,13 +315,13 @@ class VfioSteps:
     # --- both ----------------------------------------------------------------------------------
 
     def _card(self, step: BindVfio) -> Card:
-        card = self._cards.card(step.pci_bus_id)
+        card = self.cards.card(step.pci_bus_id)
         if card is None:
             raise RetryableError(f"GPU {step.gpu_uuid} ({step.pci_bus_id}) is not on the PCI bus any more")
         return card
 
     def _drivers(self, card: Card) -> dict[str, str | None]:
-        return {bus_id: self._cards.bound_driver(bus_id) for bus_id in card.functions}
+        return {bus_id: self.cards.bound_driver(bus_id) for bus_id in card.functions}
 
     def _make(self, moves: Iterable[Move]) -> NotAnsweredError | None:
         """Make the moves one after the other; the error of one that blocks, and no other follows it. Raises:
@@ -336,13 +331,13 @@ class VfioSteps:
             try:
                 match move.action:
                     case "override":
-                        self._cards.override(move.bus_id, move.driver, limit)
+                        self.cards.override(move.bus_id, move.driver, limit)
                     case "unbind":
-                        self._cards.unbind(move.bus_id, limit)
+                        self.cards.unbind(move.bus_id, limit)
                     case "probe":
-                        self._cards.probe(move.bus_id, limit)
+                        self.cards.probe(move.bus_id, limit)
                     case "bind":
-                        self._cards.bind(move.bus_id, move.driver or "", limit)
+                        self.cards.bind(move.bus_id, move.driver or "", limit)
             except NotAnsweredError as error:
                 return error
         return None
@@ -357,8 +352,8 @@ class VfioSteps:
             return
         pause = Backoff(_STUCK_FIRST_S, _STUCK_MOST_S)
         while not wait([stuck.answer], pause.next()).done:
-            with suppress(DraDriverError), until(time.monotonic() + _NVML_S), self._pause(waits_for_nvml):
-                if not self._cards.gpu_users(step.pci_bus_id):
+            with suppress(DraDriverError), until(time.monotonic() + _NVML_S), self.pause(waits_for_nvml):
+                if not self.cards.gpu_users(step.pci_bus_id):
                     wait([stuck.answer], _LET_GO_S)
         raise stuck
 

@@ -645,7 +645,7 @@ def test_many_cycles_leave_nothing(host, monkeypatch):
     supervisor.stop("gpu-2", 10)
     threads = set(threading.enumerate())
     before = len(list(Path("/proc/self/fd").iterdir()))
-    for _ in range(300):
+    for _ in range(60):
         supervisor.ensure(host.spec(), 10)
         supervisor.stop("gpu-2", 10)
     eventually(lambda: set(threading.enumerate()) <= threads)

@@ -360,13 +360,13 @@ def test_nothing_changes_drivers_while_nvml_is_kept_closed(
     node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = node.runner.runners[BindVfio]
-    monkeypatch.setattr(runner, "_detached", lambda: "NVML is closed until noon")
+    monkeypatch.setattr(runner, "detached", lambda: "NVML is closed until noon")
     untouched = node.state()
     refused(node.prepare(wanted(site)), "NVML is closed until noon")
     assert node.state() == untouched
     monkeypatch.undo()
     node.prepare(wanted(site))
-    monkeypatch.setattr(runner, "_detached", lambda: "NVML is closed until noon")
+    monkeypatch.setattr(runner, "detached", lambda: "NVML is closed until noon")
     assert node.unprepare(wanted(site)) is None
     [left] = node.cleanups.outstanding()
     assert "NVML is closed until noon" in left.text

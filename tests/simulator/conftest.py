@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pynvml
@@ -47,13 +48,12 @@ def shared(make_memory_path: Callable[[], Path]) -> Callable[[str], Machine]:
     return one
 
 
-@pytest.fixture
-def look(shared: Callable[[str], Machine]) -> Iterator[Callable[[str], Machine]]:
-    """Initialises NVML on a machine that the test only reads."""
+@contextmanager
+def started(made: Callable[..., Machine]) -> Iterator[Callable[..., Machine]]:
     before = pynvml.nvmlLib
 
-    def start(name: str) -> Machine:
-        machine = shared(name)
+    def start(name: str, **options: object) -> Machine:
+        machine = made(name, **options)
         load(machine)
         pynvml.nvmlInit()
         return machine
@@ -61,22 +61,20 @@ def look(shared: Callable[[str], Machine]) -> Iterator[Callable[[str], Machine]]
     yield start
     pynvml.nvmlLib = before
     pynvml._nvmlGetFunctionPointer_cache.clear()
+
+
+@pytest.fixture
+def look(shared: Callable[[str], Machine]) -> Iterator[Callable[[str], Machine]]:
+    """Initialises NVML on a machine that the test only reads."""
+    with started(shared) as start:
+        yield start
 
 
 @pytest.fixture
 def nvml(make: Callable[..., Machine]) -> Iterator[Callable[..., Machine]]:
     """Creates a machine and initialises NVML on it."""
-    before = pynvml.nvmlLib
-
-    def start(name: str, **options: object) -> Machine:
-        machine = make(name, **options)
-        load(machine)
-        pynvml.nvmlInit()
-        return machine
-
-    yield start
-    pynvml.nvmlLib = before
-    pynvml._nvmlGetFunctionPointer_cache.clear()
+    with started(make) as start:
+        yield start
 
 
 @pytest.fixture

@@ -567,21 +567,18 @@ def _conflicts(wanted: Sequence[Wanted], record: ClaimRecord, held: HeldDevice) 
         if not _same_silicon(held, device):
             continue
         if not _are_shares(held, device):
-            yield Conflict(
-                record,
-                held,
+            text = (
                 f"request {request}: device {device.device} is held by claim {record.ref} ({held.device}, "
-                f"{record.phase}); it becomes free when that claim's pod is gone",
+                f"{record.phase}); it becomes free when that claim's pod is gone"
             )
-            continue
-        reason = incompatibility(held.usage, device.usage)
-        if reason is not None:
-            yield Conflict(
-                record,
-                held,
+        elif (reason := incompatibility(held.usage, device.usage)) is not None:
+            text = (
                 f"request {request}: device {device.device} is shared with claim {record.ref}, and this claim "
-                f"cannot share it in its own mode: {reason}",
+                f"cannot share it in its own mode: {reason}"
             )
+        else:
+            continue
+        yield Conflict(record, held, text)
 
 
 def _same_silicon(held: HeldDevice, device: HeldDevice) -> bool:
