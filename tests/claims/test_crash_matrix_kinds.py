@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ import yaml
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.claim import Prepared
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
-from tests.fakes.kindnode import EFFECTS, KINDS, KindNode, Site
+from tests.fakes.kindnode import EFFECTS, KINDS, KindNode, Saved, Site
 from tests.fakes.preparing import Crash
 
 XID = Reason("xid", "48", Severity.UNHEALTHY, 100, 120, "Xid 48: double-bit ECC error")
@@ -34,8 +34,24 @@ class Case:
     site: Site
     directory: Path
     name: str
+    _begun: dict[str, tuple[KindNode, Saved]] = field(default_factory=dict)
 
     def fresh(self) -> KindNode:
+        return self._again("fresh", self._first)
+
+    def _again(self, name: str, first: Callable[[], KindNode]) -> KindNode:
+        """What `first` makes, from the second time on a copy of all that it left."""
+        copy = self.directory.with_name(name)
+        if name not in self._begun:
+            self._begun[name] = first(), self.site.saved()
+            shutil.copytree(self.directory, copy)
+        node, saved = self._begun[name]
+        self.site.put_back(saved)
+        shutil.rmtree(self.directory)
+        shutil.copytree(copy, self.directory)
+        return node.again()
+
+    def _first(self) -> KindNode:
         kind = KINDS[self.name]
         self.site.reset()
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -68,12 +84,15 @@ class Case:
         yield from self._deaths(self.fresh, self.prepare, rolls=rolls)
 
     def dead_unprepares(self, *, rolls: bool = False) -> Iterator[tuple[str, KindNode]]:
-        yield from self._deaths(self._prepared, self.unprepare, rolls=rolls)
+        yield from self._deaths(self.prepared, self.unprepare, rolls=rolls)
 
     def _prepared(self) -> KindNode:
         node = self.fresh()
         self.prepare(node)
         return node
+
+    def prepared(self) -> KindNode:
+        return self._again("prepared", self._prepared)
 
     def _deaths(
         self, begin: Callable[[], KindNode], call: Callable[[KindNode], object], *, rolls: bool

@@ -83,6 +83,14 @@ EFFECTS = frozenset({
 _SHARE_IDS = ("9f6a2c3e-0d5f-4a6b-8b7a-7f3c1ad296f4", "0f6a2c3e-0d5f-4a6b-8b7a-7f3c1ad296f4")
 
 
+@dataclass(frozen=True)
+class Saved:
+    """A simulated machine, and the files of its settings."""
+
+    machine: str
+    policies: Mapping[Path, str]
+
+
 class _LookedAtOnce(DriverRoot):
     """The NVIDIA driver's files, which nothing here changes: each look is four milliseconds."""
 
@@ -107,7 +115,7 @@ class Site:
         self.machine.add_function(Function(audio, gpu.pcie, 0x22BA, 0x040300, driver="snd_hda_intel"))
         self.inventory = self.simulated.discover(self.cards(directory / "none"))
         self._gpus = {gpu.index: gpu for gpu in self.inventory.gpus}
-        self._first, self._at_first = encode(self.machine.current()), self.settings()
+        self._first, self._at_first = self.saved(), self.settings()
         self.detachment: str | None = None
 
     def cards(self, ledger: Path) -> KnownCards:
@@ -187,16 +195,26 @@ class Site:
             for compute in instance.compute
         }
 
-    def reset(self) -> None:
-        """As after a boot: only what was made by hand at the start is there."""
-        first = decode(self._first)
-        if self.machine.current().system == first.system and self.settings() == self._at_first:
-            return
+    def saved(self) -> Saved:
+        policies = {path: path.read_text() for path in self.policies.directory.glob("*/*")}
+        return Saved(encode(self.machine.current()), policies)
+
+    def put_back(self, saved: Saved) -> None:
+        """What a claim may change is as it was then."""
+        then = decode(saved.machine)
         with self.machine._change() as state:
-            state.gpus, state.functions, state.system = first.gpus, first.functions, first.system
+            state.gpus, state.functions, state.system = then.gpus, then.functions, then.system
             state.events = []  # which hundreds of claims would else leave to be written with each change
         self.policies.reset()
+        for path, text in saved.policies.items():
+            path.write_text(text)
         eventually(self._reopened)
+
+    def reset(self) -> None:
+        """As after a boot: only what was made by hand at the start is there."""
+        is_loaded = self.machine.current().system != decode(self._first.machine).system
+        if is_loaded or self.settings() != self._at_first:
+            self.put_back(self._first)
 
     def _reopened(self) -> bool:
         """An operation that hung in the test before may still close NVML for a moment."""
