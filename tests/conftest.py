@@ -50,8 +50,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Four more than processors: half of the time tests wait for what a daemon, a disk or a kubelet does."""
-    return len(os.sched_getaffinity(0)) + 4
+    """Six more than processors: most of the time tests wait for what a daemon, a disk or a kubelet does."""
+    return len(os.sched_getaffinity(0)) + 6
 
 
 def pytest_configure(config: pytest.Config) -> None:
