@@ -1,0 +1,41 @@
+"""What is wrong with this node now, in sentences for operators.
+
+Each part of the plugin that can be in trouble returns its problems whenever it is called. `reporting/node_problems.py`
+calls them all and turns what it gets into events, readiness notes, a metric and the file that `top` reads. So a problem
+ends when its part stops returning it, and never because some other thing happened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ProblemCode = Literal[
+    "claims-failing",
+    "disk-not-writable",
+    "driver-files-missing",
+    "foreign-driver",
+    "gpu-unresponsive",
+    "gpus-unavailable",
+    "health-unknown",
+    "mps-host-missing",
+    "not-registered",
+    "passthrough-unavailable",
+    "slices-not-published",
+]
+"""The label `problem` of the metric `nvidia_dra_node_problem`; users write alerts with it, so it keeps its words."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProblem:
+    """One problem. `subject` names the device, claim or path that has it, and is empty for the node as a whole.
+
+    `text` is one sentence: what is wrong, with which object, and what to do now. Two problems with the same code and
+    subject are the same problem, even if the text changes.
+
+    >>> NodeProblem("gpu-unresponsive", "GPU gpu-0 has not answered NVML for 40 s; drain and reboot the node", "gpu-0")
+    """
+
+    code: ProblemCode
+    text: str
+    subject: str = ""
