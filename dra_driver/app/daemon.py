@@ -59,10 +59,11 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.mps.host_files import MpsHostFiles, mps_layout
 from dra_driver.nvml.reader import NvmlReader
-from dra_driver.observability.http import HttpEndpoint, metrics_page, problems_page
+from dra_driver.observability.http import HttpEndpoint, json_page, metrics_page, problems_page
 from dra_driver.observability.metrics import Metrics
 from dra_driver.observability.probes import Probes
 from dra_driver.observability.usage import Usage
+from dra_driver.reporting.node_problems import NodeProblems
 from dra_driver.reporting.unclaimed_memory import UnclaimedMemory
 from dra_driver.settings import Settings
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
@@ -119,10 +120,11 @@ class Driver:
             InstalledPrograms(paths.driver_root, plugin_dir / "imex.lib", names=(IMEX_PROGRAM,)),
             nodes=platform.nodes,
         )
-        mark = UseMark(plugin_dir / LOCK_FILE)
         load = detachments.guarded(platform.load_nvml)
         kept_names = self._held_gpu_names if settings.device_names == "minor" else None
-        nvml = NvmlReader(load, settings.on_demand, self._foreign_instances, mark, kept_names)
+        nvml = NvmlReader(
+            load, settings.on_demand, self._foreign_instances, UseMark(plugin_dir / LOCK_FILE), kept_names
+        )
         self.mig = MigParts(self, paths, without_record.lost_devices, nvml.session.operation)
         self.passthrough = PassthroughParts(self, platform, nvml, detachments)
         self.discovery = Discovery(
@@ -219,11 +221,17 @@ class Driver:
 
         # The cluster and the kubelet.
         self.publishing: PublishingParts = PublishingParts(self, api)
+        self.node_problems = NodeProblems(
+            (self.discovery.problems, self.health.problems),
+            self.reporting.recorder,
+            leadership.speaks_for_node,
+            plugin_dir,
+        )
         self.probes = Probes(
             lambda: self._plugin,
             self.discovery,
             lambda: self.publishing.publisher,
-            [self.discovery.files_problem, self.health.monitor.problem, self.health.monitor.unresponsive],
+            self.node_problems.notes,
         )
         self._plugin: KubeletPlugin = KubeletPlugin(
             PluginSettings(
@@ -246,7 +254,6 @@ class Driver:
             {
                 Change.REGISTERED: (leadership.announce, partial(changes.tell, Change.INVENTORY)),
                 Change.INVENTORY: (
-                    lambda: self.reporting.node.driver(self.discovery.unavailable()),
                     self.reporting.claims.wake,
                     self.health.devices_changed,
                     self.publishing.publisher.mark_dirty,
@@ -295,6 +302,7 @@ class Driver:
         show.reports(self.reporting.recorder.counts)
         show.value("readiness", "ready", lambda: not self.probes.readiness())
         show.value("problem", "node_problem", lambda: bool(self.problems()))
+        show.problems(self.node_problems.codes)
         show.mps(lambda: [status.state for status in mps.statuses()])
         show.publishing(
             lambda: publishing.publisher.problem, publishing.slice_count, publishing.withdrawn_count
@@ -325,6 +333,7 @@ class Driver:
         yield Part("cleanup", self.cleaner.start, self.cleaner.stop)
         yield Part("reconciler", self.claims.reconciler.start, self.claims.reconciler.stop)
         yield from self.publishing.parts()
+        yield Part("node_problems", self.node_problems.start, self.node_problems.stop)
         if self._unclaimed_memory is not None:
             yield Part("unclaimed_memory", self._unclaimed_memory.start, self._unclaimed_memory.stop)
         if self.settings.http_endpoint:
@@ -335,6 +344,7 @@ class Driver:
                     "/healthz": problems_page(self.probes.liveness),
                     "/startupz": problems_page(self.probes.startup),
                     "/readyz": problems_page(self.probes.readiness, self.probes.notes),
+                    "/problems": json_page(self.node_problems.as_json),
                 },
             )
             yield Part("http", http.start, http.stop)

@@ -42,6 +42,7 @@ from dra_driver.model.fingerprint import HostFingerprint
 from dra_driver.model.gpu import FabricRegistration, Gpu
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.passthrough import Card
+from dra_driver.model.problems import NodeProblem
 from dra_driver.nvml.reader import NvmlReader
 
 _log = structlog.get_logger(__name__)
@@ -88,6 +89,7 @@ class Discovery:
         # The last snapshot; None until NVML answered for the first time.
         self.inventory: Inventory | None = None
         self._problem: str | None = NOT_DISCOVERED
+        self._was_available = False
         self._fingerprint: HardwareFingerprint | None = None
         self._driver: str | None = None
         self._has_nvml = False
@@ -128,10 +130,18 @@ class Discovery:
             )
         return self._problem
 
-    def files_problem(self) -> str | None:
-        """Why no claim can be prepared though devices are known: files of the NVIDIA driver are missing."""
-        faults = () if self.inventory is None else self.inventory.faults
-        return next((fault.text for fault in faults if fault.subject == _DRIVER_FILES), None)
+    def problems(self) -> Sequence[NodeProblem]:
+        """That devices cannot be used or NVML hangs; and that no claim can be prepared though devices are known, since
+        files of the NVIDIA driver are missing. Before the first discovery there are none.
+
+        Until devices could be used for the first time, the node waits for the NVIDIA driver: that is another problem.
+        """
+        found = [NodeProblem("driver-files-missing", fault.text) for fault in self._driver_file_faults()]
+        unavailable, problem = self._problem, self.problem()
+        if problem is not None and problem != NOT_DISCOVERED:
+            waits = problem == unavailable and not self._was_available
+            found.append(NodeProblem("waiting-for-driver" if waits else "gpus-unavailable", problem))
+        return found
 
     def start(self) -> None:
         """Begin discovering in the background."""
@@ -192,6 +202,10 @@ class Discovery:
             return _LOOK_EVERY_S
         return self._backoff.step()
 
+    def _driver_file_faults(self) -> list[DiscoveryFault]:
+        faults = () if self.inventory is None else self.inventory.faults
+        return [fault for fault in faults if fault.subject == _DRIVER_FILES]
+
     def _is_scan_due(self) -> bool:
         return (
             self._problem is not None
@@ -200,7 +214,7 @@ class Discovery:
         )
 
     def _rescan_every_s(self) -> float:
-        is_incomplete = self.inventory is not None and (self.inventory.unread or self.files_problem())
+        is_incomplete = self.inventory is not None and (self.inventory.unread or self._driver_file_faults())
         return _RESCAN_INCOMPLETE_S if is_incomplete else _RESCAN_EVERY_S
 
     def _has_changed(self) -> bool:
@@ -389,6 +403,7 @@ class Discovery:
         # The inventory comes first: whoever reads that there is no problem must not find the old devices.
         self.inventory = inventory
         self._problem = None
+        self._was_available = True
         if not changed:
             return
         _log.info(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 ProblemCode = Literal[
+    "check-failed",
     "claims-failing",
     "disk-not-writable",
     "driver-files-missing",
@@ -22,8 +23,9 @@ ProblemCode = Literal[
     "not-registered",
     "passthrough-unavailable",
     "slices-not-published",
+    "waiting-for-driver",
 ]
-"""The label `problem` of the metric `nvidia_dra_node_problem`; users write alerts with it, so it keeps its words."""
+"""The label `problem` of the metric `nvidia_dra_problems`; users write alerts with it, so it keeps its words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +41,11 @@ class NodeProblem:
     code: ProblemCode
     text: str
     subject: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownProblem:
+    """A problem, and since when it has lasted, in seconds since 1970."""
+
+    problem: NodeProblem
+    since: int

@@ -56,6 +56,11 @@ def problems_page(
     return page
 
 
+def json_page(document: Callable[[], bytes]) -> Page:
+    """200 with a JSON document."""
+    return lambda: Response(200, "application/json", document())
+
+
 def metrics_page(registry: CollectorRegistry) -> Page:
     """What Prometheus scrapes."""
     encode, content_type = choose_encoder("")

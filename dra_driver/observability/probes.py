@@ -36,14 +36,14 @@ _STOPPING = "gpu-dra-driver is stopping; another instance takes over, or the pod
 class Probes:
     """Answers for the kubelet's probes, by gRPC and by HTTP: lists of sentences, empty if all is well.
 
-    Plugin and publisher are None before they are made. `others` count for notes only; each returns what is wrong, or
-    None.
+    Plugin and publisher are None before they are made. `problems` returns a sentence for each problem of the node; they
+    are notes only.
     """
 
     plugin: Callable[[], KubeletPlugin | None]
     discovery: Discovery
     publisher: Callable[[], Publisher | None]
-    others: Sequence[Callable[[], str | None]]
+    problems: Callable[[], Sequence[str]]
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,9 +70,10 @@ class Probes:
         return not self.readiness()
 
     def notes(self) -> list[str]:
-        """Trouble of this node that fails no probe."""
-        found = [*self._device_faults()[1], *self._slice_faults()[1]]
-        return [*found, *(note for note in (other() for other in self.others) if note)]
+        """Trouble of this node that fails no probe, one sentence each."""
+        failing = self.readiness()
+        found = dict.fromkeys([*self._device_faults()[1], *self._slice_faults()[1], *self.problems()])
+        return [note for note in found if note not in failing]
 
     def _registration_faults(self) -> list[str]:
         plugin = self.plugin()

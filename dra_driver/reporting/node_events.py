@@ -5,7 +5,6 @@ Trouble that ends by itself within half a minute is not reported. All other trou
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -15,8 +14,6 @@ from dra_driver.model.events import (
     DEBT_OWED,
     DEBT_PAID,
     DEVICE_NOT_PUBLISHED,
-    DRIVER_AVAILABLE,
-    DRIVER_UNAVAILABLE,
     MEMORY_UNCLAIMED,
     MIG_LAYOUT_APPLIED,
     MIG_LAYOUT_REFUSED,
@@ -51,9 +48,6 @@ class NodeEvents:
     def __post_init__(self) -> None:
         self._failing_since: float | None = None
         self._is_failure_reported = False
-        self._lock = threading.Lock()
-        self._had_driver = False
-        self._driver_problem: str | None = None
 
     def published(self, lag_s: float) -> None:
         """Slices were written."""
@@ -85,17 +79,6 @@ class NodeEvents:
         """The API server dropped fields of a slice; `gates` names the feature gates that are off."""
         text = f"the API server drops fields of the node's slices; enable its feature gates: {gates}"
         self._report(SLICE_FIELDS_DROPPED, text, warning=True)
-
-    def driver(self, problem: str | None) -> None:
-        """Whether GPUs can be used; `problem` is why not. Nothing is reported where no GPU could be used before."""
-        with self._lock:
-            before, self._driver_problem = self._driver_problem, problem
-            had, self._had_driver = self._had_driver, self._had_driver or problem is None
-        if problem is not None and before is None and had:
-            text = f"the node's GPUs cannot be used: {problem}"
-            self._report(DRIVER_UNAVAILABLE, text, warning=True)
-        elif problem is None and before is not None and had:
-            self._report(DRIVER_AVAILABLE, "the node's GPUs can be used again", warning=False)
 
     def mig_layouts_changed(self, found: Sequence[GpuLayout]) -> None:
         """What became of the MIG layout on GPUs."""

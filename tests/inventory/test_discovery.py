@@ -27,6 +27,7 @@ from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
 from dra_driver.model.passthrough import Card
+from dra_driver.model.problems import NodeProblem
 from dra_driver.nvml.reader import NvmlReader
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.samples import ONE_G, VERSIONS, VFIO_0, VFIO_1, bound, h100, inventory, mig
@@ -444,20 +445,20 @@ def test_missing_files_of_the_nvidia_driver_are_told_with_the_devices(bench: Ben
         assert found is not None
         assert (found.gpus, bench.discovery.unavailable()) == (COMPLETE.gpus, None)
     told = f"no claim can be prepared: {bench.host.lacks}"
-    assert bench.discovery.files_problem() == told
+    assert bench.discovery.problems() == [NodeProblem("driver-files-missing", told)]
     assert [(line["subject"], line["reason"]) for line in logs if line["event"] == "discovery_fault"] == [
         ("NVIDIA driver", told)
     ]
     bench.host.lacks = None
     bench.scan()
-    assert bench.discovery.files_problem() is None
+    assert bench.discovery.problems() == []
     bench.host.lacks, bench.nvml.inventory, bench.host.functions = (
         "nobody needs it",
         Inventory(VERSIONS),
         set(),
     )
     bench.scan()
-    assert bench.discovery.files_problem() is None, "a node without GPUs needs no files"
+    assert bench.discovery.problems() == [], "a node without GPUs needs no files"
 
 
 def test_everything_is_read_again_when_asked_and_from_time_to_time(

@@ -60,7 +60,12 @@ class Node:
     probes: Probes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.probes = Probes(lambda: self.plugin, self, lambda: self.publisher, [lambda: self.other])
+        self.probes = Probes(
+            lambda: self.plugin,
+            self,
+            lambda: self.publisher,
+            lambda: [] if self.other is None else [self.other],
+        )
 
     def problem(self) -> str | None:
         return self.devices

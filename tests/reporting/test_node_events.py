@@ -56,15 +56,6 @@ def test_lasting_trouble_is_told_once_and_its_end_too(news: NodeEvents, told: To
     assert "no answer" in told.texts[0]
 
 
-def test_driver_that_goes_and_comes_back(news: NodeEvents, told: Told) -> None:
-    news.driver("not there yet")
-    news.driver(None)
-    assert told.events == []
-    for problem in ("it was unloaded", "it was unloaded", None, None):
-        news.driver(problem)
-    assert told.events == [("DriverUnavailable", True), ("DriverAvailable", False)]
-
-
 def test_what_is_wrong_with_slices_is_told(news: NodeEvents, told: Told) -> None:
     news.contested("a second publisher")
     news.device_left_out("device gpu-1: too many attributes")
@@ -80,13 +71,10 @@ def test_what_is_wrong_with_slices_is_told(news: NodeEvents, told: Told) -> None
 def test_what_is_another_instances_turn_to_tell_is_not_told(told: Told) -> None:
     is_ours = False
     news = NodeEvents(told, told, lambda: is_ours, clock=lambda: told.now)
-    news.driver(None)
-    news.driver("unloaded")
     news.contested("fight")
     for told.now in (0.0, 31.0):
         news.publish_failed(ApiUnavailableError("no answer"))
     assert told.events == []
     is_ours = True
     news.publish_failed(ApiUnavailableError("no answer"))
-    news.driver(None)
-    assert told.events == [("SlicesNotPublished", True), ("DriverAvailable", False)]
+    assert told.events == [("SlicesNotPublished", True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from dra_driver.health.store import HealthStore
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.mig.context import MigAction
 from dra_driver.model.inventory import OfferedDevice
+from dra_driver.model.problems import NodeProblem, ProblemCode
 from dra_driver.nvml.events import HealthSource
 from dra_driver.slices.rules.build import Taints
 from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, TaintLimits
@@ -48,6 +49,14 @@ class HealthParts:
             policy=XidPolicy(settings.ignored_xids, settings.fatal_xids),
         )
         self.stream = HealthStream(settings.node_name, self._devices, self.monitor, self.instances)
+
+    def problems(self) -> Sequence[NodeProblem]:
+        """GPUs whose health is not known, and GPUs that do not respond."""
+        found: list[tuple[ProblemCode, str | None]] = [
+            ("health-unknown", self.monitor.problem()),
+            ("gpu-unresponsive", self.monitor.unresponsive()),
+        ]
+        return [NodeProblem(code, text) for code, text in found if text is not None]
 
     def devices_changed(self) -> None:
         """The inventory has changed."""

@@ -19,6 +19,7 @@ from dra_driver.model.health import UNRESPONSIVE, Condition, HealthState, Health
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.model.mps import MPS_STATES
+from dra_driver.model.problems import ProblemCode
 from dra_driver.model.record import ClaimRecord
 from dra_driver.observability.metrics.bounded_reads import Read, Readings
 from dra_driver.observability.rules.usage import DeviceUse, NodeUse, mig_profile
@@ -61,6 +62,7 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
     "node_problem": ("1 while something is wrong with the node: all that /readyz says, also its notes.",),
     "partitions_unsupported": ("1 where MIG devices on demand are wanted but the API server cannot count partitions.",),
     "publish_problem": ("1 while the slices in the API server are not what they should be.",),
+    "problems": ("Problems of the node by kind, as on the page /problems.", "problem"),
     "published_slices": ("Slices of this node in the API server.",),
     "ready": ("1 while /readyz says that gpu-dra-driver is ready; its notes count in `nvidia_dra_node_problem`.",),
     "unclaimed_memory_bytes": ("Memory that processes have on a GPU which belong to no prepared claim and no "
@@ -214,6 +216,10 @@ class Views:
     def mps(self, states: Callable[[], Iterable[str]]) -> None:
         """The state of each MPS daemon of the node."""
         self._show_tally("mps", "mps_daemons", MPS_STATES, states, waits=True)
+
+    def problems(self, codes: Callable[[], Iterable[ProblemCode]]) -> None:
+        """How many problems of each kind the node has."""
+        self._show_tally("problems", "problems", get_args(ProblemCode), codes)
 
     def reports(self, counts: Callable[[], Mapping[str, int]]) -> None:
         """Events and claim states, how many of them by what became of them."""
