@@ -122,6 +122,7 @@ def complete_metrics() -> Metrics:
     metrics.show.value("partitions", "partitions_unsupported", lambda: False)
     metrics.show.value("readiness", "ready", lambda: True)
     metrics.show.value("problem", "node_problem", lambda: False)
+    metrics.show.problems(lambda: ["foreign-driver"])
     metrics.show.mps(lambda: ["ready"])
     metrics.show.reports(lambda: dict.fromkeys(("written", "dropped", "failed"), 0))
     return metrics
