@@ -32,6 +32,8 @@ _LAST = 1 << 30
 _WAIT_ONCE_S = 15.0
 """Without another client NVML wakes every GPU first, which takes seconds each."""
 _WAIT_LIVE_S = 2.0
+_WAIT_FIRST_S = 0.5
+"""For the first picture on a terminal: whoever looks must not see an empty screen while NVML hangs or wakes GPUs."""
 _ENTER = "\x1b[?1049h\x1b[?25l"
 _LEAVE = "\x1b[?25h\x1b[?1049l"
 _FROM_TOP = "\x1b[H"
@@ -71,6 +73,7 @@ FLAGS = (
     COLOR,
     *of_run("node_name", "driver_name", "config", "cdi_root", "nvidia_driver_root", "container_driver_root"),
     *of_run("kubelet_plugins_directory_path", "simulate", "simulator_dir", "dynamic_mig", "device_names"),
+    *of_run("http_endpoint"),
 )
 EXAMPLES = (
     "",
@@ -116,10 +119,10 @@ def _run_live(snapshot: NodeSnapshot, interval_s: float, order: Order, *, is_col
     """Draw until q, Ctrl-C or SIGTERM; the terminal is left as it was found."""
     from dra_driver.diagnostics.rules.top_screen import Span, node_lines
 
-    first, explains = 0, False
+    first, explains, wait_nvml_s = 0, False, _WAIT_FIRST_S
     with suppress(KeyboardInterrupt), _own_screen() as keys:
         while True:
-            view = snapshot.view(_WAIT_LIVE_S)
+            view, wait_nvml_s = snapshot.view(wait_nvml_s), _WAIT_LIVE_S
             next_look = time.monotonic() + interval_s
             while (wait_s := next_look - time.monotonic()) > 0:
                 size = shutil.get_terminal_size()

@@ -23,6 +23,7 @@ from dra_driver.model.health import PolledHealth
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.model.passthrough import Card
+from dra_driver.model.problems import NodeProblem, ShownProblem
 from dra_driver.mps.host_files import MpsHostFiles, mps_layout
 from dra_driver.nvml.health import read_health
 from dra_driver.nvml.load import read_load
@@ -53,7 +54,7 @@ class NodeSnapshot:
     `on_demand` says of a GPU whether its MIG devices are made on demand.
 
     While `is_detached` says so, gpu-dra-driver has closed NVML, and this must not keep it open. `cards` returns the
-    GPUs under vfio, beside the ones that NVML shows.
+    GPUs under vfio, beside the ones that NVML shows. `problems` returns what the plugin reports as wrong.
     """
 
     paths: NodePaths
@@ -62,6 +63,7 @@ class NodeSnapshot:
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
     is_detached: Callable[[], bool] = lambda: False
     cards: Callable[[Sequence[Gpu]], tuple[Card, ...]] = lambda _gpus: ()
+    problems: Callable[[], Sequence[ShownProblem]] = lambda: ()
 
     def __post_init__(self) -> None:
         self._is_open = False
@@ -85,7 +87,10 @@ class NodeSnapshot:
         nvml = nvml or NvmlFacts()
         pending = (one.text for one in claims.debts)
         unread = (f"{fault.subject}: {fault.text}" for fault in nvml.inventory.faults)
-        problems = filter(None, (nvml_problem, mps_problem))
+        problems = [*self.problems()]
+        if nvml_problem is not None:
+            found = NodeProblem("nvml-unavailable", nvml_problem)
+            problems.append(ShownProblem(found, int(now.timestamp())))
         return node_view(
             paths.node,
             paths.driver,
@@ -94,8 +99,9 @@ class NodeSnapshot:
             claims.claims,
             state,
             daemons,
-            [*problems, *state.notes, *pending, *claims.problems, *unread],
+            [*filter(None, [mps_problem]), *state.notes, *pending, *claims.problems, *unread],
             self.on_demand,
+            problems,
         )
 
     def _mps_daemons(self) -> tuple[Sequence[MpsDaemonStatus], str | None]:

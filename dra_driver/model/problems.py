@@ -8,7 +8,7 @@ ends when its part stops returning it, and never because some other thing happen
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 ProblemCode = Literal[
     "check-failed",
@@ -21,11 +21,15 @@ ProblemCode = Literal[
     "health-unknown",
     "mps-host-missing",
     "not-registered",
+    "nvml-unavailable",
     "passthrough-unavailable",
+    "plugin-not-running",
     "slices-not-published",
     "waiting-for-driver",
 ]
 """The label `problem` of the metric `nvidia_dra_problems`; users write alerts with it, so it keeps its words."""
+FOUND_BY_TOP: Final = frozenset({"nvml-unavailable", "plugin-not-running"})
+"""What the plugin cannot report of itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,9 +130,12 @@ def test_styles_say_what_the_text_says() -> None:
 @pytest.mark.parametrize(
     ("gpus", "said"),
     [
-        ((), "nothing is known to be wrong"),
-        ((SeenGpu("gpu-1", "GPU-1", health="ok"),), "nothing is wrong"),
-        ((SeenGpu("gpu-1", "GPU-1", health="ok"), SeenGpu("gpu-2", "GPU-2")), "nothing is known to be wrong"),
+        ((), "Health unknown: NVML did not report it."),
+        ((SeenGpu("gpu-1", "GPU-1", health="ok"),), "All GPUs are well."),
+        (
+            (SeenGpu("gpu-1", "GPU-1", health="ok"), SeenGpu("gpu-2", "GPU-2")),
+            "Health of gpu-2 unknown: NVML did not report it.",
+        ),
     ],
 )
 def test_health_is_not_claimed_where_nobody_looked(gpus: tuple[SeenGpu, ...], said: str) -> None:

@@ -19,18 +19,23 @@ import pytest
 import yaml
 
 from dra_driver.cli.top import screen
+from dra_driver.diagnostics.plugin_problems import plugin_problems
 from dra_driver.diagnostics.rules.node_view import NodeView
 from dra_driver.diagnostics.rules.top_screen import Line, Span
 from dra_driver.diagnostics.snapshot import NodePaths, NodeSnapshot
 from dra_driver.errors import NvmlDetachedError, NvmlUnavailableError, StateError
+from dra_driver.files.file_lock import UseMark
 from dra_driver.health.store import KeptHealth, encode
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import DriverVersions, Inventory
+from dra_driver.model.problems import NodeProblem, ProblemCode, ShownProblem
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.nvml.reader import NvmlReader
+from dra_driver.observability.http import HttpEndpoint, json_page
+from dra_driver.observability.problems_file import encode as encode_problems
 from dra_driver.simulator import Machine, create_machine, nvml_library
 from tests.cli.test_tables import on_terminal
 from tests.fakes.tables import tabled
@@ -229,7 +234,10 @@ def test_without_a_driver_the_records_are_shown_with_the_reason(tmp_path: Path) 
     done = call(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
     notes = " ".join(done.stdout[done.stdout.index("note: ") :].split())
-    assert "libnvidia-ml.so.1 is not below the driver root" in notes
+    problems = " ".join(done.stdout[: done.stdout.index("HEALTH")].split())
+    assert "PROBLEM: gpu-dra-driver is not running on this node" in problems
+    assert "libnvidia-ml.so.1 is not below the driver root" in problems
+    assert "\nHEALTH\nHealth unknown: NVML does not answer.\n" in done.stdout
     assert "uid-1.json cannot be read" in notes
     assert "health.json cannot be read: not a JSON object" in notes
     assert "\nno GPU is known\n" in done.stdout
@@ -416,7 +424,7 @@ def test_top_lets_go_of_nvml_while_the_driver_is_detached(machine: Machine, memo
     look = NodeSnapshot(paths, reader, lambda _: False, is_detached=lambda: bool(detached))
     assert len(look.view(20).gpus) == 4
     detached.append(True)
-    assert "NVML is closed until noon" in str(look.view(20).notes)
+    assert "NVML is closed until noon" in str(nvml_problems(look.view(20)))
     assert not reader.session.is_open
     detached.clear()
     assert len(look.view(20).gpus) == 4
@@ -438,9 +446,13 @@ def test_gpu_that_is_lost_and_comes_back(machine: Machine, look_at: Callable[[An
     machine.unload_driver()
     view = look.view(20)
     assert (view.gpus, view.nvidia_version) == ((), None)
-    assert any("kernel driver is not loaded" in note for note in view.notes)
+    assert "kernel driver is not loaded" in str(nvml_problems(view))
     machine.load_driver()
     assert len(look.view(20).gpus) == 4
+
+
+def nvml_problems(view: NodeView) -> list[str]:
+    return [problem.text for problem in view.problems if problem.problem == "nvml-unavailable"]
 
 
 class OddNvml:
@@ -474,12 +486,12 @@ def test_nvml_that_hangs_is_not_waited_for(look_at: Callable[[Any], NodeSnapshot
     look = look_at(nvml)
     for _ in range(3):
         view = look.view(0.01)
-        assert view.notes == ("NVML has not answered for more than 0.01 s",)
+        assert nvml_problems(view) == ["NVML has not answered for more than 0.01 s"]
     look.close()
     assert (nvml.reopened, nvml.closed) == (1, 0)
     nvml.let_go.set()
     view = look.view(20)
-    assert (view.nvidia_version, view.cuda_version, view.notes) == ("580.95.05", "13.0", ())
+    assert (view.nvidia_version, view.cuda_version, view.problems) == ("580.95.05", "13.0", ())
 
 
 @pytest.mark.parametrize(
@@ -499,7 +511,7 @@ def test_nvml_that_fails_costs_only_its_part(
     look = look_at(nvml)
     for _ in range(2):
         view = look.view(20)
-        assert view.notes == (said,)
+        assert nvml_problems(view) == [said]
         assert told(view) == [("gpu-1", "lost", "xid 79", 90.0)]
     assert nvml.reopened == 2
 
@@ -511,9 +523,47 @@ def test_daemons_that_may_not_be_read_cost_only_their_part(
         raise StateError(f"cannot open the lock file {path}: permission was denied")
 
     monkeypatch.setattr("dra_driver.mps.host_files.is_locked", refuse)
-    [no_driver, no_daemons] = look_at(OddNvml(NvmlUnavailableError("no driver"))).view(20).notes
-    assert no_driver == "no driver"
+    view = look_at(OddNvml(NvmlUnavailableError("no driver"))).view(20)
+    [no_daemons] = view.notes
+    assert nvml_problems(view) == ["no driver"]
     assert no_daemons.startswith("MPS daemons are not shown: cannot open the lock file")
+
+
+def test_problems_of_the_plugin_come_from_the_plugin_then_from_its_file(tmp_path: Path) -> None:
+    def problem(code: ProblemCode) -> ShownProblem:
+        return ShownProblem(NodeProblem(code, f"{code} here"), 7)
+
+    (tmp_path / "problems.json").write_bytes(encode_problems([problem("disk-not-writable")], 9))
+    (tmp_path / "running.lock").touch()
+    page = json_page(lambda: encode_problems([problem("foreign-driver")], 9))
+    endpoint = HttpEndpoint("localhost:0", {"/problems": page})
+    endpoint.start()
+    address = f"localhost:{endpoint.port}"
+    mark = UseMark(tmp_path / "running.lock")
+    mark.hold()
+    try:
+        assert plugin_problems(tmp_path, address) == [problem("foreign-driver")]
+        assert plugin_problems(tmp_path, "") == [problem("disk-not-writable")]
+    finally:
+        mark.let_go()
+        endpoint.stop()
+    assert [one.problem.code for one in plugin_problems(tmp_path, address)] == ["plugin-not-running"]
+    (tmp_path / "problems.json").write_text("{")
+    assert [one.problem.code for one in plugin_problems(tmp_path, address)] == ["check-failed"]
+
+
+def test_first_picture_on_a_terminal_does_not_wait_for_nvml_that_hangs(tmp_path: Path) -> None:
+    machine = create_machine("t4-4", tmp_path / "machine")
+    machine.set_fault("nvmlDeviceGetPciInfo*", delay_s=600)
+    options = ["--simulate", "t4-4", "--simulator-dir", str(tmp_path / "machine")]
+    terminal = Terminal(
+        *options, "--kubelet-plugins-directory-path", str(tmp_path), "--cdi-root", str(tmp_path)
+    )
+    try:
+        terminal.read_until(b"PROBLEM: NVML has not answered for more than 0.5 s")
+        terminal.read_until(b"Health unknown: NVML does not answer.")
+    finally:
+        terminal.close()
 
 
 def test_record_that_nvml_does_not_know_is_shown(node: Node) -> None:

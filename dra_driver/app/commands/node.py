@@ -11,6 +11,7 @@ from pathlib import Path
 from dra_driver.app.commands.machine import CommandMachine
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
+from dra_driver.diagnostics.plugin_problems import plugin_problems
 from dra_driver.diagnostics.rules.prepared_claims import NodeClaims
 from dra_driver.diagnostics.snapshot import NodePaths, NodeSnapshot
 from dra_driver.diagnostics.state_on_disk import read_claims, read_state
@@ -50,6 +51,7 @@ def node_snapshot(machine: CommandMachine) -> NodeSnapshot:
         machine.is_on_demand,
         is_detached=lambda: machine.detachments.problem() is not None,
         cards=machine.cards_under_vfio,
+        problems=partial(plugin_problems, settings.plugin_directory, settings.http_endpoint),
     )
 
 

@@ -116,14 +116,27 @@ class SeenProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class SeenProblem:
+    """Something that is wrong with the node; `subject` is empty for the node as a whole. `since_s` is how many seconds
+    it has lasted, None if it was found just now."""
+
+    problem: str
+    subject: str
+    text: str
+    since_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class NodeView:
-    """All that is shown. `domains` are NVLink domains with the names of their GPUs; `notes` are sentences."""
+    """All that is shown. `problems` are those of the node, `domains` are NVLink domains with the names of their GPUs;
+    `notes` are sentences."""
 
     node: str
     driver: str
     taken_at: str
     nvidia_version: str | None = None
     cuda_version: str | None = None
+    problems: tuple[SeenProblem, ...] = ()
     gpus: tuple[SeenGpu, ...] = ()
     domains: tuple[tuple[str, tuple[str, ...]], ...] = ()
     holdings: tuple[Holding, ...] = ()

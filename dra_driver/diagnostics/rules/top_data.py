@@ -13,6 +13,7 @@ from dra_driver.diagnostics.rules.node_view import (
     NodeView,
     SeenDaemon,
     SeenGpu,
+    SeenProblem,
     SeenProcess,
     SeenReason,
 )
@@ -32,6 +33,7 @@ from dra_driver.model.health import (
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
+from dra_driver.model.problems import ShownProblem
 from dra_driver.observability.rules.usage import Origin, Place, unclaimed
 
 
@@ -71,9 +73,10 @@ def node_view(
     daemons: Sequence[MpsDaemonStatus],
     notes: Iterable[str],
     on_demand: Callable[[Gpu], bool],
+    problems: Iterable[ShownProblem] = (),
 ) -> NodeView:
     """The view. `notes` are sentences, each shown once; `on_demand` says of a GPU whether its MIG devices are made on
-    demand."""
+    demand. `problems` are those of the node."""
     inventory = nvml.inventory
     ids = state.instance_ids(inventory)
     names, places, reasons = _named_reasons(nvml, state, ids, now)
@@ -84,6 +87,7 @@ def node_view(
         taken_at=f"{now:%Y-%m-%d %H:%M:%S} UTC",
         nvidia_version=inventory.versions.driver,
         cuda_version=None if cuda is None else f"{cuda[0]}.{cuda[1]}",
+        problems=tuple(_problem(shown, now.timestamp()) for shown in problems),
         gpus=tuple(_gpus(nvml, names, places, reasons)),
         domains=_domains(inventory, names),
         holdings=tuple(holding for claim in claims for holding in _holdings(claim, reasons, ids)),
@@ -279,6 +283,11 @@ def _holdings(
             trouble=severity.name.lower() if severity >= Severity.DEGRADED else None,
             pods=None if claim.pods is None else tuple(pod.name for pod in claim.pods),
         )
+
+
+def _problem(shown: ShownProblem, now: float) -> SeenProblem:
+    problem, lasted_s = shown.problem, max(0.0, now - shown.since)
+    return SeenProblem(problem.code, problem.subject, problem.text, lasted_s if lasted_s >= 1 else None)
 
 
 def _daemon(device: str, status: MpsDaemonStatus, now: float) -> SeenDaemon:

@@ -54,6 +54,7 @@ def node_lines(view: NodeView, width: int, order: Order = "index") -> list[Line]
     width = max(width, NARROWEST)
     sections = [
         _head(view, width),
+        _problems(view, width),
         _gpus(view, width, order),
         _health(view, width),
         _claims(view, width),
@@ -170,17 +171,32 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.0f}"
 
 
+def _problems(view: NodeView, width: int) -> list[Line]:
+    """What is wrong with the node, in red, before everything else."""
+    lines: list[Line] = []
+    for problem in view.problems:
+        lasted = "" if problem.since_s is None else f" for {age_text(problem.since_s).removesuffix(' ago')}"
+        lines += _folded(f"PROBLEM{lasted}: {problem.text}", "", width, "bad")
+    return lines
+
+
+def _unknown_health(view: NodeView) -> str | None:
+    """Whose health is not known, None if all is."""
+    unknown = [gpu.name for gpu in view.gpus if gpu.health == "unknown"]
+    if view.gpus and not unknown:
+        return None
+    whose = "" if len(unknown) == len(view.gpus) else f" of {', '.join(unknown)}"
+    silent = any(problem.problem == "nvml-unavailable" for problem in view.problems)
+    return f"Health{whose} unknown: NVML {'does not answer' if silent else 'did not report it'}."
+
+
 def _health(view: NodeView, width: int) -> list[Line]:
+    unknown = _unknown_health(view)
+    unknown_lines = [] if unknown is None else _folded(unknown, "", width, "bad")
     if not view.health:
-        is_known = bool(view.gpus) and all(gpu.health != "unknown" for gpu in view.gpus)
         return [
             (Span("HEALTH", "title"),),
-            *_folded(
-                "nothing is wrong" if is_known else "nothing is known to be wrong",
-                "",
-                width,
-                "good" if is_known else "",
-            ),
+            *(unknown_lines or _folded("All GPUs are well.", "", width, "good")),
         ]
     columns = [Column("HEALTH", cut=12), Column("SEVERITY"), Column("REASON", cut=12), Column("SINCE")]
     rows = [
@@ -201,7 +217,7 @@ def _health(view: NodeView, width: int) -> list[Line]:
             lines += [(Span(" " * (taken + len(_GAP)) + text),) for text in texts[1:]]
         else:
             lines += [line, *_folded(entry.text, _INDENT * 2, width)]
-    return lines
+    return [*lines, *unknown_lines]
 
 
 def _claims(view: NodeView, width: int) -> list[Line]:

@@ -19,7 +19,7 @@ from dra_driver.model.health import UNRESPONSIVE, Condition, HealthState, Health
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.model.mps import MPS_STATES
-from dra_driver.model.problems import ProblemCode
+from dra_driver.model.problems import FOUND_BY_TOP, ProblemCode
 from dra_driver.model.record import ClaimRecord
 from dra_driver.observability.metrics.bounded_reads import Read, Readings
 from dra_driver.observability.rules.usage import DeviceUse, NodeUse, mig_profile
@@ -219,7 +219,8 @@ class Views:
 
     def problems(self, codes: Callable[[], Iterable[ProblemCode]]) -> None:
         """How many problems of each kind the node has."""
-        self._show_tally("problems", "problems", get_args(ProblemCode), codes)
+        kinds = [code for code in get_args(ProblemCode) if code not in FOUND_BY_TOP]
+        self._show_tally("problems", "problems", kinds, codes)
 
     def reports(self, counts: Callable[[], Mapping[str, int]]) -> None:
         """Events and claim states, how many of them by what became of them."""
