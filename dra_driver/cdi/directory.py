@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dra_driver.cdi.rules.spec import COMMON, encode, encoded, file_stem, is_claim_uid
+from dra_driver.errors import StateError
 from dra_driver.files.atomic import (
     clear_abandoned,
     make_directory,
@@ -18,15 +20,20 @@ from dra_driver.files.atomic import (
     write_atomically,
 )
 
-_SUFFIX = ".json"
-# Earlier drivers of this name wrote YAML. This one finds and removes both.
-_SUFFIXES = (_SUFFIX, ".yaml")
+_SUFFIX = ".yaml"
+"""The incumbent's; monitoring agents open the file by its whole name. The content is JSON, which is YAML too."""
+_FORMER_SUFFIX = ".json"
+_SUFFIXES = (_SUFFIX, _FORMER_SUFFIX)
 _FILE_MODE = 0o644
 _DIRECTORY_MODE = 0o755
 
 
 class CdiDirectory:
-    """One spec file for each claim. Each write ends with a rename inside the directory, which runtimes notice."""
+    """One spec file for each claim. Each write ends with a rename inside the directory, which runtimes notice.
+
+    Earlier versions of the plugin used the suffix `.json`. A runtime refuses a device that two specs define, so a claim
+    never has two files: a file of the former name is renamed before anything is written.
+    """
 
     def __init__(self, path: str | Path, driver_name: str) -> None:
         self._path = Path(path)
@@ -35,12 +42,15 @@ class CdiDirectory:
         self._common: tuple[Any, bytes] | None = None
 
     def create(self) -> None:
-        """Create the directory if it is missing, and remove what killed writers left.
+        """Create the directory if it is missing, remove what killed writers left, and rename files of the former name.
 
-        Raises: StateError.
+        A file that cannot be renamed stays: the next write for its claim reports why. Raises: StateError.
         """
         make_directory(self._path, _DIRECTORY_MODE)
         clear_abandoned(self._path, f".{_prefix(self._driver_name)}")
+        for claim_uid in self.uids():
+            with suppress(StateError):
+                _rename_former(self.file(claim_uid))
 
     def file(self, claim_uid: str) -> Path:
         """The claim's spec file. Raises: ClaimRefusedError if the UID cannot be part of a file name."""
@@ -56,6 +66,7 @@ class CdiDirectory:
         if COMMON in spec and (common is None or common[0] != spec[COMMON]):
             common = self._common = (spec[COMMON], encoded(spec[COMMON]))
         content = encode(spec, None if common is None else common[1])
+        _rename_former(file)
         if read_or_none(file) == content:
             return False
         make_directory(self._path, _DIRECTORY_MODE)
@@ -64,8 +75,10 @@ class CdiDirectory:
         return True
 
     def read(self, claim_uid: str) -> dict[str, Any] | None:
-        """The claim's spec; None if there is none or the file is not a valid spec. Raises: StateError."""
-        return _decoded(read_or_none(self.file(claim_uid)))
+        """The claim's spec; None if there is none or the file is not a spec of this plugin. Raises: StateError."""
+        file = self.file(claim_uid)
+        content = read_or_none(file)
+        return _decoded(content if content is not None else read_or_none(file.with_suffix(_FORMER_SUFFIX)))
 
     def remove(self, claim_uid: str) -> bool:
         """Remove the claim's spec so that it does not come back; returns whether there was one. Raises: StateError."""
@@ -95,7 +108,7 @@ class CdiDirectory:
         return tuple(
             name
             for suffix in _SUFFIXES
-            for name in _device_names(claim_uid, read_or_none(Path(stem + suffix)), suffix)
+            for name in _device_names(claim_uid, read_or_none(Path(stem + suffix)))
         )
 
     def list(self) -> dict[str, tuple[str, ...]]:
@@ -107,6 +120,22 @@ def _prefix(driver_name: str) -> str:
     return file_stem(driver_name, "0").removesuffix("0")
 
 
+def _rename_former(file: Path) -> None:
+    """Give a claim's file of the former name its name of today; a second file is removed. Raises: StateError."""
+    former = file.with_suffix(_FORMER_SUFFIX)
+    if not former.is_file():
+        return
+    try:
+        if file.exists():
+            former.unlink()
+        else:
+            former.rename(file)
+    except FileNotFoundError:
+        return  # the other instance of a rolling update was faster
+    except OSError as error:
+        raise state_error("rename", former, error) from error
+
+
 def _decoded(content: bytes | None) -> dict[str, Any] | None:
     try:
         spec = json.loads(content) if content is not None else None
@@ -115,11 +144,11 @@ def _decoded(content: bytes | None) -> dict[str, Any] | None:
     return spec if isinstance(spec, dict) else None
 
 
-def _decoded_yaml(content: bytes | None) -> Any:
+def _decoded_yaml(content: bytes) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(content or b"")
+        return yaml.safe_load(content)
     except (
         yaml.YAMLError,
         ValueError,
@@ -128,8 +157,11 @@ def _decoded_yaml(content: bytes | None) -> Any:
         return None
 
 
-def _device_names(claim_uid: str, content: bytes | None, suffix: str) -> tuple[str, ...]:
-    spec = _decoded(content) if suffix == _SUFFIX else _decoded_yaml(content)
+def _device_names(claim_uid: str, content: bytes | None) -> tuple[str, ...]:
+    """Also those in a spec of the incumbent, which uses YAML's own notation in a file of the same name."""
+    if content is None:
+        return ()
+    spec = _decoded(content) or _decoded_yaml(content)
     devices = spec.get("devices") if isinstance(spec, dict) else None
     if not isinstance(devices, list):
         return ()

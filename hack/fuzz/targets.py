@@ -152,7 +152,7 @@ def claim_names(content: bytes) -> None:
     body = {"metadata": {"uid": uid}, "status": {"allocation": {"devices": {"results": [held]}}}}
     claim = parse_allocated_claim(body, ref)
     with suppress(ClaimRefusedError):
-        _check_below(_BASE / f"{file_stem(DRIVER, uid)}.json", "a CDI spec")
+        _check_below(_BASE / f"{file_stem(DRIVER, uid)}.yaml", "a CDI spec")
     with suppress(StateError):
         _check_below(RecordStore(_BASE).path(uid), "a claim record")
     with suppress(PermanentError):

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from dra_driver.errors import ClaimRefusedError, StateError
 from dra_driver.files import atomic
 from tests.cdi.cdi_samples import DRIVER, UID, driver, gpu
 
-FILE = f"k8s.{DRIVER}-claim_{UID}.json"
+FILE = f"k8s.{DRIVER}-claim_{UID}.yaml"
+FORMER = f"k8s.{DRIVER}-claim_{UID}.json"
 
 
 def spec(minor: int = 0) -> dict[str, Any]:
@@ -79,10 +81,12 @@ def test_claims_are_listed_with_their_devices(tmp_path: Path, directory: CdiDire
     (tmp_path / "cdi" / f"{stem}odd.json").write_text('{"devices": 1}')
     (tmp_path / "cdi" / f"{stem}old.yaml").write_text("devices:\n- name: old-gpu-0\n")
     (tmp_path / "cdi" / f"{stem}.json").write_text("{}")
+    (tmp_path / "cdi" / f"{stem}former.json").write_text('{"devices": [{"name": "former-gpu-1"}]}')
     (tmp_path / "cdi" / f".{stem}temp.json.x.tmp").write_text("")
     assert directory.list() == {
         UID: ("gpu-00000000", "gpu-00000001"),
         "broken": (),
+        "former": ("gpu-1",),
         "odd": (),
         "old": ("gpu-0",),
     }
@@ -105,13 +109,91 @@ def test_what_cannot_be_read_hides_no_other_claim(
             call()
 
 
-def test_a_file_that_an_earlier_driver_wrote_goes_with_its_claim(
-    tmp_path: Path, directory: CdiDirectory
+def files(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in (directory / "cdi").iterdir()}
+
+
+@pytest.mark.parametrize("also_named_as_today", [False, True])
+@pytest.mark.parametrize("act", ["write", "create"])
+def test_spec_of_the_former_name_before_any_write_becomes_the_only_file(
+    tmp_path: Path, directory: CdiDirectory, act: str, also_named_as_today: bool
 ) -> None:
+    """A runtime refuses a device that two files define, and would start no container of the claim."""
+    former = claim_spec(UID, DRIVER, driver(), [gpu(7)])
+    directory.create()
+    (tmp_path / "cdi" / FORMER).write_bytes(encode(former))
+    assert directory.read(UID) == former
+    if also_named_as_today:
+        (tmp_path / "cdi" / FILE).write_bytes(encode(spec()))
+    if act == "create":
+        directory.create()
+        assert files(tmp_path) == {FILE: encode(spec() if also_named_as_today else former)}
+    assert directory.write(UID, spec()) is not also_named_as_today
+    assert files(tmp_path) == {FILE: encode(spec())}
+
+
+@pytest.mark.parametrize("writes_of_the_kernel", range(4))
+@pytest.mark.parametrize("also_named_as_today", [False, True])
+def test_write_killed_at_any_moment_leaves_one_readable_file(
+    tmp_path: Path,
+    directory: CdiDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    writes_of_the_kernel: int,
+    also_named_as_today: bool,
+) -> None:
+    directory.create()
+    (tmp_path / "cdi" / FORMER).write_bytes(encode(spec(1)))
+    if also_named_as_today:
+        (tmp_path / "cdi" / FILE).write_bytes(encode(spec(2)))
+    left = writes_of_the_kernel
+
+    class Killed(BaseException):
+        pass
+
+    def counted(real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            return real(*args, **options)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for owner, name in (
+            (Path, "rename"),
+            (Path, "unlink"),
+            (Path, "replace"),
+            (os, "open"),
+            (os, "write"),
+        ):
+            patched.setattr(owner, name, counted(getattr(owner, name)))
+        with suppress(Killed):
+            directory.write(UID, spec())
+    visible = {name for name in files(tmp_path) if not name.startswith(".")}
+    # Both files may be there only if both were there before and nothing has been done yet.
+    assert len(visible) == (2 if also_named_as_today and writes_of_the_kernel == 0 else 1)
+    assert directory.read(UID) in (spec(), spec(1), spec(2))
     directory.write(UID, spec())
-    (tmp_path / "cdi" / FILE).with_suffix(".yaml").write_text("devices: []")
+    assert {name for name in files(tmp_path) if not name.startswith(".")} == {FILE}
+
+
+def test_spec_of_the_incumbent_is_listed_and_replaced(tmp_path: Path, directory: CdiDirectory) -> None:
+    directory.create()
+    (tmp_path / "cdi" / FILE).write_text(f"cdiVersion: 0.5.0\ndevices:\n- name: {UID}-gpu-0\n")
+    assert directory.list() == {UID: ("gpu-0",)}
+    assert directory.read(UID) is None, "a Prepare must write the claim's spec anew"
+    assert directory.write(UID, spec()) is True
+    assert files(tmp_path) == {FILE: encode(spec())}
+
+
+def test_removal_takes_the_files_of_both_names(tmp_path: Path, directory: CdiDirectory) -> None:
+    directory.write(UID, spec())
+    (tmp_path / "cdi" / FORMER).write_text("{}")
+    assert directory.uids() == {UID}
     assert directory.remove(UID) is True
-    assert list((tmp_path / "cdi").iterdir()) == []
+    assert files(tmp_path) == {}
 
 
 def test_only_old_temporary_files_are_cleared_up_at_the_start(

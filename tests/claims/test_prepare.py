@@ -490,7 +490,7 @@ def test_one_claim_prepared_by_eight_threads_is_prepared_once(node: Node) -> Non
 
     node.steps.on_do = alone
     assert in_threads(*[lambda: node.prepare(wanted)] * 8) == [prepared(wanted)] * 8
-    assert list(node.files()) == ["cdi/k8s.gpu.nvidia.com-claim_uid-1.json", "claims/uid-1.json"]
+    assert list(node.files()) == ["cdi/k8s.gpu.nvidia.com-claim_uid-1.yaml", "claims/uid-1.json"]
 
 
 def test_eight_claims_on_eight_gpus_are_prepared_at_the_same_time(tmp_path: Path) -> None:

@@ -576,7 +576,7 @@ def test_records(tells: Tells, kubelet: KubeletChecks) -> None:
     tells(kubelet.records())
     cdi = kubelet.plugins.parent / "cdi"
     for place, name in (
-        (cdi, f"k8s.{DRIVER}-claim_uid-1.json"),
+        (cdi, f"k8s.{DRIVER}-claim_uid-1.yaml"),
         (cdi, "k8s.other.example.com-claim_uid-1.json"),
         (kubelet.state, "health.json"),
         (kubelet.state / "locks", "GPU-1.lock"),

@@ -293,7 +293,9 @@ def test_claim_that_ended_while_no_driver_ran_keeps_nobody_waiting(cluster: Clus
     cluster.apply([*claim_and_pod("ended", selector=only(3)), BYSTANDER])
     cluster.wait_running("ended", "bystander")
     kept = {
-        file: file.read_bytes() for place in (PLUGIN_DIR / "claims", CDI_DIR) for file in place.glob("*.json")
+        file: file.read_bytes()
+        for place in (PLUGIN_DIR / "claims", CDI_DIR)
+        for file in place.glob("*.[jy]*")
     }
     cluster.kubectl("delete", "pod/ended", "resourceclaim/ended", "-n", "default", "--timeout=300s")
     wait_for("the node to be clean", lambda: not cluster.leftovers())

@@ -279,7 +279,7 @@ def plugin_dir(tmp_path: Path) -> Path:
     cdi.mkdir()
     for uid in ("uid-1", "uid-6"):
         spec = {"kind": f"k8s.{DRIVER}/claim", "devices": [{"name": f"{uid}-gpu-1"}]}
-        (cdi / f"k8s.{DRIVER}-claim_{uid}.json").write_text(json.dumps(spec))
+        (cdi / f"k8s.{DRIVER}-claim_{uid}.yaml").write_text(json.dumps(spec))
     return directory
 
 

@@ -36,7 +36,7 @@ def tray(make_node: Make, monkeypatch: pytest.MonkeyPatch) -> Node:
 
 
 def spec_of(node: Node, ref: ClaimRef) -> Json:
-    [path] = node.cdi.glob(f"k8s.{DRIVER}-claim_{ref.uid}.json")
+    [path] = node.cdi.glob(f"k8s.{DRIVER}-claim_{ref.uid}.yaml")
     return json.loads(path.read_text())
 
 

@@ -19,7 +19,7 @@ def mounted(node: Node, prepared: Prepared) -> dict[str, list[Json]]:
     """What a container of the claim reads, by path, as its runtime resolves the CDI names."""
     wanted = [name for device in prepared.devices for name in device.cdi_ids]
     found: dict[str, list[Json]] = {}
-    for path in node.cdi.glob("*.json"):
+    for path in node.cdi.iterdir():
         spec = json.loads(path.read_text())
         for device in spec["devices"]:
             if f"{spec['kind']}={device['name']}" not in wanted:

@@ -54,7 +54,7 @@ def named(node: Node, profile: str, start: int, gpu: int = 0) -> str:
 
 
 def specs(node: Node) -> list[dict[str, Any]]:
-    return [yaml.load(path.read_text(), Loader=yaml.CSafeLoader) for path in sorted(node.cdi.glob("*.json"))]
+    return [yaml.load(path.read_text(), Loader=yaml.CSafeLoader) for path in sorted(node.cdi.glob("k8s.*"))]
 
 
 @pytest.fixture(scope="module")

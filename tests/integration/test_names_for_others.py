@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import ClaimRef
@@ -30,7 +31,7 @@ def index_in_name(device: str) -> int | None:
 def mig_in_spec(node: Node, device: str) -> str:
     """The UUID of a MIG device as Datadog's agent finds it: the CDI device whose name ends with the device's, its
     capability nodes, the numbers of these in mig-minors, and NVML."""
-    specs = [json.loads(path.read_text()) for path in node.cdi.glob("*.json")]
+    specs = [json.loads(path.read_text()) for path in node.cdi.glob("k8s.*")]
     [found] = [entry for spec in specs for entry in spec["devices"] if entry["name"].endswith(f"-{device}")]
     nodes = {Path(entry["path"]).name for entry in found["containerEdits"]["deviceNodes"]}
     rows = (node.machine.host_root / "proc/driver/nvidia-caps/mig-minors").read_text().splitlines()
@@ -186,7 +187,7 @@ def test_a_claim_keeps_its_card_when_numbers_move(make_node: MakeNode) -> None:
         **{uuid: f"gpu-{number + 2}" for number, uuid in enumerate(uuids[3:])},
     }
     assert node.ready(ref) == before
-    [spec] = [json.loads(path.read_text()) for path in node.cdi.glob("*.json")]
+    [spec] = [json.loads(path.read_text()) for path in node.cdi.glob("k8s.*")]
     assert "/dev/nvidia0" in {entry["path"] for entry in spec["devices"][0]["containerEdits"]["deviceNodes"]}
     node.take_back(ref)
     node.driver.discovery.request_rescan()
@@ -210,3 +211,37 @@ def test_a_gpu_that_is_cut_on_demand_keeps_its_name(make_node: MakeNode, tmp_pat
     node.restart_driver(device_names="minor", dynamic_mig=True)
     node.ready(ref)
     assert [device["name"] for device in node.devices()] == names
+
+
+NAMES: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+
+
+def test_names_on_the_node_are_those_of_the_incumbent_but_for_the_table(make_node: MakeNode) -> None:
+    node = make_node().running(8, device_names="minor", device_metadata="both", pod_uid="POD-UID")
+    ref = node.allocated_by_hand("held", "gpu-1")
+    [device] = node.ready(ref).devices
+    [inside] = mounted(node, node.ready(ref))
+    kind, metadata = device.cdi_ids
+    paths = {
+        str(path.relative_to(node.root))
+        for top in (node.cdi, node.plugin_dir.parent, node.registry)
+        for path in (top, *top.rglob("*"))
+    }
+    found = {text.replace(ref.uid, "CLAIM-UID") for text in (*paths, kind, metadata, inside)}
+    expected = {what: names.get("ours", names["incumbent"]) for what, names in NAMES.items()}
+    assert {what: name for what, name in expected.items() if name not in found} == {}
+    assert found & {names["incumbent"] for names in NAMES.values() if "ours" in names} == set()
+    assert {path for path in found if path.startswith("cdi/")} == {
+        name for name in expected.values() if name.startswith("cdi/")
+    }
+
+
+def test_names_that_differ_from_the_incumbent_are_in_the_guide_to_moving() -> None:
+    guide = (Path(__file__).parents[2] / "docs/migration.md").read_text()
+    _, _, rest = guide.partition("<!-- names -->\n")
+    lines = rest.partition("<!-- end of names -->")[0].splitlines()[2:]
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[:3] for row in rows] == [
+        [what, names["incumbent"], names["ours"]] for what, names in NAMES.items() if "ours" in names
+    ]
+    assert all(row[3] for row in rows)

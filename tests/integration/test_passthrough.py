@@ -50,7 +50,7 @@ def driver_of(node: Node, index_or_uuid: Any) -> str:
 
 
 def nodes_of(node: Node, ref: ClaimRef) -> list[str]:
-    specs = [json.loads(path.read_text()) for path in node.cdi.glob(f"*{ref.uid}*.json")]
+    specs = [json.loads(path.read_text()) for path in node.cdi.glob(f"*{ref.uid}*")]
     [spec] = [spec for spec in specs if spec["kind"].startswith("k8s.")]
     edits = [spec.get("containerEdits", {}), *(device["containerEdits"] for device in spec["devices"])]
     return [found["path"] for edit in edits for found in edit.get("deviceNodes", ())]
