@@ -125,6 +125,15 @@ def test_the_other_edits_of_the_table_are_in_the_spec(spec: dict[str, Any]) -> N
     assert {name for name in named if f'"{name}' not in text} == set()
 
 
+def test_toolkit_of_the_page_is_the_one_whose_hook_runs_in_e2e() -> None:
+    required = (DOCUMENT.parents[1] / "hack/cluster/go/nvidia-cdi-hook/go.mod").read_text()
+    [version] = re.findall(r"nvidia-container-toolkit v([\d.]+)", required)
+    page = DOCUMENT.read_text()
+    assert f"container toolkit {version}, except" in page
+    assert f"NVIDIA's own hook, {version}," in page
+    assert f"newTag: v{version}" in page
+
+
 def test_no_directory_is_mounted(tmp_path: Path, nodes: FakeNodes) -> None:
     """It would bring other libraries of the host along; here every file of the table is one."""
     for path in files_of_the_table("/usr/share"):

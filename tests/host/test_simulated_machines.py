@@ -80,7 +80,8 @@ def test_every_machine_gives_specs_that_runtimes_take(name: str, tmp_path: Path)
     containers = [mount["containerPath"] for mount in mounts]
     assert len(containers) == len(set(containers))
     for mount in mounts:
-        assert (host.root / mount["hostPath"].lstrip("/")).exists()
+        # Every host has /dev/null; a simulated one has the nodes of its machine only.
+        assert mount["hostPath"] == "/dev/null" or (host.root / mount["hostPath"].lstrip("/")).exists()
 
 
 @pytest.mark.parametrize(

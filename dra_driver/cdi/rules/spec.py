@@ -26,8 +26,12 @@ ADMIN_ACCESS = "DRA_ADMIN_ACCESS=true"
 """The environment of a container whose claim looks at a device with adminAccess, as Kubernetes' example driver has
 it."""
 
-# Without it the NVIDIA container runtime, if it is installed, would inject all GPUs as well.
+# Without these the NVIDIA container runtime, if it is installed, would inject GPUs as well: it takes requests from the
+# environment or, if it is configured so, from mounts.
 _NO_SECOND_INJECTION = "NVIDIA_VISIBLE_DEVICES=void"
+_NO_INJECTION_BY_MOUNT = CdiMount(
+    "/dev/null", "/var/run/nvidia-container-devices/void", ("ro", "nosuid", "nodev", "bind")
+)
 
 
 def is_claim_uid(text: str) -> bool:
@@ -179,7 +183,11 @@ def common_edits(driver: DriverFiles) -> dict[str, Any]:
     if driver.driver_dirs:
         env.append(f"NVIDIA_CTK_LIBCUDA_DIR={':'.join(driver.driver_dirs)}")
     files = (*driver.libraries, *driver.binaries, *driver.firmware, *driver.configs)
-    mounts = [*_file_mounts(files, _FILE_OPTIONS), *_file_mounts(driver.sockets, _SOCKET_OPTIONS)]
+    mounts = [
+        *_file_mounts(files, _FILE_OPTIONS),
+        *_file_mounts(driver.sockets, _SOCKET_OPTIONS),
+        _cdi_mount(_NO_INJECTION_BY_MOUNT),
+    ]
     if driver.hook is None:
         taken = {file.container_path for file in files}
         mounts.extend(

@@ -8,7 +8,7 @@ case "$1" in
 esac
 printf '%s\n' \
     'NAME:' '   NVIDIA CDI Hook' '' \
-    'VERSION:' '   1.20.1' '' \
+    'VERSION:' '   1.20.2' '' \
     'COMMANDS:' \
     '   update-ldcache                    Update ldcache in a container' \
     '   create-symlinks                   Create symlinks in a container' \
