@@ -20,7 +20,12 @@ from dra_driver.model.driver_programs import (
 )
 
 _PROGRAMS = (CONTROL_PROGRAM, SERVER_PROGRAM, SMI_PROGRAM)
-BINARY_DIRS = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+BINARY_DIRS = (
+    "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin",
+    "/usr/local/nvidia/bin", "/opt/nvidia/current/usr/bin", "/opt/bin", "/usr/libexec/nvidia/tesla/bin",
+)  # fmt: skip
+"""In search order: where every system has programs, then where GKE and driver installers, Flatcar and Bottlerocket have
+those of the NVIDIA driver. Their libraries are in `UNUSUAL_DIRS`."""
 
 
 class InstalledPrograms:

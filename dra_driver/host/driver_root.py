@@ -58,6 +58,20 @@ _NEEDED_NODES = {
     "/dev/nvidiactl": "load the nvidia kernel module and run `nvidia-modprobe` on the host",
     "/dev/nvidia-uvm": "load the nvidia-uvm kernel module and run `nvidia-modprobe -u -c=0` on the host",
 }
+_JETSON_DIRS = tuple(f"/usr/lib/aarch64-linux-gnu/{name}" for name in ("tegra", "nvidia"))
+# (system, why a container cannot get its GPU here, files that only this system has)
+_UNSUPPORTED = (
+    (
+        "WSL2",
+        "its GPUs have no device nodes of their own, and the NVIDIA driver is the one of Windows",
+        ("/dev/dxg", "/usr/lib/wsl/lib"),
+    ),
+    (
+        "Jetson or another Tegra system",
+        "its GPU is not a PCI device, and its driver (nvgpu) has other device nodes and libraries",
+        ("/etc/nv_tegra_release", *(f"{directory}/libnvrm_gpu.so" for directory in _JETSON_DIRS)),
+    ),
+)
 _WATCHED = (
     *USUAL_DIRS, *UNUSUAL_DIRS, *BINARY_DIRS, *_SOCKETS, *(f"{top}/{_XORG_TAILS[0]}" for top in _XORG_TOPS),
     "/etc/ld.so.cache", "/lib/firmware/nvidia",
@@ -185,9 +199,15 @@ class DriverRoot:
     ) -> tuple[Libraries, list[DriverFile], str]:
         """The libraries, their files and their version. Raises: RetryableError as `scan`."""
         libraries = scan_libraries(tree, nvml_version, self._machine)
-        version = self._checked_version(libraries, nvml_version)
-        found = [self._file(file, path) for path, file in libraries.files]
-        self._check_libraries(found, version)
+        try:
+            version = self._checked_version(libraries, nvml_version)
+            found = [self._file(file, path) for path, file in libraries.files]
+            self._check_libraries(found, version)
+        except RetryableError as error:
+            unsupported = unsupported_system(tree, self._paths.host_driver_root)
+            if unsupported is None:
+                raise
+            raise RetryableError(unsupported) from error
         return libraries, found, version
 
     def _file(self, resolved: str, container_path: str) -> DriverFile:
@@ -310,6 +330,19 @@ class DriverRoot:
         return next((file.host_path for file in self._found(tree, paths)), None)
 
 
+def unsupported_system(tree: RootedTree, root: str) -> str | None:
+    """One sentence that names the system below the driver root if no container can get its GPU in the way of this
+    plugin: WSL2 and Jetson have an NVIDIA driver of another kind, whose libcuda is always of version 1.1."""
+    for name, reason, signs in _UNSUPPORTED:
+        sign = next((path for path in signs if tree.resolve(path) is not None), None)
+        if sign is not None:
+            return (
+                f"gpu-dra-driver does not support {name}, which this node is by {join_root(root, sign)}: {reason}; "
+                "keep the plugin off this node with a node selector"
+            )
+    return None
+
+
 def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
     """The path, for this process, of the NVML library for `machine` below a driver root.
 
@@ -329,6 +362,9 @@ def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
             f"{note_of_left_out(driver_root, foreign, machine)}; install the NVIDIA driver that is, set the driver "
             "root to where it is, or remove these libraries if this node has no GPU"
         )
+    unsupported = unsupported_system(tree, driver_root)
+    if unsupported is not None:
+        raise DriverGoneError(unsupported)
     searched = ", ".join(tree.local(directory) for directory in (*USUAL_DIRS, *UNUSUAL_DIRS))
     raise DriverGoneError(
         f"libnvidia-ml.so.1 is not below the driver root {driver_root}; looked in {searched} and in "

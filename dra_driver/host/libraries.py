@@ -27,9 +27,13 @@ _PER_ARCH = tuple(
 USUAL_DIRS = ("/", "/usr/lib64", *_PER_ARCH, "/lib64")
 """Where distributions and driver containers put the 64-bit libraries, in order."""
 
-UNUSUAL_DIRS = ("/usr/lib", "/usr/local/glibc/usr/lib", "/usr/local/nvidia/lib64", "/run/opengl-driver/lib")
-"""Searched only if no usual directory has libcuda: on many systems `/usr/lib` holds 32-bit libraries. Containers get
-the files under these names, whatever they lead to: programs made for NixOS look in `/run/opengl-driver/lib`."""
+UNUSUAL_DIRS = (
+    "/usr/lib", "/usr/local/glibc/usr/lib", "/usr/local/nvidia/lib64", "/opt/nvidia/current/usr/lib64",
+    "/usr/lib/nvidia/tesla", "/run/opengl-driver/lib",
+)  # fmt: skip
+"""One that many systems have, then those of Talos, GKE and driver installers, Flatcar, Bottlerocket and NixOS. Searched
+only if no usual directory has libcuda: on many systems `/usr/lib` holds 32-bit libraries. Containers get the files
+under these names, whatever they lead to: programs made for NixOS look in `/run/opengl-driver/lib`."""
 
 _LD_CACHE = "/etc/ld.so.cache"
 _CACHED_DIRECTORY = re.compile(rb"(/[\x21-\x7e]+)/lib(?:cuda|nvidia-ml)\.so\.1\x00")

@@ -6,12 +6,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from dra_driver.errors import NvmlUnavailableError, RetryableError
-from dra_driver.host.driver_programs import find_program
+from dra_driver.errors import DriverGoneError, NvmlUnavailableError, RetryableError
+from dra_driver.host.driver_programs import InstalledPrograms, find_program
 from dra_driver.host.driver_root import DriverRoot, find_nvml_library
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.driver_files import BASE_HOOK_VERBS, DriverFile, DriverFiles
-from dra_driver.model.host import HostPaths
+from dra_driver.model.host import DeviceNode, HostPaths
 from tests.fakes.tables import tabled
 from tests.host.trees import (
     COMMON_NODES,
@@ -548,3 +548,63 @@ def test_nvml_is_found_when_nobody_made_its_link(tmp_path: Path) -> None:
 def test_the_error_lists_where_it_looked_when_nvml_is_missing(tmp_path: Path) -> None:
     with pytest.raises(NvmlUnavailableError, match=rf"looked in .*{tmp_path}/usr/lib64, .*driver root"):
         find_nvml_library(str(tmp_path))
+
+
+@tabled("libraries", "cached", "program", "found", "links")
+def test_layout_of_a_distribution_gives_libraries_and_programs(
+    tmp_path: Path, libraries: str, cached: bool, program: str, found: str, links: dict[str, str]
+) -> None:
+    """`program` is where nvidia-smi is, `links` has further links of the host."""
+    put_libraries(tmp_path, libraries)
+    put(tmp_path, program).chmod(0o755)
+    for path, target in links.items():
+        link(tmp_path, path, target)
+    if cached:
+        (tmp_path / "etc").mkdir()
+        cache = b"glibc-ld.so.cache1.1\0" + f"{libraries}/libcuda.so.1".encode() + b"\0"
+        (tmp_path / "etc/ld.so.cache").write_bytes(cache)
+    nodes = FakeNodes(
+        {path: DeviceNode(path, "c", *numbers, 0o666, 0, 0) for path, numbers in COMMON_NODES.items()}
+    )
+    files = DriverRoot(
+        HostPaths(
+            str(tmp_path), HOST_ROOT, proc=str(tmp_path / "proc"), sys=str(tmp_path / "sys"), dev_root="/"
+        ),
+        nodes=nodes,
+    ).scan(VERSION)
+    assert {path.rpartition("/")[0] for path in containers(files.libraries)} == {libraries}
+    assert containers(files.binaries) == [found]
+    assert find_nvml_library(str(tmp_path)) == f"{tmp_path}{libraries}/libnvidia-ml.so.{VERSION}"
+    programs = InstalledPrograms(str(tmp_path), tmp_path / "links")()
+    assert programs.paths["nvidia-smi"] == f"{tmp_path}{program}"
+
+
+@tabled("machine", "files", "links", "says")
+def test_system_without_a_supported_driver_is_named(
+    tmp_path: Path, nodes: FakeNodes, machine: str, files: list[str], links: dict[str, str], says: str
+) -> None:
+    """Its libcuda of version 1.1 is not a driver that was half upgraded, and no reboot would help."""
+    root = tmp_path / "host"
+    for path in files:
+        put(root, path)
+    for path, target in links.items():
+        link(root, path, target)
+    installation = root_at(root, nodes, host_root="/", machine=machine)
+    for version in ("595.71", None):
+        assert installation.problem(version) == says
+
+
+@tabled("files", "says")
+def test_system_without_nvml_is_named_by_the_missing_library(
+    tmp_path: Path, files: list[str], says: str
+) -> None:
+    for path in files:
+        put(tmp_path, path)
+    with pytest.raises(DriverGoneError, match=says):
+        find_nvml_library(str(tmp_path))
+
+
+def test_supported_driver_next_to_a_sign_of_another_system_is_used(tmp_path: Path, nodes: FakeNodes) -> None:
+    put(tmp_path, "/usr/lib/wsl/lib/libcuda.so.1.1")
+    put(tmp_path, "/etc/nv_tegra_release")
+    assert scan(tmp_path, nodes).version == VERSION
