@@ -11,12 +11,18 @@ from typing import Any
 import forked_commands
 import pytest
 
+from dra_driver.model import units
 from dra_driver.model.claim import ClaimRef, Prepared
 from dra_driver.model.health import HealthTarget
+from dra_driver.model.problems import NodeProblem
+from tests.fakes.fixtures import logs
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import DRIVER, Node
 
+__all__ = ["logs"]
+
 Json = dict[str, Any]
+Logs = list[Json]
 
 
 def without_virtual_functions(make_node: Callable[..., Node]) -> Node:
@@ -175,6 +181,53 @@ def test_node_whose_cards_are_all_under_vfio_needs_no_nvidia_driver(make_node: C
     node.ready(ref)
     node.take_back(ref)
     assert {gpu.driver for gpu in node.machine.current().present} == {"vfio-pci"}
+
+
+def refusals(logs: Logs) -> list[Json]:
+    return [
+        {key: entry[key] for key in ("log_level", "cards", "offered")}
+        for entry in logs
+        if entry["event"] == "cards_not_offered"
+    ]
+
+
+def test_passthrough_that_offers_no_gpu_is_a_problem_until_one_is_offered(
+    make_node: Callable[..., Node], logs: Logs
+) -> None:
+    node = without_virtual_functions(make_node)
+    node.machine.set_vfio(iommu=False)
+    node.running(8, passthrough=True)
+    gpus = [gpu.bus_id for gpu in node.machine.current().present]
+    reasons = {card.bus_id: card.problem for card in node.driver.discovery.latest().cards}
+    assert set(reasons) == set(gpus)
+    [why] = set(reasons.values())
+    [problem] = node.driver.passthrough.problems()
+    assert problem == NodeProblem(
+        "passthrough-unavailable",
+        f"no GPU of this node can be given to a virtual machine: {units.named(sorted(gpus))}: {why}",
+    )
+    eventually(lambda: problem.text in node.driver.problems())
+    node.driver.discovery.scan_now(10)
+    assert refusals(logs) == [{"log_level": "warning", "cards": reasons, "offered": 0}]
+
+    node.machine.set_vfio(iommu=True)
+    node.machine.set_virtual_functions(1, 2)
+    node.driver.discovery.scan_now(10)
+    eventually(lambda: node.driver.passthrough.problems() == [])
+    eventually(lambda: problem.text not in node.driver.problems())
+    [_, later] = refusals(logs)
+    assert (set(later["cards"]), later["offered"]) == ({node.machine.gpu(1).bus_id}, 7)
+
+
+def test_passthrough_on_a_node_without_gpus_is_no_problem(make_node: Callable[..., Node], logs: Logs) -> None:
+    node = without_virtual_functions(make_node)
+    for gpu in node.machine.current().present:
+        node.machine.remove_gpu(gpu.uuid)
+    node.machine.set_vfio(iommu=False)
+    node.start_driver(passthrough=True)
+    eventually(lambda: node.driver.discovery.inventory is not None)
+    assert node.driver.passthrough.problems() == []
+    assert refusals(logs) == []
 
 
 def with_a_machine_that_runs_on(make_node: Callable[..., Node]) -> tuple[Node, str]:

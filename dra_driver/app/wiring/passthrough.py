@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import structlog
+
 from dra_driver.app.platforms import Platform
 from dra_driver.errors import StateError
 from dra_driver.host.vfio import VfioCards
@@ -13,16 +15,20 @@ from dra_driver.inventory.detachment import Detachments, nvml_pause
 from dra_driver.journal.cleanups import StepRunner
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.passthrough import Card
+from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import bindings
 from dra_driver.model.steps import BindVfio
 from dra_driver.nvml.persistence import PersistenceModes
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards
 from dra_driver.passthrough.ledger import DIRECTORY, PassthroughLedger
+from dra_driver.passthrough.rules.refused import refused, unavailable
 from dra_driver.passthrough.steps import VfioSteps, waits_for_nvml
 
 if TYPE_CHECKING:
     from dra_driver.app.daemon import Driver
+
+_log = structlog.get_logger(__name__)
 
 
 class PassthroughParts:
@@ -43,6 +49,7 @@ class PassthroughParts:
 
         self._is_wanted = settings.for_virtual_machines is not None
         self._is_on = False
+        self._cards: tuple[Card, ...] = ()
         self.ledger = PassthroughLedger(settings.plugin_directory / DIRECTORY, boot_id)
         cards = self.host = VfioCards(platform.paths, platform.nodes, platform.pci)
         self._known = KnownCards(
@@ -73,8 +80,20 @@ class PassthroughParts:
         return {BindVfio: self.steps}
 
     def cards(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
-        """The node's cards; `gpus` are those that NVML shows. Raises: StateError."""
-        return self._known.read(gpus) if self._is_on else ()
+        """The node's cards; `gpus` are those that NVML shows. Logs which of them no virtual machine can get, once and
+        after each change. Raises: StateError."""
+        if not self._is_on:
+            return ()
+        before, self._cards = self._cards, self._known.read(gpus)
+        reasons = refused(self._cards)
+        if reasons and reasons != refused(before):
+            _log.warning("cards_not_offered", cards=reasons, offered=len(self._cards) - len(reasons))
+        return self._cards
+
+    def problems(self) -> Sequence[NodeProblem]:
+        """That no virtual machine can get any of the node's GPUs, although passthrough is on."""
+        text = unavailable(self._cards) if self._is_wanted else None
+        return [] if text is None else [NodeProblem("passthrough-unavailable", text)]
 
     def taken(self) -> frozenset[str]:
         """The UUIDs of the GPUs that this plugin has bound to vfio, or is about to: NVML need not have them. Empty
