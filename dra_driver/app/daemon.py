@@ -222,7 +222,12 @@ class Driver:
         # The cluster and the kubelet.
         self.publishing: PublishingParts = PublishingParts(self, api)
         self.node_problems = NodeProblems(
-            (self.discovery.problems, self.health.problems, self.passthrough.problems),
+            (
+                lambda: self._plugin.problems(),  # noqa: PLW0108  made later
+                self.discovery.problems,
+                self.health.problems,
+                self.passthrough.problems,
+            ),
             self.reporting.recorder,
             leadership.speaks_for_node,
             plugin_dir,

@@ -7,6 +7,7 @@ registration.py  the registration service the kubelet's plugin watcher calls
 claim_check.py   what a claim reference from the wire may look like
 dra.py           the DRA service, v1 and v1beta1
 device_health.py where a device health stream plugs in
+registry.py      which sockets on the node belong to this plugin, and which to another driver of its name
 liveness.py      whether our own sockets answer
 health_port.py   gRPC health for probes, on TCP
 server.py        KubeletPlugin: starts and stops all of it in order

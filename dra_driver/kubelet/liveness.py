@@ -55,20 +55,29 @@ class Liveness:
         self._lock = threading.Lock()
         self._checked_at: float | None = None
         self._fault: str | None = None
+        self._failing_since: float | None = None
         self._started = False
 
-    def fault(self) -> str | None:
-        """Why the kubelet cannot reach us, as a sentence with the remedy; None if it can."""
+    def fault(self, max_age_s: float | None = None) -> str | None:
+        """Why the kubelet cannot reach us, as a sentence with the remedy; None if it can. `max_age_s` takes the place
+        of the usual one."""
+        most_s = self._max_age_s if max_age_s is None else max_age_s
         with self._lock:
-            if self._checked_at is None or time.monotonic() - self._checked_at >= self._max_age_s:
+            if self._checked_at is None or time.monotonic() - self._checked_at >= most_s:
                 before, self._fault = self._fault, self._check()
                 self._checked_at = time.monotonic()
+                self._failing_since = None if self._fault is None else self._failing_since or self._checked_at
                 self._started = self._started or self._fault is None
                 if before is None and self._fault is not None:
                     _log.warning("liveness_failed", reason=self._fault)
                 elif before is not None and self._fault is None:
                     _log.info("liveness_restored", before=before)
             return self._fault
+
+    def lasting_fault(self, lasting_s: float) -> str | None:
+        """The fault of the last check, if no check has succeeded for `lasting_s` seconds; checks nothing itself."""
+        fault, since = self._fault, self._failing_since
+        return fault if since is not None and time.monotonic() - since >= lasting_s else None
 
     def start_fault(self) -> str | None:
         """As `fault` until the sockets have answered once; then always None."""

@@ -16,6 +16,8 @@ from dra_driver.kubelet.rpc import Methods, RpcError, unary
 PLUGIN_TYPE = "DRAPlugin"
 GET_INFO = "/pluginregistration.Registration/GetInfo"
 NOTIFY = "/pluginregistration.Registration/NotifyRegistrationStatus"
+SERVED_BY_KEY, SERVED_BY = "served-by", "gpu-dra-driver"
+"""Metadata of each answer to GetInfo. Other instances of this plugin recognise it by this; the kubelet ignores it."""
 
 _log = structlog.get_logger(__name__)
 
@@ -50,12 +52,16 @@ class Registrar:
 
     def methods(self) -> Methods:
         """The methods of the service by their paths."""
-        return {
-            GET_INFO: unary("GetInfo", self._get_info, pb.InfoRequest),
+        return self.get_info() | {
             NOTIFY: unary("NotifyRegistrationStatus", self._notify, pb.RegistrationStatus),
         }
 
-    def _get_info(self, _request: pb.InfoRequest, _context: Any) -> pb.PluginInfo:
+    def get_info(self) -> Methods:
+        """GetInfo alone. The DRA socket answers it too, so that an instance is recognised by either socket."""
+        return {GET_INFO: unary("GetInfo", self._get_info, pb.InfoRequest)}
+
+    def _get_info(self, _request: pb.InfoRequest, context: Any) -> pb.PluginInfo:
+        context.set_trailing_metadata(((SERVED_BY_KEY, SERVED_BY),))
         return self._info
 
     def _notify(self, request: pb.RegistrationStatus, _context: Any) -> pb.RegistrationStatusResponse:

@@ -104,6 +104,14 @@ def ask(path: Path, method: str, request: Any, answer: Any, within_s: float) -> 
 
     Raises: grpc.RpcError, as DEADLINE_EXCEEDED after `within_s` seconds and as UNAVAILABLE if nobody listens.
     """
+    return ask_with_metadata(path, method, request, answer, within_s)[0]
+
+
+def ask_with_metadata(
+    path: Path, method: str, request: Any, answer: Any, within_s: float
+) -> tuple[Any, dict[str, str]]:
+    """As `ask`, and the metadata that the server sent after its answer."""
     with grpc.insecure_channel(unix_target(path), options=_CLIENT_OPTIONS) as channel:
-        call = channel.unary_unary(method, _bytes_of, answer.FromString)
-        return call(request, timeout=max(0.0, within_s))
+        method_of = channel.unary_unary(method, _bytes_of, answer.FromString)
+        response, call = method_of.with_call(request, timeout=max(0.0, within_s))
+        return response, dict(call.trailing_metadata() or ())

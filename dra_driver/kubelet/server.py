@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dra_driver.kubelet import device_health, dra
 from dra_driver.kubelet.health_port import HealthServer
 from dra_driver.kubelet.liveness import Liveness, dial
 from dra_driver.kubelet.registration import Registrar, RegistrationStatus
+from dra_driver.kubelet.registry import SocketWatch
 from dra_driver.kubelet.serving import SocketServer
 from dra_driver.kubelet.sockets import (
     PLUGINS_DIR,
@@ -23,11 +25,16 @@ from dra_driver.kubelet.sockets import (
     ensure_registry_dir,
     socket_paths,
 )
+from dra_driver.model.problems import NodeProblem
 
 _log = structlog.get_logger(__name__)
 
 _REGISTRAR_GRACE_S = 1.0
 _GUARD_JOIN_S = 2.0
+_REGISTERED_WITHIN_S = 30.0
+_DIAL_EVERY_S = 15.0
+_UNREACHABLE_FOR_S = 10.0
+"""A single late answer is no problem yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ class PluginSettings:
 
     `plugins_dir` belongs to the kubelet; our own directory in it is named after the DRA driver. `pod_uid` switches
     rolling updates on. `health_address` is `host:port`, None for no health service. Calls in flight may go on for
-    `grace_s` seconds after stop(). Every `guard_s` seconds the plugin checks its sockets.
+    `grace_s` seconds after stop(). Every `guard_s` seconds the plugin checks its own sockets and those of others.
     """
 
     driver: str
@@ -79,11 +86,13 @@ class KubeletPlugin:
         )
         versions: tuple[str, ...] = (dra.V1, dra.V1BETA1)
         methods = dra.DraService(claims).methods()
+        self._started_at: float | None = None
+        self._others = SocketWatch(settings.driver, settings.registry_dir, settings.plugin_dir)
         if watch_device_health is not None:
             versions += device_health.VERSIONS
             methods |= device_health.health_methods(watch_device_health)
         self.registrar = Registrar(settings.driver, self.sockets.dra, versions, on_status)
-        self._dra = SocketServer("dra", self.sockets.dra, methods)
+        self._dra = SocketServer("dra", self.sockets.dra, methods | self.registrar.get_info())
         self._registration = SocketServer("registration", self.sockets.registrar, self.registrar.methods())
         self.liveness = Liveness(self._dial_self)
         self._health = (
@@ -126,7 +135,12 @@ class KubeletPlugin:
         except BaseException:
             self.stop(0)
             raise
+        self._started_at = time.monotonic()
         self._guard.start()
+
+    def problems(self) -> Sequence[NodeProblem]:
+        """Why the kubelet may not reach this plugin, and which other drivers it may reach instead."""
+        return [*self._registration_problems(), *self._others.problems()]
 
     def stop(self, grace_s: float | None = None) -> None:
         """Ends the calls, then the registration, then health, and waits for that; harmless twice.
@@ -142,15 +156,39 @@ class KubeletPlugin:
         if self._guard.is_alive() and self._guard is not threading.current_thread():
             self._guard.join(_GUARD_JOIN_S)
 
+    def _registration_problems(self) -> list[NodeProblem]:
+        if self._started_at is None or self.stopping:
+            return []
+        fault, status = self._socket_fault() or self.liveness.lasting_fault(_UNREACHABLE_FOR_S), self.status
+        waited_s = time.monotonic() - self._started_at
+        see = f"`journalctl -u kubelet | grep -i {self.settings.driver}` on the node shows what the kubelet does"
+        if fault is not None:
+            text = f"The kubelet cannot reach the plugin: {fault}"
+        elif status is not None and not status.registered:
+            text = f"The kubelet refused to register the plugin: {status.error}; {see}"
+        elif status is None and waited_s >= _REGISTERED_WITHIN_S:
+            text = (
+                f"The kubelet has not registered the plugin for {waited_s:.0f} s; check that "
+                f"{self.settings.registry_dir} is the registry directory of a running kubelet: {see}"
+            )
+        else:
+            return []
+        return [NodeProblem("not-registered", text)]
+
+    def _socket_fault(self) -> str | None:
+        return self._dra.fault() or self._registration.fault()
+
     def _dial_self(self) -> str | None:
         return None if self.stopping else dial(self.sockets.registrar)
 
     def _watch_sockets(self) -> None:
         while not self._stopping.wait(self.settings.guard_s):
-            fault = self._dra.fault() or self._registration.fault()
+            fault = self._socket_fault()
             if fault is not None and not self.stopping:
                 error = FatalError(f"{fault}; restart the plugin")
                 _log.critical("kubelet_server_died", error=str(error))
                 if self._on_fatal is not None:
                     self._on_fatal(error)
                 return
+            self._others.look()
+            self.liveness.fault(_DIAL_EVERY_S)

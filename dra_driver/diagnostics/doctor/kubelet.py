@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,12 @@ from dra_driver.diagnostics.doctor.checks import Check
 from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.diagnostics.state_on_disk import set_aside_files
-from dra_driver.kubelet.sockets import listening
 from dra_driver.model.units import counted, named
 from dra_driver.mps.host_files import MpsHostFiles, mps_layout
 from dra_driver.sharing.rules.mps_notes import notes_of
 
-_ASK_S = 1.0
+_LOOKS = 2
+"""A busy plugin may be late once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,33 +63,22 @@ class KubeletChecks:
         """Is one instance registered under our name, or two in a rolling update?"""
         if not self.registry.is_dir():
             return skip(f"{self.registry} is not there")
-        dead: list[str] = []
-        alive: list[tuple[str, str]] = []
-        for path in sorted(self.registry.glob("*.sock")):
-            if not stat.S_ISSOCK(path.lstat().st_mode):
-                continue
-            if listening(path):
-                answer = _plugin_of(path)
-                if answer is not None and answer[0] == self.driver:
-                    alive.append((path.name, answer[1]))
-            elif self.driver in path.name:
-                dead.append(str(path))
-        if self.state.is_dir():
-            own = sorted(self.state.glob("dra*.sock"))
-            dead += [str(path) for path in own if stat.S_ISSOCK(path.lstat().st_mode) and not listening(path)]
-        foreign = [name for name, endpoint in alive if not Path(endpoint).is_relative_to(self.state)]
-        if foreign:
-            return fail(
-                f"another DRA driver is registered as {self.driver}: {named(foreign)}",
-                "uninstall it (`kubectl get daemonset -A | grep -i dra`), or give this one another --driver-name",
-            )
+        from dra_driver.kubelet.registry import SocketWatch  # gRPC takes a while to import
+
+        watch = SocketWatch(self.driver, self.registry, self.state)
+        for _ in range(_LOOKS):
+            watch.look()
+        alive, dead, strangers = watch.instances(), watch.dead(), watch.strangers()
+        if strangers:
+            more = f" (and {len(strangers) - 1} more)" if len(strangers) > 1 else ""
+            return fail(strangers[0].text + more, strangers[0].remedy)
         if len(alive) > 2:
             return warn(
                 f"{len(alive)} instances are registered", "`kubectl get pods -A -o wide`: delete the old ones"
             )
         if dead:
             return warn(
-                f"dead sockets: {named(dead)}",
+                f"dead sockets: {named(list(map(str, dead)))}",
                 f"`rm {dead[0]}`, if no instance of gpu-dra-driver is starting at this moment",
             )
         if not alive:
@@ -98,7 +86,7 @@ class KubeletChecks:
                 f"no instance of {self.driver} is registered", "start gpu-dra-driver; see its log if it runs"
             )
         update = " (a rolling update is under way)" if len(alive) == 2 else ""
-        return ok(f"{named([name for name, _ in alive])} answers{update}")
+        return ok(f"{named(alive)} answers{update}")
 
     def records(self) -> Finding:
         """Can the records be read?"""
@@ -176,18 +164,3 @@ class KubeletChecks:
             Check("MIG layout", self.mig_layout),
             Check("MPS host", self.mps_host),
         ]
-
-
-def _plugin_of(path: Path) -> tuple[str, str] | None:
-    """Name and endpoint that a plugin registers with; None if it does not answer."""
-    import grpc
-
-    from dra_driver.kubelet.pb import registration_pb2 as pb
-    from dra_driver.kubelet.registration import GET_INFO
-    from dra_driver.kubelet.rpc import ask
-
-    try:
-        answer = ask(path, GET_INFO, pb.InfoRequest(), pb.PluginInfo, _ASK_S)
-    except grpc.RpcError:
-        return None
-    return answer.name, answer.endpoint
