@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import structlog
 
-from dra_driver.health.rules.state import XID
+from dra_driver.health.rules.endings import XID
 from dra_driver.model.health import LOST, UNRESPONSIVE, HealthChange, HealthState, Reason, Severity
 
 _log = structlog.get_logger(__name__)

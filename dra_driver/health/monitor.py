@@ -60,6 +60,8 @@ _POLL_EVERY_S = 10.0
 _FRESH_S = 30.0
 _FORGET_AFTER_S = 600.0
 _EVENTS_AT_ONCE = 64
+_NOT_FOUND = PolledHealth(failed=frozenset({"handle"}), answered=False)
+"""A poll that could not even find the GPU."""
 
 
 @dataclass(eq=False)
@@ -406,9 +408,12 @@ class Monitor(BackgroundWorker):
                 raise
             except DraDriverError as error:
                 _log.warning("health_unreadable_now", gpu_uuid=uuid, reason=str(error))
+                self._take({HealthTarget(uuid): (PollResult(_NOT_FOUND),)})
                 continue
             else:
                 self._take_poll(uuid, polled)
+                if not polled.answered:
+                    continue
             is_news |= not self.is_fresh(uuid)
             self._polls[uuid] = (self._now(), self.monotonic())
         if is_news:
@@ -418,7 +423,11 @@ class Monitor(BackgroundWorker):
         gpu = HealthTarget(uuid)
         if polled.fabric is not None:
             self.on_fabric(uuid, polled.fabric_registration)
-        (self._tell_action.discard if polled.recovery_action is None else self._tell_action.add)(uuid)
+        if "recovery_action" not in polled.failed:
+            (self._tell_action.discard if polled.recovery_action is None else self._tell_action.add)(uuid)
+        if not polled.answered:
+            self._take({gpu: (PollResult(polled),)})
+            return
         was_reset = shows_reset(self.state(gpu), polled)
         observed: dict[HealthTarget, tuple[Observation, ...]] = {gpu: (PollResult(polled),)}
         instances = [item for item in self._states if item.is_instance and item.gpu_uuid == uuid]

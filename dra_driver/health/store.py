@@ -113,7 +113,11 @@ def decode(content: bytes) -> KeptHealth:
 def _ordered(states: Iterable[HealthState]) -> list[HealthState]:
     lasting = [
         # What comes and goes with the temperature is not worth a write.
-        replace(state, reasons=tuple(reason for reason in state.reasons if not _is_fleeting(reason)))
+        replace(
+            state,
+            reasons=tuple(reason for reason in state.reasons if not _is_fleeting(reason)),
+            silent_polls=0,
+        )
         for state in states
     ]
     kept = [state for state in lasting if state != _without_memory(state)]

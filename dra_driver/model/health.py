@@ -104,7 +104,8 @@ class HealthState:
     `ecc_uncorrected` is the NVIDIA driver's volatile count at the last poll. `identity` is the UUID (several
     joined by commas) of the MIG devices of an instance, because instance IDs are used again. `setbacks` are the times
     at which the device became bad lately; because of them it is not offered until `held_until`. `pci_bus_id` is where a
-    GPU was last seen: a lost one is watched as long as it is on the bus.
+    GPU was last seen: a lost one is watched as long as it is on the bus. `silent_polls` counts the polls in a row that
+    no live query of the GPU answered.
     """
 
     target: HealthTarget
@@ -114,6 +115,7 @@ class HealthState:
     setbacks: tuple[int, ...] = ()
     held_until: int | None = None
     pci_bus_id: str | None = None
+    silent_polls: int = 0
 
     @property
     def severity(self) -> Severity:
@@ -135,8 +137,12 @@ class HealthState:
 
 @dataclass(frozen=True, slots=True)
 class PolledHealth:
-    """The result of one poll of a GPU; a value that the GPU or its driver does not tell is None.
+    """The result of one poll of a GPU. A value is None if the GPU or the NVIDIA driver does not support its query, or
+    if the query failed: then its name is in `failed`.
 
+    `failed` names queries by the value that they read, for example `recovery_action`; `remapped_rows` reads two values.
+    `answered` is False if no query that only the GPU itself can answer succeeded, and at least one failed: the GPU is
+    silent, and the values that the kernel driver knows by itself prove nothing.
     `recovery_action` is NVML's number. `fabric_text` says what is wrong with the fabric; `fabric_registration` says
     nothing unless `fabric` is told. `slowdowns` are the causes for which the hardware holds its clocks down: `thermal`,
     `power`, `hardware`.
@@ -153,6 +159,8 @@ class PolledHealth:
     slowdowns: frozenset[str] | None = None
     fabric_registration: FabricRegistration = None
     accepts_work: bool | None = None
+    failed: frozenset[str] = frozenset()
+    answered: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pynvml
 
-from dra_driver.errors import DraDriverError, NvmlUnavailableError
 from dra_driver.model.inventory import ConfidentialMode
 from dra_driver.nvml.failures import supported
 
@@ -29,17 +28,13 @@ def confidential_mode() -> ConfidentialMode:
 
 def accepts_work() -> bool | None:
     """Whether programs can use the GPUs: always without confidential computing, else once somebody has set the ready
-    state. None where that is not told. Raises: NvmlUnavailableError."""
-    try:
-        mode = supported(confidential_mode)
-        # Without confidential computing the ready state means nothing, and libraries answer anything.
-        if mode is None or mode == "off":
-            return None if mode is None else True
-        ready = supported(pynvml.nvmlSystemGetConfComputeGpusReadyState)
-    except NvmlUnavailableError:
-        raise
-    except (DraDriverError, ValueError):
-        return None
+    state. None where NVML does not support the queries. Raises: the errors of `nvml_errors`; ValueError if NVML gives a
+    mode that is not known."""
+    mode = supported(confidential_mode)
+    # Without confidential computing the ready state means nothing, and libraries answer anything.
+    if mode is None or mode == "off":
+        return None if mode is None else True
+    ready = supported(pynvml.nvmlSystemGetConfComputeGpusReadyState)
     return None if ready is None else ready == pynvml.NVML_CC_ACCEPTING_CLIENT_REQUESTS_TRUE
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import pynvml
 
+from dra_driver.errors import DeviceLostError
 from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.health import FabricState, PolledHealth
 from dra_driver.nvml.confidential import accepts_work
@@ -38,39 +39,66 @@ _SUMMARY_HEALTHY = 1
 _SUMMARIES: Mapping[int, FabricState] = {2: "broken", 3: "limited"}
 
 
-def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
-    """All signals of one GPU, by its handle if the caller has one of this session. What the GPU does not tell, or fails
-    to tell, is None.
+class _Queries:
+    """The queries of one poll, and how they ended."""
 
-    Raises: DeviceLostError if the GPU does not answer; NvmlUnavailableError; RetryableError if it cannot even
+    def __init__(self) -> None:
+        self.failed: set[str] = set()
+        self.wants_reset = False
+        self._has_succeeded = self._has_failed = False
+
+    @property
+    def answered(self) -> bool:
+        """As `PolledHealth.answered`."""
+        return self._has_succeeded or not self._has_failed
+
+    def ask(self, name: str, call: Callable[..., T], *args: object) -> T | None:
+        """The value; None if it is not supported or the query failed. Raises: as `best_effort`."""
+
+        def failed(error: Exception) -> None:
+            self.failed.add(name)
+            self.wants_reset |= getattr(error.__cause__, "value", None) == pynvml.NVML_ERROR_RESET_REQUIRED
+
+        return ask_nvml(call, *args, failed=failed)
+
+    def ask_gpu(self, name: str, call: Callable[..., T], *args: object) -> T | None:
+        """The same for a query that the kernel driver cannot answer without the GPU, so that a value shows that the GPU
+        is alive."""
+        value = self.ask(name, call, *args)
+        self._has_succeeded |= value is not None
+        self._has_failed |= name in self.failed
+        return value
+
+
+def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
+    """All signals of one GPU, by its handle if the caller has one of this session.
+
+    Raises: DeviceLostError if the GPU fell off the bus; NvmlUnavailableError; RetryableError if it cannot even
     be found for another reason.
     """
     handle = gpu_handle(uuid, None) if handle is None else handle
-    wants_reset: list[int] = []
-
-    def failed(error: Exception) -> None:
-        if getattr(error.__cause__, "value", None) == pynvml.NVML_ERROR_RESET_REQUIRED:
-            wants_reset.append(_GPU_RESET)
-
-    def ask(call: Callable[..., T], *args: object) -> T | None:
-        return ask_nvml(call, *args, failed=failed)
-
-    # Cheap, and answered by the GPU's driver for all that are there.
-    ask(pynvml.nvmlDeviceGetMinorNumber, handle)
-    rows = ask(pynvml.nvmlDeviceGetRemappedRows, handle)
-    pages = ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
-    errors = ask(
+    queries = _Queries()
+    # The kernel driver answers this from its own memory, but not for a GPU that fell off the bus.
+    ask_nvml(pynvml.nvmlDeviceGetMinorNumber, handle)
+    rows = queries.ask_gpu("remapped_rows", pynvml.nvmlDeviceGetRemappedRows, handle)
+    pages = queries.ask_gpu("pages_pending", pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
+    errors = queries.ask_gpu(
+        "ecc_uncorrected",
         pynvml.nvmlDeviceGetTotalEccErrors,
         handle,
         pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
         pynvml.NVML_VOLATILE_ECC,
     )
-    clocks = ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
-    linked = ask(fabric_info, handle)
+    clocks = queries.ask_gpu("slowdowns", pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+    if not queries.answered:
+        # Every GPU has this sensor, also one that supports nothing of the above.
+        queries.ask_gpu("temperature", pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+    linked = queries.ask("fabric", fabric_info, handle)
     fabric, fabric_text = (None, "") if linked is None else _fabric(linked)
-    action = ask(_recovery_action, handle)
+    action = queries.ask("recovery_action", _recovery_action, handle)
+    is_accepting = _accepts_work(queries)
     return PolledHealth(
-        recovery_action=action or next(iter(wants_reset), action),
+        recovery_action=_GPU_RESET if queries.wants_reset and not action else action,
         remap_pending=None if rows is None else bool(rows[2]),
         remap_failed=None if rows is None else bool(rows[3]),
         pages_pending=None if pages is None else bool(pages),
@@ -79,8 +107,19 @@ def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
         fabric_text=fabric_text,
         slowdowns=None if clocks is None else _slowdowns(clocks),
         fabric_registration=None if linked is None else fabric_registration(linked),
-        accepts_work=accepts_work(),
+        accepts_work=is_accepting,
+        failed=frozenset(queries.failed),
+        answered=queries.answered,
     )
+
+
+def _accepts_work(queries: _Queries) -> bool | None:
+    """The whole machine answers this, so a failure says nothing of the GPU."""
+    try:
+        return queries.ask("accepts_work", accepts_work)
+    except DeviceLostError:
+        queries.failed.add("accepts_work")
+        return None
 
 
 def read_instances(uuid: str, handle: Handle | None = None) -> Mapping[tuple[int, int], str]:
@@ -108,8 +147,13 @@ def read_instances(uuid: str, handle: Handle | None = None) -> Mapping[tuple[int
 
 
 def _recovery_action(handle: Handle) -> int | None:
+    """None where the library does not know the field. Raises: pynvml.NVMLError."""
     (entry,) = pynvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION_FIELD])
-    return int(entry.value.uiVal) if entry.nvmlReturn == pynvml.NVML_SUCCESS else None
+    if entry.nvmlReturn == pynvml.NVML_ERROR_INVALID_ARGUMENT:
+        return None
+    if entry.nvmlReturn != pynvml.NVML_SUCCESS:
+        raise pynvml.NVMLError(entry.nvmlReturn)
+    return int(entry.value.uiVal)
 
 
 def _slowdowns(clocks: int) -> frozenset[str]:

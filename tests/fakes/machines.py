@@ -28,6 +28,18 @@ def read_inventory(
     return with_nvlink_domains(read_gpus(on_demand, memory or ScanMemory(), foreign_instances))
 
 
+def silence(machine: Machine, gpu: int) -> None:
+    """Every query to the GPU fails, as after the death of its system processor. The kernel driver still has the handle,
+    the UUID and the minor number."""
+    for pattern in (
+        "nvmlDeviceGet[!HMU]*",
+        "nvmlDeviceGetM[!i]*",
+        "nvmlDeviceGetMi[!n]*",
+        "nvmlDeviceGetU[!U]*",
+    ):
+        machine.set_fault(pattern, code="unknown", gpu=gpu)
+
+
 class SimulatedNode:
     """One machine with its NVML session and its host."""
 

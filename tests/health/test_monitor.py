@@ -26,7 +26,7 @@ from dra_driver.model.health import (
     condition,
 )
 from dra_driver.nvml.events import HealthSource
-from tests.fakes.machines import SimulatedNode
+from tests.fakes.machines import SimulatedNode, silence
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
 
@@ -295,6 +295,8 @@ def test_a_reset_that_only_the_error_counter_shows_clears_the_gpu_and_its_instan
     )
     bench.machine.set_gpu(MIG_GPU, ecc_uncorrected=0)
     bench.turn(10)
+    assert bench.reasons(MIG_GPU) == ["ecc/uncorrected"], "its count has to stay still"
+    bench.turn(10)
     assert (bench.reasons(MIG_GPU), bench.reasons(MIG_GPU, gi, ci)) == ([], [])
 
 
@@ -347,6 +349,63 @@ def test_a_gpu_that_falls_off_the_bus_and_comes_back(bench):
     bench.shown = bench.uuids
     bench.turn(10)
     assert (bench.condition(0), bench.reasons(0)) == ("ok", [])
+
+
+def test_gpu_that_answers_nothing_is_tainted_after_the_second_poll_until_it_answers(bench):
+    bench.machine.raise_xid(0, 119)
+    bench.turn()
+    silence(bench.machine, 0)
+    bench.turn(10)
+    assert bench.tainted() == {"0": ["xid=119:NoSchedule"]}
+    for passed in (10, 600, 3600):
+        bench.turn(passed)
+        assert bench.tainted() == {"0": ["unresponsive=no-answer:NoSchedule", "xid=119:NoSchedule"]}
+    assert (bench.condition(0), bench.condition(1)) == ("unknown", "ok")
+    assert [change.is_hang for change in bench.transitions] == [False, True]
+    bench.machine.clear_faults()
+    bench.turn(10)
+    assert (bench.condition(0), bench.tainted()) == ("ok", {})
+
+
+def test_gpu_that_cannot_be_found_for_another_reason_is_silent(bench):
+    bench.source.register([])  # so that polls have no handle
+    bench.machine.set_fault("nvmlDeviceGetHandleBy*", code="unknown")
+    bench.turn(10)
+    assert bench.tainted() == {}
+    bench.turn(10)
+    assert bench.tainted()["1"] == ["unresponsive=no-answer:NoSchedule"]
+
+
+@pytest.mark.parametrize("driver", ["535.183.01", "555.42.06"])
+@pytest.mark.parametrize("xid", [46, 62, 95, 109, 119, 120, 140, 143, 155, 156, 158])
+def test_xid_that_needs_a_reset_lasts_where_the_driver_reports_no_recovery_action(bench, driver, xid):
+    bench.machine.unload_driver()
+    bench.machine.load_driver(driver)
+    bench.node.session.reopen()
+    bench.turn()
+    bench.machine.raise_xid(0, xid)
+    for passed in (0, 10, 600, 3600):
+        bench.turn(passed)
+        assert bench.tainted() == {"0": [f"xid={xid}:NoSchedule"]}
+    bench.machine.unload_driver()
+    bench.turn(10)
+    bench.machine.load_driver(driver)
+    bench.node.session.reopen()
+    bench.turn(10)
+    assert bench.tainted() == {}
+
+
+def test_silence_while_nvml_is_closed_or_the_driver_is_reloaded_does_not_count(bench):
+    bench.machine.unload_driver()
+    for _ in range(5):
+        bench.turn(10)
+    bench.node.session.let_go("closed")
+    for _ in range(5):
+        bench.turn(10)
+    bench.machine.load_driver()
+    bench.node.session.reopen()
+    bench.turn(10)
+    assert (bench.tainted(), bench.transitions) == ({}, [])
 
 
 def lose_and_hide(bench: Bench) -> str:

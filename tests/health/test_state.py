@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dra_driver.health.rules.endings import Ending, ending_of
 from dra_driver.health.rules.state import (
     FLAP_WINDOW_S,
     FLAPS,
@@ -27,6 +28,7 @@ from dra_driver.health.rules.state import (
 from dra_driver.health.rules.xids import CATALOG, XidPolicy, severity_of_xid, xid_text
 from dra_driver.journal import lanes
 from dra_driver.model.health import (
+    TAINTED_KEYS,
     DoubleBitError,
     Hanging,
     HealthState,
@@ -58,6 +60,7 @@ OK = PolledHealth(
 )
 WELL = PollResult(OK)
 NOW = 1_800_000_000
+A_YEAR_S = 365 * 24 * 3600
 S = Severity
 
 
@@ -117,12 +120,12 @@ def test_what_the_recovery_action_decides_keeps_nobody_away_where_it_is_told(num
 
 
 @pytest.mark.parametrize("number", UNDECIDED)
-def test_what_the_recovery_action_decides_keeps_new_work_away_where_it_is_not_told(number):
+def test_xid_that_the_recovery_action_decides_lasts_until_a_reset_where_no_action_is_reported(number):
     state = after(Xid(number, action_is_told=False))
     assert state.severity == S.DEGRADED
     untold = PollResult(replace(OK, recovery_action=None))
-    assert observe(state, untold, NOW + SETTLE_S).severity == S.DEGRADED
-    assert observe(state, untold, NOW + SETTLE_UNSURE_S).reasons == ()
+    assert observe(state, untold, NOW + A_YEAR_S).severity == S.DEGRADED
+    assert after(Reset(), untold, state=state).reasons == ()
 
 
 @pytest.mark.parametrize(
@@ -205,25 +208,98 @@ def test_an_xid_stays_while_the_check_fails(signals):
     assert "xid/48" in names(state)
 
 
-@pytest.mark.parametrize("event", [Xid(119), DoubleBitError()])
-def test_a_driver_that_tells_no_recovery_action_needs_more_patience(event):
-    silent = replace(OK, recovery_action=None)
-    unsure = SETTLE_UNSURE_S
-    assert unsure > SETTLE_S
-    repeated = observe(after(event), event, NOW + 100)
-    for at in (NOW + SETTLE_S, NOW + 100 + unsure - 1):
-        assert observe(repeated, PollResult(silent), at).severity is S.UNHEALTHY
-    unwell = observe(repeated, PollResult(replace(silent, remap_pending=True)), NOW + 100 + unsure)
-    assert unwell.severity is S.UNHEALTHY
+RESETS = sorted(number for number, row in OFFICIAL.items() if row[0] == "RESET_GPU")
+
+
+@pytest.mark.parametrize("event", [*map(Xid, RESETS), Xid(79), Xid(48), Xid(74), Xid(92), DoubleBitError()])
+def test_event_lasts_until_a_reset_where_the_branch_reports_no_recovery_action(event):
+    untold = PollResult(replace(OK, recovery_action=None))
+    state = observe(observe(after(event), event, NOW + 100), untold, NOW + 100)
+    for passed in (SETTLE_S, SETTLE_UNSURE_S, A_YEAR_S):
+        assert names(observe(state, untold, NOW + 100 + passed)) == names(state)
+    unwell = observe(state, PollResult(replace(OK, recovery_action=None, remap_pending=True)), NOW + 200)
     assert "row-remap/pending" in names(unwell)
-    assert names(observe(unwell, PollResult(silent), NOW + 100 + unsure)) == []
-    other = observe(repeated, Xid(48), NOW + unsure)
-    assert names(observe(other, PollResult(silent), NOW + 100 + unsure)) == ["xid/48"], (
-        "each kind has its own time"
+    assert after(Reset(), untold, untold, state=unwell, now=NOW + 300).reasons == ()
+
+
+def test_xid_of_a_program_ends_by_time_where_the_branch_reports_no_recovery_action():
+    untold = PollResult(replace(OK, recovery_action=None))
+    fatal = XidPolicy(fatal=frozenset({31}))
+    state = observe(observe(GPU, Xid(94), NOW), Xid(31), NOW, fatal)
+    assert names(observe(state, untold, NOW + SETTLE_UNSURE_S - 1)) == ["xid/31", "xid/94"]
+    assert observe(state, untold, NOW + SETTLE_UNSURE_S).reasons == ()
+
+
+SILENT = PollResult(PolledHealth(failed=frozenset({"slowdowns", "recovery_action"}), answered=False))
+
+
+def test_silent_gpu_is_unresponsive_after_the_second_poll_in_a_row_until_it_answers():
+    once = observe(GPU, SILENT, NOW)
+    assert (once.reasons, after(WELL, SILENT, state=once).reasons) == ((), ())
+    state = after(SILENT, SILENT, state=once)
+    assert (names(state), state.severity) == (["unresponsive/no-answer"], S.DEGRADED)
+    assert after(SILENT, Reset(), Hanging(), MonitoringState(), state=state, now=NOW + A_YEAR_S) == state
+    assert after(WELL, state=state).shown == ()
+    hanging = after(Hanging("the time slice", UNRESPONSIVE_AFTER_S), state=state)
+    assert names(hanging) == ["unresponsive", "unresponsive/no-answer"]
+    assert names(after(WELL, state=hanging)) == ["unresponsive"]
+    assert names(after(Hanging(), state=hanging)) == ["unresponsive/no-answer"]
+    assert after(SILENT, SILENT, state=INSTANCE) == INSTANCE, "the state of the whole GPU has it"
+
+
+EVERYTHING = [Xid(119), Xid(777), Xid(94), Xid(13), DoubleBitError(), Unreachable()]
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_silent_poll_ends_no_reason(is_reset):
+    bad = PollResult(
+        PolledHealth(1, True, True, True, 3, "broken", "", frozenset({"thermal"}), accepts_work=False)
     )
-    lost = observe(repeated, Unreachable(), NOW + 100 + unsure)
-    assert lost.severity is S.LOST
-    assert len(lost.reasons) == 2, "only a look clears"
+    state = after(bad, *EVERYTHING, *([Reset()] if is_reset else []))
+    later = after(SILENT, SILENT, SILENT, state=state, now=NOW + A_YEAR_S)
+    assert {*names(state)} <= {*names(later)}
+    fabric = PollResult(
+        PolledHealth(fabric="ready", recovery_action=0, failed=frozenset({"slowdowns"}), answered=False)
+    )
+    assert {*names(state)} <= {*names(after(fabric, state=state))}, (
+        "the kernel driver knows these without the GPU"
+    )
+
+
+@pytest.mark.parametrize("failed", ["recovery_action", "remapped_rows", "pages_pending"])
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_query_that_failed_ends_no_event(failed, is_reset):
+    state = after(Xid(119), Xid(94), DoubleBitError(), *([Reset()] if is_reset else []))
+    values = {"remapped_rows": {"remap_pending": None, "remap_failed": None}}.get(failed, {failed: None})
+    poll = PollResult(replace(OK, **values, failed=frozenset({failed})))
+    assert names(after(poll, poll, state=state, now=NOW + A_YEAR_S)) == names(state)
+    assert after(WELL, WELL, state=state, now=NOW + A_YEAR_S).reasons == ()
+
+
+def test_memory_errors_end_when_their_count_stayed_still_after_the_reset():
+    def look(count: int | None, *failed: str) -> PollResult:
+        return PollResult(replace(OK, recovery_action=None, ecc_uncorrected=count, failed=frozenset(failed)))
+
+    state = after(look(5), look(7), Reset())
+    assert names(after(look(1), state=state)) == ["ecc/uncorrected"]
+    assert names(after(look(1), look(None, "ecc_uncorrected"), state=state)) == ["ecc/uncorrected"]
+    assert after(look(1), look(1), state=state).reasons == ()
+    again = after(look(1), look(2), look(2), state=state)
+    assert names(again) == ["ecc/uncorrected"], "memory errors after the reset need another one"
+    assert after(look(None), look(None), state=after(DoubleBitError(), Reset())).reasons == ()
+
+
+def test_every_reason_declares_how_it_ends():
+    for key in {*TAINTED_KEYS, "slowdown"} - {"xid"}:
+        assert isinstance(ending_of(Reason(key, "", S.DEGRADED, NOW, NOW, "")), Ending)
+    by_time = {
+        number
+        for number in OFFICIAL
+        if ending_of(Reason("xid", str(number), S.UNHEALTHY, NOW, NOW, "")) is Ending.TIME
+    }
+    assert by_time == {
+        number for number, row in OFFICIAL.items() if row[0] in ("RESTART_APP", "WORKFLOW_XID_45")
+    } | {43, 137}
 
 
 @pytest.mark.parametrize("signals", [OK, PolledHealth()])
@@ -260,7 +336,10 @@ def test_memory_errors_count_from_the_first_look_on():
     fallen = observe(
         after(Xid(95), state=state, now=NOW + 10), PollResult(PolledHealth(ecc_uncorrected=0)), NOW + 11
     )
-    assert fallen.reasons == (), "only a reset takes the count back"
+    assert names(fallen) == ["ecc/uncorrected"], (
+        "only a reset takes the count back, which must stay still then"
+    )
+    assert after(PollResult(PolledHealth(ecc_uncorrected=0)), state=fallen).reasons == ()
 
 
 def test_unmonitored_is_information_and_goes():
@@ -382,8 +461,7 @@ def test_what_was_cleared_does_not_come_back_by_itself(steps):
     for observation, passed in steps:
         now += passed
         state = observe(state, observation, now)
-    state = observe(observe(state, Reset(), now), WELL, now)
-    state = observe(state, MonitoringState(), now)
+    state = after(Reset(), WELL, WELL, MonitoringState(), state=state, now=now)
     assert set(names(state)) <= {"flapping"}
     for wait in (1, SETTLE_S, HOLD_MOST_S, 2 * HOLD_MOST_S):
         state = observe(state, WELL, now + wait)
@@ -393,5 +471,5 @@ def test_what_was_cleared_does_not_come_back_by_itself(steps):
 
 @given(st.lists(_anything, max_size=8))
 def test_looking_twice_changes_nothing(observations):
-    state = after(*observations, WELL)
+    state = after(*observations, WELL, WELL)
     assert after(WELL, state=state) == state

@@ -65,7 +65,8 @@ def test_a_mode_that_is_not_known_is_told_and_keeps_nobody_away(
     assert [(fault.subject, fault.text) for fault in inventory.faults] == [
         ("NVML", "confidential computing: NVML gives the mode as 3, which is not known")
     ]
-    assert accepts_work() is None
+    polled = read_health(node.machine.gpu(0).uuid)
+    assert (polled.accepts_work, polled.failed) == (None, {"accepts_work"})
 
 
 def test_the_loss_of_one_gpu_is_not_that_of_all(node: SimulatedNode) -> None:

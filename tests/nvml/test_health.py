@@ -22,9 +22,15 @@ from dra_driver.model.health import (
 from dra_driver.nvml import session as session_module
 from dra_driver.nvml.events import HealthSource
 from dra_driver.nvml.health import read_health, read_instances
-from tests.fakes.machines import SimulatedNode
+from tests.fakes.machines import SimulatedNode, silence
 from tests.fakes.tables import tabled
 
+LIVE = (
+    "nvmlDeviceGetRemappedRows",
+    "nvmlDeviceGetRetiredPagesPendingStatus",
+    "nvmlDeviceGetTotalEccErrors",
+    "nvmlDeviceGetCurrentClocksThrottleReasons",
+)
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 
 
@@ -95,6 +101,41 @@ def test_a_call_that_fails_hides_no_other_signal(node):
     assert (signals.ecc_uncorrected, signals.recovery_action, signals.remap_pending) == (None, None, False)
     node.machine.set_fault("nvmlDeviceGetRemappedRows", code="reset-required")
     assert read_health(uuid(node)).recovery_action == pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET
+
+
+def test_gpu_that_answers_nothing_is_silent_and_its_neighbour_is_not(node):
+    silence(node.machine, 0)
+    found = read_health(uuid(node))
+    queries = {"ecc_uncorrected", "fabric", "pages_pending", "recovery_action", "remapped_rows", "slowdowns"}
+    assert found == PolledHealth(
+        accepts_work=True, failed=frozenset({*queries, "temperature"}), answered=False
+    )
+    assert read_health(uuid(node, 1)).answered
+
+
+@pytest.mark.parametrize("live", ["nvmlDeviceGetRemappedRows", "nvmlDeviceGetTemperature"])
+def test_one_live_query_that_succeeds_is_an_answer(node, live):
+    for function in (*LIVE, "nvmlDeviceGetTemperature"):
+        if function != live:
+            node.machine.set_fault(function, code="timeout", gpu=0)
+    assert read_health(uuid(node)).answered
+
+
+def test_what_the_kernel_driver_knows_without_the_gpu_is_no_answer(node):
+    for function in (*LIVE, "nvmlDeviceGetTemperature"):
+        node.machine.set_fault(function, code="timeout", gpu=0)
+    found = read_health(uuid(node))
+    assert (found.fabric, found.recovery_action, found.answered) == ("ready", 0, False)
+
+
+def test_recovery_action_that_fails_is_not_one_that_is_missing(node, monkeypatch):
+    entry = pynvml.c_nvmlFieldValue_t()
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetFieldValues", lambda *_: [entry])
+    failed = {"recovery_action"}
+    for code, names in (("UNKNOWN", failed), ("NOT_SUPPORTED", set()), ("INVALID_ARGUMENT", set())):
+        entry.nvmlReturn = getattr(pynvml, f"NVML_ERROR_{code}")
+        found = read_health(uuid(node))
+        assert (found.recovery_action, found.failed) == (None, names)
 
 
 @tabled("facts", "state", "text")

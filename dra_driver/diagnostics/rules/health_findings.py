@@ -30,6 +30,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("recovery-action", _RESET),
     ("row-remap pending", _RESET),
     ("page-retirement", _RESET),
+    ("unresponsive no-answer", _RESET),
     ("unresponsive", _RESTART),
     ("xid", _WAIT),
     ("ecc", _WAIT),

@@ -203,7 +203,8 @@ def _gpus(
         severity = max(
             (entry.severity for entry in reasons if entry.subject.gpu_uuid == uuid), default=Severity.OK
         )
-        is_known = uuid in facts.polled or severity >= Severity.DEGRADED
+        polled = facts.polled.get(uuid)
+        is_known = (polled is not None and polled.answered) or severity >= Severity.DEGRADED
         health = severity.name.lower() if is_known else "unknown"
         card = facts.inventory.under_vfio.get(uuid)
         if card is not None:

@@ -77,6 +77,11 @@ def asks_for_action(polled: PolledHealth) -> bool:
     return bool(polled.recovery_action or polled.remap_pending or polled.remap_failed or polled.pages_pending)
 
 
+def is_memory_read(polled: PolledHealth) -> bool:
+    """Whether none of the values of `asks_for_action` is missing because its query failed."""
+    return polled.failed.isdisjoint(("recovery_action", "remapped_rows", "pages_pending"))
+
+
 def _action(number: int) -> list[Finding]:
     if number == 0:
         return []

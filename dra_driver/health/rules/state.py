@@ -1,11 +1,8 @@
 """What an observation changes in the health of a device.
 
 A state is a set of active reasons, and its severity is the worst of them: a harmless event never makes a
-bad device look well. Reasons that a poll of the GPU tells (lost, recovery action, row remapping, fabric) come
-and go with the poll. `unresponsive` comes and goes with an operation of this plugin that does not end. Those
-that an event told (Xid, memory error) stay until the device was reset, or until the NVIDIA driver requests no action,
-memory is clean and a while has passed since the last event: a longer one where the NVIDIA driver does not report
-which action it requests.
+bad device look well. How each reason ends is in `endings`. A query that failed ends nothing, and a poll that no live
+query answered ends nothing at all: after the second one in a row the GPU is unresponsive.
 """
 
 from __future__ import annotations
@@ -13,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from dra_driver.health.rules.polling import Finding, asks_for_action, reasons_found
+from dra_driver.health.rules.endings import ECC, FLAPPING, XID, Ending, ending_of
+from dra_driver.health.rules.polling import Finding, asks_for_action, is_memory_read, reasons_found
 from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, severity_of_xid, xid_text
 from dra_driver.model.health import (
     LOST,
@@ -34,20 +32,20 @@ from dra_driver.model.health import (
     Xid,
 )
 
-XID = "xid"
-ECC = "ecc"
-FLAPPING = "flapping"
 _EVENT_KEYS = frozenset({XID, ECC})
 _NO_ACTION = 0
 _LOST_TEXT = "the GPU fell off the bus and does not answer; reset the GPU or reboot the node"
 
 
 SETTLE_S = 30
-"""How long after the last such event the reason of an event is dropped if the GPU is found well."""
+"""How long after the last such event NVML's recovery action NONE ends the reason of an event: errors come in bursts."""
 SETTLE_UNSURE_S = 600
-"""The same where the NVIDIA driver reports no recovery action."""
+"""The same for the fault of a program where the NVIDIA driver reports no recovery action."""
 REMEMBER_S = 600
-"""The same for one that is mere information."""
+"""How long an event that is mere information is remembered."""
+SILENT_POLLS = 2
+"""After so many polls in a row without an answer the GPU is unresponsive; one alone may meet a reset of the GPU."""
+NO_ANSWER = "no-answer"
 FLAPS, FLAP_WINDOW_S = 3, 3600
 """A device that failed so often within that time is held back."""
 HOLD_S, HOLD_MOST_S = 600, 4 * 3600
@@ -74,6 +72,8 @@ def observe(
         case DoubleBitError():
             text = "the NVIDIA driver reported an uncorrectable memory error"
             after = _with(state, Reason(ECC, "double-bit", Severity.UNHEALTHY, now, now, text))
+        case PollResult(polled) if not polled.answered:
+            after = _after_silence(state, polled, now)
         case PollResult(polled):
             after = _after_poll(state, polled, now)
         case Unreachable():
@@ -83,6 +83,7 @@ def observe(
             after = _with_found(state, {UNMONITORED: found}, now)
         case Hanging(what, for_s):
             found = [] if what is None else _hang(what, for_s)
+            found += _unanswered(state)
             after = _with_found(state, {UNRESPONSIVE: found}, now - int(for_s))
         case Reset():
             after = _reset(state)
@@ -135,18 +136,44 @@ def _with_found(state: HealthState, found: Mapping[str, list[Finding]], now: int
     return _having(state, kept)
 
 
+def _unanswered(state: HealthState) -> list[Finding]:
+    """The reason `unresponsive` that ends with an answer of the GPU, as it is now."""
+    return [
+        (*reason.name, reason.severity, reason.text)
+        for reason in state.reasons
+        if reason.name == (UNRESPONSIVE, NO_ANSWER)
+    ]
+
+
+def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
+    """What the kernel driver knows without the GPU may add reasons, and ends none."""
+    if state.target.is_instance:
+        return state
+    bad = {key: findings for key, findings in reasons_found(polled).items() if findings}
+    state = _with_found(state, bad, now)
+    polls = min(state.silent_polls + 1, SILENT_POLLS)
+    state = replace(state, silent_polls=polls)
+    if polls < SILENT_POLLS or state.has(LOST):
+        return state
+    text = "the GPU does not answer: every query of NVML to it fails; reset the GPU or reboot the node"
+    return _with(state, Reason(UNRESPONSIVE, NO_ANSWER, Severity.DEGRADED, now, now, text, "poll"))
+
+
 def _after_poll(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
     if shows_reset(state, polled):
         state = _reset(state)
+    is_still = _is_still(state, polled)
     if not state.target.is_instance:
         state = _with_memory_errors(state, polled, now)
         state = _with_found(state, {LOST: [], **reasons_found(polled)}, now)
+        answered = [reason for reason in state.reasons if reason.name != (UNRESPONSIVE, NO_ANSWER)]
+        state = _having(replace(state, silent_polls=0), answered)
     kept: list[Reason] = []
     for reason in state.reasons:
         if reason.key in _EVENT_KEYS:
             # A clock that was set back must not keep a reason for ever.
             timed = replace(reason, last_at=min(reason.last_at, now), since=min(reason.since, now))
-            if not _is_over(timed, polled, now):
+            if not _is_over(timed, polled, now, is_still=is_still):
                 kept.append(timed)
         elif reason.key != FLAPPING or now < (state.held_until or 0) <= now + HOLD_MOST_S:
             kept.append(reason)
@@ -159,7 +186,14 @@ def shows_reset(state: HealthState, polled: PolledHealth) -> bool:
     else takes counted memory errors back."""
     known, found = state.ecc_uncorrected, polled.ecc_uncorrected
     counts_anew = known is not None and found is not None and found < known
-    return counts_anew or state.has(LOST)
+    return counts_anew or (state.has(LOST) and polled.answered)
+
+
+def _is_still(state: HealthState, polled: PolledHealth) -> bool:
+    """Whether the count of memory errors is that of the poll before; always where the GPU does not count them."""
+    if polled.ecc_uncorrected is None:
+        return "ecc_uncorrected" not in polled.failed
+    return state.target.is_instance or state.ecc_uncorrected == polled.ecc_uncorrected
 
 
 def _with_memory_errors(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
@@ -174,16 +208,21 @@ def _with_memory_errors(state: HealthState, polled: PolledHealth, now: int) -> H
     return _with(state, Reason(ECC, "uncorrected", Severity.DEGRADED, now, now, text, "poll"))
 
 
-def _is_over(reason: Reason, polled: PolledHealth, now: int) -> bool:
-    if asks_for_action(polled):
+def _is_over(reason: Reason, polled: PolledHealth, now: int, *, is_still: bool) -> bool:
+    """Whether the reason of an event ends with a poll that the GPU answered."""
+    if asks_for_action(polled) or not is_memory_read(polled):
+        return False
+    if ending_of(reason) is Ending.STILL and not is_still:
         return False
     if reason.reset_seen:
         return True
+    passed, is_sure = now - reason.last_at, polled.recovery_action == _NO_ACTION
     if reason.severity <= Severity.INFORMATION:
-        return now - reason.last_at >= REMEMBER_S
+        return passed >= REMEMBER_S
+    if is_sure:
+        return passed >= SETTLE_S
     # A driver that knows no recovery action can tell neither that none is needed nor that the GPU was reset.
-    is_sure = polled.recovery_action == _NO_ACTION
-    return now - reason.last_at >= (SETTLE_S if is_sure else SETTLE_UNSURE_S)
+    return ending_of(reason) is Ending.TIME and passed >= SETTLE_UNSURE_S
 
 
 def _reset(state: HealthState) -> HealthState:

@@ -134,6 +134,11 @@ _BY_NUMBER: Mapping[int, Severity | None] = {
 are tests, a program's faults, or no fault at all."""
 
 
+_PROGRAM_BUCKETS = frozenset({"RESTART_APP", "WORKFLOW_XID_45"})
+_PROGRAM_NUMBERS = frozenset({43, 137})
+"""The catalog says to ignore these, because a program caused them."""
+
+
 @dataclass(frozen=True, slots=True)
 class XidPolicy:
     """Xids that the operator wants ignored or taken as fatal besides the known ones; `fatal` wins."""
@@ -146,6 +151,12 @@ def is_decided(number: int) -> bool:
     """Whether the number alone says how bad the Xid is."""
     entry = CATALOG.get(number)
     return entry is not None and (number in _BY_NUMBER or entry.bucket in _BY_BUCKET)
+
+
+def is_program_fault(number: int) -> bool:
+    """Whether NVIDIA's catalog attributes the Xid to a program."""
+    entry = CATALOG.get(number)
+    return entry is not None and (entry.bucket in _PROGRAM_BUCKETS or number in _PROGRAM_NUMBERS)
 
 
 NO_CHANGES = XidPolicy()
