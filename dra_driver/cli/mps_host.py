@@ -42,7 +42,7 @@ FLAGS = (
         "Seconds in which a control daemon must answer.",
         Scalar(float, least=0.1, most=600),
         env=("MPS_START_TIMEOUT",),
-        default=10.0,
+        default=20.0,
     ),
     Flag(
         "probe_interval",

@@ -15,6 +15,7 @@ from dra_driver.errors import RetryableError
 from dra_driver.files.atomic import stamp_or_none
 from dra_driver.host.rooted_tree import RootedTree, join_root
 from dra_driver.model.driver_files import BASE_HOOK_VERBS, MORE_HOOK_VERBS
+from dra_driver.model.driver_programs import exit_text
 from dra_driver.model.host import HostPaths
 
 _NAME = "nvidia-cdi-hook"
@@ -227,7 +228,7 @@ def _answer_of(commands: Sequence[list[str]]) -> _Answer:
                 )
                 return _Answer((*BASE_HOOK_VERBS, *more))
             cause = _last_line(text)
-            problem, due_at = f"it ends with code {code}{cause and f': {cause}'}", math.inf
+            problem, due_at = f"it ends with {exit_text(code)}{cause and f': {cause}'}", math.inf
         faults.append(_Answer(BASE_HOOK_VERBS, problem, code, due_at))
     return replace(faults[0], due_at=min(fault.due_at for fault in faults))
 

@@ -18,7 +18,13 @@ from dra_driver.errors import RetryableError
 from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.reading import text_of
 from dra_driver.host.rooted_tree import RootedTree
-from dra_driver.model.driver_programs import IMEX_PROGRAM, FindPrograms, check_started, not_run
+from dra_driver.model.driver_programs import (
+    IMEX_PROGRAM,
+    FindPrograms,
+    check_started,
+    exit_text,
+    not_run,
+)
 from dra_driver.model.extra_devices import ImexChannels
 from dra_driver.model.host import DeviceNode, HostPaths
 
@@ -103,7 +109,8 @@ class ImexDaemon:
         check_started(action, program, code, output)
         said = " ".join(output.split())
         if code or said != _READY:
-            raise _unready(f"says {said[:200]!r}" if said else f"says nothing (exit code {code})")
+            told = repr(said[:200]) if said else "nothing"
+            raise _unready(f"says {told} ({exit_text(code)})")
 
     def _socket(self) -> str:
         """The control socket, as this process sees it. Raises: RetryableError."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dra_driver.concurrency.bounded_program import run_driver_program
 from dra_driver.errors import NotSupportedError, NvmlDetachedError, NvmlUnavailableError, RetryableError
-from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
+from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms, exit_text
 
 _TIMEOUT_S = 20.0
 _LEAST_S = 0.1
@@ -59,8 +59,8 @@ class NvidiaSmi:
         code, output = run_driver_program(
             lambda: programs, *arguments, action=action, timeout_s=timeout_s, subject=gpu_uuid
         )
-        said = " ".join(output.split())
-        lowered = said.lower()
+        lowered = output.lower()
+        said = f"nvidia-smi ended with {exit_text(code)}: {' '.join(output.split()) or 'it printed nothing'}"
         if code in _ABSENT_CODES or (code and any(part in lowered for part in _ABSENT)):
             raise NvmlUnavailableError(f"{action}: {said}")
         if "not supported" in lowered:
@@ -68,4 +68,4 @@ class NvidiaSmi:
         if "not found" in lowered:
             raise NvmlUnavailableError(f"{action}: {said}")
         if code:
-            raise RetryableError(f"{action}: nvidia-smi failed with exit code {code}: {said}")
+            raise RetryableError(f"{action}: {said}")

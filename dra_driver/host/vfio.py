@@ -23,6 +23,7 @@ from dra_driver.host.processes import users_of
 from dra_driver.host.reading import names_in
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import HostNode
+from dra_driver.model.driver_programs import exit_text
 from dra_driver.model.host import HostPaths
 from dra_driver.model.passthrough import VFIO_PCI, Card, is_vfio, uuid_of_bus_id
 
@@ -83,7 +84,7 @@ class HostPciControl:
         path = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
         code, said = run_program(command, path, timeout_s=timeout_s, lane=f"modprobe {module}")
         if code:
-            raise RetryableError(f"modprobe says {' '.join(said.split())!r} (exit code {code})")
+            raise RetryableError(f"modprobe says {' '.join(said.split())!r} ({exit_text(code)})")
 
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
         """As `PciControl`."""

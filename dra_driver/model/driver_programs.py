@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import signal
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from dra_driver.errors import RetryableError
@@ -76,9 +78,23 @@ def check_started(action: str, program: str, code: int, output: str) -> None:
     no_nvml = code == _NO_NVML_CODE and program.rpartition("/")[2] == SMI_PROGRAM
     if no_nvml or code in _NOT_STARTED_CODES or (code and any(part in lowered for part in _LOADER_SAYS)):
         raise _without_effect(
-            f"{action}: {program} cannot be started (exit code {code}): {' '.join(output.split())}; try to start "
+            f"{action}: {program} cannot be started ({exit_text(code)}): {' '.join(output.split())}; try to start "
             "it on the host; if it starts there, report this as a fault of the gpu-dra-driver"
         )
+
+
+def exit_text(code: int) -> str:
+    """How a program ended; `code` is negative after a signal, as in `subprocess`.
+
+    >>> exit_text(3), exit_text(-9)
+    ('exit code 3', 'signal 9, SIGKILL')
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    name = ""
+    with suppress(ValueError):  # a real-time signal has no name
+        name = f", {signal.Signals(-code).name}"
+    return f"signal {-code}{name}"
 
 
 def _without_effect(text: str) -> RetryableError:

@@ -51,6 +51,7 @@ from dra_driver.mps.daemon_control import (
     Timings,
     log_tail,
     shorten_logs,
+    status_text,
 )
 from dra_driver.mps.daemon_mounts import KernelMounter, SelinuxLabels
 from dra_driver.mps.daemon_processes import ProcessId
@@ -401,11 +402,12 @@ class Daemon:
 
     def _died(self, now: float) -> None:
         process = self._record.process
-        if process is not None:
-            processes.reap(process.pid)
+        code = None if process is None else processes.reap(process.pid)
         if time.time() - self.status.since > self._tools.timings.calm:
             self._backoff.reset()
-        problem = f"the control daemon ended; {log_tail(self.directories) or 'no log'}"
+        problem = (
+            f"the control daemon ended with {status_text(code)}; {log_tail(self.directories) or 'no log'}"
+        )
         self._show("failed", problem=problem)
         self._retry_at = now + self._backoff.step()
         _log.warning("mps_daemon_died", device=self.status.device, problem=problem)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from dra_driver.concurrency.bounded_program import run_driver_program
 from dra_driver.errors import NotSupportedError, RetryableError
-from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
+from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms, exit_text
 
 DEFAULT = 0
 EXCLUSIVE_PROCESS = 3
@@ -72,7 +72,7 @@ class ComputeMode:
 
 
 def _problem(action: str, code: int, text: str, *, is_unsupported: bool = False) -> Exception:
-    message = f"{action}: {' '.join(text.split()) or f'exit code {code}'}"
+    message = f"{action}: {' '.join(text.split()) or 'nvidia-smi printed nothing'} ({exit_text(code)})"
     if is_unsupported or _NOT_SUPPORTED in text.lower():
         return NotSupportedError(message)
     return RetryableError(message)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,7 +16,7 @@ import structlog
 
 from dra_driver.concurrency.bounded_program import run_driver_program
 from dra_driver.errors import PermanentError, RetryableError
-from dra_driver.model.driver_programs import CONTROL_PROGRAM, FindPrograms, not_run
+from dra_driver.model.driver_programs import CONTROL_PROGRAM, FindPrograms, exit_text, not_run
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_limits import is_answer, is_number, limit_commands
@@ -33,6 +33,28 @@ MULTI_USER = "-multiuser-server"
 
 SURELY_ANSWERED = "get_default_active_thread_percentage"
 
+_CUDA_ENDS: Mapping[int, str] = {
+    34: "CUDA error 802, system not ready: the NVLink fabric is not set up; `systemctl restart nvidia-fabricmanager` "
+    "on the node, and see `journalctl -u nvidia-fabricmanager`",
+    35: "CUDA error 803 or 35, driver mismatch: the libraries of the NVIDIA driver do not fit its kernel module; "
+    "finish the update of the NVIDIA driver, or reboot the node",
+    46: "CUDA error 46, device unavailable: another process has the GPU for itself; `nvidia-smi -q -d COMPUTE,PIDS` on "
+    "the node shows it, end it",
+    100: "CUDA error 100, no device: CUDA finds no GPU; check that `nvidia-smi -L` on the node lists the device, and "
+    "that its nodes are in /dev",
+    231: "CUDA error 999, unknown: `dmesg | grep -iE 'nvrm|xid'` on the node shows the cause; reset the GPU or reboot "
+    "the node",
+    244: "CUDA error 500, not found: CUDA's library libcuda.so.1 is missing; install the package of the NVIDIA driver "
+    "that has it, or set the driver root to where it is",
+}
+"""Control daemons of R580 and newer initialise CUDA before all else. If that fails they print nothing, and their exit
+code is the CUDA error modulo 256. Older ones end with 1."""
+
+_NO_SOCKET = (
+    "it has made no socket; from R580 on it initialises CUDA first, which takes seconds for each GPU unless "
+    "persistence mode is on: nvidia-persistenced, or `nvidia-smi -pm 1` on the node"
+)
+_NO_DAEMON = "Cannot find MPS control daemon"
 _BUSY = "cannot send command"
 _LARGEST_LOG = 16 << 20
 _TAIL_BYTES = 2048
@@ -40,8 +62,6 @@ _TAIL_LINES = 4
 _POLL_S = 0.01
 _FIRST_ASK_S, _ASK_EVERY_S = 0.05, 0.5
 _BUSY_S = 0.05
-_LONGEST_ADDRESS = 107
-_LONGEST_SOCKET = "control_privileged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +69,10 @@ class Timings:
     """Seconds. `patience` is how long a process may take to end after `quit`, and again after TERM.
 
     `look` is between two looks at what shall run, `tick` between two at the processes of daemons, `probe` between two
-    at servers and clients, `exclusive` at least between two at the compute mode.
+    at servers and clients, `exclusive` at least between two at the compute mode. The start includes that of CUDA.
     """
 
-    start: float = 10.0
+    start: float = 20.0
     answer: float = 5.0
     patience: float = 3.0
     first_backoff: float = 0.2
@@ -112,12 +132,14 @@ class DaemonControl:
         control = Path(self.directories.pipe, CONTROL_SOCKET)
         began = time.monotonic()
         deadline = began + self.timings.start
-        ask_at, pause, reason = 0.0, _FIRST_ASK_S, "it has made no socket"
+        ask_at, pause, reason = 0.0, _FIRST_ASK_S, _NO_SOCKET
         ask_anyway_at = began + 2 * _ASK_EVERY_S
         while not self.closing.is_set():
             now = time.monotonic()
             if not processes.is_alive(process):
-                raise self._not_ready("ended while it started")
+                raise self._not_ready(
+                    f"ended while it started with {status_text(processes.reap(process.pid))}"
+                )
             if unwanted.exists():
                 raise RetryableError(
                     f"the MPS daemon of {self.spec.device} was to be stopped while it started"
@@ -220,8 +242,8 @@ class DaemonControl:
             text="".join(f"{question}\n" for question in questions),
         )
         lines = [line.strip() for line in output.splitlines() if line.strip()]
-        if code != 0 or any("cannot find mps control daemon" in line.lower() for line in lines):
-            reason = lines[-1] if lines else f"exit code {code}"
+        if code != 0 or any(_NO_DAEMON in line for line in lines):
+            reason = f"{lines[-1]} ({exit_text(code)})" if lines else exit_text(code)
             if not lines or _BUSY in reason.lower():  # where there is no daemon, the program says so
                 raise BusyError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
             raise RetryableError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
@@ -232,20 +254,32 @@ class DaemonControl:
         return {PIPE_VARIABLE: self.directories.pipe, "CUDA_MPS_LOG_DIRECTORY": self.directories.log}
 
     def _not_ready(self, what: str) -> RetryableError:
-        """What the program printed comes first; a guess only where it printed nothing."""
-        pipe, printed = self.directories.pipe, log_tail(self.directories)
-        said = printed or "it printed nothing"
-        if not printed and len(f"{pipe}/{_LONGEST_SOCKET}".encode()) > _LONGEST_ADDRESS:
-            said += f"; perhaps its pipe directory {pipe} is too long for a socket"
-        if self.spec.multi_user:
-            said += f"; it was started with {MULTI_USER}, which needs NVIDIA driver R555 or newer"
-        return RetryableError(f"the MPS daemon of {self.spec.device} ({self.spec.uuid}) {what}; {said}")
+        printed = log_tail(self.directories)
+        parts = [
+            f"the MPS daemon of {self.spec.device} ({self.spec.uuid}) {what}",
+            *([printed] if printed else []),
+        ]
+        if (
+            self.spec.multi_user and _NO_DAEMON in printed
+        ):  # older programs say so to every option they do not know
+            parts.append(f"it was started with {MULTI_USER}, which needs NVIDIA driver R555 or newer")
+        return RetryableError("; ".join(parts))
 
 
 @cache
 def _tell_one_user(uid: int) -> None:
     """Once, not at each start of a daemon."""
     _log.warning("mps_serves_one_user", uid=uid, reason="multi-user mode needs root")
+
+
+def status_text(code: int | None) -> str:
+    """How a control daemon ended, and what to do about it where its exit code says that CUDA does not start."""
+    if code is None:  # a former MPS host started it
+        return "an unknown exit status"
+    cause = _CUDA_ENDS.get(code)
+    if cause is None and code > 1:
+        cause = "from R580 on, that is a CUDA error modulo 256"
+    return exit_text(code) if cause is None else f"{exit_text(code)}: {cause}"
 
 
 def log_tail(directories: MpsDirectories) -> str:

@@ -68,10 +68,13 @@ def spawn(arguments: Sequence[str], environment: Mapping[str, str], output: Path
     return ProcessId(pid, _stat(pid)[1])
 
 
-def reap(pid: int) -> None:
-    """Take the exit status of a child that has ended; nothing happens if it is no child of ours."""
+def reap(pid: int) -> int | None:
+    """The exit code of a child of this process that has ended, negative after a signal. None if it runs, if it is not a
+    child, or if its status was taken before."""
     with suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else None
+    return None
 
 
 def open_handle(process: ProcessId) -> int | None:

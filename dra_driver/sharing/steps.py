@@ -28,7 +28,7 @@ from dra_driver.mps.host_files import MpsHostFiles
 _log = structlog.get_logger(__name__)
 
 _TIME_SLICE_S = 20.0
-_MPS_START_S = 12.0
+_MPS_START_S = 22.0
 _MPS_STOP_S = 15.0
 
 

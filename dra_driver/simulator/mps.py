@@ -21,7 +21,9 @@ def mps_programs(state: State) -> Entries:
     facts = {
         "branch": _branch(state),
         "start_delay_ms": int(state.system.get("mps_start_delay_ms", _START_DELAY_MS)),
-        "devices": [device for gpu in state.present for device in _devices(state, gpu)],
+        "devices": [device for gpu in state.shown for device in _devices(state, gpu)],
+        "driver_loaded": state.driver_loaded,
+        "libcuda": f"usr/lib/{state.system['arch']}-linux-gnu/libcuda.so.1",
     }
     control = script("nvidia-cuda-mps-control.py").replace("#@FACTS@", json.dumps(facts))
     return {

@@ -45,7 +45,8 @@ class PlaygroundNode:
 
     `machine` is a name from `gpu-dra-driver simulate list` or a YAML file, `name` that of the Node object. `cdi` is
     the directory of CDI specs, `device_nodes` and `cdi_hook` are those of `create_machine`. The root's path must be
-    short: the path of a socket has 107 bytes at most. Raises: InvalidConfigError for an unknown machine.
+    short: the path of a socket has 107 bytes at most, that of an MPS daemon 106. Raises: InvalidConfigError for an
+    unknown machine.
     """
 
     def __init__(

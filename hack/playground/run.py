@@ -27,7 +27,7 @@ def run(machine: str, config: Path | None, log_level: str) -> None:
     ended = threading.Event()
     SignalWatch().on(ended.set, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     configure_logs(log_level, "console")
-    with scratch_directory("playground") as scratch, ExitStack() as stack:
+    with scratch_directory("run") as scratch, ExitStack() as stack:
         node = stack.enter_context(PlaygroundNode(Path(scratch), machine, name="playground-node"))
         changes: dict[str, Any] = {"log_level": log_level, "log_format": "console"}
         if config is not None:

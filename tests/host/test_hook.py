@@ -200,7 +200,7 @@ def test_an_installed_hook_must_run_with_what_the_host_has(driver: Path, host: P
     assert on_host != hook
     refused = finder(driver, host, plugin=plugin).find()
     assert refused.host_path is None
-    assert "ends with code 127" in refused.notes[0]
+    assert "ends with exit code 127" in refused.notes[0]
     put_shell(host)
     assert finder(driver, host, plugin=plugin).find() == Hook(str(hook), HOOK_VERBS)
 
@@ -252,7 +252,7 @@ def test_the_cause_is_the_last_line_that_a_hook_says_when_it_does_not_run(
     put_program(plugin, "/nvidia-cdi-hook", script)
     hook = finder(driver, plugin=plugin).find()
     assert hook.host_path is None
-    assert f"does not run on the host (it ends with code 1{reason}) and is not used" in hook.notes[0]
+    assert f"does not run on the host (it ends with exit code 1{reason}) and is not used" in hook.notes[0]
 
 
 def put_shell(root: Path) -> None:

@@ -63,7 +63,7 @@ def test_no_gpu_or_no_driver(smi, code, text, stream):
 def test_other_refusals(smi):
     with pytest.raises(NotSupportedError, match="does not support it"):
         smi("echo 'Timeslice is Not Supported'; exit 3").set_time_slice("GPU-1", 2)
-    with pytest.raises(RetryableError, match="failed with exit code 4: Insufficient Permissions") as caught:
+    with pytest.raises(RetryableError, match="ended with exit code 4: Insufficient Permissions") as caught:
         smi("echo 'Insufficient Permissions'; exit 4").set_time_slice("GPU-1", 2)
     assert not isinstance(caught.value, NvmlUnavailableError)
     with pytest.raises(NvmlUnavailableError, match="install the NVIDIA driver"):

@@ -72,7 +72,10 @@ def test_a_driver_that_is_not_loaded_is_told_as_that(nvidia: Programs, tmp_path:
     find = InstalledPrograms(str(nvidia.root), tmp_path / "links")
     with pytest.raises(NvmlUnavailableError) as caught:
         NvidiaSmi(find).set_time_slice(UUID, 2)
-    assert str(caught.value) == f"set the time slice of GPU {UUID}: {NO_DRIVER}"
+    assert (
+        str(caught.value)
+        == f"set the time slice of GPU {UUID}: nvidia-smi ended with exit code 9: {NO_DRIVER}"
+    )
     assert ComputeMode(find).get(UUID) is None
     with pytest.raises(RetryableError, match="to EXCLUSIVE_PROCESS: NVIDIA-SMI has failed"):
         ComputeMode(find).set(UUID, EXCLUSIVE_PROCESS)

@@ -19,7 +19,7 @@ from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
-from dra_driver.mps.daemon_control import log_tail, shorten_logs
+from dra_driver.mps.daemon_control import log_tail, shorten_logs, status_text
 from dra_driver.mps.daemon_limits import is_answer, limit_commands
 from dra_driver.mps.daemon_mounts import KernelMounter, SelinuxLabels, is_tmpfs
 from dra_driver.mps.daemon_processes import ProcessId
@@ -105,6 +105,18 @@ def test_a_zombie_is_gone():
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert processes.identify(child.pid) is None
     child.wait()
+
+
+@pytest.mark.parametrize(("script", "text"), [("exit 1", "exit code 1"), ("kill -9 $$", "signal 9, SIGKILL")])
+def test_child_that_ends_leaves_its_status_to_the_first_who_takes_it(script, text):
+    pid = os.posix_spawn("/bin/sh", ["sh", "-c", script], {})
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert [status_text(processes.reap(pid)) for _ in range(2)] == [text, "an unknown exit status"]
+
+
+def test_child_that_runs_has_no_status():
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        assert processes.reap(child.pid) is None
 
 
 def test_a_process_that_ignores_term_is_killed():

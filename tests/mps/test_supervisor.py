@@ -197,33 +197,50 @@ def test_a_daemon_that_does_not_become_as_it_should_is_taken_back(
     assert supervisor.ensure(host.spec(**settings), 10).state == "ready"
 
 
-def test_what_the_program_printed_is_told_first_when_it_ends(host, monkeypatch):
-    monkeypatch.setattr(daemon_control, "_LONGEST_ADDRESS", 10)
+def test_daemon_that_ends_while_it_starts_is_refused_with_status_and_output(host):
     host.behave(fail_to_start="CUDA driver version is insufficient")
     supervisor = host.supervisor()
     with pytest.raises(RetryableError) as refused:
         supervisor.ensure(host.spec(multi_user=True), 10)
     text = re.sub(r"\[[^]]*\]", "[…]", str(refused.value))
     assert text == (
-        f"the MPS daemon of gpu-2 ({host.spec().uuid}) ended while it started; host.out: […] Starting control "
-        "daemon | […] CUDA driver version is insufficient; it was started with -multiuser-server, which needs NVIDIA "
-        "driver R555 or newer"
+        f"the MPS daemon of gpu-2 ({host.spec().uuid}) ended while it started with exit code 1; host.out: […] "
+        "Starting control daemon | […] CUDA driver version is insufficient"
     )
 
 
-def test_a_cause_is_guessed_when_the_program_printed_nothing(host, monkeypatch, tmp_path):
-    silent = tmp_path / "nvidia-cuda-mps-control"
-    silent.write_text("#!/bin/sh\nexit 1\n")
-    silent.chmod(0o755)
-    programs = DriverPrograms("/", {"nvidia-cuda-mps-control": str(silent)}, os.environ["PATH"])
-    supervisor = host.supervisor(programs=lambda: programs)
-    with pytest.raises(RetryableError, match=r"ended while it started; it printed nothing$"):
-        supervisor.ensure(host.spec(), 10)
-    monkeypatch.setattr(daemon_control, "_LONGEST_ADDRESS", 10)
+@tabled("error", "told")
+def test_daemon_that_cuda_keeps_from_starting_is_refused_with_the_error(host, error, told):
+    """Its program prints nothing, also with an option that older branches do not know."""
+    host.behave(cuda_error=error)
+    supervisor = host.supervisor()
+    for multi_user in (False, IS_ROOT):
+        with pytest.raises(RetryableError) as refused:
+            supervisor.ensure(host.spec(multi_user=multi_user), 10)
+        begin = f"the MPS daemon of gpu-2 ({host.spec().uuid}) ended while it started with "
+        assert str(refused.value).removeprefix(begin) == told
+    host.assert_nothing_left()
+
+
+@needs_root
+def test_option_that_the_program_does_not_know_is_named_with_the_branch_that_does(host):
+    host.machine.load_driver("550.1")
+    supervisor = host.supervisor()
     with pytest.raises(
-        RetryableError, match=r"printed nothing; perhaps its pipe directory .* is too long for a socket"
+        RetryableError,
+        match=r"with exit code 1; host\.out: Cannot find MPS control daemon process; it was started with "
+        "-multiuser-server, which needs NVIDIA driver R555 or newer$",
     ):
-        supervisor.ensure(host.spec(), 10)
+        supervisor.ensure(host.spec(multi_user=True), 10)
+
+
+def test_daemon_that_dies_is_reported_with_its_exit_status(host, logs):
+    supervisor = host.supervisor()
+    first = supervisor.ensure(host.spec(), 10)
+    os.kill(first.pid, signal.SIGKILL)
+    eventually(lambda: supervisor.status()[0].state == "ready" and supervisor.status()[0].pid != first.pid)
+    [died] = [line["problem"] for line in logs if line["event"] == "mps_daemon_died"]
+    assert died.partition(";")[0] == "the control daemon ended with signal 9, SIGKILL"
 
 
 @pytest.mark.parametrize("branch", [470, 535])

@@ -205,11 +205,34 @@ def test_one_user_at_a_time_unless_multi_user(mps):
     assert mps.ask("get_server_list").stdout not in ("", first), "the old server had no client"
 
 
-def test_an_unknown_device_fails_when_a_server_starts(mps):
+def test_unknown_device_of_a_branch_before_r580_fails_when_a_server_starts(mps):
+    mps.machine.load_driver("575.1")
     mps.ready("GPU-none", "-multiuser-server")
     done = mps.client()
     assert (done.returncode, done.stdout.splitlines()[0]) == (4, "mps=refused")
     assert "GPU-none" in (mps.log / "server.log").read_text()
+
+
+def remove_libcuda(machine) -> None:
+    [library] = machine.host_root.rglob("libcuda.so.1")
+    library.unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [
+        (lambda machine: misbehave(machine.host_root, cuda_error=802), 34),
+        (remove_libcuda, 244),
+        (lambda machine: machine.unload_driver(), 100),
+        (lambda machine: machine.remove_gpu(2), 100),
+    ],
+    ids=["fault", "no library", "no driver", "no GPU"],
+)
+def test_control_daemon_from_r580_on_ends_silently_with_the_error_of_cuda(mps, spoil, code):
+    spoil(mps.machine)
+    daemon = mps.start(mps.uuid, "-multiuser-server")
+    assert (daemon.communicate(timeout=90)[0], daemon.returncode) == ("", code)
+    assert list(mps.pipe.iterdir()) == []
 
 
 def test_dying(mps):

@@ -1,4 +1,4 @@
-# ruff: noqa: PTH101, PTH103, PTH105, PTH108, PTH123, S103, S108
+# ruff: noqa: PTH101, PTH103, PTH105, PTH108, PTH110, PTH123, S103, S108
 """The MPS control daemon of a simulated machine: servers, limits and clients as the real one keeps them.
 
 A program of its own that does not need this package; its pipes are open to every user, as the real one's are.
@@ -31,6 +31,9 @@ COMMANDS_SINCE = {
     550: ("get_server_status",),
 }
 PID_FILE_SINCE = 550
+CUDA_SINCE = 580
+NO_DEVICE, NO_LIBRARY = 100, 500
+LONGEST_SOCKET = 106
 
 
 class Refusal(Exception):  # noqa: N818
@@ -107,8 +110,8 @@ class Daemon:
     # --- devices and servers ---
 
     def devices(self) -> list[dict[str, Any]]:
-        """The facts of the visible devices in their order. MPS looks at them only when it starts a server, and CUDA
-        finds no MIG device whose capability nodes are missing, and never joins MIG devices."""
+        """The facts of the visible devices in their order. Before R580, MPS looks at them only when it starts a server.
+        CUDA finds no MIG device whose capability nodes are missing, and never joins MIG devices."""
         known = {item["uuid"]: item for item in self.facts["devices"]}
         for uuid in self.visible:
             if uuid not in known:
@@ -123,6 +126,19 @@ class Daemon:
             if not os.path.lexists(f"{self.root}/{node}"):
                 raise Refusal(f"no CUDA-capable device is detected: /{node} is missing")
         return devices
+
+    def cuda_error(self) -> int:
+        """The error with which CUDA fails to start; 0 for none."""
+        error = self.rules().get("cuda_error")
+        if error is not None:
+            return int(error)
+        if not os.path.exists(f"{self.root}/{self.facts['libcuda']}"):
+            return NO_LIBRARY
+        try:
+            self.devices()
+        except Refusal:
+            return NO_DEVICE
+        return 0 if self.facts["driver_loaded"] else NO_DEVICE
 
     def server(self, pid: str) -> Server:
         if pid not in self.servers:
@@ -352,6 +368,17 @@ def is_taken(lock: int) -> bool:
     return True
 
 
+def listen(name: str) -> socket.socket:
+    """A socket in the pipe directory. The real one leaves them behind."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{PIPE}/{name}")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"{PIPE}/{name}")
+    os.chmod(f"{PIPE}/{name}", 0o666)
+    listener.listen(16)
+    return listener
+
+
 def open_pipes() -> tuple[socket.socket, int]:
     """The socket for commands, and a FIFO through which clients without Python connect."""
     os.makedirs(f"{PIPE}/simulated", exist_ok=True)
@@ -360,15 +387,8 @@ def open_pipes() -> tuple[socket.socket, int]:
     with contextlib.suppress(FileExistsError):
         os.mkfifo(fifo)
     os.chmod(fifo, 0o666)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"{PIPE}/control")
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    directory = os.open(PIPE, os.O_PATH | os.O_DIRECTORY)
-    listener.bind(f"/proc/self/fd/{directory}/control")  # a socket's own path may be too long
-    os.close(directory)
-    os.chmod(f"{PIPE}/control", 0o666)
-    listener.listen(16)
-    return listener, os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
+    listen("control_privileged").close()  # nothing here uses it, but it has the longest path
+    return listen("control"), os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
 
 
 def refusal(me: Daemon) -> str | None:
@@ -381,9 +401,18 @@ def refusal(me: Daemon) -> str | None:
 
 
 def run(facts: str, root: str, multi_user: bool, foreground: bool) -> int:
-    """Be the daemon until it is told to quit; the exit code."""
+    """Be the daemon until it is told to quit; the exit code. From R580 on it initialises CUDA before all else, and says
+    nothing if that fails; nor does any branch if its socket paths are too long."""
     me = Daemon(json.loads(facts), root, multi_user, foreground)
+    rules = me.rules()
+    if me.facts["branch"] >= CUDA_SINCE:
+        time.sleep(rules.get("cuda_delay_ms", 0) / 1000)
+        error = me.cuda_error()
+        if error:
+            return error % 256
     lock = os.open(f"{PIPE}/control_lock", os.O_RDWR | os.O_CREAT, 0o644)
+    if len(os.fsencode(f"{PIPE}/control_privileged")) > LONGEST_SOCKET:
+        return 1
     if is_taken(lock):
         print("An instance of this daemon is already running", flush=True)
         return 1
@@ -392,7 +421,6 @@ def run(facts: str, root: str, multi_user: bool, foreground: bool) -> int:
     if reason is not None:
         me.log("control.log", reason)
         return 1
-    rules = me.rules()
     time.sleep(rules.get("start_delay_ms", me.facts["start_delay_ms"]) / 1000)
     while rules.get("never_ready"):
         time.sleep(3600)

@@ -29,8 +29,7 @@ def command_line() -> int:
     """Pass the lines of standard input on, one answer each."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        directory = os.open(PIPE, os.O_PATH | os.O_DIRECTORY)
-        connection.connect(f"/proc/self/fd/{directory}/control")  # a socket's own path may be too long
+        connection.connect(f"{PIPE}/control")
     except OSError:
         print(NO_DAEMON)
         return 1
