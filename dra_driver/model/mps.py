@@ -78,7 +78,8 @@ class MpsDaemonStatus:
 
     `clients` counts connected processes, None if that was not asked yet. `problem` is one sentence for a person.
     `users` are the user IDs of the processes that have the daemon's pipe directory, looked up for daemons that serve
-    one user at a time. `not_exclusive` are the UUIDs of GPUs that have no exclusive compute mode.
+    one user at a time. `not_exclusive` are the UUIDs of GPUs that have no exclusive compute mode. `directory` is the
+    path of the daemon's directory on the host, which need not have the name of the device.
     """
 
     device: str
@@ -90,6 +91,7 @@ class MpsDaemonStatus:
     problem: str | None = None
     users: tuple[int, ...] = ()
     not_exclusive: tuple[str, ...] = ()
+    directory: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,7 +108,13 @@ class Daemon:
         self._unanswered = 0
         self._look_at_gpu_at = 0.0
         self._without_mode: set[str] = set(record.spec.gpu_uuids) if record.spec.kind == "mig" else set()
-        self.status = MpsDaemonStatus(record.spec.device, "starting", record.spec, since=int(time.time()))
+        self.status = MpsDaemonStatus(
+            record.spec.device,
+            "starting",
+            record.spec,
+            since=int(time.time()),
+            directory=str(tools.layout.directory(record.spec.device)),
+        )
 
     # --- what callers want ---------------------------------------------------------------------
 

@@ -5,7 +5,7 @@
 | `host.wanted/<device>.json` | the plugin | this daemon shall run, with this spec |
 | `host.wanted/<device>.stop` | the plugin, by a rename of the former; removed by the host | it shall stop |
 | `host.status/<device>.json` | the host | how the daemon is, which wish the host has seen, why it refuses that |
-| `<device>.json`, `<device>/` | the host | what it made, and the compute modes from before (`daemon`) |
+| `<device>.json`, a directory | the host | what it made, and the compute modes from before (`daemon`) |
 | `host.lock` | the host, which holds its lock | a host runs, and the number of the format of these files |
 
 A wish is known by its generation: the inode and time of its file. So each call of the plugin is one that the host has
@@ -29,10 +29,12 @@ daemon runs on until its device has a `.stop`, and the host starts nothing while
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import time
+from base64 import b32encode
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,13 +74,20 @@ from dra_driver.model.mps import (
     MpsDirectories,
     MpsMember,
 )
+from dra_driver.model.units import counted
 from dra_driver.mps.daemon_limits import check_spec
 from dra_driver.mps.daemon_processes import identify, is_control_daemon, users_of
 
 _log = structlog.get_logger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".json"
+LONGEST_SOCKET = 106
+"""Bytes of the longest socket path with which NVIDIA's control daemons start: one less than the kernel takes."""
+LONGEST_SOCKET_NAME = "control_privileged"
+"""Of the sockets that a control daemon makes in its pipe directory."""
+_PLAIN_CHARACTERS = 12
+"""Below MicroK8s' kubelet root, the longest that is known, a directory has room for 13."""
 _DEVICE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _POLL_S = 0.015
 _REPLACE = (
@@ -111,6 +120,7 @@ _STATUS = Shape(
     problem=nullable(TEXT),
     users=needed(list_of(NUMBER)),
     not_exclusive=needed(TEXTS),
+    directory=needed(TEXT),
 )
 
 
@@ -155,6 +165,7 @@ class MpsHostFiles:
         StateError.
         """
         check_spec(spec)
+        self._layout.refuse_long_path(spec.device)
         deadline = time.monotonic() + timeout_s
         self._await_host(deadline)
         running = self._running(spec)
@@ -338,7 +349,7 @@ def encode_report(report: Report) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class MpsLayout:
-    """`<root>/<device>.json` is a daemon's record, `<root>/<device>/{pipe,log,shm}` are its directories.
+    """`<root>/<device>.json` is a daemon's record; its directories are `pipe`, `log` and `shm` in `directory(device)`.
 
     A device name has no dot, so nothing of the host can collide with a device's directory.
     """
@@ -386,8 +397,27 @@ class MpsLayout:
         return list(self.root.glob(f"{_checked(device)}{SUFFIX}{QUARANTINE}*"))
 
     def directory(self, device: str) -> Path:
-        """Everything that exists as long as the daemon does."""
-        return self.root / _checked(device)
+        """Everything that exists as long as the daemon does.
+
+        It has the device's name if that is as short as that of a GPU; otherwise `gpu_` and a hash of the name. So its
+        length is bounded, it follows from the name alone, and it never meets another name: device names have no `_`.
+        """
+        name = _checked(device)
+        if len(name) > _PLAIN_CHARACTERS:
+            digest = b32encode(hashlib.sha256(name.encode()).digest())
+            name = f"gpu_{digest[: _PLAIN_CHARACTERS - 4].decode().lower()}"
+        return self.root / name
+
+    def refuse_long_path(self, device: str) -> None:
+        """Raises: PermanentError if the path of a socket would be too long for NVIDIA's control daemon."""
+        path = f"{self.directories(device).pipe}/{LONGEST_SOCKET_NAME}"
+        excess = len(os.fsencode(path)) - LONGEST_SOCKET
+        if excess > 0:
+            raise PermanentError(
+                f"no MPS daemon can run for {device}: the path of its socket {path} has {LONGEST_SOCKET + excess} "
+                f"bytes, and NVIDIA's program takes at most {LONGEST_SOCKET}; use a plugins directory of the kubelet "
+                f"whose path is {counted(excess, 'byte')} shorter"
+            )
 
     def directories(self, device: str) -> MpsDirectories:
         """The parts that clients need."""

@@ -185,6 +185,7 @@ class Supervisor:
         """
         spec = read_wish(self._layout.wanted(device)) or _unknown(device)
         check_spec(spec)
+        self._layout.refuse_long_path(device)
         while not self._daemon(spec).ensure(spec):
             self._forget(device)
 

@@ -88,7 +88,7 @@ class MpsHostOnFiles:
         self._closed = threading.Event()
         self._lock = ExitStack()
         held = hold_file(self._layout.lock, threading.Lock(), time.monotonic() + 1, "the host")
-        os.pwrite(self._lock.enter_context(held), b'{"format": 1}', 0)
+        os.pwrite(self._lock.enter_context(held), b'{"format": 2}', 0)
         self._thread = threading.Thread(target=self._serve, args=(self._closed,), daemon=True)
         self._thread.start()
 

@@ -600,9 +600,9 @@ def test_the_mps_host(tells: Tells, kubelet: KubeletChecks) -> None:
         directory.mkdir(parents=True)
     with hold_file(layout.lock, threading.Lock(), 0.0, "it"):
         tells(kubelet.mps_host())
-        layout.lock.write_text('{"format": 2}')
+        layout.lock.write_text('{"format": 3}')
         tells(kubelet.mps_host())
-        layout.lock.write_text('{"format": 1}')
+        layout.lock.write_text('{"format": 2}')
         tells(kubelet.mps_host())
         layout.wanted("gpu-1").touch()
         tells(kubelet.mps_host())

@@ -48,7 +48,7 @@ specs = st.builds(
 statuses = st.builds(
     MpsDaemonStatus,
     texts, st.sampled_from(MPS_STATES), specs, numbers, st.integers(0, 2**40), numbers, st.none() | texts,
-    st.lists(st.integers(0, 9), max_size=2).map(tuple), st.lists(texts, max_size=2).map(tuple),
+    st.lists(st.integers(0, 9), max_size=2).map(tuple), st.lists(texts, max_size=2).map(tuple), texts,
 )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ class FakeHost:
         self.files = MpsHostFiles(self.layout, wait_s=0.0)
         self._held = ExitStack()
 
-    def open(self, lock: bytes = b'{"format": 1}') -> None:
+    def open(self, lock: bytes = b'{"format": 2}') -> None:
         held = hold_file(self.layout.lock, threading.Lock(), 0.0, "it")
         os.pwrite(self._held.enter_context(held), lock, 0)
 
@@ -96,16 +96,16 @@ def test_reports_there_and_back(
 ) -> None:
     report = Report(status, seen, refusal, is_final)
     decode = host_files._REPORT.decode
-    assert parse(encode_report(report), "status", decode, known=1, field="format") == report
+    assert parse(encode_report(report), "status", decode, known=2, field="format") == report
 
 
 @given(
-    st.binary(max_size=60) | st.builds(lambda body: json.dumps({"format": 1, "spec": body}).encode(), texts)
+    st.binary(max_size=60) | st.builds(lambda body: json.dumps({"format": 2, "spec": body}).encode(), texts)
 )
 def test_anything_else_is_an_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "anything"
     path.write_bytes(content)
-    if content != b'{"format": 1, "spec": ""}':
+    if content != b'{"format": 2, "spec": ""}':
         with pytest.raises(StateError):
             read_wish(path)
 
@@ -127,7 +127,7 @@ def test_differences_name_both_sides() -> None:
     [
         (None, r"no MPS host runs, .*start the DaemonSet gpu-dra-driver-mps, or `gpu-dra-driver mps-host`"),
         (b"", "the MPS host is starting"),
-        (b'{"format": 2}', r"of another release than gpu-dra-driver: delete the pod of .*gpu-dra-driver-mps"),
+        (b'{"format": 3}', r"of another release than gpu-dra-driver: delete the pod of .*gpu-dra-driver-mps"),
         (b"\0", "of another release than gpu-dra-driver: delete the pod"),
     ],
     ids=["absent", "starting", "newer", "rubbish"],
@@ -268,7 +268,7 @@ def test_a_stop_needs_no_space_on_the_disk(host: Host, monkeypatch: pytest.Monke
     host.assert_nothing_left()
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"format": 2}', '{"format": 1, "spec": null}'])
+@pytest.mark.parametrize("content", ["", "{", '{"format": 3}', '{"format": 2, "spec": null}'])
 def test_a_wish_that_cannot_be_read_ends_no_daemon(host: Host, content: str) -> None:
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(), 10)

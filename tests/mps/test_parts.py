@@ -16,7 +16,7 @@ import yaml
 from dra_driver import errors
 from dra_driver.errors import PermanentError, StateError
 from dra_driver.model.driver_programs import DriverPrograms
-from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import log_tail, shorten_logs, status_text
@@ -43,9 +43,44 @@ def test_paths_lie_below_the_plugins_directory():
     layout = mps_layout(Path("/p/gpu.nvidia.com"))
     assert layout.directories("gpu-1").pipe == "/p/gpu.nvidia.com/mps/gpu-1/pipe"
     assert layout.record("gpu-1") == Path("/p/gpu.nvidia.com/mps/gpu-1.json")
+    mig = "gpu-06e38c7d-mig-1g10gb-me-20-1"
+    assert layout.directories(mig) == MpsDirectories(
+        *(f"/p/gpu.nvidia.com/mps/gpu_3pvws44x/{part}" for part in ("pipe", "log", "shm"))
+    )
+    assert layout.record(mig) == Path(f"/p/gpu.nvidia.com/mps/{mig}.json")
     for name in ("", "..", "a/b", "A", "x" * 64, "host.sock"):
         with pytest.raises(PermanentError, match="not a device name"):
             layout.directory(name)
+
+
+MICROK8S = Path("/var/snap/microk8s/common/var/lib/kubelet/plugins/gpu.nvidia.com")
+LONGEST_NAME = "gpu-" + "a" * 59
+
+
+def test_every_device_has_a_directory_of_its_own_below_the_longest_kubelet_root():
+    layout = mps_layout(MICROK8S)
+    names = [f"gpu-{gpu:08x}" for gpu in range(8)]
+    names += [
+        f"{gpu}-mig-{slot}g-{profile}-{slot}" for gpu in names for slot in range(8) for profile in range(20)
+    ]
+    names += [LONGEST_NAME]
+    for name in names:
+        layout.refuse_long_path(name)
+    assert len({layout.directory(name) for name in names}) == len(names)
+    assert not {layout.directory(name).name for name in names[8:]} & {*names}
+
+
+def test_path_that_is_too_long_for_a_socket_is_refused_with_its_length_and_the_limit():
+    layout = MpsLayout(Path("/" + "r" * 74))
+    layout.refuse_long_path("gpu-12")
+    with pytest.raises(PermanentError) as refused:
+        layout.refuse_long_path("gpu-1234")
+    path = f"{layout.root}/gpu-1234/pipe/control_privileged"
+    assert len(path) == 108
+    assert str(refused.value) == (
+        f"no MPS daemon can run for gpu-1234: the path of its socket {path} has 108 bytes, and NVIDIA's program takes "
+        "at most 106; use a plugins directory of the kubelet whose path is 2 bytes shorter"
+    )
 
 
 # --- programs ------------------------------------------------------------------------------------

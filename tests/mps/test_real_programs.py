@@ -17,12 +17,16 @@ import pytest
 from nvidia_programs import Programs
 
 from dra_driver.errors import PermanentError, RetryableError
-from dra_driver.model.driver_programs import CONTROL_PROGRAM
-from dra_driver.model.mps import MpsDaemonSpec, MpsMember
+from dra_driver.host.driver_programs import InstalledPrograms
+from dra_driver.model.driver_programs import CONTROL_PROGRAM, FindPrograms
+from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories, MpsMember
 from dra_driver.mps import daemon_processes as processes
-from dra_driver.mps.daemon_control import BusyError
+from dra_driver.mps.daemon_control import BusyError, DaemonControl
 from dra_driver.mps.daemon_processes import ProcessId
+from dra_driver.mps.host_files import LONGEST_SOCKET, LONGEST_SOCKET_NAME
 from dra_driver.mps.host_supervisor import Supervisor
+from dra_driver.simulator import Machine, create_machine
+from tests.fakes.mps_behaviour import misbehave
 from tests.fakes.waiting import eventually
 from tests.mps.conftest import MpsHost
 
@@ -65,6 +69,66 @@ def test_a_daemon_is_ready_and_stops_without_a_trace(real_host: MpsHost, nvidia:
     assert (processes.identify(process.pid), supervisor.status(), real_host.left()) == (None, (), [])
     with pytest.raises(RetryableError, match="Cannot find MPS control daemon process"):
         ask(real_host, THREADS)
+
+
+@pytest.fixture
+def simulated(nvidia: Programs, tmp_path: Path) -> Machine:
+    """A machine with the same NVIDIA driver, which is not loaded, as it is not for the real programs."""
+    machine = create_machine("h100-mig-static", tmp_path / "machine", device_nodes="described")
+    machine.load_driver(nvidia.version)
+    machine.unload_driver()
+    return machine
+
+
+def started(programs: FindPrograms, pipe: Path) -> tuple[int | None, set[str]]:
+    """Start a control daemon on a pipe directory, and end it; returns its exit code if it ended before it listened, and
+    the names of its sockets."""
+    log = pipe.parent / "log"
+    for directory in (pipe, log):
+        directory.mkdir(parents=True)
+    process = DaemonControl(programs, SPEC, MpsDirectories(str(pipe), str(log), "")).start()
+    made = [pipe / name for name in ("control", LONGEST_SOCKET_NAME)]
+    eventually(lambda: all(path.exists() for path in made) or not processes.is_alive(process))
+    code = processes.reap(process.pid)
+    sockets = {path.name for path in pipe.iterdir() if path.is_socket()}
+    processes.end([process], 5.0)
+    return code, sockets
+
+
+@pytest.mark.parametrize("length", [LONGEST_SOCKET, LONGEST_SOCKET + 1])
+def test_control_daemon_starts_or_ends_by_the_length_of_its_sockets_as_the_simulated_one(
+    real_host: MpsHost, simulated: Machine, top: Path, nvidia: Programs, length: int
+) -> None:
+    """From R580 on, the real program ends before that: it has no GPU here."""
+    misbehave(simulated.host_root, start_delay_ms=0)
+    found = []
+    for name, programs in (
+        ("real", real_host.tools.programs),
+        ("simulated", InstalledPrograms(str(simulated.host_root), top / "lib", 0o755)),
+    ):
+        rest = length - len(f"{top}/{name}//{LONGEST_SOCKET_NAME}")
+        found.append(started(programs, top / name / ("p" * rest)))
+    real, stand_in = found
+    assert real == stand_in
+    if int(nvidia.branch[1:]) < 580:
+        is_short = length == LONGEST_SOCKET
+        assert real == ((None, {"control", LONGEST_SOCKET_NAME}) if is_short else (1, set()))
+
+
+MICROK8S = "/var/snap/microk8s/common/var/lib/kubelet/plugins/gpu.nvidia.com"
+
+
+def test_mig_device_has_a_daemon_below_the_longest_kubelet_root(nvidia: Programs, top: Path) -> None:
+    host = MpsHost(top / ("k" * (len(MICROK8S) - len(f"{top}/"))), nvidia.root)
+    spec = MpsDaemonSpec("gpu-4cf8db2d-mig-1g10gb-me-20-1", UUIDS[1].replace("GPU", "MIG"), "mig", UUIDS[1])
+    supervisor = unprobed(host)
+    try:
+        supervisor.ensure(spec, 20.0)
+        only_process(host, supervisor, spec.device)
+        supervisor.stop(spec.device, 20.0)
+        assert host.left() == []
+    finally:
+        host.close()
 
 
 def test_limits_are_those_of_the_daemon_for_each_gpu(real_host: MpsHost, nvidia: Programs) -> None:

@@ -20,15 +20,16 @@ from dra_driver.errors import FatalError, PermanentError, RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.model.driver_programs import DriverPrograms
-from dra_driver.mps import daemon_control
+from dra_driver.mps import daemon_control, host_files
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import BusyError, DaemonControl
 from dra_driver.mps.daemon_mounts import KernelMounter, is_tmpfs
+from dra_driver.mps.host_files import encode_wish
 from tests.fakes.preparing import in_threads
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
-from tests.mps.conftest import NO_LABELS
+from tests.mps.conftest import NO_LABELS, Host
 
 IS_ROOT = os.geteuid() == 0
 needs_root = pytest.mark.skipif(not IS_ROOT, reason="mounts and other users need root")
@@ -150,6 +151,25 @@ def test_a_spec_that_cannot_be_is_refused(host, changes, text):
     with pytest.raises(PermanentError, match=text):
         supervisor.ensure(replace(host.spec(), **changes), 10)
     assert host.left() == []
+
+
+def test_pipe_directory_that_is_too_long_for_a_socket_is_refused_before_anything_starts(machine, top):
+    """By the plugin, and by the host if an older plugin wants it."""
+    host = Host(top / ("k" * 80), machine)
+    supervisor = host.supervisor()
+    try:
+        for device in ("gpu-2", "gpu-2-mig-1g10gb-19-0"):
+            spec = replace(host.spec(), device=device)
+            refusal = r"no MPS daemon can run for .* bytes, and NVIDIA's program takes at most 106; .* bytes? shorter"
+            with pytest.raises(PermanentError, match=refusal):
+                supervisor.ensure(spec, 10)
+            host.layout.wanted(device).write_bytes(encode_wish(spec))
+            report = eventually(lambda name=device: host_files.MpsHostFiles(host.layout)._report(name))
+            assert re.search(refusal, report.refusal)
+            assert report.is_final
+            assert not host.layout.directory(device).exists()
+    finally:
+        host.close()
 
 
 # --- faults --------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class SeenReason:
 
 @dataclass(frozen=True, slots=True)
 class SeenDaemon:
-    """The MPS daemon of a device; `clients` is None before the first probe."""
+    """The MPS daemon of a device; `clients` is None before the first probe, `directory` where its log is."""
 
     device: str
     state: str
@@ -98,6 +98,7 @@ class SeenDaemon:
     clients: int | None = None
     pid: int | None = None
     problem: str | None = None
+    directory: str = ""
 
 
 @dataclass(frozen=True, slots=True)

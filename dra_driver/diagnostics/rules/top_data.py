@@ -293,4 +293,6 @@ def _problem(shown: ShownProblem, now: float) -> SeenProblem:
 
 def _daemon(device: str, status: MpsDaemonStatus, now: float) -> SeenDaemon:
     since_s = max(0.0, now - status.since)
-    return SeenDaemon(device, status.state, since_s, status.clients, status.pid, status.problem)
+    return SeenDaemon(
+        device, status.state, since_s, status.clients, status.pid, status.problem, status.directory
+    )
