@@ -224,6 +224,7 @@ class Driver:
         self.node_problems = NodeProblems(
             (
                 lambda: self._plugin.problems(),  # noqa: PLW0108  made later
+                self.publishing.publisher.problems,
                 self.discovery.problems,
                 self.health.problems,
                 self.passthrough.problems,

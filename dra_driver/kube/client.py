@@ -30,7 +30,9 @@ from dra_driver.kube.endpoint import Endpoint
 from dra_driver.kube.timed_connection import answered_by, time_answers
 from dra_driver.kube.watch_stream import WatchStream
 
-USER_AGENT = f"gpu-dra-driver/{dra_driver.__version__}"
+FIELD_MANAGER = "gpu-dra-driver"
+"""Whose writes ours are in `metadata.managedFields`, unless a request says otherwise: how the user agent begins."""
+USER_AGENT = f"{FIELD_MANAGER}/{dra_driver.__version__}"
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 DEFAULT_TIMEOUT_S = 10.0

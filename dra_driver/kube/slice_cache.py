@@ -49,6 +49,8 @@ class SliceCache:
         self._stream: WatchStream | None = None
         self._thread: threading.Thread | None = None
         self.synced = threading.Event()
+        self.failing: tuple[float, str] | None = None
+        """Since when (time.monotonic()) list and watch have failed without a success in between, and why."""
 
     def start(self) -> None:
         """Start the thread; `synced` is set once the first list is in."""
@@ -145,6 +147,8 @@ class SliceCache:
                 log.warning("slice_watch_failed", error=str(failure), retry_s=retry_s)
             case _:
                 log.error("slice_watch_failed", error=str(failure), retry_s=retry_s, exc_info=failure)
+        if failure is not None:
+            self.failing = (time.monotonic() if self.failing is None else self.failing[0], str(failure))
         self._stop.wait(wait_s)
 
     def _relist(self) -> str:
@@ -160,6 +164,7 @@ class SliceCache:
         """
         started = time.monotonic()
         stream = self._client.open_watch(version)
+        self.failing = None
         with self._lock:
             self._stream = stream
         if self._stop.is_set():

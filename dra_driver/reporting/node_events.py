@@ -1,13 +1,11 @@
-"""Events for trouble of the node as a whole: slices that are not published, GPUs that cannot be used.
-
-Trouble that ends by itself within half a minute is not reported. All other trouble is reported once, and its end too.
+"""Events for what happens on the node as a whole: MIG layouts, unclaimed memory, cleanup, and what the API server does
+not keep of slices. Trouble that lasts is in `reporting/node_problems.py`.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 from dra_driver.journal.rules.cleanups import PendingCleanup, what
 from dra_driver.model.events import (
@@ -20,8 +18,6 @@ from dra_driver.model.events import (
     MIG_LAYOUT_WAITS,
     SLICE_FIELDS_DROPPED,
     SLICES_CONTESTED,
-    SLICES_NOT_PUBLISHED,
-    SLICES_PUBLISHED,
 )
 from dra_driver.model.gpu import GpuProcess
 from dra_driver.model.mig_layouts import GpuLayout
@@ -29,12 +25,10 @@ from dra_driver.observability.metrics import Metrics
 from dra_driver.observability.rules.usage import unclaimed_text
 from dra_driver.reporting.event_recorder import EventRecorder
 
-_TELL_AFTER_S = 30.0
-
 
 @dataclass(eq=False)
 class NodeEvents:
-    """Observes the publisher and discovery. Each method is called from one thread.
+    """Observes the publisher, MIG layouts and cleanups. Each method is called from one thread.
 
     While `speaks_for_node` says no, another instance of the plugin reports for this node.
     """
@@ -42,30 +36,14 @@ class NodeEvents:
     metrics: Metrics
     recorder: EventRecorder
     speaks_for_node: Callable[[], bool]
-    _: KW_ONLY
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        self._failing_since: float | None = None
-        self._is_failure_reported = False
 
     def published(self, lag_s: float) -> None:
         """Slices were written."""
         self.metrics.published(lag_s)
-        self._failing_since = None
-        if self._is_failure_reported:
-            self._is_failure_reported = False
-            self._report(SLICES_PUBLISHED, "the node's slices are published again", warning=False)
 
     def publish_failed(self, error: Exception) -> None:
-        """Slices could not be brought up to date; it is tried again."""
+        """A try to bring the slices up to date failed. That it lasts is a problem of the publisher."""
         self.metrics.publish_failed(error)
-        now = self.clock()
-        if self._failing_since is None:
-            self._failing_since = now
-        if not self._is_failure_reported and now - self._failing_since >= _TELL_AFTER_S:
-            text = f"the node's slices are not what they should be: {error}; it is tried again"
-            self._is_failure_reported = self._report(SLICES_NOT_PUBLISHED, text, warning=True)
 
     def contested(self, reason: str) -> None:
         """Somebody else changes our slices again and again."""

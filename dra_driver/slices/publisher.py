@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Protocol
 
@@ -18,9 +18,11 @@ import structlog
 from dra_driver.concurrency.backoff import Backoff
 from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import ApiUnavailableError, DraDriverError
+from dra_driver.kube.client import FIELD_MANAGER
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.json_object import JsonObject
+from dra_driver.model.problems import NodeProblem
 from dra_driver.model.sharing import SharingPolicy
 from dra_driver.slices.api_support import ApiSupport
 from dra_driver.slices.refusals import RefusedSlices
@@ -28,6 +30,7 @@ from dra_driver.slices.rules.build import Pool, Taints, build_pool, none_withhel
 from dra_driver.slices.rules.diff import Owner, SliceChanges, slice_changes, slice_index
 from dra_driver.slices.rules.dropped_fields import TAINTS_GATE, Drop, fields_of, without_fields
 from dra_driver.slices.rules.kubernetes_releases import TaintLimits
+from dra_driver.slices.rules.other_writers import OtherWriters
 from dra_driver.slices.rules.pacing import WritePacing
 
 _log = structlog.get_logger(__name__)
@@ -37,6 +40,8 @@ _BACKOFF_FIRST_S = 0.1
 _BACKOFF_MOST_S = 30.0
 _QUIET_AFTER_WRITE_S = 0.05
 _LEADERSHIP_AGAIN_S = 2.0
+_PROBLEM_AFTER_S = 30.0
+"""What ends by itself before that is no problem of the node."""
 
 _NOT_YET = "slices have not been published yet"
 _CONTESTED = "somebody else keeps changing the slices of this node; look for a second publisher of them"
@@ -87,8 +92,7 @@ class Publisher:
         self._marked_at: float | None = None
         self._behind_since: float | None = None  # the publisher's thread's own
         self._published = threading.Event()
-        # Why the published slices are not what they should be; None when they are, or are not our concern.
-        self.problem: str | None = _NOT_YET
+        self._wrong: tuple[float, str] | None = (time.monotonic(), _NOT_YET)  # since when, and what
         self.standing_by = False
         """Whether this instance publishes nothing because another one on this node does."""
         self._known_faults: tuple[str, ...] = ()
@@ -102,11 +106,54 @@ class Publisher:
         self._delete_backoff = Backoff(_BACKOFF_FIRST_S, _BACKOFF_MOST_S)
         self._refused_slices = RefusedSlices()
         self._pacing = WritePacing()
+        self._other_writers = OtherWriters(FIELD_MANAGER)
+        self._existing: list[JsonObject] = []
         self._due_at = math.inf
         self._backoff = Backoff(_BACKOFF_FIRST_S, _BACKOFF_MOST_S)
         self._worker = BackgroundWorker(
             "publisher", self._round, crash_event="publish_failed", on_crash=self._crashed
         )
+
+    @property
+    def problem(self) -> str | None:
+        """Why the published slices are not what they should be; None when they are, or are not our concern."""
+        wrong = self._wrong
+        return None if wrong is None else wrong[1]
+
+    def problems(self) -> Sequence[NodeProblem]:
+        """That the slices have not been up to date for half a minute, and who else writes them."""
+        if self.standing_by:
+            return []
+        wrong, unseen, now = self._wrong, self.slices.failing, time.monotonic()
+        found: list[NodeProblem] = []
+        writer = self._other_writers.current(now if wrong is None and unseen is None else -math.inf)
+        if writer is not None and self._owner is not None:
+            text = (
+                f"{writer.manager!r} writes the ResourceSlices of {self._owner.driver} on this node too, such as "
+                f"{writer.slice_name}. `kubectl get pods -A -o wide --field-selector spec.nodeName="
+                f"{self._owner.node_name}` lists the pods of the node; remove the second writer"
+            )
+            found.append(NodeProblem("foreign-driver", text, f"ResourceSlices of {writer.manager}"))
+        if unseen is not None and now - unseen[0] >= _PROBLEM_AFTER_S:
+            text = f"has not been able to watch this node's ResourceSlices for {now - unseen[0]:.0f} s: {unseen[1]}"
+        elif (
+            wrong is not None
+            and now - wrong[0] >= _PROBLEM_AFTER_S
+            and not self._has_nothing_to_publish(wrong[1])
+        ):
+            text = f"has not been able to update this node's ResourceSlices for {now - wrong[0]:.0f} s: {wrong[1]}"
+        else:
+            return found
+        remedy = "It retries; `gpu-dra-driver doctor` in its pod checks the API server and the permissions"
+        return [*found, NodeProblem("slices-not-published", f"The plugin {text}. {remedy}")]
+
+    def _has_nothing_to_publish(self, problem: str) -> bool:
+        """Before the first GPUs are found; why there are none is a problem of discovery."""
+        return problem == _NOT_YET and self.inventory() is None
+
+    def _note(self, problem: str | None) -> None:
+        before, now = self._wrong, time.monotonic()
+        self._wrong = None if problem is None else (now if before is None else before[0], problem)
 
     def start(self) -> None:
         """Begin to publish in the background."""
@@ -141,7 +188,7 @@ class Publisher:
         return max(0.0, self._due_at - time.monotonic())
 
     def _pause_after(self, error: DraDriverError) -> None:
-        self.problem = str(error)
+        self._note(str(error))
         self.observer.publish_failed(error)
         asked = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
         delay = self._backoff.next(asked)
@@ -150,7 +197,7 @@ class Publisher:
 
     def _crashed(self, error: Exception) -> float:
         self.observer.publish_failed(error)
-        self.problem = "publishing failed unexpectedly; see the log"
+        self._note("publishing failed unexpectedly; see the log")
         self._worker.pause(self._backoff.step())
         return 0.0
 
@@ -175,6 +222,10 @@ class Publisher:
             owner = self.owner()
             changes = self._changes(pool, owner)
         self._owner = owner
+        if changes:
+            self._other_writers.differing((*changes.updates, *changes.deletes), time.monotonic())
+        else:
+            self._other_writers.settled(self._existing)
         if not changes:
             self._pacing.not_needed()
         elif self._is_held_back(pool) or not self._leads():
@@ -209,7 +260,7 @@ class Publisher:
         ours = self.may_publish()
         if ours == self.standing_by:
             _log.info("publishing_resumed" if ours else "publishing_stands_by")
-            self.problem = None if self._published.is_set() or not ours else _NOT_YET
+            self._note(None if self._published.is_set() or not ours else _NOT_YET)
         self.standing_by = not ours
         if not ours:
             self._behind_since = None
@@ -225,28 +276,30 @@ class Publisher:
         if self.problem != _CONTESTED:
             _log.warning("slices_contested", reason=_CONTESTED, next_write_in_s=round(wait_s, 2))
             self.observer.contested(_CONTESTED)
-        self.problem = _CONTESTED
+        self._note(_CONTESTED)
         self._again_at(now + wait_s)
         return True
 
     def _settle(self) -> None:
         """All that the server takes is published; a slice that cannot be deleted may be left."""
         left = next(iter(self._undeleted.values()), None)
-        self.problem = f"a slice that is obsolete is still there: {left}" if left else None
-        if self._refused_slices.problem is not None:
-            self.problem = f"a slice is not what it should be: {self._refused_slices.problem}"
+        refused = self._refused_slices.problem
+        if refused is not None:
+            self._note(f"a slice is not what it should be: {refused}")
+        else:
+            self._note(f"a slice that is obsolete is still there: {left}" if left else None)
         self._again_at(self._refused_slices.due)
         if self._undeleted:
             self._again_at(self._delete_again_at)
         self._again_at(self.support.ask_at)
         self._behind_since = None
-        if self._refused_slices.problem is None:
+        if refused is None:
             self._published.set()
 
     def _changes(self, pool: Pool, owner: Owner) -> SliceChanges:
         """What is to be written now; deletions that were refused come back when they are due."""
-        existing = self.support.as_sent(self.slices.current())
-        changes = slice_changes(pool, existing, owner, self._undeleted, self._refused_slices.indexes)
+        self._existing = self.support.as_sent(self.slices.current())
+        changes = slice_changes(pool, self._existing, owner, self._undeleted, self._refused_slices.indexes)
         obsolete = {entry["metadata"]["uid"]: entry for entry in changes.deletes}
         self._undeleted = {uid: reason for uid, reason in self._undeleted.items() if uid in obsolete}
         is_due = time.monotonic() >= self._delete_again_at

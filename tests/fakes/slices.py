@@ -10,6 +10,7 @@ from typing import Any
 from playground.apiserver.json_copy import copy_json
 
 from dra_driver.errors import ApiRejectedError
+from dra_driver.kube.client import FIELD_MANAGER
 from dra_driver.model.sharing import NO_SHARING
 from dra_driver.slices.api_support import ApiSupport, Support
 from dra_driver.slices.publisher import Publisher
@@ -63,8 +64,12 @@ def support_of(ask: Callable[[Support, bool], Support]) -> ApiSupport:
 def _ignore(_text: str) -> None: ...
 
 
+RIVAL = "gpu-kubelet-plugin"
+"""The field manager of another driver."""
+
+
 class FakeSlices:
-    """Names, UIDs, resource versions and conflicts as the server has them.
+    """Names, UIDs, resource versions, field managers and conflicts as the server has them.
 
     `on_change` is called after changes of others only. `store` may change what is kept, as a server does that
     drops fields. `fail` is raised by the next writes.
@@ -76,6 +81,7 @@ class FakeSlices:
         self.on_change: Callable[[], None] = lambda: None
         self.store: Callable[[JsonObject], JsonObject] = lambda obj: obj
         self.failures: list[Exception] = []
+        self.failing: tuple[float, str] | None = None
         self.writes: list[tuple[str, str]] = []
         self._objects: dict[str, JsonObject] = {}
         self._serial = itertools.count(1)
@@ -115,16 +121,18 @@ class FakeSlices:
         self.on_change()
 
     def spoil(self, **spec: Any) -> None:
-        """Somebody else writes the first slice."""
+        """Another driver writes the first slice."""
         entry = self.current()[0]
         entry["spec"].update(spec)
-        self._put(entry)
+        self._put(entry, RIVAL)
         self.on_change()
 
     def plant(self, name: str, like: JsonObject) -> None:
+        """Another driver creates a slice."""
         entry = copy_json(like)
         entry["metadata"] |= {"name": name, "uid": f"uid-{name}"}
-        self._put(entry)
+        entry["metadata"].pop("managedFields", None)
+        self._put(entry, RIVAL)
         self.on_change()
 
     def _begin(self, verb: str, name: str) -> None:
@@ -132,9 +140,13 @@ class FakeSlices:
             raise self.failures.pop(0)
         self.writes.append((verb, name))
 
-    def _put(self, obj: JsonObject) -> JsonObject:
+    def _put(self, obj: JsonObject, manager: str = FIELD_MANAGER) -> JsonObject:
         stored = self.store(copy_json(obj))
-        stored["metadata"]["resourceVersion"] = str(next(self._serial))
+        metadata, serial = stored["metadata"], next(self._serial)
+        metadata["resourceVersion"] = str(serial)
+        kept = [entry for entry in metadata.get("managedFields") or () if entry["manager"] != manager]
+        written = {"manager": manager, "operation": "Update", "time": f"2026-01-01T{serial:06d}Z"}
+        metadata["managedFields"] = [*kept, written]
         with self._lock:
             self._objects[stored["metadata"]["name"]] = stored
         return copy_json(stored)

@@ -1,4 +1,4 @@
-"""Node events of publishing and of the driver."""
+"""Node events of publishing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ class Told:
     def __init__(self) -> None:
         self.events: list[tuple[str, bool]] = []
         self.texts: list[str] = []
-        self.now = 0.0
         self.counted: list[object] = []
 
     def node_event(self, reason: str, message: str, *, warning: bool) -> None:
@@ -33,27 +32,14 @@ def told() -> Told:
 
 @pytest.fixture
 def news(told: Told) -> NodeEvents:
-    return NodeEvents(told, told, lambda: True, clock=lambda: told.now)
+    return NodeEvents(told, told, lambda: True)
 
 
-def test_passing_trouble_is_counted_but_not_told(news: NodeEvents, told: Told) -> None:
+def test_writes_of_slices_are_counted_and_need_no_event(news: NodeEvents, told: Told) -> None:
     error = ApiUnavailableError("no answer")
-    for told.now in (0.0, 10.0, 29.0):
-        news.publish_failed(error)
-    news.published(0.5)
-    told.now = 50.0
     news.publish_failed(error)
-    assert told.events == []
-    assert told.counted == [error, error, error, 0.5, error]
-
-
-def test_lasting_trouble_is_told_once_and_its_end_too(news: NodeEvents, told: Told) -> None:
-    for told.now in (0.0, 31.0, 60.0):
-        news.publish_failed(ApiUnavailableError("no answer"))
     news.published(0.5)
-    news.published(0.5)
-    assert told.events == [("SlicesNotPublished", True), ("SlicesPublished", False)]
-    assert "no answer" in told.texts[0]
+    assert (told.counted, told.events) == ([error, 0.5], [])
 
 
 def test_what_is_wrong_with_slices_is_told(news: NodeEvents, told: Told) -> None:
@@ -70,11 +56,9 @@ def test_what_is_wrong_with_slices_is_told(news: NodeEvents, told: Told) -> None
 
 def test_what_is_another_instances_turn_to_tell_is_not_told(told: Told) -> None:
     is_ours = False
-    news = NodeEvents(told, told, lambda: is_ours, clock=lambda: told.now)
+    news = NodeEvents(told, told, lambda: is_ours)
     news.contested("fight")
-    for told.now in (0.0, 31.0):
-        news.publish_failed(ApiUnavailableError("no answer"))
     assert told.events == []
     is_ours = True
-    news.publish_failed(ApiUnavailableError("no answer"))
-    assert told.events == [("SlicesNotPublished", True)]
+    news.contested("fight")
+    assert told.events == [("SlicesContested", True)]

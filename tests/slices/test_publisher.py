@@ -395,6 +395,161 @@ def test_slices_that_change_while_it_waits_are_compared_again(bench: Bench) -> N
     assert [verb for verb, _ in bench.slices.writes] == ["create", "update"]
 
 
+# --- problems of the node ------------------------------------------------------------------------
+
+
+class Time:
+    """The publisher's clock, which a test moves on."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
+    made = Time()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def problems(bench: Bench) -> list[tuple[str, str]]:
+    return [(problem.code, problem.text) for problem in bench.publisher.problems()]
+
+
+NOT_UPDATED = (
+    "slices-not-published",
+    "The plugin has not been able to update this node's ResourceSlices for {} s: {}. It retries; `gpu-dra-driver "
+    "doctor` in its pod checks the API server and the permissions",
+)
+
+
+def not_updated(seconds: int, why: str) -> list[tuple[str, str]]:
+    return [(NOT_UPDATED[0], NOT_UPDATED[1].format(seconds, why))]
+
+
+def test_failures_that_end_by_themselves_are_no_problem_even_if_nothing_is_written(
+    running: Bench, clock: Time
+) -> None:
+    """A look that fails is followed by one that finds nothing to write."""
+    real, failures = running.slices.current, list[Exception]()
+
+    def current() -> list[dict]:
+        if failures:
+            raise failures.pop()
+        return real()
+
+    running.slices.current = current  # type: ignore[method-assign]
+    for _ in range(2):
+        failures.append(ApiUnavailableError("hiccup"))
+        running.publisher.mark_dirty()
+        eventually(lambda: not failures and running.publisher.problem is None)
+        clock.ahead += 38.0
+        assert problems(running) == []
+    assert (len(running.heard.failures), len(running.slices.writes)) == (2, 1)
+
+
+def test_lasting_failure_is_a_problem_until_the_slices_are_as_wanted(bench: Bench, clock: Time) -> None:
+    bench.slices.failures = [ApiUnavailableError("down", retry_after_s=0.01)] * 1000
+    bench.start()
+    eventually(lambda: bench.publisher.problem == "down")
+    clock.ahead = 29.0
+    assert problems(bench) == []
+    clock.ahead = 31.0
+    assert problems(bench) == not_updated(31, "down")
+    other = Bench()
+    other.start()
+    assert other.publisher.wait_published(20)
+    for entry in other.slices.current():  # another instance wrote them: this one has nothing left to write
+        bench.slices._put(entry)
+    other.publisher.stop()
+    bench.slices.on_change()
+    eventually(lambda: problems(bench) == [])
+    assert bench.slices.writes == []
+
+
+def test_slices_that_cannot_be_watched_are_a_problem(running: Bench, clock: Time) -> None:
+    running.slices.failing = (clock.monotonic(), "watch resource slices: cannot connect")
+    assert problems(running) == []
+    clock.ahead = 40.0
+    (found,) = problems(running)
+    assert (
+        "not been able to watch this node's ResourceSlices for 40 s: watch resource slices: cannot"
+        in found[1]
+    )
+    running.slices.failing = None
+    assert problems(running) == []
+
+
+def test_node_without_gpus_has_no_problem_with_its_slices(bench: Bench, clock: Time) -> None:
+    bench.inventory = None
+    bench.start()
+    clock.ahead = 40.0
+    assert problems(bench) == []
+    bench.slices.synced.clear()
+    bench.inventory = MIXED
+    assert problems(bench) == not_updated(40, "slices have not been published yet")
+    bench.publisher.standing_by = True
+    assert problems(bench) == []
+
+
+def other_writer(slice_name: str) -> list[tuple[str, str]]:
+    return [
+        (
+            "foreign-driver",
+            f"'gpu-kubelet-plugin' writes the ResourceSlices of {DRIVER} on this node too, such as {slice_name}. "
+            f"`kubectl get pods -A -o wide --field-selector spec.nodeName={NODE}` lists the pods of the node; remove "
+            "the second writer",
+        )
+    ]
+
+
+def test_driver_that_changes_the_slices_twice_is_a_problem_for_as_long_as_it_does(
+    running: Bench, clock: Time
+) -> None:
+    name = running.slices.current()[0]["metadata"]["name"]
+    for seconds, found in ((0.0, []), (30.0, other_writer(name))):
+        clock.ahead = seconds
+        running.slices.spoil(devices=[])
+        eventually(lambda: running.published() == NAMES)
+        settled(running)
+        assert problems(running) == found
+    clock.ahead = 30.0 + 179.0
+    assert problems(running) == other_writer(name)
+    clock.ahead = 30.0 + 181.0
+    assert problems(running) == []
+
+
+def test_driver_that_recreates_its_slices_is_a_problem_the_second_time(running: Bench, clock: Time) -> None:
+    like = running.slices.current()[0]
+    for seconds, found in ((0.0, []), (30.0, other_writer("00000-other-1"))):
+        clock.ahead = seconds
+        for index in range(2):  # one after the other is one time
+            running.slices.plant(f"0000{index}-other-{index}", like)
+            eventually(lambda: running.published() == NAMES)
+        settled(running)
+        assert [text[:60] for _, text in problems(running)] == [text[:60] for _, text in found]
+
+
+def test_slices_taken_over_from_another_driver_are_no_problem(bench: Bench, clock: Time) -> None:
+    other = Bench()
+    other.start()
+    assert other.publisher.wait_published(20)
+    other.publisher.stop()
+    for index, entry in enumerate(other.slices.current()):
+        bench.slices.plant(f"{index:05x}-gpu-x", entry)
+    bench.start()
+    assert bench.publisher.wait_published(20)
+    for seconds in (10.0, 20.0, 30.0):
+        clock.ahead = seconds
+        bench.inventory = inventory(h100(0)) if seconds != 20.0 else MIXED
+        bench.publisher.mark_dirty()
+        settled(bench)
+        assert problems(bench) == []
+
+
 def test_stop_ends_the_thread_while_it_waits_to_try_again(bench: Bench) -> None:
     bench.slices.failures = [ApiUnavailableError("down", retry_after_s=60.0)] * 10
     bench.start()

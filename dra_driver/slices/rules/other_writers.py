@@ -1,0 +1,72 @@
+"""Who else writes the slices of this node, by what the API server records of each write."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dra_driver.model.json_object import JsonObject
+
+_ONE_TIME_S = 2.0
+"""A driver writes its slices one after the other: what comes within this time of the first is one time."""
+_CALM_S = 180.0
+"""A rival may be away for long: upstream's helper waits 30 s, and so does the slowest of our answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherWriter:
+    """The field manager of someone else, such as `gpu-kubelet-plugin`, and the slice that it wrote last."""
+
+    manager: str
+    slice_name: str
+
+
+class OtherWriters:
+    """Recognises a second writer at the second time that it changes or recreates a slice. Moments are seconds of a
+    monotonic clock; `manager` is the field manager of our own writes.
+
+    The first time may be a hand-over: another driver wrote the slices before it was removed.
+    """
+
+    def __init__(self, manager: str) -> None:
+        self._manager = manager
+        self._seen: frozenset[tuple[str, str]] = frozenset()
+        self._times = 0
+        self._began = self._last = -math.inf
+        self._writer: OtherWriter | None = None
+
+    def settled(self, slices: Iterable[JsonObject]) -> None:
+        """These slices are as they should be, whoever wrote them."""
+        self._seen = frozenset(map(_version, slices))
+
+    def differing(self, slices: Iterable[JsonObject], now: float) -> None:
+        """These slices are not what they should be."""
+        for entry in slices:
+            manager = None if _version(entry) in self._seen else self._other(entry)
+            self._seen |= {_version(entry)}
+            if manager is None:
+                continue
+            if now - self._last >= _CALM_S:
+                self._times = 0
+            if now - self._began >= _ONE_TIME_S or not self._times:
+                self._times, self._began = self._times + 1, now
+            self._last = now
+            self._writer = OtherWriter(manager, str(entry["metadata"]["name"]))
+
+    def current(self, now: float) -> OtherWriter | None:
+        """The writer that has changed slices twice; None once the slices have stayed alone for three minutes."""
+        return self._writer if self._times > 1 and now - self._last < _CALM_S else None
+
+    def _other(self, entry: JsonObject) -> str | None:
+        """Who wrote this version, if that was someone else. Times are whole seconds: of several writers in one second,
+        the one that is not us, since what we wrote would not differ."""
+        fields = entry["metadata"].get("managedFields") or ()
+        newest = max((str(field.get("time") or "") for field in fields), default="")
+        managers = {str(field.get("manager")) for field in fields if str(field.get("time") or "") == newest}
+        return min(managers - {self._manager}, default=None)
+
+
+def _version(entry: JsonObject) -> tuple[str, str]:
+    metadata = entry["metadata"]
+    return str(metadata.get("uid")), str(metadata.get("resourceVersion"))
