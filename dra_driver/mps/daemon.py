@@ -49,8 +49,8 @@ from dra_driver.mps.daemon_control import (
     DaemonControl,
     HostStoppingError,
     Timings,
+    bound_logs,
     log_tail,
-    shorten_logs,
     status_text,
 )
 from dra_driver.mps.daemon_mounts import KernelMounter, SelinuxLabels
@@ -168,13 +168,15 @@ class Daemon:
         return False
 
     def probe(self, users: Collection[int] = ()) -> None:
-        """Ask for servers in FAULT and for the number of clients, and keep the GPU exclusive. Never raises.
+        """Ask for servers in FAULT and for the number of clients, keep the GPU exclusive, and cut what the daemon has
+        logged. Never raises.
 
         `users` are the user IDs of the processes that have its pipe directory.
         """
         before = self.status
         if before.state not in ("ready", "fault") or before.pid is None:
             return
+        bound_logs(self.directories)
         try:
             problem, clients = self._control.ask_servers()
             self._unanswered = 0
@@ -343,7 +345,7 @@ class Daemon:
         _clear_directory(Path(self.directories.pipe))
 
     def _start(self) -> ProcessId:
-        shorten_logs(self.directories)
+        bound_logs(self.directories)
         with suppress(OSError):
             Path(self.directories.log, OUTPUT).unlink(missing_ok=True)
         return self._tools.mounter.within(Path(self.directories.shm), self._control.start)

@@ -56,8 +56,11 @@ _NO_SOCKET = (
 )
 _NO_DAEMON = "Cannot find MPS control daemon"
 _BUSY = "cannot send command"
-_LARGEST_LOG = 16 << 20
-_TAIL_BYTES = 2048
+_LARGEST_LOG, _KEPT_OF_LOG = 4 << 20, 1 << 20
+"""Bytes. The probes alone add 3 MB a day."""
+_BLOCK = 512
+_OF_QUESTIONS = ("Accepting connection", "NEW UI", "Cmd:", "UI closed")
+_TAIL_BYTES = 16384
 _TAIL_LINES = 4
 _POLL_S = 0.01
 _FIRST_ASK_S, _ASK_EVERY_S = 0.05, 0.5
@@ -283,20 +286,38 @@ def status_text(code: int | None) -> str:
 
 
 def log_tail(directories: MpsDirectories) -> str:
-    """The last lines of the daemon's log and output, on one line; empty where there is nothing."""
+    """The last lines of the daemon's log and output, on one line; empty where there is nothing. What the daemon logs of
+    each question is left out: otherwise the probes would hide why it ended."""
     parts = []
     for name in LOGS:
         with suppress(OSError), Path(directories.log, name).open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
-            parts += [f"{name}: {' | '.join(line.strip() for line in lines)}"] if lines else []
+            lines = file.read().decode(errors="replace").splitlines()
+            told = [line.strip() for line in lines if not any(mark in line for mark in _OF_QUESTIONS)]
+            parts += [f"{name}: {' | '.join(told[-_TAIL_LINES:])}"] if told else []
     return "; ".join(parts)
 
 
-def shorten_logs(directories: MpsDirectories) -> None:
-    """Empty what has grown too large; done before a daemon starts, when nobody writes."""
-    with suppress(OSError):
-        for path in Path(directories.log).iterdir():
-            if path.is_file() and path.stat().st_size > _LARGEST_LOG:
-                path.write_bytes(b"")
+def bound_logs(directories: MpsDirectories) -> None:
+    """Cut each file that has grown too large to its last part, also while a daemon writes it.
+
+    A daemon appends, so it goes on after what is kept. One that did not append would leave a hole, which takes no space
+    and does not count here.
+    """
+    with suppress(OSError), os.scandir(directories.log) as entries:
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False):
+                size = entry.stat(follow_symlinks=False).st_blocks * _BLOCK
+                if size > _LARGEST_LOG:
+                    _keep_end(entry.path)
+
+
+def _keep_end(path: str) -> None:
+    """Raises: OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "r+b", buffering=0) as file:
+        file.seek(-_KEPT_OF_LOG, os.SEEK_END)
+        kept = file.read()
+        file.truncate(0)
+        file.write(kept.partition(b"\n")[2] or kept)

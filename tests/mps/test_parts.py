@@ -19,7 +19,7 @@ from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
-from dra_driver.mps.daemon_control import log_tail, shorten_logs, status_text
+from dra_driver.mps.daemon_control import bound_logs, log_tail, status_text
 from dra_driver.mps.daemon_limits import is_answer, limit_commands
 from dra_driver.mps.daemon_mounts import KernelMounter, SelinuxLabels, is_tmpfs
 from dra_driver.mps.daemon_processes import ProcessId
@@ -190,10 +190,42 @@ def test_the_end_of_a_log_is_one_line(tmp_path):
     log.mkdir(parents=True)
     (log / "control.log").write_text("".join(f"line {number}\n" for number in range(1000)))
     assert log_tail(directories) == "control.log: line 996 | line 997 | line 998 | line 999"
-    (log / "server.log").write_bytes(b"x" * (17 << 20))
-    shorten_logs(directories)
-    assert (log / "server.log").stat().st_size == 0
-    assert (log / "control.log").stat().st_size > 0
+    questions = "".join(
+        f"{line}\n" for line in ("Accepting connection...", "NEW UI", "Cmd:quit", "UI closed") * 50
+    )
+    (log / "control.log").write_text(f"the reason\n{questions}")
+    assert log_tail(directories) == "control.log: the reason"
+
+
+def test_log_that_has_grown_too_large_keeps_its_end_and_what_is_appended_later(tmp_path):
+    directories = MpsLayout(tmp_path).directories("gpu-1")
+    log = Path(directories.log)
+    log.mkdir(parents=True)
+    lines = [f"line {number:09}" for number in range(400_000)]
+    (log / "server.log").write_text("".join(f"{line}\n" for line in lines))
+    (log / "control.log").write_text("small\n")
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"x" * (5 << 20))
+    (log / "link.log").symlink_to(outside)
+    with (log / "server.log").open("a") as daemon:
+        bound_logs(directories)
+        daemon.write("later\n")
+    kept = (log / "server.log").read_text().splitlines()
+    assert kept == [*lines[-len(kept) + 1 :], "later"]
+    assert (1 << 20) - 100 < (log / "server.log").stat().st_size <= (1 << 20) + 6
+    assert ((log / "control.log").read_text(), outside.stat().st_size) == ("small\n", 5 << 20)
+
+
+def test_log_with_a_hole_is_left_alone(tmp_path):
+    """A program that does not append goes on where it was."""
+    directories = MpsLayout(tmp_path).directories("gpu-1")
+    log = Path(directories.log)
+    log.mkdir(parents=True)
+    with (log / "server.log").open("wb") as file:
+        file.seek(5 << 20)
+        file.write(b"end\n")
+    bound_logs(directories)
+    assert (log / "server.log").stat().st_size == (5 << 20) + 4
 
 
 def test_records_there_and_back(tmp_path):

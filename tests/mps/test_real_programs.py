@@ -3,6 +3,7 @@ all else can."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from dra_driver.errors import PermanentError, RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.model.driver_programs import CONTROL_PROGRAM, FindPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories, MpsMember
+from dra_driver.mps import daemon_control
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_control import BusyError, DaemonControl
 from dra_driver.mps.daemon_processes import ProcessId
@@ -151,6 +153,25 @@ def test_limits_are_those_of_the_daemon_for_each_gpu(real_host: MpsHost, nvidia:
         assert [ask(real_host, f"{MEMORY} {number}") for number in (0, 1)] == [["512M"], ["39G"]]
     with pytest.raises(PermanentError, match="default_active_thread_percentage: 25, not 50"):
         supervisor.ensure(replace(wanted, default_active_thread_percentage=50), 20.0)
+
+
+def test_output_of_a_running_daemon_is_bounded(real_host: MpsHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question adds some lines."""
+    monkeypatch.setattr(daemon_control, "_LARGEST_LOG", 16 << 10)
+    monkeypatch.setattr(daemon_control, "_KEPT_OF_LOG", 4 << 10)
+    supervisor = unprobed(real_host)
+    supervisor.ensure(SPEC, 20.0)
+    process = only_process(real_host, supervisor)
+    output = Path(real_host.directories("gpu-1").log, "host.out")
+    sizes = []
+    for _ in range(60):
+        ask(real_host, *["get_server_list"] * 10)
+        supervisor._daemons["gpu-1"].probe()
+        sizes.append(output.stat().st_size)
+    assert max(sizes) < 20 << 10
+    assert sum(later < before for before, later in itertools.pairwise(sizes)) >= 2
+    assert output.read_text().rstrip().endswith("UI closed")
+    assert only_process(real_host, supervisor) == process
 
 
 def test_the_probe_copes_with_a_server_that_cannot_start(real_host: MpsHost) -> None:

@@ -309,6 +309,8 @@ class Daemon:
     def talk(self, connection: socket.socket, listener: socket.socket) -> None:
         """Answer one program. Whoever comes meanwhile is let go without an answer, as the real one does."""
         connection.settimeout(5)
+        self.log("control.log", "Accepting connection...")
+        self.log("control.log", "NEW UI")
         rest = b""
         while True:
             ready, _, _ = select.select([connection, listener], [], [], 5)
@@ -318,12 +320,16 @@ class Daemon:
                 continue
             received = connection.recv(65536)
             if not received:
+                self.log("control.log", "UI closed")
                 return
             *lines, rest = (rest + received).split(b"\n")
             for line in lines:
+                self.log("control.log", f"Cmd:{line.decode(errors='replace')}")
                 if self.rules().get("silent"):
                     time.sleep(3600)
                 answer = self.answer(line.decode(errors="replace"))
+                if answer:
+                    self.log("control.log", answer)
                 connection.sendall((f"{answer}\n{END}" if answer else END).encode())
 
 
