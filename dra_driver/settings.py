@@ -272,6 +272,12 @@ class Settings:
         _SWITCH,
         shown="on",
     )
+    dev_char_links: bool = _setting(
+        True,
+        "Make links to the NVIDIA driver's device nodes in the host's /dev/char.",
+        _SWITCH,
+        shown="on",
+    )
     healthcheck_port: int = _setting(
         -1, "Port of the gRPC health service.", Scalar(int, least=-1, most=65535), shown="-1, off"
     )

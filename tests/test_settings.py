@@ -68,14 +68,14 @@ def test_file_can_set_every_setting_and_nothing_else(write) -> None:
         "nodeName": "n", "driverName": "d.example", "cdiRoot": "/a", "nvidiaDriverRoot": "/b",
         "containerDriverRoot": "/c", "hostRoot": "/r", "nvidiaCDIHookPath": "/d", "kubeletRegistrarDirectoryPath": "/e",
         "kubeletPluginsDirectoryPath": "/f", "podUID": "u", "kubeconfig": "/g", "kubeAPIQPS": 2.5, "kubeAPIBurst": 3,
-        "httpEndpoint": ":1", "metricsPath": "/m", "usageMetrics": False, "healthcheckPort": 4,
+        "httpEndpoint": ":1", "metricsPath": "/m", "usageMetrics": False, "devCharLinks": False, "healthcheckPort": 4,
         "simulate": "s", "simulatorDir": "/h",
         "logLevel": "error", "logFormat": "console",
     }  # fmt: skip
     path = write("\n".join(f"{key}: {value!r}" for key, value in values.items()))
     assert resolve({}, path) == Settings(
         "n", "d.example", "/a", "/b", "/c", "/r", "/d", "/e", "/f", "u", "/g", 2.5, 3,
-        ":1", "/m", False, 4, "s", "/h",
+        ":1", "/m", False, False, 4, "s", "/h",
         "error", "console",
     )  # fmt: skip
 

@@ -31,6 +31,7 @@ from dra_driver.concurrency.token_bucket import TokenBucket
 from dra_driver.errors import FatalError, StateError
 from dra_driver.files.atomic import stamp_or_none
 from dra_driver.files.file_lock import UseMark
+from dra_driver.host.dev_char import DevCharLinks
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.fingerprint import driver_fingerprint
@@ -94,8 +95,7 @@ class Driver:
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
         self._metadata_files = MetadataFiles(plugin_dir, settings.cdi_root, settings.driver_name)
         without_record = SpecsWithoutRecord(self.records, self._specs)
-        layout = mps_layout(plugin_dir)
-        mps_files = MpsHostFiles(layout)
+        mps_files = MpsHostFiles(layout := mps_layout(plugin_dir))
         # The time at which it is made decides which instance is the newest.
         leadership = self.leadership = InstanceLeadership(plugin_dir / "publishers", settings.pod_uid)
 
@@ -110,6 +110,7 @@ class Driver:
         api = ResourceApi(self.client)
 
         # The node's GPUs.
+        dev_char = DevCharLinks(paths, platform.nodes) if settings.dev_char_links else None
         files = DriverRoot(paths, nodes=platform.nodes, hook=settings.nvidia_cdi_hook_path)
         host = HostView(paths, imex=settings.imex_channel is not None, files=files)
         programs = InstalledPrograms(paths.driver_root, plugin_dir / "host.lib")
@@ -174,6 +175,7 @@ class Driver:
                     self.mig.created_instance,
                     extra_devices,
                     self.passthrough.host,
+                    dev_char,
                 ),
             },
             self.metrics,
@@ -260,6 +262,7 @@ class Driver:
             {
                 Change.REGISTERED: (leadership.announce, partial(changes.tell, Change.INVENTORY)),
                 Change.INVENTORY: (
+                    *(() if dev_char is None else (dev_char.make,)),
                     self.reporting.claims.wake,
                     self.health.devices_changed,
                     self.publishing.publisher.mark_dirty,

@@ -12,8 +12,9 @@ import structlog
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.rules.mps_edits import with_mps
-from dra_driver.cdi.rules.spec import claim_spec, common_edits, vfio_spec, with_nodes
+from dra_driver.cdi.rules.spec import claim_spec, common_edits, node_paths, vfio_spec, with_nodes
 from dra_driver.errors import RetryableError, StateError
+from dra_driver.host.dev_char import DevCharLinks
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.vfio import CONTAINER_NODE, IOMMU_NODE, VfioCards
@@ -33,8 +34,8 @@ _log = structlog.get_logger(__name__)
 @dataclass(eq=False)
 class CdiSteps:
     """Does and undoes `WriteCdiSpec`. Each spec is made from what is on the disk now: no container may get a path that
-    is gone because the NVIDIA driver or the toolkit was replaced. `cards` is None where virtual machines get no GPUs.
-    """
+    is gone because the NVIDIA driver or the toolkit was replaced. `cards` is None where virtual machines get no GPUs,
+    `dev_char` where no links in /dev/char are wanted."""
 
     driver_name: str
     specs: CdiDirectory
@@ -45,6 +46,7 @@ class CdiSteps:
     created_instance: Callable[[str], OwnedInstance | None]
     extra_devices: ExtraDeviceFinder
     cards: VfioCards | None = None
+    dev_char: DevCharLinks | None = None
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,7 +55,10 @@ class CdiSteps:
 
     def do(self, step: Step, plan: Plan) -> None:
         """Write the claim's spec. Raises: RetryableError if the host lacks a file or node; StateError."""
-        self.specs.write(plan.claim.ref.uid, self.spec(plan))
+        spec = self.spec(plan)
+        self.specs.write(plan.claim.ref.uid, spec)
+        if self.dev_char is not None:
+            self.dev_char.make(node_paths(spec))
 
     def spec(self, plan: Plan) -> dict[str, Any]:
         """The spec as it would be written now."""

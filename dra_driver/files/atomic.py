@@ -98,6 +98,20 @@ def _write_all(descriptor: int, content: bytes) -> None:
         left = left[os.write(descriptor, left) :]
 
 
+def point_link(link: Path, target: str) -> None:
+    """Have a symbolic link that leads to `target`; readers see the old one or the new one. Raises: OSError."""
+    with suppress(OSError):
+        if str(link.readlink()) == target:
+            return
+    new = link.with_name(f".{link.name}.{os.getpid()}-{next(_numbers)}")
+    new.symlink_to(target)
+    try:
+        new.replace(link)
+    except OSError:
+        new.unlink()
+        raise
+
+
 def sync_directory(path: Path) -> None:
     """Make the directory's own entries durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from dra_driver.errors import StateError
-from dra_driver.files.atomic import stamp_or_none
+from dra_driver.files.atomic import point_link, stamp_or_none
 from dra_driver.host.libraries import scan_libraries
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.driver_programs import (
@@ -75,7 +74,7 @@ class InstalledPrograms:
                 if link.name not in wanted:
                     link.unlink()
             for name, target in wanted.items():
-                _point(self._links / name, target)
+                point_link(self._links / name, target)
         except OSError as error:
             raise StateError(
                 f"cannot link the driver's libraries in {self._links}: {error.strerror}"
@@ -103,13 +102,3 @@ def _libraries(tree: RootedTree) -> dict[str, str]:
         for path, file in names.items()
         if path.rpartition("/")[0] in scanned.directories
     }
-
-
-def _point(link: Path, target: str) -> None:
-    with suppress(OSError):
-        if str(link.readlink()) == target:
-            return
-    new = link.with_name(f".{link.name}.{os.getpid()}")
-    new.unlink(missing_ok=True)
-    new.symlink_to(target)
-    new.replace(link)

@@ -28,6 +28,7 @@ from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
 from dra_driver.files.file_lock import hold_file
 from dra_driver.host import imex
+from dra_driver.host.dev_char import DevCharLinks
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.api_errors import PathNotFoundError
@@ -220,7 +221,23 @@ def pci(host: Host, tmp_path: Path, driver: str | None) -> dict[str, str]:
     return {"sys": str(sys)}
 
 
+def test_links_in_dev_char_are_checked(host: Host, tmp_path: Path) -> None:
+    links = DevCharLinks(host.node.paths, device_node_reader(host.node.machine))
+    for link in Path(links.directory).iterdir():
+        link.unlink()
+    found = host.checks().dev_char_links()
+    assert (found.status, found.seen) == (
+        "WARN",
+        f"19 links missing or wrong in {links.directory}: 195:0, 195:1, 195:2, 195:254 and 15 more; with some versions "
+        "of runc and systemd, `systemctl daemon-reload` takes GPUs from running containers",
+    )
+    links.make()
+    assert host.checks().dev_char_links().status == "OK"
+    assert host.checks(paths={"dev_root": str(tmp_path)}).dev_char_links().status == "SKIP"
+
+
 def test_a_machine_in_order(tells: Tells, host: Host) -> None:
+    DevCharLinks(host.node.paths, device_node_reader(host.node.machine)).make()
     found = {outcome.check: outcome.finding for outcome in run_checks(host.checks().all())}
     statuses = {name: finding.status for name, finding in found.items()}
     assert statuses == data_of(__file__)["a machine in order"]

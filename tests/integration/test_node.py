@@ -79,3 +79,29 @@ def test_prepare_right_after_a_driver_reload_is_answered_at_once(
     ref = made.allocated_by_hand("soon", name)
     made.ready(ref)
     made.take_back(ref)
+
+
+def test_links_in_dev_char_are_there_from_the_start_and_before_a_prepare_answers(
+    make_node: Callable[..., Node],
+) -> None:
+    node = make_node().running()
+    links = node.machine.host_root / "dev/char"
+    made = {path.name: str(path.readlink()) for path in links.iterdir()}
+    assert made.items() >= {"195:0": "../nvidia0", "195:7": "../nvidia7", "195:255": "../nvidiactl"}.items()
+    for name in made:
+        (links / name).unlink()
+    node.ready(node.allocated_by_hand("held", next(device["name"] for device in node.devices())))
+    uvm = node.machine.current().system["uvm_major"]
+    assert {path.name: str(path.readlink()) for path in links.iterdir()} == {
+        "195:0": "../nvidia0",
+        "195:254": "../nvidia-modeset",
+        "195:255": "../nvidiactl",
+        f"{uvm}:0": "../nvidia-uvm",
+        f"{uvm}:1": "../nvidia-uvm-tools",
+    }
+
+
+def test_links_in_dev_char_are_not_made_where_that_is_switched_off(make_node: Callable[..., Node]) -> None:
+    node = make_node().running(dev_char_links=False)
+    node.ready(node.claim("one"))
+    assert list((node.machine.host_root / "dev/char").iterdir()) == []

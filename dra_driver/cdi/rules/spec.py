@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -204,6 +204,12 @@ def common_edits(driver: DriverFiles) -> dict[str, Any]:
 def with_nodes(edits: dict[str, Any], nodes: Sequence[HostNode]) -> dict[str, Any]:
     """Common edits with more device nodes."""
     return {**edits, "deviceNodes": [*edits["deviceNodes"], *(_node(node) for node in nodes)]}
+
+
+def node_paths(spec: Mapping[str, Any]) -> list[str]:
+    """The paths of all device nodes of a spec, as containers see them."""
+    edits = [spec.get(COMMON, {}), *(device["containerEdits"] for device in spec["devices"])]
+    return [node["path"] for edit in edits for node in edit.get("deviceNodes", ())]
 
 
 def _names_without_hook(driver: DriverFiles) -> dict[str, str]:

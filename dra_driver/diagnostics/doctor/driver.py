@@ -20,6 +20,7 @@ from dra_driver.errors import (
     NvmlUnavailableError,
     RetryableError,
 )
+from dra_driver.host.dev_char import DevCharLinks
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.driver_root import find_nvml_library
@@ -232,6 +233,22 @@ class DriverChecks:
             )
         return ok(f"/dev/nvidiactl, /dev/nvidia-uvm and those of {counted(len(minors), 'GPU')}")
 
+    def dev_char_links(self) -> Finding:
+        """Does systemd find the NVIDIA driver's device nodes, so that a reload of its units takes no GPU from a
+        container?"""
+        if DevRoot(self.paths, self.nodes).node("/dev/nvidiactl") is None:
+            return skip("there are no device nodes of the NVIDIA driver")
+        links = DevCharLinks(self.paths, self.nodes)
+        missing = sorted(links.missing())
+        if missing:
+            return warn(
+                f"{counted(len(missing), 'link')} missing or wrong in {links.directory}: {named(missing)}; with some "
+                "versions of runc and systemd, `systemctl daemon-reload` takes GPUs from running containers",
+                "set devCharLinks: true and mount the host's /dev writable, or run `nvidia-ctk system "
+                "create-dev-char-symlinks --create-all` on the node",
+            )
+        return ok("systemd finds the NVIDIA driver's device nodes")
+
     def mig_mode(self) -> Finding:
         """GPUs in MIG mode without a MIG device: they are offered neither whole nor in parts."""
         inventory = self._known()
@@ -393,6 +410,7 @@ class DriverChecks:
             "NVML": self.nvml,
             "health": self.health,
             "device nodes": self.device_nodes,
+            "links in /dev/char": self.dev_char_links,
             "GPU processes": self.gpu_processes,
             "MIG mode": self.mig_mode,
             "GPU agents": self.gpu_agents,

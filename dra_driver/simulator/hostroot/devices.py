@@ -10,7 +10,7 @@ from typing import Any
 
 from dra_driver.model.host import DeviceNode
 from dra_driver.simulator import mig
-from dra_driver.simulator.hostroot.entries import Entries, Link, Node, can_make_nodes
+from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Node, can_make_nodes
 from dra_driver.simulator.hostroot.vfio import vfio_nodes
 from dra_driver.simulator.state import NVIDIA, State
 
@@ -24,6 +24,7 @@ def devices(state: State) -> Entries:
     """While the NVIDIA driver is unloaded, its nodes stay, as on a host; the nodes of the DRM subsystem disappear."""
     system = state.system
     entries: Entries = {
+        "dev/char": Directory(),  # udev makes links there, but none to the nodes of the NVIDIA driver
         "dev/nvidiactl": Node(NVIDIA_MAJOR, 255),
         "dev/nvidia-modeset": Node(NVIDIA_MAJOR, 254),
         "dev/nvidia-uvm": Node(system["uvm_major"], 0),

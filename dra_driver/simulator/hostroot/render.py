@@ -72,6 +72,8 @@ class HostRoot:
         for path in (self.root / "dev/nvidia-caps").glob("nvidia-cap*"):
             if str(path.relative_to(self.root)) not in wanted:
                 path.unlink()
+        for path in (self.root / "dev/char").glob("*:*"):
+            path.unlink()
 
     def _shown(self, state: State) -> Entries:
         if self._last is not None and self._last[:2] == (state.boot_id, state.version):
