@@ -42,7 +42,8 @@ class RetryableError(DraDriverError):
 class ApiUnavailableError(RetryableError):
     """The API server did not answer in time, refused the connection, or asked to come back later.
 
-    `is_brief` says that it is worth asking again within the same call: it is busy, starts, or another one takes over.
+    `is_brief` says that a retry within the same call may succeed: the server is busy, starts, fails, or another one
+    takes over.
     """
 
     def __init__(self, message: str, *, retry_after_s: float | None = None, is_brief: bool = False) -> None:

@@ -30,6 +30,8 @@ _log = structlog.get_logger(__name__)
 _FIRST_PAUSE_S = 0.5
 _MOST_PAUSE_S = 4.0
 _LOOK_EVERY_S = 1.0
+_LATE_RIGHTS = frozenset({401, 403})
+"""After an installation or a renewal of tokens, rights may arrive some seconds after the plugin."""
 
 
 class ClaimFetch:
@@ -56,22 +58,29 @@ class ClaimFetch:
             return known.claim
 
     def _read(self, ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
-        """As `ClaimClient.read`. If the API server is busy or starts, and the kubelet still waits, the claim is read
-        again: the kubelet would come back after a minute or more."""
+        """As `ClaimClient.read`. If the API server is busy, starts, fails, or does not know our rights, the plugin
+        retries for as long as the kubelet waits: the kubelet would call again only after a minute or more."""
         backoff = Backoff(_FIRST_PAUSE_S, _MOST_PAUSE_S)
         while True:
             try:
                 return self._lookup.read(ref, call.left())
-            except ApiUnavailableError as error:
-                if not error.is_brief and error.retry_after_s is None:
+            except (ApiUnavailableError, ApiRejectedError) as error:
+                if not _may_end_soon(error):
                     raise
-                pause = backoff.next(error.retry_after_s)
+                asked_s = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
+                pause = backoff.next(asked_s)
                 if pause >= call.left():
                     raise
             again = time.monotonic() + pause
             while (rest := again - time.monotonic()) > 0:
                 time.sleep(min(rest, _LOOK_EVERY_S))
                 call.left()  # raises if the kubelet has cancelled the call meanwhile
+
+
+def _may_end_soon(error: ApiUnavailableError | ApiRejectedError) -> bool:
+    if isinstance(error, ApiRejectedError):
+        return error.status in _LATE_RIGHTS
+    return error.is_brief or error.retry_after_s is not None
 
 
 _MOST_REMEMBERED = 512

@@ -28,8 +28,6 @@ from dra_driver.kube.endpoint import Endpoint
 from dra_driver.model.ids import printable
 
 RETRYABLE_STATUS = frozenset({408, 429})
-_BRIEF_STATUS = frozenset({429, 502, 503, 504})
-"""The API server, or what balances the load before it, is busy or starts."""
 _MAX_TEXT = 600
 _SHOWN_BYTES = 60
 _SHOWN_OF_PAGE = 4096
@@ -102,7 +100,7 @@ def failure(
     header of that name."""
     if code in RETRYABLE_STATUS or code >= 500:
         asked_s = _retry_after(retry_after.strip(), status)
-        return ApiUnavailableError(text, retry_after_s=asked_s, is_brief=code in _BRIEF_STATUS)
+        return ApiUnavailableError(text, retry_after_s=asked_s, is_brief=True)
     reason = str(status.get("reason") or "")
     if code == 410:
         return WatchExpiredError(text, status=code, reason=reason or "Expired")

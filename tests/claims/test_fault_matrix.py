@@ -59,7 +59,7 @@ SMI = {
 MPS_HOST = ("absent", "dies", "rubbish", "older version", "hang")
 API = {
     "429": ApiUnavailableError("get claim: too many requests (HTTP 429)", retry_after_s=60.0, is_brief=True),
-    "500": ApiUnavailableError("get claim: internal error (HTTP 500)"),
+    "500": ApiUnavailableError("get claim: internal error (HTTP 500)", is_brief=True),
     "403": ApiRejectedError("get claim: forbidden (HTTP 403)", status=403),
     "undecodable": ApiUnavailableError("get claim: Expecting value: line 1 column 1 (char 0)"),
 }
@@ -284,7 +284,8 @@ def a_neighbour_feels_nothing(node: FaultyNode) -> None:
 def test_prepare(node: FaultyNode, kind: str, fault: str) -> None:
     untouched, wanted = node.state(), KINDS[kind].wanted(node.site)
     with broken(node, fault):
-        answer = node.prepare(wanted)
+        # The API server is retried until two seconds before the kubelet's deadline.
+        answer = node.prepare(wanted, 2.2 if fault.startswith("API") else None)
         fails = needs(kind, fault) or fault.startswith(("API", "disk"))
         assert isinstance(answer, Failed if fails else Prepared), answer
         if fails:

@@ -103,14 +103,33 @@ def test_server_that_says_when_to_come_back_is_asked_again_within_the_call(tmp_p
     ("error", "deadline_s"),
     [
         (busy(60.0), 30),
-        (ApiUnavailableError("get claim: broken (HTTP 500)"), 30),
-        (ApiRejectedError("forbidden", status=403), 30),
+        (ApiUnavailableError("get claim: the certificate is not trusted"), 30),
+        (ApiRejectedError("get claim: bad request (HTTP 400)", status=400), 30),
     ],
 )
 def test_other_answers_are_told_at_once(tmp_path: Path, error: Exception, deadline_s: float) -> None:
     lookup = Answers(error)
     assert fetched(tmp_path, lookup, KubeletCall.begin(deadline_s)) is error
     assert lookup.asked == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ApiUnavailableError("get claim: internal error (HTTP 500)", is_brief=True),
+        ApiRejectedError("get claim: unauthorized (HTTP 401)", status=401),
+        ApiRejectedError("get claim: forbidden (HTTP 403)", status=403),
+    ],
+)
+def test_server_that_fails_or_gets_its_rights_late_is_retried_within_the_call(
+    tmp_path: Path, error: Exception
+) -> None:
+    lookup = Answers(error, error, claim(GPU_0))
+    assert fetched(tmp_path, lookup, KubeletCall.begin(30)) == claim(GPU_0)
+    assert lookup.asked == 3
+    lasting = Answers(error)
+    assert fetched(tmp_path, lasting, KubeletCall.begin(2.5)) is error
+    assert lasting.asked > 1
 
 
 @pytest.mark.parametrize("deadline_s", [None, 46.0, 3600.0, 2.0**63])

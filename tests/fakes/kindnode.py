@@ -416,9 +416,9 @@ class KindNode(Journaled):
         node.claims.allocated |= self.claims.allocated
         return node
 
-    def prepare(self, wanted: AllocatedClaim) -> Any:
+    def prepare(self, wanted: AllocatedClaim, deadline_s: float | None = None) -> Any:
         self.claims.add(wanted)
-        return self.service.prepare([wanted.ref], None)[wanted.ref.uid]
+        return self.service.prepare([wanted.ref], deadline_s)[wanted.ref.uid]
 
     def unprepare(self, wanted: AllocatedClaim) -> Any:
         return self.service.unprepare([wanted.ref], None)[wanted.ref.uid]
