@@ -55,7 +55,7 @@ class ClaimFetch:
         except (ApiUnavailableError, ApiRejectedError) as error:
             # A refusal (no permission, version not served) says as little about the claim as no answer at all.
             _log.warning("claim_read_from_record", claim_uid=ref.uid, reason=str(error))
-            return known.claim
+            return replace(known.claim, reported=None)
 
     def _read(self, ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
         """As `ClaimClient.read`. If the API server is busy, starts, fails, or does not know our rights, the plugin

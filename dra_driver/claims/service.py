@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -73,7 +73,8 @@ class ClaimService:
         except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
             return failed(self.observer, "prepare", ref, time.monotonic() - started, error)
         duration = time.monotonic() - started
-        self.observer.prepared(ref, duration, record)
+        # The record may be older than what was read now.
+        self.observer.prepared(ref, duration, record and replace(record, claim=attempt.claim))
         _log.info(
             "claim_prepared",
             claim=f"{ref.namespace}/{ref.name}",

@@ -18,6 +18,7 @@ from dra_driver.model.claim import (
     DeviceConfig,
     DeviceResult,
     Pods,
+    ReportedDevice,
     allocation_results,
     pods_from,
 )
@@ -150,8 +151,22 @@ def parse_allocated_claim(obj: dict[str, Any], ref: ClaimRef) -> AllocatedClaim:
         ) from error
     pod_claim_name = (metadata.get("annotations") or {}).get(_POD_CLAIM_NAME)
     return AllocatedClaim(
-        ref, results, configs, pod_claim_name, reserved_pods(obj), is_status_empty=not status.get("devices")
+        ref, results, configs, pod_claim_name, reserved_pods(obj), reported_devices(status.get("devices"))
     )
+
+
+def reported_devices(entries: Any) -> frozenset[ReportedDevice] | None:
+    """The devices that the status of a claim names; None if it cannot be read.
+
+    >>> reported_devices([{"driver": "gpu.nvidia.com", "pool": "node-1", "device": "gpu-0"}])
+    frozenset({('gpu.nvidia.com', 'node-1', 'gpu-0', None)})
+    """
+    try:
+        return frozenset(
+            (entry["driver"], entry["pool"], entry["device"], entry.get("shareID")) for entry in entries or ()
+        )
+    except (KeyError, TypeError, AttributeError):
+        return None
 
 
 def _result(entry: dict[str, Any]) -> DeviceResult:

@@ -99,13 +99,18 @@ class DeviceConfig:
     parameters: Any = None
 
 
+ReportedDevice = tuple[str, str, str, str | None]
+"""Driver, pool, device and share ID of an entry in a claim's `status.devices`."""
+
+
 @dataclass(frozen=True, slots=True)
 class AllocatedClaim:
     """A claim with its allocation: results and configs of all drivers, in the API server's order.
 
     `pod_claim_name` is the name in the pod's spec of a claim that was made from a template. `pods` are the pods that
-    the claim was reserved for at the last look, and `is_status_empty` says that its status told of no device then. None
-    of them is part of the allocation, so equality ignores them.
+    the claim was reserved for at the last look, and `reported` the devices that its status named then: driver, pool,
+    device and share ID (None without one). `reported` is None if that is not known. None of them is part of the
+    allocation, so equality ignores them.
     """
 
     ref: ClaimRef
@@ -113,7 +118,7 @@ class AllocatedClaim:
     configs: tuple[DeviceConfig, ...] = ()
     pod_claim_name: str | None = field(default=None, compare=False)
     pods: Pods = field(default=None, compare=False)
-    is_status_empty: bool = field(default=False, compare=False)
+    reported: frozenset[ReportedDevice] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import structlog
 
 from dra_driver.errors import DraDriverError
-from dra_driver.model.claim import ClaimRef
+from dra_driver.model.claim import ClaimRef, ReportedDevice
 from dra_driver.model.device_status import DeviceStatus
 from dra_driver.model.health import HealthStates
 from dra_driver.model.inventory import Inventory
@@ -38,8 +38,8 @@ class _GivenStatus:
 class ClaimStatusReporter:
     """Gives the status of claims to the recorder; safe for several threads.
 
-    It gives only what differs from what this process wrote last: after each restart of its own, the kubelet prepares
-    every claim again. `record` returns a claim's record by its UID.
+    It gives only what differs from what this process wrote last, or what was removed from the claim since: after each
+    restart of its own, the kubelet prepares every claim again. `record` returns a claim's record by its UID.
     """
 
     recorder: EventRecorder
@@ -53,9 +53,10 @@ class ClaimStatusReporter:
         self._given: dict[str, _GivenStatus] = {}  # by claim UID
 
     def prepared(self, record: ClaimRecord) -> None:
-        """A claim was prepared: give its status, again and again until it was written."""
+        """A claim was prepared, and has just been read from the API server: give its status if that is not written yet,
+        or not there any more."""
         with self._lock:
-            self._give(record)
+            self._give(record, record.claim.reported)
 
     def renew(self, uid: str) -> None:
         """Give a claim's status if it differs from what was written."""
@@ -67,7 +68,7 @@ class ClaimStatusReporter:
                 _log.warning("claim_status_unknown", claim_uid=uid, reason=str(error))
                 return
             if record is not None and record.phase == "prepared":
-                self._give(record)
+                self._give(record, None)
 
     def forget(self, ref: ClaimRef) -> None:
         """The claim is not prepared (any more). The API server removes its status together with its allocation."""
@@ -75,7 +76,8 @@ class ClaimStatusReporter:
             self._given.pop(ref.uid, None)
             self.recorder.claim_gone(ref)
 
-    def _give(self, record: ClaimRecord) -> None:
+    def _give(self, record: ClaimRecord, reported: frozenset[ReportedDevice] | None) -> None:
+        """`reported` are the devices that the claim's status names now; None if that is not known."""
         uid = record.ref.uid
         try:
             statuses = device_statuses(record, self.inventory(), self.created_instance, self.health())
@@ -83,11 +85,15 @@ class ClaimStatusReporter:
             _log.warning("claim_status_unknown", claim_uid=uid, reason=str(error))
             return
         known = self._given.pop(uid, None)
-        is_written = known is not None and known.is_written and known.devices == statuses
+        named = None if reported is None else {device[1:] for device in reported}
+        is_there = named is None or all(
+            (one.pool, one.device, one.share_id or None) in named for one in statuses
+        )
+        is_written = is_there and known is not None and known.is_written and known.devices == statuses
         given = known if known is not None and is_written else _GivenStatus(statuses)
         while len(self._given) >= _MOST_REMEMBERED:
             del self._given[next(iter(self._given))]
         self._given[uid] = given
         if not is_written:
-            is_first = known is None and record.claim.is_status_empty
+            is_first = known is None and reported == frozenset()
             self.recorder.claim_status(record.ref, statuses, given.written, is_first=is_first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -105,3 +106,21 @@ def test_links_in_dev_char_are_not_made_where_that_is_switched_off(make_node: Ca
     node = make_node().running(dev_char_links=False)
     node.ready(node.claim("one"))
     assert list((node.machine.host_root / "dev/char").iterdir()) == []
+
+
+def test_status_that_was_removed_from_a_claim_is_back_after_the_next_prepare(node: Node) -> None:
+    ref = node.claim("c")
+    claims = node.server.resource("resourceclaims")
+
+    def reported() -> list[Any]:
+        status = node.server.objects("resourceclaims")[0]["status"]
+        return [entry["device"] for entry in status.get("devices") or ()]
+
+    [device] = node.ready(ref).devices
+    eventually(lambda: reported() == [device.device])
+    stored = node.server.objects("resourceclaims")[0]
+    del stored["status"]["devices"]
+    node.server.operations.update(claims, ("default", "c"), stored, status=True)
+    assert reported() == []
+    node.ready(ref)
+    eventually(lambda: reported() == [device.device])

@@ -28,6 +28,7 @@ class Listener:
         self.told: list[tuple] = []
         self.counted: list[tuple] = []
         self.states: list[tuple] = []
+        self.firsts: list[bool] = []
 
     def claim_event(self, ref, reason, message, *, warning):
         self.told.append(("claim and pods", reason, message, warning))
@@ -43,6 +44,7 @@ class Listener:
 
     def claim_status(self, ref, devices, written, *, is_first=False):
         self.states.append((devices, written))
+        self.firsts.append(is_first)
 
     def prepared(self, duration_s, error): ...
 
@@ -73,6 +75,22 @@ def reporter(heard, freed):
         lambda: freed.append("claim"),
         no_mps(heard),
     )
+
+
+def named_by_api(record, *devices):
+    """The record with what the API server says that the claim's status names."""
+    return replace(record, claim=replace(record.claim, reported=frozenset(devices)))
+
+
+def test_a_state_that_was_removed_from_the_claim_is_given_again_by_the_next_prepare(reporter, heard):
+    entry = ("gpu.nvidia.com", "node-a", GPU_0, None)
+    removed, there = named_by_api(RECORD), named_by_api(RECORD, entry)
+    reporter.prepared(REF, 0.1, removed)
+    heard.states[-1][1]()
+    for record, states in ((there, 1), (RECORD, 1), (removed, 2)):
+        reporter.prepared(REF, 0.1, record)
+        assert len(heard.states) == states
+    assert heard.firsts == [True, False], "only the first time nothing needs to be read before the write"
 
 
 def no_mps(recorder):

@@ -56,7 +56,7 @@ from dra_driver.sharing.rules.modes import incompatibility, sharing_modes_of
 
 
 def our_part(claim: AllocatedClaim, driver: str) -> AllocatedClaim:
-    """The claim without the results and configs of other drivers: a claim may have devices of several drivers.
+    """The claim without what other drivers have in it: a claim may have devices of several drivers.
 
     A config that is not opaque is kept: it comes from a newer Kubernetes and may be meant for us.
     """
@@ -64,6 +64,9 @@ def our_part(claim: AllocatedClaim, driver: str) -> AllocatedClaim:
         claim,
         results=tuple(result for result in claim.results if result.driver == driver),
         configs=tuple(config for config in claim.configs if config.driver in (driver, None)),
+        reported=None
+        if claim.reported is None
+        else frozenset(device for device in claim.reported if device[0] == driver),
     )
 
 
