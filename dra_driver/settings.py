@@ -327,6 +327,12 @@ class Settings:
     passthrough_gpus: GpuSelector = _setting(
         ALL_GPUS, None, GPUS, key="passthrough.gpus", of_file=gpu_selector
     )
+    mps: bool = _setting(
+        False,
+        "Expect an MPS host on this node, and report it as a problem if none runs.",
+        _SWITCH,
+        shown="off",
+    )
     mig_layouts: MigLayouts = _setting(MigLayouts(), None, MIG_LAYOUTS, of_file=mig_layouts)
     ignored_xids: frozenset[int] = _setting(
         frozenset(),
@@ -381,6 +387,12 @@ class Settings:
     def extra_devices(self) -> ExtraDevices:
         """What claims get of the host beside their GPUs."""
         return ExtraDevices(self.imex_channel, self.host_devices, self.claim_host_devices)
+
+    @property
+    def needs_mps(self) -> bool:
+        """Whether an MPS host should run: so it was said, or MPS enforces the limits of shares."""
+        rules = [entry.rule for entry in self.sharing.entries]
+        return self.mps or any(rule is not None and rule.enforce == "mps" for rule in rules)
 
     @property
     def on_demand(self) -> Callable[[Gpu], bool] | None:

@@ -95,7 +95,7 @@ class Driver:
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
         self._metadata_files = MetadataFiles(plugin_dir, settings.cdi_root, settings.driver_name)
         without_record = SpecsWithoutRecord(self.records, self._specs)
-        mps_files = MpsHostFiles(layout := mps_layout(plugin_dir))
+        mps_files = MpsHostFiles(layout := mps_layout(plugin_dir), is_expected=settings.needs_mps)
         # The time at which it is made decides which instance is the newest.
         leadership = self.leadership = InstanceLeadership(plugin_dir / "publishers", settings.pod_uid)
 
@@ -230,6 +230,7 @@ class Driver:
                 self.discovery.problems,
                 self.health.problems,
                 self.passthrough.problems,
+                mps_files.problems,
             ),
             self.reporting.recorder,
             leadership.speaks_for_node,

@@ -19,6 +19,7 @@ ProblemCode = Literal[
     "gpu-unresponsive",
     "gpus-unavailable",
     "health-unknown",
+    "mps-daemon-failed",
     "mps-host-missing",
     "not-registered",
     "nvml-unavailable",

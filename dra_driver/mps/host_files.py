@@ -7,6 +7,7 @@
 | `host.status/<device>.json` | the host | how the daemon is, which wish the host has seen, why it refuses that |
 | `<device>.json`, a directory | the host | what it made, and the compute modes from before (`daemon`) |
 | `host.lock` | the host, which holds its lock | a host runs, and the number of the format of these files |
+| `host.alive` | the host, every ten seconds | it watches, and all status files say what it knows |
 
 A wish is known by its generation: the inode and time of its file. So each call of the plugin is one that the host has
 not seen yet, and a stop needs no space on the disk. Nobody acts on what he cannot read, nor on what is not there: a
@@ -31,10 +32,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import time
 from base64 import b32encode
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +77,7 @@ from dra_driver.model.mps import (
     MpsDirectories,
     MpsMember,
 )
+from dra_driver.model.problems import NodeProblem
 from dra_driver.model.units import counted
 from dra_driver.mps.daemon_limits import check_spec
 from dra_driver.mps.daemon_processes import identify, is_control_daemon, users_of
@@ -90,6 +94,11 @@ _PLAIN_CHARACTERS = 12
 """Below MicroK8s' kubelet root, the longest that is known, a directory has room for 13."""
 _DEVICE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _POLL_S = 0.015
+_SILENT_S = 30.0
+"""Three times the period of the host's sign of life."""
+_ASKED_AGAIN_S = 600.0
+_SEE_PODS = "see its pod: `kubectl get pods -A -o wide -l app.kubernetes.io/component=mps`"
+_ENABLE = "enable it: `helm upgrade RELEASE CHART -n NAMESPACE --reuse-values --set mps.enabled=true`"
 _REPLACE = (
     "delete the pod of the DaemonSet gpu-dra-driver-mps on this node once no MPS claims run there (its daemons end "
     "with it)"
@@ -151,11 +160,24 @@ class NoMpsHostError(RetryableError):
 
 
 class MpsHostFiles:
-    """The plugin's side: for many threads and processes. `wait_s` is how long a host that restarts is waited for."""
+    """The plugin's side: for many threads and processes. `wait_s` is how long a host that restarts is waited for,
+    `is_expected` whether the node's configuration wants a host."""
 
-    def __init__(self, layout: MpsLayout, *, wait_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        layout: MpsLayout,
+        *,
+        wait_s: float = 1.0,
+        is_expected: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._layout = layout
         self._wait_s = wait_s
+        self._is_expected = is_expected
+        self._clock = clock
+        self._alive: tuple[str | None, float] = (None, clock())
+        self._missed_at = -math.inf
+        self._known: dict[str, tuple[str, MpsDaemonStatus]] = {}
 
     def ensure(self, spec: MpsDaemonSpec, timeout_s: float = 20.0) -> MpsDaemonStatus:
         """The daemon's status once it is ready, or found in FAULT. Nobody waits for one that runs: the host only looks
@@ -167,7 +189,11 @@ class MpsHostFiles:
         check_spec(spec)
         self._layout.refuse_long_path(spec.device)
         deadline = time.monotonic() + timeout_s
-        self._await_host(deadline)
+        try:
+            self._await_host(deadline)
+        except NoMpsHostError:
+            self._missed_at = self._clock()
+            raise
         running = self._running(spec)
         wish = self._layout.wanted(spec.device)
         # What a power cut tears is written anew by the Prepare after it, which finds no daemon.
@@ -238,16 +264,66 @@ class MpsHostFiles:
                     found.append(device)
         return found
 
+    def problems(self) -> Sequence[NodeProblem]:
+        """A host that has been missing, silent or of another release for 30 s, if anyone needs one, and each daemon
+        that has failed. It compares with the calls before, so it is called every few seconds. Raises: StateError."""
+        found = []
+        reason = self._host_trouble()
+        if reason is not None and self._is_needed():
+            found.append(NodeProblem("mps-host-missing", reason))
+        for status in self._statuses_now():
+            if status.problem is not None:
+                device, where = status.device, f"its output is in {status.directory}/log on the node"
+                text = f"The MPS daemon of {device} does not work: {status.problem}"
+                found.append(
+                    NodeProblem("mps-daemon-failed", f"{text}; {where}" if status.directory else text, device)
+                )
+        return found
+
+    def _host_trouble(self) -> str | None:
+        """What has been wrong with the host for 30 s. Only a sign of life since the last look ends that."""
+        reason, sign = self.host_problem(), generation_of(self._layout.alive)
+        last, at = self._alive
+        if reason is None and sign not in (None, last):
+            self._alive = sign, self._clock()
+            return None
+        if self._clock() - at < _SILENT_S:
+            return None
+        if reason is not None:
+            return f"{reason[0].upper()}{reason[1:]}"
+        return (
+            f"The MPS host of this node has not reported for more than {_SILENT_S:.0f} s: it hangs, or it cannot write "
+            f"its files below {self._layout.root}; {_SEE_PODS}, and its log"
+        )
+
+    def _is_needed(self) -> bool:
+        """Whether the configuration wants a host, a claim has or had a daemon, or asked for one a short time ago: the
+        kubelet asks again every two minutes as long as the pod exists."""
+        if self._is_expected or self._clock() - self._missed_at < _ASKED_AGAIN_S:
+            return True
+        return any(is_device_name(path.name.partition(".")[0]) for path in self._layout.wishes.glob("*.*"))
+
+    def _statuses_now(self) -> Sequence[MpsDaemonStatus]:
+        """As `statuses`. A file that is the same as at the last look is not read again."""
+        found: dict[str, tuple[str, MpsDaemonStatus]] = {}
+        if is_locked(self._layout.lock):
+            for path in sorted(self._layout.statuses.glob(f"*{SUFFIX}")):
+                device, seen = path.name.removesuffix(SUFFIX), generation_of(path)
+                known = self._known.get(device)
+                if seen is not None and known is not None and known[0] == seen:
+                    found[device] = known
+                elif seen is not None and (report := self._report(device)) is not None:
+                    found[device] = seen, report.status
+        self._known = found
+        return [status for _, status in found.values()]
+
     def host_problem(self) -> str | None:
         """Why no daemon can be asked for. Raises: StateError."""
         if not is_locked(self._layout.lock):
-            return (
-                f"no MPS host runs, which would hold {self._layout.lock}: start the DaemonSet gpu-dra-driver-mps, or "
-                "`gpu-dra-driver mps-host` with the same --kubelet-plugins-directory-path"
-            )
+            return f"the MPS host is not running on this node; {_SEE_PODS}, or {_ENABLE} if there are none"
         content = read_or_none(self._layout.lock)
         if not content:
-            return "the MPS host is starting; see `kubectl logs` of its pod"
+            return f"the MPS host of this node is starting; {_SEE_PODS}, and its log"
         with suppress(StateError):
             parse(content, "lock file", dict, known=FORMAT, field="format")
             return None
@@ -360,6 +436,11 @@ class MpsLayout:
     def lock(self) -> Path:
         """Held by the one host process of this directory; says the format of its files."""
         return self.root / "host.lock"
+
+    @property
+    def alive(self) -> Path:
+        """Empty; the host sets its time while it watches and can write its status files."""
+        return self.root / "host.alive"
 
     @property
     def libraries(self) -> Path:

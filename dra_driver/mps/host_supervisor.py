@@ -49,6 +49,7 @@ class Supervisor:
         self._daemons: dict[str, Daemon] = {}
         self._answers: dict[str, Report] = {}
         self._published: dict[str, Report] = {}
+        self._unwritten: set[str] = set()
         self._guard = threading.Lock()
         self._publishing = threading.Lock()
         self._workers: dict[str, threading.Thread] = {}
@@ -109,7 +110,7 @@ class Supervisor:
 
     def _keep_watch(self) -> None:
         timings = self._tools.timings
-        probe_at, tick_at = time.monotonic() + timings.probe, 0.0
+        probe_at, tick_at, sign_at = time.monotonic() + timings.probe, 0.0, 0.0
         while not self._tools.closing.is_set():
             now, wishes = time.monotonic(), self._wishes()
             for device, wanted in wishes.items():
@@ -118,6 +119,9 @@ class Supervisor:
             if now >= tick_at:
                 tick_at = now + timings.tick
                 self._tick(now, wishes)
+            if now >= sign_at and not self._unwritten:
+                sign_at = now + timings.sign
+                self._give_sign()
             if now >= probe_at:
                 probe_at = now + timings.probe
                 self._work("probe", partial(_probe_all, list(self._living().values())))
@@ -132,6 +136,11 @@ class Supervisor:
             del self._answers[device]
         for device in {*living, *self._published}:
             self._publish(device)
+
+    def _give_sign(self) -> None:
+        """Have the plugin see that this host watches. If that fails, the missing sign says so."""
+        with suppress(OSError):
+            self._layout.alive.touch(mode=0o600)
 
     def _wishes(self) -> dict[str, str]:
         """The generation of each device's wish; that to stop comes before that to run."""
@@ -281,7 +290,9 @@ class Supervisor:
                     content = encode_report(report)
                     write_atomically(self._layout.status(device), content, durable=False, whole=False)
                     self._published[device] = report
+                self._unwritten.discard(device)
             except StateError as error:
+                self._unwritten.add(device)
                 _log.warning("mps_status_not_written", device=device, reason=str(error))
 
     # --- threads -------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ from dra_driver.model.events import (
     FOREIGN_DRIVER_GONE,
     GPU_HEALTH_KNOWN,
     GPU_HEALTH_UNKNOWN,
+    MPS_DAEMON_FAILED,
+    MPS_DAEMONS_WORK,
     MPS_HOST_MISSING,
     MPS_HOST_RUNS,
     PASSTHROUGH_AVAILABLE,
@@ -70,6 +72,7 @@ _EVENTS: Mapping[ProblemCode, tuple[str, str, str]] = {
     ),
     "gpus-unavailable": (DRIVER_UNAVAILABLE, DRIVER_AVAILABLE, "The node's GPUs can be used again"),
     "health-unknown": (GPU_HEALTH_UNKNOWN, GPU_HEALTH_KNOWN, "The health of all GPUs is known again"),
+    "mps-daemon-failed": (MPS_DAEMON_FAILED, MPS_DAEMONS_WORK, "The MPS daemons of this node work again"),
     "mps-host-missing": (MPS_HOST_MISSING, MPS_HOST_RUNS, "The MPS host is running again"),
     "not-registered": (PLUGIN_NOT_REGISTERED, PLUGIN_REGISTERED, "The kubelet has registered the plugin"),
     "passthrough-unavailable": (

@@ -96,7 +96,8 @@ def test_manual_has_flag_variable_and_key_of_every_setting() -> None:
     settings = {name: flag for name, flag in FLAGS.items() if name != "config"}
     old = {"--host_driver-root", "HOST_DRIVER_ROOT"}  # for manifests of NVIDIA's own driver
     assert (
-        flags - {"--no-dynamic-mig", "--no-passthrough", "--no-usage-metrics", "--no-dev-char-links"}
+        flags
+        - {"--no-dynamic-mig", "--no-mps", "--no-passthrough", "--no-usage-metrics", "--no-dev-char-links"}
         == {word for flag in settings.values() for word in flag.spellings} - old
     )
     assert variables == {name for flag in settings.values() for name in flag.variables} - old

@@ -103,7 +103,7 @@ def test_mps_claim_without_an_mps_host_tells_why_and_ends_and_the_next_pod_gets_
     """The base has no MPS host."""
     cluster.apply(claim_and_pod("wants-mps", selector=only(7), parameters=MPS))
     told = wait_for("an event that says why", lambda: prepare_failures(cluster, "wants-mps"))
-    assert "no MPS host runs" in told[0]
+    assert "the MPS host is not running" in told[0]
     assert "start the DaemonSet gpu-dra-driver-mps" in told[0]
     assert drained_within(cluster, "wants-mps") <= ENDS_WITHIN_S
     cluster.kubectl("delete", "resourceclaim/wants-mps", "-n", "default")

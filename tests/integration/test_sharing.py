@@ -14,6 +14,7 @@ import pytest
 
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.mps import host_files
 from tests.fakes.mps_behaviour import behave, misbehave
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
@@ -195,6 +196,19 @@ def test_gpus_of_one_request_have_one_daemon(shared: Callable[..., Node]) -> Non
     assert (
         node.driver.metrics.registry.get_sample_value("nvidia_dra_step_duration_seconds_count", undone) == 1.0
     )
+
+
+def test_absent_mps_host_is_a_problem_of_the_node_where_mps_is_expected(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_files, "_SILENT_S", 0.0)
+    node = make_node()
+    node.running(mps=True)
+    problems = node.driver.node_problems.codes
+    eventually(lambda: "mps-host-missing" in problems())
+    node.restart_driver(mps=False)
+    problems = node.driver.node_problems.codes
+    assert "mps-host-missing" not in problems()
 
 
 def test_claims_share_one_daemon_of_several_gpus(shared: Callable[..., Node]) -> None:

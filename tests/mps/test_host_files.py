@@ -21,6 +21,7 @@ from dra_driver.errors import PermanentError, RetryableError, StateError
 from dra_driver.files.file_lock import hold_file
 from dra_driver.files.formats import parse
 from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus, MpsMember
+from dra_driver.model.problems import NodeProblem
 from dra_driver.mps import host_files
 from dra_driver.mps.daemon_processes import end
 from dra_driver.mps.host_files import (
@@ -125,8 +126,8 @@ def test_differences_name_both_sides() -> None:
 @pytest.mark.parametrize(
     ("lock", "text"),
     [
-        (None, r"no MPS host runs, .*start the DaemonSet gpu-dra-driver-mps, or `gpu-dra-driver mps-host`"),
-        (b"", "the MPS host is starting"),
+        (None, r"the MPS host is not running on this node; see .*helm upgrade .*--set mps\.enabled=true`"),
+        (b"", "the MPS host of this node is starting"),
         (b'{"format": 3}', r"of another release than gpu-dra-driver: delete the pod of .*gpu-dra-driver-mps"),
         (b"\0", "of another release than gpu-dra-driver: delete the pod"),
     ],
@@ -145,6 +146,136 @@ def test_without_a_host_that_reads_it_nothing_is_written(
     with pytest.raises(NoMpsHostError, match=text):
         fake.files.stop("gpu-1", gpu_uuid="GPU-1")
     assert [path.name for path in fake.layout.wishes.iterdir()] == ["gpu-1.stop"]
+    fake.close()
+
+
+class SteppedClock:
+    """Seconds that only a test lets pass."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passed(self, seconds: float) -> None:
+        self.now += seconds
+
+
+SEE_PODS = "see its pod: `kubectl get pods -A -o wide -l app.kubernetes.io/component=mps`"
+ENABLE = "enable it: `helm upgrade RELEASE CHART -n NAMESPACE --reuse-values --set mps.enabled=true`"
+ABSENT = NodeProblem(
+    "mps-host-missing", f"The MPS host is not running on this node; {SEE_PODS}, or {ENABLE} if there are none"
+)
+
+
+@pytest.fixture
+def clock() -> SteppedClock:
+    return SteppedClock()
+
+
+def files_of(fake: FakeHost, clock: SteppedClock, *, is_expected: bool) -> MpsHostFiles:
+    return MpsHostFiles(fake.layout, wait_s=0.0, is_expected=is_expected, clock=clock)
+
+
+def test_absent_host_is_no_problem_where_nobody_needs_it(fake: FakeHost, clock: SteppedClock) -> None:
+    files = files_of(fake, clock, is_expected=False)
+    clock.passed(3600)
+    assert files.problems() == []
+
+
+def test_absent_host_is_a_problem_after_30_s_where_the_configuration_expects_it(
+    fake: FakeHost, clock: SteppedClock
+) -> None:
+    files = files_of(fake, clock, is_expected=True)
+    clock.passed(29)
+    assert files.problems() == []
+    clock.passed(1)
+    assert files.problems() == [ABSENT]
+    fake.open()
+    assert files.problems() != [], "it holds its lock, and has not reported yet"
+    fake.layout.alive.touch()
+    assert files.problems() == []
+    fake.close()
+
+
+def test_absent_host_is_a_problem_while_the_kubelet_asks_for_mps(fake: FakeHost, clock: SteppedClock) -> None:
+    files = files_of(fake, clock, is_expected=False)
+    for _ in range(3):
+        clock.passed(120)
+        with pytest.raises(NoMpsHostError):
+            files.ensure(SPEC)
+        assert files.problems() == [ABSENT]
+    clock.passed(600)
+    assert files.problems() == [], "the pod is gone"
+
+
+@pytest.mark.parametrize("wish", ["gpu-1.json", "gpu-1.stop"])
+def test_absent_host_is_a_problem_while_a_claim_has_or_had_a_daemon(
+    fake: FakeHost, clock: SteppedClock, wish: str
+) -> None:
+    files = files_of(fake, clock, is_expected=False)
+    (fake.layout.wishes / wish).touch()
+    (fake.layout.wishes / "README").touch()
+    clock.passed(30)
+    assert files.problems() == [ABSENT]
+    (fake.layout.wishes / wish).unlink()
+    assert files.problems() == []
+
+
+def test_host_that_reports_nothing_for_30_s_is_a_problem_until_its_next_sign(
+    fake: FakeHost, clock: SteppedClock
+) -> None:
+    files = files_of(fake, clock, is_expected=True)
+    fake.open()
+    for number in range(5):
+        os.utime(fake.layout.alive, (number, number)) if number else fake.layout.alive.touch()
+        clock.passed(10)
+        assert files.problems() == []
+    clock.passed(30)
+    [problem] = files.problems()
+    assert problem == NodeProblem(
+        "mps-host-missing",
+        "The MPS host of this node has not reported for more than 30 s: it hangs, or it cannot write its files below "
+        f"{fake.layout.root}; {SEE_PODS}, and its log",
+    )
+    os.utime(fake.layout.alive, (99, 99))
+    assert files.problems() == []
+    fake.close()
+
+
+def test_host_of_another_release_is_a_problem(fake: FakeHost, clock: SteppedClock) -> None:
+    files = files_of(fake, clock, is_expected=True)
+    fake.open(b'{"format": 1}')
+    fake.layout.alive.touch()
+    clock.passed(30)
+    [problem] = files.problems()
+    assert problem.text.startswith(
+        "The MPS host on this node is of another release than gpu-dra-driver: delete"
+    )
+    fake.close()
+
+
+def test_daemon_that_failed_is_a_problem_of_its_device_until_it_works(
+    fake: FakeHost, clock: SteppedClock
+) -> None:
+    files = files_of(fake, clock, is_expected=True)
+    fake.open()
+    failed = MpsDaemonStatus(
+        "gpu-1", "failed", SPEC, problem="it ended with exit code 46", directory="/m/gpu-1"
+    )
+    fake.answer(SPEC, status=failed)
+    for _ in range(2):
+        assert files.problems() == [
+            NodeProblem(
+                "mps-daemon-failed",
+                "The MPS daemon of gpu-1 does not work: it ended with exit code 46; its output is in /m/gpu-1/log on "
+                "the node",
+                "gpu-1",
+            )
+        ]
+    fake.answer(SPEC)
+    assert files.problems() == []
     fake.close()
 
 
@@ -323,6 +454,33 @@ def test_a_status_that_could_not_be_written_is_written_later(
     monkeypatch.setattr("dra_driver.mps.host_supervisor.encode_report", encode)
     assert host.supervisor().ensure(host.spec(), 10).state == "ready"
     assert "mps_status_not_written" in [line["event"] for line in logs]
+
+
+def test_host_gives_signs_while_it_can_write_what_it_knows(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor, alive = host.supervisor(sign=0.01), host.layout.alive
+    supervisor.ensure(host.spec(), 10)
+    before = generation_of(alive)
+    eventually(lambda: generation_of(alive) != before)
+
+    def encode(report: Report) -> bytes:
+        raise StateError("the disk is full")
+
+    with monkeypatch.context() as full:
+        full.setattr("dra_driver.mps.host_supervisor.encode_report", encode)
+        os.kill(host.daemons()[0].pid, 9)
+        eventually(lambda: "gpu-2" in supervisor._unwritten)
+        signs: list[str | None] = []
+
+        def gives_none() -> bool:
+            signs.append(generation_of(alive))
+            return len(signs) > 20 and len(set(signs[-20:])) == 1
+
+        eventually(gives_none)
+    before = generation_of(alive)
+    eventually(lambda: generation_of(alive) != before)
+    assert stat.S_IMODE(alive.stat().st_mode) == 0o600
 
 
 def test_a_host_at_rest_writes_nothing(host: Host) -> None:
