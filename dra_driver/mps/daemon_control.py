@@ -38,8 +38,8 @@ _CUDA_ENDS: Mapping[int, str] = {
     "on the node, and see `journalctl -u nvidia-fabricmanager`",
     35: "CUDA error 803 or 35, driver mismatch: the libraries of the NVIDIA driver do not fit its kernel module; "
     "finish the update of the NVIDIA driver, or reboot the node",
-    46: "CUDA error 46, device unavailable: another process has the GPU for itself; `nvidia-smi -q -d COMPUTE,PIDS` on "
-    "the node shows it, end it",
+    46: "CUDA error 46, device unavailable: another process has the GPU for itself; end the process that "
+    "`nvidia-smi -q -d COMPUTE,PIDS` on the node shows",
     100: "CUDA error 100, no device: CUDA finds no GPU; check that `nvidia-smi -L` on the node lists the device, and "
     "that its nodes are in /dev",
     231: "CUDA error 999, unknown: `dmesg | grep -iE 'nvrm|xid'` on the node shows the cause; reset the GPU or reboot "
@@ -260,15 +260,16 @@ class DaemonControl:
 
     def _not_ready(self, what: str) -> RetryableError:
         printed = log_tail(self.directories)
-        parts = [
+        # Programs older than R555 say that to each option that they do not know.
+        is_too_old = self.spec.multi_user and _NO_DAEMON in printed
+        parts = (
             f"the MPS daemon of {self.spec.device} ({self.spec.uuid}) {what}",
-            *([printed] if printed else []),
-        ]
-        if (
-            self.spec.multi_user and _NO_DAEMON in printed
-        ):  # older programs say so to every option they do not know
-            parts.append(f"it was started with {MULTI_USER}, which needs NVIDIA driver R555 or newer")
-        return RetryableError("; ".join(parts))
+            printed,
+            f"it was started with {MULTI_USER}, which needs NVIDIA driver R555 or newer"
+            if is_too_old
+            else "",
+        )
+        return RetryableError("; ".join(filter(None, parts)))
 
 
 @cache
@@ -295,10 +296,16 @@ def log_tail(directories: MpsDirectories) -> str:
         with suppress(OSError), Path(directories.log, name).open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-            told = [line.strip() for line in lines if not any(mark in line for mark in _OF_QUESTIONS)]
-            parts += [f"{name}: {' | '.join(told[-_TAIL_LINES:])}"] if told else []
+            lines = map(str.strip, file.read().decode(errors="replace").splitlines())
+            told = [line for line in lines if not _is_of_question(line)][-_TAIL_LINES:]
+            parts += [f"{name}: {' | '.join(told)}"] if told else []
     return "; ".join(parts)
+
+
+def _is_of_question(line: str) -> bool:
+    """Whether a line is of a question or its answer, such as `[2026-11-27 04:42:31.798 Control  6833] Cmd:quit`."""
+    text = line.rpartition("] ")[2]
+    return text.startswith(_OF_QUESTIONS) or is_number(text)
 
 
 def bound_logs(directories: MpsDirectories) -> None:

@@ -237,12 +237,19 @@ class MpsHostFiles:
             self._pause(deadline, f"stopped the MPS daemon of {device}", timeout_s)
 
     def statuses(self) -> tuple[MpsDaemonStatus, ...]:
-        """All daemons of the node, by name; none where no host runs. Raises: StateError."""
+        """All daemons of the node, by name; none where no host runs. A file that is the same as at the last look is not
+        read again. Raises: StateError."""
         if not is_locked(self._layout.lock):
             return ()
-        paths = sorted(self._layout.statuses.glob(f"*{SUFFIX}"))
-        reports = (self._report(path.name.removesuffix(SUFFIX)) for path in paths)
-        return tuple(report.status for report in reports if report is not None)
+        known, found = self._known, {}
+        for path in sorted(self._layout.statuses.glob(f"*{SUFFIX}")):
+            device, seen = path.name.removesuffix(SUFFIX), generation_of(path)
+            if seen is not None and device in known and known[device][0] == seen:
+                found[device] = known[device]
+            elif seen is not None and (report := self._report(device)) is not None:
+                found[device] = seen, report.status
+        self._known = found
+        return tuple(status for _, status in found.values())
 
     def spec_of(self, device: str) -> MpsDaemonSpec | None:
         """With which settings the device's daemon runs, or shall run; None if no file tells of one."""
@@ -271,7 +278,7 @@ class MpsHostFiles:
         reason = self._host_trouble()
         if reason is not None and self._is_needed():
             found.append(NodeProblem("mps-host-missing", reason))
-        for status in self._statuses_now():
+        for status in self.statuses():
             if status.problem is not None:
                 device, where = status.device, f"its output is in {status.directory}/log on the node"
                 text = f"The MPS daemon of {device} does not work: {status.problem}"
@@ -302,20 +309,6 @@ class MpsHostFiles:
         if self._is_expected or self._clock() - self._missed_at < _ASKED_AGAIN_S:
             return True
         return any(is_device_name(path.name.partition(".")[0]) for path in self._layout.wishes.glob("*.*"))
-
-    def _statuses_now(self) -> Sequence[MpsDaemonStatus]:
-        """As `statuses`. A file that is the same as at the last look is not read again."""
-        found: dict[str, tuple[str, MpsDaemonStatus]] = {}
-        if is_locked(self._layout.lock):
-            for path in sorted(self._layout.statuses.glob(f"*{SUFFIX}")):
-                device, seen = path.name.removesuffix(SUFFIX), generation_of(path)
-                known = self._known.get(device)
-                if seen is not None and known is not None and known[0] == seen:
-                    found[device] = known
-                elif seen is not None and (report := self._report(device)) is not None:
-                    found[device] = seen, report.status
-        self._known = found
-        return [status for _, status in found.values()]
 
     def host_problem(self) -> str | None:
         """Why no daemon can be asked for. Raises: StateError."""

@@ -134,7 +134,7 @@ class Supervisor:
                 self._work(device, partial(self._attend, device))
         for device in self._answers.keys() - living.keys() - set(wishes):
             del self._answers[device]
-        for device in {*living, *self._published}:
+        for device in {*living, *self._published, *self._unwritten}:
             self._publish(device)
 
     def _give_sign(self) -> None:
@@ -281,6 +281,7 @@ class Supervisor:
             elif report is not None and report.refusal is None:
                 report = self._answers.pop(device, None) and None
             if report == self._published.get(device):
+                self._unwritten.discard(device)
                 return
             try:
                 if report is None:

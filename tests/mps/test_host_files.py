@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from dra_driver.errors import PermanentError, RetryableError, StateError
 from dra_driver.files.file_lock import hold_file
 from dra_driver.files.formats import parse
+from dra_driver.host.reading import text_of
 from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus, MpsMember
 from dra_driver.model.problems import NodeProblem
 from dra_driver.mps import host_files
@@ -454,6 +455,26 @@ def test_a_status_that_could_not_be_written_is_written_later(
     monkeypatch.setattr("dra_driver.mps.host_supervisor.encode_report", encode)
     assert host.supervisor().ensure(host.spec(), 10).state == "ready"
     assert "mps_status_not_written" in [line["event"] for line in logs]
+
+
+def test_refusal_that_could_not_be_written_is_written_later(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no daemon that the host looks at again; and it gives signs of life again."""
+    supervisor, alive = host.supervisor(sign=0.01), host.layout.alive
+    host.behave(fail_to_start="no")
+
+    def encode(report: Report) -> bytes:
+        raise StateError("the disk is full")
+
+    with monkeypatch.context() as full:
+        full.setattr("dra_driver.mps.host_supervisor.encode_report", encode)
+        with pytest.raises(RetryableError, match="has not made the MPS daemon of gpu-2 ready within"):
+            supervisor.ensure(host.spec(), 1.0)
+        eventually(lambda: "gpu-2" in supervisor._unwritten)
+    eventually(lambda: "ended while it started" in text_of(host.layout.status("gpu-2")))
+    before = generation_of(alive)
+    eventually(lambda: generation_of(alive) != before)
 
 
 def test_host_gives_signs_while_it_can_write_what_it_knows(

@@ -183,6 +183,12 @@ def test_mounting_twice_and_unmounting_twice(tmp_path):
     assert not is_tmpfs(shm)
 
 
+_QUESTION = tuple(
+    f"[2026-11-27 04:42:31.798 Control  6833] {text}"
+    for text in ("Accepting connection...", "NEW UI", "Cmd:get_server_list", "7140", "100.0", "UI closed")
+)
+
+
 def test_the_end_of_a_log_is_one_line(tmp_path):
     directories = MpsLayout(tmp_path).directories("gpu-1")
     assert log_tail(directories) == ""
@@ -190,11 +196,9 @@ def test_the_end_of_a_log_is_one_line(tmp_path):
     log.mkdir(parents=True)
     (log / "control.log").write_text("".join(f"line {number}\n" for number in range(1000)))
     assert log_tail(directories) == "control.log: line 996 | line 997 | line 998 | line 999"
-    questions = "".join(
-        f"{line}\n" for line in ("Accepting connection...", "NEW UI", "Cmd:quit", "UI closed") * 50
-    )
-    (log / "control.log").write_text(f"the reason\n{questions}")
-    assert log_tail(directories) == "control.log: the reason"
+    questions = "".join(f"{line}\n" for line in _QUESTION * 50)
+    (log / "control.log").write_text(f"[1 Control 2] the reason 7\n{questions}")
+    assert log_tail(directories) == "control.log: [1 Control 2] the reason 7"
 
 
 def test_log_that_has_grown_too_large_keeps_its_end_and_what_is_appended_later(tmp_path):
