@@ -20,6 +20,7 @@ from dra_driver.app.wiring import claims as wiring
 from dra_driver.app.wiring import mig as migparts
 from dra_driver.claims.waiting_line import WaitTimeouts
 from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.mps.host_files import mps_layout
 from dra_driver.nvml.session import NvmlSession
 from dra_driver.simulator.catalogue import MACHINES
 from dra_driver.slices import api_support as partitionsupport
@@ -191,7 +192,7 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
             spec["devices"][0]["containerEdits"] for spec in specs(made) if ref.uid in json.dumps(spec)
         ]
         assert f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0={number * 1024}M" in edits["env"]
-    [pid] = (made.plugin_dir / "mps" / name / "pipe").glob("*.pid")
+    [pid] = Path(mps_layout(made.plugin_dir).directories(name).pipe).glob("*.pid")
     daemon = pid.read_text()
     client = subprocess.run(
         [made.machine.host_root / "usr/bin/mps-client"],
