@@ -12,8 +12,8 @@ import pynvml
 import pytest
 import yaml
 
+from dra_driver.health import book, poller
 from dra_driver.health import kubelet_stream as healthstream
-from dra_driver.health import monitor
 from dra_driver.health.kubelet_stream import HealthStream
 from dra_driver.health.rules import state as rules
 from dra_driver.health.rules.state import observe
@@ -221,8 +221,9 @@ def test_examples_of_the_manuals_are_right() -> None:
 def test_times_in_the_manual_are_those_of_the_driver() -> None:
     text = " ".join(MANUAL.read_text().split())
     for sentence in (
-        f"looks at every GPU every {monitor._POLL_EVERY_S:.0f} s",
-        f"older than {monitor._FRESH_S:.0f} s: NVML hangs",
+        f"polls every GPU every {poller._POLL_EVERY_S:.0f} s",
+        f"last answer is older than {book.FRESH_S:.0f} s",
+        f"has not returned for {poller._OVERDUE_S:.0f} s",
         f"kept as information for {rules.REMEMBER_S // 60} minutes",
         f"{rules.SETTLE_S} s have passed since the last such event",
         f"{rules.SETTLE_UNSURE_S // 60} minutes have passed since the last such Xid",
@@ -230,4 +231,4 @@ def test_times_in_the_manual_are_those_of_the_driver() -> None:
         f"at most {rules.HOLD_MOST_S // 3600} hours",
     ):
         assert sentence in text
-    assert (rules.FLAP_WINDOW_S, healthstream._TIMEOUT_S) == (3600, monitor._FRESH_S)
+    assert (rules.FLAP_WINDOW_S, healthstream._TIMEOUT_S) == (3600, book.FRESH_S)

@@ -168,6 +168,7 @@ _OF_MACHINES: Mapping[str, _Row] = {
         _option("delay_s", "Seconds until it returns.", float, spelled=("--delay",), default=0.0),
         _option("count", "Only this many calls.", int, shown="until cleared"),
         _option("gpu", "Only calls about this GPU: device name, index, UUID or PCI bus ID."),
+        switch("blocks_all", "No other NVML call of the process returns during the delay."),
     )),
     "clear-faults": (_calls("clear_faults", "no faults any more"), "Remove all injected faults.", "", ()),
     "client": (_be_a_client, "Simulate a program that keeps NVML open, until Ctrl-C.", "dcgm --for 60", (

@@ -60,10 +60,18 @@ class BackgroundWorker:
 
         False if that call is still under way.
         """
+        self.retire()
+        return self.wait_ended(self.join_s)
+
+    def retire(self) -> None:
+        """Have no more calls, without a wait for one that is under way."""
         self._stopping.set()
         self._wake.set()
+
+    def wait_ended(self, wait_s: float) -> bool:
+        """Whether no call is under way, after `wait_s` seconds at most."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(self.join_s)
+            self._thread.join(wait_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,24 +25,29 @@ class HealthHistory:
         self._listener = listener
         self._changes: dict[str, deque[HealthChange]] = {}
         self._xids: Counter[tuple[str, int]] = Counter()
+        self._guard = threading.Lock()  # never held while the listener is told
 
     def of(self, gpu_uuid: str) -> Sequence[HealthChange]:
         """The last changes of a GPU and its instances, oldest first."""
-        return tuple(self._changes.get(gpu_uuid, ()))
+        with self._guard:
+            return tuple(self._changes.get(gpu_uuid, ()))
 
     def xid_counts(self) -> Mapping[tuple[str, int], int]:
         """How often each GPU UUID reported each Xid."""
-        return dict(self._xids)
+        with self._guard:
+            return dict(self._xids)
 
     def count_xid(self, gpu_uuid: str, number: int) -> None:
         """One more."""
-        self._xids[gpu_uuid, number] += 1
+        with self._guard:
+            self._xids[gpu_uuid, number] += 1
 
     def forget(self, gone: HealthChange) -> None:
         """A GPU was taken out: tell, and drop what was kept of it."""
-        self._changes.pop(gone.target.gpu_uuid, None)
-        for key in [key for key in self._xids if key[0] == gone.target.gpu_uuid]:
-            del self._xids[key]
+        with self._guard:
+            self._changes.pop(gone.target.gpu_uuid, None)
+            for key in [key for key in self._xids if key[0] == gone.target.gpu_uuid]:
+                del self._xids[key]
         self._spread(gone)
 
     def add(self, change: HealthChange) -> None:
@@ -58,13 +64,14 @@ class HealthHistory:
 
     def _keep(self, change: HealthChange) -> bool:
         """Whether the same was kept already; then it is counted, and becomes the latest."""
-        entries = self._changes.setdefault(change.target.gpu_uuid, deque(maxlen=_KEPT))
-        same = next((kept for kept in entries if _is_same(kept, change)), None)
-        if same is not None:
-            entries.remove(same)
-            change = replace(change, times=same.times + 1)
-        entries.append(change)
-        return same is not None
+        with self._guard:
+            entries = self._changes.setdefault(change.target.gpu_uuid, deque(maxlen=_KEPT))
+            same = next((kept for kept in entries if _is_same(kept, change)), None)
+            if same is not None:
+                entries.remove(same)
+                change = replace(change, times=same.times + 1)
+            entries.append(change)
+            return same is not None
 
     def _spread(self, change: HealthChange) -> None:
         _tell(change)

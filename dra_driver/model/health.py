@@ -204,6 +204,13 @@ class Hanging:
 
 
 @dataclass(frozen=True, slots=True)
+class NoAnswer:
+    """A poll of the GPU has not returned for `for_s` seconds."""
+
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Reset:
     """The device was reset: by a reboot, a reload of the NVIDIA driver, or a reset of the GPU."""
 
@@ -216,7 +223,15 @@ class InstanceSeen:
 
 
 Observation = (
-    Xid | DoubleBitError | PollResult | Unreachable | MonitoringState | Hanging | Reset | InstanceSeen
+    Xid
+    | DoubleBitError
+    | PollResult
+    | Unreachable
+    | NoAnswer
+    | MonitoringState
+    | Hanging
+    | Reset
+    | InstanceSeen
 )
 
 

@@ -1,11 +1,14 @@
-"""Events of all GPUs through one event set, and all that the health monitor asks of NVML."""
+"""All that the health monitor asks of NVML: events of all GPUs through one event set, and polls of each GPU."""
 
 from __future__ import annotations
 
 import ctypes
+import itertools
+import threading
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pynvml
@@ -28,22 +31,40 @@ _RECOVERY_ACTION = getattr(pynvml, "nvmlEventTypeGpuRecoveryAction", 0x8000)
 _WANTED = _XID | _DOUBLE_BIT | _UNAVAILABLE | _RECOVERY_ACTION
 _WHOLE_GPU = 0xFFFFFFFF
 _MOST_LEFT = 1000
+_OPENED_ANEW = "NVML was initialised anew; events have to be registered again"
 _NO_DRIVER = frozenset({pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH})
 
 
-class HealthSource:
-    """NVML as the health monitor uses it; for one thread.
+@dataclass(eq=False)
+class _EventSet:
+    """One of NVML's event sets. `members` are the UUIDs of the GPUs that are registered in it, or about to be; `left`
+    are those that a newer set has, and whose events of before are still in this one."""
 
-    No call is cut off by a shutdown of the session. An event set of an earlier session is void and was freed with that
-    session; `registered` is False then, and `register` is due.
+    handle: Any
+    opening: int
+    number: int
+    members: set[str] = field(default_factory=set)
+    left: set[str] = field(default_factory=set)
+
+
+class HealthSource:
+    """NVML as the health monitor uses it.
+
+    One thread opens event sets and waits for events. Each GPU has a thread of its own, which registers the GPU, and
+    polls it: no call here is about two GPUs. NVML cannot take a GPU out of a set, so each change of the watched GPUs is
+    a new set. An older one is read on until every GPU of it is registered in a newer one.
+
+    No call is cut off by a shutdown of the session. The event sets of an earlier session are void and were freed with
+    that session; `set_number` is None then, and `open_events` is due.
     """
 
     def __init__(self, session: NvmlSession) -> None:
         self._session = session
-        self._set: Any = None
-        self._opening = -1
+        self._guard = threading.Lock()  # for the sets and handles; never held for a call of NVML
+        self._sets: list[_EventSet] = []  # oldest first
+        self._numbers = itertools.count(1)
         self._left: deque[HealthEvent] = deque()
-        self._handles: dict[str, Any] = {}
+        self._handles: dict[str, tuple[int, Any]] = {}  # with the number of the opening that each is of
         self._uuids: dict[int, str] = {}
         self._driver_gone = False
         self._driver_loads = 0
@@ -59,47 +80,57 @@ class HealthSource:
         with self._using():
             return supported(pynvml.nvmlSystemGetDriverVersion)
 
-    def registered(self) -> bool:
-        """Whether events are waited for in the session that is open now."""
+    def set_number(self) -> int | None:
+        """The number of the newest event set; None if there is none in the session that is open now."""
         try:
-            with self._session.kept_open() as opening:
-                return self._set is not None and opening == self._opening
+            with self._session.kept_open() as opening, self._guard:
+                return self._sets[-1].number if self._sets and self._sets[-1].opening == opening else None
         except NvmlUnavailableError:
-            return False
+            return None
 
-    def register(self, uuids: Collection[str]) -> Mapping[str, str]:
-        """Hear of these GPUs from now on, and of no others. Returns why the rest of them cannot be heard.
-
-        Events of before are not delivered, unless they were registered for already, so a look at the GPUs is due
-        afterwards. Raises: NvmlUnavailableError, RetryableError.
-        """
-        unheard: dict[str, str] = {}
+    def open_events(self) -> None:
+        """Open a new event set; every GPU has to be registered in it. Raises: NvmlUnavailableError, RetryableError."""
         with self._using() as opening:
             with nvml_errors("create an event set"):
-                fresh = pynvml.nvmlEventSetCreate()
-            handles: dict[str, Any] = {}
-            for uuid in uuids:
-                try:
-                    handles[uuid] = _register(uuid, fresh)
-                except NvmlUnavailableError:
-                    raise
-                except DraDriverError as error:
-                    unheard[uuid] = str(error)
-            old, old_opening = self._set, self._opening
-            self._set, self._opening, self._handles = fresh, opening, handles
-            self._uuids = {_address(handle): uuid for uuid, handle in handles.items()}
-            if old is not None and old_opening == opening:
-                self._left.extend(self._rest_of(old))
-                with suppress(pynvml.NVMLError):
-                    pynvml.nvmlEventSetFree(old)
-        return unheard
+                made = _EventSet(pynvml.nvmlEventSetCreate(), opening, next(self._numbers))
+            with self._guard:
+                self._sets = [one for one in self._sets if one.opening == opening]
+                if not self._sets:
+                    self._uuids = {}
+                self._sets.append(made)
 
-    def _rest_of(self, events: Any) -> Iterator[HealthEvent]:
-        """What nobody has heard yet of a set that is given up. What comes now is in the new set too: told twice is
-        better than never."""
-        with suppress(pynvml.NVMLError):
-            for _ in range(_MOST_LEFT):
-                yield self._event(pynvml.nvmlEventSetWait_v2(events, 0))
+    def register(self, gpu_uuid: str, pci_bus_id: str | None) -> None:
+        """Hear of the GPU in the newest event set.
+
+        Events of before are not delivered, unless it was registered already, so a poll of the GPU is due afterwards.
+        Raises: NvmlUnavailableError; DeviceLostError, NotSupportedError, RetryableError if its events cannot be heard.
+        """
+        with self._using() as opening:
+            with self._guard:
+                if not self._sets or self._sets[-1].opening != opening:
+                    raise NvmlUnavailableError(_OPENED_ANEW)
+                newest, older = self._sets[-1], self._sets[:-1]
+                newest.members.add(gpu_uuid)
+            try:
+                handle = self._handle(gpu_uuid, pci_bus_id, opening)
+                with self._guard:
+                    self._uuids[_address(handle)] = gpu_uuid
+                _register(gpu_uuid, handle, newest.handle)
+            except DraDriverError:
+                newest.members.discard(gpu_uuid)
+                raise
+            finally:
+                with self._guard:
+                    for one in (one for one in older if gpu_uuid in one.members):
+                        one.members.discard(gpu_uuid)
+                        one.left.add(gpu_uuid)
+
+    def forget(self, gpu_uuid: str) -> None:
+        """The GPU is not watched any more."""
+        with self._guard:
+            self._handles.pop(gpu_uuid, None)
+            for one in self._sets:
+                one.members.discard(gpu_uuid)
 
     def wait(self, timeout_s: float) -> HealthEvent | None:
         """The next event, None if there was none in time.
@@ -108,34 +139,61 @@ class HealthSource:
         RetryableError.
         """
         with self._using() as opening:
-            if self._set is None or opening != self._opening:
-                raise NvmlUnavailableError("NVML was initialised anew; events have to be registered again")
+            with self._guard:
+                sets = [one for one in self._sets if one.opening == opening]
+            if not sets:
+                raise NvmlUnavailableError(_OPENED_ANEW)
+            for old in sets[:-1]:
+                self._drain(old)
             if self._left:
                 return self._left.popleft()
             try:
                 with nvml_errors("wait for GPU events"):
-                    return self._event(pynvml.nvmlEventSetWait_v2(self._set, int(timeout_s * 1000)))
+                    return self._event(pynvml.nvmlEventSetWait_v2(sets[-1].handle, int(timeout_s * 1000)))
             except DraDriverError as error:
                 if isinstance(error.__cause__, pynvml.NVMLError_Timeout):
                     return None
                 raise
 
-    def read(self, gpu_uuid: str) -> PolledHealth:
-        """As `read_health`."""
-        with self._using() as opening:
-            return read_health(gpu_uuid, self._handle(gpu_uuid, opening))
+    def _drain(self, old: _EventSet) -> None:
+        """Take over what is in an older set, and free it if no GPU needs it. What comes now may be in the newer set
+        too: told twice is better than never."""
+        with self._guard:
+            is_needed = bool(old.members)
+            unheard, old.left = old.members | old.left, set()
+            if not is_needed:
+                self._sets.remove(old)
+        with suppress(pynvml.NVMLError):
+            for _ in range(_MOST_LEFT):
+                event = self._event(pynvml.nvmlEventSetWait_v2(old.handle, 0))
+                if event.gpu_uuid is None or event.gpu_uuid in unheard:
+                    self._left.append(event)
+        if not is_needed:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlEventSetFree(old.handle)
 
-    def instances(self, gpu_uuid: str) -> Mapping[tuple[int, int], str]:
+    def read(self, gpu_uuid: str, pci_bus_id: str | None) -> PolledHealth:
+        """As `read_health`. Raises: NvmlUnavailableError too if NVML was closed or initialised anew meanwhile."""
+        with self._using() as opening:
+            polled = read_health(gpu_uuid, self._handle(gpu_uuid, pci_bus_id, opening))
+            if (self._session.is_open, self._session.openings) != (True, opening):
+                raise NvmlUnavailableError("NVML was closed during a poll")
+            return polled
+
+    def instances(self, gpu_uuid: str, pci_bus_id: str | None) -> Mapping[tuple[int, int], str]:
         """As `read_instances`."""
         with self._using() as opening:
-            return read_instances(gpu_uuid, self._handle(gpu_uuid, opening))
+            return read_instances(gpu_uuid, self._handle(gpu_uuid, pci_bus_id, opening))
 
     def close(self) -> None:
-        """Free the event set. Not while a wait is going on."""
-        events, self._set = self._set, None
-        with suppress(NvmlUnavailableError, pynvml.NVMLError), self._session.kept_open() as opening:
-            if events is not None and opening == self._opening:
-                pynvml.nvmlEventSetFree(events)
+        """Free the event sets. Not while a call is under way."""
+        with self._guard:
+            sets, self._sets = self._sets, []
+        with suppress(NvmlUnavailableError), self._session.kept_open() as opening:
+            for one in sets:
+                if one.opening == opening:
+                    with suppress(pynvml.NVMLError):
+                        pynvml.nvmlEventSetFree(one.handle)
 
     @contextmanager
     def _using(self) -> Iterator[int]:
@@ -149,9 +207,15 @@ class HealthSource:
                 self._driver_gone = False
                 self._driver_loads += 1
 
-    def _handle(self, uuid: str, opening: int) -> Any | None:
-        """The handle from the registration: a search by UUID waits for every GPU that is busy."""
-        return self._handles.get(uuid) if opening == self._opening else None
+    def _handle(self, uuid: str, pci_bus_id: str | None, opening: int) -> Any:
+        """The GPU's handle in this session. It is searched by PCI bus ID where that is known: a search by UUID waits
+        for every GPU that is busy. Raises: as `gpu_handle`."""
+        known = self._handles.get(uuid)
+        if known is not None and known[0] == opening:
+            return known[1]
+        handle = gpu_handle(uuid, pci_bus_id)
+        self._handles[uuid] = (opening, handle)
+        return handle
 
     def _event(self, data: Any) -> HealthEvent:
         whole = data.gpuInstanceId == _WHOLE_GPU
@@ -180,15 +244,13 @@ class HealthSource:
             return None
 
 
-def _register(uuid: str, event_set: Any) -> Any:
-    """Register one GPU; returns its handle. Raises: DraDriverError."""
-    handle = gpu_handle(uuid, None)
+def _register(uuid: str, handle: Any, event_set: Any) -> None:
+    """Raises: DraDriverError."""
     with nvml_errors(f"register events of GPU {uuid}"):
         types = pynvml.nvmlDeviceGetSupportedEventTypes(handle) & _WANTED
         if not types & _XID:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         pynvml.nvmlDeviceRegisterEvents(handle, types, event_set)
-    return handle
 
 
 def _address(handle: Any) -> int:

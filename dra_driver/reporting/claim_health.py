@@ -34,10 +34,7 @@ _LOST_AGAIN_S = 60.0
 
 @dataclass(eq=False)
 class ClaimHealthReporter(BackgroundWorker):
-    """Observes the health of GPUs. While `speaks_for_node` says no, another instance of the plugin reports.
-
-    Each round begins with `look_for_hangs`: this thread calls no NVML, so it goes on while the health monitor hangs.
-    """
+    """Observes the health of GPUs. While `speaks_for_node` says no, another instance of the plugin reports."""
 
     recorder: EventRecorder
     statuses: ClaimStatusReporter
@@ -45,7 +42,6 @@ class ClaimHealthReporter(BackgroundWorker):
     inventory: Callable[[], Inventory | None]
     created_instance: Callable[[str], OwnedInstance | None]
     speaks_for_node: Callable[[], bool]
-    look_for_hangs: Callable[[], None] = lambda: None
     _: KW_ONLY
     clock: Callable[[], float] = time.monotonic
 
@@ -99,7 +95,6 @@ class ClaimHealthReporter(BackgroundWorker):
         return True
 
     def _round(self) -> float:
-        self.look_for_hangs()
         self.renew_statuses()
         return _ROUND_S
 

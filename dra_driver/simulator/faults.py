@@ -72,10 +72,18 @@ def _write_code(value: int | str) -> int:
 
 
 def make_fault(
-    function: str, code: int | str | None, delay_s: float, count: int | None, gpu: str | None
+    function: str,
+    code: int | str | None,
+    delay_s: float,
+    count: int | None,
+    gpu: str | None,
+    *,
+    blocks_all: bool = False,
 ) -> Fault:
     if code is None and delay_s <= 0:
         raise InvalidConfigError(f"a fault of {function} needs an error code, a delay, or both")
+    if blocks_all and delay_s <= 0:
+        raise InvalidConfigError(f"a fault of {function} that blocks all calls needs a delay")
     if delay_s < 0 or (count is not None and count < 1):
         raise InvalidConfigError(f"a fault of {function} needs a delay of 0 or more and a count of 1 or more")
     return Fault(
@@ -84,6 +92,7 @@ def make_fault(
         delay_s=float(delay_s),
         remaining=count,
         gpu=gpu,
+        blocks_all=blocks_all,
     )
 
 
@@ -92,6 +101,7 @@ def fault_text(fault: Fault) -> str:
     parts = [
         *([] if fault.code is None else [code_text(fault)]),
         *([f"after {fault.delay_s:g} s"] if fault.delay_s else []),
+        *(["all other calls wait"] if fault.blocks_all else []),
         *([] if fault.remaining is None else [counted(fault.remaining, "time")]),
     ]
     return ", ".join(parts)

@@ -169,12 +169,14 @@ class Machine(MachineBase):
         delay_s: float = 0.0,
         count: int | None = None,
         gpu: Selector | None = None,
+        blocks_all: bool = False,
     ) -> str:
         """The next calls of an NVML function (shell pattern) fail with `code`, answer late, or both; so do writes to
-        sysfs where `function` is one of `faults.WRITES`. Returns that in words."""
+        sysfs where `function` is one of `faults.WRITES`. A delay ends early when the faults are cleared. With
+        `blocks_all` no NVML call of the process returns during the delay. Returns that in words."""
         with self._change() as state:
             subject = None if gpu is None else self._find(state, gpu).uuid
-            state.faults.append(make_fault(function, code, delay_s, count, subject))
+            state.faults.append(make_fault(function, code, delay_s, count, subject, blocks_all=blocks_all))
             return fault_text(state.faults[-1])
 
     def clear_faults(self) -> None:

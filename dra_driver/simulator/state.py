@@ -159,13 +159,15 @@ class Gpu:
 
 @dataclass(slots=True)
 class Fault:
-    """What the next matching NVML calls, or writes to sysfs, do before they answer, or instead of the answer."""
+    """What the next matching NVML calls, or writes to sysfs, do before they answer, or instead of the answer. With
+    `blocks_all` no other NVML call of the process returns during the delay, as if the kernel driver held its lock."""
 
     function: str
     code: int | None = None
     delay_s: float = 0.0
     remaining: int | None = None
     gpu: str | None = None
+    blocks_all: bool = False
 
 
 @dataclass(slots=True)

@@ -214,7 +214,7 @@ def test_c10_health_of_devices(node: ConformanceNode, version: str, monkeypatch:
         ended.append(1)
 
     monkeypatch.setattr(HealthStream, "watch", counted)
-    monkeypatch.setattr("dra_driver.health.monitor._POLL_EVERY_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.poller._POLL_EVERY_S", 0.05)
     node.driver.stop()
     kubelet = node.use_kubelet(health=version, health_retry_s=0.05)
     driver = node.start_driver()
@@ -244,8 +244,8 @@ def test_c10_health_of_devices(node: ConformanceNode, version: str, monkeypatch:
 
 def test_c10_health_that_nobody_can_tell(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a look at a GPU hangs it is reported as unknown, then healthy again; a plugin that ends reports no more."""
-    monkeypatch.setattr("dra_driver.health.monitor._POLL_EVERY_S", 0.05)
-    monkeypatch.setattr("dra_driver.health.monitor._FRESH_S", 0.5)
+    monkeypatch.setattr("dra_driver.health.poller._POLL_EVERY_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.book.FRESH_S", 0.5)
     monkeypatch.setattr("dra_driver.health.kubelet_stream._RESEND_S", 0.1)
     node = make_node()
     driver = node.start_driver()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from dra_driver.errors import NvmlUnavailableError, RetryableError, StateError
-from dra_driver.health import monitor as module
 from dra_driver.health.monitor import Monitor
 from dra_driver.health.rules.state import RESTART_AFTER_S, SETTLE_S, SETTLE_UNSURE_S, UNRESPONSIVE_AFTER_S
 from dra_driver.health.rules.taints import device_taints
@@ -67,6 +67,7 @@ class Bench:
         self.fabrics: list[tuple[str, FabricRegistration]] = []
         self.monitor = self.restarted()
         self.turn()
+        self.changes = 0
 
     def restarted(self, boot_id: str = "boot-1") -> Monitor:
         """A monitor as after a restart of the plugin."""
@@ -84,12 +85,19 @@ class Bench:
             clock=lambda: self.now,
             monotonic=lambda: self.now,
         )
-        self.monitor.restore()
+        self.monitor.book.restore()
         return self.monitor
+
+    def problems(self) -> list[tuple[str, str]]:
+        return [(problem.code, problem.subject) for problem in self.monitor.problems({})]
 
     def turn(self, passed: float = 0) -> None:
         self.now += passed
-        self.monitor.turn(0)
+        self.monitor.turn()
+        self.monitor.listener.turn(0)
+        for poller in self.monitor.pollers.values():
+            poller.turn()
+        self.monitor.book.write()
 
     def reasons(self, index: int, *instance: int) -> list[str]:
         state = self.monitor.state(HealthTarget(self.uuids[index], *instance))
@@ -128,9 +136,9 @@ def test_well_gpus_cost_nothing(bench):
     for _ in range(20):
         bench.turn(3)
     assert [bench.condition(index) for index in range(4)] == ["ok"] * 4
-    assert (bench.changes, bench.store.saves, bench.tainted()) == (1, saves, {}), "known since the first poll"
+    assert (bench.changes, bench.store.saves, bench.tainted()) == (0, saves, {})
     assert bench.monitor.polled_at(bench.uuids[0]) >= bench.now - 10
-    assert bench.monitor.problem() is None
+    assert bench.problems() == []
 
 
 @tabled("xid", "tainted")
@@ -197,7 +205,7 @@ def test_an_instance_that_was_made_anew_starts_clean(bench):
 def test_who_an_event_hit_is_known_before_anybody_looks(bench):
     gi, ci, uuid = bench.first
     told: list[str | None] = []
-    bench.monitor.on_change = lambda: told.append(
+    bench.monitor.book.on_change = lambda: told.append(
         bench.monitor.state(HealthTarget(bench.uuids[MIG_GPU], gi, ci)).identity
     )
     bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
@@ -215,7 +223,7 @@ def test_who_an_event_hit_is_known_before_anybody_looks(bench):
 
 
 def test_an_event_hits_the_whole_gpu_when_nobody_can_tell_which_instances_there_are(bench, monkeypatch):
-    def gone(gpu_uuid: str) -> Mapping[tuple[int, int], str]:
+    def gone(gpu_uuid: str, pci_bus_id: str | None) -> Mapping[tuple[int, int], str]:
         raise NvmlUnavailableError("gone")
 
     gi, ci, _ = bench.first
@@ -332,7 +340,7 @@ def test_gpus_of_a_confidential_machine_are_held_back_until_they_are_ready(bench
 
 def test_a_gpu_that_falls_off_the_bus_and_comes_back(bench):
     seen: list[tuple[str, list[str]]] = []
-    bench.monitor.on_change = lambda: seen.append((bench.condition(0), bench.reasons(0)))
+    bench.monitor.book.on_change = lambda: seen.append((bench.condition(0), bench.reasons(0)))
     bench.machine.lose_gpu(0)
     bench.turn()
     assert seen == [("unhealthy", ["xid/79"]), ("lost", ["gpu-lost", "xid/79"])], (
@@ -368,7 +376,7 @@ def test_gpu_that_answers_nothing_is_tainted_after_the_second_poll_until_it_answ
 
 
 def test_gpu_that_cannot_be_found_for_another_reason_is_silent(bench):
-    bench.source.register([])  # so that polls have no handle
+    bench.source._handles.clear()
     bench.machine.set_fault("nvmlDeviceGetHandleBy*", code="unknown")
     bench.turn(10)
     assert bench.tainted() == {}
@@ -531,10 +539,10 @@ def test_a_driver_reload_clears_what_it_mends(bench):
     for _ in range(4):
         bench.turn(10)
     assert (bench.condition(0), bench.condition(1)) == ("unknown", "unknown")
-    assert "has not told the health" in (bench.monitor.problem() or "")
+    assert bench.problems() == [("health-unknown", uuid) for uuid in bench.uuids]
     bench.shown = None
     bench.turn(10)
-    assert bench.monitor.problem() is None
+    assert bench.problems() == []
     bench.machine.load_driver()
     bench.node.session.reopen()
     bench.shown = bench.uuids
@@ -613,7 +621,7 @@ def test_a_program_that_fails_over_and_over_fills_nothing(bench, logs):
     bench.turn()
     (entry,) = bench.monitor.history(bench.uuids[0])
     assert (entry.times, entry.before, entry.after) == (70, Severity.OK, Severity.OK)
-    assert (bench.changes, bench.store.saves, len(bench.transitions)) == (1, saves, 1)
+    assert (bench.changes, bench.store.saves, len(bench.transitions)) == (0, saves, 1)
     assert len([line for line in logs if line["event"] == "health_changed"]) == 1
 
 
@@ -635,11 +643,11 @@ def test_events_that_fail_leave_the_looks(bench, logs, function):
 
 def test_a_gpu_whose_health_is_known_again_is_news(bench):
     bench.turn()
-    bench.monitor._polls.clear()
+    bench.monitor.book._answers.clear()
     before = bench.changes
     bench.turn(10)
     bench.turn(10)
-    assert bench.changes == before + 1
+    assert bench.changes == before + 4
 
 
 def test_a_disk_that_refuses_costs_only_the_memory(bench, logs, monkeypatch):
@@ -649,112 +657,261 @@ def test_a_disk_that_refuses_costs_only_the_memory(bench, logs, monkeypatch):
     monkeypatch.setattr(bench.store, "save", refuse)
     bench.machine.raise_xid(0, 48)
     bench.turn()
-    assert (bench.reasons(0), bench.changes) == (["xid/48"], 2)
+    assert (bench.reasons(0), bench.changes) == (["xid/48"], 1)
     assert "health_not_kept" in [line["event"] for line in logs]
 
 
 class HangingSource:
-    """NVML that answers until it hangs; `release` ends the hang."""
+    """NVML that answers until calls for the GPUs in `hangs` do not; `release` ends their hang."""
 
     driver_loads = 0
 
     def __init__(self) -> None:
         self.event: HealthEvent | Exception | None = None
-        self.hangs = False
+        self.hangs: set[str] = set()
         self.taken = threading.Event()
         self.hanging, self.release = threading.Event(), threading.Event()
         self.closed = False
+        self.number: int | None = None
 
     def driver_version(self) -> str | None:
         return "1"
 
-    def registered(self) -> bool:
-        return True
+    def set_number(self) -> int | None:
+        return self.number
 
-    def register(self, uuids: Collection[str]) -> Mapping[str, str]:
-        return {}
+    def open_events(self) -> None:
+        self.number = (self.number or 0) + 1
+
+    def register(self, gpu_uuid: str, pci_bus_id: str | None) -> None:
+        self.hang(gpu_uuid)
+
+    def forget(self, gpu_uuid: str) -> None:
+        pass
 
     def wait(self, timeout_s: float) -> HealthEvent | None:
         event, self.event = self.event, None
         if isinstance(event, Exception):
             self.taken.set()
             raise event
+        if event is None:
+            time.sleep(timeout_s)
         return event
 
-    def read(self, gpu_uuid: str) -> PolledHealth:
-        if self.hangs:
+    def hang(self, gpu_uuid: str) -> None:
+        if gpu_uuid in self.hangs:
             self.hanging.set()
             self.release.wait(20)
+
+    def read(self, gpu_uuid: str, pci_bus_id: str | None) -> PolledHealth:
+        self.hang(gpu_uuid)
         return PolledHealth()
 
-    def instances(self, gpu_uuid: str) -> Mapping[tuple[int, int], str]:
-        return {}
+    def instances(self, gpu_uuid: str, pci_bus_id: str | None) -> Mapping[tuple[int, int], str]:
+        self.hang(gpu_uuid)
+        return {(1, 0): "MIG-a"}
 
     def close(self) -> None:
         self.closed = True
 
 
-@pytest.fixture
-def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Monitor]]:
-    """Starts monitors with a thread of their own."""
-    monkeypatch.setattr(module, "_WAIT_S", 0.005)
-    started: list[tuple[Monitor, HangingSource]] = []
+class Threaded:
+    """A monitor with its threads, which watches GPU-a and GPU-b. The clock of the GPUs' threads is `time`."""
 
-    def start(source: HangingSource, **more: object) -> Monitor:
-        store = HealthStore(tmp_path / "health.json", lambda: True)
-        heard = {"on_change": lambda: None, "on_transition": lambda _: None, "on_fabric": lambda *_: None}
-        monitor = Monitor(source, lambda: {"GPU-a": None}, lambda _: True, store, "boot", **heard | more)
-        started.append((monitor, source))
-        monitor.start()
-        return monitor
+    def __init__(self, path: Path, **more: object) -> None:
+        self.source, self.time, self.hanging = HangingSource(), [0.0], {}
+        self.gpus: dict[str, str | None] | None = {"GPU-a": None, "GPU-b": None}
+        self.told: list[HealthChange] = []
+        heard = {"on_change": lambda: None, "on_transition": self.told.append, "on_fabric": lambda *_: None}
+        self.monitor = Monitor(
+            self.source,
+            lambda: self.gpus,
+            lambda _: True,
+            HealthStore(path / "health.json", lambda: True),
+            "boot",
+            monotonic=lambda: self.time[0],
+            hanging=lambda: self.hanging,
+            **heard | more,
+        )
+        self.monitor.start()
+        eventually(lambda: sum(poller.is_heard for poller in self.monitor.pollers.values()) == 2)
+        eventually(lambda: all(map(self.monitor.is_fresh, self.gpus)))
+
+    def hang(self, *gpus: str) -> None:
+        """The next polls of these GPUs do not return."""
+        self.source.hangs |= {*gpus}
+        for gpu in gpus:
+            self.source.hanging.clear()
+            self.monitor.pollers[gpu].poll_soon()
+            assert self.source.hanging.wait(20)
+
+    def reasons(self, gpu: str, *instance: int) -> list[str]:
+        state = self.monitor.state(HealthTarget(gpu, *instance))
+        return ["/".join(filter(None, reason.name)) for reason in state.reasons]
+
+    def problems(self) -> dict[str, tuple[str, str]]:
+        return {one.subject: (one.code, one.text) for one in self.monitor.problems({"GPU-a": "gpu-a"})}
+
+
+@pytest.fixture
+def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Threaded]]:
+    """Starts monitors with their threads."""
+    monkeypatch.setattr("dra_driver.health.listener._WAIT_S", 0.005)
+    started: list[Threaded] = []
+
+    def start(**more: object) -> Threaded:
+        started.append(Threaded(tmp_path, **more))
+        return started[-1]
 
     yield start
-    for monitor, source in started:
-        source.release.set()
-        monitor.stop()
-        assert source.closed
+    for made in started:
+        made.source.release.set()
+        assert made.monitor.stop()
+        assert made.source.closed
+        names = {thread.name for thread in threading.enumerate()}
+        assert not [name for name in names if name.startswith("health")]
 
 
-def test_a_hang_in_nvml_makes_health_unknown(threaded):
-    time, source = [0.0], HangingSource()
-    monitor = threaded(source, monotonic=lambda: time[0])
-    source.event = HealthEvent("GPU-a", Xid(48))
-    eventually(lambda: condition_of(monitor, HealthTarget("GPU-a")) == "unhealthy")
-    source.hangs = True
-    time[0] = 20.0
-    assert source.hanging.wait(20)
-    assert (condition_of(monitor, HealthTarget("GPU-a")), monitor.problem()) == ("unhealthy", None)
-    time[0] = 51.0
-    assert condition_of(monitor, HealthTarget("GPU-a")) == "unknown"
-    assert "GPU GPU-a" in (monitor.problem() or "")
+def test_gpu_whose_poll_does_not_return_is_unresponsive_and_its_neighbour_is_as_fresh_as_ever(threaded):
+    made = threaded()
+    made.hang("GPU-a")
+    made.time[0] = 29.0
+    made.monitor.look_for_hangs()
+    assert (made.reasons("GPU-a"), made.problems()) == ([], {})
+    made.time[0] = 31.0
+    made.monitor.pollers["GPU-b"].poll_soon()
+    eventually(lambda: made.monitor.is_fresh("GPU-b"))
+    made.monitor.look_for_hangs()
+    assert (made.reasons("GPU-a"), made.reasons("GPU-b")) == (["unresponsive/no-answer"], [])
+    [(subject, (code, text))] = made.problems().items()
+    assert (subject, code) == ("gpu-a", "gpu-unresponsive")
+    assert text.startswith("GPU gpu-a (GPU-a): the GPU does not answer: a poll through NVML does not return")
+    assert [condition_of(made.monitor, HealthTarget(gpu)) for gpu in ("GPU-a", "GPU-b")] == ["unknown", "ok"]
+    assert [(change.target.gpu_uuid, change.is_hang) for change in made.told] == [("GPU-a", True)]
+    made.source.hangs.clear()
+    made.source.release.set()
+    eventually(lambda: made.reasons("GPU-a") == [])
+    eventually(lambda: made.problems() == {})
 
 
-def test_a_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(threaded):
-    time, source, hanging, told = [0.0], HangingSource(), {}, []
-    source.hangs = True
-    monitor = threaded(source, monotonic=lambda: time[0], hanging=lambda: hanging, on_transition=told.append)
-    assert source.hanging.wait(20)
-    hanging["GPU-a"] = ("the start of the MPS daemon", 0.0)
-    time[0] = UNRESPONSIVE_AFTER_S - 1.0
-    monitor.look_for_hangs()
-    assert (monitor.unresponsive(), told) == (None, [])
-    for time[0] in (UNRESPONSIVE_AFTER_S, UNRESPONSIVE_AFTER_S + 5.0):
-        monitor.look_for_hangs()
+@pytest.mark.parametrize("hung", [("GPU-a",), ("GPU-a", "GPU-b")])
+def test_event_is_taken_in_at_once_while_gpus_hang(threaded, hung):
+    made = threaded()
+    made.hang(*hung)
+    made.source.event = HealthEvent("GPU-b", Xid(95))
+    eventually(lambda: made.reasons("GPU-b") == ["xid/95"])
+    made.source.event = HealthEvent("GPU-b", Xid(48), 1, 0)
+    if "GPU-b" not in hung:
+        eventually(lambda: made.reasons("GPU-b", 1, 0) == ["xid/48"])
+        return
+    eventually(lambda: made.source.event is None)
+    made.time[0] = 31.0
+    eventually(lambda: (made.monitor.look_for_hangs(), "xid/48" in made.reasons("GPU-b"))[1])
+
+
+def test_gpu_that_comes_back_while_its_old_call_hangs_gets_no_second_call(threaded):
+    made = threaded()
+    made.hang("GPU-a")
+    old = made.monitor.pollers["GPU-a"]
+    gpus, made.gpus = made.gpus, {"GPU-b": None}
+    made.monitor.devices_changed()
+    eventually(lambda: old.is_stopping)
+    made.gpus = gpus
+    made.monitor.devices_changed()
+    made.monitor.turn()
+    assert made.monitor.pollers["GPU-a"] is old
+    made.source.hangs.clear()
+    made.source.release.set()
+    assert old.wait_ended(20)
+    made.monitor.devices_changed()
+    eventually(lambda: made.monitor.pollers["GPU-a"] is not old)
+    eventually(lambda: made.monitor.pollers["GPU-a"].is_heard)
+
+
+def test_gpu_that_goes_ends_its_thread(threaded):
+    made = threaded()
+    old = made.monitor.pollers["GPU-a"]
+    made.gpus = {"GPU-b": None}
+    made.monitor.devices_changed()
+    eventually(lambda: old.is_stopping)
+    assert old.wait_ended(20)
+    made.monitor.devices_changed()
+    eventually(lambda: list(made.monitor.pollers) == ["GPU-b"])
+
+
+def test_health_that_was_not_read_for_half_a_minute_is_a_problem(threaded, monkeypatch):
+    def closed(*_: object) -> PolledHealth:
+        raise NvmlUnavailableError("gone")
+
+    made = threaded()
+    monkeypatch.setattr(made.source, "read", closed)
+    made.time[0] = 31.0
+    found = made.problems()
+    assert {subject: code for subject, (code, _) in found.items()} == {
+        "gpu-a": "health-unknown",
+        "GPU-b": "health-unknown",
+    }
+    assert found["GPU-b"][1].startswith("the health of GPU GPU-b has not been read for 30 s;")
+    assert (made.reasons("GPU-a"), made.reasons("GPU-b")) == ([], []), "no poll failed"
+    made.gpus = None
+    assert made.problems() == {}, "NVML is closed on purpose"
+
+
+def test_wait_for_events_that_does_not_return_leaves_the_gpus_unmonitored(threaded):
+    made = threaded()
+    let, reached = threading.Event(), threading.Event()
+
+    def hang(_timeout_s: float) -> None:
+        reached.set()
+        let.wait(20)
+
+    made.source.wait = hang
+    assert reached.wait(20)
+    made.time[0] = 31.0
+    made.monitor.look_for_hangs()
+    assert [made.reasons(gpu) for gpu in ("GPU-a", "GPU-b")] == [["unmonitored"]] * 2
+    del made.source.wait
+    let.set()
+    eventually(lambda: [made.reasons(gpu) for gpu in ("GPU-a", "GPU-b")] == [[], []])
+
+
+def test_disk_that_hangs_holds_up_no_health(threaded, monkeypatch):
+    made = threaded()
+    let, reached = threading.Event(), threading.Event()
+
+    def hang(_kept: KeptHealth) -> None:
+        reached.set()
+        let.wait(20)
+
+    monkeypatch.setattr(made.monitor.book.store, "save", hang)
+    made.source.event = HealthEvent("GPU-a", Xid(48))
+    assert reached.wait(20)
+    made.source.event = HealthEvent("GPU-b", Xid(95))
+    eventually(lambda: (made.reasons("GPU-a"), made.reasons("GPU-b")) == (["xid/48"], ["xid/95"]))
+    let.set()
+
+
+def test_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(threaded):
+    made = threaded()
+    made.hang("GPU-a")
+    made.hanging["GPU-a"] = ("the start of the MPS daemon", -UNRESPONSIVE_AFTER_S)
+    made.monitor.look_for_hangs()
     text = "the GPU does not react: the start of the MPS daemon does not end"
-    assert monitor.unresponsive() == f"GPU GPU-a: {text}"
-    for time[0] in (RESTART_AFTER_S, RESTART_AFTER_S + 5.0):
-        monitor.look_for_hangs()
-    del hanging["GPU-a"]
-    monitor.look_for_hangs()
-    assert monitor.unresponsive() is None
+    assert made.problems() == {"gpu-a": ("gpu-unresponsive", f"GPU gpu-a (GPU-a): {text}")}
+    made.hanging["GPU-a"] = ("the start of the MPS daemon", float(-RESTART_AFTER_S))
+    for _ in range(2):
+        made.monitor.look_for_hangs()
+    made.hanging.clear()
+    made.monitor.look_for_hangs()
+    assert made.problems() == {}
     late = "the GPU does not react: the start of the MPS daemon has not ended for 15 minutes"
-    assert [(change.before, change.after) for change in told] == [
+    assert [(change.before, change.after) for change in made.told] == [
         (Severity.OK, Severity.DEGRADED),
         (Severity.DEGRADED, Severity.UNHEALTHY),
         (Severity.UNHEALTHY, Severity.OK),
     ]
-    assert told[0].text == text
-    assert late in told[1].text
+    assert made.told[0].text == text
+    assert late in made.told[1].text
 
 
 def test_an_operation_that_hung_is_over_after_a_restart(bench):
@@ -762,7 +919,7 @@ def test_an_operation_that_hung_is_over_after_a_restart(bench):
     bench.monitor.hanging = lambda: hanging
     bench.monitor.look_for_hangs()
     bench.monitor.hanging = dict
-    bench.turn(10)
+    bench.monitor.book.write()
     assert bench.tainted() == {"0": ["unresponsive=None:NoSchedule"]}
     monitor = bench.restarted()
     assert bench.reasons(0) == ["unresponsive"], "doctor reads it in the file"
@@ -783,8 +940,8 @@ def test_what_two_threads_take_in_at_a_time_is_all_kept(bench):
 
     began = bench.now - UNRESPONSIVE_AFTER_S
     monitor.hanging = lambda: {bench.uuids[0]: ("the creation of a MIG device", began)}
-    monitor._places = SlowPlaces(monitor._places)
-    event = threading.Thread(target=monitor._take, args=({target: (Xid(48),)},))
+    monitor.book.places = SlowPlaces(monitor.book.places)
+    event = threading.Thread(target=monitor.book.take, args=({target: (Xid(48),)},))
     look = threading.Thread(target=monitor.look_for_hangs)
     event.start()
     assert reached.wait(20)
@@ -800,20 +957,19 @@ def test_what_two_threads_take_in_at_a_time_is_all_kept(bench):
     "surprise", [RuntimeError("surprise"), RetryableError("later"), NvmlUnavailableError("gone")]
 )
 def test_a_surprise_does_not_end_the_thread(threaded, surprise):
-    source, changed = HangingSource(), threading.Event()
-    source.event = surprise
-    threaded(source, on_change=changed.set)
-    assert source.taken.wait(20)
-    source.event = HealthEvent("GPU-a", Xid(48))
-    assert changed.wait(20)
+    made = threaded()
+    made.source.event = surprise
+    assert made.source.taken.wait(20)
+    made.source.event = HealthEvent("GPU-a", Xid(48))
+    eventually(lambda: "xid/48" in made.reasons("GPU-a"))
 
 
 def test_a_listener_that_fails_does_not_end_the_watch(bench, logs):
     def fail(change: HealthChange) -> None:
         raise RuntimeError("surprise")
 
-    bench.monitor._history._listener = fail
+    bench.monitor.book.history._listener = fail
     bench.machine.raise_xid(0, 48)
     bench.turn()
-    assert bench.changes == 2
+    assert bench.changes == 1
     assert "health_listener_failed" in [line["event"] for line in logs]

@@ -179,10 +179,23 @@ class Node(PlaygroundNode):
         return sorted(path.name for path in (self.plugin_dir / "claims").glob("[!.]*"))
 
 
+def poll_all(driver: Driver) -> None:
+    """Have the health of every GPU polled now."""
+    for poller in driver.health.monitor.pollers.values():
+        poller.poll_soon()
+
+
+def heard(driver: Driver) -> int:
+    """Of how many GPUs the events reach the plugin."""
+    monitor = driver.health.monitor
+    newest = monitor.source.set_number()
+    return sum(poller.is_heard and poller._set_number == newest for poller in monitor.pollers.values())
+
+
 @pytest.fixture(autouse=True)
 def _quick_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The monitor waits for events in NVML and hears of its end afterwards."""
-    monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.listener._WAIT_S", 0.05)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from tests.api.parameter_table import parameters
 from tests.fakes.samples import MIXED, h100, inventory
 from tests.fakes.tables import data_of, tabled
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import DRIVER, NODE, Node
+from tests.integration.conftest import DRIVER, NODE, Node, heard, poll_all
 from tests.integration.test_mig_commands import files
 from tests.integration.test_process import call, environment
 
@@ -78,10 +78,10 @@ def test_doctor_names_the_gpus_that_are_ill_when_the_plugin_runs(node: Node) -> 
         return {f"{it['key']} {it['value']}".strip() for state in states for it in state.get("reasons", ())}
 
     def polled_with(done: Callable[[], bool]) -> bool:
-        driver.health.monitor._next_poll = 0.0
+        poll_all(driver)
         return done()
 
-    eventually(lambda: len(driver.health.monitor._heard) == 8)
+    eventually(lambda: heard(driver) == 8)
     machine.set_remapped_rows(2, failed=1)
     machine.raise_xid(3, 95)
     eventually(lambda: polled_with(lambda: kept() == {"row-remap failure", "xid 95"}))

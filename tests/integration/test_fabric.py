@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dra_driver.app.daemon import Driver
-from dra_driver.health import monitor
+from dra_driver.health import poller
 from dra_driver.host import imex
 from dra_driver.model.claim import ClaimRef
 from dra_driver.nvml.reader import NvmlReader
@@ -40,13 +40,13 @@ def tray(make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> Nod
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Polls of health come often; discovery still reads everything once a minute."""
-    monkeypatch.setattr(monitor, "_POLL_EVERY_S", 0.05)
+    monkeypatch.setattr(poller, "_POLL_EVERY_S", 0.05)
 
 
 @pytest.fixture
 def seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     """Health is polled only when something else calls for it."""
-    monkeypatch.setattr(monitor, "_POLL_EVERY_S", IN_A_WHILE)
+    monkeypatch.setattr(poller, "_POLL_EVERY_S", IN_A_WHILE)
 
 
 def fabric_of(device: Json) -> tuple[list[str], Json]:

@@ -13,7 +13,7 @@ from dra_driver.model.claim import Failed
 from dra_driver.model.health import HealthTarget
 from dra_driver.model.steps import SetTimeSlice
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import Json, Node, sliced
+from tests.integration.conftest import Json, Node, poll_all, sliced
 from tests.integration.test_mig import named
 
 
@@ -63,7 +63,7 @@ def test_the_status_follows_a_gpu_that_is_lost_and_comes_back(node: Node) -> Non
     eventually(lambda: ready(node) == {"one": ("False", "GPULost")})
     node.machine.restore_gpu(0)
     node.driver.discovery.request_rescan()
-    node.driver.health.monitor._next_poll = 0.0
+    poll_all(node.driver)
     eventually(lambda: ready(node) == {"one": PREPARED})
 
 
@@ -106,7 +106,7 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.health.rules.state.UNRESPONSIVE_AFTER_S", 3600)
-    monkeypatch.setattr("dra_driver.reporting.claim_health._ROUND_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.monitor._LOOK_EVERY_S", 0.05)
     driver = node.driver
     let, looks = threading.Event(), threading.Event()
 
@@ -135,14 +135,16 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     [taint] = eventually(tainted)[wanted]
     assert (taint["key"], taint["effect"]) == ("gpu.nvidia.com/unresponsive", "NoSchedule")
     assert list(tainted()) == [wanted]
-    text = f"GPU {uuid}: the GPU does not react: the setting of the time slice does not end"
+    reason = "the GPU does not react: the setting of the time slice does not end"
+    text = f"GPU {uuid}: {reason}"
     concerned = ["Node/node-a"]  # the claim ended with its Prepare
     eventually(lambda: told(node, "GPUUnhealthy") == concerned)
     assert {event["message"] for event in node.events("GPUUnhealthy")} == {text}
-    assert (driver.probes.readiness(), text in driver.probes.notes()) == ([], True)
+    note = f"GPU {wanted} ({uuid}): {reason}"
+    assert (driver.probes.readiness(), note in driver.probes.notes()) == ([], True)
     labels = {"driver": "gpu.nvidia.com", "uuid": uuid, "reason": "unresponsive"}
     assert driver.metrics.registry.get_sample_value("nvidia_dra_gpu_reason", labels) == 2.0
-    assert uuid in (node.plugin_dir / "health.json").read_text(), "doctor reads it there"
+    eventually(lambda: uuid in (node.plugin_dir / "health.json").read_text())  # doctor reads it there
     monkeypatch.setattr("dra_driver.health.rules.state.RESTART_AFTER_S", 0)
     eventually(lambda: told(node, "GPUUnhealthy") == sorted(concerned * 2))
     late = [event for event in node.events("GPUUnhealthy") if "restart the plugin's pod" in event["message"]]
@@ -150,7 +152,7 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     let.set()
     eventually(lambda: told(node, "GPURecovered") == concerned)
     eventually(lambda: tainted() == {})
-    assert text not in driver.probes.notes()
+    assert note not in driver.probes.notes()
 
 
 def test_gpu_on_which_the_older_instance_hangs_is_tainted_by_the_newer_one(

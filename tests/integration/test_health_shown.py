@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 
 import pytest
 
 from dra_driver.app.daemon import Driver
-from dra_driver.health import monitor
+from dra_driver.health import poller
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1
 from tests.fakes.scrapes import by_label
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import Node
+from tests.integration.conftest import Node, heard
 from tests.integration.test_mig import named
 
 
@@ -22,9 +21,11 @@ def shown(driver: Driver, name: str, *labels: str) -> Mapping[tuple[str, ...], f
 
 def hear_anew(driver: Driver, gpu_uuid: str) -> None:
     """A change of MIG mode makes registrations void, on real GPUs too: until the next one nobody hears of an Xid."""
-    watch, since = driver.health.monitor, time.monotonic()
+    watch = driver.health.monitor
+    before = watch.pollers[gpu_uuid]._set_number
     watch.devices_changed()
-    eventually(lambda: not watch._refresh.is_set() and watch._polls[gpu_uuid][1] >= since)
+    eventually(lambda: watch.pollers[gpu_uuid]._set_number != before)
+    eventually(lambda: heard(driver) == len(watch.pollers))
 
 
 def health_of(driver: Driver, device: str) -> int:
@@ -48,7 +49,7 @@ def test_an_nvidia_driver_that_goes_away_is_a_problem_though_the_plugin_is_ready
 def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor, "_POLL_EVERY_S", 1000.0)
+    monkeypatch.setattr(poller, "_POLL_EVERY_S", 1000.0)
     node = make_node().running(8 * 26, dynamic_mig=True)
     driver = node.driver
     name = named(node, "1g.10gb", 0)

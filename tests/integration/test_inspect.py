@@ -14,7 +14,7 @@ import yaml
 
 from tests.fakes.waiting import eventually
 from tests.host.trees import VERSION, driver_root, put_elf_libraries
-from tests.integration.conftest import Node
+from tests.integration.conftest import Node, poll_all
 from tests.integration.test_process import call, environment
 from tests.integration.test_withdrawn import hear_all
 
@@ -60,7 +60,7 @@ def test_taints_and_sharing_are_shown_as_published(node: Node, tmp_path: Path) -
     hear_all(node)
     node.machine.raise_xid(3, 79)
     node.machine.set_remapped_rows(5, pending=True)
-    node.driver.health.monitor._next_poll = 0.0
+    poll_all(node.driver)
     eventually(lambda: sum(bool(device.get("taints")) for device in node.devices()) == 2)
     eventually(lambda: printed(*options(node)) == content(node.slices()))
     table = call("inspect", *options(node)).stdout.splitlines()

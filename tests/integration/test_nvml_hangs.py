@@ -11,10 +11,71 @@ from dra_driver.model.claim import Failed
 from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.scrapes import scraped
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import Node, sliced
+from tests.integration.conftest import Node, heard, poll_all, sliced
 
 USUAL_S = 3.0
 """How long a Prepare or Unprepare may take on a busy machine."""
+
+
+def tainted(node: Node) -> dict[str, list[str]]:
+    """Keys and values of the taints by the index of the GPU."""
+    order = [gpu.uuid[4:12] for gpu in node.machine.current().present]
+    return {
+        str(order.index(device["name"][-8:])): [
+            "=".join(filter(None, (taint["key"].partition("/")[2], taint.get("value"))))
+            for taint in device["taints"]
+        ]
+        for device in node.devices()
+        if device.get("taints")
+    }
+
+
+@pytest.mark.parametrize("delay_s", [50, 600])
+def test_xid_is_published_and_health_stays_fresh_whatever_another_gpu_does(
+    node: Node, monkeypatch: pytest.MonkeyPatch, delay_s: float
+) -> None:
+    monkeypatch.setattr("dra_driver.health.monitor._LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.poller._POLL_EVERY_S", 0.1)
+    eventually(lambda: heard(node.driver) == 8)
+    monitor = node.driver.health.monitor
+    uuids = [gpu.uuid for gpu in node.machine.current().present]
+    node.machine.set_fault("nvml*", delay_s=delay_s, gpu=0)
+    poll_all(node.driver)
+    eventually(lambda: monitor.pollers[uuids[0]]._calling_since is not None)
+    node.driver.discovery.request_rescan()
+    node.driver.health.monitor.devices_changed()
+    eventually(lambda: heard(node.driver) == 7)
+    node.machine.raise_xid(5, 95)
+    eventually(lambda: tainted(node) == {"5": ["xid=95"]})
+    answers = [monitor.book._answers[uuid][1] for uuid in uuids[1:]]
+    eventually(
+        lambda: all(monitor.book._answers[u][1] > at for u, at in zip(uuids[1:], answers, strict=True))
+    )
+    monkeypatch.setattr("dra_driver.health.poller._OVERDUE_S", 0.2)
+    eventually(lambda: tainted(node).get("0") == ["unresponsive=no-answer"])
+    assert set(tainted(node)) == {"0", "5"}
+    eventually(lambda: [event for event in node.events("GPUUnhealthy") if uuids[0] in event["message"]])
+    eventually(lambda: [problem.code for problem in node.driver.health.problems()] == ["gpu-unresponsive"])
+    node.machine.clear_faults()
+    eventually(lambda: "0" not in tainted(node))
+
+
+def test_every_gpu_is_unresponsive_while_one_call_blocks_all_of_nvml(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVIDIA's kernel driver may hold a lock that every call needs."""
+    monkeypatch.setattr("dra_driver.health.monitor._LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.poller._POLL_EVERY_S", 0.1)
+    eventually(lambda: heard(node.driver) == 8)
+    monkeypatch.setattr("dra_driver.health.poller._OVERDUE_S", 1.0)
+    node.machine.set_fault("nvmlDeviceGet*", delay_s=600, gpu=0, blocks_all=True)
+    eventually(lambda: tainted(node) == {str(index): ["unresponsive=no-answer"] for index in range(8)})
+    assert {problem.code for problem in node.driver.health.problems()} == {"gpu-unresponsive"}
+    held = node.allocated_by_hand("held", node.devices()[1]["name"])
+    node.take_back(held)
+    node.machine.clear_faults()
+    eventually(lambda: tainted(node) == {})
+    eventually(lambda: node.driver.problems() == [])
 
 
 def looks(node: Node) -> None:

@@ -13,7 +13,7 @@ from dra_driver.model.health import HealthTarget
 from dra_driver.model.record import ClaimRecord
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import Node
+from tests.integration.conftest import Node, heard, poll_all
 from tests.integration.test_mig import named
 
 MakeNode = Callable[..., Node]
@@ -30,13 +30,13 @@ def until_named(node: Node, expected: Iterable[str]) -> None:
 
 def hear_all(node: Node) -> None:
     """NVML tells of an Xid only whoever has registered for the GPU before."""
-    eventually(lambda: len(node.driver.health.monitor._heard) == 8)
+    eventually(lambda: heard(node.driver) == 8)
 
 
 def well_again(node: Node) -> None:
     node.machine.restore_gpu(0)
     node.driver.discovery.request_rescan()
-    node.driver.health.monitor._next_poll = 0.0
+    poll_all(node.driver)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_an_older_server_with_the_gate_on_gets_no_more_taints_than_it_takes(make
     node.machine.set_fabric(0, state=pynvml.NVML_GPU_FABRIC_STATE_IN_PROGRESS)
     node.machine.set_remapped_rows(0, pending=1)
     node.machine.set_recovery_action(0, pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET)
-    node.driver.health.monitor._next_poll = 0.0
+    poll_all(node.driver)
     gpu = HealthTarget(node.devices()[0]["attributes"]["uuid"]["string"])
     eventually(lambda: len({reason.key for reason in node.driver.health.monitor.state(gpu).reasons}) == 5)
     eventually(lambda: len(node.devices()[0].get("taints", [])) == 4)

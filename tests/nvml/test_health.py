@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pynvml
 import pytest
 
-from dra_driver.errors import DeviceLostError, NvmlUnavailableError, RetryableError
+from dra_driver.errors import DeviceLostError, NotSupportedError, NvmlUnavailableError, RetryableError
 from dra_driver.health.rules.state import observe
 from dra_driver.model.health import (
     DoubleBitError,
@@ -44,9 +45,16 @@ def node(machine: Callable[[str], SimulatedNode]) -> SimulatedNode:
 @pytest.fixture
 def source(node: SimulatedNode) -> Iterator[HealthSource]:
     made = HealthSource(node.session)
-    made.register([gpu.uuid for gpu in node.machine.current().present])
+    watch(made, *(gpu.uuid for gpu in node.machine.current().present))
     yield made
     made.close()
+
+
+def watch(source: HealthSource, *uuids: str) -> None:
+    """Register these GPUs in a new event set."""
+    source.open_events()
+    for gpu in uuids:
+        source.register(gpu, None)
 
 
 def uuid(node: SimulatedNode, index: int = 0) -> str:
@@ -217,9 +225,10 @@ def test_a_gpu_that_falls_off_the_bus_is_named_all_the_same(node, source):
 
 def test_a_gpu_that_cannot_be_registered_hides_no_other(node, source):
     node.machine.set_fault("nvmlDeviceGetSupportedEventTypes", code="not-supported", gpu=0)
-    unheard = source.register([uuid(node), uuid(node, 1)])
-    assert list(unheard) == [uuid(node)]
-    assert "Not Supported" in unheard[uuid(node)]
+    source.open_events()
+    with pytest.raises(NotSupportedError, match="Not Supported"):
+        source.register(uuid(node), None)
+    source.register(uuid(node, 1), None)
     node.machine.raise_xid(1, 48)
     assert source.wait(1) == HealthEvent(uuid(node, 1), Xid(48))
 
@@ -230,38 +239,62 @@ def test_gpus_without_xid_events_are_not_heard(machine):
     supported = pynvml.nvmlDeviceGetSupportedEventTypes(pynvml.nvmlDeviceGetHandleByIndex(0))
     made.machine.set_fault("nvmlDeviceRegisterEvents", code="not-supported")
     assert supported & pynvml.nvmlEventTypeXidCriticalError
-    assert list(HealthSource(made.session).register([uuid(made)])) == [uuid(made)]
+    source = HealthSource(made.session)
+    source.open_events()
+    with pytest.raises(NotSupportedError):
+        source.register(uuid(made), None)
 
 
-def test_registering_again_loses_nothing_that_comes_later(node, source):
-    source.register([uuid(node, 1)])
+def test_gpu_that_is_not_registered_again_is_heard_until_it_is_forgotten(node, source):
+    """As long as its thread hangs."""
+    watch(source, *(gpu.uuid for gpu in list(node.machine.current().present)[1:]))
+    node.machine.raise_xid(0, 48)
+    assert source.wait(1) == HealthEvent(uuid(node), Xid(48))
+    source.forget(uuid(node))
+    assert source.wait(0) is None
+    assert len(source._sets) == 1, "a set that nobody needs is freed"
     node.machine.raise_xid(0, 48)
     node.machine.raise_xid(1, 74)
     assert source.wait(1) == HealthEvent(uuid(node, 1), Xid(74))
     assert source.wait(0) is None
 
 
+def test_event_sets_of_many_changes_are_freed(node, source):
+    everything = [gpu.uuid for gpu in node.machine.current().present]
+    for _ in range(5):
+        watch(source, *everything)
+    assert source.wait(0) is None
+    assert len(source._sets) == 1
+    node.session.reopen()
+    watch(source, *everything)
+    assert len(source._sets) == 1
+
+
 def test_registering_again_loses_nothing_that_nobody_has_heard_yet(node, source):
     node.machine.raise_xid(0, 48)
     node.machine.raise_xid(1, 74)
-    source.register([uuid(node, 1)])
+    watch(source, uuid(node, 1))
+    heard = [source.wait(1) for _ in range(2)]
     node.machine.raise_xid(1, 79)
-    heard = [source.wait(1) for _ in range(3)]
+    heard.append(source.wait(1))
     assert heard == [HealthEvent(uuid(node, number), Xid(xid)) for number, xid in ((0, 48), (1, 74), (1, 79))]
+    source.forget(uuid(node))
     assert source.wait(0) is None
 
 
 def test_a_new_session_makes_registrations_void(node, source):
-    assert source.registered()
+    assert source.set_number() == 1
     node.session.reopen()
-    assert not source.registered()
-    with pytest.raises(NvmlUnavailableError, match="registered again"):
-        source.wait(0)
-    source.register([uuid(node)])
+    assert source.set_number() is None
+    for call in (partial(source.wait, 0), partial(source.register, uuid(node), None)):
+        with pytest.raises(NvmlUnavailableError, match="registered again"):
+            call()
+    watch(source, uuid(node))
+    assert source.set_number() == 2
     node.machine.raise_xid(0, 48)
     assert source.wait(1) == HealthEvent(uuid(node), Xid(48))
     node.session.close()
-    assert not source.registered()
+    assert source.set_number() is None
     with pytest.raises(NvmlUnavailableError):
         source.wait(0)
     source.close()
@@ -271,7 +304,7 @@ def test_a_new_session_makes_registrations_void(node, source):
 def test_a_driver_reload_is_counted(node, source, seen_by):
     assert source.driver_loads == 0
     node.session.reopen()
-    source.register([uuid(node)])
+    watch(source, uuid(node))
     assert source.driver_loads == 0, "a new session alone is no reload"
     node.machine.unload_driver()
     if seen_by == "waiter":
@@ -282,7 +315,7 @@ def test_a_driver_reload_is_counted(node, source, seen_by):
             node.session.reopen()
     node.machine.load_driver()
     node.session.reopen()
-    source.register([uuid(node)])
+    watch(source, uuid(node))
     assert source.driver_loads == 1
 
 
@@ -290,6 +323,17 @@ def test_a_wait_that_fails(node, source):
     node.machine.set_fault("nvmlEventSetWait_v2", code="unknown")
     with pytest.raises(RetryableError):
         source.wait(0)
+
+
+def test_poll_under_which_nvml_was_initialised_anew_does_not_count(node, source, monkeypatch):
+    def reopened(_handle: object) -> list[int]:
+        monkeypatch.setattr(session_module, "_PATIENCE_S", 0.01)
+        node.session.reopen()
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetRemappedRows", reopened)
+    with pytest.raises(NvmlUnavailableError, match="closed during a poll"):
+        source.read(uuid(node), None)
 
 
 def test_nvml_is_not_shut_down_under_a_call(node, monkeypatch):

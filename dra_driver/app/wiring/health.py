@@ -16,7 +16,7 @@ from dra_driver.health.store import HealthStore
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.mig.context import MigAction
 from dra_driver.model.inventory import OfferedDevice
-from dra_driver.model.problems import NodeProblem, ProblemCode
+from dra_driver.model.problems import NodeProblem
 from dra_driver.nvml.events import HealthSource
 from dra_driver.slices.rules.build import Taints
 from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, TaintLimits
@@ -52,11 +52,8 @@ class HealthParts:
 
     def problems(self) -> Sequence[NodeProblem]:
         """GPUs whose health is not known, and GPUs that do not respond."""
-        found: list[tuple[ProblemCode, str | None]] = [
-            ("health-unknown", self.monitor.problem()),
-            ("gpu-unresponsive", self.monitor.unresponsive()),
-        ]
-        return [NodeProblem(code, text) for code, text in found if text is not None]
+        inventory = self._driver.discovery.latest()
+        return self.monitor.problems({} if inventory is None else inventory.gpu_names)
 
     def devices_changed(self) -> None:
         """The inventory has changed."""

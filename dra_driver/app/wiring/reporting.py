@@ -50,7 +50,6 @@ class ReportingParts:
             inventory,
             mig.created_instance,
             may_tell,
-            monitor.look_for_hangs,
         )
         self._mps = MpsEvents(self.recorder, records.all, mps.statuses)
         self.reporter: Reporter = Reporter(

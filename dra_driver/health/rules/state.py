@@ -22,6 +22,7 @@ from dra_driver.model.health import (
     HealthState,
     InstanceSeen,
     MonitoringState,
+    NoAnswer,
     Observation,
     PolledHealth,
     PollResult,
@@ -34,6 +35,7 @@ from dra_driver.model.health import (
 
 _EVENT_KEYS = frozenset({XID, ECC})
 _NO_ACTION = 0
+_RESET_OR_REBOOT = "reset the GPU or reboot the node"
 _LOST_TEXT = "the GPU fell off the bus and does not answer; reset the GPU or reboot the node"
 
 
@@ -78,6 +80,9 @@ def observe(
             after = _after_poll(state, polled, now)
         case Unreachable():
             after = _with_found(state, {LOST: [(LOST, "", Severity.LOST, _LOST_TEXT)]}, now)
+        case NoAnswer(for_s):
+            text = "the GPU does not answer: a poll through NVML does not return; " + _RESET_OR_REBOOT
+            after = _no_answer(state, text, now - int(for_s))
         case MonitoringState(problem):
             found = [] if problem is None else [(UNMONITORED, "", Severity.INFORMATION, problem)]
             after = _with_found(state, {UNMONITORED: found}, now)
@@ -155,8 +160,11 @@ def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> Health
     state = replace(state, silent_polls=polls)
     if polls < SILENT_POLLS or state.has(LOST):
         return state
-    text = "the GPU does not answer: every query of NVML to it fails; reset the GPU or reboot the node"
-    return _with(state, Reason(UNRESPONSIVE, NO_ANSWER, Severity.DEGRADED, now, now, text, "poll"))
+    return _no_answer(state, "the GPU does not answer: every query to it fails; " + _RESET_OR_REBOOT, now)
+
+
+def _no_answer(state: HealthState, text: str, since: int) -> HealthState:
+    return _with(state, Reason(UNRESPONSIVE, NO_ANSWER, Severity.DEGRADED, since, since, text, "poll"))
 
 
 def _after_poll(state: HealthState, polled: PolledHealth, now: int) -> HealthState:

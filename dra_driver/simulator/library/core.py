@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,6 +24,8 @@ from dra_driver.simulator.topology import sysfs_bus_id
 KIND_GPU, KIND_MIG, KIND_GI, KIND_CI = range(4)
 _BASE = 0x7F3A_0000_0000
 _SLOTS = 0xFFF
+_LOOK_S = 0.1
+"""How often a call that hangs looks whether its fault was cleared."""
 
 
 def program() -> str:
@@ -58,6 +61,7 @@ class Core:
         self._order: list[str] = []
         self._slots: list[str] = []
         self._session_lock = threading.Lock()
+        self._driver_lock = threading.Lock()
         self.session: Session | None = None
 
     # --- session -------------------------------------------------------------------------------
@@ -153,8 +157,11 @@ class Core:
 
         def call(*arguments: Any) -> int:
             try:
-                if self._read().faults:
-                    self._apply_fault(name, arguments)
+                faults = self._read().faults
+                if faults:
+                    is_locked = any(fault.blocks_all for fault in faults)
+                    with self._driver_lock if is_locked else nullcontext():
+                        self._apply_fault(name, arguments)
                 return int(method(*arguments) or 0)
             except Refusal as outcome:
                 return outcome.code
@@ -170,8 +177,12 @@ class Core:
             return
         if fault.remaining is not None and not self.machine.consume_fault(fault):
             return
-        if fault.delay_s > 0:
-            time.sleep(fault.delay_s)
+        until = time.monotonic() + fault.delay_s
+        while (left := until - time.monotonic()) > 0:
+            time.sleep(min(_LOOK_S, left))
+            # A fault that is counted is gone as soon as its last call has begun.
+            if fault.remaining is None and fault not in self._read().faults:
+                break
         if fault.code:
             raise Refusal(fault.code)
 

@@ -1,0 +1,210 @@
+"""What is known of the health of all GPUs: the states, their history, and the file that keeps them.
+
+Any thread may take in what it observed. The lock is never held for a call of NVML, for the disk or for a listener, so
+that a hang in one of them stays with the GPU or the part that it happened to. A thread of its own writes the file.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+
+import structlog
+
+from dra_driver.concurrency.worker import BackgroundWorker
+from dra_driver.errors import StateError
+from dra_driver.health.history import HealthHistory, change_between
+from dra_driver.health.rules.merge import merged
+from dra_driver.health.rules.state import observe
+from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, xid_text
+from dra_driver.health.store import HealthStore, KeptHealth
+from dra_driver.model.health import (
+    HealthChange,
+    HealthEvent,
+    HealthState,
+    HealthStates,
+    HealthTarget,
+    Observation,
+    Reset,
+    Severity,
+    Xid,
+)
+
+_log = structlog.get_logger(__name__)
+
+_WRITE_AGAIN_S = 5.0
+"""Also how soon it is noticed that another instance has kept the file before."""
+FRESH_S = 30.0
+
+
+class HealthThread(BackgroundWorker):
+    """One of the threads that watch health. After a mistake of ours it goes on `again_s` seconds later."""
+
+    def __init__(self, name: str, work: Callable[[], float], again_s: float) -> None:
+        super().__init__(name, work, crash_event="health_failed", on_crash=lambda _error: again_s)
+
+
+@dataclass(eq=False)
+class HealthBook:
+    """The health states.
+
+    `on_change` is called after each change that others can see, and when the health of a GPU is known again.
+    `on_transition` is called with each entry of the history. Both are called without a lock and must not block.
+    """
+
+    store: HealthStore
+    boot_id: str
+    _: KW_ONLY
+    on_change: Callable[[], None]
+    on_transition: Callable[[HealthChange], None]
+    policy: XidPolicy = NO_CHANGES
+    clock: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._guard = threading.Lock()
+        self._states: HealthStates = {}
+        self._kept: KeptHealth | None = None
+        self._told = ""
+        self._warned: set[str | None] = set()
+        self._answers: dict[str, tuple[int, float]] = {}  # when each GPU answered last, on both clocks
+        self.history = HealthHistory(self.on_transition)
+        # PCI bus IDs by UUID, of all GPUs that were watched.
+        self.places: dict[str, str] = {}
+        self.driver_version: str | None = None
+        self.is_new_boot = False
+        self.writer = HealthThread("health-file", self.write, _WRITE_AGAIN_S)
+
+    def states(self) -> HealthStates:
+        """Every state by its target."""
+        return self._states
+
+    def state(self, target: HealthTarget) -> HealthState:
+        """The state of one target."""
+        return self._states.get(target) or HealthState(target)
+
+    def now(self) -> int:
+        """In whole seconds since 1970."""
+        return int(self.clock())
+
+    def answered_at(self, gpu_uuid: str) -> int | None:
+        """When the GPU answered last, in seconds since 1970; that it was found lost counts too."""
+        answer = self._answers.get(gpu_uuid)
+        return None if answer is None else answer[0]
+
+    def is_fresh(self, gpu_uuid: str) -> bool:
+        """Whether the last answer is recent enough to say anything about the GPU."""
+        answer = self._answers.get(gpu_uuid)
+        return answer is not None and self.monotonic() - answer[1] <= FRESH_S
+
+    def answered(self, gpu_uuid: str) -> None:
+        """The GPU has just answered a poll."""
+        is_news = not self.is_fresh(gpu_uuid)
+        self._answers[gpu_uuid] = (self.now(), self.monotonic())
+        if is_news:
+            self.on_change()
+
+    def take(self, observed: Mapping[HealthTarget, Sequence[Observation]]) -> None:
+        """Change the states by the observations, tell of the changes, and have them written."""
+        now, changes = self.now(), []
+        with self._guard:
+            states = dict(self._states)
+            for target, observations in observed.items():
+                before = after = self.state(target)
+                for observation in observations:
+                    after = observe(after, observation, now, self.policy)
+                if not target.is_instance:
+                    after = replace(after, pci_bus_id=self.places.get(target.gpu_uuid, after.pci_bus_id))
+                states[target] = after
+                if target.is_instance and not (after.reasons or after.setbacks):
+                    del states[target]
+                if after.shown != before.shown:
+                    changes.append(change_between(before, after, now))
+            if states == self._states:
+                return
+            self._states = states
+        self.writer.wake()
+        if changes:
+            self.on_change()
+        for change in changes:
+            self.history.add(change)
+
+    def note_xid(self, target: HealthTarget, number: int) -> None:
+        """An Xid that says nothing about the GPU."""
+        severity = self.state(target).severity
+        self.history.note(HealthChange(target, self.now(), severity, severity, xid_text(number)))
+
+    def warn_of_unknown(self, event: HealthEvent) -> None:
+        """Tell, once for each GPU, of an event whose GPU or instance NVML does not show."""
+        if event.gpu_uuid in self._warned:
+            return
+        self._warned.add(event.gpu_uuid)
+        _log.warning(
+            "event_of_unknown_device",
+            gpu_uuid=event.gpu_uuid,
+            gpu_instance_id=event.gpu_instance_id,
+            compute_instance_id=event.compute_instance_id,
+            xid=event.observation.number if isinstance(event.observation, Xid) else None,
+        )
+
+    def forget(self, gpu_uuids: Collection[str]) -> None:
+        """Drop all that is known of GPUs that were taken out, and tell."""
+        if not gpu_uuids:
+            return
+        with self._guard:
+            gone = [self.state(HealthTarget(uuid)) for uuid in sorted(gpu_uuids)]
+            self._states = {
+                key: state for key, state in self._states.items() if key.gpu_uuid not in gpu_uuids
+            }
+        self.writer.wake()
+        self.on_change()
+        for state in gone:
+            self._answers.pop(state.target.gpu_uuid, None)
+            self.places.pop(state.target.gpu_uuid, None)
+            at = f" at {state.pci_bus_id}" if state.pci_bus_id else ""
+            text = f"the NVIDIA driver no longer has the GPU{at}; its health is forgotten"
+            self.history.forget(
+                HealthChange(state.target, self.now(), state.severity, Severity.OK, text, is_gone=True)
+            )
+
+    def restore(self) -> None:
+        """Take over what an earlier run, or another instance, kept. What cannot be loaded is told and observed anew."""
+        try:
+            kept = self.store.load()
+        except StateError as error:
+            _log.error("health_not_loaded", reason=str(error))
+            return
+        if kept is None:
+            return
+        states = kept.states
+        if kept.boot_id != self.boot_id:
+            self.is_new_boot = True
+            # Instances never survive a boot.
+            states = tuple(
+                observe(state, Reset(), self.now(), self.policy)
+                for state in states
+                if not state.target.is_instance
+            )
+        with self._guard:
+            self._states = {state.target: state for state in merged(self._states.values(), states)}
+            self.driver_version = self.driver_version or kept.driver_version
+
+    def write(self) -> float:
+        """Write the file if it would be another. Returns how long to pause before the next try."""
+        if self.store.is_outdated():
+            self.restore()
+            self.on_change()
+        kept = KeptHealth(self.boot_id, self.driver_version, tuple(self._states.values()))
+        if kept == self._kept:
+            return _WRITE_AGAIN_S
+        try:
+            self.store.save(kept)
+        except StateError as error:
+            if str(error) != self._told:
+                _log.error("health_not_kept", reason=str(error))
+            self._told = str(error)
+        else:
+            self._kept, self._told = kept, ""
+        return _WRITE_AGAIN_S

@@ -1,0 +1,240 @@
+"""The thread of one GPU: it registers the GPU's events, reads its MIG devices and polls its health.
+
+At most one of its calls is outstanding, and a call that hangs holds up no other GPU.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import structlog
+
+from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
+from dra_driver.health.book import HealthBook, HealthThread
+from dra_driver.health.rules.state import shows_reset
+from dra_driver.health.rules.xids import RECOVERY_ACTION_CHANGED, severity_of_xid
+from dra_driver.model.gpu import FabricRegistration
+from dra_driver.model.health import (
+    HealthEvent,
+    HealthTarget,
+    InstanceSeen,
+    MonitoringState,
+    NoAnswer,
+    Observation,
+    PolledHealth,
+    PollResult,
+    Reset,
+    Unreachable,
+    Xid,
+    identity_of,
+)
+
+if TYPE_CHECKING:
+    from dra_driver.nvml.events import HealthSource
+
+_log = structlog.get_logger(__name__)
+
+_POLL_EVERY_S = 10.0
+_OVERDUE_S = 30.0
+"""As long as health counts as fresh. A call that waits for the GPU's system processor takes up to 60 s."""
+_MOST_EVENTS = 256
+_NOT_FOUND = PolledHealth(failed=frozenset({"handle"}), answered=False)
+"""A poll that could not even find the GPU."""
+
+
+class GpuPoller(HealthThread):
+    """Watches one GPU.
+
+    `on_fabric` is called with the GPU's UUID and registration whenever a poll has read its fabric. `is_watched` says
+    whether the GPU is to be polled now: another driver may have just got it. They must not block.
+    """
+
+    def __init__(
+        self,
+        uuid: str,
+        source: HealthSource,
+        book: HealthBook,
+        on_fabric: Callable[[str, FabricRegistration], None],
+        is_watched: Callable[[str], bool],
+    ) -> None:
+        self.uuid = uuid
+        # Whether the GPU's events reach the newest event set.
+        self.is_heard = False
+        self._target = HealthTarget(uuid)
+        self._source, self._book = source, book
+        self._on_fabric, self._is_watched = on_fabric, is_watched
+        self._due = 0.0
+        self._calling_since: float | None = None
+        self._events: deque[HealthEvent] = deque(maxlen=_MOST_EVENTS)
+        self._set_number: int | None = None
+        self._reports_action = False
+        self._unheard: str | None = None
+        self._deaf: str | None = None
+        super().__init__(f"health-{uuid[:12]}", self.turn, _POLL_EVERY_S)
+
+    def poll_soon(self) -> None:
+        """Register the GPU if its events are not in the newest event set, and poll it."""
+        self._due = 0.0
+        self.wake()
+
+    def turn(self) -> float:
+        """One round, if it is due. Returns how many seconds to pause before the next one."""
+        now = self._book.monotonic()
+        if now < self._due:
+            return self._pause()
+        self._due = now + _POLL_EVERY_S
+        if not self._is_watched(self.uuid):
+            return self._pause()
+        self._calling_since = now
+        try:
+            self._register()
+            self._take_events()
+            self._poll()
+        except NvmlUnavailableError as error:
+            _log.debug("health_not_read", gpu_uuid=self.uuid, reason=str(error))
+        finally:
+            self._calling_since = None
+        return self._pause()
+
+    def look_for_hang(self) -> None:
+        """Take in that a round does not end. Called by another thread; it calls no NVML."""
+        since = self._calling_since
+        if since is None or self.is_stopping:
+            return
+        lasted = self._book.monotonic() - since
+        if lasted < _OVERDUE_S:
+            return
+        self._book.take({self._target: (NoAnswer(lasted),)})
+        # What instances they happened to can only be read when the call returns.
+        while self._events:
+            self._take_event(
+                replace(self._events.popleft(), gpu_instance_id=None, compute_instance_id=None), {}
+            )
+
+    def hear(self, event: HealthEvent) -> None:
+        """Take in an event of the GPU, and poll the GPU if the event calls for it. Called by the thread of the events;
+        it calls no NVML."""
+        if event.gpu_instance_id is not None:
+            self._events.append(event)
+            self.poll_soon()
+        elif self._take_event(event, {}):
+            self.poll_soon()
+
+    def be_deaf(self, problem: str | None) -> None:
+        """No events of any GPU can be heard, because of `problem`; None if they can."""
+        if problem != self._deaf:
+            self._deaf = problem
+            self._tell_monitored()
+
+    def _pause(self) -> float:
+        return max(0.0, self._due - self._book.monotonic())
+
+    def _register(self) -> None:
+        """Raises: NvmlUnavailableError."""
+        number = self._source.set_number()
+        if number is None or number == self._set_number:
+            return
+        try:
+            self._source.register(self.uuid, self._place)
+            self._unheard = None
+        except NvmlUnavailableError:
+            raise
+        except DraDriverError as error:
+            self._unheard = str(error)
+        self._set_number = number
+        self.is_heard = self._unheard is None
+        self._tell_monitored()
+
+    @property
+    def _place(self) -> str | None:
+        return self._book.places.get(self.uuid) or self._book.state(self._target).pci_bus_id
+
+    def _tell_monitored(self) -> None:
+        problem = self._deaf or self._unheard
+        text = None if problem is None else f"events of the GPU cannot be heard: {problem}"
+        self._book.take({self._target: (MonitoringState(text),)})
+
+    def _take_events(self) -> None:
+        """Take in the events of instances. An instance is identified now: later another one may have the same IDs."""
+        while self._events:
+            identities = self._identities()
+            # Not taken out before: while the call hangs, `look_for_hang` takes in what is left.
+            try:
+                event = self._events.popleft()
+            except IndexError:
+                return
+            self._take_event(event, identities or {})
+
+    def _take_event(self, event: HealthEvent, identities: Mapping[tuple[int, int], str]) -> bool:
+        """Whether the event calls for a poll of the GPU."""
+        observation = event.observation
+        if observation is None:
+            return True
+        target = HealthTarget(self.uuid, event.gpu_instance_id, event.compute_instance_id)
+        identity = identity_of(target, identities) if target.is_instance else None
+        if target.is_instance and identity is None:
+            self._book.warn_of_unknown(event)
+            target = self._target
+        if isinstance(observation, Xid):
+            number = observation.number
+            observation = Xid(number, self._reports_action)
+            self._book.history.count_xid(self.uuid, number)
+            severity = severity_of_xid(number, self._book.policy, action_is_told=self._reports_action)
+            if severity is None:
+                self._book.note_xid(target, number)
+                return number == RECOVERY_ACTION_CHANGED
+        seen = () if identity is None else (InstanceSeen(identity),)
+        self._book.take({target: (*seen, observation)})
+        return True
+
+    def _poll(self) -> None:
+        """Raises: NvmlUnavailableError."""
+        try:
+            polled = self._source.read(self.uuid, self._place)
+        except DeviceLostError as error:
+            _log.debug("gpu_lost", gpu_uuid=self.uuid, reason=str(error))
+            self._book.take({self._target: (Unreachable(),)})
+        except NvmlUnavailableError:
+            raise
+        except DraDriverError as error:
+            _log.warning("health_unreadable_now", gpu_uuid=self.uuid, reason=str(error))
+            self._book.take({self._target: (PollResult(_NOT_FOUND),)})
+            return
+        else:
+            self._take_poll(polled)
+            if not polled.answered:
+                return
+        self._book.answered(self.uuid)
+
+    def _take_poll(self, polled: PolledHealth) -> None:
+        if polled.fabric is not None:
+            self._on_fabric(self.uuid, polled.fabric_registration)
+        if "recovery_action" not in polled.failed:
+            self._reports_action = polled.recovery_action is not None
+        observed: dict[HealthTarget, tuple[Observation, ...]] = {self._target: (PollResult(polled),)}
+        if polled.answered:
+            observed |= self._of_instances(polled)
+        self._book.take(observed)
+
+    def _of_instances(self, polled: PolledHealth) -> Mapping[HealthTarget, tuple[Observation, ...]]:
+        """What the poll means for the instances of the GPU that have a state."""
+        known = [item for item in self._book.states() if item.is_instance and item.gpu_uuid == self.uuid]
+        identities = self._identities() if known else None
+        first: tuple[Observation, ...] = (
+            (Reset(),) if shows_reset(self._book.state(self._target), polled) else ()
+        )
+        observed: dict[HealthTarget, tuple[Observation, ...]] = {}
+        for instance in known:
+            seen = () if identities is None else (InstanceSeen(identity_of(instance, identities)),)
+            observed[instance] = (*first, *seen, PollResult(polled))
+        return observed
+
+    def _identities(self) -> Mapping[tuple[int, int], str] | None:
+        """UUIDs of the MIG devices by their IDs; None where they cannot be read now."""
+        try:
+            return self._source.instances(self.uuid, self._place)
+        except DraDriverError:
+            return None
