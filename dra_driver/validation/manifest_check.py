@@ -25,12 +25,14 @@ from dra_driver.validation.rules.manifests import (
     claim_spec,
     class_names,
     class_type,
+    hidden_volumes,
     is_parameters,
     object_faults,
     parameter_faults,
     pod_faults,
     requests_of,
     unused_claims,
+    uses_mps,
 )
 from dra_driver.validation.rules.selection import NotJudgedError
 from dra_driver.validation.rules.selectors import compiled, driver_asked_for
@@ -111,7 +113,7 @@ def references(documents: Sequence[Document], namespace: str) -> list[Reference]
         there.add((str(content.get("kind")), own, str(_metadata(content).get("name"))))
         for path, spec in pod_specs(content):
             if not pod_faults(spec, path):
-                wanted |= dict.fromkeys((kind, own, name) for kind, name in _claims_of(spec))
+                wanted |= dict.fromkeys((kind, own, name) for _, kind, name in _claims_of(spec))
     return [reference for reference in wanted if reference not in there]
 
 
@@ -345,10 +347,18 @@ class ManifestCheck:
         requests = self._extended(spec, report)
         claims = [{"devices": {"requests": requests}}] if requests else []
         all_fit = all([self._try_claim(claim, report) for claim in claims])
-        for kind, name in _claims_of(spec):
+        for entry, kind, name in _claims_of(spec):
             found = self._claim(kind, namespace, name, report)
             all_fit = all_fit and found is not None
-            claims += [found] if found is not None else []
+            if found is None:
+                continue
+            claims.append(found)
+            if uses_mps(found, self._classes, self.driver):
+                report.hints += [
+                    f"container {container}: the claim {entry} uses MPS, whose /dev/shm hides the volume {volume} that "
+                    "the container mounts there; leave the volume out"
+                    for container, volume in hidden_volumes(spec, entry)
+                ]
         if len(claims) < 2 or not all_fit or not self.machines:
             return
         short = {machine.name: machine.together(claims, self._classes) for machine in self.machines}
@@ -418,12 +428,12 @@ def _metadata(content: JsonObject) -> JsonObject:
     return metadata if isinstance(metadata, dict) else {}
 
 
-def _claims_of(spec: JsonObject) -> list[tuple[str, str]]:
-    """Kind and name of the claims and templates that a pod names."""
+def _claims_of(spec: JsonObject) -> list[tuple[str, str, str]]:
+    """The entry's name, and kind and name of the claim or template, for each that a pod names."""
     return [
-        ("ResourceClaim", str(entry["resourceClaimName"]))
+        (str(entry["name"]), "ResourceClaim", str(entry["resourceClaimName"]))
         if entry.get("resourceClaimName")
-        else ("ResourceClaimTemplate", str(entry["resourceClaimTemplateName"]))
+        else (str(entry["name"]), "ResourceClaimTemplate", str(entry["resourceClaimTemplateName"]))
         for entry in spec.get("resourceClaims") or ()
     ]
 

@@ -510,6 +510,30 @@ def unused_claims(spec: JsonObject) -> list[str]:
     return [entry["name"] for entry in spec.get("resourceClaims") or () if entry["name"] not in used]
 
 
+def uses_mps(claim: JsonObject, classes: Mapping[str, JsonObject], driver: str) -> bool:
+    """Whether the parameters of a claim without faults, or of one of its classes, share devices by MPS."""
+    specs = [classes[name].get("spec") or {} for name in class_names(claim) if name in classes]
+    for configured in (claim.get("devices") or {}, *specs):
+        for entry in configured.get("config") or ():
+            opaque = entry.get("opaque") or {}
+            sharing = (opaque.get("parameters") or {}).get("sharing") or {}
+            if opaque.get("driver") == driver and sharing.get("strategy") == "MPS":
+                return True
+    return False
+
+
+def hidden_volumes(spec: JsonObject, claim: str) -> Iterator[tuple[str, str]]:
+    """(container, volume) for each container of a pod without faults that uses this entry of `resourceClaims`, and
+    mounts a volume at /dev/shm, where a claim with MPS puts the memory of its daemon."""
+    for place in ("initContainers", "containers"):
+        for container in spec.get(place) or ():
+            used = [one["name"] for one in (container.get("resources") or {}).get("claims") or ()]
+            for mount in container.get("volumeMounts") or ():
+                place_of = str(mount.get("mountPath")) if isinstance(mount, dict) else ""
+                if claim in used and place_of.rstrip("/") == "/dev/shm":  # noqa: S108
+                    yield str(container.get("name")), str(mount.get("name"))
+
+
 def _used_claims(spec: JsonObject) -> Iterator[tuple[str, str]]:
     """The entries of `resourceClaims` that containers of a pod without faults use: where, and the name."""
     for place in ("initContainers", "containers"):
