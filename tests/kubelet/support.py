@@ -4,6 +4,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import grpc
 from playground.kubelet import KubeletSettings, PlaygroundKubelet
 
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
+from dra_driver.kubelet.rpc import unix_target
 from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import ClaimRef, Prepared, PreparedDevice
 
@@ -139,6 +141,58 @@ def unprepare(path: Path, *claims: ClaimRef, api=dra_v1_pb2, **options):
     return ask(
         path, prefix + "NodeUnprepareResources", request, api.NodeUnprepareResourcesResponse, **options
     )
+
+
+class OtherDriver:
+    """A DRA driver of someone else, with the sockets and answers of the upstream helper."""
+
+    def __init__(self, registrar: Path, endpoint: Path, name: str = DRIVER) -> None:
+        self.asked = 0
+        info = registration_pb2.PluginInfo(
+            type="DRAPlugin",
+            name=name,
+            endpoint=str(endpoint),
+            supported_versions=("v1.DRAPlugin", "v1beta1.DRAPlugin"),
+        )
+
+        def answer(_request, _context):
+            self.asked += 1
+            return info
+
+        methods = {
+            REGISTRATION + "GetInfo": grpc.unary_unary_rpc_method_handler(
+                answer, registration_pb2.InfoRequest.FromString, registration_pb2.PluginInfo.SerializeToString
+            )
+        }
+        prepare = grpc.unary_unary_rpc_method_handler(
+            lambda _request, _context: dra_v1_pb2.NodePrepareResourcesResponse(),
+            dra_v1_pb2.NodePrepareResourcesRequest.FromString,
+            dra_v1_pb2.NodePrepareResourcesResponse.SerializeToString,
+        )
+        self._servers = [
+            _serve(endpoint, {V1 + "NodePrepareResources": prepare}),
+            _serve(registrar, methods),
+        ]
+
+    def stop(self) -> None:
+        for each in self._servers:
+            each.stop(0).wait()
+
+
+class _Methods(grpc.GenericRpcHandler):
+    def __init__(self, methods) -> None:
+        self._methods = methods
+
+    def service(self, details):
+        return self._methods.get(details.method)
+
+
+def _serve(path: Path, methods) -> grpc.Server:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = grpc.server(ThreadPoolExecutor(2), [_Methods(methods)])
+    made.add_insecure_port(unix_target(path))
+    made.start()
+    return made
 
 
 FAST = KubeletSettings(health_retry_s=0.05, wipe_after_s=0.2, retry_s=0.02, max_retry_s=0.05, poll_s=0.005)

@@ -10,65 +10,10 @@ import grpc
 import pytest
 
 from dra_driver.kubelet import liveness, server
-from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
 from dra_driver.kubelet.registry import SocketWatch
-from dra_driver.kubelet.rpc import unix_target
 from dra_driver.model.problems import NodeProblem
 from tests.fakes.waiting import eventually
-from tests.kubelet.support import DRIVER, REGISTRATION, Node, get_info, notify
-
-VERSIONS = ("v1.DRAPlugin", "v1beta1.DRAPlugin")
-
-
-class OtherDriver:
-    """A DRA driver of someone else, with the sockets and answers of the upstream helper."""
-
-    def __init__(self, registrar: Path, endpoint: Path, name: str = DRIVER) -> None:
-        self.asked = 0
-        info = registration_pb2.PluginInfo(
-            type="DRAPlugin", name=name, endpoint=str(endpoint), supported_versions=VERSIONS
-        )
-
-        def answer(_request, _context):
-            self.asked += 1
-            return info
-
-        methods = {
-            REGISTRATION + "GetInfo": grpc.unary_unary_rpc_method_handler(
-                answer, registration_pb2.InfoRequest.FromString, registration_pb2.PluginInfo.SerializeToString
-            )
-        }
-        prepare = grpc.unary_unary_rpc_method_handler(
-            lambda _request, _context: dra_v1_pb2.NodePrepareResourcesResponse(),
-            dra_v1_pb2.NodePrepareResourcesRequest.FromString,
-            dra_v1_pb2.NodePrepareResourcesResponse.SerializeToString,
-        )
-        self._servers = [
-            _serve(endpoint, {"/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources": prepare}),
-            _serve(registrar, methods),
-        ]
-
-    def stop(self) -> None:
-        for each in self._servers:
-            each.stop(0).wait()
-
-
-class _Methods(grpc.GenericRpcHandler):
-    def __init__(self, methods) -> None:
-        self._methods = methods
-
-    def service(self, details):
-        return self._methods.get(details.method)
-
-
-def _serve(path: Path, methods) -> grpc.Server:
-    from concurrent.futures import ThreadPoolExecutor
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    made = grpc.server(ThreadPoolExecutor(2), [_Methods(methods)])
-    made.add_insecure_port(unix_target(path))
-    made.start()
-    return made
+from tests.kubelet.support import DRIVER, Node, OtherDriver, get_info, notify
 
 
 @pytest.fixture
