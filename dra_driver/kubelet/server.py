@@ -190,5 +190,8 @@ class KubeletPlugin:
                 if self._on_fatal is not None:
                     self._on_fatal(error)
                 return
-            self._others.look()
+            try:
+                self._others.look()
+            except Exception:  # noqa: BLE001  a dead thread would not notice that our own sockets are gone
+                _log.exception("socket_watch_failed")
             self.liveness.fault(_DIAL_EVERY_S)

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -148,6 +149,20 @@ def test_directory_that_cannot_be_listed_keeps_what_was_known(node: Node, other)
     node.registry.symlink_to(node.registry)
     seen.look()
     assert seen.problems() == [foreign(node.registry / f"{DRIVER}-reg.sock")]
+
+
+def test_mistake_in_the_look_at_others_does_not_end_the_watch_of_our_own_sockets(
+    node: Node, monkeypatch
+) -> None:
+    def fail(_self) -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(SocketWatch, "look", fail)
+    fatal: list[Exception] = []
+    plugin = node.plugin(on_fatal=fatal.append)
+    time.sleep(0.1)  # some looks
+    plugin.sockets.registrar.unlink()
+    eventually(lambda: "was removed" in str(fatal))
 
 
 def not_registered(plugin: server.KubeletPlugin) -> list[str]:
