@@ -30,7 +30,7 @@ class MpsEvents(BackgroundWorker):
     daemons: Callable[[], Sequence[MpsDaemonStatus]]
 
     def __post_init__(self) -> None:
-        self._told: set[tuple[str, str, str]] = set()
+        self._told: set[tuple[str, str, str]] = set()  # claim, reason, daemon
         super().__init__(
             "mps-events", self._look, crash_event="mps_events_failed", on_crash=lambda _: _LOOK_S
         )
@@ -52,8 +52,9 @@ class MpsEvents(BackgroundWorker):
         for status in daemons:
             for reason, text in notes_of(status):
                 for uid, record in users.items():
-                    if status.device in _daemons_of(record) and (uid, reason, text) not in self._told:
-                        self._told.add((uid, reason, text))
+                    told = (uid, reason, status.device)
+                    if status.device in _daemons_of(record) and told not in self._told:
+                        self._told.add(told)
                         self.recorder.claim_event(record.ref, reason, text, warning=True)
         return _LOOK_S
 

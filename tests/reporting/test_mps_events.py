@@ -75,6 +75,14 @@ def test_each_claim_of_a_daemon_is_told_once() -> None:
     assert node.look() == [("a", *one) for one in wanted], "another claim of this name and UID"
 
 
+def test_pods_of_further_users_add_no_event_of_a_claim_that_has_one() -> None:
+    node = Node()
+    node.use("a")
+    for user in range(1, 20):
+        node.daemons = (replace(READY, users=(0, 1000 + user)),)
+        assert len(node.look()) == (1 if user == 1 else 0)
+
+
 def test_nothing_is_told_when_users_are_alike_or_served_at_once() -> None:
     node = Node()
     node.use("a")
