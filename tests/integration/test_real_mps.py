@@ -3,6 +3,7 @@ simulated machine's. Servers cannot start without a GPU, all else can."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,9 @@ from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.host_files import mps_layout
 from tests.integration.conftest import Node, parameters
+from tests.integration.test_process import call
 from tests.integration.test_sharing import snapshot
+from tests.integration.test_top import options
 
 KNOWS_USERS, KNOWS_NO_MEMORY_LIMITS = ("R555",), ("R470",)
 
@@ -137,3 +140,7 @@ def test_a_mig_device_has_a_daemon_of_its_own(
     index, device = next((n, one) for n, one in enumerate(node.devices()) if "-mig-" in one["name"])
     node.ready(by_hand(node, "part", index, "MigDeviceConfig", defaultActiveThreadPercentage=50))
     assert daemon(node, device["name"]) == ["-f"]
+    [shown] = json.loads(call("top", "-o", "json", *options(node)).stdout)["mps"]
+    directory = mps_layout(node.plugin_dir).directory(device["name"])
+    assert (shown["device"], shown["directory"]) == (device["name"], str(directory))
+    assert directory.name.startswith("gpu_")

@@ -50,6 +50,7 @@ def test_a_daemon_is_ready_with_its_limits_and_gone_without_trace(host):
     spec = host.spec(default_active_thread_percentage=50, default_memory_limit_mib=4096)
     status = supervisor.ensure(spec, 10)
     assert (status.device, status.state, status.spec, status.problem) == ("gpu-2", "ready", spec, None)
+    assert Path(status.directory) == host.layout.directory("gpu-2")
     assert [process.pid for process in host.daemons()] == [status.pid]
     assert host.compute_mode() == EXCLUSIVE_PROCESS
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm)) is IS_ROOT
