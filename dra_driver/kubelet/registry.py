@@ -32,7 +32,7 @@ _SILENT_LOOKS = 2
 
 Origin = Literal["ours", "foreign", "elsewhere", "silent", "dead"]
 """Who listens on a socket: an instance of this plugin, another driver with our name, a plugin with another name, an
-unknown program, or nobody."""
+unknown program, or no process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class SocketWatch:
         ]
 
     def dead(self) -> list[Path]:
-        """Sockets under our name that nobody serves."""
+        """Sockets under our name on which no process listens."""
         return [
             path
             for path, seen in self._seen.items()

@@ -93,7 +93,7 @@ def test_rolling_update_of_this_plugin_is_no_problem(node: Node) -> None:
     old, new = (node.plugin(settings={"pod_uid": uid}) for uid in ("uid-1", "uid-2"))
     notify(old.sockets.registrar, True)
     notify(new.sockets.registrar, True)
-    new.sockets.registrar.unlink()  # its endpoint alone tells whose it is, too
+    new.sockets.registrar.unlink()  # its endpoint alone proves whose it is
     seen = watch(node)
     seen.look()
     assert (seen.problems(), seen.instances()) == ([], [old.sockets.registrar.name])
