@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+from playground.node import DRIVER
 
+from dra_driver.kubelet.server import PluginSettings
 from dra_driver.model.claim import Failed
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node
+from tests.kubelet.support import OtherDriver
 
 
 def test_driver_unloaded_and_loaded_again(node: Node) -> None:
@@ -85,7 +89,7 @@ def test_prepare_right_after_a_driver_reload_is_answered_at_once(
 def test_links_in_dev_char_are_there_from_the_start_and_before_a_prepare_answers(
     make_node: Callable[..., Node],
 ) -> None:
-    node = make_node().running()
+    node = make_node().running(pod_uid="uid-1")
     links = node.machine.host_root / "dev/char"
     made = {path.name: str(path.readlink()) for path in links.iterdir()}
     assert made.items() >= {"195:0": "../nvidia0", "195:7": "../nvidia7", "195:255": "../nvidiactl"}.items()
@@ -124,3 +128,30 @@ def test_status_that_was_removed_from_a_claim_is_back_after_the_next_prepare(nod
     assert reported() == []
     node.ready(ref)
     eventually(lambda: reported() == [device.device])
+
+
+def test_foreign_driver_is_shown_by_event_note_metric_and_page_until_it_is_gone(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.app.daemon.PluginSettings", partial(PluginSettings, guard_s=0.05))
+    monkeypatch.setattr("dra_driver.reporting.node_problems._TURN_S", 0.05)
+    node = make_node().running(pod_uid="uid-1")
+    registrar = node.registry / f"{DRIVER}-reg.sock"
+
+    def shown() -> tuple[bool, bool, bool]:
+        return (
+            "foreign-driver" in node.driver.node_problems.codes(),
+            any(str(registrar) in note for note in node.driver.probes.notes()),
+            b'"foreign-driver"' in node.driver.node_problems.as_json(),
+        )
+
+    assert shown() == (False, False, False)
+    other = OtherDriver(registrar, node.plugin_dir / "dra.sock", name=DRIVER)
+    try:
+        eventually(lambda: node.events("ForeignDriver"))
+        assert shown() == (True, True, True)
+        assert node.driver.probes.is_ready(), "a rolling update of this plugin goes on"
+    finally:
+        other.stop()
+    eventually(lambda: node.events("ForeignDriverGone"))
+    assert shown() == (False, False, False)
