@@ -139,10 +139,11 @@ class EventRecorder:
         while (queued := self._next()) is not None:
             try:
                 self._write(queued)
-            except ApiUnavailableError as error:
-                self._try_later(queued, error)
             except DraDriverError as error:
-                self._refused(queued, error)
+                if _is_for_now(error):
+                    self._try_later(queued, error)
+                else:
+                    self._refused(queued, error)
             except Exception:  # noqa: BLE001  a dead thread would report nothing any more
                 _log.exception("notice_failed")
                 self._count(failed=1)
@@ -190,6 +191,8 @@ class EventRecorder:
         try:
             pods = tuple(self.claims.pods_of(report.ref, timeout_s=_REQUEST_S))
         except ApiRejectedError as error:
+            if _is_for_now(error):
+                raise
             pods = ()
             self._refused(queued, error)
         with self._changed:
@@ -197,11 +200,12 @@ class EventRecorder:
                 single = ObjectEvent(about, report.reason, report.message, report.warning)
                 self._queue.put_first(QueuedReport(single, queued.times, queued.due))
 
-    def _try_later(self, queued: QueuedReport, error: ApiUnavailableError) -> None:
+    def _try_later(self, queued: QueuedReport, error: DraDriverError) -> None:
         if isinstance(queued.report, ClaimState):
             # It may have been stored although no answer came, and the claim changes meanwhile.
             queued = replace(queued, report=replace(queued.report, is_first=False))
-        delay = self._backoff.next(min(error.retry_after_s or 0.0, _LONGEST_ASKED_S))
+        asked_s = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
+        delay = self._backoff.next(min(asked_s or 0.0, _LONGEST_ASKED_S))
         with self._changed:
             now = self.clock()
             self._queue.put_first(queued)
@@ -224,3 +228,10 @@ class EventRecorder:
         with self._changed:
             self.written += written
             self.failed += failed
+
+
+def _is_for_now(error: DraDriverError) -> bool:
+    """Whether every request fails alike until the API server is back, or takes our token again."""
+    return isinstance(error, ApiUnavailableError) or (
+        isinstance(error, ApiRejectedError) and error.status == 401
+    )

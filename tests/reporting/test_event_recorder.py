@@ -150,6 +150,16 @@ def test_a_server_that_comes_back_is_told_everything_once(server):
     assert (recorder.written, recorder.dropped, recorder.failed) == (4, 0, 0)
 
 
+def test_report_is_written_once_the_server_takes_the_token_again(server):
+    """A token that was renewed too late, or a server that does not know the new key yet."""
+    server.errors = [ApiRejectedError("unauthorized", status=401) for _ in range(3)]
+    with speaking(server) as recorder:
+        recorder.claim_event(_REF, PREPARE_FAILED, "why", warning=True)
+        server.wait_for(lambda: len(server.events) == 3)
+    assert said(server) == [("Pod", "pod-0"), ("Pod", "pod-1"), ("ResourceClaim", "claim")]
+    assert (recorder.written, recorder.dropped, recorder.failed) == (3, 0, 0)
+
+
 def test_what_cannot_be_said_for_minutes_is_dropped(server, logs):
     server.errors = [ApiUnavailableError("down")] * 50
     with speaking(
