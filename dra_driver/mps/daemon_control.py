@@ -156,7 +156,7 @@ class DaemonControl:
                     self.ask(timeout_s=max(0.1, min(deadline - now, self.timings.answer)))
                     return
                 except RetryableError as error:
-                    reason = str(error)
+                    reason = str(error) if control.exists() else _NO_SOCKET
                 ask_at = time.monotonic() + pause
                 pause = min(2 * pause, _ASK_EVERY_S)
             time.sleep(_POLL_S)

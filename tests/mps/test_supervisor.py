@@ -193,6 +193,10 @@ THREADS, MEMORY = {"default_active_thread_percentage": 50}, {"default_memory_lim
     [
         ({"never_ready": True}, {"start": 2.0}, {}, RetryableError, r"was not ready after \d\.\d s .*Starting control"),
         (
+            {"cuda_delay_ms": 600_000}, {"start": 2.0}, {}, RetryableError,
+            r"was not ready after \d\.\d s \(it has made no socket; from R580 on it initialises CUDA .*persistence",
+        ),
+        (
             {"silent": True}, {"start": 3.0, "answer": 0.2, "patience": 0.2}, {}, RetryableError,
             "ask the MPS daemon 'get_default_active_thread_percentage': .*does not answer",
         ),
@@ -203,7 +207,7 @@ THREADS, MEMORY = {"default_active_thread_percentage": 50}, {"default_memory_lim
         ({"ignore_limits": True}, {}, THREADS, PermanentError, r"did not take 'set_.*_percentage 50'.*100\.0"),
         ({"ignore_limits": True}, {}, MEMORY, PermanentError, "did not take 'set_.*_pinned_mem_limit 0 64M'"),
     ],
-    ids=["never ready", "silent", "ends at once", "ignores threads", "ignores memory"],
+    ids=["never ready", "slow CUDA", "silent", "ends at once", "ignores threads", "ignores memory"],
 )  # fmt: skip
 def test_a_daemon_that_does_not_become_as_it_should_is_taken_back(
     host, rules, timings, settings, error, text
