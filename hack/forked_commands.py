@@ -20,7 +20,8 @@ from tempfile import TemporaryFile
 from typing import Any
 
 _COMMANDS = (
-    "claims", "cleanup", "cluster", "detach", "device_classes", "doctor", "inspect", "simulate", "top", "validate",
+    "claims", "cleanup", "cluster", "detach", "device_classes", "doctor", "inspect", "serviced", "simulate", "top",
+    "validate",
 )  # fmt: skip
 _PRELOADED = (
     "cel_expr_python.cel", "dra_driver.app.commands.doctor", "dra_driver.app.commands.validate",

@@ -55,6 +55,7 @@ _SUMMARIES = {
     "claims": "Print the claims that are prepared on this node.",
     "cleanup": "Print the cleanup that is pending after claims ended.",
     "detach": "Close NVML on this node for some minutes.",
+    "serviced": "Say that a GPU was reset or replaced.",
     "top": "Show this node live: GPUs, claims, health.",
     "validate": "Check manifests and configuration files.",
 }

@@ -16,6 +16,7 @@ import structlog
 from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import StateError
 from dra_driver.health.history import HealthHistory, change_between
+from dra_driver.health.rules.endings import waits_for_reset
 from dra_driver.health.rules.merge import merged
 from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, xid_text
@@ -28,6 +29,7 @@ from dra_driver.model.health import (
     HealthTarget,
     Observation,
     Reset,
+    Serviced,
     Severity,
     Xid,
 )
@@ -52,6 +54,7 @@ class HealthBook:
 
     `on_change` is called after each change that others can see, and when the health of a GPU is known again.
     `on_transition` is called with each entry of the history. Both are called without a lock and must not block.
+    `serviced` is `ServicedGpus.times`.
     """
 
     store: HealthStore
@@ -59,6 +62,7 @@ class HealthBook:
     _: KW_ONLY
     on_change: Callable[[], None]
     on_transition: Callable[[HealthChange], None]
+    serviced: Callable[[], Mapping[str, int]] = dict
     policy: XidPolicy = NO_CHANGES
     clock: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic
@@ -196,6 +200,7 @@ class HealthBook:
         if self.store.is_outdated():
             self.restore()
             self.on_change()
+        self._take_serviced()
         kept = KeptHealth(self.boot_id, self.driver_version, tuple(self._states.values()))
         if kept == self._kept:
             return _WRITE_AGAIN_S
@@ -208,3 +213,17 @@ class HealthBook:
         else:
             self._kept, self._told = kept, ""
         return _WRITE_AGAIN_S
+
+    def _take_serviced(self) -> None:
+        """The disk is read here, since no other thread that watches health may wait for it."""
+        try:
+            times = self.serviced()
+        except StateError:
+            return  # `gpu-dra-driver serviced` says that nothing ended, and replaces a damaged file
+        self.take(
+            {
+                target: (Serviced(times[target.gpu_uuid]),)
+                for target, state in self._states.items()
+                if target.gpu_uuid in times and any(map(waits_for_reset, state.reasons))
+            }
+        )

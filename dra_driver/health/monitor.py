@@ -48,7 +48,7 @@ class Monitor(HealthThread):
     when the health of a GPU is known again. `on_transition` is called with each entry of the history, `on_fabric` with
     a GPU's UUID and registration whenever a poll has read its fabric. They are called by several threads, and must not
     block. `hanging` returns which operation of this plugin hangs on which GPU UUID, and since when by the monotonic
-    clock.
+    clock. `serviced` is `ServicedGpus.times`.
 
     A GPU that was taken out (pulled, drained, or given to another driver) is forgotten after a while:
 
@@ -67,6 +67,7 @@ class Monitor(HealthThread):
     on_transition: Callable[[HealthChange], None]
     on_fabric: Callable[[str, FabricRegistration], None]
     hanging: Callable[[], Mapping[str, tuple[str, float]]] = dict
+    serviced: Callable[[], Mapping[str, int]] = dict
     policy: XidPolicy = NO_CHANGES
     clock: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic
@@ -77,6 +78,7 @@ class Monitor(HealthThread):
             self.boot_id,
             on_change=self.on_change,
             on_transition=self.on_transition,
+            serviced=self.serviced,
             policy=self.policy,
             clock=self.clock,
             monotonic=self.monotonic,

@@ -216,6 +216,13 @@ class Reset:
 
 
 @dataclass(frozen=True, slots=True)
+class Serviced:
+    """An administrator said that the device was reset or replaced before `at`."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
 class InstanceSeen:
     """The MIG devices that the IDs of an instance mean now; None if there are none any more."""
 
@@ -231,6 +238,7 @@ Observation = (
     | MonitoringState
     | Hanging
     | Reset
+    | Serviced
     | InstanceSeen
 )
 

@@ -14,6 +14,7 @@ from dra_driver.errors import NvmlUnavailableError, RetryableError, StateError
 from dra_driver.health.monitor import Monitor
 from dra_driver.health.rules.state import RESTART_AFTER_S, SETTLE_S, SETTLE_UNSURE_S, UNRESPONSIVE_AFTER_S
 from dra_driver.health.rules.taints import device_taints
+from dra_driver.health.serviced import ServicedGpus
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.gpu import Fabric, FabricRegistration, UnreadyFabric
 from dra_driver.model.health import (
@@ -82,6 +83,7 @@ class Bench:
             on_change=self._changed,
             on_transition=self.transitions.append,
             on_fabric=lambda *polled: self.fabrics.append(polled),
+            serviced=ServicedGpus(self.directory, boot_id).times,
             clock=lambda: self.now,
             monotonic=lambda: self.now,
         )
@@ -401,6 +403,41 @@ def test_xid_that_needs_a_reset_lasts_where_the_driver_reports_no_recovery_actio
     bench.node.session.reopen()
     bench.turn(10)
     assert bench.tainted() == {}
+
+
+def test_gpu_that_was_serviced_is_well_after_its_next_poll_and_its_neighbour_is_not(bench):
+    gi, ci, _ = bench.first
+    bench.machine.set_fault("nvmlDeviceGetFieldValues", code="not-supported")
+    bench.turn(10)
+    for gpu in (0, MIG_GPU):
+        bench.machine.raise_xid(gpu, 119)
+    bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
+    bench.turn(600)
+    before = {
+        "0": ["xid=119:NoSchedule"],
+        "1g.10gb": ["xid=95:NoSchedule"],
+        "3g.40gb": ["xid=119:NoSchedule"],
+    }
+    assert bench.tainted() == before
+    other_boot = ServicedGpus(bench.directory, "boot-0")
+    other_boot.add(bench.uuids[MIG_GPU], int(bench.now))
+    bench.turn(10)
+    bench.turn(10)
+    assert bench.tainted() == before
+    ServicedGpus(bench.directory, "boot-1").add(bench.uuids[MIG_GPU], int(bench.now))
+    bench.turn(10)
+    bench.turn(10)
+    assert bench.tainted() == {"0": ["xid=119:NoSchedule"]}
+    bench.machine.raise_xid(MIG_GPU, 119)
+    bench.turn(10)
+    bench.turn(10)
+    assert set(bench.tainted()) == set(before), "it came again"
+    (bench.directory / "serviced.json").write_text("{")
+    bench.turn(10)
+    ServicedGpus(bench.directory, "boot-1").add(bench.uuids[0], int(bench.now))
+    bench.turn(10)
+    bench.turn(10)
+    assert set(bench.tainted()) == set(before) - {"0"}
 
 
 def test_silence_while_nvml_is_closed_or_the_driver_is_reloaded_does_not_count(bench):

@@ -40,6 +40,7 @@ from dra_driver.model.health import (
     PollResult,
     Reason,
     Reset,
+    Serviced,
     Severity,
     Unreachable,
     Xid,
@@ -228,6 +229,19 @@ def test_xid_of_a_program_ends_by_time_where_the_branch_reports_no_recovery_acti
     state = observe(observe(GPU, Xid(94), NOW), Xid(31), NOW, fatal)
     assert names(observe(state, untold, NOW + SETTLE_UNSURE_S - 1)) == ["xid/31", "xid/94"]
     assert observe(state, untold, NOW + SETTLE_UNSURE_S).reasons == ()
+
+
+def test_serviced_ends_what_began_before_and_only_when_the_gpu_is_well():
+    untold = PollResult(replace(OK, recovery_action=None))
+    state = observe(observe(after(Xid(119), DoubleBitError()), Xid(62), NOW + 10), Xid(94), NOW)
+    serviced = observe(state, Serviced(NOW + 9), NOW + 20)
+    assert names(serviced) == names(state), "it alone proves nothing"
+    assert names(after(SILENT, SILENT, state=serviced)) == sorted([*names(state), "unresponsive/no-answer"])
+    assert names(after(untold, untold, state=serviced, now=NOW + 20)) == ["xid/62", "xid/94"]
+    asks = PollResult(replace(OK, recovery_action=1))
+    assert {*names(state)} <= {*names(after(asks, state=serviced))}
+    lost = after(Unreachable(), Serviced(NOW + 9))
+    assert names(lost) == ["gpu-lost"], "that ends with an answer"
 
 
 SILENT = PollResult(PolledHealth(failed=frozenset({"slowdowns", "recovery_action"}), answered=False))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from dra_driver.app.commands.machine import CommandMachine
@@ -24,7 +24,7 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
     instance does not close it; StateError.
     """
     machine = CommandMachine(settings)
-    chosen = _chosen_gpus(machine, gpus) if gpus and not force else None
+    chosen = chosen_gpus(machine, gpus) if gpus and not force else None
 
     def concerns(record: ClaimRecord) -> bool:
         return chosen is None or not record.gpu_uuids.isdisjoint(chosen)
@@ -48,8 +48,18 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
     )
 
 
-def _chosen_gpus(machine: CommandMachine, names: Sequence[str]) -> frozenset[str]:
+def chosen_gpus(machine: CommandMachine, names: Sequence[str]) -> frozenset[str]:
     """The UUIDs of named GPUs, also of one that was lost, and while NVML is closed. Raises: InvalidConfigError."""
+    inventory = None
+    with suppress(NvmlUnavailableError), ExitStack() as session:
+        inventory = with_nvlink_domains(machine.open_nvml(session).read_inventory())
+    shown = {gpu.pci_bus_id for gpu in inventory.gpus} if inventory is not None else set()
+    is_whole = machine.sysfs.gpu_functions() <= shown
+    return named_gpus(names, inventory, known_gpus(machine), is_whole=is_whole)
+
+
+def known_gpus(machine: CommandMachine) -> Mapping[str, str]:
+    """The UUIDs that files of the plugin and of the NVIDIA driver know, by device name, PCI bus ID and UUID."""
     known: dict[str, str] = {}
     state = machine.state()
     for record in state.records:
@@ -63,11 +73,7 @@ def _chosen_gpus(machine: CommandMachine, names: Sequence[str]) -> frozenset[str
         if uuid is not None:
             known |= {bus_id: uuid, uuid: uuid}
     known |= {name: uuid for uuid, name in gpu_device_names(sorted(set(known.values()))).items()}
-    inventory = None
-    with suppress(NvmlUnavailableError), ExitStack() as session:
-        inventory = with_nvlink_domains(machine.open_nvml(session).read_inventory())
-    shown = {gpu.pci_bus_id for gpu in inventory.gpus} if inventory is not None else set()
-    return named_gpus(names, inventory, known, is_whole=machine.sysfs.gpu_functions() <= shown)
+    return known
 
 
 def attach_node(settings: Settings) -> str:

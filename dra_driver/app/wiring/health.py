@@ -12,6 +12,7 @@ from dra_driver.health.kubelet_stream import HealthStream
 from dra_driver.health.monitor import Monitor
 from dra_driver.health.rules.taints import MadeInstance, TaintPolicy, device_taints, instances_by_device
 from dra_driver.health.rules.xids import XidPolicy
+from dra_driver.health.serviced import ServicedGpus
 from dra_driver.health.store import HealthStore
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.mig.context import MigAction
@@ -46,6 +47,7 @@ class HealthParts:
             on_transition=partial(changes.tell, Change.HEALTH),
             on_fabric=partial(changes.tell, Change.FABRIC_POLLED),
             hanging=driver.lanes.hanging,
+            serviced=ServicedGpus(settings.plugin_directory, driver.boot_id).times,
             policy=XidPolicy(settings.ignored_xids, settings.fatal_xids),
         )
         self.stream = HealthStream(settings.node_name, self._devices, self.monitor, self.instances)

@@ -13,7 +13,10 @@ _RESET = (
     "end its pods, then `gpu-dra-driver detach{gpu}` and `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot "
     "the node"
 )
-_WAIT = "wait: it ends by itself if NVML requests no action; if it stays, " + _RESET
+_WAIT = (
+    f"wait: it ends by itself if NVML requests no action; if it stays, {_RESET}; if it stays after the reset, "
+    "`gpu-dra-driver serviced{gpu}`"
+)
 _REBOOT = "`kubectl drain` the node, then reboot it"
 _RESTART = f"wait; if it stays, delete the plugin's pod on the node; if that does not help, {_REBOOT}"
 _FABRIC = "`nvidia-smi -q | grep -A9 Fabric` and `systemctl status nvidia-fabricmanager` on the node"

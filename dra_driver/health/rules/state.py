@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from dra_driver.health.rules.endings import ECC, FLAPPING, XID, Ending, ending_of
+from dra_driver.health.rules.endings import ECC, FLAPPING, XID, Ending, ending_of, waits_for_reset
 from dra_driver.health.rules.polling import Finding, asks_for_action, is_memory_read, reasons_found
 from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, severity_of_xid, xid_text
 from dra_driver.model.health import (
@@ -28,6 +28,7 @@ from dra_driver.model.health import (
     PollResult,
     Reason,
     Reset,
+    Serviced,
     Severity,
     Unreachable,
     Xid,
@@ -92,6 +93,8 @@ def observe(
             after = _with_found(state, {UNRESPONSIVE: found}, now - int(for_s))
         case Reset():
             after = _reset(state)
+        case Serviced(at):
+            after = _serviced(state, at)
         case InstanceSeen(identity):
             after = _identified(state, identity)
     return _damped(state, after, now)
@@ -239,6 +242,15 @@ def _reset(state: HealthState) -> HealthState:
         replace(reason, reset_seen=True) if reason.key in _EVENT_KEYS else reason for reason in state.reasons
     ]
     return _having(replace(state, ecc_uncorrected=None), marked)
+
+
+def _serviced(state: HealthState, at: int) -> HealthState:
+    """As a reset, but what happened later stays, and so does the count of errors."""
+    marked = [
+        replace(reason, reset_seen=True) if reason.last_at < at and waits_for_reset(reason) else reason
+        for reason in state.reasons
+    ]
+    return _having(state, marked)
 
 
 def _identified(state: HealthState, identity: str | None) -> HealthState:

@@ -1,0 +1,71 @@
+"""`serviced`: the plugin ends the reasons of a GPU that wait for a reset."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from dra_driver.app.commands.detach import chosen_gpus, known_gpus
+from dra_driver.app.commands.machine import CommandMachine
+from dra_driver.errors import InvalidConfigError, PermanentError, RetryableError
+from dra_driver.health.rules.endings import waits_for_reset
+from dra_driver.health.serviced import ServicedGpus
+from dra_driver.inventory.rules.gpu_names import named_gpus
+from dra_driver.model.health import Reason
+from dra_driver.observability.problems_file import read_problems
+from dra_driver.settings import Settings
+
+_TIMEOUT_S = 30.0
+"""The plugin reads the file every 5 s, and polls a GPU every 10 s."""
+_POLL_S = 0.1
+
+
+def serviced_gpu(settings: Settings, name: str) -> str:
+    """Have the plugin end the reasons of a GPU that wait for a reset, and wait for it; returns a text for the user.
+
+    Raises: InvalidConfigError if there is no such GPU; RetryableError if the plugin does not run, or does not end the
+    reasons; PermanentError if no reason waits for a reset; StateError.
+    """
+    machine = CommandMachine(settings)
+    [uuid] = _chosen(machine, name)
+    waiting = [reason for reason in _reasons(machine, uuid) if waits_for_reset(reason)]
+    if not waiting:
+        others = "; ".join(reason.text for reason in _reasons(machine, uuid))
+        raise PermanentError(
+            f"no reason of GPU {uuid} waits for a reset"
+            + (f"; it is not well because: {others}" if others else "; gpu-dra-driver reports it as well")
+        )
+    if not read_problems(settings.plugin_directory)[0]:
+        raise RetryableError("gpu-dra-driver is not running on this node; start it, then run this again")
+    # Times are whole seconds, and an event of the second `at` counts as later.
+    time.sleep(1 - time.time() % 1)
+    at = int(time.time())
+    ServicedGpus(settings.plugin_directory, machine.boot_id or "unknown").add(uuid, at)
+    ended = {reason.name: reason.text for reason in waiting}
+    until = time.monotonic() + _TIMEOUT_S
+    while left := [r for r in _reasons(machine, uuid) if r.name in ended and r.last_at < at]:
+        if time.monotonic() >= until:
+            raise RetryableError(
+                f"the plugin still reports of GPU {uuid}: {'; '.join(reason.text for reason in left)}; they end when "
+                "the GPU answers, NVML requests no action, and no memory repair waits for a reset"
+            )
+        time.sleep(_POLL_S)
+    return f"GPU {uuid}: ended: {'; '.join(ended.values())}"
+
+
+def _chosen(machine: CommandMachine, name: str) -> frozenset[str]:
+    """NVML is only opened for a name that the files do not have: a GPU may hang. Raises: InvalidConfigError."""
+    try:
+        return named_gpus([name], None, known_gpus(machine), is_whole=True)
+    except InvalidConfigError:
+        return chosen_gpus(machine, [name])
+
+
+def _reasons(machine: CommandMachine, uuid: str) -> Sequence[Reason]:
+    """Those of the GPU and of its instances."""
+    return [
+        reason
+        for state in machine.state().health
+        if state.target.gpu_uuid == uuid
+        for reason in state.reasons
+    ]
