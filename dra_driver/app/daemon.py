@@ -68,7 +68,8 @@ from dra_driver.reporting.node_problems import NodeProblems
 from dra_driver.reporting.unclaimed_memory import UnclaimedMemory
 from dra_driver.settings import Settings
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
-from dra_driver.slices.leadership import InstanceLeadership
+from dra_driver.slices.leadership import DIRECTORY as DIRECTORY_OF_INSTANCES
+from dra_driver.slices.leadership import InstanceLeadership, living_instances
 
 _log = structlog.get_logger(__name__)
 
@@ -97,7 +98,9 @@ class Driver:
         without_record = SpecsWithoutRecord(self.records, self._specs)
         mps_files = MpsHostFiles(layout := mps_layout(plugin_dir), is_expected=settings.needs_mps)
         # The time at which it is made decides which instance is the newest.
-        leadership = self.leadership = InstanceLeadership(plugin_dir / "publishers", settings.pod_uid)
+        leadership = self.leadership = InstanceLeadership(
+            plugin_dir / DIRECTORY_OF_INSTANCES, settings.pod_uid
+        )
 
         # The API server.
         self.metrics = Metrics(settings.driver_name, settings.node_name, self._prepared_kinds)
@@ -255,6 +258,7 @@ class Driver:
             on_status=self._registration_changed,
             on_fatal=self.fail,
             watch_device_health=self.health.stream.watch,
+            living=lambda: living_instances(plugin_dir / DIRECTORY_OF_INSTANCES),
         )
         self._show_node(mps_files)
         self._unclaimed_memory = self._usage_watch(nvml, paths.proc) if settings.usage_metrics else None

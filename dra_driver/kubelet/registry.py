@@ -1,16 +1,17 @@
 """Which drivers the kubelet can reach under our name on this node: instances of this plugin, or another driver.
 
 The kubelet sends claims to the plugin of a name that registered last, whichever program that is. So each socket in its
-registry and in the driver's plugin directory is matched with this plugin: our registration service names itself in the
-metadata of its answer, and its endpoint is in our plugin directory. The file names prove nothing: NVIDIA's driver uses
-the same.
+registry and in the driver's plugin directory is matched with this plugin. Our registration service names itself in the
+metadata of its answer, and its endpoint is in our plugin directory. Where a socket cannot be asked (SELinux keeps pods
+without privileges apart) or belongs to an older release, it is ours if a living instance has its pod UID. The form of
+the names proves nothing: NVIDIA's driver uses the same.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,10 +19,11 @@ from typing import Literal
 import grpc
 import structlog
 
+from dra_driver.errors import DraDriverError
 from dra_driver.kubelet.pb import registration_pb2 as pb
 from dra_driver.kubelet.registration import GET_INFO, PLUGIN_TYPE, SERVED_BY, SERVED_BY_KEY
 from dra_driver.kubelet.rpc import ask_with_metadata, error_text
-from dra_driver.kubelet.sockets import identity, listening
+from dra_driver.kubelet.sockets import identity, listening, socket_paths
 from dra_driver.model.problems import NodeProblem
 
 _log = structlog.get_logger(__name__)
@@ -61,16 +63,20 @@ class _Seen:
 
 
 class SocketWatch:
-    """Looks at the sockets in `registry_dir` and `plugin_dir` again and again.
+    """Looks at the sockets in `registry_dir` and `plugin_dir` again and again. `living` returns the pod UIDs of the
+    living instances of this plugin.
 
     `look` may take a second for each socket that does not answer, and is for one thread; everything else returns what
     the last look found. A socket with a known owner costs no call until its file is replaced.
     """
 
-    def __init__(self, driver: str, registry_dir: Path, plugin_dir: Path) -> None:
+    def __init__(
+        self, driver: str, registry_dir: Path, plugin_dir: Path, living: Callable[[], Collection[str]]
+    ) -> None:
         self._driver = driver
         self._registry_dir = registry_dir
         self._plugin_dir = plugin_dir
+        self._living = living
         self._seen: dict[Path, _Seen] = {}
 
     def look(self) -> None:
@@ -131,7 +137,9 @@ class SocketWatch:
         if before is not None and before.owner.origin in ("ours", "elsewhere"):
             return before
         owner = owner_of(path, self._driver, self._plugin_dir)
-        if owner.origin == "silent" and before is not None and before.owner.origin == "foreign":
+        if owner.origin in ("foreign", "silent") and self._is_of_living(path):
+            owner = SocketOwner("ours")
+        elif owner.origin == "silent" and before is not None and before.owner.origin == "foreign":
             owner = before.owner  # it hangs, and is still the same process
         if before is None or before.owner != owner:
             _log.info(
@@ -143,6 +151,20 @@ class SocketWatch:
             )
         looks = 0 if before is None else before.silent_looks
         return _Seen(file, owner, looks + 1 if owner.origin == "silent" else 0)
+
+    def _is_of_living(self, path: Path) -> bool:
+        """Whether a living instance of this plugin has its socket there."""
+        try:
+            places = [
+                socket_paths(
+                    self._driver, registry_dir=self._registry_dir, plugin_dir=self._plugin_dir, pod_uid=uid
+                )
+                for uid in self._living()
+            ]
+        except DraDriverError as error:
+            _log.debug("instances_unknown", reason=str(error))
+            return False
+        return any(path in (place.registrar, place.dra) for place in places)
 
     def _may_be_ours(self, path: Path) -> bool:
         """Whether a driver with our name would call its socket so; long names are hashed."""
@@ -165,12 +187,12 @@ class SocketWatch:
         )
 
 
-def owner_of(path: Path, driver: str, plugin_dir: Path, within_s: float = _ASK_S) -> SocketOwner:
+def owner_of(path: Path, driver: str, plugin_dir: Path) -> SocketOwner:
     """Who listens on the socket now. In the plugin directory, a server that is not ours is another driver."""
     if not listening(path):
         return SocketOwner("dead")
     try:
-        info, metadata = ask_with_metadata(path, GET_INFO, pb.InfoRequest(), pb.PluginInfo, within_s)
+        info, metadata = ask_with_metadata(path, GET_INFO, pb.InfoRequest(), pb.PluginInfo, _ASK_S)
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED and path.parent == plugin_dir:
             return SocketOwner("foreign")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,7 +64,8 @@ class KubeletPlugin:
     """Serves the kubelet from start() to stop(); used once.
 
     `ready` is what readiness probes ask. `on_status` is called after each change of the registration, and `on_fatal`
-    once if a server dies. Threads of the plugin call both; both may call stop().
+    once if a server dies. Threads of the plugin call both; both may call stop(). `living` returns the pod UIDs of the
+    living instances on this node that say so by their files.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class KubeletPlugin:
         on_status: Callable[[RegistrationStatus], None] | None = None,
         on_fatal: Callable[[FatalError], None] | None = None,
         watch_device_health: device_health.Watch | None = None,
+        living: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         self.settings = settings
         self.sockets: SocketPaths = socket_paths(
@@ -87,7 +89,7 @@ class KubeletPlugin:
         versions: tuple[str, ...] = (dra.V1, dra.V1BETA1)
         methods = dra.DraService(claims).methods()
         self._started_at: float | None = None
-        self._others = SocketWatch(settings.driver, settings.registry_dir, settings.plugin_dir)
+        self._others = SocketWatch(settings.driver, settings.registry_dir, settings.plugin_dir, living)
         if watch_device_health is not None:
             versions += device_health.VERSIONS
             methods |= device_health.health_methods(watch_device_health)

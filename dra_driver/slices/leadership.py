@@ -24,7 +24,9 @@ from dra_driver.files.file_lock import WHOLE_FILE_WRITE_LOCK, is_locked
 
 _log = structlog.get_logger(__name__)
 
-_FILE = re.compile(r"\d{20}-[A-Za-z0-9-]+\.lock", re.ASCII)
+DIRECTORY = "publishers"
+"""Of the plugin's own directory."""
+_FILE = re.compile(r"\d{20}-([A-Za-z0-9-]+)\.lock", re.ASCII)
 """When the instance started, so that names are in the order of starts; what follows decides between equal ones."""
 _TRIES = 100
 
@@ -144,6 +146,18 @@ class InstanceLeadership:
                     (self._directory / name).unlink()
             elif is_instance:
                 yield name
+
+
+def living_instances(directory: Path) -> frozenset[str]:
+    """The names of the instances that hold a file in the directory, such as pod UIDs. Raises: StateError."""
+    try:
+        names = os.listdir(directory)  # noqa: PTH208  as above
+    except FileNotFoundError:
+        return frozenset()
+    except OSError as error:
+        raise state_error("read", directory, error) from error
+    found = (_FILE.fullmatch(name) for name in names)
+    return frozenset(one[1] for one in found if one is not None and is_locked(directory / one[0]))
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

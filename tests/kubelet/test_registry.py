@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from dra_driver.errors import StateError
 from dra_driver.kubelet import liveness, server
 from dra_driver.kubelet.registry import SocketWatch
 from dra_driver.model.problems import NodeProblem
@@ -45,8 +46,8 @@ def mute() -> Iterator[Callable[[Path], None]]:
         yield listen
 
 
-def watch(node: Node) -> SocketWatch:
-    return SocketWatch(DRIVER, node.registry, node.plugins / DRIVER)
+def watch(node: Node, *living: str) -> SocketWatch:
+    return SocketWatch(DRIVER, node.registry, node.plugins / DRIVER, lambda: living)
 
 
 def foreign(path: Path) -> NodeProblem:
@@ -131,6 +132,30 @@ def test_socket_that_hangs_is_of_unknown_origin_from_the_second_look_on(
     path.unlink()
     seen.look()
     assert seen.problems() == []
+
+
+def test_socket_that_cannot_be_asked_is_ours_if_a_living_instance_has_its_pod_uid(
+    node: Node, mute, monkeypatch
+) -> None:
+    monkeypatch.setattr("dra_driver.kubelet.registry._ASK_S", 0.1)
+    (node.plugins / DRIVER).mkdir(parents=True)
+    mute(node.registry / f"{DRIVER}-uid-1-reg.sock")
+    mute(node.plugins / DRIVER / "dra-uid-1.sock")
+    for living, problems in (("uid-1", 0), ("uid-2", 2)):
+        seen = watch(node, living)
+        for _ in range(2):
+            seen.look()
+        assert len(seen.problems()) == problems
+
+
+def test_files_of_instances_that_cannot_be_read_prove_nothing(node: Node, other) -> None:
+    def unreadable() -> list[str]:
+        raise StateError("cannot read the directory")
+
+    other()
+    seen = SocketWatch(DRIVER, node.registry, node.plugins / DRIVER, unreadable)
+    seen.look()
+    assert seen.problems() == [foreign(node.registry / f"{DRIVER}-reg.sock")]
 
 
 def test_known_sockets_are_not_asked_again(node: Node, other) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.errors import StateError
-from dra_driver.slices.leadership import InstanceLeadership
+from dra_driver.slices.leadership import InstanceLeadership, living_instances
 from tests.fakes.directories import names
 
 INSTANCE = """
@@ -49,6 +49,18 @@ def start(directory: Path) -> Iterator[Callable[..., InstanceLeadership]]:
 
 
 Start = Callable[..., InstanceLeadership]
+
+
+def test_living_instances_are_those_that_hold_a_file(start: Start, directory: Path) -> None:
+    assert living_instances(directory) == frozenset()
+    start("uid-1")
+    ended = start("uid-2")
+    start("uid-3", announced=False)
+    (directory / f"{7:020d}-uid-4.lock").touch()
+    assert living_instances(directory) == {"uid-1", "uid-2"}
+    ended.withdraw()
+    assert living_instances(directory) == {"uid-1"}
+    assert f"{7:020d}-uid-4.lock" in names(directory), "a reader removes nothing"
 
 
 def test_single_instance_publishes_registered_or_not(start: Start, directory: Path) -> None:

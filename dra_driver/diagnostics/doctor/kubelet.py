@@ -14,6 +14,8 @@ from dra_driver.diagnostics.state_on_disk import set_aside_files
 from dra_driver.model.units import counted, named
 from dra_driver.mps.host_files import MpsHostFiles, mps_layout
 from dra_driver.sharing.rules.mps_notes import notes_of
+from dra_driver.slices.leadership import DIRECTORY as INSTANCES
+from dra_driver.slices.leadership import living_instances
 
 _LOOKS = 2
 """A busy plugin may be late once."""
@@ -65,7 +67,8 @@ class KubeletChecks:
             return skip(f"{self.registry} is not there")
         from dra_driver.kubelet.registry import SocketWatch  # gRPC takes a while to import
 
-        watch = SocketWatch(self.driver, self.registry, self.state)
+        files = self.state / INSTANCES
+        watch = SocketWatch(self.driver, self.registry, self.state, lambda: living_instances(files))
         for _ in range(_LOOKS):
             watch.look()
         alive, dead, strangers = watch.instances(), watch.dead(), watch.strangers()
