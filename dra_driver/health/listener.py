@@ -72,8 +72,8 @@ class EventListener(HealthThread):
         self._refresh.clear()
         self._calling_since = self._book.monotonic()
         try:
-            self._source.open_events()
             version = self._source.driver_version()
+            self._source.open_events()
         except DraDriverError:
             self._refresh.set()
             raise

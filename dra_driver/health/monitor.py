@@ -191,8 +191,10 @@ class Monitor(HealthThread):
             for uuid, (what, since) in self.hanging().items()
         }
         self.book.take(ended | hanging)
+        gpus = self.gpus() or {}
         for poller in self.pollers.values():
-            poller.look_for_hang()
+            if poller.uuid in gpus:
+                poller.look_for_hang()
         self.listener.look_for_hang()
 
     def _lost(self) -> set[str]:
@@ -210,8 +212,9 @@ class Monitor(HealthThread):
         for uuid, poller in self.pollers.items():
             if uuid not in gpu_uuids:
                 poller.retire()
-                self.source.forget(uuid)
-            if not poller.is_stopping or not poller.wait_ended(0.0):
+            if poller.is_stopping and poller.wait_ended(0.0):
+                self.source.forget(uuid)  # not before: a call that hangs may use the event set
+            else:
                 pollers[uuid] = poller
         made = [
             GpuPoller(uuid, self.source, self.book, self.on_fabric, self._is_watched)

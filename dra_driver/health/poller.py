@@ -102,7 +102,7 @@ class GpuPoller(HealthThread):
     def look_for_hang(self) -> None:
         """Take in that a round does not end. Called by another thread; it calls no NVML."""
         since = self._calling_since
-        if since is None or self.is_stopping:
+        if since is None:
             return
         lasted = self._book.monotonic() - since
         if lasted < _OVERDUE_S:

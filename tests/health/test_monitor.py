@@ -678,6 +678,25 @@ def test_events_that_fail_leave_the_looks(bench, logs, function):
     assert "xid/48" in bench.reasons(1)
 
 
+def test_driver_version_that_cannot_be_read_is_no_reload_and_leaves_no_event_set_behind(bench):
+    bench.machine.raise_xid(0, 62)
+    bench.machine.set_fault("nvmlDeviceGetFieldValues", code="not-supported")
+    bench.turn()
+    bench.machine.set_fault("nvmlSystemGetDriverVersion", code="unknown")
+    bench.monitor.devices_changed()
+    for _ in range(4):
+        bench.turn(10)
+    assert bench.reasons(0) == ["unmonitored", "xid/62"]
+    assert len(bench.source._sets) == 1
+    bench.machine.clear_faults()
+    bench.machine.set_fault("nvmlSystemGetDriverVersion", code="not-supported")
+    bench.machine.set_fault("nvmlDeviceGetFieldValues", code="not-supported")
+    for _ in range(3):
+        bench.turn(10)
+    assert bench.reasons(0) == ["xid/62"]
+    assert len(bench.source._sets) == 1
+
+
 def test_a_gpu_whose_health_is_known_again_is_news(bench):
     bench.turn()
     bench.monitor.book._answers.clear()
