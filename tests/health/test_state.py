@@ -35,6 +35,7 @@ from dra_driver.model.health import (
     HealthTarget,
     InstanceSeen,
     MonitoringState,
+    NoAnswer,
     Observation,
     PolledHealth,
     PollResult,
@@ -254,6 +255,10 @@ def test_silent_gpu_is_unresponsive_after_the_second_poll_in_a_row_until_it_answ
     assert (names(state), state.severity) == (["unresponsive/no-answer"], S.DEGRADED)
     assert after(SILENT, Reset(), Hanging(), MonitoringState(), state=state, now=NOW + A_YEAR_S) == state
     assert after(WELL, state=state).shown == ()
+    hung = observe(state, NoAnswer(35.0), NOW + 100)
+    assert (names(hung), hung.reasons[0].since) == (["unresponsive/no-answer"], NOW)
+    assert observe(GPU, NoAnswer(35.0), NOW).reasons[0].since == NOW - 35
+    assert (after(WELL, state=hung).shown, after(SILENT, state=hung).severity) == ((), S.DEGRADED)
     hanging = after(Hanging("the time slice", UNRESPONSIVE_AFTER_S), state=state)
     assert names(hanging) == ["unresponsive", "unresponsive/no-answer"]
     assert names(after(WELL, state=hanging)) == ["unresponsive"]
@@ -272,6 +277,9 @@ def test_silent_poll_ends_no_reason(is_reset):
     state = after(bad, *EVERYTHING, *([Reset()] if is_reset else []))
     later = after(SILENT, SILENT, SILENT, state=state, now=NOW + A_YEAR_S)
     assert {*names(state)} <= {*names(later)}
+    other = PolledHealth(2, fabric="limited", failed=frozenset({"slowdowns"}), answered=False)
+    added = {*names(state), "recovery-action/reboot", "fabric/limited"}
+    assert added <= {*names(after(PollResult(other), state=state))}
     fabric = PollResult(
         PolledHealth(fabric="ready", recovery_action=0, failed=frozenset({"slowdowns"}), answered=False)
     )

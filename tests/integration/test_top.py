@@ -38,6 +38,7 @@ from dra_driver.observability.http import HttpEndpoint, json_page
 from dra_driver.observability.problems_file import encode as encode_problems
 from dra_driver.simulator import Machine, create_machine, nvml_library
 from tests.cli.test_tables import on_terminal
+from tests.fakes.machines import silence
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import DRIVER, Node
@@ -381,6 +382,20 @@ def test_what_the_plugin_would_take_back_is_over_when_it_does_not_run(
         (entry.reason, entry.is_over) for entry in look.view(20).health if entry.subject[4:] == first[4:12]
     ]
     assert found == [("recovery-action reset", False), ("xid 95", False)]
+
+
+def test_health_of_a_gpu_that_answers_nothing_is_unknown_and_its_reasons_are_not_over(
+    machine: Machine, look_at: Callable[[Any], NodeSnapshot], memory_path: Path
+) -> None:
+    first, second, *_ = (row["uuid"] for row in machine.describe())
+    silence(machine, 0)
+    silence(machine, 1)
+    states = (HealthState(HealthTarget(second), (reason("xid", "95", Severity.UNHEALTHY, age_s=3600),)),)
+    write_health(memory_path, "boot-1", *states)
+    view = look_at(NvmlReader(lambda: nvml_library(machine))).view(20)
+    health = {gpu.uuid: gpu.health for gpu in view.gpus}
+    assert (health[first], health[second]) == ("unknown", "unhealthy")
+    assert [(entry.reason, entry.is_over) for entry in view.health] == [("xid 95", False)]
 
 
 def test_a_gpu_that_nvml_does_not_show_is_lost_when_the_nvidia_driver_is_bound_to_it(

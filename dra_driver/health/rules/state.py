@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import chain
 
 from dra_driver.health.rules.endings import ECC, FLAPPING, XID, Ending, ending_of, waits_for_reset
 from dra_driver.health.rules.polling import Finding, asks_for_action, is_memory_read, reasons_found
@@ -157,8 +158,10 @@ def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> Health
     """What the kernel driver knows without the GPU may add reasons, and ends none."""
     if state.target.is_instance:
         return state
-    bad = {key: findings for key, findings in reasons_found(polled).items() if findings}
-    state = _with_found(state, bad, now)
+    known = {reason.name for reason in state.reasons}
+    for key, value, severity, text in chain.from_iterable(reasons_found(polled).values()):
+        if (key, value) not in known:
+            state = _with(state, Reason(key, value, severity, now, now, text, "poll"))
     polls = min(state.silent_polls + 1, SILENT_POLLS)
     state = replace(state, silent_polls=polls)
     if polls < SILENT_POLLS or state.has(LOST):
@@ -167,6 +170,8 @@ def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> Health
 
 
 def _no_answer(state: HealthState, text: str, since: int) -> HealthState:
+    if any(reason.name == (UNRESPONSIVE, NO_ANSWER) and reason.text == text for reason in state.reasons):
+        return state  # the same state, so that nothing is written to disk
     return _with(state, Reason(UNRESPONSIVE, NO_ANSWER, Severity.DEGRADED, since, since, text, "poll"))
 
 
