@@ -78,11 +78,11 @@ class Driver:
     """The daemon. `start` returns when the kubelet can reach it; everything else starts in the background."""
 
     def __init__(self, settings: Settings, platform: Platform | None = None) -> None:
-        """Make every part; none runs yet. Raises: InvalidConfigError."""
+        """Make every part; none runs yet. Raises: InvalidConfigError; StateError if the boot has no ID."""
         self.settings = settings
         platform = platform or platform_of(settings)
         paths, plugin_dir = platform.paths, settings.plugin_directory
-        self.boot_id = Sysfs(paths.sys, paths.proc).boot_id() or "unknown"
+        self.boot_id = Sysfs(paths.sys, paths.proc).this_boot()
         self._stopped = threading.Event()
         self._fatal: FatalError | None = None
         self._running: list[Part] = []
@@ -442,7 +442,8 @@ class Driver:
 
     def _prepared_kinds(self) -> Iterator[str]:
         for record in self.records.all().values():
-            yield from (held.kind for held in record.devices)
+            if record.phase == "prepared":
+                yield from (held.kind for held in record.devices)
 
 
 def _tools_seen(programs: InstalledPrograms, mps_lock: Path, proc: str, detachments: Detachments) -> Hashable:

@@ -96,7 +96,7 @@ def mps_host(given: Namespace) -> None:
         nodes = CapabilityNodes(MigCaps(f"{root}/proc"), root, maker)
         boot = Sysfs(proc=f"{root}/proc")
     programs = InstalledPrograms(root, layout.libraries, 0o755)
-    detachments = Detachments(layout.root.parent, boot.boot_id() or "unknown")
+    detachments = Detachments(layout.root.parent, boot.this_boot())
     labels = SelinuxLabels(enabled=has_selinux())
     mounter = MountsWherePossible if given.allow_plain_shm else KernelMounter
     tools = HostTools(

@@ -42,7 +42,7 @@ def read_state(plugin_directory: Path, boot_id: str | None = None) -> NodeState:
     def unread(what: str) -> Callable[[UnreadableFile], None]:
         return lambda it: faults.append(f"{what} {it.kept_as} cannot be read: {it.reason}")
 
-    records = RecordStore(claims, unread("the claim record"))
+    records = RecordStore(claims, boot_id, unread("the claim record"))
     ledger = MigLedger(mig, boot_id, reader=unread("the MIG ledger file"))
     cleanups = PendingCleanups(pending, records, boot_id, reader=unread("the pending cleanup"))
     of_claims = _read(records.all, claims, faults)

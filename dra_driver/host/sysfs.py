@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from dra_driver.errors import StateError
 from dra_driver.host.reading import names_in, text_of
 from dra_driver.model.host import PciFunction
 
@@ -100,6 +101,17 @@ class Sysfs:
     def boot_id(self) -> str | None:
         """The kernel's random name of this boot."""
         return text_of(self._proc / "sys/kernel/random/boot_id").strip() or None
+
+    def this_boot(self) -> str:
+        """As `boot_id`, for a process that keeps state on disk. Raises: StateError if it cannot be read: then nothing
+        tells what a reboot has ended."""
+        found = self.boot_id()
+        if found is None:
+            raise StateError(
+                f"cannot read the ID of this boot from {self._proc}/sys/kernel/random/boot_id, so it is not known what "
+                "of the files of gpu-dra-driver a reboot has ended; mount the node's /proc"
+            )
+        return found
 
     def _nvidia_function(self, bus_id: str) -> PciFunction | None:
         if self._text(bus_id, "vendor") != _NVIDIA:

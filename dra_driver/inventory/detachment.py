@@ -90,10 +90,11 @@ _SHAPE = Shape(
 
 
 class Detachments:
-    """The file in the plugin directory. `boot_id` is that of this boot."""
+    """The file in the plugin directory. `boot_id` is that of this boot; while it is not known, a file of any boot
+    counts, and none can be written."""
 
     def __init__(
-        self, plugin_directory: Path, boot_id: str, clock: Callable[[], float] = _seconds_of_boot
+        self, plugin_directory: Path, boot_id: str | None, clock: Callable[[], float] = _seconds_of_boot
     ) -> None:
         self._path = plugin_directory / _FILE
         self._boot_id = boot_id
@@ -109,7 +110,8 @@ class Detachments:
             found = parse(content, "detach file", _SHAPE.decode, known=FORMAT_VERSION)
         except StateError:
             return None
-        return found if found.boot_id == self._boot_id and self._clock() < found.until_s else None
+        is_of_this_boot = self._boot_id in (None, found.boot_id)
+        return found if is_of_this_boot and self._clock() < found.until_s else None
 
     def problem(self) -> str | None:
         """Why NVML is to stay closed now; None if it may be opened."""
@@ -191,6 +193,8 @@ class Detachments:
 
     def begin(self, seconds: float) -> Detachment:
         """Have NVML closed for so long from now on, whatever was asked before. Raises: StateError."""
+        if self._boot_id is None:
+            raise StateError("the ID of this boot cannot be read, so a detachment would outlive a reboot")
         until = datetime.now().astimezone() + timedelta(seconds=seconds)
         made = Detachment(
             self._boot_id, self._clock() + seconds, until.isoformat(sep=" ", timespec="seconds")

@@ -228,7 +228,7 @@ class PendingCleanups:
         return [
             step
             for record in self.records.all().values()
-            if record.phase == "prepared" and self.boot_id in (None, record.boot_id)
+            if record.phase == "prepared"
             for step in record.steps
         ]
 

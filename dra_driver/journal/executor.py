@@ -224,11 +224,8 @@ class Executor:
 
     def in_place(self, record: ClaimRecord) -> bool:
         """Whether every step of the record was done in this boot and its result is still there."""
-        return (
-            record.phase == "prepared"
-            and record.boot_id == self.boot_id
-            and all(self.runner.in_place(step, record) for step in record.steps)
-        )
+        is_prepared = record.as_of(self.boot_id).phase == "prepared"
+        return is_prepared and all(self.runner.in_place(step, record) for step in record.steps)
 
     def _intended(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
         held = plan.held_devices()

@@ -20,14 +20,21 @@ _SAFE_UID = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\Z")
 
 
 class RecordStore(JsonStore[ClaimRecord]):
-    """Records in `directory`, named by claim UID."""
+    """Records in `directory`, named by claim UID, each as it counts in this boot (`ClaimRecord.as_of`)."""
 
-    def __init__(self, directory: Path, reader: Callable[[UnreadableFile], None] | None = None) -> None:
-        """A `reader` only looks: it learns which files cannot be read, and every file stays where it is."""
+    def __init__(
+        self,
+        directory: Path,
+        boot_id: str | None = None,
+        reader: Callable[[UnreadableFile], None] | None = None,
+    ) -> None:
+        """A `reader` only looks: it learns which files cannot be read, and every file stays where it is. While the boot
+        is not known, records are as they were written."""
+        self._boot_id = boot_id
         super().__init__(
             directory,
             "claim record",
-            _decode,
+            self._decode,
             reader or _tell,
             is_name=_is_safe,
             only_reads=reader is not None,
@@ -36,6 +43,7 @@ class RecordStore(JsonStore[ClaimRecord]):
     def open(self, boot_id: str) -> None:
         """Create the directory. Remove what killed writers left, and what a power cut left of records that were not
         synced. Raises: StateError."""
+        self._boot_id = boot_id
         open_directory(
             self.directory, boot_id, lambda uid: _log.info("record_torn", claim_uid=uid), durable=True
         )
@@ -62,16 +70,15 @@ class RecordStore(JsonStore[ClaimRecord]):
         sync_removals(target.parent)
         self.delete(uid)
 
+    def _decode(self, uid: str, content: bytes) -> ClaimRecord:
+        record = decode(content)
+        if record.ref.uid != uid:
+            raise StateError(f"it is the record of claim UID {record.ref.uid}")
+        return record if self._boot_id is None else record.as_of(self._boot_id)
+
 
 def _is_safe(uid: str) -> bool:
     return _SAFE_UID.fullmatch(uid) is not None
-
-
-def _decode(uid: str, content: bytes) -> ClaimRecord:
-    record = decode(content)
-    if record.ref.uid != uid:
-        raise StateError(f"it is the record of claim UID {record.ref.uid}")
-    return record
 
 
 def _tell(found: UnreadableFile) -> None:

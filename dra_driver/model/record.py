@@ -58,6 +58,12 @@ class ClaimRecord:
         """The claim's namespace, name and UID."""
         return self.claim.ref
 
+    def as_of(self, boot_id: str) -> ClaimRecord:
+        """The record as it counts in a boot: after a reboot nothing of what the steps did is left, so that the claim is
+        not prepared any more."""
+        is_void = self.phase == "prepared" and self.boot_id != boot_id
+        return replace(self, phase="preparing") if is_void else self
+
     def names_the_same(self, other: ClaimRecord | None) -> bool:
         """Whether the other record is of the same devices and steps in the same boot, whatever has been done yet."""
         return other is not None and self == replace(other, phase=self.phase, prepared_at=self.prepared_at)

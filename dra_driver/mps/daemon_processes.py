@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dra_driver.errors import StateError
+
 PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 
 _PROC = "/proc"
@@ -31,8 +33,11 @@ class ProcessId:
 
 
 def boot_id() -> str:
-    """The kernel's identifier of this boot."""
-    return _read(f"{_PROC}/sys/kernel/random/boot_id").decode().strip() or "unknown"
+    """The kernel's identifier of this boot. Raises: StateError if it cannot be read."""
+    found = _read(f"{_PROC}/sys/kernel/random/boot_id").decode().strip()
+    if not found:
+        raise StateError(f"cannot read the ID of this boot from {_PROC}/sys/kernel/random/boot_id")
+    return found
 
 
 def identify(pid: int) -> ProcessId | None:

@@ -99,7 +99,7 @@ def test_pods_that_the_claim_is_reserved_for_are_recorded(node: Node) -> None:
     assert recorded_pods(node) == wanted.pods
     node.claims.down = True
     node.specs.remove("uid-1")
-    assert isinstance(node.restarted(boot_id="boot-2").prepare(claim(GPU_0)), Prepared)
+    assert isinstance(node.restarted().prepare(claim(GPU_0)), Prepared)
     assert recorded_pods(node) == wanted.pods, "the API server said nothing of them"
 
 

@@ -267,6 +267,7 @@ def plugin_dir(tmp_path: Path) -> Path:
     store.save(record(2, on_demand, steps=(made,), prepared_at=None, phase="preparing"))
     admin = HeldDevice("gpu-3", "gpu", "GPU-3", "GPU-3", admin_access=True)
     store.save(record(3, admin, boot_id="boot-0", prepared_at="nonsense", pods=["monitor"]))
+    store.save(record(7, admin, prepared_at="nonsense", pods=["exporter"]))
     (directory / "claims/uid-4.json").write_text("{broken")
     (directory / "claims/uid-5.json.unreadable-1").write_text("x")
     ledger = MigLedger(directory / "mig", "boot-1")
@@ -302,6 +303,7 @@ def test_claims_says_who_holds_what_and_touches_nothing(plugin_dir: Path) -> Non
     assert re.fullmatch(pattern, lines[0]), lines[0]
     assert [line.split("  ")[-1] for line in lines if line.startswith("team/")][1:] == [
         "pod monitor",
+        "pod exporter",
         "pods unknown",
     ]
     assert lines[1] == "    uid uid-1; set up: MPS daemon, CDI spec"
@@ -320,7 +322,8 @@ def test_claims_says_who_holds_what_and_touches_nothing(plugin_dir: Path) -> Non
         "UID uid-6 has no record",
     ):
         assert any(part in line for line in problems), part
-    assert any("claim team/claim-3 is prepared but its CDI spec is missing" in line for line in problems)
+    assert any("claim team/claim-7 is prepared but its CDI spec is missing" in line for line in problems)
+    assert not any("claim-3" in line for line in problems), "after a reboot nothing of it has to be there"
     assert files(root) == before
 
 
@@ -328,14 +331,15 @@ def test_claims_as_json_and_yaml_are_the_same(plugin_dir: Path) -> None:
     document = json.loads(claims(plugin_dir, "-o", "json").stdout)
     assert yaml.safe_load(claims(plugin_dir, "-o", "yaml").stdout).keys() == document.keys()
     found = {claim["name"]: claim for claim in document["claims"]}
-    assert list(found) == ["claim-1", "claim-3", "claim-2"]
-    assert [claim["boot"] for claim in found.values()] == ["this", "earlier", "this"]
-    assert [claim["cdi_spec"] for claim in found.values()] == ["present", "missing", "missing"]
+    assert list(found) == ["claim-1", "claim-3", "claim-7", "claim-2"]
+    assert [claim["phase"] for claim in found.values()] == ["prepared", "preparing", "prepared", "preparing"]
+    assert [claim["boot"] for claim in found.values()] == ["this", "earlier", "this", "this"]
+    assert [claim["cdi_spec"] for claim in found.values()] == ["present", "missing", "missing", "missing"]
     assert found["claim-1"]["age_s"] > 10**8
     assert found["claim-3"]["age_s"] is None
     assert found["claim-2"]["devices"][0]["uuid"] == "MIG-7"
     assert found["claim-1"]["pods"][5] == {"name": "trainer-5", "uid": "uid-of-trainer-5"}
-    assert [claim["pods"] and len(claim["pods"]) for claim in found.values()] == [6, 1, None]
+    assert [claim["pods"] and len(claim["pods"]) for claim in found.values()] == [6, 1, 1, None]
 
 
 def test_claims_of_a_node_that_never_had_any(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import structlog
 
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.host import imex
-from dra_driver.model.claim import ClaimRef, Prepared
+from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from dra_driver.model.extra_devices import HOST_DEVICES
 from dra_driver.model.plan import Plan
 from tests.api.parameter_table import parameters
@@ -167,6 +167,22 @@ def test_a_prepared_claim_keeps_what_it_has(tray: Node) -> None:
     tray.start_driver()
     tray.unprepare(ref)
     assert (tray.specs(), tray.records()) == ([], [])
+
+
+def test_claim_waits_for_the_daemon_again_after_a_reboot(tray: Node) -> None:
+    """The daemon starts with the node, and the claim's record is there before it."""
+    driver = tray.running(4, imex_channel=3).driver
+    ref = tray.claim("training")
+    first = tray.ready(ref)
+    driver.stop()
+    tray.machine.reboot()
+    tray.machine.set_imex("initializing")
+    tray.running(4, imex_channel=3)
+    outcome = tray.prepare(ref)[ref.uid]
+    assert isinstance(outcome, Failed)
+    assert "says 'INITIALIZING'" in outcome.error
+    tray.machine.set_imex("ready")
+    assert tray.ready(ref) == first
 
 
 # --- nodes of the host --------------------------------------------------------------------------

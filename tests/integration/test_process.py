@@ -134,6 +134,18 @@ def test_wrong_configuration_is_one_line_and_exit_code_two(
         assert word in done.stderr
 
 
+def test_boot_without_an_id_ends_the_start_with_the_reason(make_node: Callable[..., Node]) -> None:
+    """Nothing tells what of the files a reboot has ended, so nothing is taken for prepared or for undone."""
+    node = make_node()
+    (node.machine.host_root / "proc/sys/kernel/random/boot_id").write_text("")
+    process = node.spawn(SIMULATOR_DIR=str(node.root / "machine"))
+    _, log = process.communicate(timeout=60)
+    last = log.decode().splitlines()[-1]
+    assert process.returncode != 0
+    assert last.startswith("gpu-dra-driver: cannot read the ID of this boot from ")
+    assert last.endswith("mount the node's /proc")
+
+
 def test_run_tells_every_fault_of_flags_environment_and_file(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("logLevel: loud\nhealth: {ignoredXids: [0]}\nsharing: [{mode: memory}]\n")

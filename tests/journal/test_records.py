@@ -2,6 +2,7 @@ import errno
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -208,8 +209,21 @@ def test_what_a_power_cut_tore_is_removed_at_the_next_boot_and_only_then(
     assert [(line["event"], line["log_level"]) for line in logs] == [("record_torn", "info")] * 3
     (store.directory / "uid-9.json").write_bytes(CORRUPT["half"])
     again.open("boot-2")
-    assert again.all() == {"uid-1": ONE}
+    assert again.all() == {"uid-1": ONE.as_of("boot-2")}
     assert len(again.quarantined()) == 2, "in the same boot nobody knows what it protects"
+
+
+def test_record_of_an_earlier_boot_is_not_prepared(store: RecordStore) -> None:
+    """Nothing of what its steps did is left, whatever the file says."""
+    store.save(ONE)
+    assert (ONE.phase, ONE.boot_id) == ("prepared", "boot-1")
+    again = other(store)
+    again.open("boot-2")
+    assert again.get("uid-1") == replace(ONE, phase="preparing")
+    assert store.get("uid-1") == ONE
+    unfinished = replace(TWO, phase="preparing")
+    store.save(unfinished)
+    assert (store.get("uid-2"), again.get("uid-2")) == (unfinished, unfinished)
 
 
 def test_first_start_of_all_removes_nothing(tmp_path: Path) -> None:
@@ -233,7 +247,7 @@ def test_disk_that_takes_nothing_keeps_no_driver_from_starting(
     again = other(store)
     again.open("boot-2")
     monkeypatch.undo()
-    assert again.all() == {"uid-1": ONE}
+    assert again.all() == {"uid-1": ONE.as_of("boot-2")}
 
 
 def test_what_a_power_cut_tore_on_a_read_only_disk_keeps_no_driver_from_serving(
@@ -253,7 +267,7 @@ def test_what_a_power_cut_tore_on_a_read_only_disk_keeps_no_driver_from_serving(
         monkeypatch.setattr(Path, name, read_only)
     again.open("boot-2")
     assert [line["event"] for line in logs] == [], "what was not removed is not told to be"
-    assert again.all() == {"uid-1": ONE}
+    assert again.all() == {"uid-1": ONE.as_of("boot-2")}
     assert [line["event"] for line in logs] == ["record_unreadable"]
 
 

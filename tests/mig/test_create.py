@@ -497,7 +497,7 @@ def test_whole_gpu_is_refused_in_a_mode_that_is_not_ours(node: MigNode) -> None:
 def test_after_a_reboot_nothing_of_the_old_boot_is_taken_for_ours(
     node: MigNode, small, *, was_cut_off: bool
 ) -> None:
-    node.prepare(small)
+    prepared = node.prepare(small)
     entry = node.entry_of(small)
     if was_cut_off:
         bare = replace(entry, phase="creating", gpu_instance_id=None, compute_instance_id=None, uuid=None)
@@ -511,7 +511,11 @@ def test_after_a_reboot_nothing_of_the_old_boot_is_taken_for_ours(
     after.ledger.save(entry)
     after.collector.work_off()
     assert (after.ledger.all(), after.ledger.owned_modes()) == ({}, {})
+    assert after.records.all() == {}, (
+        "in this boot nothing was prepared, so the failed Prepare takes its record back"
+    )
     after.ledger.save(entry)
+    after.records.save(replace(prepared, phase="preparing", boot_id="boot-2"))
     after.unprepare()
     assert after.ledger.all() == {}
     assert after.on_gpu() == (True, [(number, 19, 3, 1)])

@@ -37,7 +37,7 @@ class CommandMachine:
         self.vfio = VfioCards(platform.paths, platform.nodes, platform.pci)
         self.sysfs = Sysfs(platform.paths.sys, platform.paths.proc)
         self.boot_id = self.sysfs.boot_id()
-        self.detachments = Detachments(settings.plugin_directory, self.boot_id or "unknown")
+        self.detachments = Detachments(settings.plugin_directory, self.boot_id)
         self.load_nvml = self.detachments.guarded(platform.load_nvml)
 
     def is_on_demand(self, gpu: Gpu) -> bool:

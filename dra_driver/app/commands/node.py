@@ -69,11 +69,11 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
     """What is to be undone for claims that have ended, and what could not be read of it. With `now` everything is tried
     first. Raises: StateError if that needs rights that this process does not have."""
     machine, directory = CommandMachine(settings), settings.plugin_directory
-    boot = machine.boot_id or "unknown"
     state = machine.state()
     if not now or not state.cleanups:
         return state.cleanups, state.faults
-    records = RecordStore(directory / "claims")
+    boot = machine.sysfs.this_boot()
+    records = RecordStore(directory / "claims", boot)
     programs = InstalledPrograms(machine.paths.driver_root, directory / "host.lib")
     smi = NvidiaSmi(programs, machine.detachments.using_nvml)
     without_record = SpecsWithoutRecord(records, CdiDirectory(Path(settings.cdi_root), settings.driver_name))
