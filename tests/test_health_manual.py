@@ -223,7 +223,7 @@ def test_times_in_the_manual_are_those_of_the_driver() -> None:
     for sentence in (
         f"polls every GPU every {poller._POLL_EVERY_S:.0f} s",
         f"last answer is older than {book.FRESH_S:.0f} s",
-        f"has not returned for {poller._OVERDUE_S:.0f} s",
+        f"has not returned for {book.OVERDUE_S:.0f} s",
         f"kept as information for {rules.REMEMBER_S // 60} minutes",
         f"{rules.SETTLE_S} s have passed since the last such event",
         f"{rules.SETTLE_UNSURE_S // 60} minutes have passed since the last such Xid",

@@ -39,6 +39,8 @@ _log = structlog.get_logger(__name__)
 _WRITE_AGAIN_S = 5.0
 """Also how soon it is noticed that another instance has kept the file before."""
 FRESH_S = 30.0
+OVERDUE_S = 30.0
+"""After so long a call of NVML counts as hanging. One that waits for the GPU's system processor takes up to 60 s."""
 
 
 class HealthThread(BackgroundWorker):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
-from dra_driver.health.book import HealthBook, HealthThread
+from dra_driver.health.book import OVERDUE_S, HealthBook, HealthThread
 from dra_driver.health.poller import GpuPoller
 from dra_driver.model.health import Reset
 
@@ -21,7 +21,6 @@ _log = structlog.get_logger(__name__)
 
 _WAIT_S = 1.0
 """Also how long discovery waits at most before it can open NVML anew."""
-_OVERDUE_S = 30.0
 _EVENTS_AT_ONCE = 64
 
 
@@ -46,8 +45,8 @@ class EventListener(HealthThread):
     def look_for_hang(self) -> None:
         """Take in that a call does not return. Called by another thread; it calls no NVML."""
         since = self._calling_since
-        if since is not None and self._book.monotonic() - since >= _OVERDUE_S:
-            self._be_deaf(f"NVML's wait for events has not returned for {_OVERDUE_S:.0f} s")
+        if since is not None and self._book.monotonic() - since >= OVERDUE_S:
+            self._be_deaf(f"NVML's wait for events has not returned for {OVERDUE_S:.0f} s")
 
     def turn(self, wait_s: float) -> float:
         """Wait for events, and pass them on. Returns how long to pause before the next turn."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
-from dra_driver.health.book import FRESH_S, HealthBook, HealthThread
+from dra_driver.health.book import FRESH_S, OVERDUE_S, HealthBook, HealthThread
 from dra_driver.health.listener import EventListener
 from dra_driver.health.poller import GpuPoller
 from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy
@@ -28,6 +28,7 @@ from dra_driver.model.health import (
     HealthState,
     HealthStates,
     HealthTarget,
+    NoAnswer,
     Severity,
 )
 from dra_driver.model.problems import NodeProblem
@@ -192,6 +193,9 @@ class Monitor(HealthThread):
         }
         self.book.take(ended | hanging)
         gpus = self.gpus() or {}
+        opening_s = self.source.change_lasts_s()
+        if opening_s >= OVERDUE_S:
+            self.book.take({HealthTarget(uuid): (NoAnswer(opening_s),) for uuid in gpus})
         for poller in self.pollers.values():
             if poller.uuid in gpus:
                 poller.look_for_hang()

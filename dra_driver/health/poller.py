@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
-from dra_driver.health.book import HealthBook, HealthThread
+from dra_driver.health.book import OVERDUE_S, HealthBook, HealthThread
 from dra_driver.health.rules.state import shows_reset
 from dra_driver.health.rules.xids import RECOVERY_ACTION_CHANGED, severity_of_xid
 from dra_driver.model.gpu import FabricRegistration
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 _POLL_EVERY_S = 10.0
-_OVERDUE_S = 30.0
-"""As long as health counts as fresh. A call that waits for the GPU's system processor takes up to 60 s."""
 _MOST_EVENTS = 256
 _NOT_FOUND = PolledHealth(failed=frozenset({"handle"}), answered=False)
 """A poll that could not even find the GPU."""
@@ -105,7 +103,7 @@ class GpuPoller(HealthThread):
         if since is None:
             return
         lasted = self._book.monotonic() - since
-        if lasted < _OVERDUE_S:
+        if lasted < OVERDUE_S:
             return
         self._book.take({self._target: (NoAnswer(lasted),)})
         # What instances they happened to can only be read when the call returns.

@@ -75,6 +75,10 @@ class HealthSource:
         least once."""
         return self._driver_loads + self._session.driver_loads
 
+    def change_lasts_s(self) -> float:
+        """As of the session."""
+        return self._session.change_lasts_s()
+
     def driver_version(self) -> str | None:
         """The driver's version. Raises: NvmlUnavailableError."""
         with self._using():

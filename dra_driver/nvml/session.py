@@ -79,6 +79,7 @@ class NvmlSession:
         self._users = 0
         self._turn = threading.Condition()
         self._begun: dict[int, float] = {}
+        self._change_began: float | None = None
         # Who comes before the first opening waits for it.
         self._is_changing = self._is_first = True
         self._failure: DraDriverError | None = None
@@ -245,14 +246,22 @@ class NvmlSession:
     def _changing(self) -> Iterator[None]:
         with self._turn:
             self._is_changing = True
+            self._change_began = self._clock()
         try:
             yield
         finally:
             with self._turn:
                 self._is_first = False
+                self._change_began = None
                 # The last one out of a pause may still be about to open NVML again.
                 self._is_changing = bool(self._pausing) or self._reopens
                 self._turn.notify_all()
+
+    def change_lasts_s(self) -> float:
+        """For how many seconds NVML is being initialised or shut down; 0 if it is not. It takes a few seconds unless it
+        hangs in the NVIDIA driver."""
+        began = self._change_began
+        return 0.0 if began is None else self._clock() - began
 
     def _open_counted(self) -> None:
         try:

@@ -730,6 +730,9 @@ class HangingSource:
         self.closed = False
         self.number: int | None = None
 
+    def change_lasts_s(self) -> float:
+        return 0.0
+
     def driver_version(self) -> str | None:
         return "1"
 
@@ -841,7 +844,7 @@ def test_gpu_whose_poll_does_not_return_is_unresponsive_and_its_neighbour_is_as_
     assert (made.reasons("GPU-a"), made.reasons("GPU-b")) == (["unresponsive/no-answer"], [])
     [(subject, (code, text))] = made.problems().items()
     assert (subject, code) == ("gpu-a", "gpu-unresponsive")
-    assert text.startswith("GPU gpu-a (GPU-a): the GPU does not answer: a poll through NVML does not return")
+    assert text.startswith("GPU gpu-a (GPU-a): the GPU does not answer: a call of NVML does not return")
     assert [condition_of(made.monitor, HealthTarget(gpu)) for gpu in ("GPU-a", "GPU-b")] == ["unknown", "ok"]
     assert [(change.target.gpu_uuid, change.is_hang) for change in made.told] == [("GPU-a", True)]
     made.source.hangs.clear()

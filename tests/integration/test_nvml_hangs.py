@@ -51,7 +51,7 @@ def test_xid_is_published_and_health_stays_fresh_whatever_another_gpu_does(
     eventually(
         lambda: all(monitor.book._answers[u][1] > at for u, at in zip(uuids[1:], answers, strict=True))
     )
-    monkeypatch.setattr("dra_driver.health.poller._OVERDUE_S", 0.2)
+    monkeypatch.setattr("dra_driver.health.poller.OVERDUE_S", 0.2)
     eventually(lambda: tainted(node).get("0") == ["unresponsive=no-answer"])
     assert set(tainted(node)) == {"0", "5"}
     eventually(lambda: [event for event in node.events("GPUUnhealthy") if uuids[0] in event["message"]])
@@ -67,7 +67,7 @@ def test_every_gpu_is_unresponsive_while_one_call_blocks_all_of_nvml(
     monkeypatch.setattr("dra_driver.health.monitor._LOOK_EVERY_S", 0.05)
     monkeypatch.setattr("dra_driver.health.poller._POLL_EVERY_S", 0.1)
     eventually(lambda: heard(node.driver) == 8)
-    monkeypatch.setattr("dra_driver.health.poller._OVERDUE_S", 1.0)
+    monkeypatch.setattr("dra_driver.health.poller.OVERDUE_S", 1.0)
     node.machine.set_fault("nvmlDeviceGet*", delay_s=600, gpu=0, blocks_all=True)
     eventually(lambda: tainted(node) == {str(index): ["unresponsive=no-answer"] for index in range(8)})
     assert {problem.code for problem in node.driver.health.problems()} == {"gpu-unresponsive"}
@@ -123,8 +123,11 @@ def test_every_nvml_call_of_a_look_may_hang(node: Node) -> None:
 
 
 @pytest.mark.parametrize("function", ["nvmlInitWithFlags", "nvmlShutdown"])
-def test_closing_and_opening_nvml_anew_may_hang(node: Node, function: str) -> None:
-    """As after a GPU has come. What is prepared ends, and claims that need no NVML are prepared in the usual time."""
+def test_closing_and_opening_nvml_anew_may_hang(
+    node: Node, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """As after a GPU has come. What is prepared ends, claims that need no NVML are prepared in the usual time, and no
+    GPU counts as well meanwhile."""
     devices = [device["name"] for device in node.devices()]
     held = node.allocated_by_hand("held", devices[0], config=sliced("Long"))
     node.ready(held)
@@ -138,8 +141,13 @@ def test_closing_and_opening_nvml_anew_may_hang(node: Node, function: str) -> No
             node.take_back(held)
             assert time.monotonic() - began < USUAL_S
             assert node.records() == []
+            with monkeypatch.context() as patched:
+                patched.setattr("dra_driver.health.monitor.OVERDUE_S", 0.5)
+                node.driver.health.monitor.wake()
+                eventually(lambda: [*tainted(node).values()] == [["unresponsive=no-answer"]] * 8)
         node.wait_devices(len(devices) + 1)
         eventually(lambda: node.driver.problems() == [])
+        eventually(lambda: tainted(node) == {})
         assert node.machine.timeslice(0) == 0
     finally:
         nvml.leave()

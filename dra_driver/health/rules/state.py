@@ -83,7 +83,7 @@ def observe(
         case Unreachable():
             after = _with_found(state, {LOST: [(LOST, "", Severity.LOST, _LOST_TEXT)]}, now)
         case NoAnswer(for_s):
-            text = "the GPU does not answer: a poll through NVML does not return; " + _RESET_OR_REBOOT
+            text = "the GPU does not answer: a call of NVML does not return; " + _RESET_OR_REBOOT
             after = _no_answer(state, text, now - int(for_s))
         case MonitoringState(problem):
             found = [] if problem is None else [(UNMONITORED, "", Severity.INFORMATION, problem)]
