@@ -73,7 +73,7 @@ class HealthBook:
         self._guard = threading.Lock()
         self._states: HealthStates = {}
         self._kept: KeptHealth | None = None
-        self._told = ""
+        self._logged = ""
         self._warned: set[str | None] = set()
         self._answers: dict[str, tuple[int, float]] = {}  # when each GPU answered last, on both clocks
         self.history = HealthHistory(self.on_transition)
@@ -113,7 +113,7 @@ class HealthBook:
             self.on_change()
 
     def take(self, observed: Mapping[HealthTarget, Sequence[Observation]]) -> None:
-        """Change the states by the observations, tell of the changes, and have them written."""
+        """Change the states by the observations, report the changes, and have the file written."""
         now, changes = self.now(), []
         with self._guard:
             states = dict(self._states)
@@ -143,7 +143,7 @@ class HealthBook:
         self.history.note(HealthChange(target, self.now(), severity, severity, xid_text(number)))
 
     def warn_of_unknown(self, event: HealthEvent) -> None:
-        """Tell, once for each GPU, of an event whose GPU or instance NVML does not show."""
+        """Log, once for each GPU, an event whose GPU or instance NVML does not show."""
         if event.gpu_uuid in self._warned:
             return
         self._warned.add(event.gpu_uuid)
@@ -156,7 +156,7 @@ class HealthBook:
         )
 
     def forget(self, gpu_uuids: Collection[str]) -> None:
-        """Drop all that is known of GPUs that were taken out, and tell."""
+        """Drop all that is known of GPUs that were taken out, and report that."""
         if not gpu_uuids:
             return
         with self._guard:
@@ -176,7 +176,7 @@ class HealthBook:
             )
 
     def restore(self) -> None:
-        """Take over what an earlier run, or another instance, kept. What cannot be loaded is told and observed anew."""
+        """Take over what an earlier run, or another instance, kept. What cannot be loaded is logged."""
         try:
             kept = self.store.load()
         except StateError as error:
@@ -209,11 +209,11 @@ class HealthBook:
         try:
             self.store.save(kept)
         except StateError as error:
-            if str(error) != self._told:
+            if str(error) != self._logged:
                 _log.error("health_not_kept", reason=str(error))
-            self._told = str(error)
+            self._logged = str(error)
         else:
-            self._kept, self._told = kept, ""
+            self._kept, self._logged = kept, ""
         return _WRITE_AGAIN_S
 
     def _take_serviced(self) -> None:

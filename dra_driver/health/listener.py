@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 _WAIT_S = 1.0
-"""Also how long discovery waits at most before it can open NVML anew."""
+"""Also how long discovery waits at most before it can open NVML again."""
 _EVENTS_AT_ONCE = 64
 
 
@@ -34,7 +34,7 @@ class EventListener(HealthThread):
         self._refresh = threading.Event()
         self._driver_loads = 0
         self._calling_since: float | None = None
-        self._told = ""
+        self._logged = ""
         super().__init__("health-events", lambda: self.turn(_WAIT_S), _WAIT_S)
 
     def renew(self) -> None:
@@ -109,8 +109,8 @@ class EventListener(HealthThread):
 
     def _failed(self, reason: str) -> None:
         self._refresh.set()
-        if reason != self._told:
-            self._told = reason
+        if reason != self._logged:
+            self._logged = reason
             _log.warning("gpu_events_failed", reason=reason)
         self._be_deaf(reason)
 

@@ -122,17 +122,17 @@ class Monitor(HealthThread):
         return list(self._problems(names))
 
     def _problems(self, names: Mapping[str, str]) -> Iterator[NodeProblem]:
-        told = set()
+        reported = set()
         for target, state in self.states().items():
             texts = [reason.text for reason in state.reasons if reason.key == UNRESPONSIVE]
             if texts:
                 uuid, name = target.gpu_uuid, names.get(target.gpu_uuid, target.gpu_uuid)
-                told.add(uuid)
+                reported.add(uuid)
                 yield NodeProblem("gpu-unresponsive", f"{_called(name, uuid)}: {'; '.join(texts)}", name)
         for uuid in self.gpus() or ():
             name, now = names.get(uuid, uuid), self.monotonic()
             is_new = now - self._watched_since.get(uuid, now) <= FRESH_S
-            if uuid not in told and not is_new and not self.is_fresh(uuid):
+            if uuid not in reported and not is_new and not self.is_fresh(uuid):
                 yield NodeProblem(
                     "health-unknown",
                     f"the health of {_called(name, uuid)} has not been read for {FRESH_S:.0f} s; look for Xid errors "
@@ -141,7 +141,7 @@ class Monitor(HealthThread):
                 )
 
     def start(self) -> None:
-        """Load what was kept and begin. What cannot be loaded is told and observed anew."""
+        """Load what was kept and begin. What cannot be loaded is logged and observed again."""
         self.book.restore()
         self._is_started = True
         self.book.writer.start()
@@ -165,7 +165,7 @@ class Monitor(HealthThread):
         return has_ended
 
     def devices_changed(self) -> None:
-        """GPUs or MIG devices are others than before: register anew and poll at once."""
+        """GPUs or MIG devices changed: register every GPU again and poll it at once."""
         self.wake()
         self.listener.renew()
 

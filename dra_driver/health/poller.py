@@ -125,7 +125,7 @@ class GpuPoller(HealthThread):
         """No events of any GPU can be heard, because of `problem`; None if they can."""
         if problem != self._deaf:
             self._deaf = problem
-            self._tell_monitored()
+            self._take_monitored()
 
     def _pause(self) -> float:
         return max(0.0, self._due - self._book.monotonic())
@@ -144,13 +144,13 @@ class GpuPoller(HealthThread):
             self._unheard = str(error)
         self._set_number = number
         self.is_heard = self._unheard is None
-        self._tell_monitored()
+        self._take_monitored()
 
     @property
     def _place(self) -> str | None:
         return self._book.places.get(self.uuid) or self._book.state(self._target).pci_bus_id
 
-    def _tell_monitored(self) -> None:
+    def _take_monitored(self) -> None:
         problem = self._deaf or self._unheard
         text = None if problem is None else f"events of the GPU cannot be heard: {problem}"
         self._book.take({self._target: (MonitoringState(text),)})

@@ -31,7 +31,7 @@ _RECOVERY_ACTION = getattr(pynvml, "nvmlEventTypeGpuRecoveryAction", 0x8000)
 _WANTED = _XID | _DOUBLE_BIT | _UNAVAILABLE | _RECOVERY_ACTION
 _WHOLE_GPU = 0xFFFFFFFF
 _MOST_LEFT = 1000
-_OPENED_ANEW = "NVML was initialised anew; events have to be registered again"
+_REOPENED = "NVML was initialised again; events have to be registered again"
 _NO_DRIVER = frozenset({pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH})
 
 
@@ -104,7 +104,7 @@ class HealthSource:
                 self._sets.append(made)
 
     def register(self, gpu_uuid: str, pci_bus_id: str | None) -> None:
-        """Hear of the GPU in the newest event set.
+        """Receive the events of the GPU in the newest event set.
 
         Events of before are not delivered, unless it was registered already, so a poll of the GPU is due afterwards.
         Raises: NvmlUnavailableError; DeviceLostError, NotSupportedError, RetryableError if its events cannot be heard.
@@ -112,7 +112,7 @@ class HealthSource:
         with self._using() as opening:
             with self._guard:
                 if not self._sets or self._sets[-1].opening != opening:
-                    raise NvmlUnavailableError(_OPENED_ANEW)
+                    raise NvmlUnavailableError(_REOPENED)
                 newest, older = self._sets[-1], self._sets[:-1]
                 newest.members.add(gpu_uuid)
             try:
@@ -146,7 +146,7 @@ class HealthSource:
             with self._guard:
                 sets = [one for one in self._sets if one.opening == opening]
             if not sets:
-                raise NvmlUnavailableError(_OPENED_ANEW)
+                raise NvmlUnavailableError(_REOPENED)
             for old in sets[:-1]:
                 self._drain(old)
             if self._left:
@@ -161,7 +161,7 @@ class HealthSource:
 
     def _drain(self, old: _EventSet) -> None:
         """Take over what is in an older set, and free it if no GPU needs it. What comes now may be in the newer set
-        too: told twice is better than never."""
+        too: twice is better than never."""
         with self._guard:
             is_needed = bool(old.members)
             unheard, old.left = old.members | old.left, set()
@@ -177,7 +177,7 @@ class HealthSource:
                 pynvml.nvmlEventSetFree(old.handle)
 
     def read(self, gpu_uuid: str, pci_bus_id: str | None) -> PolledHealth:
-        """As `read_health`. Raises: NvmlUnavailableError too if NVML was closed or initialised anew meanwhile."""
+        """As `read_health`. Raises: NvmlUnavailableError too if NVML was closed during the poll."""
         with self._using() as opening:
             polled = read_health(gpu_uuid, self._handle(gpu_uuid, pci_bus_id, opening))
             if (self._session.is_open, self._session.openings) != (True, opening):
