@@ -164,7 +164,9 @@ def test_pipe_directory_that_is_too_long_for_a_socket_is_refused_before_anything
             refusal = r"no MPS daemon can run for .* bytes, and NVIDIA's program takes at most 106; .* bytes? shorter"
             with pytest.raises(PermanentError, match=refusal):
                 supervisor.ensure(spec, 10)
-            host.layout.wanted(device).write_bytes(encode_wish(spec))
+            wish = host.layout.wanted(device)
+            wish.with_suffix(".new").write_bytes(encode_wish(spec))
+            wish.with_suffix(".new").rename(wish)
             report = eventually(lambda name=device: host_files.MpsHostFiles(host.layout)._report(name))
             assert re.search(refusal, report.refusal)
             assert report.is_final
