@@ -29,7 +29,7 @@ from dra_driver.claims.planner import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.concurrency.token_bucket import TokenBucket
 from dra_driver.errors import FatalError, StateError
-from dra_driver.files.atomic import stamp_or_none
+from dra_driver.files.atomic import stamp_or_none, write_atomically
 from dra_driver.files.file_lock import UseMark
 from dra_driver.host.dev_char import DevCharLinks
 from dra_driver.host.driver_programs import InstalledPrograms
@@ -64,6 +64,7 @@ from dra_driver.observability.http import HttpEndpoint, json_page, metrics_page,
 from dra_driver.observability.metrics import Metrics
 from dra_driver.observability.probes import Probes
 from dra_driver.observability.usage import Usage
+from dra_driver.reporting.disk_watch import DiskWatch
 from dra_driver.reporting.node_problems import NodeProblems
 from dra_driver.reporting.unclaimed_memory import UnclaimedMemory
 from dra_driver.settings import Settings
@@ -233,6 +234,7 @@ class Driver:
                 self.discovery.problems,
                 self.health.problems,
                 self.passthrough.problems,
+                DiskWatch([plugin_dir, Path(settings.cdi_root)], write_atomically).problems,
                 mps_files.problems,
             ),
             self.reporting.recorder,

@@ -13,6 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from dra_driver.errors import StateError
+from dra_driver.files.write_outcomes import WRITES
 
 TEMPORARY_SUFFIX = ".tmp"
 QUARANTINE = ".unreadable"
@@ -71,6 +72,11 @@ def write_atomically(
     `durable` also syncs the directory; without it a power cut may bring the old content back. Raises: StateError.
     """
     name = temporary or path.parent / f".{path.name}.{os.getpid()}-{next(_numbers)}{TEMPORARY_SUFFIX}"
+    with WRITES.writing(path.parent):
+        _write(path, name, content, mode, durable=durable, whole=whole)
+
+
+def _write(path: Path, name: Path, content: bytes, mode: int, *, durable: bool, whole: bool) -> None:
     try:
         descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     except OSError as error:

@@ -129,6 +129,7 @@ BREAKS: Mapping[str, Break] = {
         is_running=False,
         fails_readiness=True,
     ),
+    "disk-full": Break(_fill_the_disk, "disk-not-writable", "disk is full", "DiskNotWritable"),
     "mps-host-absent": Break(
         lambda site: site.try_claim(parameters(strategy="MPS")),
         "mps-host-missing",

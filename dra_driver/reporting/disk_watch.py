@@ -1,0 +1,91 @@
+"""Directories that take no files: what every claim needs, and what no other part notices before a claim comes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from dra_driver.concurrency.bounded_call import BoundedCall
+from dra_driver.files.write_outcomes import WRITES, WriteOutcomes
+from dra_driver.model.problems import NodeProblem
+
+_HANGS_AFTER_S = 30.0
+_PROBE_EVERY_S = 5.0
+_PROBE = bytes(4096)
+"""A full disk may still take an empty file."""
+
+
+class DiskWatch:
+    """Finds directories that take no files: those in which the last write failed, in which one does not return, or
+    whose disk is full. After a failure it tries a small file there every few seconds, so that the problem ends on
+    evidence. At rest it writes nothing.
+
+    `write` writes a file durably and raises StateError.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        write: Callable[[Path, bytes], None],
+        outcomes: WriteOutcomes = WRITES,
+    ) -> None:
+        self._directories = directories
+        self._write = write
+        self._outcomes = outcomes
+        self._lock = threading.Lock()
+        self._probed: Path | None = None
+        self._probe_again_at = 0.0
+        self._probing = BoundedCall("the disk", self._probe)
+
+    def problems(self) -> Sequence[NodeProblem]:
+        """One for each directory that takes no files now. It waits for no disk."""
+        found = ((top, self._fault(top)) for top in self._directories)
+        return [NodeProblem("disk-not-writable", text, str(top)) for top, text in found if text is not None]
+
+    def _fault(self, top: Path) -> str | None:
+        hangs_s = self._outcomes.hanging_in(top)
+        if hangs_s is not None and hangs_s > _HANGS_AFTER_S:
+            return (
+                f"A write in {top} has not returned for {hangs_s:.0f} s, so no claim can be prepared; check the disk "
+                "of this directory (`dmesg`), then drain and reboot the node"
+            )
+        failed = self._outcomes.failed_in(top)
+        if failed is not None:
+            self._probe_soon(failed[0])
+            return f"The plugin {failed[1]}"
+        if _is_full(top):
+            return f"The plugin cannot write in {top}: the disk is full; free some space"
+        return None
+
+    def _probe_soon(self, directory: Path) -> None:
+        with self._lock:
+            if self._probing.is_asking or time.monotonic() < self._probe_again_at:
+                return
+            self._probe_again_at = time.monotonic() + _PROBE_EVERY_S
+            self._probed = directory
+            self._probing.ask()
+
+    def _probe(self) -> None:
+        """Write and remove a file. Its outcome is noted as that of any other write."""
+        if self._probed is None:
+            return
+        if not self._probed.is_dir() and self._probed not in self._directories:
+            self._outcomes.forget(self._probed)
+            return
+        file = self._probed / ".write-probe"
+        self._write(file, _PROBE)
+        with suppress(OSError):
+            file.unlink()
+
+
+def _is_full(directory: Path) -> bool:
+    """False for a file system that tells no sizes, and for a directory that is not there yet."""
+    try:
+        disk = os.statvfs(directory)
+    except OSError:
+        return False
+    return (disk.f_blocks > 0 and disk.f_bfree == 0) or (disk.f_files > 0 and disk.f_ffree == 0)

@@ -1,0 +1,134 @@
+"""Whether the disk takes files, by what was written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.errors import StateError
+from dra_driver.files.atomic import write_atomically
+from dra_driver.model.problems import NodeProblem
+from dra_driver.reporting import disk_watch
+from dra_driver.reporting.disk_watch import DiskWatch
+from tests.fakes.waiting import eventually
+
+
+@pytest.fixture
+def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskWatch:
+    monkeypatch.setattr(disk_watch, "_PROBE_EVERY_S", 0.02)
+    (tmp_path / "claims").mkdir()
+    return DiskWatch([tmp_path], write_atomically)
+
+
+class FullDisk:
+    """Writes fail while it is full."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOSPC) -> None:
+        self.number: int | None = number
+        really = os.write
+
+        def write(descriptor: int, data: Any) -> int:
+            if self.number is not None:
+                raise OSError(self.number, os.strerror(self.number))
+            return really(descriptor, data)
+
+        monkeypatch.setattr(os, "write", write)
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(StateError) as caught:
+        write_atomically(path, b"x")
+    return str(caught.value)
+
+
+def test_disk_at_rest_is_no_problem_and_nothing_is_written(watch: DiskWatch, tmp_path: Path) -> None:
+    assert watch.problems() == []
+    assert [path.name for path in tmp_path.rglob("*")] == ["claims"]
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "the disk is full; free some space"),
+        (errno.EROFS, "the file system is read-only; remount it writable"),
+        (errno.EIO, "Input/output error"),
+    ],
+)
+def test_failed_write_is_a_problem_until_a_write_succeeds(
+    watch: DiskWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    disk, file = FullDisk(monkeypatch, number), tmp_path / "claims/uid-1.json"
+    assert refused(file) == f"cannot write {file}: {remedy}"
+    [problem] = watch.problems()
+    assert problem.subject == str(tmp_path)
+    assert problem.code == "disk-not-writable"
+    assert problem.text.startswith("The plugin cannot write ")
+    assert problem.text.endswith(remedy)
+    probe = tmp_path / "claims/.write-probe"
+    eventually(lambda: str(probe) in watch.problems()[0].text)
+    assert [found.code for found in watch.problems()] == ["disk-not-writable"], "the probe failed too"
+    disk.number = None
+    eventually(lambda: watch.problems() == [])
+    assert not list((tmp_path / "claims").iterdir())
+
+
+def test_write_of_the_plugin_ends_the_problem_without_a_probe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, disk = DiskWatch([tmp_path], write_atomically), FullDisk(monkeypatch)
+    refused(tmp_path / "a")
+    disk.number = None
+    write_atomically(tmp_path / "a", b"x")
+    assert watch.problems() == []
+
+
+def test_failure_elsewhere_is_not_a_problem_of_this_directory(
+    watch: DiskWatch, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    FullDisk(monkeypatch)
+    refused(other / "a")
+    assert watch.problems() == []
+
+
+def test_directory_that_is_gone_is_no_problem(watch: DiskWatch, tmp_path: Path) -> None:
+    assert "the directory does not exist" in refused(tmp_path / "gone/a")
+    eventually(lambda: watch.problems() == [])
+
+
+def test_disk_without_free_blocks_or_inodes_is_a_problem_before_anything_is_written(
+    watch: DiskWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"The plugin cannot write in {tmp_path}: the disk is full; free some space"
+    really = os.statvfs(tmp_path)
+    for field in (3, 6):  # free blocks, free inodes
+        found = [100] * 10
+        found[field] = 0
+        monkeypatch.setattr(os, "statvfs", lambda _path, found=found: type(really)(found))
+        assert watch.problems() == [NodeProblem("disk-not-writable", text, str(tmp_path))]
+    monkeypatch.setattr(os, "statvfs", lambda _path: type(really)([0] * 10))
+    assert watch.problems() == [], "a file system that tells no sizes"
+
+
+def test_write_that_does_not_return_is_a_problem_and_holds_up_nothing(
+    watch: DiskWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_watch, "_HANGS_AFTER_S", 0.0)
+    gate, really = threading.Event(), os.write
+
+    def hanging(descriptor: int, data: Any) -> int:
+        gate.wait(60)
+        return really(descriptor, data)
+
+    monkeypatch.setattr(os, "write", hanging)
+    thread = threading.Thread(target=write_atomically, args=(tmp_path / "claims/a", b"x"))
+    thread.start()
+    eventually(lambda: any("has not returned" in problem.text for problem in watch.problems()))
+    gate.set()
+    thread.join(20)
+    assert watch.problems() == []
