@@ -237,6 +237,7 @@ class Driver:
                 DiskWatch([plugin_dir, Path(settings.cdi_root)], write_atomically).problems,
                 mps_files.problems,
             ),
+            self.reporting.failing,
             self.reporting.recorder,
             leadership.speaks_for_node,
             plugin_dir,
@@ -319,6 +320,7 @@ class Driver:
         show.value("readiness", "ready", lambda: not self.probes.readiness())
         show.value("problem", "node_problem", lambda: bool(self.problems()))
         show.problems(self.node_problems.codes)
+        show.value("failing", "claims_failing", lambda: len(self.reporting.failing.all()))
         show.mps(lambda: [status.state for status in mps.statuses()])
         show.publishing(
             lambda: publishing.publisher.problem, publishing.slice_count, publishing.withdrawn_count

@@ -4,7 +4,7 @@ the kubelet gets for a failure."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -66,8 +66,8 @@ class KubeletCall:
 class Observer(Protocol):
     """Hears of each claim's outcome; the rooms above implement it. A method must not raise and must not wait."""
 
-    def in_flight(self, action: Action) -> AbstractContextManager[None]:
-        """Within it a call of the kubelet is under way."""
+    def in_flight(self, action: Action, claims: Sequence[ClaimRef]) -> AbstractContextManager[None]:
+        """Within it a call of the kubelet for these claims is under way."""
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         """A claim is prepared; `record` is None if it has no device of this driver."""

@@ -45,7 +45,7 @@ class ClaimService:
     ) -> Mapping[str, PrepareOutcome]:
         """An outcome for each claim, by its UID."""
         call = KubeletCall.begin(deadline_s, has_left)
-        with self.observer.in_flight("prepare"), ExitStack() as under_way:
+        with self.observer.in_flight("prepare", claims), ExitStack() as under_way:
             for ref in claims:
                 under_way.enter_context(self.line.calling("prepare", ref.uid))
             return _each(self._prepare_one, claims, call)
@@ -57,7 +57,7 @@ class ClaimService:
         has_left: Callable[[], bool] | None = None,
     ) -> Mapping[str, UnprepareOutcome]:
         """As `Unpreparer.unprepare`, by the claim's UID."""
-        with self.observer.in_flight("unprepare"):
+        with self.observer.in_flight("unprepare", claims):
             return _each(self.unpreparer.unprepare, claims, KubeletCall.begin(deadline_s, has_left))
 
     def _prepare_one(self, ref: ClaimRef, call: KubeletCall) -> PrepareOutcome:

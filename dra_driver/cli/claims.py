@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,12 +17,25 @@ from dra_driver.diagnostics.rules.tables import hanging
 from dra_driver.model.units import named
 
 if TYPE_CHECKING:
-    from dra_driver.diagnostics.rules.prepared_claims import ClaimDevice, NodeClaims, PreparedClaim
+    from dra_driver.diagnostics.rules.prepared_claims import (
+        ClaimDevice,
+        NodeClaims,
+        PreparedClaim,
+        RunningStep,
+    )
     from dra_driver.model.claim import Pods
+    from dra_driver.model.problems import FailingClaim
 
 FLAGS = (
     OUTPUT,
-    *of_run("driver_name", "kubelet_plugins_directory_path", "cdi_root", "config", "simulator_dir"),
+    *of_run(
+        "driver_name",
+        "kubelet_plugins_directory_path",
+        "cdi_root",
+        "config",
+        "simulator_dir",
+        "http_endpoint",
+    ),
 )
 EXAMPLES = ("", "-o yaml")
 _STEPS = {
@@ -44,10 +58,10 @@ def claims(given: Namespace) -> None:
 
 
 def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
-    lines = (
-        [] if found.claims else [f"no claim is prepared (records are looked for in {directory / 'claims'})"]
-    )
-    heads = _aligned([_head(claim) for claim in found.claims], "", width)
+    is_empty = not found.claims and not found.failing
+    lines = [f"no claim is prepared (records are looked for in {directory / 'claims'})"] if is_empty else []
+    lines += [_failing(one, width) for one in found.failing]
+    heads = _aligned([_head(claim, found.running.get(claim.uid)) for claim in found.claims], "", width)
     for claim, head in zip(found.claims, heads, strict=True):
         lines.append(head)
         lines.append(hanging(f"    uid {claim.uid}; ", f"set up: {_set_up(claim) or 'nothing'}", width))
@@ -57,14 +71,26 @@ def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
     return lines
 
 
+def _failing(one: FailingClaim, width: int | None) -> str:
+    """`team/train  PREPARE FAILING for 10m, 7 tries: why`."""
+    from dra_driver.diagnostics.rules.prepared_claims import age_text
+
+    tries = "1 try" if one.count == 1 else f"{one.count} tries"
+    lasted = age_text(max(0.0, time.time() - one.since))
+    head = f"{one.ref.namespace}/{one.ref.name}  {one.operation.upper()} FAILING for {lasted}, {tries}: "
+    return hanging(head, one.error, width)
+
+
 def _set_up(claim: PreparedClaim) -> str:
     return ", ".join(_STEPS.get(step, step) for step in reversed(claim.undo))
 
 
-def _head(claim: PreparedClaim) -> tuple[str, ...]:
+def _head(claim: PreparedClaim, running: RunningStep | None) -> tuple[str, ...]:
     from dra_driver.diagnostics.rules.prepared_claims import age_text
 
-    since = "since unknown" if claim.age_s is None else f"{age_text(claim.age_s)} ago"
+    since = "-" if claim.age_s is None else f"{age_text(claim.age_s)} ago"
+    if running is not None:
+        since = f"for {age_text(running.for_s)}: {running.what} on {running.gpu_uuid}"
     boot = {"this": "since the last boot", "earlier": "BEFORE THE LAST BOOT"}.get(claim.boot, "boot unknown")
     spec = claim.cdi_spec if claim.cdi_spec != "missing" else "MISSING"
     phase = claim.phase if claim.phase == "prepared" else claim.phase.upper()

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import http.client
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.model.problems import NodeProblem, ShownProblem
 from dra_driver.observability.http import split_address
-from dra_driver.observability.problems_file import decode, read_problems
+from dra_driver.observability.problems_file import Reported, decode, read_problems
 
 _ANSWER_S = 1.0
 """The plugin is on the same node; it answers within milliseconds unless the node is in trouble itself."""
@@ -23,8 +22,9 @@ NOT_RUNNING = (
 )
 
 
-def plugin_problems(directory: Path, http_endpoint: str) -> Sequence[ShownProblem]:
-    """The problems of the node as the plugin sees them; that no plugin runs is one of them.
+def plugin_problems(directory: Path, http_endpoint: str) -> Reported:
+    """The problems of the node and the failing claims as the plugin sees them; that no plugin runs is one of the
+    problems.
 
     `directory` is that of the plugin, `http_endpoint` the address where it serves HTTP, empty if it serves none. A full
     disk keeps the file old, so the answer of the plugin comes first.
@@ -36,11 +36,13 @@ def plugin_problems(directory: Path, http_endpoint: str) -> Sequence[ShownProble
         runs, written = read_problems(directory)
     except StateError as error:
         text = f"it is not known whether gpu-dra-driver runs and what it reports: {error}"
-        return [_of_now(NodeProblem("check-failed", text))]
-    return written if runs else [_of_now(NodeProblem("plugin-not-running", NOT_RUNNING))]
+        return Reported((_of_now(NodeProblem("check-failed", text)),))
+    if runs:
+        return written
+    return Reported((_of_now(NodeProblem("plugin-not-running", NOT_RUNNING)),), written.failing)
 
 
-def _asked(http_endpoint: str) -> Sequence[ShownProblem] | None:
+def _asked(http_endpoint: str) -> Reported | None:
     """None where nobody answers."""
     if not http_endpoint:
         return None

@@ -394,7 +394,7 @@ class Cleaner(BackgroundWorker):
             if (one := withholding(left, device, self.boot_id)) is not None:
                 gpus = frozenset[str]().union(*map(gpus_of, one.steps))
                 self.lanes.refuse_unresponsive(gpus)
-                raise RetryableError(f"the device cannot be used yet: {now[one.name].text}")
+                raise RetryableError(f"the device cannot be used yet. {now[one.name].text}")
 
     def _ask(self, cleanup: PendingCleanup, before: Sequence[PendingCleanup]) -> list[Future[None]]:
         """Ask the lanes for the undos of one, once for each group of GPUs: what waits there already is not asked for

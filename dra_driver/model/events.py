@@ -10,6 +10,7 @@ from dra_driver.model.claim import ClaimRef
 # Reasons of events and of the condition Ready; users filter by them, so they never change.
 PREPARED: Final = "Prepared"
 PREPARE_FAILED: Final = "PrepareFailed"
+PREPARE_SLOW: Final = "PrepareSlow"
 UNPREPARE_FAILED: Final = "UnprepareFailed"
 CLAIM_RECOVERED: Final = "ClaimRecovered"
 CLAIM_STILL_IN_USE: Final = "ClaimStillInUse"

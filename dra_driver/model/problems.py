@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from dra_driver.model.claim import ClaimRef
+
 ProblemCode = Literal[
     "check-failed",
     "claims-failing",
@@ -54,3 +56,16 @@ class ShownProblem:
 
     problem: NodeProblem
     since: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailingClaim:
+    """A claim whose last Prepare or Unprepare failed: `count` times in a row, since `since`, last at `last_at`, both in
+    seconds since 1970. `error` is the last error, in one line."""
+
+    ref: ClaimRef
+    operation: Literal["prepare", "unprepare"]
+    since: int
+    last_at: int
+    count: int
+    error: str

@@ -1,25 +1,33 @@
-"""The problems of the node as JSON: the file `problems.json`, which lies there while there are any, and the page
-`/problems`."""
+"""The problems of the node and its failing claims as JSON: the file `problems.json`, which lies there while there are
+any, and the page `/problems`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from dra_driver.files import formats
 from dra_driver.files.atomic import read_or_none
+from dra_driver.files.fields import NUMBER, TEXT, Shape, needed, one_of
 from dra_driver.files.file_lock import UseMark
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.json_object import JsonObject
-from dra_driver.model.problems import NodeProblem, ShownProblem
+from dra_driver.model.problems import FailingClaim, NodeProblem, ShownProblem
 
 PROBLEMS_FILE: Final = "problems.json"
 RUNNING_LOCK: Final = "running.lock"
 _FORMAT = 1
 
 
-def encode(shown: Iterable[ShownProblem], at: int) -> bytes:
-    """The problems as of `at`, in seconds since 1970."""
+class Reported(NamedTuple):
+    """What the plugin reports of its node."""
+
+    problems: tuple[ShownProblem, ...] = ()
+    failing: tuple[FailingClaim, ...] = ()
+
+
+def encode(reported: Reported, at: int) -> bytes:
+    """The report as of `at`, in seconds since 1970."""
     listed = [
         {
             "problem": one.problem.code,
@@ -27,28 +35,42 @@ def encode(shown: Iterable[ShownProblem], at: int) -> bytes:
             "text": one.problem.text,
             "since": one.since,
         }
-        for one in shown
+        for one in reported.problems
     ]
-    return formats.encode({"at": at, "problems": listed}, _FORMAT)
+    failing = [_FAILING.encode(one) for one in reported.failing]
+    return formats.encode({"at": at, "problems": listed, "failingClaims": failing}, _FORMAT)
 
 
-def decode(content: bytes) -> Sequence[ShownProblem]:
+def decode(content: bytes) -> Reported:
     """What `encode` wrote. Raises: StateError that says what is wrong with it."""
     return formats.parse(content, "list of problems", _decoded, known=_FORMAT)
 
 
-def read_problems(directory: Path) -> tuple[bool, Sequence[ShownProblem]]:
-    """Whether an instance of the plugin runs, and the problems that the last one wrote down.
+def read_problems(directory: Path) -> tuple[bool, Reported]:
+    """Whether an instance of the plugin runs, and what the last one wrote down.
 
     Raises: StateError if either cannot be read.
     """
     runs = UseMark(directory / RUNNING_LOCK).is_held()
     content = read_or_none(directory / PROBLEMS_FILE)
-    return runs, () if content is None else decode(content)
+    return runs, Reported() if content is None else decode(content)
 
 
-def _decoded(fields: JsonObject) -> Sequence[ShownProblem]:
-    return [
+def _decoded(fields: JsonObject) -> Reported:
+    problems = (
         ShownProblem(NodeProblem(one["problem"], one["text"], one["subject"]), int(one["since"]))
         for one in fields["problems"]
-    ]
+    )
+    return Reported(tuple(problems), tuple(map(_FAILING.decode, fields["failingClaims"])))
+
+
+_REF = Shape(ClaimRef, namespace=needed(TEXT), name=needed(TEXT), uid=needed(TEXT, "uid"))
+_FAILING = Shape(
+    FailingClaim,
+    ref=needed(_REF.kind, "claim"),
+    operation=needed(one_of("operation", "prepare", "unprepare")),
+    since=needed(NUMBER),
+    last_at=needed(NUMBER),
+    count=needed(NUMBER),
+    error=needed(TEXT),
+)

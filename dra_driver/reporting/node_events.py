@@ -82,7 +82,7 @@ class NodeEvents:
     def cleanup_done(self, cleanup: PendingCleanup) -> None:
         """Nothing of it is pending any more."""
         done = ", ".join(map(what, cleanup.steps)) or "nothing was left to do"
-        text = f"Cleanup after ended claim {cleanup.record.ref} is done: {done}"
+        text = f"Cleanup for claim {cleanup.record.ref} is done: {done}"
         self.recorder.node_event(DEBT_PAID, text, warning=False)
 
     def _report(self, reason: str, text: str, *, warning: bool) -> bool:

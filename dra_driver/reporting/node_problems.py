@@ -45,8 +45,15 @@ from dra_driver.model.events import (
     SLICES_PUBLISHED,
 )
 from dra_driver.model.problems import NodeProblem, ProblemCode, ShownProblem
-from dra_driver.observability.problems_file import PROBLEMS_FILE, RUNNING_LOCK, encode
+from dra_driver.observability.problems_file import (
+    PROBLEMS_FILE,
+    RUNNING_LOCK,
+    Reported,
+    encode,
+    read_problems,
+)
 from dra_driver.reporting.event_recorder import EventRecorder
+from dra_driver.reporting.failing_claims import FailingClaims
 
 _log = structlog.get_logger(__name__)
 
@@ -91,11 +98,13 @@ trouble, and a check that fails is seen in the notes."""
 class NodeProblems(BackgroundWorker):
     """Collects the problems of the node.
 
-    A source returns what is wrong now. It must not block, and may be called from any thread. While `speaks_for_node`
+    The claims that are `failing` are one of the sources, and are kept in the file over a restart. A source returns what
+    is wrong now. It must not block, and may be called from any thread. While `speaks_for_node`
     returns False, another instance of the plugin writes events and file.
     """
 
     sources: Sequence[ProblemSource]
+    failing: FailingClaims
     recorder: EventRecorder
     speaks_for_node: Callable[[], bool]
     directory: Path
@@ -107,10 +116,11 @@ class NodeProblems(BackgroundWorker):
         self._since: dict[tuple[ProblemCode, str], int] = {}
         self._shown: tuple[ShownProblem, ...] = ()
         self._reported: dict[ProblemCode, frozenset[str]] = {}
-        self._written: tuple[tuple[ShownProblem, ...], float] | None = None
+        self._written: tuple[Reported, float] | None = None
+        self._speaks = False
         self._path = self.directory / PROBLEMS_FILE
         self._mark = UseMark(self.directory / RUNNING_LOCK)
-        self._to_write: tuple[ShownProblem, ...] = ()
+        self._to_write = Reported()
         self._writing = BoundedCall("the file of problems", self._write)
         super().__init__(
             "node-problems", self.turn, crash_event="node_problems_failed", on_crash=lambda _: _TURN_S
@@ -144,7 +154,7 @@ class NodeProblems(BackgroundWorker):
 
     def as_json(self) -> bytes:
         """The problems as a JSON document."""
-        return encode(self.current(), int(self.clock()))
+        return encode(Reported(self.current(), self.failing.all()), int(self.clock()))
 
     def codes(self) -> list[ProblemCode]:
         """The code of each problem; one that several subjects have comes several times."""
@@ -156,14 +166,16 @@ class NodeProblems(BackgroundWorker):
         self._shown = shown
         self._log_changes(before, shown)
         if self.speaks_for_node():
+            self._take_over()
             self._report(shown)
-            self._keep(shown)
+            self._keep(Reported(shown, self.failing.all()))
         else:
+            self._speaks = False
             self._reported, self._written = {}, None
         return _TURN_S
 
     def _collected(self) -> Iterable[NodeProblem]:
-        for source in self.sources:
+        for source in (*self.sources, self.failing.problems):
             try:
                 yield from source()
             except DraDriverError as error:
@@ -201,30 +213,40 @@ class NodeProblems(BackgroundWorker):
                 self.recorder.node_event(ended, end_text, warning=False)
             self._reported[code] = subjects
 
-    def _keep(self, shown: tuple[ShownProblem, ...]) -> None:
+    def _take_over(self) -> None:
+        """Learn from the file which claims failed with the instance that spoke for the node before."""
+        if self._speaks:
+            return
+        self._speaks = True
+        try:
+            self.failing.restore(read_problems(self.directory)[1].failing)
+        except StateError as error:
+            _log.debug("problems_not_read", reason=str(error))
+
+    def _keep(self, reported: Reported) -> None:
         """Bring the file up to date, in another thread: a disk that hangs must not keep problems from being reported.
         That a disk takes no file is a problem of its own source."""
-        if self._writing.is_asking or not self._is_due(shown):
+        if self._writing.is_asking or not self._is_due(reported):
             return
-        self._to_write = shown
+        self._to_write = reported
         self._writing.ask()
 
-    def _is_due(self, shown: tuple[ShownProblem, ...]) -> bool:
+    def _is_due(self, now: Reported) -> bool:
         if self._written is None:
-            return bool(shown) or self._path.exists()
+            return now != Reported() or self._path.exists()
         before, at = self._written
-        if list(map(_key, before)) != list(map(_key, shown)):
+        if before.failing != now.failing or list(map(_key, before.problems)) != list(map(_key, now.problems)):
             return True
-        return before != shown and self.clock() - at >= _WRITE_AGAIN_S
+        return before != now and self.clock() - at >= _WRITE_AGAIN_S
 
     def _write(self) -> None:
-        shown, now = self._to_write, self.clock()
+        reported, now = self._to_write, self.clock()
         self._mark.hold()
-        if shown:
-            write_atomically(self._path, encode(shown, int(now)), durable=False, whole=False)
+        if reported != Reported():
+            write_atomically(self._path, encode(reported, int(now)), durable=False, whole=False)
         else:
             remove_file(self._path)
-        self._written = (shown, now)
+        self._written = (reported, now)
 
 
 def _key(shown: ShownProblem) -> tuple[ProblemCode, str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +32,7 @@ from dra_driver.model.steps import CreateMig, RunMps
 from dra_driver.observability.metrics import Metrics
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.event_recorder import EventRecorder
+from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.mps_events import MpsEvents
 from dra_driver.sharing.rules.mps_requests import advice_on_requests
 
@@ -56,14 +57,20 @@ class Reporter:
     users: Callable[[str], ClaimRef | None]
     freed: Callable[[], None]
     mps: MpsEvents
+    failing: FailingClaims
 
-    def in_flight(self, action: Literal["prepare", "unprepare"]) -> AbstractContextManager[None]:
+    @contextmanager
+    def in_flight(
+        self, action: Literal["prepare", "unprepare"], claims: Sequence[ClaimRef]
+    ) -> Iterator[None]:
         """A call of the kubelet is counted from its arrival to its answer."""
-        return self.metrics.in_flight(action)
+        with self.metrics.in_flight(action), self.failing.preparing(claims if action == "prepare" else ()):
+            yield
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         """A claim is prepared. If its containers can only use it in one way, the claim says so."""
         self.metrics.prepared(duration_s, None)
+        self.failing.succeeded(ref)
         if record is None:
             return
         self.statuses.prepared(record)
@@ -76,6 +83,7 @@ class Reporter:
     def unprepared(self, ref: ClaimRef, duration_s: float) -> None:
         """A claim is not prepared (any more); the API server removes its status with the allocation."""
         self.metrics.unprepared(duration_s, None)
+        self.failing.succeeded(ref)
         self.statuses.forget(ref)
         self.freed()
 
@@ -101,6 +109,7 @@ class Reporter:
         told: str,
     ) -> None:
         """A claim could not be prepared or unprepared; the cause goes to the claim and to its pods."""
+        self.failing.failed(action, ref, told.partition(f"(UID {ref.uid}): ")[2] or told)
         if action == "prepare":
             self.metrics.prepared(duration_s, error)
             self.recorder.claim_event(ref, PREPARE_FAILED, told, warning=True)

@@ -315,7 +315,7 @@ def test_unprepare(node: FaultyNode, kind: str, fault: str, restarts: bool) -> N
         assert bool(owed) == (needs(kind, fault) and kind != "share beside another")
         for debt in owed:
             assert str(wanted.ref) in debt.text
-            assert "see that" in debt.text
+            assert "check that" in debt.text
         if fault != "disk full":
             a_neighbour_feels_nothing(node)
     if restarts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,7 +140,7 @@ class Outcomes:
     calls: list[str] = field(default_factory=list)
 
     @contextmanager
-    def in_flight(self, action: str) -> Iterator[None]:
+    def in_flight(self, action: str, claims: Sequence[ClaimRef]) -> Iterator[None]:
         self.calls.append(f"{action} begins")
         yield
         self.calls.append(f"{action} ends")

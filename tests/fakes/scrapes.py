@@ -123,6 +123,7 @@ def complete_metrics() -> Metrics:
     metrics.show.value("readiness", "ready", lambda: True)
     metrics.show.value("problem", "node_problem", lambda: False)
     metrics.show.problems(lambda: ["foreign-driver"])
+    metrics.show.value("failing", "claims_failing", lambda: 0)
     metrics.show.mps(lambda: ["ready"])
     metrics.show.reports(lambda: dict.fromkeys(("written", "dropped", "failed"), 0))
     return metrics

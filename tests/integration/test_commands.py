@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing_mode import LostMps, MpsShared, SharingMode, TimeSliced
-from dra_driver.model.steps import CreateMig, RunMps, WriteCdiSpec
+from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, WriteCdiSpec
 from dra_driver.slices.rules.build import build_pool
 from dra_driver.validation.machine_fit import MachineFit
 from dra_driver.validation.rules.standard_classes import standard_classes
@@ -33,7 +34,7 @@ from tests.api.parameter_table import parameters
 from tests.fakes.samples import MIXED, h100, inventory
 from tests.fakes.tables import data_of, tabled
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import DRIVER, NODE, Node, heard, poll_all
+from tests.integration.conftest import DRIVER, NODE, Node, heard, poll_all, sliced
 from tests.integration.test_mig_commands import files
 from tests.integration.test_process import call, environment
 
@@ -370,6 +371,49 @@ def test_claims_of_a_driver_at_work(node: Node) -> None:
     assert (claim["cdi_spec"], found["problems"]) == ("present", [])
     assert claim["pods"] == [{"name": "pod-of-training", "uid": "pod-of-training"}]
     assert claim["devices"][0]["uuid"].startswith("GPU-")
+
+
+def test_claims_shows_a_claim_that_fails_with_its_tries_and_the_last_error(node: Node) -> None:
+    """Also while the plugin does not run, from its file."""
+    ref = node.allocated_by_hand("broken", "gpu-none")
+    options = [
+        "--kubelet-plugins-directory-path", str(node.plugin_dir.parent), "--cdi-root", str(node.cdi),
+        "--simulator-dir", str(node.root / "machine"),
+    ]  # fmt: skip
+    for _ in range(2):
+        node.prepare(ref)
+    eventually(lambda: "PREPARE FAILING" in call("claims", *options).stdout)
+    [line] = call("claims", *options).stdout.splitlines()
+    assert re.match(r"default/broken  PREPARE FAILING for \d+s, 2 tries: .*gpu-none", line), line
+    node.driver.stop()
+    [found] = json.loads(call("claims", "-o", "json", *options).stdout)["failing"]
+    assert (found["ref"]["name"], found["operation"], found["count"]) == ("broken", "prepare", 2)
+    assert "PREPARE FAILING" in call("claims", *options).stdout
+
+
+def test_claims_says_what_is_being_done_for_a_claim_and_for_how_long(node: Node) -> None:
+    gpu = node.machine.gpu(0).uuid
+    device = next(one["name"] for one in node.devices() if gpu[4:12] in one["name"])
+    ref = node.allocated_by_hand("slow", device, config=sliced("Long"))
+    gate = threading.Event()
+    runner = node.driver.cleaner.runner.runners[SetTimeSlice]
+    real = runner.do
+    runner.do = lambda step, plan: (gate.wait(30), real(step, plan))
+    calls = threading.Thread(target=node.prepare, args=(ref,))
+    calls.start()
+    options = [
+        "--kubelet-plugins-directory-path", str(node.plugin_dir.parent), "--cdi-root", str(node.cdi),
+        "--simulator-dir", str(node.root / "machine"),
+    ]  # fmt: skip
+    try:
+        eventually(lambda: "PREPARING" in call("claims", *options).stdout)
+        text = call("claims", *options).stdout
+        assert re.search(rf"default/slow  PREPARING  for \d+s: [a-z ]+ on {gpu}", text), text
+        assert "ended" not in text
+    finally:
+        gate.set()
+        calls.join(30)
+    assert "prepared" in call("claims", *options).stdout
 
 
 @tabled("seconds", "text")

@@ -99,7 +99,7 @@ def test_mps_daemons_that_do_not_end_are_told_in_time(node: Node) -> None:
         plain = node.allocated_by_hand("plain", *devices)
         answer, took = asked(node, plain)
         assert isinstance(answer, Failed)
-        assert "cleanup is pending: the end of the MPS daemon of device" in answer.error
+        assert "stop the MPS daemon of device" in answer.error
         assert took < LIMIT_S
         assert node.records() == []
     host.hangs = False

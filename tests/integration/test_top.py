@@ -35,6 +35,7 @@ from dra_driver.model.problems import NodeProblem, ProblemCode, ShownProblem
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.observability.http import HttpEndpoint, json_page
+from dra_driver.observability.problems_file import Reported
 from dra_driver.observability.problems_file import encode as encode_problems
 from dra_driver.simulator import Machine, create_machine, nvml_library
 from tests.cli.test_tables import on_terminal
@@ -548,23 +549,23 @@ def test_problems_of_the_plugin_come_from_the_plugin_then_from_its_file(tmp_path
     def problem(code: ProblemCode) -> ShownProblem:
         return ShownProblem(NodeProblem(code, f"{code} here"), 7)
 
-    (tmp_path / "problems.json").write_bytes(encode_problems([problem("disk-not-writable")], 9))
+    (tmp_path / "problems.json").write_bytes(encode_problems(Reported((problem("disk-not-writable"),)), 9))
     (tmp_path / "running.lock").touch()
-    page = json_page(lambda: encode_problems([problem("foreign-driver")], 9))
+    page = json_page(lambda: encode_problems(Reported((problem("foreign-driver"),)), 9))
     endpoint = HttpEndpoint("localhost:0", {"/problems": page})
     endpoint.start()
     address = f"localhost:{endpoint.port}"
     mark = UseMark(tmp_path / "running.lock")
     mark.hold()
     try:
-        assert plugin_problems(tmp_path, address) == [problem("foreign-driver")]
-        assert plugin_problems(tmp_path, "") == [problem("disk-not-writable")]
+        assert plugin_problems(tmp_path, address).problems == (problem("foreign-driver"),)
+        assert plugin_problems(tmp_path, "").problems == (problem("disk-not-writable"),)
     finally:
         mark.let_go()
         endpoint.stop()
-    assert [one.problem.code for one in plugin_problems(tmp_path, address)] == ["plugin-not-running"]
+    assert [one.problem.code for one in plugin_problems(tmp_path, address).problems] == ["plugin-not-running"]
     (tmp_path / "problems.json").write_text("{")
-    assert [one.problem.code for one in plugin_problems(tmp_path, address)] == ["check-failed"]
+    assert [one.problem.code for one in plugin_problems(tmp_path, address).problems] == ["check-failed"]
 
 
 def test_first_picture_on_a_terminal_does_not_wait_for_nvml_that_hangs(tmp_path: Path) -> None:

@@ -283,9 +283,9 @@ def test_prepare_is_refused_while_an_mps_daemon_is_left(bench: Bench) -> None:
     with pytest.raises(RetryableError) as caught:
         bench.clean_before(DEVICE_0)
     assert str(caught.value) == (
-        f"the device cannot be used yet: claim default/claim-uid-1 (UID uid-1) has ended, but cleanup is pending: the "
-        f"end of the MPS daemon of device {GPU_0}: nvidia-smi fails for RunMps; gpu-dra-driver tries again; see that "
-        "the MPS host (DaemonSet gpu-dra-driver-mps) and nvidia-smi work there"
+        f"the device cannot be used yet. Cleanup pending for claim default/claim-uid-1 (UID uid-1): "
+        f"stop the MPS daemon of device {GPU_0}: nvidia-smi fails for RunMps; gpu-dra-driver retries; check that "
+        "the MPS host (DaemonSet gpu-dra-driver-mps) and nvidia-smi work on the node"
     )
     bench.clean_before(DEVICE_1)
     bench.clean_before(DEVICE_0, MPS)  # who wants the daemon starts it anew
@@ -411,7 +411,7 @@ def test_mps_daemon_of_a_mig_device_keeps_nobody_from_its_neighbours(bench: Benc
     bench.tools.broken = [part]
     bench.end(record(part))
     bench.clean_before(MIXED.by_name[MIG_3G])
-    with pytest.raises(RetryableError, match="the end of the MPS daemon"):
+    with pytest.raises(RetryableError, match="stop the MPS daemon"):
         bench.clean_before(MIXED.by_name[MIG_1G])
 
 

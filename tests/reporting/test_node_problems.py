@@ -12,9 +12,11 @@ import pytest
 
 from dra_driver.errors import StateError
 from dra_driver.files.file_lock import UseMark
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.problems import NodeProblem, ShownProblem
 from dra_driver.observability.problems_file import decode, read_problems
 from dra_driver.reporting import node_problems
+from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.node_problems import NodeProblems
 from tests.fakes.waiting import eventually
 
@@ -33,8 +35,11 @@ class Bench:
         self.events: list[tuple[str, str, bool]] = []
         self.now, self.is_ours = 1000.0, True
         self.directory = directory
+        self.failing = FailingClaims(
+            lambda ref, timeout_s: None, lambda ref, seconds: None, clock=lambda: self.now
+        )
         self.made = NodeProblems(
-            (self._source,), self, lambda: self.is_ours, directory, clock=lambda: self.now
+            (self._source,), self.failing, self, lambda: self.is_ours, directory, clock=lambda: self.now
         )
 
     def _source(self) -> Sequence[NodeProblem]:
@@ -54,7 +59,7 @@ class Bench:
         return self.events
 
     def file(self) -> list[ShownProblem]:
-        return list(read_problems(self.directory)[1])
+        return list(read_problems(self.directory)[1].problems)
 
 
 @pytest.fixture
@@ -122,7 +127,7 @@ def test_file_and_page_have_each_problem_with_its_beginning(bench: Bench) -> Non
     bench.turn(FOREIGN)
     bench.turn(FOREIGN, *UNKNOWN[:1])
     shown = [ShownProblem(FOREIGN, 1002), ShownProblem(UNKNOWN[0], 1004)]
-    assert bench.file() == list(decode(bench.made.as_json())) == shown
+    assert bench.file() == list(decode(bench.made.as_json()).problems) == shown
 
 
 def test_file_follows_a_changed_sentence_once_a_minute(bench: Bench) -> None:
@@ -189,6 +194,31 @@ def test_full_disk_costs_the_file_alone(bench: Bench, monkeypatch: pytest.Monkey
         assert bench.file() == []
     bench.turn(FOREIGN)
     assert bench.file() == [ShownProblem(FOREIGN, 1002)]
+
+
+def test_failing_claims_are_kept_over_a_restart_and_while_another_instance_speaks(bench: Bench) -> None:
+    ref, other = ClaimRef("team", "train", "uid-1"), ClaimRef("team", "serve", "uid-2")
+    bench.failing.failed("prepare", ref, "no such device")
+    bench.turn()
+    assert bench.made.codes() == [], "one failure may be mended by the next try"
+    [kept] = read_problems(bench.directory)[1].failing
+    assert (kept.ref, kept.count, kept.error) == (ref, 1, "no such device")
+    later = Bench(bench.directory)
+    later.is_ours = False
+    later.failing.failed("prepare", other, "busy")
+    later.turn()
+    assert [one.ref for one in later.failing.all()] == [other]
+    later.is_ours = True
+    later.turn(after_s=20)
+    assert [one.ref for one in later.failing.all()] == [ref, other]
+    assert later.made.notes() == [
+        "Claim team/train cannot be prepared (1 try failed): no such device",
+        "Claim team/serve cannot be prepared (1 try failed): busy",
+    ]
+    later.failing.succeeded(ref)
+    later.failing.succeeded(other)
+    later.turn()
+    assert not list(bench.directory.glob("problems*"))
 
 
 def test_file_that_cannot_be_read_is_an_error(bench: Bench) -> None:

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from dra_driver.errors import DeviceBusyError
+from dra_driver.errors import DeviceBusyError, StateError
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.claim_status import ClaimStatusReporter
+from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.mps_events import MpsEvents
 from dra_driver.reporting.reporter import Reporter
 from tests.fakes.samples import GPU_0, claim, h100, hold, inventory
@@ -74,7 +75,26 @@ def reporter(heard, freed):
         lambda device: REF if device == "known" else None,
         lambda: freed.append("claim"),
         no_mps(heard),
+        FailingClaims(lambda ref, timeout_s: None, lambda ref, seconds: None),
     )
+
+
+def test_claim_that_fails_is_remembered_until_a_call_for_it_succeeds(reporter):
+    told = f"prepare claim {REF.namespace}/{REF.name} (UID {REF.uid}): the disk is full"
+    reporter.failed("prepare", REF, 0.1, StateError("the disk is full"), told)
+    [failing] = reporter.failing.all()
+    assert (failing.ref, failing.operation, failing.count, failing.error) == (
+        REF,
+        "prepare",
+        1,
+        "the disk is full",
+    )
+    reporter.prepared(REF, 0.1, None)
+    assert reporter.failing.all() == ()
+    reporter.failed("unprepare", REF, 0.1, StateError("the disk is full"), "unprepare it: the disk is full")
+    assert [one.operation for one in reporter.failing.all()] == ["unprepare"]
+    reporter.unprepared(REF, 0.1)
+    assert reporter.failing.all() == ()
 
 
 def named_by_api(record, *devices):

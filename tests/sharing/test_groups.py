@@ -133,7 +133,7 @@ def test_every_gpu_of_the_daemon_is_withheld_while_its_end_is_owed() -> None:
     ]
     assert withheld == [GPU_0, GPU_1, GPU_2]
     assert gpus_of(step) == {uuid(0), uuid(1), uuid(2)}
-    assert what(step) == f"the end of the MPS daemon of device {GPU_0}, {GPU_1}, {GPU_2}"
+    assert what(step) == f"stop the MPS daemon of device {GPU_0}, {GPU_1}, {GPU_2}"
 
 
 def test_steps_of_gpus_that_one_daemon_joins_run_one_after_the_other() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,7 @@ from dra_driver.app.commands.machine import CommandMachine
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.diagnostics.plugin_problems import plugin_problems
-from dra_driver.diagnostics.rules.prepared_claims import NodeClaims
+from dra_driver.diagnostics.rules.prepared_claims import NodeClaims, RunningStep
 from dra_driver.diagnostics.snapshot import NodePaths, NodeSnapshot
 from dra_driver.diagnostics.state_on_disk import read_claims, read_state
 from dra_driver.host.driver_programs import InstalledPrograms
@@ -22,9 +24,10 @@ from dra_driver.inventory.detachment import nvml_pause
 from dra_driver.journal.cleanups import Cleaner, PendingCleanups
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.journal.lanes import Lanes
-from dra_driver.journal.locks import GpuLocks
+from dra_driver.journal.locks import GpuLocks, LockUse
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
+from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import BindVfio, RunMps, SetTimeSlice
 from dra_driver.mps.host_files import MpsHostFiles, mps_layout
 from dra_driver.passthrough.ledger import DIRECTORY, PassthroughLedger
@@ -51,7 +54,7 @@ def node_snapshot(machine: CommandMachine) -> NodeSnapshot:
         machine.is_on_demand,
         is_detached=lambda: machine.detachments.problem() is not None,
         cards=machine.cards_under_vfio,
-        problems=partial(plugin_problems, settings.plugin_directory, settings.http_endpoint),
+        problems=lambda: plugin_problems(settings.plugin_directory, settings.http_endpoint).problems,
     )
 
 
@@ -62,7 +65,22 @@ def prepared_claims(settings: Settings) -> NodeClaims:
     proc = "/proc" if settings.simulator_dir is None else f"{settings.simulator_dir}/root/proc"
     directory, cdi_root = settings.plugin_directory, Path(settings.cdi_root)
     state = read_state(directory, Sysfs(proc=proc).boot_id())
-    return read_claims(state, directory, cdi_root, settings.driver_name, datetime.now(UTC))
+    found = read_claims(state, directory, cdi_root, settings.driver_name, datetime.now(UTC))
+    failing = plugin_problems(directory, settings.http_endpoint).failing
+    return replace(
+        found, failing=failing, running=_running_steps(state.records, GpuLocks(directory / "locks").uses())
+    )
+
+
+def _running_steps(records: Iterable[ClaimRecord], uses: Iterable[LockUse]) -> Mapping[str, RunningStep]:
+    """What is being done on the GPUs of claims that are not prepared yet, by claim UID."""
+    now, by_gpu = time.monotonic(), {use.gpu_uuid: use for use in uses}
+    return {
+        record.ref.uid: RunningStep(by_gpu[uuid].what, uuid, max(0.0, now - by_gpu[uuid].began))
+        for record in records
+        if record.phase == "preparing"
+        for uuid in sorted(record.gpu_uuids & by_gpu.keys())[:1]
+    }
 
 
 def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingCleanup], Sequence[str]]:

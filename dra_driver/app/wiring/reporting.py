@@ -10,12 +10,16 @@ from dra_driver.app.change_table import Change
 from dra_driver.app.part import Part
 from dra_driver.claims.fetch import ClaimPods
 from dra_driver.kube.claim_status_client import ClaimStatusClient
+from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.events import EventWriter
 from dra_driver.kube.resource_api import ResourceApi
+from dra_driver.model.claim import ClaimRef
+from dra_driver.model.events import PREPARE_SLOW
 from dra_driver.mps.host_files import MpsHostFiles
 from dra_driver.reporting.claim_health import ClaimHealthReporter
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.event_recorder import EventRecorder
+from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.mps_events import MpsEvents
 from dra_driver.reporting.node_events import NodeEvents
 from dra_driver.reporting.reporter import Reporter, claim_using
@@ -51,6 +55,8 @@ class ReportingParts:
             mig.created_instance,
             may_tell,
         )
+        self.failing = FailingClaims(ClaimClient(api, self.claim_pods.note).look, self._prepare_is_slow)
+        self._lanes, self._records = driver.lanes, records
         self._mps = MpsEvents(self.recorder, records.all, mps.statuses)
         self.reporter: Reporter = Reporter(
             metrics,
@@ -60,10 +66,20 @@ class ReportingParts:
             lambda device: claim_using(device, driver.known_records()),
             partial(driver.changes.tell, Change.CLAIM_RELEASED),
             self._mps,
+            self.failing,
         )
+
+    def _prepare_is_slow(self, ref: ClaimRef, seconds: float) -> None:
+        """Report what is being done on the GPUs of a claim whose Prepare takes long."""
+        record, under_way = self._records.get(ref.uid), self._lanes.uses()
+        gpus = frozenset() if record is None else record.gpu_uuids
+        doing = sorted(f"{under_way[uuid].what} on GPU {uuid}" for uuid in gpus & under_way.keys())
+        text = f"Prepare has taken {seconds:.0f} s so far: {', '.join(doing) or 'it waits'}"
+        self.recorder.claim_event(ref, PREPARE_SLOW, text, warning=False)
 
     def parts(self) -> Iterator[Part]:
         """What runs, in the order of starts."""
         yield Part("event_recorder", self.recorder.start, self.recorder.stop)
         yield Part("claim_health", self.claims.start, self.claims.stop)
         yield Part("mps_events", self._mps.start, self._mps.stop)
+        yield Part("failing_claims", self.failing.start, self.failing.stop)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.journal.rules.cleanups import CleanupKind, PendingCleanup
 from dra_driver.model.claim import Pods
 from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.problems import FailingClaim
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing_mode import INTERVALS, LostMps, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.steps import Step
@@ -61,12 +62,24 @@ class ClaimCleanup:
 
 
 @dataclass(frozen=True, slots=True)
+class RunningStep:
+    """What is being done on a GPU, such as `creating a MIG device`, and for how many seconds."""
+
+    what: str
+    gpu_uuid: str
+    for_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class NodeClaims:
-    """All claims, oldest first, a sentence for each problem, and what is pending of claims that have ended."""
+    """All claims with a record, oldest first, a sentence for each problem, what is pending of claims that have ended,
+    the claims whose Prepare or Unprepare fails, and what is being done now for claims, by their UIDs."""
 
     claims: tuple[PreparedClaim, ...]
     problems: tuple[str, ...] = ()
     debts: tuple[ClaimCleanup, ...] = ()
+    failing: tuple[FailingClaim, ...] = ()
+    running: Mapping[str, RunningStep] = field(default_factory=dict)
 
 
 Specs = Mapping[str, Sequence[str]] | None

@@ -48,7 +48,7 @@ class PendingCleanup:
         """One sentence: what is pending for which claim, why, and what to do."""
         pending = ", ".join(what(step) for step in self.steps)
         cause = f": {self.cause}" if self.cause else ""
-        return f"claim {self.record.ref} has ended, but cleanup is pending: {pending}{cause}; {remedy(self.steps)}"
+        return f"Cleanup pending for claim {self.record.ref}: {pending}{cause}; {remedy(self.steps)}"
 
 
 def kind_of(step: Step) -> CleanupKind:
@@ -114,16 +114,16 @@ def withholding(
 
 
 def what(step: Step) -> str:
-    """What is to be undone, as the object of a sentence."""
+    """What is to be done, such as `destroy MIG device gpu-1-mig-1g10gb-19-0`."""
     match step:
         case SetTimeSlice(gpu_uuid=uuid):
-            return f"the default time slice of GPU {uuid}"
+            return f"reset the time slice of GPU {uuid}"
         case RunMps(spec=spec):
-            return f"the end of the MPS daemon of device {', '.join(spec.devices)}"
+            return f"stop the MPS daemon of device {', '.join(spec.devices)}"
         case CreateMig(device=device):
-            return f"the end of MIG device {device}"
+            return f"destroy MIG device {device}"
         case BindVfio(gpu_uuid=uuid, pci_bus_id=bus_id):
-            return f"the return of GPU {uuid} ({bus_id}) from vfio"
+            return f"return GPU {uuid} ({bus_id}) to the NVIDIA driver"
         case _:
             return type(step).__name__
 
@@ -133,12 +133,12 @@ def remedy(steps: Sequence[Step]) -> str:
     kinds = {kind_of(step) for step in steps}
     if "mps" in kinds:
         host = "the MPS host (DaemonSet gpu-dra-driver-mps)"
-        return f"gpu-dra-driver tries again; see that {host} and nvidia-smi work there"
+        return f"gpu-dra-driver retries; check that {host} and nvidia-smi work on the node"
     if "vfio" in kinds:
-        return "gpu-dra-driver tries again"
+        return "gpu-dra-driver retries"
     if "mig-device" in kinds:
-        return "gpu-dra-driver tries again as soon as nobody else works on the GPU"
-    return "gpu-dra-driver tries again; see that nvidia-smi works on the node"
+        return "gpu-dra-driver retries when the GPU is free"
+    return "gpu-dra-driver retries; check that nvidia-smi works on the node"
 
 
 def _thing(step: Step) -> tuple[str, str] | None:

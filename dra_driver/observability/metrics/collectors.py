@@ -41,6 +41,7 @@ def _busy(load: GpuLoad) -> float | None:
 
 
 _GAUGES: Mapping[str, tuple[str, ...]] = {
+    "claims_failing": ("Claims whose last Prepare or Unprepare failed.",),
     "debts": ("Pending cleanup: what is still to be undone for claims that have ended.", "kind"),
     "devices": ("Devices on offer; `possible_mig` are those that are made when a claim needs them.",
                 "device_type", "health"),
