@@ -20,7 +20,7 @@ from dra_driver.errors import DeviceBusyError, RetryableError
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
 from dra_driver.host.kernel_modules import VfioModules
 from dra_driver.host.processes import users_of
-from dra_driver.host.reading import names_in
+from dra_driver.host.reading import names_in, text_of
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import HostNode
 from dra_driver.model.driver_programs import exit_text
@@ -47,6 +47,8 @@ _NO_IOMMU = (
     "the kernel has no IOMMU for it; switch the IOMMU on in the firmware, and on Intel processors by intel_iommu=on on "
     "the kernel's command line"
 )
+_NOIOMMU_GROUP = "vfio-noiommu"
+"""The name that vfio gives to the group of a function without an IOMMU behind it."""
 
 
 class PciControl(Protocol):
@@ -259,7 +261,7 @@ class VfioCards(Sysfs):
         uuids: Mapping[str, str | None],
         has_iommufd: bool,
     ) -> Card:
-        group = self._link(bus_id, "iommu_group") or ""
+        group = self._iommu_group(bus_id)
         members = self._members(group) if group.isdecimal() else (bus_id,)
         module = self._module(bus_id)
         card = Card(
@@ -277,6 +279,12 @@ class VfioCards(Sysfs):
             numa_node=self.numa_node(bus_id),
         )
         return replace(card, problem=next(self._problems(card, module), None))
+
+    def _iommu_group(self, bus_id: str) -> str:
+        """The number of the function's IOMMU group, such as `14`; empty if no IOMMU isolates the function."""
+        group = self._link(bus_id, "iommu_group") or ""
+        name = self._sys / "kernel/iommu_groups" / group / "name"
+        return "" if text_of(name).strip() == _NOIOMMU_GROUP else group
 
     def _members(self, group: str) -> tuple[str, ...]:
         found = names_in(self._sys / "kernel/iommu_groups" / group / "devices")

@@ -14,7 +14,7 @@ import pytest
 from dra_driver.concurrency.bounded_call import NotAnsweredError, bounded
 from dra_driver.errors import DeviceBusyError, RetryableError
 from dra_driver.host.kernel_modules import VfioModules
-from dra_driver.host.vfio import HostPciControl, VfioCards
+from dra_driver.host.vfio import _NO_IOMMU, HostPciControl, VfioCards
 from dra_driver.model.host import DeviceNode, HostPaths
 from dra_driver.model.passthrough import Card, uuid_of_bus_id
 from dra_driver.passthrough.cards import KnownCards
@@ -238,6 +238,12 @@ def test_module_is_installed_where_a_list_of_the_kernel_has_it(
 
 
 # --- there and back ---------------------------------------------------------------------------------
+
+
+def test_card_in_a_noiommu_group_has_no_iommu(node: Node) -> None:
+    put(node.machine.host_root, "/sys/kernel/iommu_groups/20/name", "vfio-noiommu\n")
+    card = node.card
+    assert (card.iommu_group, card.functions, card.problem) == (-1, (GPU,), _NO_IOMMU)
 
 
 @pytest.mark.parametrize("iommufd", [False, True])
