@@ -25,10 +25,11 @@ ForeignInstances = Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]]
 
 @dataclass(frozen=True, slots=True)
 class ScanMemory:
-    """What one scan keeps for the next. For one thread at a time."""
+    """What one scan keeps for the next. For one thread at a time. `known` are GPUs by UUID as they last answered."""
 
     partitions: PartitionReader = field(default_factory=PartitionReader)
     peers: PeerMemory = field(default_factory=PeerMemory)
+    known: dict[str, Gpu] = field(default_factory=dict)
     profiles: Tables[dict[int, MigProfile]] = field(default_factory=lambda: Tables(read_profiles))
 
 
@@ -38,7 +39,7 @@ def read_gpus(
     foreign_instances: ForeignInstances | None,
 ) -> Inventory:
     """All GPUs that answer, in PCI order, without NVLink domains. A GPU that does not answer is a fault and hides no
-    other.
+    other. One that NVML lists but whose PCI bus ID it cannot read is as it last was.
 
     GPUs that `on_demand` selects (with None: none), and that can be cut, have their partitioning, with all GPU
     instances that exist as `withheld`; their MIG devices are those in the instances that `foreign_instances` returns
@@ -55,9 +56,19 @@ def read_gpus(
     faults = log.faults
     unread = memory.partitions.unread
     unread.clear()
+    silent: set[str] = set()
     for index in range(count):
         try:
             handle, gpu, gpu_faults = read_gpu(index)
+            known = memory.known.get(gpu.uuid)
+            if gpu.pci_bus_id is None and known is not None:
+                if known.partitioning is not None:
+                    unread.add(gpu.uuid)
+                silent.add(gpu.uuid)
+                found.append((handle, known))
+                text = f"NVML cannot read it, so it is shown as it last answered: {gpu_faults[0].text}"
+                faults.append(DiscoveryFault(f"GPU {gpu.uuid}", text))
+                continue
             if on_demand is not None and on_demand(gpu):
                 gpu = _partitioned(handle, gpu, versions.driver, memory, gpu_faults)
             if gpu.mig_enabled:
@@ -67,11 +78,12 @@ def read_gpus(
         except DraDriverError as error:
             faults.append(DiscoveryFault(f"GPU with NVML index {index}", str(error)))
             continue
+        memory.known[gpu.uuid] = gpu
         found.append((handle, gpu))
         faults += gpu_faults
     found.sort(key=lambda pair: (pair[1].pci_bus_id or "", pair[1].uuid))
     gpus = [gpu for _, gpu in found]
-    pairs = read_reachable_pairs(found, memory.peers)
+    pairs = read_reachable_pairs(found, memory.peers, silent)
     return Inventory(
         versions,
         tuple(gpus),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -57,14 +57,16 @@ class PeerMemory:
         return known
 
 
-def read_reachable_pairs(gpus: Sequence[tuple[Handle, Gpu]], memory: PeerMemory) -> dict[frozenset[str], int]:
+def read_reachable_pairs(
+    gpus: Sequence[tuple[Handle, Gpu]], memory: PeerMemory, silent: Collection[str] = ()
+) -> dict[frozenset[str], int]:
     """Pairs of GPU UUIDs with NVLink peer access, and the number of links that join them directly.
 
     The NVIDIA driver's answer on peer access decides, because it knows of switch partitions; where it has none, the
     links decide. Behind a switch the count is 1, because every pair is equal there. For GPUs that are in MIG mode now
-    and can be whole again, the answer in `memory` counts."""
+    and can be whole again, and for the `silent` ones, which answer no query, the answer in `memory` counts."""
     linked = [(handle, gpu) for handle, gpu in gpus if gpu.nvlink_links and gpu.can_be_whole]
-    out_of_mig_mode = {gpu.uuid for _, gpu in linked if not gpu.mig_enabled}
+    out_of_mig_mode = {gpu.uuid for _, gpu in linked if not gpu.mig_enabled}.difference(silent)
     asked = {
         uuid
         for (_, a), (_, b) in combinations(linked, 2)
