@@ -146,9 +146,10 @@ class NodeSnapshot:
         self._is_open = None not in self.nvml.nvml_fingerprint()
         pids = {process.pid for listed in processes.values() for process in listed}
         pods = {pid: uid for pid in pids if (uid := pod_uid(self.paths.proc, pid)) is not None}
-        shown = {gpu.pci_bus_id for gpu in inventory.gpus}
+        # A GPU that answers no query has a UUID and no PCI bus ID.
+        shown = {known for gpu in inventory.gpus for known in (gpu.pci_bus_id, gpu.uuid) if known}
         bound = Sysfs(self.paths.sys, self.paths.proc).gpus_of_the_nvidia_driver()
-        hidden = {bus_id: uuid for bus_id, uuid in bound.items() if bus_id not in shown}
+        hidden = {bus_id: uuid for bus_id, uuid in bound.items() if shown.isdisjoint((bus_id, uuid))}
         origins = {pid: origin(self.paths.proc, pid) for pid in pids}
         return NvmlFacts(inventory, loads, polled, frozenset(lost), hidden, processes, pods, origins)
 

@@ -427,6 +427,20 @@ def test_a_gpu_that_nvml_does_not_show_is_lost_when_the_nvidia_driver_is_bound_t
     assert seen() == [(name, gone.uuid, gone.bus_id, "lost")]
 
 
+def test_a_gpu_that_answers_nothing_is_not_lost_though_its_place_cannot_be_read(
+    machine: Machine, memory_path: Path
+) -> None:
+    root, directory = machine.host_root, memory_path / "plugin"
+    paths = NodePaths(
+        "node-a", DRIVER, directory, memory_path, "boot-1", str(root / "proc"), str(root / "sys")
+    )
+    silence(machine, 1)
+    with closing(NodeSnapshot(paths, NvmlReader(lambda: nvml_library(machine)), lambda _: False)) as look:
+        health = {gpu.uuid: gpu.health for gpu in look.view(20).gpus}
+    silent = machine.gpu(1).uuid
+    assert health == {row["uuid"]: "unknown" if row["uuid"] == silent else "ok" for row in machine.describe()}
+
+
 def test_top_lets_go_of_nvml_while_the_driver_is_detached(machine: Machine, memory_path: Path) -> None:
     detached: list[bool] = []
 
