@@ -4,6 +4,7 @@ commands start without it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -51,14 +52,9 @@ class NvmlReader:
     def read_inventory(self) -> Inventory:
         """All GPUs that NVML shows, without NVLink domains. Raises: NvmlUnavailableError; StateError from
         `foreign_instances`."""
-        from dra_driver.nvml.scan import ScanMemory, read_gpus
+        from dra_driver.nvml.scan import read_gpus
 
-        if self._memory is None:
-            self._memory = ScanMemory()
-        if self._opening != self.session.openings:
-            self._opening = self.session.openings
-            self._memory.peers.reopened()
-        found = read_gpus(self.on_demand, self._memory, self.foreign_instances)
+        found = read_gpus(self.on_demand, self._known(), self.foreign_instances, self._kept_open)
         return found if self.kept_names is None else replace(found, kept_names=self.kept_names())
 
     def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
@@ -96,4 +92,19 @@ class NvmlReader:
         """
         from dra_driver.nvml.scan import read_nvml_fingerprint
 
-        return read_nvml_fingerprint()
+        return read_nvml_fingerprint(self._known(), self._kept_open)
+
+    def _kept_open(self) -> AbstractContextManager[object]:
+        """For a thread that calls NVML, however long the call takes."""
+        return self.session.kept_open()
+
+    def _known(self) -> ScanMemory:
+        """What earlier scans found."""
+        from dra_driver.nvml.scan import ScanMemory
+
+        if self._memory is None:
+            self._memory = ScanMemory()
+        if self._opening != self.session.openings:
+            self._opening = self.session.openings
+            self._memory.reopened()
+        return self._memory

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import pynvml
 
-from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, StateError
+from dra_driver.errors import (
+    DeviceLostError,
+    DraDriverError,
+    NvmlUnavailableError,
+    RetryableError,
+    StateError,
+)
 from dra_driver.model.fingerprint import GpuFingerprint, NvmlFingerprint
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault, DriverVersions, Inventory
 from dra_driver.model.mig import GpuInstance, MigProfile
 from dra_driver.nvml.confidential import confidential_mode
 from dra_driver.nvml.failures import Handle, nvml_errors, supported
+from dra_driver.nvml.gpu_walk import ANSWERS_WITHIN_S, GpuWalk
 from dra_driver.nvml.mig_devices import Tables, read_mig_devices, read_profiles
 from dra_driver.nvml.mig_partitions import PartitionReader
 from dra_driver.nvml.readings import FaultLog, read_gpu
@@ -25,25 +34,40 @@ ForeignInstances = Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]]
 
 @dataclass(frozen=True, slots=True)
 class ScanMemory:
-    """What one scan keeps for the next. For one thread at a time. `known` are GPUs by UUID as they last answered."""
+    """What one scan keeps for the next. For one thread at a time.
+
+    `known` is each GPU as it was read last, by UUID; `uuids` and `fingerprints` are by NVML index, as of this opening
+    of NVML. They are what is known of a GPU that does not answer now.
+    """
 
     partitions: PartitionReader = field(default_factory=PartitionReader)
     peers: PeerMemory = field(default_factory=PeerMemory)
-    known: dict[str, Gpu] = field(default_factory=dict)
     profiles: Tables[dict[int, MigProfile]] = field(default_factory=lambda: Tables(read_profiles))
+    walk: GpuWalk = field(default_factory=GpuWalk)
+    fingerprint_walk: GpuWalk = field(default_factory=GpuWalk)
+    known: dict[str, Gpu] = field(default_factory=dict)
+    uuids: dict[int, str] = field(default_factory=dict)
+    fingerprints: dict[int, GpuFingerprint | None] = field(default_factory=dict)
+
+    def reopened(self) -> None:
+        """NVML was initialised anew: its numbers may mean other GPUs."""
+        self.peers.reopened()
+        self.uuids.clear()
+        self.fingerprints.clear()
 
 
 def read_gpus(
     on_demand: Callable[[Gpu], bool] | None,
     memory: ScanMemory,
     foreign_instances: ForeignInstances | None,
+    kept_open: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Inventory:
-    """All GPUs that answer, in PCI order, without NVLink domains. A GPU that does not answer is a fault and hides no
-    other. One that NVML lists but whose PCI bus ID it cannot read is as it last was.
+    """All GPUs, in PCI order, without NVLink domains. A GPU that does not answer is a fault and holds up no other; it
+    is as it was read last, if it was, and so is every value that cannot be read now.
 
     GPUs that `on_demand` selects (with None: none), and that can be cut, have their partitioning, with all GPU
     instances that exist as `withheld`; their MIG devices are those in the instances that `foreign_instances` returns
-    (with None: all). `memory` is the same object in each scan.
+    (with None: all). `memory` is the same object in each scan. `kept_open` is entered by each thread that calls NVML.
 
     Raises: NvmlUnavailableError if NVML itself does not answer; what `foreign_instances` raises.
     """
@@ -56,34 +80,47 @@ def read_gpus(
     faults = log.faults
     unread = memory.partitions.unread
     unread.clear()
-    silent: set[str] = set()
-    for index in range(count):
-        try:
+
+    def read(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
+        with kept_open():
             handle, gpu, gpu_faults = read_gpu(index)
             known = memory.known.get(gpu.uuid)
             if gpu.pci_bus_id is None and known is not None:
-                if known.partitioning is not None:
-                    unread.add(gpu.uuid)
-                silent.add(gpu.uuid)
-                found.append((handle, known))
-                text = f"NVML cannot read it, so it is shown as it last answered: {gpu_faults[0].text}"
-                faults.append(DiscoveryFault(f"GPU {gpu.uuid}", text))
-                continue
+                raise RetryableError(f"NVML cannot read it: {gpu_faults[0].text}")
+            if gpu_faults:
+                gpu = _with_known(gpu, gpu_faults, known)
             if on_demand is not None and on_demand(gpu):
                 gpu = _partitioned(handle, gpu, versions.driver, memory, gpu_faults)
             if gpu.mig_enabled:
                 gpu = _with_mig_devices(handle, gpu, versions.driver, memory, foreign_instances, gpu_faults)
+            return handle, gpu, gpu_faults
+
+    answers = memory.walk.each(range(count), read)
+    silent: list[Gpu] = []
+    for index in range(count):
+        try:
+            if index not in answers:
+                raise RetryableError(f"it has not answered for {ANSWERS_WITHIN_S:.0f} s")
+            handle, gpu, gpu_faults = answers[index].result()
         except (NvmlUnavailableError, StateError):
             raise
         except DraDriverError as error:
-            faults.append(DiscoveryFault(f"GPU with NVML index {index}", str(error)))
+            known = memory.known.get(memory.uuids.get(index, ""))
+            if known is None or isinstance(error, DeviceLostError):
+                faults.append(DiscoveryFault(f"GPU with NVML index {index}", str(error)))
+                continue
+            faults.append(DiscoveryFault(f"GPU {known.uuid}", f"it is shown as it last answered: {error}"))
+            if known.partitioning is not None:
+                unread.add(known.uuid)
+            silent.append(known)
             continue
-        memory.known[gpu.uuid] = gpu
         found.append((handle, gpu))
         faults += gpu_faults
-    found.sort(key=lambda pair: (pair[1].pci_bus_id or "", pair[1].uuid))
-    gpus = [gpu for _, gpu in found]
-    pairs = read_reachable_pairs(found, memory.peers, silent)
+        memory.known[gpu.uuid], memory.uuids[index] = gpu, gpu.uuid
+    found.sort(key=lambda pair: _place(pair[1]))
+    gpus = sorted([*(gpu for _, gpu in found), *silent], key=_place)
+    pairs, pair_faults = read_reachable_pairs(found, memory.peers, silent)
+    faults += pair_faults
     return Inventory(
         versions,
         tuple(gpus),
@@ -92,6 +129,38 @@ def read_gpus(
         reachable_pairs=pairs,
         confidential_compute=confidential,
     )
+
+
+def _place(gpu: Gpu) -> tuple[str, str]:
+    return (gpu.pci_bus_id or "", gpu.uuid)
+
+
+_READ_BY: Mapping[str, tuple[str, ...]] = {
+    "CUDA compute capability": ("cuda_compute_capability", "multiprocessors"),
+    "MIG mode": ("mig_capable", "mig_enabled", "mig_devices"),
+    "NUMA node of the memory": ("memory_numa_node",),
+    "NVLink": ("nvlink_links",),
+    "NVLink fabric": ("fabric", "unready_fabric"),
+    "PCI bus ID": ("pci_bus_id",),
+    "addressing mode": ("addressing_mode", "memory_numa_node"),
+    "architecture": ("architecture",),
+    "brand": ("brand",),
+    "index": ("index",),
+    "memory": ("memory_bytes",),
+    "minor number": ("minor",),
+    "number of cores": ("multiprocessors",),
+    "product name": ("product_name",),
+}
+"""The fields of a GPU that a query decides, by what its fault is called."""
+
+
+def _with_known(gpu: Gpu, faults: Iterable[DiscoveryFault], known: Gpu | None) -> Gpu:
+    """The GPU with what was known where a query failed: that says nothing of the GPU."""
+    if known is None:
+        return gpu
+    failed = {re.sub(r"^NVLink \d+$", "NVLink", fault.text.partition(": ")[0]) for fault in faults}
+    names = {name for query in failed for name in _READ_BY.get(query, ())}
+    return replace(gpu, **{name: getattr(known, name) for name in names})
 
 
 def _partitioned(
@@ -127,26 +196,44 @@ def _with_mig_devices(
     return replace(gpu, mig_devices=devices)
 
 
-def read_nvml_fingerprint() -> NvmlFingerprint:
+def read_nvml_fingerprint(
+    memory: ScanMemory, kept_open: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> NvmlFingerprint:
     """A cheap value that differs when a GPU came, was lost or changed its MIG mode; microseconds a GPU.
 
-    One entry a GPU, None for one that does not answer.
+    One entry a GPU, None for one that NVML calls lost. A GPU that does not answer has the entry of before.
 
     Raises: NvmlUnavailableError if NVML itself does not answer.
     """
     with nvml_errors("count the GPUs"):
         count = pynvml.nvmlDeviceGetCount()
-    return tuple(_fingerprint_of(index) for index in range(count))
+
+    def read(index: int) -> GpuFingerprint | None:
+        with kept_open():
+            return _fingerprint_of(index)
+
+    answers = memory.fingerprint_walk.each(range(count), read)
+    known = memory.fingerprints
+    for index, answer in answers.items():
+        try:
+            known[index] = answer.result()
+        except NvmlUnavailableError:
+            raise
+        except DraDriverError:
+            known.setdefault(index, None)
+    return tuple(known.get(index) for index in range(count))
 
 
 def _fingerprint_of(index: int) -> GpuFingerprint | None:
-    """UUID, minor number and MIG mode: after a drain another card may stand at this index."""
+    """UUID, minor number and MIG mode: after a drain another card may stand at this index. Raises: DraDriverError if
+    the GPU does not say."""
     try:
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        uuid = pynvml.nvmlDeviceGetUUID(handle)
+        with nvml_errors(f"find GPU with NVML index {index}"):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            uuid = pynvml.nvmlDeviceGetUUID(handle)
         minor = supported(pynvml.nvmlDeviceGetMinorNumber, handle)
         mode = supported(pynvml.nvmlDeviceGetMigMode, handle)
-    except (pynvml.NVMLError, DraDriverError):
+    except DeviceLostError:
         return None
     return GpuFingerprint(uuid, minor, None if mode is None else (int(mode[0]), int(mode[1])))
 

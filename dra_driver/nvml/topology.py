@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -11,6 +11,7 @@ import pynvml
 from dra_driver.errors import DeviceLostError, DraDriverError
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.ids import pci_bus_id
+from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.nvml.failures import Handle, supported
 from dra_driver.nvml.mig_instances import mig_mode
 from dra_driver.nvml.readings import FaultLog, link_states
@@ -57,16 +58,22 @@ class PeerMemory:
         return known
 
 
+Pairs = dict[frozenset[str], int]
+
+
 def read_reachable_pairs(
-    gpus: Sequence[tuple[Handle, Gpu]], memory: PeerMemory, silent: Collection[str] = ()
-) -> dict[frozenset[str], int]:
-    """Pairs of GPU UUIDs with NVLink peer access, and the number of links that join them directly.
+    gpus: Sequence[tuple[Handle, Gpu]], memory: PeerMemory, silent: Sequence[Gpu] = ()
+) -> tuple[Pairs, list[DiscoveryFault]]:
+    """Pairs of GPU UUIDs with NVLink peer access, and the number of links that join them directly; and what could not
+    be read.
 
     The NVIDIA driver's answer on peer access decides, because it knows of switch partitions; where it has none, the
     links decide. Behind a switch the count is 1, because every pair is equal there. For GPUs that are in MIG mode now
-    and can be whole again, and for the `silent` ones, which answer no query, the answer in `memory` counts."""
+    and can be whole again, for `silent` GPUs, which are not called, and for a pair whose query fails, the answer in
+    `memory` counts. A pair of which nothing was ever read has no peer access, and is a fault."""
+    faults: list[DiscoveryFault] = []
     linked = [(handle, gpu) for handle, gpu in gpus if gpu.nvlink_links and gpu.can_be_whole]
-    out_of_mig_mode = {gpu.uuid for _, gpu in linked if not gpu.mig_enabled}.difference(silent)
+    out_of_mig_mode = {gpu.uuid for _, gpu in linked if not gpu.mig_enabled}
     asked = {
         uuid
         for (_, a), (_, b) in combinations(linked, 2)
@@ -74,25 +81,41 @@ def read_reachable_pairs(
         if {a.uuid, b.uuid} <= out_of_mig_mode or frozenset((a.uuid, b.uuid)) not in memory.pairs
     }
     remotes = {gpu.uuid: _remotes(handle, gpu, memory) for handle, gpu in linked if gpu.uuid in asked}
-    granted = {
-        frozenset((a.uuid, b.uuid)): _peer_access(handle_a, handle_b)
-        for (handle_a, a), (handle_b, b) in combinations(linked, 2)
-        if {a.uuid, b.uuid} <= out_of_mig_mode
-    }
+    granted: dict[frozenset[str], bool | None] = {}
+    for (handle_a, a), (handle_b, b) in combinations(linked, 2):
+        pair = frozenset((a.uuid, b.uuid))
+        if pair <= out_of_mig_mode:
+            try:
+                granted[pair] = _peer_access(handle_a, handle_b)
+            except DraDriverError as error:
+                text = f"NVLink peer access to GPU {b.uuid}: {error}"
+                faults.append(DiscoveryFault(f"GPU {a.uuid}", text))
     out_of_mig_mode -= {gpu.uuid for handle, gpu in linked if not _is_out_of_mig_mode(handle, gpu)}
-    pairs: dict[frozenset[str], int] = {}
+    pairs: Pairs = {}
     for (_, a), (_, b) in combinations(linked, 2):
         pair = frozenset((a.uuid, b.uuid))
-        counts = pair <= out_of_mig_mode
+        could_be_read = pair in granted and None not in (remotes[a.uuid], remotes[b.uuid])
+        counts = pair <= out_of_mig_mode and could_be_read
         if not counts and pair in memory.pairs:
             links = memory.pairs[pair]
+        elif not could_be_read and pair <= out_of_mig_mode:
+            continue
         else:
-            links = _links(remotes[a.uuid], remotes[b.uuid], b, granted.get(pair) if counts else None)
+            links = _links(
+                remotes[a.uuid] or {}, remotes[b.uuid] or {}, b, granted.get(pair) if counts else None
+            )
         if counts:
             memory.pairs[pair] = links
         if links:
             pairs[pair] = links
-    return pairs
+    return pairs | _pairs_of_silent([gpu for _, gpu in gpus], silent, memory), faults
+
+
+def _pairs_of_silent(others: Sequence[Gpu], silent: Sequence[Gpu], memory: PeerMemory) -> Pairs:
+    """The pairs of GPUs that do not answer, as they were read last."""
+    shown = {gpu.uuid for gpu in (*others, *silent)}
+    uuids = {gpu.uuid for gpu in silent}
+    return {pair: links for pair, links in memory.pairs.items() if links and pair & uuids and pair <= shown}
 
 
 def _links(of_a: Mapping[str, int], of_b: Mapping[str, int], b: Gpu, granted: bool | None) -> int:
@@ -118,20 +141,21 @@ def _is_out_of_mig_mode(handle: Handle, gpu: Gpu) -> bool:
 
 
 def _peer_access(a: Handle, b: Handle) -> bool | None:
-    """Whether the NVIDIA driver grants peer access over NVLink; None if it cannot tell."""
-    try:
-        status = supported(pynvml.nvmlDeviceGetP2PStatus, a, b, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-    except DraDriverError:
-        return None
+    """Whether the NVIDIA driver grants peer access over NVLink; None if it does not support the query. Raises:
+    DraDriverError if the query fails."""
+    status = supported(pynvml.nvmlDeviceGetP2PStatus, a, b, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
     return None if status is None else bool(status == pynvml.NVML_P2P_STATUS_OK)
 
 
-def _remotes(handle: Handle, gpu: Gpu, memory: PeerMemory) -> Mapping[str, int]:
-    """Active links of a GPU by what is at their other end: a PCI bus ID, or a switch."""
+def _remotes(handle: Handle, gpu: Gpu, memory: PeerMemory) -> Mapping[str, int] | None:
+    """Active links of a GPU by what is at their other end: a PCI bus ID, or a switch. None if they cannot be read."""
+    log = FaultLog(f"GPU {gpu.uuid}")
     try:
-        states = link_states(FaultLog(f"GPU {gpu.uuid}"), handle)
+        states = link_states(log, handle)
     except DeviceLostError:
         return {}  # lost since it was read; it must not take the others along, and the next scan leaves it out
+    if log.faults:
+        return None
     remotes: dict[str, int] = {}
     for link, is_up in enumerate(states):
         remote = memory.remote(handle, gpu, link) if is_up else None

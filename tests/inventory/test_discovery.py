@@ -792,8 +792,7 @@ def test_discovery_gpu_whose_queries_all_fail_keeps_what_was_known_until_it_answ
 
     fault = DiscoveryFault(
         f"GPU {before.gpus[3].uuid}",
-        "NVML cannot read it, so it is shown as it last answered: "
-        "MIG mode: nvmlDeviceGetMigMode: Unknown Error",
+        "it is shown as it last answered: NVML cannot read it: MIG mode: nvmlDeviceGetMigMode: Unknown Error",
     )
     assert silent == replace(before, faults=(fault,))
     assert discovery.inventory == before

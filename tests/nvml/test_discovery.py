@@ -14,7 +14,7 @@ from dra_driver.model.gpu import Fabric, Gpu, UnreadyFabric
 from dra_driver.model.mig import Placement
 from dra_driver.nvml.health import read_health
 from dra_driver.nvml.readings import read_gpu
-from dra_driver.nvml.scan import read_nvml_fingerprint
+from dra_driver.nvml.scan import ScanMemory, read_nvml_fingerprint
 from dra_driver.nvml.topology import PeerMemory, read_reachable_pairs
 from tests.fakes.machines import SimulatedNode, read_inventory
 
@@ -130,7 +130,7 @@ def test_gpu_that_is_lost_before_its_links_are_read_hides_no_other(machine: Make
     node.session.reopen()
     gpus = [read_gpu(index)[:2] for index in range(8)]
     node.machine.lose_gpu(0)
-    pairs = read_reachable_pairs(gpus, PeerMemory())
+    pairs, _ = read_reachable_pairs(gpus, PeerMemory())
     assert len(pairs) == 7 * 6 / 2
     assert not any(gpus[0][1].uuid in pair for pair in pairs)
 
@@ -370,10 +370,11 @@ def test_fingerprint_differs_when_a_gpu_is_lost_or_changes_its_mode(
 ) -> None:
     node = machine("dgx-h100")
     node.read()
-    before = read_nvml_fingerprint()
-    assert read_nvml_fingerprint() == before
+    memory = ScanMemory()
+    before = read_nvml_fingerprint(memory)
+    assert read_nvml_fingerprint(memory) == before
     happens(node.machine)
-    assert read_nvml_fingerprint() != before
+    assert read_nvml_fingerprint(memory) != before
 
 
 def test_fingerprint_fails_when_the_driver_is_gone(machine: Make) -> None:
@@ -381,4 +382,4 @@ def test_fingerprint_fails_when_the_driver_is_gone(machine: Make) -> None:
     node.read()
     node.machine.unload_driver()
     with pytest.raises(NvmlUnavailableError):
-        read_nvml_fingerprint()
+        read_nvml_fingerprint(ScanMemory())

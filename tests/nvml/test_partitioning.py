@@ -273,7 +273,7 @@ def test_fabric_that_was_not_ready_before_the_mode_was_on_is_the_one_of_now(mach
 def test_peer_access_that_the_driver_refused_before_stays_refused(machine: Make) -> None:
     node = machine("dgx-h100")
     memory = ScanMemory()
-    node.machine.set_fault("nvmlDeviceGetP2PStatus", code="timeout")
+    node.machine.set_fault("nvmlDeviceGetP2PStatus", code="not_supported")
     by_links = scan(node, memory)
     node.machine.clear_faults()
     apart = Partition(node, {0, 1, 2, 3})

@@ -1,0 +1,143 @@
+"""GPUs that do not answer while they are read: what is known of them stays, and they hold up no other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from dra_driver.inventory.rules.nvlink import with_nvlink_domains
+from dra_driver.model.inventory import Inventory
+from dra_driver.nvml import gpu_walk
+from dra_driver.nvml.gpu_walk import GpuWalk
+from dra_driver.nvml.scan import ScanMemory, read_nvml_fingerprint
+from tests.fakes.machines import SimulatedNode, read_inventory, silence
+
+Make = Callable[[str], SimulatedNode]
+THIRD = 3
+
+
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_walk, "ANSWERS_WITHIN_S", 0.5)
+    monkeypatch.setattr(gpu_walk, "_OTHERS_ANSWER_WITHIN_S", 0.2)
+
+
+@pytest.fixture
+def node(machine: Make) -> Iterator[SimulatedNode]:
+    made = machine("dgx-h100")
+    made.session.reopen()
+    yield made
+    made.machine.clear_faults()
+
+
+def hang(node: SimulatedNode) -> None:
+    node.machine.set_fault("nvmlDeviceGet[!HUM]*", delay_s=60, gpu=THIRD)
+
+
+def without_faults(found: Inventory) -> tuple[object, ...]:
+    return found.gpus, found.nvlink_domains
+
+
+def test_gpu_that_hangs_stays_as_it_was_and_is_called_once(node: SimulatedNode) -> None:
+    memory = ScanMemory()
+    whole = read_inventory(memory=memory)
+    hang(node)
+    for _ in range(3):
+        found = read_inventory(memory=memory)
+        assert without_faults(found) == without_faults(whole)
+        assert [fault.subject for fault in found.faults] == [f"GPU {whole.gpus[THIRD].uuid}"]
+        assert found.faults[0].text.startswith("it is shown as it last answered: it has not answered")
+    assert sum(thread.name == "gpu-walk" for thread in threading.enumerate()) == 1
+
+
+def test_gpu_that_was_never_read_and_hangs_is_a_fault_and_hides_no_other(node: SimulatedNode) -> None:
+    hang(node)
+    found = read_inventory(memory=ScanMemory())
+    assert [gpu.index for gpu in found.gpus] == [0, 1, 2, 4, 5, 6, 7]
+    assert [fault.subject for fault in found.faults] == [f"GPU with NVML index {THIRD}"]
+
+
+def test_gpu_that_answers_nothing_stays_as_it_was(node: SimulatedNode) -> None:
+    memory = ScanMemory()
+    whole = read_inventory(memory=memory)
+    before = read_nvml_fingerprint(memory)
+    silence(node.machine, THIRD)
+    found = read_inventory(memory=memory)
+    assert without_faults(found) == without_faults(whole)
+    assert found.faults
+    assert read_nvml_fingerprint(memory) == before, (
+        "that a GPU does not say what it is does not mean that it changed"
+    )
+
+
+def test_query_that_fails_keeps_the_value_that_was_read_before(node: SimulatedNode) -> None:
+    memory = ScanMemory()
+    whole = read_inventory(memory=memory)
+    node.machine.set_fault("nvmlDeviceGetMemoryInfo*", code="unknown", gpu=THIRD)
+    node.machine.set_fault("nvmlDeviceGetNvLinkState", code="unknown", gpu=THIRD)
+    assert without_faults(read_inventory(memory=memory)) == without_faults(whole)
+
+
+def test_peer_access_that_cannot_be_read_keeps_the_nvlink_domain(node: SimulatedNode) -> None:
+    memory = ScanMemory()
+    whole = read_inventory(memory=memory)
+    node.machine.set_fault("nvmlDeviceGetP2PStatus", code="unknown")
+    found = read_inventory(memory=memory)
+    assert found.nvlink_domains == whole.nvlink_domains
+    assert any("NVLink peer access" in fault.text for fault in found.faults)
+
+
+def test_peer_access_that_was_never_read_gives_no_nvlink_domain(node: SimulatedNode) -> None:
+    """Two links up do not say that a switch joins them."""
+    node.machine.set_fault("nvmlDeviceGetP2PStatus", code="unknown")
+    found = with_nvlink_domains(read_inventory(memory=ScanMemory()))
+    assert found.nvlink_domains == {}
+    assert any("NVLink peer access" in fault.text for fault in found.faults)
+
+
+def test_fingerprint_of_a_gpu_that_hangs_is_that_of_before(node: SimulatedNode) -> None:
+    memory = ScanMemory()
+    before = read_nvml_fingerprint(memory)
+    node.machine.set_fault("nvmlDeviceGetMigMode", delay_s=60, gpu=THIRD)
+    for _ in range(3):
+        assert read_nvml_fingerprint(memory) == before
+    node.machine.lose_gpu(5)
+    assert read_nvml_fingerprint(memory)[5] is None
+
+
+def test_discovery_keeps_a_gpu_that_hangs_and_reports_no_problem_of_the_node(node: SimulatedNode) -> None:
+    discovery = node.discovery()
+    discovery.scan_now(0)
+    whole = discovery.inventory
+    assert whole is not None
+    hang(node)
+    for _ in range(2):
+        discovery.scan_now(0)
+        found = discovery.inventory
+        assert found is not None
+        assert (found.gpus, found.lost, found.nvlink_domains) == (whole.gpus, (), whole.nvlink_domains)
+    assert discovery.problems() == []
+
+
+def test_walk_in_which_all_hang_costs_the_limit_once() -> None:
+    """As when one call blocks all of NVML."""
+    gate, called = threading.Event(), []
+
+    def read(index: int) -> int:
+        called.append(index)
+        gate.wait(60)
+        return index
+
+    walk = GpuWalk()
+    assert walk.each(range(4), read) == {}
+    assert walk.each(range(4), read) == {}
+    assert called == [0, 1, 2, 3], "one outstanding call for each GPU"
+    gate.set()
+    found: dict[int, int] = {}
+    while len(found) < 4:
+        time.sleep(0.01)
+        found |= {index: answer.result() for index, answer in walk.each(range(4), read).items()}
+    assert found == {0: 0, 1: 1, 2: 2, 3: 3}
