@@ -37,7 +37,7 @@ from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.fingerprint import driver_fingerprint
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.nvidia_smi import NvidiaSmi
-from dra_driver.host.processes import any_runs, is_of_the_host, origin
+from dra_driver.host.processes import any_runs, is_of_the_host, origin, sees_all_processes
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.inventory.discovery import Discovery
@@ -330,7 +330,8 @@ class Driver:
     def _usage_watch(self, nvml: NvmlReader, proc: str) -> UnclaimedMemory:
         """What looks for memory that no claim has; scrapes measure the same."""
         usage = Usage(
-            nvml.usage_source(),
+            # The processes of a simulated machine are in no namespace.
+            nvml.usage_source(lambda: self.settings.simulate is not None or sees_all_processes("/proc")),
             self.discovery.latest,
             self.records.all,
             self.mig.created_instance,

@@ -15,7 +15,7 @@ from dra_driver.observability.problems_file import Reported, decode, read_proble
 
 _ANSWER_S = 1.0
 """The plugin is on the same node; it answers within milliseconds unless the node is in trouble itself."""
-_LONGEST = 1 << 20
+_LONGEST = 1 << 22
 NOT_RUNNING = (
     "gpu-dra-driver is not running on this node, so no pod with a GPU can start here or end; "
     "`kubectl get pods -A -o wide -l app.kubernetes.io/name=gpu-dra-driver` shows its pods"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import threading
 import time
@@ -10,6 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dra_driver.errors import StateError
+
+_OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM})
+"""Others are faults of one file, such as a directory in its place."""
 
 
 class WriteOutcomes:
@@ -27,18 +31,19 @@ class WriteOutcomes:
         number = next(self._numbers)
         with self._lock:
             self._under_way[number] = (directory, time.monotonic())
-        failure: str | None = None
+        failure, is_disk = None, False
         try:
             yield
         except StateError as error:
             failure = str(error)
+            is_disk = getattr(error.__cause__, "errno", None) in _OF_THE_DISK
             raise
         finally:
             with self._lock:
                 del self._under_way[number]
                 if failure is None:
                     self._failed.pop(directory, None)
-                else:
+                elif is_disk:
                     self._failed[directory] = failure
 
     def failed_in(self, top: Path) -> tuple[Path, str] | None:

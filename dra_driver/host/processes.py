@@ -123,12 +123,17 @@ def _is_of_this_driver(proc: str, pid: int) -> bool:
 
 def _all_processes(proc: str) -> list[int] | None:
     """The IDs of all processes of the host; None if this process does not see them all."""
-    try:
-        if os.readlink(f"{proc}/self/ns/pid") != _INITIAL_PID_NAMESPACE:  # noqa: PTH115  no Path objects wanted
-            return None
-    except OSError:
+    if not sees_all_processes(proc):
         return None
     return sorted(int(name) for name in names_in(proc) if name.isdecimal())
+
+
+def sees_all_processes(proc: str) -> bool:
+    """Whether this process is in the PID namespace of the host."""
+    try:
+        return os.readlink(f"{proc}/self/ns/pid") == _INITIAL_PID_NAMESPACE  # noqa: PTH115  no Path objects wanted
+    except OSError:
+        return False
 
 
 def _cgroups(proc: str, pid: int) -> str:

@@ -79,11 +79,11 @@ class NvmlReader:
 
         return HealthSource(self.session)
 
-    def usage_source(self) -> UsageSource:
-        """How GPUs are used, through the same session."""
+    def usage_source(self, sees_all: Callable[[], bool]) -> UsageSource:
+        """How GPUs are used, through the same session; `sees_all` as in `UsageSource`."""
         from dra_driver.nvml.usage import UsageSource
 
-        return UsageSource(self.session)
+        return UsageSource(self.session, sees_all=sees_all)
 
     def nvml_fingerprint(self) -> NvmlFingerprint:
         """A cheap value that differs when a GPU was lost (None in its place) or changed its MIG mode.

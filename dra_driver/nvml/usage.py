@@ -6,7 +6,6 @@ between two of them. So the first look at a device has none, and each later look
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -37,12 +36,26 @@ class _Sample:
 
 
 class UsageSource:
-    """NVML as the metrics ask it. Several GPUs may be read at the same time, one GPU once at a time."""
+    """NVML as the metrics ask it. Several GPUs may be read at the same time, one GPU once at a time.
 
-    def __init__(self, session: NvmlSession, clock: Callable[[], float] = time.monotonic) -> None:
+    `sees_all` returns whether this process is in the PID namespace of the host: NVML shows no processes of others.
+    """
+
+    def __init__(
+        self,
+        session: NvmlSession,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        sees_all: Callable[[], bool] = lambda: True,
+    ) -> None:
         self._session = session
+        self._sees_all = sees_all
         self._clock = clock
         self._samples: dict[str, dict[str, _Sample]] = {}
+
+    def _processes(self, gpu: GpuAddress, handle: Handle) -> Sequence[GpuProcess] | None:
+        """None if this process cannot see those of others."""
+        return read_gpu_processes(gpu.uuid, handle) if self._sees_all() else None
 
     def read(self, gpu: GpuAddress, devices: Collection[MigAddress]) -> GpuUse:
         """The GPU, and these MIG devices of it; one that is gone is missing. No MIG device is searched for, since NVML
@@ -70,12 +83,12 @@ class UsageSource:
                         if has_samples
                         else None,
                     )
-            return GpuUse(load, found, _processes(gpu, handle))
+            return GpuUse(load, found, self._processes(gpu, handle))
 
     def read_processes(self, gpu: GpuAddress) -> GpuUse:
         """The processes on the GPU, and nothing else. Raises: as `read`."""
         with self._session.kept_open():
-            return GpuUse(GpuLoad(), {}, _processes(gpu, gpu_handle(gpu.uuid, gpu.pci_bus_id)))
+            return GpuUse(GpuLoad(), {}, self._processes(gpu, gpu_handle(gpu.uuid, gpu.pci_bus_id)))
 
     def _percent(
         self, handle: Handle, device: MigAddress, samples: dict[str, _Sample], opening: int
@@ -94,12 +107,6 @@ class UsageSource:
             _free(before, opening)
         samples[device.uuid] = _Sample(buffer, opening, now, percent)
         return percent
-
-
-def _processes(gpu: GpuAddress, handle: Handle) -> Sequence[GpuProcess] | None:
-    """None if this process cannot see those of others: NVML shows the processes of the caller's PID namespace, and the
-    first process of a namespace has one for itself."""
-    return None if os.getpid() == 1 else read_gpu_processes(gpu.uuid, handle)
 
 
 def _mig_handle(handle: Handle, device: MigAddress) -> Handle | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from dra_driver.model.problems import NodeProblem
 
 _HANGS_AFTER_S = 30.0
 _PROBE_EVERY_S = 5.0
+_SIZES_EVERY_S = 10.0
 _PROBE = bytes(4096)
 """A full disk may still take an empty file."""
 
@@ -40,9 +42,13 @@ class DiskWatch:
         self._probed: Path | None = None
         self._probe_again_at = 0.0
         self._probing = BoundedCall("the disk", self._probe)
+        self._full: frozenset[Path] = frozenset()
+        self._sizes_again_at = -math.inf
+        self._sizing = BoundedCall("the size of the disk", self._read_sizes)
 
     def problems(self) -> Sequence[NodeProblem]:
         """One for each directory that takes no files now. It waits for no disk."""
+        self._read_sizes_soon()
         found = ((top, self._fault(top)) for top in self._directories)
         return [NodeProblem("disk-not-writable", text, str(top)) for top, text in found if text is not None]
 
@@ -57,7 +63,7 @@ class DiskWatch:
         if failed is not None:
             self._probe_soon(failed[0])
             return f"The plugin {failed[1]}"
-        if _is_full(top):
+        if top in self._full:
             return f"The plugin cannot write in {top}: the disk is full; free some space"
         return None
 
@@ -68,6 +74,17 @@ class DiskWatch:
             self._probe_again_at = time.monotonic() + _PROBE_EVERY_S
             self._probed = directory
             self._probing.ask()
+
+    def _read_sizes_soon(self) -> None:
+        """In another thread, and once at a time: a disk that hangs may not tell its size either."""
+        with self._lock:
+            if self._sizing.is_asking or time.monotonic() < self._sizes_again_at:
+                return
+            self._sizes_again_at = time.monotonic() + _SIZES_EVERY_S
+            self._sizing.ask()
+
+    def _read_sizes(self) -> None:
+        self._full = frozenset(filter(_is_full, self._directories))
 
     def _probe(self) -> None:
         """Write and remove a file. Its outcome is noted as that of any other write."""

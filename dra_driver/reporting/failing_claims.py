@@ -11,12 +11,14 @@ the pod is gone. So a claim that it has not asked about for longer is looked up 
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
+from datetime import datetime
 from typing import Literal
 
 import structlog
@@ -25,6 +27,7 @@ from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import DraDriverError
 from dra_driver.model.claim import ClaimNow, ClaimRef
 from dra_driver.model.problems import FailingClaim, NodeProblem
+from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)
 
@@ -34,6 +37,7 @@ _PROBLEM_AFTER_S = 10
 """A failure that the next call mends is no problem of the node."""
 _ASKED_AGAIN_WITHIN_S = 180
 _LOOK_EVERY_S = 60.0
+_LOOKS_AT_ONCE = 2
 _REQUEST_S = 5.0
 _SLOW_S = 10.0
 
@@ -43,20 +47,23 @@ class FailingClaims(BackgroundWorker):
     """Remembers them. Every method may be called from any thread, and none waits.
 
     `look` returns a claim as the API server has it now, None if it does not exist; it raises a DraDriverError if the
-    API server does not say. `slow` is called once for each Prepare that takes long, with the seconds so far.
+    API server does not say. `slow` is called once for each Prepare that takes long, with the seconds so far. `record`
+    returns the record of a claim by its UID: another instance may have prepared the claim since.
     """
 
     look: Callable[[ClaimRef, float], ClaimNow | None]
     slow: Callable[[ClaimRef, float], None]
+    record: Callable[[str], ClaimRecord | None]
     _: KW_ONLY
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._failing: dict[str, FailingClaim] = {}  # by claim UID, the one that failed last at the end
-        self._under_way: dict[str, tuple[ClaimRef, float]] = {}
-        self._reported: set[str] = set()
-        self._looked_at = -math.inf
+        self._numbers = itertools.count()
+        self._under_way: dict[int, tuple[ClaimRef, float]] = {}  # by the number of the call and claim
+        self._reported: set[int] = set()
+        self._looked_at: dict[str, float] = {}
         super().__init__(
             "failing-claims", self.turn, crash_event="failing_claims_failed", on_crash=lambda _: _LOOK_EVERY_S
         )
@@ -69,25 +76,23 @@ class FailingClaims(BackgroundWorker):
     @contextmanager
     def preparing(self, claims: Iterable[ClaimRef]) -> Iterator[None]:
         """A Prepare of these claims is under way."""
-        refs = {ref.uid: (ref, time.monotonic()) for ref in claims}
+        calls = {next(self._numbers): (ref, time.monotonic()) for ref in claims}
         with self._lock:
-            is_first = not self._under_way
-            self._under_way |= refs
-        if is_first:
+            self._under_way |= calls
+        if calls:
             self.wake()
         try:
             yield
         finally:
             with self._lock:
-                for uid in refs:
-                    self._under_way.pop(uid, None)
-                self._reported -= refs.keys()
+                for number in calls:
+                    del self._under_way[number]
+                self._reported -= calls.keys()
 
     def failed(self, operation: Literal["prepare", "unprepare"], ref: ClaimRef, error: str) -> None:
         """A call for the claim failed."""
         now = int(self.clock())
         with self._lock:
-            is_first = not self._failing
             before = self._failing.pop(ref.uid, None)
             if before is None or before.operation != operation:
                 before = FailingClaim(ref, operation, now, now, 0, "")
@@ -95,8 +100,7 @@ class FailingClaims(BackgroundWorker):
             self._failing[ref.uid] = found
             while len(self._failing) > _MOST_CLAIMS:
                 del self._failing[next(iter(self._failing))]
-        if is_first:
-            self.wake()
+        self.wake()
 
     def succeeded(self, ref: ClaimRef) -> None:
         """A call for the claim succeeded."""
@@ -107,6 +111,7 @@ class FailingClaims(BackgroundWorker):
         """Take over what an earlier instance knew of claims that this one has not heard of."""
         with self._lock:
             self._failing = {one.ref.uid: one for one in kept} | self._failing
+        self._forget_prepared()
         self.wake()
 
     def problems(self) -> Sequence[NodeProblem]:
@@ -121,42 +126,74 @@ class FailingClaims(BackgroundWorker):
     def turn(self) -> float:
         """Report what takes long, and look up claims that the kubelet no longer asks about. Returns the pause until the
         next turn, in seconds."""
-        pauses = [self._report_slow()]
+        pause = self._report_slow()
         if self._failing:
-            if time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
-                self._looked_at = time.monotonic()
-                self._look_up()
-            pauses.append(_LOOK_EVERY_S)
-        return min(pauses)
+            self._forget_prepared()
+            self._look_up()
+            pause = min(pause, _LOOK_EVERY_S)
+        return pause
+
+    def _forget_prepared(self) -> None:
+        """Forget claims that another instance has prepared after they failed last."""
+        for one in self.all():
+            try:
+                record = self.record(one.ref.uid) if one.operation == "prepare" else None
+            except DraDriverError:
+                continue
+            if (
+                record is not None
+                and record.phase == "prepared"
+                and _seconds(record.prepared_at) >= one.last_at
+            ):
+                self._forget(one)
+
+    def _forget(self, one: FailingClaim) -> None:
+        with self._lock:
+            if self._failing.get(one.ref.uid) == one:
+                del self._failing[one.ref.uid]
 
     def _report_slow(self) -> float:
         now = time.monotonic()
         with self._lock:
-            waiting = {uid: entry for uid, entry in self._under_way.items() if uid not in self._reported}
-            late = {uid: entry for uid, entry in waiting.items() if now - entry[1] >= _SLOW_S}
+            waiting = {call: entry for call, entry in self._under_way.items() if call not in self._reported}
+            late = {call: entry for call, entry in waiting.items() if now - entry[1] >= _SLOW_S}
             self._reported |= late.keys()
         for ref, began in late.values():
             self.slow(ref, now - began)
         return min(
-            (began + _SLOW_S - now for uid, (_, began) in waiting.items() if uid not in late),
+            (began + _SLOW_S - now for call, (_, began) in waiting.items() if call not in late),
             default=math.inf,
         )
 
     def _look_up(self) -> None:
-        """Forget claims that no pod here can want any more. One of which the API server says nothing stays."""
-        for one in self.all():
-            if self.clock() - one.last_at < _ASKED_AGAIN_WITHIN_S:
-                continue
+        """Forget claims that no pod here can want any more. One of which the API server says nothing stays. A few at a
+        time, those first that were looked up longest ago: slow Prepares are to be reported meanwhile."""
+        now = time.monotonic()
+        self._looked_at = {uid: at for uid, at in self._looked_at.items() if uid in self._failing}
+        due = [
+            one
+            for one in self.all()
+            if self.clock() - one.last_at >= _ASKED_AGAIN_WITHIN_S
+            and now - self._looked_at.get(one.ref.uid, -math.inf) >= _LOOK_EVERY_S
+        ]
+        due.sort(key=lambda one: self._looked_at.get(one.ref.uid, -math.inf))
+        for one in due[:_LOOKS_AT_ONCE]:
+            self._looked_at[one.ref.uid] = now
             try:
-                now = self.look(one.ref, _REQUEST_S)
+                found = self.look(one.ref, _REQUEST_S)
             except DraDriverError as error:
                 _log.debug("failing_claim_unknown", claim_uid=one.ref.uid, reason=str(error))
-                return
-            is_wanted = now is not None and now.uid == one.ref.uid and now.allocated and now.is_reserved
-            if not is_wanted:
-                with self._lock:
-                    if self._failing.get(one.ref.uid) == one:
-                        del self._failing[one.ref.uid]
+                continue
+            if not (found is not None and found.uid == one.ref.uid and found.allocated and found.is_reserved):
+                self._forget(one)
+
+
+def _seconds(time_of_record: str | None) -> float:
+    """Seconds since 1970; 0 for a record without a time."""
+    try:
+        return datetime.fromisoformat(time_of_record).timestamp() if time_of_record else 0.0
+    except ValueError:
+        return 0.0
 
 
 def _sentence(one: FailingClaim) -> str:

@@ -321,7 +321,8 @@ def test_it_takes_over_from_nvidias_chart(released: Chart, cluster: Cluster, tmp
     }
 
     def run(commands: str) -> None:
-        ours = "image.tag=dev,image.pullPolicy=Never,simulator.enabled=true,kubeletPlugin.affinity=null"
+        ours = "image.tag=dev,image.pullPolicy=Never,simulator.enabled=true,kubeletPlugin.affinity=null,"
+        ours += "allowOtherDriver=true"
         commands = commands.replace("image.tag=", ours).replace("values.yaml", str(tmp_path / "values.yaml"))
         done = subprocess.run(
             ["bash", "-eu", "-c", commands],

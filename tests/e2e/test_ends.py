@@ -104,7 +104,7 @@ def test_mps_claim_without_an_mps_host_tells_why_and_ends_and_the_next_pod_gets_
     cluster.apply(claim_and_pod("wants-mps", selector=only(7), parameters=MPS))
     told = wait_for("an event that says why", lambda: prepare_failures(cluster, "wants-mps"))
     assert "the MPS host is not running" in told[0]
-    assert "start the DaemonSet gpu-dra-driver-mps" in told[0]
+    assert "--set mps.enabled=true" in told[0]
     assert drained_within(cluster, "wants-mps") <= ENDS_WITHIN_S
     cluster.kubectl("delete", "resourceclaim/wants-mps", "-n", "default")
     assert (cluster.leftovers(), debts()) == ([], []), "nothing was done, so nothing is owed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -141,3 +142,12 @@ def test_walk_in_which_all_hang_costs_the_limit_once() -> None:
         time.sleep(0.01)
         found |= {index: answer.result() for index, answer in walk.each(range(4), read).items()}
     assert found == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
+def test_gpu_without_minor_number_is_not_published_and_is_a_fault(machine: Make) -> None:
+    """As on WSL2: its device node is not known, so that every Prepare would fail."""
+    file = Path(__file__).parents[1] / "data/machines/no-minor-number.yaml"
+    found = machine(str(file)).discover()
+    assert found.gpus == ()
+    [fault] = [one for one in found.faults if "minor number" in one.text and one.subject.startswith("GPU ")]
+    assert fault.text.startswith("it is not published: NVML reports no minor number")

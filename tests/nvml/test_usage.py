@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from dra_driver.errors import DeviceLostError, NvmlUnavailableError
@@ -20,7 +18,8 @@ class Watched:
     def __init__(self, node, cut: bool = True) -> None:
         self.node, self.machine, self.now = node, node.machine, 0.0
         node.session.reopen()
-        self.source = UsageSource(node.session, lambda: self.now)
+        self.sees_all = True
+        self.source = UsageSource(node.session, lambda: self.now, sees_all=lambda: self.sees_all)
         found = self.machine.gpu(0)
         self.gpu = GpuAddress(found.uuid, found.bus_id)
         if cut:
@@ -49,14 +48,14 @@ def h100(machine):
     return Watched(machine("hgx-h100-4"))
 
 
-def test_whole_gpu_has_its_load_and_its_processes(machine, monkeypatch):
+def test_whole_gpu_has_its_load_and_its_processes(machine):
     seen = Watched(machine("hgx-h100-4"), cut=False)
     seen.machine.hold_gpu(0, 4711, "python3", utilisation=70)
     use = seen.source.read(seen.gpu, ())
     assert use.load == GpuLoad(512 << 20, 81559 << 20, 70, 30, 70.0, 700.0)
     assert (use.mig, use.processes) == ({}, [GpuProcess(4711, "python3", 512 << 20)])
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert seen.source.read(seen.gpu, ()).processes is None, "alone in its PID namespace"
+    seen.sees_all = False
+    assert seen.source.read(seen.gpu, ()).processes is None, "in another PID namespace than the host's"
     assert seen.source.read_processes(seen.gpu).processes is None
     seen.machine.lose_gpu(0)
     with pytest.raises(DeviceLostError):

@@ -21,6 +21,7 @@ from tests.fakes.waiting import eventually
 @pytest.fixture
 def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskWatch:
     monkeypatch.setattr(disk_watch, "_PROBE_EVERY_S", 0.02)
+    monkeypatch.setattr(disk_watch, "_SIZES_EVERY_S", 0.0)
     (tmp_path / "claims").mkdir()
     return DiskWatch([tmp_path], write_atomically)
 
@@ -98,7 +99,7 @@ def test_failure_elsewhere_is_not_a_problem_of_this_directory(
 
 def test_directory_that_is_gone_is_no_problem(watch: DiskWatch, tmp_path: Path) -> None:
     assert "the directory does not exist" in refused(tmp_path / "gone/a")
-    eventually(lambda: watch.problems() == [])
+    assert watch.problems() == []
 
 
 def test_disk_without_free_blocks_or_inodes_is_a_problem_before_anything_is_written(
@@ -110,9 +111,26 @@ def test_disk_without_free_blocks_or_inodes_is_a_problem_before_anything_is_writ
         found = [100] * 10
         found[field] = 0
         monkeypatch.setattr(os, "statvfs", lambda _path, found=found: type(really)(found))
-        assert watch.problems() == [NodeProblem("disk-not-writable", text, str(tmp_path))]
+        eventually(lambda: watch.problems() == [NodeProblem("disk-not-writable", text, str(tmp_path))])
     monkeypatch.setattr(os, "statvfs", lambda _path: type(really)([0] * 10))
-    assert watch.problems() == [], "a file system that tells no sizes"
+    eventually(lambda: watch.problems() == [])  # a file system that tells no sizes
+
+
+def test_disk_whose_size_cannot_be_had_holds_up_nothing(
+    watch: DiskWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, asked = threading.Event(), []
+    monkeypatch.setattr(os, "statvfs", lambda path: (asked.append(path), gate.wait(60)))
+    for _ in range(3):
+        assert watch.problems() == []
+    eventually(lambda: asked == [tmp_path])
+    gate.set()
+
+
+def test_fault_of_one_file_is_no_problem_of_the_disk(watch: DiskWatch, tmp_path: Path) -> None:
+    (tmp_path / "claims/uid-1.json/in-the-way").mkdir(parents=True)
+    refused(tmp_path / "claims/uid-1.json")
+    assert watch.problems() == []
 
 
 def test_write_that_does_not_return_is_a_problem_and_holds_up_nothing(

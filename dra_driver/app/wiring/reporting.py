@@ -55,7 +55,9 @@ class ReportingParts:
             mig.created_instance,
             may_tell,
         )
-        self.failing = FailingClaims(ClaimClient(api, self.claim_pods.note).look, self._prepare_is_slow)
+        self.failing = FailingClaims(
+            ClaimClient(api, self.claim_pods.note).look, self._prepare_is_slow, records.get
+        )
         self._lanes, self._records = driver.lanes, records
         self._mps = MpsEvents(self.recorder, records.all, mps.statuses)
         self.reporter: Reporter = Reporter(

@@ -155,8 +155,10 @@ def unclaimed(
     def belongs(process: GpuProcess) -> bool:
         if process.name.partition(" ")[0].rpartition("/")[2] in _BELONGS_THERE:
             return True
-        where = origin(process.pid)
-        return where == "container" or (where == "unknown" and (gpu_uuid, process.gpu_instance_id) in claimed)
+        where, instance = origin(process.pid), process.gpu_instance_id
+        # Out of MIG mode NVML may give instance 0 for the whole GPU.
+        is_claimed = (gpu_uuid, instance) in claimed or (instance == 0 and (gpu_uuid, None) in claimed)
+        return where == "container" or (where == "unknown" and is_claimed)
 
     return [process for process in processes if not belongs(process)]
 
