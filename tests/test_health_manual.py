@@ -92,6 +92,11 @@ def signal_rows() -> Iterator[str]:
         PolledHealth(remap_failed=True),
         PolledHealth(remap_pending=True),
         PolledHealth(pages_pending=True),
+        PolledHealth(sram_exceeded=True),
+        PolledHealth(memory_unrepairable=True),
+        PolledHealth(bank_remap_pending=True),
+        PolledHealth(repairs_pending=frozenset({"channel", "tpc"})),
+        PolledHealth(pcie_below=frozenset({"generation", "width"})),
     ]
     stories: list[list[Observation]] = [[PollResult(signals)] for signals in looks]
     stories += [

@@ -31,14 +31,18 @@ LOST = "gpu-lost"
 UNMONITORED = "unmonitored"
 UNRESPONSIVE = "unresponsive"
 TAINTED_KEYS = (
+    "bank-remap",
     "confidential-compute",
     "ecc",
     "fabric",
     "flapping",
     LOST,
+    "memory",
     "page-retirement",
     "recovery-action",
+    "repair",
     "row-remap",
+    "sram",
     UNMONITORED,
     UNRESPONSIVE,
     "xid",
@@ -146,6 +150,9 @@ class PolledHealth:
     `recovery_action` is NVML's number. `fabric_text` says what is wrong with the fabric; `fabric_registration` says
     nothing unless `fabric` is told. `slowdowns` are the causes for which the hardware holds its clocks down: `thermal`,
     `power`, `hardware`.
+    `sram_exceeded` says that the SRAM has had more errors than NVIDIA allows. `repairs_pending` are the parts that the
+    next reset repairs: `channel`, `tpc`. `pcie_below` are `width` and `generation` where the PCIe link has less than
+    the GPU and the machine can, the generation only while the GPU works: at rest it is lower on purpose.
     `accepts_work` is False on a node with confidential computing until somebody sets the ready state of its GPUs.
     """
 
@@ -159,6 +166,11 @@ class PolledHealth:
     slowdowns: frozenset[str] | None = None
     fabric_registration: FabricRegistration = None
     accepts_work: bool | None = None
+    sram_exceeded: bool | None = None
+    memory_unrepairable: bool | None = None
+    bank_remap_pending: bool | None = None
+    repairs_pending: frozenset[str] | None = None
+    pcie_below: frozenset[str] | None = None
     failed: frozenset[str] = frozenset()
     answered: bool = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from ctypes import byref
 from typing import Any, TypeVar
 
 import pynvml
@@ -14,6 +15,7 @@ from dra_driver.nvml.confidential import accepts_work
 from dra_driver.nvml.fabric import ABSENT, fabric_info, fabric_registration
 from dra_driver.nvml.failures import Handle, nvml_errors, supported
 from dra_driver.nvml.failures import ask as ask_nvml
+from dra_driver.nvml.load import temperature
 from dra_driver.nvml.mig_instances import gpu_handle
 
 T = TypeVar("T")
@@ -21,13 +23,17 @@ _RECOVERY_ACTION_FIELD = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 
 _GPU_RESET = 1
 _SLOWDOWNS = {0x40: "thermal", 0x80: "power"}
 _ANY_SLOWDOWN = 0x8
-_TRUE = 1
-# Shift, what a set flag means, and how bad that is.
-_FABRIC_FLAGS: tuple[tuple[int, str, FabricState], ...] = (
-    (0, "its bandwidth is reduced", "limited"),
-    (2, "its routes are being recovered", "limited"),
-    (4, "a route is unhealthy", "broken"),
-    (6, "it recovers from an access timeout", "limited"),
+_IDLE = 0x1
+_TRUE, _FALSE = 1, 2
+_FLAG_MASK = 0b11
+# Shift, the value that is a fault, what it means, and how bad that is.
+_FABRIC_FLAGS: tuple[tuple[int, int, str, FabricState], ...] = (
+    (0, _TRUE, "its bandwidth is reduced", "limited"),
+    (2, _TRUE, "its routes are being recovered", "limited"),
+    (4, _TRUE, "a route is unhealthy", "broken"),
+    (6, _TRUE, "it recovers from an access timeout", "limited"),
+    (12, _FALSE, "no partition is assigned to it", "broken"),
+    (14, _FALSE, "its fabric manager is disconnected", "limited"),
 )
 _CONFIGURATION_SHIFT, _CONFIGURATION_MASK, _CONFIGURATION_CORRECT = 8, 0xF, 1
 _CONFIGURATIONS = {
@@ -45,12 +51,12 @@ class _Queries:
     def __init__(self) -> None:
         self.failed: set[str] = set()
         self.wants_reset = False
-        self._has_succeeded = self._has_failed = False
+        self.has_succeeded = self._has_failed = False
 
     @property
     def answered(self) -> bool:
         """As `PolledHealth.answered`."""
-        return self._has_succeeded or not self._has_failed
+        return self.has_succeeded or not self._has_failed
 
     def ask(self, name: str, call: Callable[..., T], *args: object) -> T | None:
         """The value; None if it is not supported or the query failed. Raises: as `best_effort`."""
@@ -65,7 +71,7 @@ class _Queries:
         """The same for a query that the kernel driver cannot answer without the GPU, so that a value shows that the GPU
         is alive."""
         value = self.ask(name, call, *args)
-        self._has_succeeded |= value is not None
+        self.has_succeeded |= value is not None
         self._has_failed |= name in self.failed
         return value
 
@@ -89,10 +95,10 @@ def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
         pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
         pynvml.NVML_VOLATILE_ECC,
     )
-    clocks = queries.ask_gpu("slowdowns", pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
-    if not queries.answered:
+    clocks = queries.ask_gpu("slowdowns", clock_reasons, handle)
+    if not queries.has_succeeded:
         # Every GPU has this sensor, also one that supports nothing of the above.
-        queries.ask_gpu("temperature", pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+        queries.ask_gpu("temperature", temperature, handle)
     linked = queries.ask("fabric", fabric_info, handle)
     fabric, fabric_text = (None, "") if linked is None else _fabric(linked)
     action = queries.ask("recovery_action", _recovery_action, handle)
@@ -108,6 +114,11 @@ def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
         slowdowns=None if clocks is None else _slowdowns(clocks),
         fabric_registration=None if linked is None else fabric_registration(linked),
         accepts_work=is_accepting,
+        sram_exceeded=queries.ask("sram", _sram_exceeded, handle),
+        memory_unrepairable=queries.ask("memory", _memory_unrepairable, handle),
+        bank_remap_pending=queries.ask("bank_remap", _bank_remap_pending, handle),
+        repairs_pending=queries.ask("repair", _repairs_pending, handle),
+        pcie_below=queries.ask("pcie", _pcie_below, handle, clocks),
         failed=frozenset(queries.failed),
         answered=queries.answered,
     )
@@ -156,6 +167,52 @@ def _recovery_action(handle: Handle) -> int | None:
     return int(entry.value.uiVal)
 
 
+def _sram_exceeded(handle: Handle) -> bool:
+    """Raises: pynvml.NVMLError, as the next ones."""
+    status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
+    status.version = pynvml.nvmlEccSramErrorStatus_v1
+    pynvml.nvmlDeviceGetSramEccErrorStatus(handle, byref(status))
+    return bool(status.bThresholdExceeded)
+
+
+def _memory_unrepairable(handle: Handle) -> bool:
+    return bool(pynvml.nvmlDeviceGetUnrepairableMemoryFlag_v1(handle))
+
+
+def _bank_remap_pending(handle: Handle) -> bool:
+    status = pynvml.c_nvmlEccBankRemapperStatus_v1_t()
+    pynvml.nvmlDeviceGetBankRemapperStatus_v1(handle, byref(status))
+    return bool(status.bPending)
+
+
+def _repairs_pending(handle: Handle) -> frozenset[str]:
+    pending = zip(("channel", "tpc"), pynvml.nvmlDeviceGetRepairStatus(handle), strict=True)
+    return frozenset(part for part, is_pending in pending if is_pending)
+
+
+def _pcie_below(handle: Handle, clocks: int | None) -> frozenset[str]:
+    """The most that NVML gives is what the GPU and the machine can do together. Only a GPU that is known to work is
+    judged by its generation."""
+    below = set()
+    if pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle) < pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle):
+        below.add("width")
+    works = clocks is not None and not clocks & _IDLE
+    if works and pynvml.nvmlDeviceGetCurrPcieLinkGeneration(
+        handle
+    ) < pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle):
+        below.add("generation")
+    return frozenset(below)
+
+
+def clock_reasons(handle: Handle) -> int:
+    """Why the clocks are as they are, as NVML's bits; by the older call where the newer one is missing. Raises:
+    pynvml.NVMLError."""
+    try:
+        return int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    except pynvml.NVMLError_FunctionNotFound:
+        return int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+
+
 def _slowdowns(clocks: int) -> frozenset[str]:
     causes = frozenset(name for bit, name in _SLOWDOWNS.items() if clocks & bit)
     return causes or (frozenset({"hardware"}) if clocks & _ANY_SLOWDOWN else frozenset())
@@ -172,7 +229,7 @@ def _fabric(info: Any) -> tuple[FabricState | None, str]:
         case UnreadyFabric():
             return "pending", f"NVML gives its state as {int(info.state)}, which is not known"
     mask = int(getattr(info, "healthMask", 0))
-    faults = [(state, text) for shift, text, state in _FABRIC_FLAGS if mask >> shift & _TRUE]
+    faults = [(state, text) for shift, bad, text, state in _FABRIC_FLAGS if mask >> shift & _FLAG_MASK == bad]
     configuration = mask >> _CONFIGURATION_SHIFT & _CONFIGURATION_MASK
     if configuration > _CONFIGURATION_CORRECT:
         unknown = f"NVML gives its configuration as {configuration}, which is not known"

@@ -27,10 +27,18 @@ def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
         memory_used_bytes=None if memory is None else int(memory.used),
         memory_total_bytes=None if memory is None else int(memory.total),
         utilisation_percent=None if rates is None else int(rates.gpu),
-        temperature_c=ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        temperature_c=ask(temperature, handle),
         power_w=None if power is None else power / 1000,
         power_limit_w=None if limit is None else limit / 1000,
     )
+
+
+def temperature(handle: Handle) -> int:
+    """In degrees Celsius; by the older call where the newer one is missing. Raises: pynvml.NVMLError."""
+    try:
+        return int(pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU))
+    except pynvml.NVMLError_FunctionNotFound:
+        return int(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
 
 
 def read_memory(handle: Handle) -> Any:

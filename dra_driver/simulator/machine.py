@@ -126,6 +126,7 @@ class Machine(MachineBase):
             gpu = self._find(state, selector)
             gpu.recovery_action = gpu.retired_pending = gpu.ecc_uncorrected = gpu.ecc_corrected = 0
             gpu.remapped_rows[2] = 0
+            gpu.bank_remap_pending, gpu.repairs_pending = False, [0, 0]
             gpu.resets += 1
 
     def set_fabric(self, selector: Selector | None = None, **facts: Any) -> None:
@@ -335,6 +336,7 @@ class Machine(MachineBase):
                 gpu.lost = False
                 gpu.recovery_action = gpu.retired_pending = gpu.ecc_uncorrected = gpu.ecc_corrected = 0
                 gpu.remapped_rows[2] = 0
+                gpu.bank_remap_pending, gpu.repairs_pending = False, [0, 0]
                 gpu.links_down = []
             self._forget(state)
             pci.after_boot(state)

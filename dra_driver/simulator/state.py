@@ -141,6 +141,11 @@ class Gpu:
     remapped_rows: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
     retired_pending: int = 0
     slowdown: int = 0
+    sram_exceeded: bool = False
+    memory_unrepairable: bool = False
+    bank_remap_pending: bool = False
+    repairs_pending: list[int] = field(default_factory=lambda: [0, 0])
+    pcie_link: list[int] = field(default_factory=lambda: [16, 16, 5, 5])
     holders: list[Holder] = field(default_factory=list)
     driver: str = NVIDIA
     boot_driver: str = NVIDIA

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import pynvml
@@ -18,6 +19,7 @@ from dra_driver.model.health import (
     HealthTarget,
     PolledHealth,
     PollResult,
+    Severity,
     Xid,
 )
 from dra_driver.nvml import session as session_module
@@ -30,7 +32,7 @@ LIVE = (
     "nvmlDeviceGetRemappedRows",
     "nvmlDeviceGetRetiredPagesPendingStatus",
     "nvmlDeviceGetTotalEccErrors",
-    "nvmlDeviceGetCurrentClocksThrottleReasons",
+    "nvmlDeviceGetCurrentClocks*Reasons",
 )
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 
@@ -74,14 +76,20 @@ def test_every_machine_is_well_at_first(machine, name):
 
 def test_every_signal(node):
     machine, gpu = node.machine, uuid(node)
-    well = PolledHealth(0, False, False, None, 0, "ready", "", frozenset(), accepts_work=True)
+    new = {
+        "sram_exceeded": False,
+        "memory_unrepairable": False,
+        "repairs_pending": frozenset(),
+        "pcie_below": frozenset(),
+    }
+    well = PolledHealth(0, False, False, None, 0, "ready", "", frozenset(), accepts_work=True, **new)
     assert read_health(gpu) == well
     machine.set_recovery_action(0, pynvml.NVML_GPU_RECOVERY_ACTION_DRAIN_AND_RESET)
     machine.set_remapped_rows(0, uncorrectable=1, pending=1, failed=1)
     machine.set_gpu(0, ecc_corrected=9, ecc_uncorrected=4)
     machine.set_gpu(0, slowdown=0x8 | 0x40)
     assert read_health(gpu) == PolledHealth(
-        4, True, True, None, 4, "ready", "", frozenset({"thermal"}), accepts_work=True
+        4, True, True, None, 4, "ready", "", frozenset({"thermal"}), accepts_work=True, **new
     )
     machine.set_gpu(0, slowdown=0x8)
     assert read_health(gpu).slowdowns == {"hardware"}
@@ -90,6 +98,85 @@ def test_every_signal(node):
     machine.reset_gpu(0)
     assert read_health(gpu) == well
     assert read_health(uuid(node, 1)) == well
+
+
+@pytest.mark.parametrize(
+    ("facts", "found", "key", "value", "severity"),
+    [
+        ({"sram_exceeded": True}, {"sram_exceeded": True}, "sram", "threshold-exceeded", Severity.DEGRADED),
+        (
+            {"memory_unrepairable": True},
+            {"memory_unrepairable": True},
+            "memory",
+            "unrepairable",
+            Severity.UNHEALTHY,
+        ),
+        (
+            {"repairs_pending": [1, 0]},
+            {"repairs_pending": frozenset({"channel"})},
+            "repair",
+            "channel-pending",
+            Severity.DEGRADED,
+        ),
+        (
+            {"repairs_pending": [0, 1]},
+            {"repairs_pending": frozenset({"tpc"})},
+            "repair",
+            "tpc-pending",
+            Severity.DEGRADED,
+        ),
+        (
+            {"pcie_link": [8, 16, 5, 5]},
+            {"pcie_below": frozenset({"width"})},
+            "pcie",
+            "width",
+            Severity.INFORMATION,
+        ),
+        (
+            {"pcie_link": [16, 16, 1, 5]},
+            {"pcie_below": frozenset({"generation"})},
+            "pcie",
+            "generation",
+            Severity.INFORMATION,
+        ),
+    ],
+)
+def test_signal_is_a_reason_until_a_good_value_is_read(node, facts, found, key, value, severity):
+    gpu = uuid(node)
+    well = read_health(gpu)
+    node.machine.set_gpu(0, **facts)
+    polled = read_health(gpu)
+    assert polled == replace(well, **found)
+    state = observe(HealthState(HealthTarget(gpu)), PollResult(polled), 1)
+    assert [(reason.key, reason.value, reason.severity) for reason in state.reasons] == [
+        (key, value, severity)
+    ]
+    unread = replace(well, **dict.fromkeys(found), failed=frozenset({key}))
+    assert observe(state, PollResult(unread), 2).has(key), "a query that failed ends nothing"
+    assert not observe(state, PollResult(well), 3).has(key)
+
+
+def test_pcie_generation_of_a_gpu_at_rest_is_not_judged(node):
+    node.machine.set_gpu(0, pcie_link=[16, 16, 1, 5], slowdown=0x1)
+    assert read_health(uuid(node)).pcie_below == frozenset()
+
+
+def test_bank_remap_is_unknown_where_the_branch_has_no_such_query(node):
+    assert read_health(uuid(node)).bank_remap_pending is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "state", "text"),
+    [
+        (2 << 12, "broken", "no partition is assigned to it"),
+        (2 << 14, "limited", "its fabric manager is disconnected"),
+        (1 << 12 | 1 << 14, "ready", ""),
+    ],
+)
+def test_partition_and_manager_of_the_fabric_are_judged(node, mask, state, text):
+    node.machine.set_fabric(0, health_mask=mask)
+    polled = read_health(uuid(node))
+    assert (polled.fabric, polled.fabric_text) == (state, text)
 
 
 def test_what_a_gpu_does_not_tell_is_unknown(machine):
@@ -115,22 +202,23 @@ def test_gpu_that_answers_nothing_is_silent_and_its_neighbour_is_not(node):
     silence(node.machine, 0)
     found = read_health(uuid(node))
     queries = {"ecc_uncorrected", "fabric", "pages_pending", "recovery_action", "remapped_rows", "slowdowns"}
+    queries |= {"memory", "pcie", "repair", "sram"}
     assert found == PolledHealth(
         accepts_work=True, failed=frozenset({*queries, "temperature"}), answered=False
     )
     assert read_health(uuid(node, 1)).answered
 
 
-@pytest.mark.parametrize("live", ["nvmlDeviceGetRemappedRows", "nvmlDeviceGetTemperature"])
+@pytest.mark.parametrize("live", ["nvmlDeviceGetRemappedRows", "nvmlDeviceGetTemperature*"])
 def test_one_live_query_that_succeeds_is_an_answer(node, live):
-    for function in (*LIVE, "nvmlDeviceGetTemperature"):
+    for function in (*LIVE, "nvmlDeviceGetTemperature*"):
         if function != live:
             node.machine.set_fault(function, code="timeout", gpu=0)
     assert read_health(uuid(node)).answered
 
 
 def test_what_the_kernel_driver_knows_without_the_gpu_is_no_answer(node):
-    for function in (*LIVE, "nvmlDeviceGetTemperature"):
+    for function in (*LIVE, "nvmlDeviceGetTemperature*"):
         node.machine.set_fault(function, code="timeout", gpu=0)
     found = read_health(uuid(node))
     assert (found.fabric, found.recovery_action, found.answered) == ("ready", 0, False)

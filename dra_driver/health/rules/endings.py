@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from enum import Enum
 
 from dra_driver.health.rules.polling import (
+    BANK_REMAP,
     CONFIDENTIAL,
     FABRIC,
+    MEMORY,
     PAGE_RETIREMENT,
+    PCIE,
     RECOVERY_ACTION,
+    REPAIR,
     ROW_REMAP,
     SLOWDOWN,
+    SRAM,
 )
 from dra_driver.health.rules.xids import is_program_fault
 from dra_driver.model.health import LOST, UNMONITORED, UNRESPONSIVE, Reason, Severity
@@ -33,15 +38,20 @@ class Ending(Enum):
 
 
 _BY_KEY: Mapping[str, Ending] = {
+    BANK_REMAP: Ending.GOOD_VALUE,
     CONFIDENTIAL: Ending.GOOD_VALUE,
     ECC: Ending.STILL,
     FABRIC: Ending.GOOD_VALUE,
     FLAPPING: Ending.OURS,
     LOST: Ending.ANSWER,
+    MEMORY: Ending.GOOD_VALUE,
     PAGE_RETIREMENT: Ending.GOOD_VALUE,
+    PCIE: Ending.GOOD_VALUE,
     RECOVERY_ACTION: Ending.GOOD_VALUE,
+    REPAIR: Ending.GOOD_VALUE,
     ROW_REMAP: Ending.GOOD_VALUE,
     SLOWDOWN: Ending.GOOD_VALUE,
+    SRAM: Ending.GOOD_VALUE,
     UNMONITORED: Ending.OURS,
 }
 

@@ -12,6 +12,11 @@ PAGE_RETIREMENT = "page-retirement"
 FABRIC = "fabric"
 SLOWDOWN = "slowdown"
 CONFIDENTIAL = "confidential-compute"
+SRAM = "sram"
+MEMORY = "memory"
+BANK_REMAP = "bank-remap"
+REPAIR = "repair"
+PCIE = "pcie"
 
 Finding = tuple[str, str, Severity, str]
 """Key, value, severity and text of a reason."""
@@ -37,6 +42,14 @@ _FABRIC: Mapping[FabricState, tuple[Severity, str]] = {
     "pending": (Severity.DEGRADED, "the GPU is not registered with its NVLink fabric yet"),
     "limited": (Severity.DEGRADED, "the GPU's NVLink fabric works with limits"),
     "broken": (Severity.UNHEALTHY, "the GPU cannot use its NVLink fabric"),
+}
+_REPAIRS: Mapping[str, str] = {
+    "channel": "a memory channel is repaired with the next reset of the GPU",
+    "tpc": "a part of the GPU's processors is repaired with the next reset of the GPU",
+}
+_PCIE: Mapping[str, str] = {
+    "generation": "the PCIe link is slower than the GPU and the machine allow, although the GPU works",
+    "width": "the PCIe link has fewer lanes than the GPU and the machine allow",
 }
 _SLOWDOWNS: Mapping[str, str] = {
     "thermal": "the GPU is too hot and slows down",
@@ -64,6 +77,29 @@ def reasons_found(polled: PolledHealth) -> Mapping[str, list[Finding]]:
             (SLOWDOWN, cause, Severity.INFORMATION, _SLOWDOWNS[cause])
             for cause in sorted(polled.slowdowns & _SLOWDOWNS.keys())
         ]
+    if polled.sram_exceeded is not None:
+        text = "the GPU's SRAM had more errors than NVIDIA allows; replace the GPU"
+        found[SRAM] = [(SRAM, "threshold-exceeded", Severity.DEGRADED, text)] if polled.sram_exceeded else []
+    if polled.memory_unrepairable is not None:
+        text = "memory of the GPU cannot be repaired; replace the GPU"
+        found[MEMORY] = (
+            [(MEMORY, "unrepairable", Severity.UNHEALTHY, text)] if polled.memory_unrepairable else []
+        )
+    if polled.bank_remap_pending is not None:
+        text = "memory banks are remapped with the next reset of the GPU"
+        found[BANK_REMAP] = (
+            [(BANK_REMAP, "pending", Severity.DEGRADED, text)] if polled.bank_remap_pending else []
+        )
+    if polled.repairs_pending is not None:
+        found[REPAIR] = [
+            (REPAIR, f"{part}-pending", Severity.DEGRADED, _REPAIRS[part])
+            for part in sorted(polled.repairs_pending & _REPAIRS.keys())
+        ]
+    if polled.pcie_below is not None:
+        found[PCIE] = [
+            (PCIE, what, Severity.INFORMATION, _PCIE[what])
+            for what in sorted(polled.pcie_below & _PCIE.keys())
+        ]
     if polled.accepts_work is not None:
         text = "confidential computing is on, and the ready state of the node's GPUs is not set yet"
         found[CONFIDENTIAL] = (
@@ -73,13 +109,20 @@ def reasons_found(polled: PolledHealth) -> Mapping[str, list[Finding]]:
 
 
 def asks_for_action(polled: PolledHealth) -> bool:
-    """Whether the NVIDIA driver requests an action, or the memory needs a reset or a replacement."""
-    return bool(polled.recovery_action or polled.remap_pending or polled.remap_failed or polled.pages_pending)
+    """Whether the NVIDIA driver requests an action, or the GPU needs a reset or a replacement."""
+    memory = polled.remap_pending or polled.remap_failed or polled.pages_pending or polled.bank_remap_pending
+    parts = polled.sram_exceeded or polled.memory_unrepairable or polled.repairs_pending
+    return bool(polled.recovery_action or memory or parts)
+
+
+_ACTION_QUERIES = frozenset(
+    {"recovery_action", "remapped_rows", "pages_pending", "bank_remap", "memory", "repair", "sram"}
+)
 
 
 def is_memory_read(polled: PolledHealth) -> bool:
     """Whether none of the values of `asks_for_action` is missing because its query failed."""
-    return polled.failed.isdisjoint(("recovery_action", "remapped_rows", "pages_pending"))
+    return polled.failed.isdisjoint(_ACTION_QUERIES)
 
 
 def _action(number: int) -> list[Finding]:

@@ -12,6 +12,8 @@ from dra_driver.simulator.library.refs import number, put, target
 from dra_driver.simulator.mig import Refusal
 from dra_driver.simulator.state import ANY_INSTANCE, Gpu, Holder, State
 
+_RUBIN = 13
+
 MIB = 1 << 20
 
 
@@ -96,6 +98,9 @@ class Device(Core):
             raise _unsupported()
         put(out, node)
 
+    def nvmlDeviceGetTemperatureV(self, handle: Any, out: Any) -> None:  # noqa: N802
+        target(out).temperature = 30 + self.gpu(handle)[1].minor % 8
+
     def nvmlDeviceGetTemperature(self, handle: Any, sensor: Any, out: Any) -> None:  # noqa: N802
         put(out, 30 + self.gpu(handle)[1].minor % 8)
 
@@ -179,6 +184,41 @@ class Device(Core):
         if not state.model_of(gpu).retired_pages:
             raise _unsupported()
         put(out, gpu.retired_pending)
+
+    def nvmlDeviceGetSramEccErrorStatus(self, handle: Any, out: Any) -> int:  # noqa: N802
+        _, gpu = self._with_ecc(handle)
+        if target(out).version != pynvml.nvmlEccSramErrorStatus_v1:
+            return int(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+        target(out).bThresholdExceeded = gpu.sram_exceeded
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlDeviceGetUnrepairableMemoryFlag_v1(self, handle: Any, out: Any) -> None:  # noqa: N802
+        target(out).unrepairableMemory = self._with_ecc(handle)[1].memory_unrepairable
+
+    def nvmlDeviceGetBankRemapperStatus_v1(self, handle: Any, out: Any) -> None:  # noqa: N802
+        state, gpu = self._with_ecc(handle)
+        if state.model_of(gpu).architecture < _RUBIN:
+            raise _unsupported()
+        target(out).bPending = gpu.bank_remap_pending
+
+    def nvmlDeviceGetRepairStatus(self, handle: Any, out: Any) -> None:  # noqa: N802
+        _, gpu = self._with_ecc(handle)
+        target(out).bChannelRepairPending, target(out).bTpcRepairPending = gpu.repairs_pending
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: Any, out: Any) -> None:  # noqa: N802
+        put(out, self.gpu(handle)[1].pcie_link[0])
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: Any, out: Any) -> None:  # noqa: N802
+        put(out, self.gpu(handle)[1].pcie_link[1])
+
+    def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: Any, out: Any) -> None:  # noqa: N802
+        put(out, self.gpu(handle)[1].pcie_link[2])
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: Any, out: Any) -> None:  # noqa: N802
+        put(out, self.gpu(handle)[1].pcie_link[3])
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Any, out: Any) -> None:  # noqa: N802
+        put(out, self.gpu(handle)[1].slowdown)
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any, out: Any) -> None:  # noqa: N802
         put(out, self.gpu(handle)[1].slowdown)
