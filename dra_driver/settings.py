@@ -28,6 +28,7 @@ from dra_driver.config_file import (
     word,
 )
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.driver_files import NO_HOOK
 from dra_driver.model.extra_devices import (
     HOST_DEVICES,
     ExtraDevices,
@@ -141,8 +142,8 @@ def _dns_name(longest: int) -> Scalar:
     )
 
 
-def _begins_with_slash(expected: str) -> Scalar:
-    return Scalar(str, lambda path: None if path.startswith("/") else expected)
+def _begins_with_slash(expected: str, *others: str) -> Scalar:
+    return Scalar(str, lambda path: None if path.startswith("/") or path in others else expected)
 
 
 def _address(text: str) -> str | None:
@@ -239,8 +240,8 @@ class Settings:
     )
     nvidia_cdi_hook_path: str | None = _setting(
         None,
-        "nvidia-cdi-hook on the host.",
-        _PATH,
+        "nvidia-cdi-hook on the host; none: containers get all files without hooks.",
+        _begins_with_slash("expected an absolute path or none", NO_HOOK),
         key="nvidiaCDIHookPath",
         shown="looked for on the host, in our own directory, in the driver root",
     )

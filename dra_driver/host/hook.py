@@ -14,7 +14,7 @@ from dra_driver.concurrency.bounded_program import run_program
 from dra_driver.errors import RetryableError
 from dra_driver.files.atomic import stamp_or_none
 from dra_driver.host.rooted_tree import RootedTree, join_root
-from dra_driver.model.driver_files import BASE_HOOK_VERBS, MORE_HOOK_VERBS
+from dra_driver.model.driver_files import BASE_HOOK_VERBS, MORE_HOOK_VERBS, NO_HOOK
 from dra_driver.model.driver_programs import exit_text
 from dra_driver.model.host import HostPaths
 
@@ -77,7 +77,8 @@ class HookFinder:
     copy in a driver container is only the last choice."""
 
     def __init__(self, paths: HostPaths, configured: str | None) -> None:
-        """`configured` is the host path of nvidia-cdi-hook or nvidia-ctk from the configuration, None to search."""
+        """`configured` is the host path of nvidia-cdi-hook or nvidia-ctk from the configuration, None to search,
+        `none` to use no hook."""
         views = [_View(paths.driver_root, paths.host_driver_root)]
         if paths.host_root is not None:
             views.insert(0, _View(paths.host_root, "/"))
@@ -116,6 +117,8 @@ class HookFinder:
 
         Raises: RetryableError if the configured one does not exist.
         """
+        if self._configured == NO_HOOK:
+            return Hook(None)
         views = [view for view in self._views if os.path.isdir(view.root)]  # noqa: PTH112
         if self._configured is not None:
             return self._configured_hook(self._configured, views)

@@ -359,6 +359,11 @@ class ManifestCheck:
                     "the container mounts there; leave the volume out"
                     for container, volume in hidden_volumes(spec, entry)
                 ]
+        if claims and spec.get("hostUsers") is False:
+            report.hints.append(
+                "hostUsers is false: NVIDIA's hooks fail in a user namespace, so set nvidiaCDIHookPath of the chart to "
+                "none; then containers get the same files without hooks (docs/cdi.md)"
+            )
         if len(claims) < 2 or not all_fit or not self.machines:
             return
         short = {machine.name: machine.together(claims, self._classes) for machine in self.machines}

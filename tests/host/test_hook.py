@@ -85,6 +85,13 @@ def test_links_stay_inside_the_hosts_root(driver: Path, host: Path) -> None:
     assert found(finder(driver, host)).host_path == "/opt/toolkit/nvidia-cdi-hook"
 
 
+def test_no_hook_is_used_where_the_configuration_says_none(driver: Path, host: Path) -> None:
+    """Not even one that is there, and without a note: it is meant so."""
+    put_hook(host)
+    assert finder(driver, host).find().host_path == USUAL
+    assert finder(driver, host, "none").find() == Hook(None)
+
+
 def test_none_is_found_where_there_is_none(driver: Path, host: Path) -> None:
     hook = finder(driver, host).find()
     assert (hook.host_path, hook.verbs) == (None, ())

@@ -354,6 +354,10 @@ class DriverChecks:
         except RetryableError as error:
             seen, _, remedy = str(error).partition(": ")
             return fail(seen, remedy)
+        if hook.host_path is None and not hook.notes:
+            return ok(
+                "not used, because nvidiaCDIHookPath is none; libraries are mounted under all their names"
+            )
         if hook.host_path is None:
             seen, _, remedy = hook.notes[0].partition("; ")
             return warn(seen, remedy)
