@@ -96,7 +96,7 @@ def signal_rows() -> Iterator[str]:
         PolledHealth(memory_unrepairable=True),
         PolledHealth(bank_remap_pending=True),
         PolledHealth(repairs_pending=frozenset({"channel", "tpc"})),
-        PolledHealth(pcie_below=frozenset({"generation", "width"})),
+        PolledHealth(pcie_narrow=True, pcie_slow=True),
     ]
     stories: list[list[Observation]] = [[PollResult(signals)] for signals in looks]
     stories += [

@@ -151,8 +151,9 @@ class PolledHealth:
     nothing unless `fabric` is told. `slowdowns` are the causes for which the hardware holds its clocks down: `thermal`,
     `power`, `hardware`.
     `sram_exceeded` says that the SRAM has had more errors than NVIDIA allows. `repairs_pending` are the parts that the
-    next reset repairs: `channel`, `tpc`. `pcie_below` are `width` and `generation` where the PCIe link has less than
-    the GPU and the machine can, the generation only while the GPU works: at rest it is lower on purpose.
+    next reset repairs: `channel`, `tpc`. `pcie_narrow` and `pcie_slow` say that the PCIe link has fewer lanes, or a
+    lower generation, than the GPU and the machine can; the generation is None while the GPU may be at rest, when it is
+    lower on purpose.
     `accepts_work` is False on a node with confidential computing until somebody sets the ready state of its GPUs.
     """
 
@@ -170,7 +171,8 @@ class PolledHealth:
     memory_unrepairable: bool | None = None
     bank_remap_pending: bool | None = None
     repairs_pending: frozenset[str] | None = None
-    pcie_below: frozenset[str] | None = None
+    pcie_narrow: bool | None = None
+    pcie_slow: bool | None = None
     failed: frozenset[str] = frozenset()
     answered: bool = True
 

@@ -25,7 +25,7 @@ _SLOWDOWNS = {0x40: "thermal", 0x80: "power"}
 _ANY_SLOWDOWN = 0x8
 _IDLE = 0x1
 _TRUE, _FALSE = 1, 2
-_FLAG_MASK = 0b11
+_FLAG_MASK = _UNDEFINED = 0b11
 # Shift, the value that is a fault, what it means, and how bad that is.
 _FABRIC_FLAGS: tuple[tuple[int, int, str, FabricState], ...] = (
     (0, _TRUE, "its bandwidth is reduced", "limited"),
@@ -95,7 +95,7 @@ def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
         pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
         pynvml.NVML_VOLATILE_ECC,
     )
-    clocks = queries.ask_gpu("slowdowns", clock_reasons, handle)
+    clocks = queries.ask_gpu("slowdowns", _clock_reasons, handle)
     if not queries.has_succeeded:
         # Every GPU has this sensor, also one that supports nothing of the above.
         queries.ask_gpu("temperature", temperature, handle)
@@ -118,7 +118,11 @@ def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
         memory_unrepairable=queries.ask("memory", _memory_unrepairable, handle),
         bank_remap_pending=queries.ask("bank_remap", _bank_remap_pending, handle),
         repairs_pending=queries.ask("repair", _repairs_pending, handle),
-        pcie_below=queries.ask("pcie", _pcie_below, handle, clocks),
+        pcie_narrow=queries.ask("pcie_width", _pcie_narrow, handle),
+        # Only a GPU that is known to work is judged by its generation.
+        pcie_slow=None
+        if clocks is None or clocks & _IDLE
+        else queries.ask("pcie_generation", _pcie_slow, handle),
         failed=frozenset(queries.failed),
         answered=queries.answered,
     )
@@ -190,21 +194,18 @@ def _repairs_pending(handle: Handle) -> frozenset[str]:
     return frozenset(part for part, is_pending in pending if is_pending)
 
 
-def _pcie_below(handle: Handle, clocks: int | None) -> frozenset[str]:
-    """The most that NVML gives is what the GPU and the machine can do together. Only a GPU that is known to work is
-    judged by its generation."""
-    below = set()
-    if pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle) < pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle):
-        below.add("width")
-    works = clocks is not None and not clocks & _IDLE
-    if works and pynvml.nvmlDeviceGetCurrPcieLinkGeneration(
-        handle
-    ) < pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle):
-        below.add("generation")
-    return frozenset(below)
+def _pcie_narrow(handle: Handle) -> bool:
+    """The most that NVML gives is what the GPU and the machine can do together."""
+    lanes, most = pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle), pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
+    return bool(lanes < most)
 
 
-def clock_reasons(handle: Handle) -> int:
+def _pcie_slow(handle: Handle) -> bool:
+    now = pynvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)
+    return bool(now < pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
+
+
+def _clock_reasons(handle: Handle) -> int:
     """Why the clocks are as they are, as NVML's bits; by the older call where the newer one is missing. Raises:
     pynvml.NVMLError."""
     try:
@@ -229,7 +230,11 @@ def _fabric(info: Any) -> tuple[FabricState | None, str]:
         case UnreadyFabric():
             return "pending", f"NVML gives its state as {int(info.state)}, which is not known"
     mask = int(getattr(info, "healthMask", 0))
-    faults = [(state, text) for shift, bad, text, state in _FABRIC_FLAGS if mask >> shift & _FLAG_MASK == bad]
+    faults = [
+        (state, text)
+        for shift, bad, text, state in _FABRIC_FLAGS
+        if mask >> shift & _FLAG_MASK in (bad, _UNDEFINED)
+    ]
     configuration = mask >> _CONFIGURATION_SHIFT & _CONFIGURATION_MASK
     if configuration > _CONFIGURATION_CORRECT:
         unknown = f"NVML gives its configuration as {configuration}, which is not known"

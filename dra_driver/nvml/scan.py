@@ -25,7 +25,7 @@ from dra_driver.nvml.failures import Handle, nvml_errors, supported
 from dra_driver.nvml.gpu_walk import ANSWERS_WITHIN_S, GpuWalk
 from dra_driver.nvml.mig_devices import Tables, read_mig_devices, read_profiles
 from dra_driver.nvml.mig_partitions import PartitionReader
-from dra_driver.nvml.readings import FaultLog, read_gpu
+from dra_driver.nvml.readings import NOT_GPUS, FaultLog, read_gpu
 from dra_driver.nvml.topology import PeerMemory, read_reachable_pairs
 
 ForeignInstances = Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]]
@@ -113,6 +113,8 @@ def read_gpus(
             if known.partitioning is not None:
                 unread.add(known.uuid)
             silent.append(known)
+            continue
+        if gpu.architecture in NOT_GPUS:
             continue
         found.append((handle, gpu))
         faults += gpu_faults

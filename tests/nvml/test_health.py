@@ -80,7 +80,8 @@ def test_every_signal(node):
         "sram_exceeded": False,
         "memory_unrepairable": False,
         "repairs_pending": frozenset(),
-        "pcie_below": frozenset(),
+        "pcie_narrow": False,
+        "pcie_slow": False,
     }
     well = PolledHealth(0, False, False, None, 0, "ready", "", frozenset(), accepts_work=True, **new)
     assert read_health(gpu) == well
@@ -127,16 +128,16 @@ def test_every_signal(node):
         ),
         (
             {"pcie_link": [8, 16, 5, 5]},
-            {"pcie_below": frozenset({"width"})},
-            "pcie",
-            "width",
+            {"pcie_narrow": True},
+            "pcie-width",
+            "below-maximum",
             Severity.INFORMATION,
         ),
         (
             {"pcie_link": [16, 16, 1, 5]},
-            {"pcie_below": frozenset({"generation"})},
-            "pcie",
-            "generation",
+            {"pcie_slow": True},
+            "pcie-generation",
+            "below-maximum",
             Severity.INFORMATION,
         ),
     ],
@@ -156,13 +157,40 @@ def test_signal_is_a_reason_until_a_good_value_is_read(node, facts, found, key, 
     assert not observe(state, PollResult(well), 3).has(key)
 
 
-def test_pcie_generation_of_a_gpu_at_rest_is_not_judged(node):
-    node.machine.set_gpu(0, pcie_link=[16, 16, 1, 5], slowdown=0x1)
-    assert read_health(uuid(node)).pcie_below == frozenset()
+def test_pcie_generation_of_a_gpu_that_may_be_at_rest_is_unknown_and_ends_nothing(node):
+    node.machine.set_gpu(0, pcie_link=[16, 16, 1, 5])
+    gpu = uuid(node)
+    state = observe(HealthState(HealthTarget(gpu)), PollResult(read_health(gpu)), 1)
+    assert state.has("pcie-generation")
+    node.machine.set_gpu(0, slowdown=0x1)
+    assert read_health(gpu).pcie_slow is None
+    assert observe(state, PollResult(read_health(gpu)), 2).has("pcie-generation")
+    node.machine.set_fault("nvmlDeviceGetCurrentClocks*Reasons", code="unknown")
+    assert observe(state, PollResult(read_health(gpu)), 3).has("pcie-generation")
 
 
 def test_bank_remap_is_unknown_where_the_branch_has_no_such_query(node):
     assert read_health(uuid(node)).bank_remap_pending is None
+
+
+def test_pending_bank_remap_is_a_reason_until_it_is_done(node):
+    gpu = HealthState(HealthTarget(uuid(node)))
+    well = read_health(uuid(node))
+    state = observe(gpu, PollResult(replace(well, bank_remap_pending=True)), 1)
+    assert [(one.key, one.value, one.severity) for one in state.reasons] == [
+        ("bank-remap", "pending", Severity.DEGRADED)
+    ]
+    assert observe(state, PollResult(well), 2).has("bank-remap"), "this poll did not say"
+    assert not observe(state, PollResult(replace(well, bank_remap_pending=False)), 3).reasons
+
+
+@pytest.mark.parametrize(("code", "is_answer"), [("timeout", False), ("not_supported", True)])
+def test_gpu_without_any_of_the_live_queries_answers_by_its_temperature(node, code, is_answer):
+    for function in LIVE:
+        node.machine.set_fault(function, code="not_supported", gpu=0)
+    assert read_health(uuid(node)).answered
+    node.machine.set_fault("nvmlDeviceGetTemperature*", code=code, gpu=0)
+    assert read_health(uuid(node)).answered == is_answer
 
 
 @pytest.mark.parametrize(
@@ -171,6 +199,7 @@ def test_bank_remap_is_unknown_where_the_branch_has_no_such_query(node):
         (2 << 12, "broken", "no partition is assigned to it"),
         (2 << 14, "limited", "its fabric manager is disconnected"),
         (1 << 12 | 1 << 14, "ready", ""),
+        (3 << 4, "broken", "a route is unhealthy"),
     ],
 )
 def test_partition_and_manager_of_the_fabric_are_judged(node, mask, state, text):
@@ -202,7 +231,7 @@ def test_gpu_that_answers_nothing_is_silent_and_its_neighbour_is_not(node):
     silence(node.machine, 0)
     found = read_health(uuid(node))
     queries = {"ecc_uncorrected", "fabric", "pages_pending", "recovery_action", "remapped_rows", "slowdowns"}
-    queries |= {"memory", "pcie", "repair", "sram"}
+    queries |= {"memory", "pcie_width", "repair", "sram"}
     assert found == PolledHealth(
         accepts_work=True, failed=frozenset({*queries, "temperature"}), answered=False
     )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
@@ -151,3 +152,20 @@ def test_gpu_without_minor_number_is_not_published_and_is_a_fault(machine: Make)
     assert found.gpus == ()
     [fault] = [one for one in found.faults if "minor number" in one.text and one.subject.startswith("GPU ")]
     assert fault.text.startswith("it is not published: NVML reports no minor number")
+
+
+@pytest.mark.parametrize("architecture", [11, 12, 15])
+def test_device_that_is_not_a_gpu_is_not_in_the_inventory(
+    node: SimulatedNode, monkeypatch: pytest.MonkeyPatch, architecture: int
+) -> None:
+    """As a DLA or NPU that NVML lists among the GPUs."""
+    really = pynvml.nvmlDeviceGetArchitecture
+    uuid = node.machine.gpu(THIRD).uuid
+
+    def kind(handle: object) -> int:
+        return architecture if pynvml.nvmlDeviceGetUUID(handle) == uuid else int(really(handle))
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetArchitecture", kind)
+    found = read_inventory(memory=ScanMemory())
+    assert [gpu.index for gpu in found.gpus] == [0, 1, 2, 4, 5, 6, 7]
+    assert found.faults == ()

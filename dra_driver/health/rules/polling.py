@@ -16,7 +16,8 @@ SRAM = "sram"
 MEMORY = "memory"
 BANK_REMAP = "bank-remap"
 REPAIR = "repair"
-PCIE = "pcie"
+PCIE_WIDTH = "pcie-width"
+PCIE_GENERATION = "pcie-generation"
 
 Finding = tuple[str, str, Severity, str]
 """Key, value, severity and text of a reason."""
@@ -46,10 +47,6 @@ _FABRIC: Mapping[FabricState, tuple[Severity, str]] = {
 _REPAIRS: Mapping[str, str] = {
     "channel": "a memory channel is repaired with the next reset of the GPU",
     "tpc": "a part of the GPU's processors is repaired with the next reset of the GPU",
-}
-_PCIE: Mapping[str, str] = {
-    "generation": "the PCIe link is slower than the GPU and the machine allow, although the GPU works",
-    "width": "the PCIe link has fewer lanes than the GPU and the machine allow",
 }
 _SLOWDOWNS: Mapping[str, str] = {
     "thermal": "the GPU is too hot and slows down",
@@ -95,11 +92,16 @@ def reasons_found(polled: PolledHealth) -> Mapping[str, list[Finding]]:
             (REPAIR, f"{part}-pending", Severity.DEGRADED, _REPAIRS[part])
             for part in sorted(polled.repairs_pending & _REPAIRS.keys())
         ]
-    if polled.pcie_below is not None:
-        found[PCIE] = [
-            (PCIE, what, Severity.INFORMATION, _PCIE[what])
-            for what in sorted(polled.pcie_below & _PCIE.keys())
-        ]
+    if polled.pcie_narrow is not None:
+        text = "the PCIe link has fewer lanes than the GPU and the machine allow"
+        found[PCIE_WIDTH] = (
+            [(PCIE_WIDTH, "below-maximum", Severity.INFORMATION, text)] if polled.pcie_narrow else []
+        )
+    if polled.pcie_slow is not None:
+        text = "the PCIe link is slower than the GPU and the machine allow, although the GPU works"
+        found[PCIE_GENERATION] = (
+            [(PCIE_GENERATION, "below-maximum", Severity.INFORMATION, text)] if polled.pcie_slow else []
+        )
     if polled.accepts_work is not None:
         text = "confidential computing is on, and the ready state of the node's GPUs is not set yet"
         found[CONFIDENTIAL] = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
-from dra_driver.health.rules.polling import FABRIC, PCIE, SLOWDOWN, fabric_findings
+from dra_driver.health.rules.polling import FABRIC, PCIE_GENERATION, PCIE_WIDTH, SLOWDOWN, fabric_findings
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.mig.rules.counters import has_counters
 from dra_driver.model.health import (
@@ -220,7 +220,7 @@ def _rank(reason: Reason) -> tuple[int, int, str, int, str]:
 
 
 def _effect(reason: Reason, policy: TaintPolicy) -> Effect | None:
-    if reason.key in (SLOWDOWN, PCIE):
+    if reason.key in (SLOWDOWN, PCIE_GENERATION, PCIE_WIDTH):
         return None  # comes and goes with load and temperature
     configured = policy.effects.get(reason.key)
     if reason.key == UNMONITORED and configured is not None:
