@@ -37,7 +37,8 @@ class ScanMemory:
     """What one scan keeps for the next. For one thread at a time.
 
     `known` is each GPU as it was read last, by UUID; `uuids` and `fingerprints` are by NVML index, as of this opening
-    of NVML. They are what is known of a GPU that does not answer now.
+    of NVML. They are what is known of a GPU that does not answer now. `links` is how many NVLinks of each GPU were up
+    at most.
     """
 
     partitions: PartitionReader = field(default_factory=PartitionReader)
@@ -48,6 +49,7 @@ class ScanMemory:
     known: dict[str, Gpu] = field(default_factory=dict)
     uuids: dict[int, str] = field(default_factory=dict)
     fingerprints: dict[int, GpuFingerprint | None] = field(default_factory=dict)
+    links: dict[str, int] = field(default_factory=dict)
 
     def reopened(self) -> None:
         """NVML was initialised anew: its numbers may mean other GPUs."""
@@ -117,7 +119,7 @@ def read_gpus(
         if gpu.architecture in NOT_GPUS:
             continue
         found.append((handle, gpu))
-        faults += gpu_faults
+        faults += [*gpu_faults, *_links_down(gpu, memory)]
         memory.known[gpu.uuid], memory.uuids[index] = gpu, gpu.uuid
     found.sort(key=lambda pair: _place(pair[1]))
     gpus = sorted([*(gpu for _, gpu in found), *silent], key=_place)
@@ -131,6 +133,19 @@ def read_gpus(
         reachable_pairs=pairs,
         confidential_compute=confidential,
     )
+
+
+def _links_down(gpu: Gpu, memory: ScanMemory) -> list[DiscoveryFault]:
+    """A fault if NVLinks of the GPU that were up are down. In MIG mode no link is up."""
+    if gpu.nvlink_links is None or gpu.mig_enabled:
+        return []
+    most = memory.links[gpu.uuid] = max(gpu.nvlink_links, memory.links.get(gpu.uuid, 0))
+    if gpu.nvlink_links == most:
+        return []
+    text = (
+        f"only {gpu.nvlink_links} of the {most} NVLinks that were up are up now; see `nvidia-smi nvlink -s`"
+    )
+    return [DiscoveryFault(f"GPU {gpu.uuid}", text)]
 
 
 def _place(gpu: Gpu) -> tuple[str, str]:

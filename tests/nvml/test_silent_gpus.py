@@ -169,3 +169,15 @@ def test_device_that_is_not_a_gpu_is_not_in_the_inventory(
     found = read_inventory(memory=ScanMemory())
     assert [gpu.index for gpu in found.gpus] == [0, 1, 2, 4, 5, 6, 7]
     assert found.faults == ()
+
+
+def test_nvlink_that_was_up_and_is_down_is_a_fault_until_it_is_up_again(node: SimulatedNode) -> None:
+    memory = ScanMemory()
+    assert read_inventory(memory=memory).faults == ()
+    node.machine.set_gpu(THIRD, links_down=[0, 4])
+    found = read_inventory(memory=memory)
+    assert found.gpus[THIRD].nvlink_links == 16
+    [fault] = found.faults
+    assert fault.text == "only 16 of the 18 NVLinks that were up are up now; see `nvidia-smi nvlink -s`"
+    node.machine.set_gpu(THIRD, links_down=[])
+    assert read_inventory(memory=memory).faults == ()
