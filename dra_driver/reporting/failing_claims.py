@@ -46,11 +46,13 @@ _SLOW_S = 10.0
 class FailingClaims(BackgroundWorker):
     """Remembers them. Every method may be called from any thread, and none waits.
 
-    `look` returns a claim as the API server has it now, None if it does not exist; it raises a DraDriverError if the
-    API server does not say. `slow` is called once for each Prepare that takes long, with the seconds so far. `record`
-    returns the record of a claim by its UID: another instance may have prepared the claim since.
+    `pool` has the names of this node's driver and pool. `look` returns a claim as the API server has it now, None if it
+    does not exist; it raises a DraDriverError if the API server does not say. `slow` is called once for each Prepare
+    that takes long, with the seconds so far. `record` returns the record of a claim by its UID: another instance may
+    have prepared the claim since.
     """
 
+    pool: tuple[str, str]
     look: Callable[[ClaimRef, float], ClaimNow | None]
     slow: Callable[[ClaimRef, float], None]
     record: Callable[[str], ClaimRecord | None]
@@ -184,8 +186,14 @@ class FailingClaims(BackgroundWorker):
             except DraDriverError as error:
                 _log.debug("failing_claim_unknown", claim_uid=one.ref.uid, reason=str(error))
                 continue
-            if not (found is not None and found.uid == one.ref.uid and found.allocated and found.is_reserved):
+            if not self._may_be_wanted(one.ref, found):
                 self._forget(one)
+
+    def _may_be_wanted(self, ref: ClaimRef, now: ClaimNow | None) -> bool:
+        """Whether a pod on this node may still want the claim. It may have been allocated on another node since."""
+        if now is None or now.uid != ref.uid or not now.is_reserved:
+            return False
+        return any((driver, pool) == self.pool for driver, pool, _ in now.allocated or ())
 
 
 def _seconds(time_of_record: str | None) -> float:

@@ -15,11 +15,14 @@ from dra_driver.reporting.failing_claims import FailingClaims
 from tests.fakes.waiting import eventually
 
 REF = ClaimRef("team", "train", "uid-1")
-HELD = frozenset({("gpu.nvidia.com", "node-a", "gpu-1")})
+NODE = ("gpu.nvidia.com", "node-a")
 
 
-def now(uid: str = "uid-1", *, is_allocated: bool = True, is_reserved: bool = True) -> ClaimNow:
-    return ClaimNow(uid, is_deleting=False, is_reserved=is_reserved, allocated=HELD if is_allocated else None)
+def now(
+    uid: str = "uid-1", *, pool: tuple[str, str] = NODE, is_allocated: bool = True, is_reserved: bool = True
+) -> ClaimNow:
+    held = frozenset({(*pool, "gpu-1")}) if is_allocated else None
+    return ClaimNow(uid, is_deleting=False, is_reserved=is_reserved, allocated=held)
 
 
 class Bench:
@@ -32,6 +35,7 @@ class Bench:
         self.now = 1000.0
         self.record: ClaimRecord | None = None
         self.claims = FailingClaims(
+            NODE,
             self._look,
             lambda ref, seconds: self.slow.append(ref),
             lambda uid: self.record,
@@ -90,8 +94,19 @@ def test_memory_of_failing_claims_is_bounded(bench: Bench) -> None:
         (now("uid-2"), False),
         (now(is_allocated=False), False),
         (now(is_reserved=False), False),
+        (now(pool=("gpu.nvidia.com", "node-b")), False),
+        (now(pool=("other.example", "node-a")), False),
     ],
-    ids=["wanted", "unknown", "deleted", "made again", "not allocated", "not reserved"],
+    ids=[
+        "wanted",
+        "unknown",
+        "deleted",
+        "made again",
+        "not allocated",
+        "not reserved",
+        "on another node",
+        "of another driver",
+    ],
 )
 def test_claim_that_the_kubelet_no_longer_asks_about_ends_by_what_the_api_server_says(
     bench: Bench, answer: ClaimNow | Exception | None, *, is_kept: bool

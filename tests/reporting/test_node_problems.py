@@ -36,7 +36,11 @@ class Bench:
         self.now, self.is_ours = 1000.0, True
         self.directory = directory
         self.failing = FailingClaims(
-            lambda ref, timeout_s: None, lambda ref, seconds: None, lambda uid: None, clock=lambda: self.now
+            ("", ""),
+            lambda ref, timeout_s: None,
+            lambda ref, seconds: None,
+            lambda uid: None,
+            clock=lambda: self.now,
         )
         self.made = NodeProblems(
             (self._source,), self.failing, self, lambda: self.is_ours, directory, clock=lambda: self.now

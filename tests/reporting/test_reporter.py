@@ -75,7 +75,7 @@ def reporter(heard, freed):
         lambda device: REF if device == "known" else None,
         lambda: freed.append("claim"),
         no_mps(heard),
-        FailingClaims(lambda ref, timeout_s: None, lambda ref, seconds: None, lambda uid: None),
+        FailingClaims(("", ""), lambda ref, timeout_s: None, lambda ref, seconds: None, lambda uid: None),
     )
 
 

@@ -56,7 +56,10 @@ class ReportingParts:
             may_tell,
         )
         self.failing = FailingClaims(
-            ClaimClient(api, self.claim_pods.note).look, self._prepare_is_slow, records.get
+            (settings.driver_name, settings.node_name),
+            ClaimClient(api, self.claim_pods.note).look,
+            self._prepare_is_slow,
+            records.get,
         )
         self._lanes, self._records = driver.lanes, records
         self._mps = MpsEvents(self.recorder, records.all, mps.statuses)
