@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from dra_driver.concurrency.bounded_call import BoundedCall
+from dra_driver.files.atomic import state_error
 from dra_driver.files.write_outcomes import WRITES, WriteOutcomes
 from dra_driver.model.problems import NodeProblem
 
@@ -23,8 +25,8 @@ _PROBE = bytes(4096)
 
 class DiskWatch:
     """Finds directories that take no files: those in which the last write failed, in which one does not return, or
-    whose disk is full. After a failure it tries a small file there every few seconds, so that the problem ends on
-    evidence. At rest it writes nothing.
+    whose file system is full or read-only. After a failure it tries a small file there every few seconds, so that the
+    problem ends on evidence. At rest it writes nothing.
 
     `write` writes a file durably and raises StateError.
     """
@@ -42,7 +44,7 @@ class DiskWatch:
         self._probed: Path | None = None
         self._probe_again_at = 0.0
         self._probing = BoundedCall("the disk", self._probe)
-        self._full: frozenset[Path] = frozenset()
+        self._refusing: Mapping[Path, str] = {}
         self._sizes_again_at = -math.inf
         self._sizing = BoundedCall("the size of the disk", self._read_sizes)
 
@@ -63,9 +65,8 @@ class DiskWatch:
         if failed is not None:
             self._probe_soon(failed[0])
             return f"The plugin {failed[1]}"
-        if top in self._full:
-            return f"The plugin cannot write in {top}: the disk is full; free some space"
-        return None
+        refusal = self._refusing.get(top)
+        return None if refusal is None else f"The plugin {refusal}"
 
     def _probe_soon(self, directory: Path) -> None:
         with self._lock:
@@ -84,7 +85,8 @@ class DiskWatch:
             self._sizing.ask()
 
     def _read_sizes(self) -> None:
-        self._full = frozenset(filter(_is_full, self._directories))
+        found = ((top, _refusal(top)) for top in self._directories)
+        self._refusing = {top: text for top, text in found if text is not None}
 
     def _probe(self) -> None:
         """Write and remove a file. Its outcome is noted as that of any other write."""
@@ -99,10 +101,15 @@ class DiskWatch:
             file.unlink()
 
 
-def _is_full(directory: Path) -> bool:
-    """False for a file system that tells no sizes, and for a directory that is not there yet."""
+def _refusal(directory: Path) -> str | None:
+    """Why the file system takes no files, as the error of a write would say it; None if it may take some, tells no
+    sizes, or is not there yet. On a read-only one a Prepare fails at its lock, before it writes anything."""
     try:
         disk = os.statvfs(directory)
     except OSError:
-        return False
-    return (disk.f_blocks > 0 and disk.f_bfree == 0) or (disk.f_files > 0 and disk.f_ffree == 0)
+        return None
+    if disk.f_flag & os.ST_RDONLY:
+        return str(state_error("write in", directory, OSError(errno.EROFS, "")))
+    if (disk.f_blocks > 0 and disk.f_bfree == 0) or (disk.f_files > 0 and disk.f_ffree == 0):
+        return str(state_error("write in", directory, OSError(errno.ENOSPC, "")))
+    return None

@@ -116,6 +116,20 @@ def test_disk_without_free_blocks_or_inodes_is_a_problem_before_anything_is_writ
     eventually(lambda: watch.problems() == [])  # a file system that tells no sizes
 
 
+def test_file_system_that_became_read_only_is_a_problem_before_anything_is_written(
+    watch: DiskWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Prepare fails at its lock then, so that no write of the plugin fails."""
+    text = f"The plugin cannot write in {tmp_path}: the file system is read-only; remount it writable"
+    found = list(os.statvfs(tmp_path))
+    flags = found[8]
+    monkeypatch.setattr(os, "statvfs", lambda _path: os.statvfs_result(found))
+    found[8] = flags | os.ST_RDONLY
+    eventually(lambda: watch.problems() == [NodeProblem("disk-not-writable", text, str(tmp_path))])
+    found[8] = flags
+    eventually(lambda: watch.problems() == [])
+
+
 def test_disk_whose_size_cannot_be_had_holds_up_nothing(
     watch: DiskWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
