@@ -126,7 +126,7 @@ class Executor:
                 if given_up.is_set():
                     return
                 self._refuse_changed(record)
-                operation.what = STEP_TEXTS[type(step)]
+                operation.turn_to(STEP_TEXTS[type(step)])
                 begun.append(step)
                 try:
                     self.runner.do(step, plan)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from concurrent.futures import Future
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class Operation:
     """What a lane has to do or does; `what` is for people, and may change while it is under way.
 
     `began` is when it began (time.monotonic()), None while it waits; `since` says the same for people. `once` is its
-    name, None if any number of the same may wait.
+    name, None if any number of the same may wait. `show` writes what is under way into the lock files.
     """
 
     gpu_uuids: frozenset[str]
@@ -63,6 +63,13 @@ class Operation:
     future: Future[Any] = field(default_factory=Future)
     began: float | None = None
     since: str = ""
+    show: Callable[[Iterable[LockUse]], None] = lambda _uses: None
+
+    def turn_to(self, what: str) -> None:
+        """What is done from now on, for this process and for those that read the lock files. For its work."""
+        if what != self.what:
+            self.what = what
+            self.show(self.uses())
 
     def uses(self) -> list[LockUse]:
         """What it is about, for each of its GPUs; nothing before it begins."""
@@ -181,7 +188,8 @@ class Lanes:
         return lambda: future.set_result(result)
 
     def _alone(self, operation: Operation) -> Any:
-        with self._locks.hold(operation.gpu_uuids, time_left(operation.patience_s), uses=operation.uses()):
+        patience_s = time_left(operation.patience_s)
+        with self._locks.hold(operation.gpu_uuids, patience_s, uses=operation.uses()) as operation.show:
             return operation.work(operation)
 
 

@@ -28,7 +28,7 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -88,9 +88,10 @@ class GpuLocks:
         timeout_s: float,
         has_left: Callable[[], bool] | None = None,
         uses: Iterable[LockUse] = (),
-    ) -> Iterator[None]:
+    ) -> Iterator[Callable[[Iterable[LockUse]], None]]:
         """Hold the locks of all the GPUs. While the caller waits for one of them, it holds none of the others, so a GPU
-        that is busy delays nobody who wants other GPUs. Meanwhile the files tell `uses`, unless the disk is full.
+        that is busy delays nobody who wants other GPUs. Meanwhile the files say `uses`, unless the disk is full. What
+        is yielded changes what they say, for the thread that holds the locks.
 
         Raises: LockBusyError if another call keeps one of them for `timeout_s` seconds, or until `has_left` says that
         the kubelet cancelled this call; StateError.
@@ -98,7 +99,6 @@ class GpuLocks:
         wanted = sorted(set(gpu_uuids))
         deadline = time.monotonic() + timeout_s
         awaited = wanted[:1]
-        told = {use.gpu_uuid: use for use in uses}
         while True:
             with ExitStack() as held:
                 descriptors: dict[str, int] = {}
@@ -113,9 +113,8 @@ class GpuLocks:
                         awaited = [uuid]
                         break
                 else:
-                    for uuid, use in told.items():
-                        held.enter_context(_told(descriptors[uuid], use))
-                    yield
+                    with _shown(descriptors, uses) as show:
+                        yield show
                     return
 
     def uses(self) -> list[LockUse]:
@@ -157,14 +156,28 @@ class GpuLocks:
 
 
 @contextmanager
-def _told(descriptor: int, use: LockUse) -> Iterator[None]:
-    _write(descriptor, json.dumps(asdict(use)).encode())
+def _shown(
+    descriptors: Mapping[str, int], uses: Iterable[LockUse]
+) -> Iterator[Callable[[Iterable[LockUse]], None]]:
+    """Meanwhile the files of the GPUs say what is done; yields what changes that."""
+    shown: set[str] = set()
+
+    def show(uses: Iterable[LockUse]) -> None:
+        for use in uses:
+            shown.add(use.gpu_uuid)
+            _write(descriptors[use.gpu_uuid], json.dumps(asdict(use)).encode())
+
+    def clear() -> None:
+        for uuid in shown:
+            _write(descriptors[uuid], b"")
+
+    show(uses)
     try:
-        yield
+        yield show
     except Exception:
-        _write(descriptor, b"")
+        clear()
         raise
-    _write(descriptor, b"")
+    clear()
 
 
 def _write(descriptor: int, content: bytes) -> None:

@@ -112,6 +112,27 @@ def test_gpu_on_which_the_other_instance_hangs_is_unresponsive(lanes: Lanes, tmp
     assert lanes.hanging() == {}
 
 
+def test_other_instance_sees_which_step_of_an_operation_is_under_way(lanes: Lanes, tmp_path: Path) -> None:
+    second, let = threading.Event(), threading.Event()
+
+    def steps(operation: Operation) -> str:
+        operation.turn_to("the start of the MPS daemon")
+        second.set()
+        assert let.wait(20)
+        return "done"
+
+    asked = lanes.ask({A, B}, "the creation of a MIG device", steps)
+    assert second.wait(20)
+    found = lanes.uses()
+    assert {uuid: use.what for uuid, use in found.items()} == dict.fromkeys(
+        (A, B), "the start of the MPS daemon"
+    )
+    assert {use.gpu_uuid: use for use in GpuLocks(tmp_path / "locks").uses()} == found
+    let.set()
+    assert asked.result(20) == "done"
+    assert GpuLocks(tmp_path / "locks").uses() == []
+
+
 @tabled("content")
 def test_what_a_killed_instance_left_in_a_lock_file_counts_for_nothing(
     lanes: Lanes, tmp_path: Path, content: str
