@@ -60,9 +60,9 @@ class ClaimRecord:
 
     def as_of(self, boot_id: str) -> ClaimRecord:
         """The record as it counts in a boot: after a reboot nothing of what the steps did is left, so that the claim is
-        not prepared any more."""
+        not prepared any more, and the time at which it was says nothing."""
         is_void = self.phase == "prepared" and self.boot_id != boot_id
-        return replace(self, phase="preparing") if is_void else self
+        return replace(self, phase="preparing", prepared_at=None) if is_void else self
 
     def names_the_same(self, other: ClaimRecord | None) -> bool:
         """Whether the other record is of the same devices and steps in the same boot, whatever has been done yet."""

@@ -18,6 +18,7 @@ import yaml
 from dra_driver.cli.claims import pods_text
 from dra_driver.diagnostics.rules.prepared_claims import age_text, usage_text
 from dra_driver.health.store import KeptHealth, encode
+from dra_driver.journal.locks import GpuLocks, LockUse
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, PodRef
@@ -303,9 +304,9 @@ def test_claims_says_who_holds_what_and_touches_nothing(plugin_dir: Path) -> Non
     pattern = rf"team/claim-1  prepared   \d+d\d+h ago +since the last boot +CDI spec present  {pods}"
     assert re.fullmatch(pattern, lines[0]), lines[0]
     assert [line.split("  ")[-1] for line in lines if line.startswith("team/")][1:] == [
-        "pod monitor",
         "pod exporter",
         "pods unknown",
+        "pod monitor",
     ]
     assert lines[1] == "    uid uid-1; set up: MPS daemon, CDI spec"
     assert lines[2].split("  ")[-1] == "MPS, at most 10240 MiB and 50 % of threads; share share-9"
@@ -332,15 +333,27 @@ def test_claims_as_json_and_yaml_are_the_same(plugin_dir: Path) -> None:
     document = json.loads(claims(plugin_dir, "-o", "json").stdout)
     assert yaml.safe_load(claims(plugin_dir, "-o", "yaml").stdout).keys() == document.keys()
     found = {claim["name"]: claim for claim in document["claims"]}
-    assert list(found) == ["claim-1", "claim-3", "claim-7", "claim-2"]
-    assert [claim["phase"] for claim in found.values()] == ["prepared", "preparing", "prepared", "preparing"]
-    assert [claim["boot"] for claim in found.values()] == ["this", "earlier", "this", "this"]
+    assert list(found) == ["claim-1", "claim-7", "claim-2", "claim-3"]
+    assert [claim["phase"] for claim in found.values()] == ["prepared", "prepared", "preparing", "preparing"]
+    assert [claim["boot"] for claim in found.values()] == ["this", "this", "this", "earlier"]
     assert [claim["cdi_spec"] for claim in found.values()] == ["present", "missing", "missing", "missing"]
     assert found["claim-1"]["age_s"] > 10**8
     assert found["claim-3"]["age_s"] is None
     assert found["claim-2"]["devices"][0]["uuid"] == "MIG-7"
     assert found["claim-1"]["pods"][5] == {"name": "trainer-5", "uid": "uid-of-trainer-5"}
-    assert [claim["pods"] and len(claim["pods"]) for claim in found.values()] == [6, 1, 1, None]
+    assert [claim["pods"] and len(claim["pods"]) for claim in found.values()] == [6, 1, None, 1]
+
+
+def test_claim_of_an_earlier_boot_is_not_what_its_gpu_is_busy_with(plugin_dir: Path) -> None:
+    """Nothing runs for it before the kubelet asks again; another claim may have its GPU meanwhile."""
+    locks, busy = GpuLocks(plugin_dir / "locks"), ("GPU-2", "GPU-3")
+    locks.open()
+    uses = [LockUse(uuid, "the start of the MPS daemon", time.monotonic(), "10:00:00") for uuid in busy]
+    with locks.hold(busy, 1.0, uses=uses):
+        running = json.loads(claims(plugin_dir, "-o", "json").stdout)["running"]
+    assert {uid: (one["what"], one["gpu_uuid"]) for uid, one in running.items()} == {
+        "uid-2": ("the start of the MPS daemon", "GPU-2")
+    }
 
 
 def test_claims_of_a_node_that_never_had_any(tmp_path: Path) -> None:

@@ -221,6 +221,8 @@ def test_record_of_an_earlier_boot_is_not_prepared(store: RecordStore) -> None:
     again.open("boot-2")
     assert again.get("uid-1") == replace(ONE, phase="preparing")
     assert store.get("uid-1") == ONE
+    store.save(replace(ONE, prepared_at="2026-01-01T00:00:00+00:00"))
+    assert again.get("uid-1") == replace(ONE, phase="preparing"), "the time is that of a Prepare that is void"
     unfinished = replace(TWO, phase="preparing")
     store.save(unfinished)
     assert (store.get("uid-2"), again.get("uid-2")) == (unfinished, unfinished)

@@ -14,6 +14,7 @@ from dra_driver.app.commands.machine import CommandMachine
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.diagnostics.plugin_problems import plugin_problems
+from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.diagnostics.rules.prepared_claims import NodeClaims, RunningStep
 from dra_driver.diagnostics.snapshot import NodePaths, NodeSnapshot
 from dra_driver.diagnostics.state_on_disk import read_claims, read_state
@@ -27,7 +28,6 @@ from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.locks import GpuLocks, LockUse
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
-from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import BindVfio, RunMps, SetTimeSlice
 from dra_driver.mps.host_files import MpsHostFiles, mps_layout
 from dra_driver.passthrough.ledger import DIRECTORY, PassthroughLedger
@@ -68,17 +68,18 @@ def prepared_claims(settings: Settings) -> NodeClaims:
     found = read_claims(state, directory, cdi_root, settings.driver_name, datetime.now(UTC))
     failing = plugin_problems(directory, settings.http_endpoint).failing
     return replace(
-        found, failing=failing, running=_running_steps(state.records, GpuLocks(directory / "locks").uses())
+        found, failing=failing, running=_running_steps(state, GpuLocks(directory / "locks").uses())
     )
 
 
-def _running_steps(records: Iterable[ClaimRecord], uses: Iterable[LockUse]) -> Mapping[str, RunningStep]:
-    """What is being done on the GPUs of claims that are not prepared yet, by claim UID."""
+def _running_steps(state: NodeState, uses: Iterable[LockUse]) -> Mapping[str, RunningStep]:
+    """What is being done on the GPUs of claims that are being prepared, by claim UID. For a record of an earlier boot
+    nothing has begun in this one."""
     now, by_gpu = time.monotonic(), {use.gpu_uuid: use for use in uses}
     return {
         record.ref.uid: RunningStep(by_gpu[uuid].what, uuid, max(0.0, now - by_gpu[uuid].began))
-        for record in records
-        if record.phase == "preparing"
+        for record in state.records
+        if record.phase == "preparing" and state.boot_id in (None, record.boot_id)
         for uuid in sorted(record.gpu_uuids & by_gpu.keys())[:1]
     }
 
