@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
+from dra_driver.app.commands.serviced import serviced_gpu
+from dra_driver.errors import StateError
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node, heard
 from tests.integration.test_process import call
@@ -70,6 +72,20 @@ def test_serviced_gpu_loses_its_xid_where_the_driver_reports_no_recovery_action(
     node.driver.stop()
     stopped = serviced(gpu.bus_id)
     assert (stopped.returncode, "gpu-dra-driver is not running on this node" in stopped.stderr) == (1, True)
+
+
+def test_serviced_without_the_id_of_the_boot_says_so_and_writes_nothing(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin would take what is written for that of another boot."""
+    monkeypatch.setattr("dra_driver.app.commands.serviced._TIMEOUT_S", 0.5)
+    eventually(lambda: heard(node.driver) == 8)
+    node.machine.raise_xid(2, 95)
+    eventually(lambda: is_kept(node, 95))
+    monkeypatch.setattr("dra_driver.host.sysfs.Sysfs.boot_id", lambda _: None)
+    with pytest.raises(StateError, match="cannot read the ID of this boot"):
+        serviced_gpu(node.settings, node.machine.gpu(2).uuid)
+    assert not (node.plugin_dir / "serviced.json").exists()
 
 
 def test_serviced_says_what_keeps_a_reason_that_does_not_end(

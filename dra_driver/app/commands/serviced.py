@@ -37,10 +37,11 @@ def serviced_gpu(settings: Settings, name: str) -> str:
         )
     if not read_problems(settings.plugin_directory)[0]:
         raise RetryableError("gpu-dra-driver is not running on this node; start it, then run this again")
+    serviced = ServicedGpus(settings.plugin_directory, machine.sysfs.this_boot())
     # Times are whole seconds, and an event of the second `at` counts as later.
     time.sleep(1 - time.time() % 1)
     at = int(time.time())
-    ServicedGpus(settings.plugin_directory, machine.boot_id or "unknown").add(uuid, at)
+    serviced.add(uuid, at)
     ended = {reason.name: reason.text for reason in waiting}
     until = time.monotonic() + _TIMEOUT_S
     while left := [r for r in _reasons(machine, uuid) if r.name in ended and r.last_at < at]:
