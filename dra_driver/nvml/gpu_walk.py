@@ -12,6 +12,7 @@ T = TypeVar("T")
 
 ANSWERS_WITHIN_S = 15.0
 """A GPU without persistence mode wakes up first, which takes seconds."""
+NOT_ANSWERED = f"it has not answered within {ANSWERS_WITHIN_S:.0f} s"
 _OTHERS_ANSWER_WITHIN_S = 1.0
 """For the GPUs after one that did not answer. A call that hangs may block all others of the process, and then eight
 GPUs must not take eight times as long."""

@@ -22,7 +22,7 @@ from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault, DriverV
 from dra_driver.model.mig import GpuInstance, MigProfile
 from dra_driver.nvml.confidential import confidential_mode
 from dra_driver.nvml.failures import Handle, nvml_errors, supported
-from dra_driver.nvml.gpu_walk import ANSWERS_WITHIN_S, GpuWalk
+from dra_driver.nvml.gpu_walk import NOT_ANSWERED, GpuWalk
 from dra_driver.nvml.mig_devices import Tables, read_mig_devices, read_profiles
 from dra_driver.nvml.mig_partitions import PartitionReader
 from dra_driver.nvml.readings import NOT_GPUS, FaultLog, read_gpu
@@ -45,7 +45,6 @@ class ScanMemory:
     peers: PeerMemory = field(default_factory=PeerMemory)
     profiles: Tables[dict[int, MigProfile]] = field(default_factory=lambda: Tables(read_profiles))
     walk: GpuWalk = field(default_factory=GpuWalk)
-    fingerprint_walk: GpuWalk = field(default_factory=GpuWalk)
     known: dict[str, Gpu] = field(default_factory=dict)
     uuids: dict[int, str] = field(default_factory=dict)
     fingerprints: dict[int, GpuFingerprint | None] = field(default_factory=dict)
@@ -78,7 +77,7 @@ def read_gpus(
     confidential = _confidential_mode(log)
     with nvml_errors("count the GPUs"):
         count = pynvml.nvmlDeviceGetCount()
-    found: list[tuple[Handle, Gpu]] = []
+    found: dict[int, tuple[Handle, Gpu]] = {}
     faults = log.faults
     unread = memory.partitions.unread
     unread.clear()
@@ -102,7 +101,7 @@ def read_gpus(
     for index in range(count):
         try:
             if index not in answers:
-                raise RetryableError(f"it has not answered for {ANSWERS_WITHIN_S:.0f} s")
+                raise RetryableError(NOT_ANSWERED)
             handle, gpu, gpu_faults = answers[index].result()
         except (NvmlUnavailableError, StateError):
             raise
@@ -118,12 +117,11 @@ def read_gpus(
             continue
         if gpu.architecture in NOT_GPUS:
             continue
-        found.append((handle, gpu))
+        found[index] = (handle, gpu)
         faults += [*gpu_faults, *_links_down(gpu, memory)]
         memory.known[gpu.uuid], memory.uuids[index] = gpu, gpu.uuid
-    found.sort(key=lambda pair: _place(pair[1]))
-    gpus = sorted([*(gpu for _, gpu in found), *silent], key=_place)
-    pairs, pair_faults = read_reachable_pairs(found, memory.peers, silent)
+    gpus = sorted([*(gpu for _, gpu in found.values()), *silent], key=_place)
+    pairs, pair_faults = read_reachable_pairs(found, memory.peers, silent, memory.walk, kept_open)
     faults += pair_faults
     return Inventory(
         versions,
@@ -229,7 +227,7 @@ def read_nvml_fingerprint(
         with kept_open():
             return _fingerprint_of(index)
 
-    answers = memory.fingerprint_walk.each(range(count), read)
+    answers = memory.walk.each(range(count), read)
     known = memory.fingerprints
     for index, answer in answers.items():
         try:

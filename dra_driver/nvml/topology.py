@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 import pynvml
@@ -13,6 +14,7 @@ from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.nvml.failures import Handle, supported
+from dra_driver.nvml.gpu_walk import NOT_ANSWERED, GpuWalk
 from dra_driver.nvml.mig_instances import mig_mode
 from dra_driver.nvml.readings import FaultLog, link_states
 
@@ -61,54 +63,96 @@ class PeerMemory:
 Pairs = dict[frozenset[str], int]
 
 
+@dataclass(frozen=True, slots=True)
+class _PeerAnswers:
+    """What one GPU said of its NVLinks: as `_remotes`, as `_peer_access` by the UUID of the other GPU, and whether it
+    was out of MIG mode all the time."""
+
+    remotes: Mapping[str, int] | None
+    granted: Mapping[str, bool | None]
+    is_out_of_mig_mode: bool
+    faults: Sequence[DiscoveryFault]
+
+
 def read_reachable_pairs(
-    gpus: Sequence[tuple[Handle, Gpu]], memory: PeerMemory, silent: Sequence[Gpu] = ()
+    gpus: Mapping[int, tuple[Handle, Gpu]],
+    memory: PeerMemory,
+    silent: Sequence[Gpu],
+    walk: GpuWalk,
+    kept_open: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> tuple[Pairs, list[DiscoveryFault]]:
     """Pairs of GPU UUIDs with NVLink peer access, and the number of links that join them directly; and what could not
-    be read.
+    be read. `gpus` is by NVML index; `walk` and `kept_open` are those of `read_gpus`.
 
     The NVIDIA driver's answer on peer access decides, because it knows of switch partitions; where it has none, the
     links decide. Behind a switch the count is 1, because every pair is equal there. For GPUs that are in MIG mode now
-    and can be whole again, for `silent` GPUs, which are not called, and for a pair whose query fails, the answer in
-    `memory` counts. A pair of which nothing was ever read has no peer access, and is a fault."""
-    faults: list[DiscoveryFault] = []
-    linked = [(handle, gpu) for handle, gpu in gpus if gpu.nvlink_links and gpu.can_be_whole]
-    out_of_mig_mode = {gpu.uuid for _, gpu in linked if not gpu.mig_enabled}
-    asked = {
-        uuid
-        for (_, a), (_, b) in combinations(linked, 2)
-        for uuid in (a.uuid, b.uuid)
-        if {a.uuid, b.uuid} <= out_of_mig_mode or frozenset((a.uuid, b.uuid)) not in memory.pairs
+    and can be whole again, for `silent` GPUs, which are not called, and for a pair whose query fails or does not
+    return, the answer in `memory` counts. A pair of which nothing was ever read has no peer access, and is a fault."""
+    linked = {
+        index: (handle, gpu) for index, (handle, gpu) in gpus.items() if gpu.nvlink_links and gpu.can_be_whole
     }
-    remotes = {gpu.uuid: _remotes(handle, gpu, memory) for handle, gpu in linked if gpu.uuid in asked}
-    granted: dict[frozenset[str], bool | None] = {}
-    for (handle_a, a), (handle_b, b) in combinations(linked, 2):
-        pair = frozenset((a.uuid, b.uuid))
-        if pair <= out_of_mig_mode:
-            try:
-                granted[pair] = _peer_access(handle_a, handle_b)
-            except DraDriverError as error:
-                text = f"NVLink peer access to GPU {b.uuid}: {error}"
-                faults.append(DiscoveryFault(f"GPU {a.uuid}", text))
-    out_of_mig_mode -= {gpu.uuid for handle, gpu in linked if not _is_out_of_mig_mode(handle, gpu)}
+    pairs_of_linked = list(combinations([gpu for _, gpu in linked.values()], 2))
+    out_of_mig_mode = {gpu.uuid for _, gpu in linked.values() if not gpu.mig_enabled}
+    asked = {
+        gpu.uuid
+        for pair in pairs_of_linked
+        for gpu in pair
+        if {one.uuid for one in pair} <= out_of_mig_mode
+        or frozenset(one.uuid for one in pair) not in memory.pairs
+    }
+
+    def read(index: int) -> _PeerAnswers:
+        handle, gpu = linked[index]
+        faults: list[DiscoveryFault] = []
+        granted: dict[str, bool | None] = {}
+        with kept_open():
+            remotes = _remotes(handle, gpu, memory)
+            # Each pair is asked once, of the GPU that comes first; the mode of the other is looked at later.
+            others = list(linked)[list(linked).index(index) + 1 :]
+            for other_handle, other in (linked[later] for later in others):
+                if not {gpu.uuid, other.uuid} <= out_of_mig_mode:
+                    continue
+                try:
+                    granted[other.uuid] = _peer_access(handle, other_handle)
+                except DraDriverError as error:
+                    text = f"NVLink peer access to GPU {other.uuid}: {error}"
+                    faults.append(DiscoveryFault(f"GPU {gpu.uuid}", text))
+            return _PeerAnswers(remotes, granted, _is_out_of_mig_mode(handle, gpu), faults)
+
+    answers = walk.each([index for index, (_, gpu) in linked.items() if gpu.uuid in asked], read)
+    found: dict[str, _PeerAnswers] = {}
+    faults: list[DiscoveryFault] = []
+    for index, (_, gpu) in linked.items():
+        if index in answers:
+            found[gpu.uuid] = answers[index].result()
+            faults += found[gpu.uuid].faults
+        elif gpu.uuid in asked:
+            faults.append(DiscoveryFault(f"GPU {gpu.uuid}", f"NVLink peer access: {NOT_ANSWERED}"))
+    changed_mode = {uuid for uuid, answer in found.items() if not answer.is_out_of_mig_mode}
     pairs: Pairs = {}
-    for (_, a), (_, b) in combinations(linked, 2):
-        pair = frozenset((a.uuid, b.uuid))
-        could_be_read = pair in granted and None not in (remotes[a.uuid], remotes[b.uuid])
-        counts = pair <= out_of_mig_mode and could_be_read
-        if not counts and pair in memory.pairs:
-            links = memory.pairs[pair]
-        elif not could_be_read and pair <= out_of_mig_mode:
-            continue
-        else:
-            links = _links(
-                remotes[a.uuid] or {}, remotes[b.uuid] or {}, b, granted.get(pair) if counts else None
-            )
-        if counts:
-            memory.pairs[pair] = links
+    for a, b in pairs_of_linked:
+        links = _links_of_pair(a, b, found, out_of_mig_mode - changed_mode, memory)
         if links:
-            pairs[pair] = links
-    return pairs | _pairs_of_silent([gpu for _, gpu in gpus], silent, memory), faults
+            pairs[frozenset((a.uuid, b.uuid))] = links
+    return pairs | _pairs_of_silent([gpu for _, gpu in gpus.values()], silent, memory), faults
+
+
+def _links_of_pair(
+    a: Gpu, b: Gpu, found: Mapping[str, _PeerAnswers], out_of_mig_mode: Set[str], memory: PeerMemory
+) -> int:
+    """As `_links`, from the answers of both GPUs, which are kept in `memory`; where they do not count, from there."""
+    pair = frozenset((a.uuid, b.uuid))
+    of_a, of_b = found.get(a.uuid, _UNREAD), found.get(b.uuid, _UNREAD)
+    remotes = of_a.remotes or {}, of_b.remotes or {}
+    could_be_read = b.uuid in of_a.granted and of_a.remotes is not None and of_b.remotes is not None
+    if pair <= out_of_mig_mode and could_be_read:
+        memory.pairs[pair] = _links(*remotes, b, of_a.granted[b.uuid])
+    elif pair not in memory.pairs:
+        return 0 if pair <= out_of_mig_mode else _links(*remotes, b, None)
+    return memory.pairs[pair]
+
+
+_UNREAD = _PeerAnswers(None, {}, False, ())
 
 
 def _pairs_of_silent(others: Sequence[Gpu], silent: Sequence[Gpu], memory: PeerMemory) -> Pairs:

@@ -12,6 +12,7 @@ import pytest
 from dra_driver.errors import NvmlUnavailableError
 from dra_driver.model.gpu import Fabric, Gpu, UnreadyFabric
 from dra_driver.model.mig import Placement
+from dra_driver.nvml.gpu_walk import GpuWalk
 from dra_driver.nvml.health import read_health
 from dra_driver.nvml.readings import read_gpu
 from dra_driver.nvml.scan import ScanMemory, read_nvml_fingerprint
@@ -128,9 +129,9 @@ def test_gpu_that_is_lost_while_it_is_read_hides_no_other(dgx: SimulatedNode, fu
 def test_gpu_that_is_lost_before_its_links_are_read_hides_no_other(machine: Make) -> None:
     node = machine("dgx-h100")
     node.session.reopen()
-    gpus = [read_gpu(index)[:2] for index in range(8)]
+    gpus = {index: read_gpu(index)[:2] for index in range(8)}
     node.machine.lose_gpu(0)
-    pairs, _ = read_reachable_pairs(gpus, PeerMemory())
+    pairs, _ = read_reachable_pairs(gpus, PeerMemory(), (), GpuWalk())
     assert len(pairs) == 7 * 6 / 2
     assert not any(gpus[0][1].uuid in pair for pair in pairs)
 

@@ -13,7 +13,7 @@ import pytest
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.model.inventory import Inventory
 from dra_driver.nvml import gpu_walk
-from dra_driver.nvml.gpu_walk import GpuWalk
+from dra_driver.nvml.gpu_walk import NOT_ANSWERED, GpuWalk
 from dra_driver.nvml.scan import ScanMemory, read_nvml_fingerprint
 from tests.fakes.machines import SimulatedNode, read_inventory, silence
 
@@ -100,12 +100,40 @@ def test_peer_access_that_was_never_read_gives_no_nvlink_domain(node: SimulatedN
     assert any("NVLink peer access" in fault.text for fault in found.faults)
 
 
+def test_peer_access_query_that_hangs_keeps_the_nvlink_domain_and_holds_up_nothing(
+    node: SimulatedNode,
+) -> None:
+    memory = ScanMemory()
+    whole = read_inventory(memory=memory)
+    node.machine.set_fault("nvmlDeviceGetP2PStatus", delay_s=60, gpu=THIRD)
+    first, later = f"NVLink peer access: {NOT_ANSWERED}", f"it is shown as it last answered: {NOT_ANSWERED}"
+    for expected in (first, later):
+        found = read_inventory(memory=memory)
+        assert without_faults(found) == without_faults(whole)
+        assert [(one.subject, one.text) for one in found.faults] == [
+            (f"GPU {whole.gpus[THIRD].uuid}", expected)
+        ]
+    assert sum(thread.name == "gpu-walk" for thread in threading.enumerate()) == 1
+
+
+def test_peer_access_query_that_hangs_from_the_start_gives_that_gpu_no_nvlink_domain(
+    node: SimulatedNode,
+) -> None:
+    node.machine.set_fault("nvmlDeviceGetP2PStatus", delay_s=60, gpu=THIRD)
+    found = with_nvlink_domains(read_inventory(memory=ScanMemory()))
+    assert set(found.nvlink_domains) == {gpu.uuid for gpu in found.gpus if gpu.index != THIRD}
+
+
 def test_fingerprint_of_a_gpu_that_hangs_is_that_of_before(node: SimulatedNode) -> None:
     memory = ScanMemory()
     before = read_nvml_fingerprint(memory)
     node.machine.set_fault("nvmlDeviceGetMigMode", delay_s=60, gpu=THIRD)
     for _ in range(3):
         assert read_nvml_fingerprint(memory) == before
+    assert [gpu.index for gpu in read_inventory(memory=memory).gpus] == [0, 1, 2, 4, 5, 6, 7]
+    assert sum(thread.name == "gpu-walk" for thread in threading.enumerate()) == 1, (
+        "the scan does not call it"
+    )
     node.machine.lose_gpu(5)
     assert read_nvml_fingerprint(memory)[5] is None
 
