@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +210,26 @@ def test_foreign_driver_is_reported_until_it_is_gone(cluster: Cluster) -> None:
         other.stop()
     wait_for("its end", lambda: node_events(cluster, "ForeignDriverGone") != "", 60)
     assert "Another DRA driver" not in cluster.kubectl(*doctor, check=False)
+
+
+def test_foreign_writer_of_slices_is_known_by_its_name_at_the_second_time(cluster: Cluster) -> None:
+    published = {device["name"] for device in cluster.devices()}
+
+    def change() -> None:
+        found = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", **cluster.slices()[0]}
+        found["spec"]["devices"] = found["spec"]["devices"][:-1]
+        manager = "--field-manager=gpu-kubelet-plugin"
+        cluster.kubectl("replace", manager, "-f", "-", stdin=json.dumps(found))
+        wait_for("the slices to be back", lambda: {one["name"] for one in cluster.devices()} == published)
+
+    def is_reported() -> bool:
+        return "'gpu-kubelet-plugin' writes the ResourceSlices" in node_events(cluster, "ForeignDriver")
+
+    change()
+    time.sleep(5)
+    assert not is_reported(), "the first time may be a hand-over"
+    change()
+    wait_for("the event", is_reported, 30)
 
 
 def test_the_job_over_two_trays_is_what_the_server_takes(cluster: Cluster) -> None:
