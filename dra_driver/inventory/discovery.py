@@ -380,7 +380,9 @@ class Discovery:
         )
         cards = self.cards(gpus)
         found = assembled(read, gpus, lost, _without_bound(self.host.gpu_functions(), cards), before)
-        found = _without_unusable(replace(found, cards=cards))
+        # No container can get a GPU without minor number; that it has none is a fault of reading it.
+        usable = tuple(gpu for gpu in found.gpus if gpu.minor is not None)
+        found = replace(found, cards=cards, gpus=usable)
         problem = self.host.files_problem(read.versions.driver) if found.gpus else None
         if problem is not None:
             fault = DiscoveryFault(_DRIVER_FILES, f"no claim can be prepared: {problem}")
@@ -475,20 +477,6 @@ def discover_once(
     if discovery.inventory is None or discovery.unavailable() is not None:
         raise NvmlUnavailableError(discovery.unavailable() or "devices were not discovered")
     return discovery.inventory
-
-
-def _without_unusable(found: Inventory) -> Inventory:
-    """The inventory without the GPUs that no container can get, with a fault for each."""
-    reason = (
-        "it is not published: NVML reports no minor number, so its device node is not known and no claim could be "
-        "prepared; WSL2 and vGPU hosts without device nodes are not supported"
-    )
-    unusable = [gpu for gpu in found.gpus if gpu.minor is None]
-    return replace(
-        found,
-        gpus=tuple(gpu for gpu in found.gpus if gpu.minor is not None),
-        faults=(*found.faults, *(DiscoveryFault(f"GPU {gpu.uuid}", reason) for gpu in unusable)),
-    )
 
 
 def _without_bound(functions: Collection[str], cards: Sequence[Card]) -> frozenset[str]:

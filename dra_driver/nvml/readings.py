@@ -73,7 +73,7 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
     gpu = Gpu(
         uuid=uuid,
         index=log.read("index", pynvml.nvmlDeviceGetIndex, handle),
-        minor=log.read("minor number", pynvml.nvmlDeviceGetMinorNumber, handle),
+        minor=_minor(log, handle),
         pci_bus_id=_pci_bus_id(log, handle),
         product_name=log.read("product name", pynvml.nvmlDeviceGetName, handle),
         brand=_named(log, "brand", pynvml.nvmlDeviceGetBrand, handle, _BRANDS),
@@ -90,6 +90,18 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
         memory_numa_node=_memory_numa_node(log, handle, addressing),
     )
     return handle, gpu, log.faults
+
+
+def _minor(log: FaultLog, handle: Handle) -> int | None:
+    known_faults = len(log.faults)
+    minor = log.read("minor number", pynvml.nvmlDeviceGetMinorNumber, handle)
+    if minor is None and len(log.faults) == known_faults:
+        text = (
+            "it is not published: NVML reports no minor number, so its device node is not known and no claim could be "
+            "prepared; WSL2 and vGPU hosts without device nodes are not supported"
+        )
+        log.faults.append(DiscoveryFault(log.subject, text))
+    return minor
 
 
 def _pci_bus_id(log: FaultLog, handle: Handle) -> str | None:

@@ -38,7 +38,8 @@ class _Sample:
 class UsageSource:
     """NVML as the metrics ask it. Several GPUs may be read at the same time, one GPU once at a time.
 
-    `sees_all` returns whether this process is in the PID namespace of the host: NVML shows no processes of others.
+    `sees_all` returns whether this process is in the PID namespace of the host. From any other namespace NVML does not
+    show the processes of other containers.
     """
 
     def __init__(

@@ -437,6 +437,20 @@ def test_a_device_node_without_gpu(tells: Tells, host: Host, tmp_path: Path) -> 
     tells(host.checks(nodes=nodes, paths=bound).device_nodes())
 
 
+def test_gpu_without_minor_number_is_not_called_lost(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").write_text("")
+    first, *rest = host.inventory.gpus
+    names = ("nvidiactl", "nvidia-uvm", *(f"nvidia{gpu.minor}" for gpu in host.inventory.gpus))
+    nodes = Hiding(device_node_reader(host.node.machine), added=names)
+    assert first.minor == 0
+    fault = DiscoveryFault(f"GPU {first.uuid}", "it is not published: NVML reports no minor number")
+    found = replace(host.inventory, gpus=(replace(first, minor=None), *rest), faults=(fault,))
+    checks = host.checks(found, nodes=nodes, paths={"dev_root": str(tmp_path)})
+    says(checks.nvml(), "WARN", f"{fault.subject}: {fault.text}")
+    says(checks.device_nodes(), "OK", "and those of 7 GPUs")
+
+
 def test_mig_mode_without_devices(tells: Tells, host: Host) -> None:
     first, *rest = host.inventory.gpus
     empty = replace(host.inventory, gpus=(replace(first, mig_enabled=True), *rest))

@@ -226,7 +226,8 @@ class DriverChecks:
         functions = Sysfs(self.paths.sys, self.paths.proc).nvidia_functions()
         # The NVIDIA driver leaves the node of such a GPU behind.
         passed = self._under_vfio([item for item in functions if item.is_gpu])
-        if len(strays) > len(passed) and not self._silent_gpus(gpus):
+        unknown = [gpu for gpu in gpus.gpus if gpu.minor is None]
+        if len(strays) > len(passed) + len(unknown) and not self._silent_gpus(gpus):
             return warn(
                 f"{named([f'/dev/nvidia{minor}' for minor in strays])} {'has' if len(strays) == 1 else 'have'} no GPU",
                 "`dmesg | grep -i xid`: a GPU may have been lost; remove the nodes if it was taken out",
