@@ -840,6 +840,7 @@ def test_gpu_whose_poll_does_not_return_is_unresponsive_and_its_neighbour_is_as_
     made.time[0] = 31.0
     made.monitor.pollers["GPU-b"].poll_soon()
     eventually(lambda: made.monitor.is_fresh("GPU-b"))
+    eventually(lambda: made.monitor.listener._calling_since == 31.0)  # the wait that began before took no time
     made.monitor.look_for_hangs()
     assert (made.reasons("GPU-a"), made.reasons("GPU-b")) == (["unresponsive/no-answer"], [])
     [(subject, (code, text))] = made.problems().items()
@@ -945,6 +946,7 @@ def test_disk_that_hangs_holds_up_no_health(threaded, monkeypatch):
     monkeypatch.setattr(made.monitor.book.store, "save", hang)
     made.source.event = HealthEvent("GPU-a", Xid(48))
     assert reached.wait(20)
+    eventually(lambda: made.source.event is None)
     made.source.event = HealthEvent("GPU-b", Xid(95))
     eventually(lambda: (made.reasons("GPU-a"), made.reasons("GPU-b")) == (["xid/48"], ["xid/95"]))
     let.set()
