@@ -33,7 +33,7 @@ _WAIT_ONCE_S = 15.0
 """Without another client NVML wakes every GPU first, which takes seconds each."""
 _WAIT_LIVE_S = 2.0
 _WAIT_FIRST_S = 0.5
-"""For the first picture on a terminal: whoever looks must not see an empty screen while NVML hangs or wakes GPUs."""
+"""The first screen appears after this time even if NVML hangs or still wakes GPUs."""
 _ENTER = "\x1b[?1049h\x1b[?25l"
 _LEAVE = "\x1b[?25h\x1b[?1049l"
 _FROM_TOP = "\x1b[H"

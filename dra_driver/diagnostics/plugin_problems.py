@@ -43,7 +43,7 @@ def plugin_problems(directory: Path, http_endpoint: str) -> Reported:
 
 
 def _asked(http_endpoint: str) -> Reported | None:
-    """None where nobody answers."""
+    """What the plugin answers; None if it does not."""
     if not http_endpoint:
         return None
     try:

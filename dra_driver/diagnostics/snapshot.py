@@ -54,7 +54,7 @@ class NodeSnapshot:
     `on_demand` says of a GPU whether its MIG devices are made on demand.
 
     While `is_detached` says so, gpu-dra-driver has closed NVML, and this must not keep it open. `cards` returns the
-    GPUs under vfio, beside the ones that NVML shows. `problems` returns what the plugin reports as wrong.
+    GPUs that a vfio driver has, given those that NVML shows. `problems` returns the problems that the plugin reports.
     """
 
     paths: NodePaths

@@ -37,14 +37,14 @@ from dra_driver.model.health import (
 _log = structlog.get_logger(__name__)
 
 _WRITE_AGAIN_S = 5.0
-"""Also how soon it is noticed that another instance has kept the file before."""
+"""Also how long it takes at most to notice that another instance has written the file."""
 FRESH_S = 30.0
 OVERDUE_S = 30.0
 """After so long a call of NVML counts as hanging. One that waits for the GPU's system processor takes up to 60 s."""
 
 
 class HealthThread(BackgroundWorker):
-    """One of the threads that watch health. After a mistake of ours it goes on `again_s` seconds later."""
+    """One of the threads that watch health. After an unexpected error it continues `again_s` seconds later."""
 
     def __init__(self, name: str, work: Callable[[], float], again_s: float) -> None:
         super().__init__(name, work, crash_event="health_failed", on_crash=lambda _error: again_s)
@@ -138,7 +138,7 @@ class HealthBook:
             self.history.add(change)
 
     def note_xid(self, target: HealthTarget, number: int) -> None:
-        """An Xid that says nothing about the GPU."""
+        """Keep an Xid that is no fault of the GPU."""
         severity = self.state(target).severity
         self.history.note(HealthChange(target, self.now(), severity, severity, xid_text(number)))
 
@@ -198,7 +198,7 @@ class HealthBook:
             self.driver_version = self.driver_version or kept.driver_version
 
     def write(self) -> float:
-        """Write the file if it would be another. Returns how long to pause before the next try."""
+        """Write the file if its content would change. Returns how long to pause before the next try."""
         if self.store.is_outdated():
             self.restore()
             self.on_change()

@@ -25,7 +25,7 @@ class HealthHistory:
         self._listener = listener
         self._changes: dict[str, deque[HealthChange]] = {}
         self._xids: Counter[tuple[str, int]] = Counter()
-        self._guard = threading.Lock()  # never held while the listener is told
+        self._guard = threading.Lock()  # never held while the listener is called
 
     def of(self, gpu_uuid: str) -> Sequence[HealthChange]:
         """The last changes of a GPU and its instances, oldest first."""

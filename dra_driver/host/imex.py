@@ -109,8 +109,8 @@ class ImexDaemon:
         check_started(action, program, code, output)
         said = " ".join(output.split())
         if code or said != _READY:
-            told = repr(said[:200]) if said else "nothing"
-            raise _unready(f"says {told} ({exit_text(code)})")
+            printed = repr(said[:200]) if said else "nothing"
+            raise _unready(f"says {printed} ({exit_text(code)})")
 
     def _socket(self) -> str:
         """The control socket, as this process sees it. Raises: RetryableError."""

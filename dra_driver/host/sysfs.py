@@ -103,8 +103,8 @@ class Sysfs:
         return text_of(self._proc / "sys/kernel/random/boot_id").strip() or None
 
     def this_boot(self) -> str:
-        """As `boot_id`, for a process that keeps state on disk. Raises: StateError if it cannot be read: then nothing
-        tells what a reboot has ended."""
+        """As `boot_id`, for a process that keeps state on disk. Raises: StateError if it cannot be read: then
+        the process cannot know what a reboot has ended."""
         found = self.boot_id()
         if found is None:
             raise StateError(

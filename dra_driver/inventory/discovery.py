@@ -380,7 +380,7 @@ class Discovery:
         )
         cards = self.cards(gpus)
         found = assembled(read, gpus, lost, _without_bound(self.host.gpu_functions(), cards), before)
-        # No container can get a GPU without minor number; that it has none is a fault of reading it.
+        # No container can get a GPU without a minor number. NVML's part of the scan reports the fault.
         usable = tuple(gpu for gpu in found.gpus if gpu.minor is not None)
         found = replace(found, cards=cards, gpus=usable)
         problem = self.host.files_problem(read.versions.driver) if found.gpus else None

@@ -66,7 +66,7 @@ class Operation:
     show: Callable[[Iterable[LockUse]], None] = lambda _uses: None
 
     def turn_to(self, what: str) -> None:
-        """What is done from now on, for this process and for those that read the lock files. For its work."""
+        """Show `what` as the step under way, in this process and in the lock files. Called by `work`."""
         if what != self.what:
             self.what = what
             self.show(self.uses())

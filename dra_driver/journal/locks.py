@@ -90,8 +90,8 @@ class GpuLocks:
         uses: Iterable[LockUse] = (),
     ) -> Iterator[Callable[[Iterable[LockUse]], None]]:
         """Hold the locks of all the GPUs. While the caller waits for one of them, it holds none of the others, so a GPU
-        that is busy delays nobody who wants other GPUs. Meanwhile the files say `uses`, unless the disk is full. What
-        is yielded changes what they say, for the thread that holds the locks.
+        that is busy delays nobody who wants other GPUs. The lock files show `uses` until the block ends, unless the
+        disk is full. It yields a function that shows other uses, for the thread that holds the locks.
 
         Raises: LockBusyError if another call keeps one of them for `timeout_s` seconds, or until `has_left` says that
         the kubelet cancelled this call; StateError.
@@ -159,7 +159,7 @@ class GpuLocks:
 def _shown(
     descriptors: Mapping[str, int], uses: Iterable[LockUse]
 ) -> Iterator[Callable[[Iterable[LockUse]], None]]:
-    """Meanwhile the files of the GPUs say what is done; yields what changes that."""
+    """Write `uses` into the lock files until the block ends. Yields a function that writes other uses instead."""
     shown: set[str] = set()
 
     def show(uses: Iterable[LockUse]) -> None:

@@ -59,8 +59,8 @@ class ClaimRecord:
         return self.claim.ref
 
     def as_of(self, boot_id: str) -> ClaimRecord:
-        """The record as it counts in a boot: after a reboot nothing of what the steps did is left, so that the claim is
-        not prepared any more, and the time at which it was says nothing."""
+        """The record as it counts in a boot. A reboot undoes what the steps did, so the claim is not prepared any more
+        and has no time of its Prepare."""
         is_void = self.phase == "prepared" and self.boot_id != boot_id
         return replace(self, phase="preparing", prepared_at=None) if is_void else self
 

@@ -297,8 +297,8 @@ def log_tail(directories: MpsDirectories) -> str:
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL_BYTES))
             lines = map(str.strip, file.read().decode(errors="replace").splitlines())
-            told = [line for line in lines if not _is_of_question(line)][-_TAIL_LINES:]
-            parts += [f"{name}: {' | '.join(told)}"] if told else []
+            kept = [line for line in lines if not _is_of_question(line)][-_TAIL_LINES:]
+            parts += [f"{name}: {' | '.join(kept)}"] if kept else []
     return "; ".join(parts)
 
 

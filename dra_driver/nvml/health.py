@@ -129,7 +129,7 @@ def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
 
 
 def _accepts_work(queries: _Queries) -> bool | None:
-    """The whole machine answers this, so a failure says nothing of the GPU."""
+    """The query is about the whole machine, so its failure is no fault of the GPU."""
     try:
         return queries.ask("accepts_work", accepts_work)
     except DeviceLostError:

@@ -25,7 +25,7 @@ _ARCHITECTURES = {
     9: "Hopper", 10: "Blackwell", 11: "DLA", 12: "DLA", 13: "Rubin", 15: "NPU",
 }  # fmt: skip
 NOT_GPUS = frozenset({"DLA", "NPU"})
-"""Devices that NVML may list beside the GPUs."""
+"""Devices that NVML may list but that are not GPUs."""
 _CORES_PER_MULTIPROCESSOR = {
     (3, 0): 192, (3, 2): 192, (3, 5): 192, (3, 7): 192, (5, 0): 128, (5, 2): 128, (5, 3): 128, (6, 0): 64,
     (6, 1): 128, (6, 2): 128, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64, (8, 6): 128, (8, 7): 128,

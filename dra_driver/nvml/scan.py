@@ -170,7 +170,7 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
 
 
 def _with_known(gpu: Gpu, faults: Iterable[DiscoveryFault], known: Gpu | None) -> Gpu:
-    """The GPU with what was known where a query failed: that says nothing of the GPU."""
+    """The GPU, with the earlier value wherever a query failed: a failed query does not mean that the value changed."""
     if known is None:
         return gpu
     failed = {re.sub(r"^NVLink \d+$", "NVLink", fault.text.partition(": ")[0]) for fault in faults}

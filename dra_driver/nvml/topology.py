@@ -65,8 +65,8 @@ Pairs = dict[frozenset[str], int]
 
 @dataclass(frozen=True, slots=True)
 class _PeerAnswers:
-    """What one GPU said of its NVLinks: as `_remotes`, as `_peer_access` by the UUID of the other GPU, and whether it
-    was out of MIG mode all the time."""
+    """The NVLinks of one GPU: the results of `_remotes` and, by the UUID of the other GPU, of `_peer_access`; and
+    whether its MIG mode was off before and after."""
 
     remotes: Mapping[str, int] | None
     granted: Mapping[str, bool | None]

@@ -77,7 +77,7 @@ class DiskWatch:
             self._probing.ask()
 
     def _read_sizes_soon(self) -> None:
-        """In another thread, and once at a time: a disk that hangs may not tell its size either."""
+        """In another thread, and one call at a time: on a disk that hangs this call may hang too."""
         with self._lock:
             if self._sizing.is_asking or time.monotonic() < self._sizes_again_at:
                 return
@@ -102,8 +102,8 @@ class DiskWatch:
 
 
 def _refusal(directory: Path) -> str | None:
-    """Why the file system takes no files, as the error of a write would say it; None if it may take some, tells no
-    sizes, or is not there yet. On a read-only one a Prepare fails at its lock, before it writes anything."""
+    """The error that a write would have now; None if it may succeed, if the file system reports no sizes, or if the
+    directory does not exist yet. On a read-only file system a Prepare fails at its lock, before it writes anything."""
     try:
         disk = os.statvfs(directory)
     except OSError:

@@ -5,8 +5,8 @@
         ├── a call succeeds ─────────┤
         └── the API server says that no pod here can want the claim any more
 
-The kubelet repeats a Prepare that failed after 60 to 90 seconds for as long as the pod exists, and says nothing when
-the pod is gone. So a claim that it has not asked about for longer is looked up in the API server.
+The kubelet repeats a failed Prepare every 60 to 90 seconds for as long as the pod exists, and does not tell the plugin
+when the pod is gone. So the plugin looks up a claim in the API server if the kubelet has not asked for longer.
 """
 
 from __future__ import annotations
@@ -168,8 +168,8 @@ class FailingClaims(BackgroundWorker):
         )
 
     def _look_up(self) -> None:
-        """Forget claims that no pod here can want any more. One of which the API server says nothing stays. A few at a
-        time, those first that were looked up longest ago: slow Prepares are to be reported meanwhile."""
+        """Forget claims that no pod on this node can want any more. A claim stays if the API server does not answer.
+        Only a few at a time, the longest unchecked first, so that slow Prepares are still reported in time."""
         now = time.monotonic()
         self._looked_at = {uid: at for uid, at in self._looked_at.items() if uid in self._failing}
         due = [

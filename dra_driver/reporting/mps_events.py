@@ -30,7 +30,7 @@ class MpsEvents(BackgroundWorker):
     daemons: Callable[[], Sequence[MpsDaemonStatus]]
 
     def __post_init__(self) -> None:
-        self._told: set[tuple[str, str, str]] = set()  # claim, reason, daemon
+        self._reported: set[tuple[str, str, str]] = set()  # claim, reason, daemon
         super().__init__(
             "mps-events", self._look, crash_event="mps_events_failed", on_crash=lambda _: _LOOK_S
         )
@@ -42,7 +42,7 @@ class MpsEvents(BackgroundWorker):
 
     def _look(self) -> float:
         users = {uid: record for uid, record in self.records().items() if _daemons_of(record)}
-        self._told = {told for told in self._told if told[0] in users}
+        self._reported = {entry for entry in self._reported if entry[0] in users}
         if not users:
             return math.inf
         try:
@@ -52,9 +52,9 @@ class MpsEvents(BackgroundWorker):
         for status in daemons:
             for reason, text in notes_of(status):
                 for uid, record in users.items():
-                    told = (uid, reason, status.device)
-                    if status.device in _daemons_of(record) and told not in self._told:
-                        self._told.add(told)
+                    entry = (uid, reason, status.device)
+                    if status.device in _daemons_of(record) and entry not in self._reported:
+                        self._reported.add(entry)
                         self.recorder.claim_event(record.ref, reason, text, warning=True)
         return _LOOK_S
 

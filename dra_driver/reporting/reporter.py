@@ -106,16 +106,16 @@ class Reporter:
         ref: ClaimRef,
         duration_s: float,
         error: Exception,
-        told: str,
+        text: str,
     ) -> None:
         """A claim could not be prepared or unprepared; the cause goes to the claim and to its pods."""
-        self.failing.failed(action, ref, told.partition(f"(UID {ref.uid}): ")[2] or told)
+        self.failing.failed(action, ref, text.partition(f"(UID {ref.uid}): ")[2] or text)
         if action == "prepare":
             self.metrics.prepared(duration_s, error)
-            self.recorder.claim_event(ref, PREPARE_FAILED, told, warning=True)
+            self.recorder.claim_event(ref, PREPARE_FAILED, text, warning=True)
         else:
             self.metrics.unprepared(duration_s, error)
-            self.recorder.claim_event(ref, UNPREPARE_FAILED, told, warning=True)
+            self.recorder.claim_event(ref, UNPREPARE_FAILED, text, warning=True)
 
     def mig_changed(
         self, action: MigAction, subject: str, duration_s: float, error: Exception | None

@@ -840,7 +840,8 @@ def test_gpu_whose_poll_does_not_return_is_unresponsive_and_its_neighbour_is_as_
     made.time[0] = 31.0
     made.monitor.pollers["GPU-b"].poll_soon()
     eventually(lambda: made.monitor.is_fresh("GPU-b"))
-    eventually(lambda: made.monitor.listener._calling_since == 31.0)  # the wait that began before took no time
+    # The listener's wait began at 0 by this clock; it must not count as one of 31 s.
+    eventually(lambda: made.monitor.listener._calling_since == 31.0)
     made.monitor.look_for_hangs()
     assert (made.reasons("GPU-a"), made.reasons("GPU-b")) == (["unresponsive/no-answer"], [])
     [(subject, (code, text))] = made.problems().items()

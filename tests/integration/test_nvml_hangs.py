@@ -126,8 +126,8 @@ def test_every_nvml_call_of_a_look_may_hang(node: Node) -> None:
 def test_closing_and_opening_nvml_anew_may_hang(
     node: Node, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    """As after a GPU has come. What is prepared ends, claims that need no NVML are prepared in the usual time, and no
-    GPU counts as well meanwhile."""
+    """As after a GPU was added. Prepared claims end, claims that need no NVML are prepared in the usual time, and no
+    GPU is reported as healthy until NVML answers again."""
     devices = [device["name"] for device in node.devices()]
     held = node.allocated_by_hand("held", devices[0], config=sliced("Long"))
     node.ready(held)

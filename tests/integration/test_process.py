@@ -135,7 +135,7 @@ def test_wrong_configuration_is_one_line_and_exit_code_two(
 
 
 def test_boot_without_an_id_ends_the_start_with_the_reason(make_node: Callable[..., Node]) -> None:
-    """Nothing tells what of the files a reboot has ended, so nothing is taken for prepared or for undone."""
+    """Without it the plugin cannot know what a reboot has ended, so it must not use the files at all."""
     node = make_node()
     (node.machine.host_root / "proc/sys/kernel/random/boot_id").write_text("")
     process = node.spawn(SIMULATOR_DIR=str(node.root / "machine"))

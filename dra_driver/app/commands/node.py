@@ -73,8 +73,8 @@ def prepared_claims(settings: Settings) -> NodeClaims:
 
 
 def _running_steps(state: NodeState, uses: Iterable[LockUse]) -> Mapping[str, RunningStep]:
-    """What is being done on the GPUs of claims that are being prepared, by claim UID. For a record of an earlier boot
-    nothing has begun in this one."""
+    """The step under way on the GPUs of each claim that is being prepared, by claim UID. A record of an earlier boot
+    has none: nothing has begun for it in this boot."""
     now, by_gpu = time.monotonic(), {use.gpu_uuid: use for use in uses}
     return {
         record.ref.uid: RunningStep(by_gpu[uuid].what, uuid, max(0.0, now - by_gpu[uuid].began))

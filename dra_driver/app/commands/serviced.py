@@ -38,7 +38,7 @@ def serviced_gpu(settings: Settings, name: str) -> str:
     if not read_problems(settings.plugin_directory)[0]:
         raise RetryableError("gpu-dra-driver is not running on this node; start it, then run this again")
     serviced = ServicedGpus(settings.plugin_directory, machine.sysfs.this_boot())
-    # Times are whole seconds, and an event of the second `at` counts as later.
+    # Times are whole seconds, and an event in the same second as `at` counts as later.
     time.sleep(1 - time.time() % 1)
     at = int(time.time())
     serviced.add(uuid, at)

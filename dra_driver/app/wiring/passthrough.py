@@ -22,7 +22,7 @@ from dra_driver.nvml.persistence import PersistenceModes
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards
 from dra_driver.passthrough.ledger import DIRECTORY, PassthroughLedger
-from dra_driver.passthrough.rules.refused import refused, unavailable
+from dra_driver.passthrough.rules.unavailable_cards import refused, unavailable
 from dra_driver.passthrough.steps import VfioSteps, waits_for_nvml
 
 if TYPE_CHECKING:

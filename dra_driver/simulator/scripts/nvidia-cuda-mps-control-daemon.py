@@ -407,8 +407,8 @@ def refusal(me: Daemon) -> str | None:
 
 
 def run(facts: str, root: str, multi_user: bool, foreground: bool) -> int:
-    """Be the daemon until it is told to quit; the exit code. From R580 on it initialises CUDA before all else, and says
-    nothing if that fails; nor does any branch if its socket paths are too long."""
+    """Run the daemon until `quit`; returns its exit code. From R580 on it initialises CUDA first, and prints nothing if
+    that fails. No release prints anything if its socket paths are too long."""
     me = Daemon(json.loads(facts), root, multi_user, foreground)
     rules = me.rules()
     if me.facts["branch"] >= CUDA_SINCE:
