@@ -114,6 +114,9 @@ class NodeProblems(BackgroundWorker):
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._since: dict[tuple[ProblemCode, str], int] = {}
+        self._returned: dict[
+            int, Sequence[NodeProblem]
+        ] = {}  # by each source at the last time, by its number
         self._shown: tuple[ShownProblem, ...] = ()
         self._reported: dict[ProblemCode, frozenset[str]] = {}
         self._written: tuple[Reported, float] | None = None
@@ -175,14 +178,17 @@ class NodeProblems(BackgroundWorker):
         return _TURN_S
 
     def _collected(self) -> Iterable[NodeProblem]:
-        for source in (*self.sources, self.failing.problems):
+        """What the sources return. A source that fails has the problems that it returned before, since they end only on
+        evidence, and the failure is another one."""
+        for number, source in enumerate((*self.sources, self.failing.problems)):
             try:
-                yield from source()
+                self._returned[number] = source()
             except DraDriverError as error:
                 yield NodeProblem("check-failed", f"A check of this node failed: {error}", str(error))
             except Exception as error:  # noqa: BLE001  a mistake of ours must not hide the other problems
                 text = "A check of this node failed because of a fault in gpu-dra-driver; see its log"
                 yield NodeProblem("check-failed", f"{text}: {error!r}", repr(error))
+            yield from self._returned.get(number, ())
 
     def _log_changes(self, before: Sequence[ShownProblem], now: Sequence[ShownProblem]) -> None:
         known = {_key(shown): shown for shown in before}

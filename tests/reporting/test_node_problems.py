@@ -118,6 +118,15 @@ def test_check_that_fails_is_a_problem_of_its_own(bench: Bench) -> None:
     assert bench.made.notes() == ["A check of this node failed: cannot read /x: Input/output error"]
 
 
+def test_problem_lasts_while_its_check_fails(bench: Bench) -> None:
+    bench.turn(FOREIGN)
+    bench.error = StateError("cannot read /x: Input/output error")
+    assert bench.turn() == [], "nothing shows that the other driver is gone"
+    assert bench.made.codes() == ["check-failed", "foreign-driver"]
+    bench.error = None
+    assert [reason for reason, *_ in bench.turn()] == ["ForeignDriverGone"]
+
+
 def test_check_with_a_mistake_of_ours_does_not_hide_the_other_problems(bench: Bench) -> None:
     def broken() -> Sequence[NodeProblem]:
         raise KeyError("surprise")
