@@ -22,7 +22,9 @@ class HostFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class GpuFingerprint:
-    """A GPU that answers NVML. `mig_mode` is (now, after the next reset) in NVML's numbers, None without MIG; `minor`
+    """A GPU that answers NVML, or hangs: then it has the values of before, and an empty `uuid` if there are none.
+
+    `mig_mode` is (now, after the next reset) in NVML's numbers, None without MIG; `minor`
     is the N of /dev/nvidiaN, which the mode may change."""
 
     uuid: str
@@ -31,4 +33,4 @@ class GpuFingerprint:
 
 
 NvmlFingerprint = tuple[GpuFingerprint | None, ...]
-"""One entry for each GPU in NVML's order, None for one that does not answer."""
+"""One entry for each GPU in NVML's order, None for one that is lost or whose queries fail."""

@@ -4,9 +4,10 @@ commands start without it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dra_driver.files.file_lock import UseMark
 from dra_driver.model.fingerprint import NvmlFingerprint
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from dra_driver.nvml.events import HealthSource
     from dra_driver.nvml.scan import ScanMemory
     from dra_driver.nvml.usage import UsageSource
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -84,6 +87,19 @@ class NvmlReader:
         from dra_driver.nvml.usage import UsageSource
 
         return UsageSource(self.session, sees_all=sees_all)
+
+    def of_each(self, gpus: Sequence[Gpu], read: Callable[[Gpu], T]) -> Mapping[str, Future[T]]:
+        """What `read` returned or raised for each GPU that the last `read_inventory` returned, by UUID. A GPU that does
+        not answer is left out."""
+        memory = self._known()
+        by_uuid = {gpu.uuid: gpu for gpu in gpus}
+        indexes = {index: uuid for index, uuid in memory.uuids.items() if uuid in by_uuid}
+
+        def of(index: int) -> T:
+            with self._kept_open():
+                return read(by_uuid[indexes[index]])
+
+        return {indexes[index]: answer for index, answer in memory.walk.each(list(indexes), of).items()}
 
     def nvml_fingerprint(self) -> NvmlFingerprint:
         """A cheap value that differs when a GPU was lost (None in its place) or changed its MIG mode.

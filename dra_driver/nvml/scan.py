@@ -211,12 +211,16 @@ def _with_mig_devices(
     return replace(gpu, mig_devices=devices)
 
 
+_HANGS = GpuFingerprint("")
+
+
 def read_nvml_fingerprint(
     memory: ScanMemory, kept_open: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> NvmlFingerprint:
     """A cheap value that differs when a GPU came, was lost or changed its MIG mode; microseconds a GPU.
 
-    One entry a GPU, None for one that NVML calls lost. A GPU that does not answer has the entry of before.
+    One entry a GPU, None for one that NVML calls lost. A GPU that does not answer has the entry of before; one that
+    hangs is not lost, so that nobody opens NVML anew because of it.
 
     Raises: NvmlUnavailableError if NVML itself does not answer.
     """
@@ -236,7 +240,7 @@ def read_nvml_fingerprint(
             raise
         except DraDriverError:
             known.setdefault(index, None)
-    return tuple(known.get(index) for index in range(count))
+    return tuple(known.get(index, _HANGS) for index in range(count))
 
 
 def _fingerprint_of(index: int) -> GpuFingerprint | None:

@@ -135,9 +135,11 @@ class NvmlSession:
                 self._is_over = True
                 self._turn.notify_all()
                 self._turn.wait_for(lambda: not self._users and not self._begun, _PATIENCE_S)
-                if self._begun:
-                    # The process ends, which shuts NVML down without cutting off a GPU's change.
-                    _log.warning("nvml_left_open", reason="a change of a GPU is still under way")
+                if self._begun or self._users:
+                    # The process ends, which shuts NVML down without cutting off a GPU's change. While a call hangs,
+                    # the shutdown may hang too.
+                    what = "change of a GPU" if self._begun else "call of NVML"
+                    _log.warning("nvml_left_open", reason=f"a {what} is still under way")
                     return
             if was_open:
                 self._shut_down()

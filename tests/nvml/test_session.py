@@ -229,6 +229,19 @@ def test_end_of_the_process_cuts_off_no_operation(
     assert [line["event"] for line in logs] == ["nvml_left_open"]
 
 
+def test_end_of_the_process_does_not_shut_nvml_down_while_a_call_hangs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logs: list
+) -> None:
+    """The shutdown might hang as well."""
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+    with bench.session.kept_open():
+        bench.session.close()
+        assert (bench.session.is_open, pynvml.nvmlDeviceGetCount()) == (False, 4)
+    assert [(line["event"], line["reason"]) for line in logs] == [
+        ("nvml_left_open", "a call of NVML is still under way")
+    ]
+
+
 # --- closed for a moment ----------------------------------------------------------------------------
 
 

@@ -11,11 +11,13 @@ import pynvml
 import pytest
 
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
+from dra_driver.model.fingerprint import GpuFingerprint
 from dra_driver.model.inventory import Inventory
 from dra_driver.nvml import gpu_walk
 from dra_driver.nvml.gpu_walk import NOT_ANSWERED, GpuWalk
 from dra_driver.nvml.scan import ScanMemory, read_nvml_fingerprint
 from tests.fakes.machines import SimulatedNode, read_inventory, silence
+from tests.fakes.waiting import eventually
 
 Make = Callable[[str], SimulatedNode]
 THIRD = 3
@@ -136,6 +138,22 @@ def test_fingerprint_of_a_gpu_that_hangs_is_that_of_before(node: SimulatedNode) 
     )
     node.machine.lose_gpu(5)
     assert read_nvml_fingerprint(memory)[5] is None
+
+
+def test_gpu_that_hangs_from_the_start_is_not_lost(node: SimulatedNode) -> None:
+    """NVML is opened anew to find a lost GPU again: that would end what other GPUs were set to."""
+    node.machine.set_fault("nvmlDeviceGetUUID", delay_s=60, gpu=THIRD)
+    memory = ScanMemory()
+    found = read_nvml_fingerprint(memory)
+    assert (None in found, found[THIRD]) == (False, GpuFingerprint(""))
+    assert read_nvml_fingerprint(memory) == found
+    node.machine.clear_faults()
+    eventually(
+        lambda: (
+            read_nvml_fingerprint(memory)[THIRD]
+            == GpuFingerprint(node.machine.gpu(THIRD).uuid, THIRD, (0, 0))
+        )
+    )
 
 
 def test_discovery_keeps_a_gpu_that_hangs_and_reports_no_problem_of_the_node(node: SimulatedNode) -> None:
