@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from dra_driver.diagnostics.snapshot import NodeSnapshot
 
 _LAST = 1 << 30
-_WAIT_ONCE_S = 15.0
-"""Without another client NVML wakes every GPU first, which takes seconds each."""
+_WAIT_ONCE_S = 25.0
+"""Without another client NVML wakes every GPU first, which takes seconds each. A GPU that hangs takes 15 s."""
 _WAIT_LIVE_S = 2.0
 _WAIT_FIRST_S = 0.5
 """The first screen appears after this time even if NVML hangs or still wakes GPUs."""

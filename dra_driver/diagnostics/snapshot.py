@@ -126,23 +126,31 @@ class NodeSnapshot:
     def read_gpus(self, inventory: Inventory) -> NvmlFacts:
         """What NVML reports of GPUs that it has just shown. Raises: DraDriverError if it does not answer; then it is
         opened anew the next time."""
-        inventory = replace(inventory, gpus=tuple(self._cut(gpu, inventory) for gpu in inventory.gpus))
+        cut: dict[str, Gpu] = {}
         loads: dict[str, GpuLoad] = {}
         polled: dict[str, PolledHealth] = {}
         processes: dict[str, Sequence[GpuProcess]] = {}
+
+        def read(gpu: Gpu) -> None:
+            cut[gpu.uuid] = self._cut(gpu, inventory)
+            handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
+            loads[gpu.uuid] = read_load(gpu.uuid, handle)
+            polled[gpu.uuid] = read_health(gpu.uuid, handle)
+            processes[gpu.uuid] = read_gpu_processes(gpu.uuid, handle)
+
         lost: set[str] = set()
-        for gpu in inventory.gpus:
+        for uuid, answer in self.nvml.of_each(inventory.gpus, read).items():
             try:
-                handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
-                loads[gpu.uuid] = read_load(gpu.uuid, handle)
-                polled[gpu.uuid] = read_health(gpu.uuid, handle)
-                processes[gpu.uuid] = read_gpu_processes(gpu.uuid, handle)
+                answer.result()
             except DeviceLostError:
-                lost.add(gpu.uuid)
+                lost.add(uuid)
             except NvmlUnavailableError:
                 raise
             except DraDriverError:
                 continue
+        # Copies, since a call that hangs may return at any moment.
+        loads, polled, processes = dict(loads), dict(polled), dict(processes)
+        inventory = replace(inventory, gpus=tuple(cut.get(gpu.uuid, gpu) for gpu in inventory.gpus))
         self._is_open = None not in self.nvml.nvml_fingerprint()
         pids = {process.pid for listed in processes.values() for process in listed}
         pods = {pid: uid for pid in pids if (uid := pod_uid(self.paths.proc, pid)) is not None}

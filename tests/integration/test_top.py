@@ -8,7 +8,8 @@ import pty
 import signal
 import termios
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,11 +29,13 @@ from dra_driver.files.file_lock import UseMark
 from dra_driver.health.store import KeptHealth, encode
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.gpu import Gpu
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import DriverVersions, Inventory
 from dra_driver.model.problems import NodeProblem, ProblemCode, ShownProblem
 from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.nvml import gpu_walk
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.observability.http import HttpEndpoint, json_page
 from dra_driver.observability.problems_file import Reported
@@ -399,6 +402,27 @@ def test_health_of_a_gpu_that_answers_nothing_is_unknown_and_its_reasons_are_not
     assert [(entry.reason, entry.is_over) for entry in view.health] == [("xid 95", False)]
 
 
+@pytest.mark.parametrize("function", ["nvmlDeviceGetTemperature*", "nvmlDeviceGetP2PStatus"])
+def test_gpu_that_hangs_hides_no_other(
+    machine: Machine,
+    look_at: Callable[[Any], NodeSnapshot],
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+) -> None:
+    monkeypatch.setattr(gpu_walk, "ANSWERS_WITHIN_S", 0.5)
+    silent = machine.describe()[1]["uuid"]
+    machine.set_fault(function, delay_s=60, gpu=1)
+    look = look_at(NvmlReader(lambda: nvml_library(machine)))
+    for _ in range(2):
+        view = look.view(20)
+        assert nvml_problems(view) == []
+        assert [(gpu.health, gpu.load is None) for gpu in view.gpus if gpu.uuid != silent] == [
+            ("ok", False)
+        ] * 3
+        assert [gpu.health for gpu in view.gpus if gpu.uuid == silent] == ["unknown"]
+    machine.clear_faults()
+
+
 def test_a_gpu_that_nvml_does_not_show_is_lost_when_the_nvidia_driver_is_bound_to_it(
     machine: Machine, memory_path: Path
 ) -> None:
@@ -509,6 +533,10 @@ class OddNvml:
 
     def read_inventory(self) -> Inventory:
         return Inventory(DriverVersions("580.95.05", (13, 0)))
+
+    def of_each(self, gpus: Sequence[Gpu], read: Callable[[Gpu], object]) -> Mapping[str, Future[object]]:
+        assert not gpus
+        return {}
 
 
 def test_nvml_that_hangs_is_not_waited_for(look_at: Callable[[Any], NodeSnapshot]) -> None:
