@@ -61,9 +61,12 @@ class Node(PlaygroundNode):
         return driver
 
     def running(self, devices: int = 8, **changes: Any) -> Self:
-        """The node with a driver that has published so many devices."""
-        self.start_driver(**changes)
+        """The node with a driver that has published so many devices, and has registered the events of every GPU."""
+        driver = self.start_driver(**changes)
         self.wait_devices(devices)
+        inventory = driver.discovery.latest()
+        if inventory is not None and inventory.gpus:
+            eventually(lambda: has_registered_events(driver))
         return self
 
     def restart_driver(self, **changes: Any) -> Driver:
@@ -185,6 +188,14 @@ def poll_all(driver: Driver) -> None:
         poller.poll_soon()
 
 
+def has_registered_events(driver: Driver) -> bool:
+    """Whether it was tried for every GPU: some do not support it."""
+    monitor = driver.health.monitor
+    newest = monitor.source.set_number()
+    numbers = {poller._set_number for poller in monitor.pollers.values()}
+    return newest is not None and numbers == {newest}
+
+
 def heard(driver: Driver) -> int:
     """Of how many GPUs the events reach the plugin."""
     monitor = driver.health.monitor
@@ -221,7 +232,4 @@ def make_node(directory_of_nodes: Path | None) -> Iterator[Callable[..., Node]]:
 @pytest.fixture
 def node(make_node: Callable[..., Node]) -> Node:
     """A DGX H100 with its eight devices published."""
-    made = make_node()
-    made.start_driver()
-    made.wait_devices(8)
-    return made
+    return make_node().running()
