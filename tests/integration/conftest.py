@@ -92,6 +92,15 @@ class Node(PlaygroundNode):
         self._processes.append(process)
         return process
 
+    @property
+    def flags(self) -> list[str]:
+        """With which a command finds the node's machine and the plugin's files."""
+        settings = self.settings
+        return [
+            "--simulate", str(settings.simulate), "--simulator-dir", str(settings.simulator_dir),
+            "--kubelet-plugins-directory-path", settings.kubelet_plugins_directory_path,
+        ]  # fmt: skip
+
     def stop(self) -> None:
         for process in self._processes:
             process.kill()

@@ -50,9 +50,7 @@ def doctor_options(node: Node) -> list[str]:
     settings = node.settings
     return [
         "--node-name", NODE, "--kubeconfig", str(settings.kubeconfig), "--cdi-root", settings.cdi_root,
-        "--simulate", str(settings.simulate), "--simulator-dir", str(settings.simulator_dir),
-        "--kubelet-registrar-directory-path", settings.kubelet_registrar_directory_path,
-        "--kubelet-plugins-directory-path", settings.kubelet_plugins_directory_path,
+        "--kubelet-registrar-directory-path", settings.kubelet_registrar_directory_path, *node.flags,
     ]  # fmt: skip
 
 

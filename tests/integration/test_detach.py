@@ -21,15 +21,7 @@ from tests.integration.test_sharing import parameters
 
 @pytest.fixture
 def detach(node: Node) -> Callable[..., subprocess.CompletedProcess[str]]:
-    settings = node.settings
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return call(
-            "detach", *words, "--simulate", str(settings.simulate), "--simulator-dir", str(settings.simulator_dir),
-            "--kubelet-plugins-directory-path", settings.kubelet_plugins_directory_path,
-        )  # fmt: skip
-
-    return run
+    return lambda *words: call("detach", *words, *node.flags)
 
 
 def reset(node: Node, gpu: str) -> subprocess.CompletedProcess[str]:
@@ -43,13 +35,13 @@ def test_a_gpu_is_reset_while_the_driver_is_detached(node: Node, detach: Callabl
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("no instance of gpu-dra-driver has NVML open; none opens it before 2")
     assert reset(node, "3").returncode == 0
-    where = ["--simulate", str(node.settings.simulate), "--simulator-dir", str(node.settings.simulator_dir)]
-    where += ["--kubelet-plugins-directory-path", node.settings.kubelet_plugins_directory_path]
-    shown = call("inspect", *where)
+    shown = call("inspect", *node.flags)
     assert (shown.returncode, "NVML is closed until" in shown.stderr) == (1, True), (
         "it must not open NVML now"
     )
-    checks = {one["check"]: one for one in json.loads(call("doctor", "-o", "json", *where).stdout)["checks"]}
+    checks = {
+        one["check"]: one for one in json.loads(call("doctor", "-o", "json", *node.flags).stdout)["checks"]
+    }
     assert checks["NVML"]["status"] == "WARN"
     assert "detach --end" in checks["NVML"]["remedy"]
     eventually(lambda: node.devices() == [])

@@ -22,11 +22,7 @@ Json = dict[str, Any]
 
 
 def options(node: Node) -> list[str]:
-    return [
-        "--simulate", str(node.settings.simulate), "--simulator-dir", str(node.settings.simulator_dir),
-        "--node-name", node.settings.node_name,
-        "--kubelet-plugins-directory-path", node.settings.kubelet_plugins_directory_path,
-    ]  # fmt: skip
+    return [*node.flags, "--node-name", node.settings.node_name]
 
 
 def printed(*arguments: str) -> list[Json]:

@@ -18,15 +18,7 @@ Serviced = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def serviced(node: Node) -> Serviced:
-    settings = node.settings
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return call(
-            "serviced", *words, "--simulate", str(settings.simulate), "--simulator-dir", str(settings.simulator_dir),
-            "--kubelet-plugins-directory-path", settings.kubelet_plugins_directory_path,
-        )  # fmt: skip
-
-    return run
+    return lambda *words: call("serviced", *words, *node.flags)
 
 
 def is_kept(node: Node, xid: int) -> bool:

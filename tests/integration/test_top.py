@@ -58,11 +58,7 @@ START = int(NOW.timestamp())
 
 
 def options(node: Node) -> list[str]:
-    return [
-        "--simulate", str(node.settings.simulate), "--simulator-dir", str(node.settings.simulator_dir),
-        "--cdi-root", node.settings.cdi_root, "--node-name", "node-a",
-        "--kubelet-plugins-directory-path", node.settings.kubelet_plugins_directory_path,
-    ]  # fmt: skip
+    return [*node.flags, "--cdi-root", node.settings.cdi_root, "--node-name", "node-a"]
 
 
 def test_top_of_a_driver_at_work(node: Node) -> None:
