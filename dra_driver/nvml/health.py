@@ -25,7 +25,7 @@ _SLOWDOWNS = {0x40: "thermal", 0x80: "power"}
 _ANY_SLOWDOWN = 0x8
 _IDLE = 0x1
 _TRUE, _FALSE = 1, 2
-_FLAG_MASK = _UNDEFINED = 0b11
+_FLAG_MASK = _UNDEFINED = 0b11  # 0 is "not supported"
 # Shift, the value that is a fault, what it means, and how bad that is.
 _FABRIC_FLAGS: tuple[tuple[int, int, str, FabricState], ...] = (
     (0, _TRUE, "its bandwidth is reduced", "limited"),
@@ -230,11 +230,14 @@ def _fabric(info: Any) -> tuple[FabricState | None, str]:
         case UnreadyFabric():
             return "pending", f"NVML gives its state as {int(info.state)}, which is not known"
     mask = int(getattr(info, "healthMask", 0))
-    faults = [
-        (state, text)
-        for shift, bad, text, state in _FABRIC_FLAGS
-        if mask >> shift & _FLAG_MASK in (bad, _UNDEFINED)
-    ]
+    faults: list[tuple[FabricState, str]] = []
+    for shift, bad, text, state in _FABRIC_FLAGS:
+        value = mask >> shift & _FLAG_MASK
+        if value == bad:
+            faults.append((state, text))
+        elif value == _UNDEFINED:
+            bits = f"bits {shift} and {shift + 1} of its health mask"
+            faults.append(("limited", f"NVML gives {bits} as {value}, which is not known"))
     configuration = mask >> _CONFIGURATION_SHIFT & _CONFIGURATION_MASK
     if configuration > _CONFIGURATION_CORRECT:
         unknown = f"NVML gives its configuration as {configuration}, which is not known"

@@ -199,7 +199,13 @@ def test_gpu_without_any_of_the_live_queries_answers_by_its_temperature(node, co
         (2 << 12, "broken", "no partition is assigned to it"),
         (2 << 14, "limited", "its fabric manager is disconnected"),
         (1 << 12 | 1 << 14, "ready", ""),
-        (3 << 4, "broken", "a route is unhealthy"),
+        (3 << 4, "limited", "NVML gives bits 4 and 5 of its health mask as 3, which is not known"),
+        (
+            3 << 4 | 2 << 12,
+            "broken",
+            "NVML gives bits 4 and 5 of its health mask as 3, which is not known, no partition is "
+            "assigned to it",
+        ),
     ],
 )
 def test_partition_and_manager_of_the_fabric_are_judged(node, mask, state, text):
