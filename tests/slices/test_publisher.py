@@ -14,12 +14,14 @@ from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.slices import api_support, refusals
 from dra_driver.slices import publisher as module
 from dra_driver.slices.api_support import Support
+from dra_driver.slices.refusals import RefusedSlices
 from dra_driver.slices.rules import pacing
 from dra_driver.slices.rules.build import Pool, SliceContent, Taints, untainted
 from dra_driver.slices.rules.diff import Owner
 from dra_driver.slices.rules.dropped_fields import SHARES_GATE, TAINTS_GATE
 from dra_driver.slices.rules.pacing import WritePacing
 from dra_driver.slices.rules.stand_ins import with_stand_ins
+from tests.fakes.clock import Clock
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, h100, inventory
 from tests.fakes.slices import FakeSlices, Heard, publisher_of, support_of
 from tests.fakes.waiting import eventually
@@ -763,6 +765,19 @@ def test_a_refused_slice_costs_no_other_its_place_and_is_tried_again(refusing: B
     eventually(lambda: refusing.publisher.problem is None)
     assert slices.by_index() == [(1, 64), (1, 64), (1, 2)]
     assert refusing.publisher.wait_published(20)
+
+
+@pytest.mark.parametrize(("status", "longest_s"), [(403, 30), (422, 300)])
+def test_refused_slice_waits_no_longer_than_its_status_allows(status: int, longest_s: float) -> None:
+    """A missing permission is mended without a change of the slice."""
+    clock = Clock()
+    slices, content = RefusedSlices(clock), SliceContent(())
+    waits = []
+    for _ in range(12):
+        assert slices.refused(0, content, content, None, ApiRejectedError("no", status=status))
+        waits.append(slices.due - clock())
+        clock.pause(waits[-1])
+    assert (waits[:3], max(waits)) == ([1, 2, 4], longest_s)
 
 
 def test_devices_are_not_published_without_the_counters_that_they_consume(
