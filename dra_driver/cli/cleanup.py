@@ -1,4 +1,4 @@
-"""`gpu-dra-driver cleanup`: the cleanup that is pending after claims ended, and another try."""
+"""`gpu-dra-driver cleanup`: the pending cleanup of claims, and another try."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ EXAMPLES = ("", "--now")
 
 
 def cleanup(given: Namespace) -> int:
-    """Cleanup is pending where something could not be undone when its claim ended, for example because nvidia-smi was
-    broken. gpu-dra-driver tries again by itself. `--now` tries at once, also while gpu-dra-driver does not run.
-    Exit code 0: no cleanup is pending, 1: something is left.
+    """Cleanup is pending where an Unprepare or a failed Prepare could not undo something, for example because
+    nvidia-smi was broken. gpu-dra-driver tries again by itself. `--now` tries at once, also while gpu-dra-driver does
+    not run. Exit code 0: no cleanup is pending, 1: something is left.
     """
     from dra_driver.app.commands.node import pending_cleanup
     from dra_driver.diagnostics.rules.prepared_claims import shown

@@ -53,7 +53,7 @@ _SUMMARIES = {
     "device-classes": "Print a DeviceClass for each MIG profile.",
     "doctor": "Check this node and its GPUs, and say what to do.",
     "claims": "Print the claims that are prepared on this node.",
-    "cleanup": "Print the cleanup that is pending after claims ended.",
+    "cleanup": "Print the pending cleanup of claims.",
     "detach": "Close NVML on this node for some minutes.",
     "serviced": "Say that a GPU was reset or replaced.",
     "top": "Show this node live: GPUs, claims, health.",

@@ -75,8 +75,8 @@ class NodeEvents:
         return self._report(MEMORY_UNCLAIMED, unclaimed_text(f"GPU {gpu_uuid}", process), warning=True)
 
     def cleanup_pending(self, cleanup: PendingCleanup) -> None:
-        """A claim has ended, and something could not be undone. The instance that ended it reports it, also if another
-        one speaks for the node."""
+        """Something of a claim could not be undone. The instance that tried reports it, also if another one speaks for
+        the node."""
         self.recorder.node_event(DEBT_OWED, cleanup.text, warning=True)
 
     def cleanup_done(self, cleanup: PendingCleanup) -> None:

@@ -101,6 +101,18 @@ def test_runbooks_name_commands_events_and_log_entries_that_exist() -> None:
     assert [word for word in words if not re.search(rf'"{word}', source)] == []
 
 
+def test_pending_cleanup_is_not_said_to_come_from_ended_claims_alone() -> None:
+    """A Prepare that fails leaves cleanup too, and its claim has not ended."""
+    shown = [json.dumps(ALERTS["GpuDraDebts"]), json.dumps(BOARD)]
+    shown += [
+        line
+        for page in ("docs/log-events.md", "docs/troubleshooting.md", "docs/metrics.md", "docs/commands.md")
+        for line in (ROOT / page).read_text().splitlines()
+        if re.search("undone|cleanup|debt", line)
+    ]
+    assert [text for text in shown if re.search(r"ended claim|claims? (that |has |have )*ended", text)] == []
+
+
 def test_every_metric_of_the_driver_that_calls_for_action_is_in_an_alert() -> None:
     text = "\n".join(rule["expr"] for rule in ALERTS.values())
     for name in (

@@ -85,8 +85,8 @@ def _running_steps(state: NodeState, uses: Iterable[LockUse]) -> Mapping[str, Ru
 
 
 def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingCleanup], Sequence[str]]:
-    """What is to be undone for claims that have ended, and what could not be read of it. With `now` everything is tried
-    first. Raises: StateError if that needs rights that this process does not have."""
+    """The pending cleanups, and what could not be read of them. With `now` everything is tried first. Raises:
+    StateError if that needs rights that this process does not have."""
     machine, directory = CommandMachine(settings), settings.plugin_directory
     state = machine.state()
     if not now or not state.cleanups:

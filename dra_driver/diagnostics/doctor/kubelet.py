@@ -116,7 +116,7 @@ class KubeletChecks:
         return ok(counted(len(state.records), "prepared claim"))
 
     def cleanup(self) -> Finding:
-        """Is cleanup pending after claims that ended?"""
+        """Is cleanup pending?"""
         found = self.node_state().cleanups
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -38,7 +38,7 @@ class NodeState:
 
     @property
     def known_records(self) -> list[ClaimRecord]:
-        """Of claims, and of ended claims whose cleanup is pending."""
+        """Of claims, and of those whose cleanup is pending."""
         return [*self.records, *(one.record for one in self.cleanups)]
 
     def instance_ids(self, inventory: Inventory) -> Mapping[str, tuple[str, int, int]]:

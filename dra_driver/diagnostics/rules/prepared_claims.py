@@ -51,7 +51,7 @@ class PreparedClaim:
 
 @dataclass(frozen=True, slots=True)
 class ClaimCleanup:
-    """What is to be undone for a claim that has ended; `since` is in seconds since 1970."""
+    """What an Unprepare or a failed Prepare could not undo yet; `since` is in seconds since 1970."""
 
     namespace: str
     name: str
@@ -72,8 +72,8 @@ class RunningStep:
 
 @dataclass(frozen=True, slots=True)
 class NodeClaims:
-    """All claims with a record, oldest first, a sentence for each problem, what is pending of claims that have ended,
-    the claims whose Prepare or Unprepare fails, and what is being done now for claims, by their UIDs."""
+    """All claims with a record, oldest first, a sentence for each problem, the pending cleanups, the claims whose
+    Prepare or Unprepare fails, and what is being done now for claims, by their UIDs."""
 
     claims: tuple[PreparedClaim, ...]
     problems: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ def _busy(load: GpuLoad) -> float | None:
 
 _GAUGES: Mapping[str, tuple[str, ...]] = {
     "claims_failing": ("Claims whose last Prepare or Unprepare failed.",),
-    "debts": ("Pending cleanup: what is still to be undone for claims that have ended.", "kind"),
+    "debts": ("Pending cleanup: what an Unprepare or a failed Prepare could not undo yet.", "kind"),
     "devices": ("Devices on offer; `possible_mig` are those that are made when a claim needs them.",
                 "device_type", "health"),
     "discovery_faults": ("What discovery could not read: GPUs or single attributes of them.",),
@@ -203,7 +203,7 @@ class Views:
         self._add("mig_layout", read)
 
     def cleanups(self, cleanups: Callable[[], Iterable[PendingCleanup]]) -> None:
-        """What is still to be undone for claims that have ended."""
+        """What an Unprepare or a failed Prepare could not undo yet."""
 
         def kinds() -> Iterator[str]:
             return (kind_of(step) for one in cleanups() for step in one.steps)
