@@ -51,6 +51,10 @@ class VfioModules:
         """Whether the module can be loaded, as far as the kernel's lists of modules tell."""
         return module in self._named("modules.dep") or module in self._named("modules.builtin")
 
+    def is_there(self, module: str) -> bool:
+        """Whether the module is loaded or can be loaded."""
+        return (self._sys / "module" / module).is_dir() or self.is_installed(module)
+
     def _aliases(self) -> tuple[tuple[str, str], ...]:
         path = self._list("modules.alias")
         return () if path is None else _vfio_aliases(path, stamp_or_none(path))

@@ -7,6 +7,7 @@ own, which is left behind at the limit: `NotAnsweredError.answer` is there when 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,10 @@ _KINDS = {
 _BARS = 6
 _MEMORY_TYPE, _64_BIT = 0x6, 0x4
 _POLL_S = 0.02
+_CONTAINER_MODULE = "vfio_iommu_type1"
+_CHECK_EXTENSION = 0x3B65
+"""The request VFIO_CHECK_EXTENSION of linux/vfio.h."""
+_TYPE1_IOMMU, _TYPE1V2_IOMMU = 1, 3
 _NO_IOMMU = (
     "the kernel has no IOMMU for it; switch the IOMMU on in the firmware, and on Intel processors by intel_iommu=on on "
     "the kernel's command line"
@@ -60,6 +65,10 @@ class PciControl(Protocol):
     def load_module(self, module: str, timeout_s: float) -> None:
         """Load a kernel module with what it needs. Raises: OSError, TimeoutError; RetryableError with what modprobe
         says."""
+
+    def maps_memory(self) -> bool:
+        """Whether the kernel can map the memory of a virtual machine for the functions of an IOMMU group. Raises:
+        OSError if the node of vfio cannot be opened."""
 
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
         """Name and process of each program that has one of these nodes of the host's /dev open; None if that cannot be
@@ -87,6 +96,16 @@ class HostPciControl:
         code, said = run_program(command, path, timeout_s=timeout_s, lane=f"modprobe {module}")
         if code:
             raise RetryableError(f"modprobe says {' '.join(said.split())!r} ({exit_text(code)})")
+
+    def maps_memory(self) -> bool:
+        """As `PciControl`. A kernel without the module answers 0."""
+        file = os.open(CONTAINER_NODE, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return any(
+                fcntl.ioctl(file, _CHECK_EXTENSION, kind) > 0 for kind in (_TYPE1V2_IOMMU, _TYPE1_IOMMU)
+            )
+        finally:
+            os.close(file)
 
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
         """As `PciControl`."""
@@ -175,18 +194,44 @@ class VfioCards(Sysfs):
         Raises: RetryableError."""
         module = self._module(bus_id)
         if not self._modules.has_driver(self._modules.driver_of(module)):
-            action = f"load the kernel module {module} for PCI function {bus_id}"
-            try:
-                self._control.load_module(module, wait_s)
-            except (OSError, TimeoutError, RetryableError) as error:
-                reason = getattr(error, "strerror", None) or str(error)
-                raise RetryableError(f"{action}: {reason}; run `modprobe {module}` on the node") from error
+            self._load(module, f"PCI function {bus_id}", wait_s)
         driver = self._modules.driver_of(module)
         if not self._modules.has_driver(driver):
             raise RetryableError(
                 f"the kernel module {module} is loaded and has no driver {driver}; see the kernel log"
             )
         return driver
+
+    def ready_container(self, wait_s: float) -> None:
+        """Have the kernel able to map a virtual machine's memory by the node of an IOMMU group, which needs a module of
+        its own; iommufd does not.
+
+        Raises: RetryableError."""
+        if self._maps_memory():
+            return
+        self._load(_CONTAINER_MODULE, "the memory of virtual machines", wait_s)
+        if not self._maps_memory():
+            raise RetryableError(
+                f"the kernel module {_CONTAINER_MODULE} is loaded and maps no memory of virtual machines; see the "
+                "kernel log for vfio"
+            )
+
+    def _maps_memory(self) -> bool:
+        try:
+            return self._control.maps_memory()
+        except OSError as error:
+            raise RetryableError(
+                f"open {CONTAINER_NODE}: {error.strerror}; see the kernel log for vfio"
+            ) from error
+
+    def _load(self, module: str, purpose: str, wait_s: float) -> None:
+        try:
+            self._control.load_module(module, wait_s)
+        except (OSError, TimeoutError, RetryableError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise RetryableError(
+                f"load the kernel module {module} for {purpose}: {reason}; run `modprobe {module}` on the node"
+            ) from error
 
     def override(self, bus_id: str, driver: str | None, wait_s: float) -> None:
         """Have only this driver take the function from now on; None: any that fits. Raises: as `unbind`."""
@@ -308,7 +353,9 @@ class VfioCards(Sysfs):
         if card.driver not in (None, NVIDIA) and not card.is_bound:
             yield f"the kernel driver {card.driver} has it; unbind it from that"
         if not self._modules.has_driver(card.vfio_driver) and not self._modules.is_installed(module):
-            yield f"the kernel module {module} is not loaded and not installed; run `modprobe {module}` on the node"
+            yield _missing(module)
+        if not card.has_iommufd and not self._modules.is_there(_CONTAINER_MODULE):
+            yield _missing(_CONTAINER_MODULE)
 
     def _module(self, bus_id: str) -> str:
         return self._modules.best_for(self._text(bus_id, "modalias"))
@@ -318,6 +365,10 @@ class VfioCards(Sysfs):
         with suppress(ValueError):
             return int(self._text(bus_id, "class"), 16) >> 8
         return 0
+
+
+def _missing(module: str) -> str:
+    return f"the kernel module {module} is not loaded and not installed; run `modprobe {module}` on the node"
 
 
 def _addressable(resource: str) -> int | None:

@@ -93,7 +93,7 @@ class VfioSteps:
         assert isinstance(step, BindVfio)  # noqa: S101  the dispatcher's contract
         try:
             with self._meeting(plan) as met:
-                self._bind(step, plan.claim.ref.uid, met)
+                self._bind(step, plan, met)
         except Exception as error:
             is_clean = self._take_back(step)
             if isinstance(error, DraDriverError):
@@ -130,8 +130,8 @@ class VfioSteps:
 
     # --- to vfio -------------------------------------------------------------------------------
 
-    def _bind(self, step: BindVfio, claim_uid: str, met: Callable[[], None]) -> None:
-        card, entry = self._card(step), self.ledger.get(step.device)
+    def _bind(self, step: BindVfio, plan: Plan, met: Callable[[], None]) -> None:
+        card, entry, claim_uid = self._card(step), self.ledger.get(step.device), plan.claim.ref.uid
         now = self._drivers(card)
         if are_bound(now, _vfio(step, card)):
             # Without an entry an administrator did it since the claim was planned, and it stays.
@@ -140,6 +140,9 @@ class VfioSteps:
             return
         self._refuse(step, card)
         driver = self.cards.ready_driver(step.pci_bus_id, seconds_for("load a module", _MODULE_S))
+        if not (card.has_iommufd and _prefers_iommufd(step, plan)):
+            # The CDI spec looks too, and would be too late: NVML would have been closed for nothing.
+            self.cards.ready_container(seconds_for("load a module", _MODULE_S))
         self._made_ready(step, now, entry, claim_uid)
         met()
         with self.pause(waits_for_nvml):
@@ -361,6 +364,10 @@ class VfioSteps:
 def waits_for_nvml() -> float:
     """How many seconds an operation waits for NVML. Raises: RetryableError where the call has no time left."""
     return seconds_for("wait for NVML", _NVML_S)
+
+
+def _prefers_iommufd(step: BindVfio, plan: Plan) -> bool:
+    return any(one.prefers_iommufd for one in plan.devices if one.result.device == step.device)
 
 
 def _vfio(step: BindVfio, card: Card) -> tuple[str, ...]:

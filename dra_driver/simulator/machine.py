@@ -208,13 +208,11 @@ class Machine(MachineBase):
         """What the kernel has for virtual machines: `iommu`, `iommufd`, `vfio_modules` that are installed,
         `vfio_loaded`."""
         with self._change() as state:
-            unknown = {
-                *facts.get("vfio_modules", []),
-                *facts.get("vfio_loaded", []),
-            } - pci.VFIO_DRIVERS.keys()
+            known = (*pci.VFIO_DRIVERS, pci.MAPS_MEMORY)
+            unknown = {*facts.get("vfio_modules", []), *facts.get("vfio_loaded", [])}.difference(known)
             if unknown:
                 raise InvalidConfigError(
-                    f"there are no modules {', '.join(sorted(unknown))}; choose of {', '.join(pci.VFIO_DRIVERS)}"
+                    f"there are no modules {', '.join(sorted(unknown))}; choose of {', '.join(known)}"
                 )
             state.system |= facts
 

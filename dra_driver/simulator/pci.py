@@ -11,6 +11,9 @@ from dra_driver.simulator.state import NVIDIA, Function, Gpu, State
 
 VFIO_DRIVERS = {"vfio_pci": "vfio-pci", "nvgrace_gpu_vfio_pci": "nvgrace-gpu-vfio-pci"}
 """The driver in each module."""
+MAPS_MEMORY = "vfio_iommu_type1"
+"""The module without which no virtual machine can map its memory by the node of an IOMMU group. Nothing loads it by
+itself."""
 _BY_CLASS = {0x0403: "snd_hda_intel", 0x0C03: "xhci_hcd"}
 _FIRST_GROUP, _FIRST_OTHER_GROUP = 20, 60
 
@@ -42,7 +45,8 @@ def gpu_of(state: State, bus_id: str) -> Gpu | None:
 
 def drivers(state: State) -> set[str]:
     """The PCI drivers that the kernel has now."""
-    loaded = {VFIO_DRIVERS[module] for module in state.system.get("vfio_loaded", [])}
+    modules = state.system.get("vfio_loaded", [])
+    loaded = {name for module, name in VFIO_DRIVERS.items() if module in modules}
     others = {item.boot_driver for item in state.functions if item.boot_driver}
     found = loaded | others | {NVIDIA, *_BY_CLASS.values()}
     return {name for name in found if state.driver_loaded or not name.startswith(NVIDIA)}
@@ -61,7 +65,7 @@ def after_boot(state: State) -> None:
     state.system["vfio_loaded"] = [
         module
         for module in state.system.get("vfio_modules", [])
-        if VFIO_DRIVERS[module] in wanted or module in state.system.get("vfio_loaded", [])
+        if VFIO_DRIVERS.get(module) in wanted or module in state.system.get("vfio_loaded", [])
     ]
     for item in everything:
         come_up(state, item)

@@ -56,6 +56,10 @@ class SimulatedPciControl:
             directory = f"/lib/modules/{self._machine.current().system['kernel']}"
             raise RetryableError(f"modprobe says 'FATAL: Module {module} not found in directory {directory}'")
 
+    def maps_memory(self) -> bool:
+        """As the kernel answers VFIO_CHECK_EXTENSION."""
+        return pci.MAPS_MEMORY in self._machine.current().system.get("vfio_loaded", [])
+
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
         """Name and process of each program that has one of these nodes open: NVML opens those of all GPUs. With
         `others_only` without nvidia-persistenced and processes of this program."""

@@ -67,6 +67,9 @@ class NoControl:
     def load_module(self, module: str, timeout_s: float) -> None:
         raise AssertionError(module)
 
+    def maps_memory(self) -> bool:
+        return True
+
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
         raise AssertionError(nodes)
 

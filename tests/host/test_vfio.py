@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,10 @@ PROBLEMS: dict[str, tuple[Callable[[Machine], None], str]] = {
     "audio of another card": (_beside(0x040300), SHARES.format("a function of class 0x0403")),
     "NVSwitch": (_beside(0x068000), SHARES.format("a function of class 0x0680")),
     "SR-IOV": (lambda machine: machine.set_virtual_functions(0, 2), "it has 2 virtual functions (SR-IOV); remove them"),
+    "no module that maps memory": (
+        lambda machine: machine.set_vfio(vfio_modules=["vfio_pci"]),
+        "the kernel module vfio_iommu_type1 is not loaded and not installed; run `modprobe vfio_iommu_type1` on",
+    ),
     "no module": (
         lambda machine: machine.set_vfio(vfio_modules=[]),
         "the kernel module vfio_pci is not loaded and not installed; run `modprobe vfio_pci` on the node",
@@ -133,6 +138,14 @@ def test_looks_wait_for_no_change_of_drivers(node: Node) -> None:
     assert bounded("look at the cards", lambda: node.card.problem, WAIT_S) is None
     node.machine.set_virtual_functions(0, 2)
     assert node.card.problem is not None
+
+
+@pytest.mark.parametrize("facts", [{"iommufd": True}, {"vfio_loaded": ["vfio_iommu_type1"]}], ids=str)
+def test_card_without_an_installed_module_that_maps_memory_is_offered_where_it_is_not_needed(
+    node: Node, facts: dict[str, Any]
+) -> None:
+    node.machine.set_vfio(vfio_modules=["vfio_pci"], **facts)
+    assert node.card.problem is None
 
 
 @pytest.mark.parametrize("pci_class", [0x060400, 0x060000])

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
+from dra_driver.api.config import GROUP_VERSION
 from dra_driver.errors import DeviceBusyError
-from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
+from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
 from dra_driver.model.plan import Plan
 from dra_driver.model.steps import BindVfio
 from dra_driver.simulator import SimulatedPciControl
 from tests.fakes.kindnode import FOR_MACHINES, KindNode, Site
 from tests.fakes.preparing import in_threads
-from tests.fakes.samples import claim
+from tests.fakes.samples import DRIVER, claim
 
 HURRY_S = 3.0
 
@@ -341,6 +342,47 @@ def test_modprobe_that_fails_says_what_to_do(node: KindNode, site: Site) -> None
     site.machine.set_fault("modprobe", code="EPERM")
     refused(node.prepare(wanted(site)), "run `modprobe vfio_pci` on the node")
     assert node.state() == untouched
+
+
+LACKING = {
+    "EPERM": "load the kernel module vfio_iommu_type1 for the memory of virtual machines: modprobe says ",
+    "no-effect": "the kernel module vfio_iommu_type1 is loaded and maps no memory of virtual machines; see the kernel",
+}
+
+
+@pytest.mark.parametrize("code", LACKING)
+def test_claim_by_group_without_the_module_that_maps_memory_is_refused_before_nvml_is_closed(
+    node: KindNode, site: Site, code: str
+) -> None:
+    """The virtual machine would get ENODEV when it sets its IOMMU."""
+    site.machine.set_vfio(vfio_loaded=["vfio_pci"])
+    untouched, pauses = node.state(), site.simulated.session.pauses
+    site.machine.set_fault("modprobe", code=code)
+    refused(in_a_hurry(node, wanted(site)), LACKING[code])
+    assert (node.state(), site.simulated.session.pauses) == (untouched, pauses)
+    site.machine.clear_faults()
+    assert isinstance(node.prepare(wanted(site)), Prepared)
+
+
+def test_module_that_maps_memory_is_loaded_also_for_a_card_that_is_bound(node: KindNode, site: Site) -> None:
+    node.prepare(wanted(site))
+    site.machine.set_vfio(vfio_loaded=["vfio_pci"])
+    assert isinstance(node.prepare(wanted(site)), Prepared)
+    assert "vfio_iommu_type1" in site.machine.current().system["vfio_loaded"]
+
+
+def test_claim_by_iommufd_needs_no_module_that_maps_memory(node: KindNode, site: Site) -> None:
+    site.machine.set_vfio(iommufd=True, vfio_modules=["vfio_pci"])
+    parameters = {
+        "apiVersion": GROUP_VERSION,
+        "kind": "VfioDeviceConfig",
+        "iommu": {"backendPolicy": "PreferIommuFD"},
+    }
+    by_iommufd = claim(wanted(site).results[0], configs=(DeviceConfig("FromClaim", (), DRIVER, parameters),))
+    assert isinstance(node.prepare(by_iommufd), Prepared)
+    assert site.machine.current().system["vfio_loaded"] == ["vfio_pci"]
+    assert node.unprepare(by_iommufd) is None
+    refused(node.prepare(wanted(site)), "run `modprobe vfio_iommu_type1` on the node")
 
 
 def test_card_waits_until_the_nvidia_driver_is_back(node: KindNode, site: Site) -> None:

@@ -73,7 +73,10 @@ def _modules(state: State) -> Entries:
         aliases += [
             f"alias vfio_pci:v000010DEd{number:08X}sv*sd*bc*sc*i* {_GRACE_MODULE}" for number in _GRACE_GPUS
         ]
-    files = [f"kernel/drivers/vfio/pci/{pci.VFIO_DRIVERS[module]}.ko.zst" for module in installed]
+    files = [
+        f"kernel/drivers/vfio/{f'pci/{pci.VFIO_DRIVERS[module]}' if module in pci.VFIO_DRIVERS else module}.ko.zst"
+        for module in installed
+    ]
     entries: Entries = {
         f"{directory}/modules.alias": Text("\n".join(aliases) + "\n"),
         f"{directory}/modules.dep": Text(
@@ -81,8 +84,11 @@ def _modules(state: State) -> Entries:
         ),
     }
     for module in state.system.get("vfio_loaded", []):
-        driver = pci.VFIO_DRIVERS[module]
-        entries[f"sys/module/{module}/drivers/pci:{driver}"] = Link(f"../../../bus/pci/drivers/{driver}")
+        driver = pci.VFIO_DRIVERS.get(module)
+        if driver is None:
+            entries[f"sys/module/{module}/parameters"] = Directory()
+        else:
+            entries[f"sys/module/{module}/drivers/pci:{driver}"] = Link(f"../../../bus/pci/drivers/{driver}")
     return entries
 
 
