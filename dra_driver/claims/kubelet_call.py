@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import structlog
 
 from dra_driver.errors import DraDriverError, RetryableError
-from dra_driver.model.claim import ClaimRef, Failed
+from dra_driver.model.claim import ClaimRef, Failed, ReportedDevice
 from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)
@@ -83,6 +83,9 @@ class Observer(Protocol):
 
     def recovered(self, ref: ClaimRef, why: str) -> None:
         """The driver unprepared a stale claim, for which the kubelet would not have called."""
+
+    def seen(self, ref: ClaimRef, reported: frozenset[ReportedDevice]) -> None:
+        """The reconciler has read a claim that is not stale, and its status names these devices."""
 
     def still_in_use(self, ref: ClaimRef, text: str) -> None:
         """A stale claim keeps its devices. `text` continues a sentence that begins with the claim: why it is stale,

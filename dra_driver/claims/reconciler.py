@@ -261,6 +261,8 @@ class Reconciler(BackgroundWorker):
             return _Stale(record, found.why, looked_ns, self.clock())
         if now is not None and now.uid == record.ref.uid:
             self.recorded.keep(record, now.pods, looked_ns)
+            if now.reported is not None:
+                self.observer.seen(record.ref, now.reported)
         return None
 
     def _take_back(self, stale: Sequence[_Stale]) -> bool:

@@ -106,6 +106,7 @@ def parse_claim_now(obj: dict[str, Any], ref: ClaimRef) -> ClaimNow:
             bool(status.get("reservedFor")),
             allocated,
             reserved_pods(obj),
+            reported_devices(status.get("devices")),
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ApiUnavailableError(

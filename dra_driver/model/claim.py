@@ -125,7 +125,8 @@ class AllocatedClaim:
 class ClaimNow:
     """The claim that has a name now, as the API server has it; its allocation may be of any driver.
 
-    `allocated` has driver, pool and device of each result, None while there is no allocation.
+    `allocated` has driver, pool and device of each result, None while there is no allocation. `reported` is as in
+    `AllocatedClaim`.
     """
 
     uid: str
@@ -133,6 +134,7 @@ class ClaimNow:
     is_reserved: bool
     allocated: frozenset[tuple[str, str, str]] | None
     pods: Pods = None
+    reported: frozenset[ReportedDevice] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,8 +58,9 @@ class ClaimStatusReporter:
         with self._lock:
             self._give(record, record.claim.reported)
 
-    def renew(self, uid: str) -> None:
-        """Give a claim's status if it differs from what was written."""
+    def renew(self, uid: str, reported: frozenset[ReportedDevice] | None = None) -> None:
+        """Give a claim's status if it differs from what was written. With `reported`, the devices that the status names
+        now, give it only if one is missing there."""
         # The record is read under the lock: a Prepare that ends meanwhile gives a newer status, which must stay.
         with self._lock:
             try:
@@ -68,7 +69,7 @@ class ClaimStatusReporter:
                 _log.warning("claim_status_unknown", claim_uid=uid, reason=str(error))
                 return
             if record is not None and record.phase == "prepared":
-                self._give(record, None)
+                self._give(record, reported, only_removed=reported is not None)
 
     def forget(self, ref: ClaimRef) -> None:
         """The claim is not prepared (any more). The API server removes its status together with its allocation."""
@@ -76,7 +77,13 @@ class ClaimStatusReporter:
             self._given.pop(ref.uid, None)
             self.recorder.claim_gone(ref)
 
-    def _give(self, record: ClaimRecord, reported: frozenset[ReportedDevice] | None) -> None:
+    def _give(
+        self,
+        record: ClaimRecord,
+        reported: frozenset[ReportedDevice] | None,
+        *,
+        only_removed: bool = False,
+    ) -> None:
         """`reported` are the devices that the claim's status names now; None if that is not known."""
         uid = record.ref.uid
         try:
@@ -84,11 +91,13 @@ class ClaimStatusReporter:
         except DraDriverError as error:
             _log.warning("claim_status_unknown", claim_uid=uid, reason=str(error))
             return
-        known = self._given.pop(uid, None)
         named = None if reported is None else {device[1:] for device in reported}
         is_there = named is None or all(
             (one.pool, one.device, one.share_id or None) in named for one in statuses
         )
+        if is_there and only_removed:
+            return
+        known = self._given.pop(uid, None)
         is_written = is_there and known is not None and known.is_written and known.devices == statuses
         given = known if known is not None and is_written else _GivenStatus(statuses)
         while len(self._given) >= _MOST_REMEMBERED:

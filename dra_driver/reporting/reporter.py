@@ -11,7 +11,7 @@ import structlog
 
 from dra_driver.errors import DraDriverError
 from dra_driver.mig.context import MigAction
-from dra_driver.model.claim import ClaimRef
+from dra_driver.model.claim import ClaimRef, ReportedDevice
 from dra_driver.model.events import (
     CLAIM_RECOVERED,
     CLAIM_STILL_IN_USE,
@@ -95,6 +95,10 @@ class Reporter:
         """A claim that nobody would have unprepared any more was unprepared."""
         text = f"Took the devices of claim {ref} back: it {why}, and the kubelet did not unprepare it"
         self.recorder.node_event(CLAIM_RECOVERED, text, warning=False)
+
+    def seen(self, ref: ClaimRef, reported: frozenset[ReportedDevice]) -> None:
+        """A claim was read, and its status names these devices: what someone removed of it is written again."""
+        self.statuses.renew(ref.uid, reported)
 
     def still_in_use(self, ref: ClaimRef, text: str) -> None:
         """A claim that is gone keeps its devices, because processes compute on them."""

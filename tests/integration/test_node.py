@@ -114,7 +114,9 @@ def test_links_in_dev_char_are_not_made_where_that_is_switched_off(make_node: Ca
     assert list((node.machine.host_root / "dev/char").iterdir()) == []
 
 
-def test_status_that_was_removed_from_a_claim_is_back_after_the_next_prepare(node: Node) -> None:
+@pytest.mark.parametrize("event", ["prepare", "look"])
+def test_status_that_was_removed_from_a_claim_is_back_after_its_next_read(node: Node, event: str) -> None:
+    """By a Prepare, or by the reconciler, which reads the claims of the node every ten minutes."""
     ref = node.claim("c")
     claims = node.server.resource("resourceclaims")
 
@@ -128,7 +130,10 @@ def test_status_that_was_removed_from_a_claim_is_back_after_the_next_prepare(nod
     del stored["status"]["devices"]
     node.server.operations.update(claims, ("default", "c"), stored, status=True)
     assert reported() == []
-    node.ready(ref)
+    if event == "prepare":
+        node.ready(ref)
+    else:
+        assert node.driver.claims.reconciler.look() is None
     eventually(lambda: reported() == [device.device])
 
 

@@ -17,7 +17,7 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.resource_api import ResourceApi
-from dra_driver.model.claim import ClaimRef, Prepared
+from dra_driver.model.claim import ClaimRef, Prepared, ReportedDevice
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.fakes.preparing import Node as SmallNode
 from tests.fakes.preparing import reconciler_of
@@ -92,6 +92,10 @@ class Told:
 
     def recovered(self, ref: ClaimRef, why: str) -> None:
         self.recovered_claims.append(f"{ref.name} {why}")
+
+    def seen(self, ref: ClaimRef, reported: frozenset[ReportedDevice]) -> None:
+        """No claim here has a status."""
+        assert reported == frozenset()
 
     def still_in_use(self, ref: ClaimRef, text: str) -> None:
         raise AssertionError(text)

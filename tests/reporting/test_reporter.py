@@ -113,6 +113,14 @@ def test_a_state_that_was_removed_from_the_claim_is_given_again_by_the_next_prep
     assert heard.firsts == [True, False], "only the first time nothing needs to be read before the write"
 
 
+def test_a_state_is_given_again_after_a_look_only_if_it_was_removed(heard):
+    states = states_for(heard, {"uid-1": RECORD})
+    states.renew("uid-1", frozenset({("gpu.nvidia.com", "node-a", GPU_0, None)}))
+    assert heard.states == [], "also by an instance that did not write it"
+    states.renew("uid-1", frozenset())
+    assert len(heard.states) == 1
+
+
 def no_mps(recorder):
     return MpsEvents(recorder, dict, tuple)
 
