@@ -12,15 +12,29 @@ from dra_driver.model.mig import MigDevice, Partitioning
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """Membership of a GPU in a multi-node NVLink fabric. `cluster_uuid` in canonical text form."""
+    """Membership of a GPU in a multi-node NVLink fabric. `cluster_uuid` is in canonical text form.
+
+    Two GPUs of a cluster that have a clique in common reach each other over NVLink. With one of `cliques` programs use
+    pointers into the other GPU's memory; with one of `endpoint_cliques` they use logical endpoints. Both are in
+    ascending order, and the numbers of one kind mean nothing in the other. Cliques for multicast are not among them.
+    """
 
     cluster_uuid: str
-    clique_id: int
+    cliques: tuple[int, ...]
+    endpoint_cliques: tuple[int, ...] = ()
 
     @property
-    def domain(self) -> str:
-        """`clusterUUID.cliqueId`, the form that NVIDIA's own node label uses."""
-        return f"{self.cluster_uuid}.{self.clique_id}"
+    def clique_id(self) -> int | None:
+        """The clique that NVIDIA's older interfaces and its node label name."""
+        return self.cliques[0] if self.cliques else None
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The domains that the GPU is in, by pointers if possible: `clusterUUID.cliqueId`, the form of NVIDIA's node
+        label, or `clusterUUID.endpoint-cliqueId`."""
+        if self.cliques:
+            return tuple(f"{self.cluster_uuid}.{clique}" for clique in self.cliques)
+        return tuple(f"{self.cluster_uuid}.endpoint-{clique}" for clique in self.endpoint_cliques)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,8 @@ class Inventory:
 
     `lost` are GPUs as they were before they stopped answering. They stay on offer, tainted, because the node still has
     their device and a claim may hold it. `unread` are UUIDs of GPUs for MIG on demand whose profile table or whose
-    existing instances could not all be read in this look; their `partitioning` is an older one or None.
+    existing instances could not all be read in this look, so that their `partitioning` is an older one or None; and of
+    devices that may not be GPUs, because their architecture has never been read.
     `reachable_pairs` are pairs of UUIDs that reach each other over NVLink, with the number of links; the domains are
     made from them. `imex_channels` is how many IMEX channels the NVIDIA driver has; None if it has none, or if nobody
     wants any. `confidential_compute` is None while it is not known. `kept_names` is set where GPUs are named by their

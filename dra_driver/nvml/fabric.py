@@ -18,17 +18,24 @@ _PENDING: Final = {
     IN_PROGRESS: "the registration is in progress",
 }
 
+_UNICAST: Final = (
+    pynvml.NVML_GPU_FABRIC_CLIQUE_TYPE_UNICAST_POINTER,
+    pynvml.NVML_GPU_FABRIC_CLIQUE_TYPE_UNICAST_LOGICAL_ENDPOINT,
+)
+
 _FORMS: Final = (
+    ("nvmlDeviceGetGpuFabricInfo_v4", pynvml.c_nvmlGpuFabricInfo_v4_t),
     ("nvmlDeviceGetGpuFabricInfoV", pynvml.c_nvmlGpuFabricInfo_v3_t),
     ("nvmlDeviceGetGpuFabricInfoV", pynvml.c_nvmlGpuFabricInfo_v2_t),
     ("nvmlDeviceGetGpuFabricInfo", pynvml.c_nvmlGpuFabricInfo_t),
 )
-"""Newest first. R535 has the last one only; branches after it have both functions, and the newer ones of them v3."""
+"""Newest first. R535 has the last one only, later branches have v2, newer ones of them v3, and R615 has v4."""
 
 
 def fabric_info(handle: Handle) -> Any:
-    """NVML's structure: `state`, `status`, `clusterUuid`, `cliqueId`; from v2 on `healthMask`, in v3 `healthSummary`
-    too. None where the GPU has no fabric, or the library does not know of any.
+    """NVML's structure: `state`, `status`, `clusterUuid`; from v2 on `healthMask`, from v3 on `healthSummary` too; in
+    v4 `cliques` and `numCliques`, before that `cliqueId`. None where the GPU has no fabric, or the library does not
+    know of any.
 
     Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
     """
@@ -57,4 +64,15 @@ def fabric_registration(info: Any) -> FabricRegistration:
     if status != pynvml.NVML_SUCCESS:
         return UnreadyFabric("broken", f"registration ended with NVML error {status}")
     cluster = uuidlib.UUID(bytes=bytes(info.clusterUuid))
-    return None if cluster.int == 0 else Fabric(str(cluster), int(info.cliqueId))
+    return None if cluster.int == 0 else Fabric(str(cluster), *_unicast_cliques(info))
+
+
+def _unicast_cliques(info: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The cliques for pointers and those for logical endpoints. Before v4 NVML names the first one for pointers."""
+    if not hasattr(info, "cliques"):
+        return (int(info.cliqueId),), ()
+    found = [(int(one.type), int(one.id)) for one in info.cliques[: info.numCliques]]
+    pointers, endpoints = (
+        tuple(sorted({clique for kind, clique in found if kind == wanted})) for wanted in _UNICAST
+    )
+    return pointers, endpoints

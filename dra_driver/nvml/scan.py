@@ -88,6 +88,7 @@ def read_gpus(
             known = memory.known.get(gpu.uuid)
             if gpu.pci_bus_id is None and known is not None:
                 raise RetryableError(f"NVML cannot read it: {gpu_faults[0].text}")
+            _refuse_unidentified(gpu, () if known else gpu_faults, unread)
             if gpu_faults:
                 gpu = _with_known(gpu, gpu_faults, known)
             if on_demand is not None and on_demand(gpu):
@@ -131,6 +132,14 @@ def read_gpus(
         reachable_pairs=pairs,
         confidential_compute=confidential,
     )
+
+
+def _refuse_unidentified(gpu: Gpu, faults: Iterable[DiscoveryFault], unread: set[str]) -> None:
+    """Raises: RetryableError if the architecture of a device that was never read could not be read."""
+    for fault in faults:
+        if fault.text.startswith("architecture: "):
+            unread.add(gpu.uuid)
+            raise RetryableError(f"it is not published, since it may not be a GPU: {fault.text}")
 
 
 def _links_down(gpu: Gpu, memory: ScanMemory) -> list[DiscoveryFault]:

@@ -248,6 +248,7 @@ def _fabric(item: dict[str, Any]) -> dict[str, Any]:
         "status": int(item.get("status", 0)),
         "cluster": "" if cluster in (None, "none") else str(uuid.UUID(str(cluster))),
         "clique": int(item.get("clique", 0)),
+        "cliques": [[int(kind), int(number)] for kind, number in item.get("cliques", ())],
         "health_mask": int(item.get("health_mask", 0)),
         "health_summary": int(item.get("health_summary", 0)),
     }

@@ -130,7 +130,7 @@ class Machine(MachineBase):
             gpu.resets += 1
 
     def set_fabric(self, selector: Selector | None = None, **facts: Any) -> None:
-        """Fields of the fabric (state, status, cluster, clique, health_mask, health_summary), of one GPU or all."""
+        """Fields of the fabric of one GPU or all: state, status, cluster, clique(s), health_mask, health_summary."""
         with self._change() as state:
             if selector is None:
                 state.fabric = {**state.fabric, **facts}

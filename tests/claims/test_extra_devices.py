@@ -18,7 +18,7 @@ from dra_driver.model.record import ClaimRecord
 from tests.api.parameter_table import parameters
 from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, claim, h100, inventory, result
 
-INSIDE = h100(0, fabric=Fabric("7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11", 3))
+INSIDE = h100(0, fabric=Fabric("7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11", (3,)))
 OUTSIDE = h100(1)
 NODES = replace(inventory(INSIDE, OUTSIDE), imex_channels=8)
 IN, OUT = NODES.by_name

@@ -321,7 +321,7 @@ def test_every_poll_that_reads_a_fabric_tells_the_registration(bench):
         told = dict(bench.fabrics)
         assert told == {
             bench.uuids[0]: under_way,
-            bench.uuids[1]: Fabric(CLUSTER, 5),
+            bench.uuids[1]: Fabric(CLUSTER, (5,)),
             bench.uuids[MIG_GPU]: None,
         }
 

@@ -472,7 +472,7 @@ def test_everything_is_read_again_when_asked_and_from_time_to_time(
     eventually(lambda: bench.nvml.reads >= 4)
 
 
-FABRIC = Fabric("7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11", 3)
+FABRIC = Fabric("7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11", (3,))
 PENDING, BROKEN = UnreadyFabric("pending", "not started"), UnreadyFabric("broken", "error 999")
 UNREADY = replace(BARE[0], unready_fabric=PENDING)
 COMPLETED = replace(BARE[0], fabric=FABRIC)
@@ -489,13 +489,13 @@ CUT = replace(COMPLETED, partitioning=Partitioning(()))
         (BARE[0], None, False),
         (BARE[0], PENDING, True),
         (COMPLETED, FABRIC, False),
-        (COMPLETED, replace(FABRIC, clique_id=4), True),
+        (COMPLETED, replace(FABRIC, cliques=(4,)), True),
         (COMPLETED, PENDING, True),
         (COMPLETED, None, True),
         # What a GPU says in MIG mode is not what it was out of it.
         (CUT, None, False),
         (CUT, PENDING, False),
-        (CUT, replace(FABRIC, clique_id=4), True),
+        (CUT, replace(FABRIC, cliques=(4,)), True),
         (replace(UNREADY, partitioning=CUT.partitioning), FABRIC, True),
     ],
 )

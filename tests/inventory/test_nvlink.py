@@ -71,19 +71,41 @@ def test_gpu_in_mig_mode_is_in_no_domain_and_the_others_stay_together() -> None:
 
 
 def test_fabric_names_the_domain_when_there_is_one() -> None:
-    gpus = [h100(number, fabric=Fabric(CLUSTER, 32766)) for number in range(4)]
+    gpus = [h100(number, fabric=Fabric(CLUSTER, (32766,))) for number in range(4)]
     assert nvlink_domains(gpus, {}) == dict.fromkeys(map(uuid, range(4)), f"{CLUSTER}.32766")
 
 
 def test_cliques_of_one_fabric_are_apart() -> None:
-    gpus = [h100(number, fabric=Fabric(CLUSTER, number // 2)) for number in range(4)]
+    gpus = [h100(number, fabric=Fabric(CLUSTER, (number // 2,))) for number in range(4)]
     assert nvlink_domains(gpus, links(mesh(range(4)))) == {
         uuid(number): f"{CLUSTER}.{number // 2}" for number in range(4)
     }
 
 
+@pytest.mark.parametrize(
+    ("fabrics", "expected"),
+    [
+        ([((1, 2), ()), ((1, 2), ())], ["1", "1"]),
+        ([((1, 2), ()), ((2, 3), ())], ["2", "2"]),
+        ([((1, 2), ()), ((1, 3), ()), ((2, 3), ()), ((2, 3), ())], ["2", "1", "2", "2"]),
+        ([((), (4,)), ((), (4, 5)), ((4,), (4,))], ["endpoint-4", "endpoint-4", "4"]),
+    ],
+)
+def test_gpus_with_one_domain_have_a_clique_in_common(
+    fabrics: list[tuple[tuple[int, ...], tuple[int, ...]]], expected: list[str]
+) -> None:
+    gpus = [h100(number, fabric=Fabric(CLUSTER, *cliques)) for number, cliques in enumerate(fabrics)]
+    domains = nvlink_domains(gpus, {})
+    assert [domains[gpu.uuid] for gpu in gpus] == [f"{CLUSTER}.{name}" for name in expected]
+
+
+def test_gpu_with_cliques_for_multicast_alone_is_grouped_by_its_links() -> None:
+    gpus = [h100(number, fabric=Fabric(CLUSTER, ())) for number in range(2)]
+    assert nvlink_domains(gpus, links({(0, 1): 1})) == dict.fromkeys(map(uuid, range(2)), "nvlink-00000000")
+
+
 def test_gpus_without_the_fabric_are_grouped_by_their_links() -> None:
-    gpus = [h100(number, fabric=Fabric(CLUSTER, 1) if number < 2 else None) for number in range(4)]
+    gpus = [h100(number, fabric=Fabric(CLUSTER, (1,)) if number < 2 else None) for number in range(4)]
     assert nvlink_domains(gpus, links(mesh(range(4)))) == {
         uuid(0): f"{CLUSTER}.1",
         uuid(1): f"{CLUSTER}.1",

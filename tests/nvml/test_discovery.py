@@ -10,6 +10,7 @@ import pynvml
 import pytest
 
 from dra_driver.errors import NvmlUnavailableError
+from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.model.gpu import Fabric, Gpu, UnreadyFabric
 from dra_driver.model.mig import Placement
 from dra_driver.nvml.gpu_walk import GpuWalk
@@ -17,6 +18,7 @@ from dra_driver.nvml.health import read_health
 from dra_driver.nvml.readings import read_gpu
 from dra_driver.nvml.scan import ScanMemory, read_nvml_fingerprint
 from dra_driver.nvml.topology import PeerMemory, read_reachable_pairs
+from dra_driver.simulator import nvml_library
 from tests.fakes.machines import SimulatedNode, read_inventory
 
 Make = Callable[[str], SimulatedNode]
@@ -28,6 +30,7 @@ NEWER_FABRIC_CALL = "nvmlDeviceGetGpuFabricInfoV"
 
 # --- one attribute fails ---------------------------------------------------------------------------
 
+ABSENT = ("not-supported", "function-not-found")
 CALLS = {
     "nvmlDeviceGetIndex": {"index"},
     "nvmlDeviceGetMinorNumber": {"minor"},
@@ -49,9 +52,15 @@ def differing(one: Gpu, other: Gpu) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "code", ["not-supported", "function-not-found", "unknown", "timeout", "no-permission"]
+    ("function", "lost", "code"),
+    [
+        (function, lost, code)
+        for function, lost in CALLS.items()
+        for code in (*ABSENT, "unknown", "timeout", "no-permission")
+        # Where it fails, the device may not be a GPU.
+        if function != "nvmlDeviceGetArchitecture" or code in ABSENT
+    ],
 )
-@pytest.mark.parametrize(("function", "lost"), CALLS.items(), ids=CALLS)
 def test_one_failing_attribute_costs_nothing_else(
     dgx: SimulatedNode, function: str, lost: set[str], code: str
 ) -> None:
@@ -64,7 +73,7 @@ def test_one_failing_attribute_costs_nothing_else(
     assert differing(healthy.gpus[0], gpus[uuid]) == lost
     assert {getattr(gpus[uuid], name) for name in lost} <= {None, False}
     assert [gpu for gpu in found.gpus if gpu.uuid != uuid] == list(healthy.gpus[1:])
-    if code in ("not-supported", "function-not-found"):
+    if code in ABSENT:
         # Without minor number no container can get the GPU.
         texts = ["it is not published: NVML reports no minor number"] if "minor" in lost else []
         assert [fault.text.partition(",")[0] for fault in found.faults] == texts
@@ -157,15 +166,15 @@ def test_driver_that_goes_while_it_is_read_is_no_half_inventory(machine: Make, f
 @pytest.mark.parametrize(
     ("facts", "fabric", "unready"),
     [
-        ({}, Fabric(CLUSTER, 32766), None),
+        ({}, Fabric(CLUSTER, (32766,)), None),
         ({"state": 2}, None, UnreadyFabric("pending", "the registration is in progress")),
         ({"state": 1}, None, UnreadyFabric("pending", "the registration has not started")),
         ({"state": 0}, None, None),
         ({"state": 9}, None, UnreadyFabric("unknown", "NVML tells state 9")),
         ({"status": 999}, None, UnreadyFabric("broken", "registration ended with NVML error 999")),
         ({"cluster": ""}, None, None),
-        ({"health_mask": 1, "clique": 7}, Fabric(CLUSTER, 7), None),
-        ({"clique": 0}, Fabric(CLUSTER, 0), None),
+        ({"health_mask": 1, "clique": 7}, Fabric(CLUSTER, (7,)), None),
+        ({"clique": 0}, Fabric(CLUSTER, (0,)), None),
     ],
 )
 def test_fabric_counts_only_when_its_registration_is_complete(
@@ -177,7 +186,38 @@ def test_fabric_counts_only_when_its_registration_is_complete(
     assert [(gpu.fabric, gpu.unready_fabric) for gpu in found.gpus] == [(fabric, unready)] * 4
     assert read_health(found.gpus[0].uuid).fabric_registration == (fabric or unready), "a poll reads the same"
     without = {f"nvlink-{min(gpu.uuid for gpu in found.gpus)[4:12]}"} if "state" not in facts else set()
-    assert set(found.nvlink_domains.values()) == ({fabric.domain} if fabric else without)
+    assert set(found.nvlink_domains.values()) == (set(fabric.domains) if fabric else without)
+
+
+UNICAST_POINTER, MULTICAST_POINTER, UNICAST_ENDPOINT, MULTICAST_ENDPOINT = range(4)
+
+
+def test_fabric_with_several_cliques_keeps_those_for_unicast(machine: Make) -> None:
+    """GPUs 0 and 1 have clique 5 in common; 2 and 3 have nothing but a clique for multicast."""
+    node = machine("gb200-nvl72-tray")
+    everywhere = [[MULTICAST_POINTER, 1], [MULTICAST_ENDPOINT, 1], [UNICAST_ENDPOINT, 9]]
+    for index, pointers in enumerate(([5, 3], [7, 5], [8], [2])):
+        cliques = [*everywhere, *([UNICAST_POINTER, clique] for clique in pointers)]
+        node.machine.set_fabric(index, cliques=cliques)
+    node.machine.load_driver("615.36.01")
+    node.session.close()
+    found = node.read()
+    cliques = [(3, 5), (5, 7), (8,), (2,)]
+    assert [gpu.fabric for gpu in found.gpus] == [Fabric(CLUSTER, pointers, (9,)) for pointers in cliques]
+    assert [gpu.fabric and gpu.fabric.clique_id for gpu in found.gpus] == [3, 5, 8, 2], (
+        "as older forms name it"
+    )
+    domains = with_nvlink_domains(found).nvlink_domains
+    assert [domains[gpu.uuid] for gpu in found.gpus] == [f"{CLUSTER}.{clique}" for clique in (5, 5, 8, 2)]
+    polled = read_health(found.gpus[0].uuid)
+    assert (polled.fabric, polled.fabric_registration) == ("ready", found.gpus[0].fabric)
+
+
+def test_branch_without_the_newest_form_names_the_first_clique_alone(machine: Make) -> None:
+    node = machine("gb200-nvl72-tray")
+    node.machine.set_fabric(cliques=[[MULTICAST_POINTER, 1], [UNICAST_POINTER, 4], [UNICAST_POINTER, 6]])
+    assert not hasattr(nvml_library(node.machine), "nvmlDeviceGetGpuFabricInfo_v4")
+    assert {gpu.fabric for gpu in node.read().gpus} == {Fabric(CLUSTER, (4,))}
 
 
 def test_fabric_that_cannot_be_read_is_unknown_and_a_fault(machine: Make) -> None:
@@ -205,7 +245,7 @@ def test_fabric_is_read_in_an_older_form(machine: Make, older: Callable[[Any], o
     node = machine("gb200-nvl72-tray")
     older(node.machine)
     found = node.read()
-    assert ({gpu.fabric for gpu in found.gpus}, found.faults) == ({Fabric(CLUSTER, 32766)}, ())
+    assert ({gpu.fabric for gpu in found.gpus}, found.faults) == ({Fabric(CLUSTER, (32766,))}, ())
 
 
 def test_gpu_instance_without_a_compute_instance_is_no_device(machine: Make) -> None:

@@ -217,6 +217,23 @@ def test_device_that_is_not_a_gpu_is_not_in_the_inventory(
     assert found.faults == ()
 
 
+def test_device_whose_architecture_was_never_read_is_not_published_until_it_is(node: SimulatedNode) -> None:
+    memory = ScanMemory()
+    uuid = node.machine.gpu(THIRD).uuid
+    node.machine.set_fault("nvmlDeviceGetArchitecture", code="unknown", gpu=THIRD)
+    found = read_inventory(memory=memory)
+    assert [gpu.index for gpu in found.gpus] == [0, 1, 2, 4, 5, 6, 7]
+    [fault] = found.faults
+    assert fault.subject == f"GPU with NVML index {THIRD}"
+    assert fault.text.startswith("it is not published, since it may not be a GPU: architecture: ")
+    assert found.unread == {uuid}, "so that it is read again soon"
+    node.machine.clear_faults()
+    identified = read_inventory(memory=memory)
+    assert (len(identified.gpus), identified.faults, identified.unread) == (8, (), frozenset())
+    node.machine.set_fault("nvmlDeviceGetArchitecture", code="unknown", gpu=THIRD)
+    assert read_inventory(memory=memory).gpus == identified.gpus
+
+
 def test_nvlink_that_was_up_and_is_down_is_a_fault_until_it_is_up_again(node: SimulatedNode) -> None:
     memory = ScanMemory()
     assert read_inventory(memory=memory).faults == ()

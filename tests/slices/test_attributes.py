@@ -63,7 +63,7 @@ def test_manual_names_every_attribute() -> None:
 
 
 def test_whole_gpu_has_every_attribute_when_all_is_known() -> None:
-    gpu = h100(0, fabric=Fabric(CLUSTER, 32766))
+    gpu = h100(0, fabric=Fabric(CLUSTER, (32766,)))
     device = wire(gpu, **{uuid(0): f"{CLUSTER}.32766"})
     assert device == DATA["whole GPU"]
     assert set(device["attributes"]) == set(GPU_ATTRIBUTES)
@@ -126,7 +126,7 @@ def test_only_type_and_uuid_are_there_when_nothing_else_is_known() -> None:
     ],
 )  # fmt: skip
 def test_one_unknown_value_costs_its_attribute_only(field: str, attributes: set[str]) -> None:
-    gpu = h100(0, fabric=Fabric(CLUSTER, 1))
+    gpu = h100(0, fabric=Fabric(CLUSTER, (1,)))
     known = wire(gpu)
     without = wire(replace(gpu, **{field: None}))
     assert set(known["attributes"]) - set(without["attributes"]) == attributes

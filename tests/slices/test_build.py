@@ -170,7 +170,7 @@ def test_devices_go_with_a_counter_set_that_is_refused() -> None:
 
 @pytest.mark.parametrize("rule", [SharingRule("shares", 10), SharingRule("memory"), SharingRule("unlimited")])
 def test_shared_devices_that_are_counted_stay_within_the_limits(rule: SharingRule) -> None:
-    everything = {"memory_bytes": 81559 << 20, "multiprocessors": 132, "fabric": Fabric("0" * 36, 1)}
+    everything = {"memory_bytes": 81559 << 20, "multiprocessors": 132, "fabric": Fabric("0" * 36, (1,))}
     pool = build_pool(inventory(cut(0, **everything), **{uuid(0): "nvlink-0"}), NODE, share_all(rule))
     assert pool.faults == ()
     devices = pool.slices[1].devices

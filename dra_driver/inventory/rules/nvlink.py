@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -25,11 +26,13 @@ def nvlink_domains(gpus: Sequence[Gpu], reachable: Mapping[Pair, int]) -> dict[s
     `reachable` maps pairs of UUIDs that reach each other over NVLink to a weight (links between
     them, or any positive number behind a switch). GPUs with an equal value reach each other
     pairwise, so that a claim can use the value as `matchAttribute`. A multi-node fabric names its
-    own domain. A GPU in MIG mode has none: MIG switches peer access off. One that leaves
+    own domains; of several the one counts that most of the GPUs are in.
+
+    A GPU in MIG mode has none: MIG switches peer access off. One that leaves
     the mode for whoever wants it whole counts as if it were out of it. A group of one is none.
     """
     whole = [gpu for gpu in gpus if gpu.can_be_whole]
-    domains = {gpu.uuid: gpu.fabric.domain for gpu in whole if gpu.fabric is not None}
+    domains = _fabric_domains({gpu.uuid: gpu.fabric.domains for gpu in whole if gpu.fabric is not None})
     remaining = [gpu.uuid for gpu in whole if gpu.uuid not in domains]
     names = gpu_device_names(gpu.uuid for gpu in gpus)
     while remaining:
@@ -40,6 +43,20 @@ def nvlink_domains(gpus: Sequence[Gpu], reachable: Mapping[Pair, int]) -> dict[s
         domains.update(dict.fromkeys(group, f"nvlink-{label}"))
         remaining = [uuid for uuid in remaining if uuid not in group]
     return domains
+
+
+def _fabric_domains(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """One domain for each GPU UUID that has any. Of domains with as many GPUs the one counts that its first GPU names
+    first, so that nodes with equal GPUs choose the same."""
+    chosen: dict[str, str] = {}
+    remaining = {uuid: names for uuid, names in choices.items() if names}
+    while remaining:
+        sizes = Counter(name for names in remaining.values() for name in names)
+        ((largest, _),) = sizes.most_common(1)
+        members = [uuid for uuid, names in remaining.items() if largest in names]
+        chosen.update(dict.fromkeys(members, largest))
+        remaining = {uuid: names for uuid, names in remaining.items() if uuid not in members}
+    return chosen
 
 
 def _heaviest_clique(uuids: Sequence[str], reachable: Mapping[Pair, int]) -> tuple[str, ...]:

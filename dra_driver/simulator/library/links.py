@@ -16,6 +16,7 @@ from dra_driver.simulator.state import Gpu, Model, State
 from dra_driver.simulator.topology import nvml_bus_id, pci_numbers
 
 _GPU_FABRIC_V3_SINCE = 575
+_UNICAST_POINTER = 0
 
 
 class Links(Core):
@@ -90,7 +91,8 @@ class Links(Core):
     # --- fabric --------------------------------------------------------------------------------
 
     def nvmlDeviceGetGpuFabricInfo(self, handle: Any, out: Any) -> None:  # noqa: N802
-        self._fill_fabric(handle, target(out))
+        info = target(out)
+        info.cliqueId = _first_clique(self._fill_fabric(handle, info))
 
     def nvmlDeviceGetGpuFabricInfoV(self, handle: Any, out: Any) -> None:  # noqa: N802
         info = target(out)
@@ -100,10 +102,18 @@ class Links(Core):
         if info.version not in known:
             raise Refusal(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
         fabric = self._fill_fabric(handle, info)
-        info.healthMask = fabric.get("health_mask", 0)
+        info.cliqueId = _first_clique(fabric)
+        info.healthMask, summary = _health(fabric)
         if info.version == pynvml.nvmlGpuFabricInfo_v3:
-            summary = fabric.get("health_summary", 0)
-            info.healthSummary = summary or int(fabric.get("state") == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED)
+            info.healthSummary = summary
+
+    def nvmlDeviceGetGpuFabricInfo_v4(self, handle: Any, out: Any) -> None:  # noqa: N802
+        info = target(out)
+        fabric = self._fill_fabric(handle, info)
+        info.healthMask, info.healthSummary = _health(fabric)
+        info.numCliques = len(_cliques(fabric))
+        for entry, (kind, clique) in zip(info.cliques, _cliques(fabric), strict=False):
+            entry.type, entry.id = kind, clique
 
     def _fill_fabric(self, handle: Any, info: Any) -> dict[str, Any]:
         state, gpu = self.gpu(handle)
@@ -112,8 +122,23 @@ class Links(Core):
         fabric = {**state.fabric, **gpu.fabric}
         info.state = fabric.get("state", pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED)
         info.status = fabric.get("status", 0)
-        info.cliqueId = fabric.get("clique", 0)
         cluster = uuid.UUID(fabric["cluster"]).bytes if fabric.get("cluster") else bytes(16)
         for index, byte in enumerate(cluster):
             info.clusterUuid[index] = byte
         return fabric
+
+
+def _cliques(fabric: dict[str, Any]) -> list[list[int]]:
+    """(type, number) of each clique, in NVML's order."""
+    return sorted(fabric.get("cliques") or [[_UNICAST_POINTER, fabric.get("clique", 0)]])
+
+
+def _first_clique(fabric: dict[str, Any]) -> int:
+    return next((number for kind, number in _cliques(fabric) if kind == _UNICAST_POINTER), 0)
+
+
+def _health(fabric: dict[str, Any]) -> tuple[int, int]:
+    """The mask and the summary."""
+    summary = fabric.get("health_summary", 0)
+    is_complete = fabric.get("state") == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
+    return fabric.get("health_mask", 0), summary or int(is_complete)
