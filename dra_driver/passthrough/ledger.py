@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 
 from dra_driver.errors import StateError
-from dra_driver.files.fields import FLAG, TEXT, Shape, list_of, needed, nullable, or_null
+from dra_driver.files.fields import FLAG, TEXT, Shape, left_out, list_of, needed, nullable, or_null
 from dra_driver.files.formats import encode, parse
 from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.model.ids import is_dns_label
@@ -30,10 +30,11 @@ _WHAT = "passthrough ledger file"
 
 @dataclass(frozen=True, slots=True)
 class FunctionBefore:
-    """A PCI function of a card and the kernel driver that it had, None for none."""
+    """A PCI function of a card with the kernel driver and the `driver_override` that it had, None for none."""
 
     bus_id: str
     driver: str | None
+    override: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class OwnedCard:
     product_name: str | None = None
 
 
-_FUNCTION = Shape(FunctionBefore, bus_id=needed(TEXT), driver=nullable(TEXT))
+_FUNCTION = Shape(FunctionBefore, bus_id=needed(TEXT), driver=nullable(TEXT), override=left_out(TEXT))
 _SHAPE = Shape(
     OwnedCard,
     device=needed(TEXT),

@@ -39,7 +39,7 @@ from dra_driver.errors import (
     RetryableError,
 )
 from dra_driver.host.vfio import NVIDIA, VfioCards
-from dra_driver.model.passthrough import VFIO_PCI, Card
+from dra_driver.model.passthrough import VFIO_PCI, Card, is_vfio
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import BindVfio, Step
@@ -187,7 +187,10 @@ class VfioSteps:
             if entry is None:
                 # A GPU without a driver is one whose entry was lost half-way.
                 had = {**now, step.pci_bus_id: now[step.pci_bus_id] or NVIDIA}
-                functions = tuple(FunctionBefore(bus_id, driver) for bus_id, driver in had.items())
+                functions = tuple(
+                    FunctionBefore(bus_id, driver, self._override_before(bus_id, driver))
+                    for bus_id, driver in had.items()
+                )
                 mode = self.persistence.get(step.gpu_uuid, step.pci_bus_id) if is_in_nvml else None
                 entry = OwnedCard(
                     step.device,
@@ -202,6 +205,11 @@ class VfioSteps:
             self.ledger.save(replace(entry, claim_uid=claim_uid))
             if entry.persistence and is_in_nvml:
                 self.persistence.set(step.gpu_uuid, step.pci_bus_id, on=False)
+
+    def _override_before(self, bus_id: str, driver: str | None) -> str | None:
+        """The override of an administrator. One to vfio without effect is ours, of an entry that was lost half-way."""
+        override = self.cards.overridden_by(bus_id)
+        return None if override is not None and is_vfio(override) and override != driver else override
 
     def _refuse_programs(self, step: BindVfio) -> None:
         """Raises: RetryableError if programs still have the GPU open a moment after NVML was closed and persistence
@@ -265,15 +273,23 @@ class VfioSteps:
         vfio, before = _vfio(step, card), dict[str, str | None]({step.pci_bus_id: NVIDIA})
         if entry is not None:
             before |= {one.bus_id: one.driver for one in entry.functions}
+        overrides = {one.bus_id: one.override for one in entry.functions} if entry is not None else {}
         now = self._drivers(card)
-        moves = back(now, before, vfio)
-        if any(move.action != "override" for move in moves) or self._is_overridden(card):
+        moves = back(now, before, overrides, vfio)
+        if any(move.action != "override" for move in moves) or any(
+            self.cards.overridden_by(bus_id) != overrides.get(bus_id) for bus_id in now
+        ):
             self._refuse_return(step, card, before[step.pci_bus_id])
             self._make_back(moves, step)
             if self.cards.bound_driver(step.pci_bus_id) != before[step.pci_bus_id]:
                 raise RetryableError(
                     f"GPU {step.gpu_uuid} ({card.bus_id}) has left vfio, and {before[step.pci_bus_id]} does not take "
                     "it; see the kernel log, it may need a reset of the node"
+                )
+            if self.cards.overridden_by(step.pci_bus_id) != (override := overrides.get(step.pci_bus_id)):
+                raise RetryableError(
+                    f"GPU {step.gpu_uuid} ({card.bus_id}) has left vfio, and its driver_override is not "
+                    f"{override or 'empty'} again; see the kernel log"
                 )
             _log.info("card_returned", device=step.device, gpu_uuid=step.gpu_uuid)
         self.rescan(seconds_for("look at the card", _RESCAN_S))
@@ -297,9 +313,6 @@ class VfioSteps:
                 "gpu-dra-driver does not see the processes of the host; set hostPID: true for its pods"
             )
         _refuse_users(step, users)
-
-    def _is_overridden(self, card: Card) -> bool:
-        return any(self.cards.overridden_by(bus_id) is not None for bus_id in card.functions)
 
     def _make_back(self, moves: Sequence[Move], step: BindVfio) -> None:
         """Make the moves, all of them: what accompanies a GPU must not keep it. Where a driver does not take its

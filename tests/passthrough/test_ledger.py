@@ -19,7 +19,7 @@ ENTRY = OwnedCard(
     "0000:1b:00.0",
     "boot-1",
     "uid-1",
-    (FunctionBefore("0000:1b:00.0", "nvidia"), FunctionBefore("0000:1b:00.1", None)),
+    (FunctionBefore("0000:1b:00.0", "nvidia"), FunctionBefore("0000:1b:00.1", None, "none")),
     True,
     "NVIDIA L40S",
 )

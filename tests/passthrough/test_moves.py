@@ -37,13 +37,26 @@ def test_what_a_killed_bind_has_done_is_not_done_again() -> None:
 
 
 def test_each_function_goes_back_to_the_driver_that_it_had() -> None:
-    assert words(back({GPU: "nvgrace-gpu-vfio-pci", AUDIO: "vfio-pci"}, BEFORE, VFIO)) == [
+    assert words(back({GPU: "nvgrace-gpu-vfio-pci", AUDIO: "vfio-pci"}, BEFORE, {}, VFIO)) == [
         ("override", "0", None),
         ("override", "1", None),
         ("unbind", "0", None),
         ("unbind", "1", None),
         ("bind", "0", "nvidia"),
         ("bind", "1", "snd_hda_intel"),
+    ]
+
+
+def test_override_of_an_administrator_is_restored_after_all_drivers() -> None:
+    """The driver that a function had need not be the one that the override names."""
+    assert words(back({GPU: "vfio-pci", AUDIO: "vfio-pci"}, BEFORE, {GPU: None, AUDIO: "none"}, VFIO)) == [
+        ("override", "0", None),
+        ("override", "1", None),
+        ("unbind", "0", None),
+        ("unbind", "1", None),
+        ("bind", "0", "nvidia"),
+        ("bind", "1", "snd_hda_intel"),
+        ("override", "1", "none"),
     ]
 
 
@@ -74,9 +87,9 @@ def test_each_function_goes_back_to_the_driver_that_it_had() -> None:
     ],
 )
 def test_back(now: dict[str, str | None], before: dict[str, str | None], expected: object) -> None:
-    moves = [move for move in back(now, before, VFIO) if move.action != "override"]
+    moves = [move for move in back(now, before, {}, VFIO) if move.action != "override"]
     assert words(moves) == expected
-    assert [move for move in back(now, before, VFIO) if move not in moves] == [
+    assert [move for move in back(now, before, {}, VFIO) if move not in moves] == [
         Move("override", bus_id) for bus_id in now
     ]
 

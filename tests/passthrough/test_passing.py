@@ -444,6 +444,45 @@ def test_card_whose_entry_was_lost_half_way_still_comes_back(node: KindNode, sit
     assert node.state() == untouched
 
 
+@pytest.mark.parametrize("override", ["nvidia", "none"])
+def test_override_of_an_administrator_outlives_claims(node: KindNode, site: Site, override: str) -> None:
+    path = f"{site.machine.host_root}/sys/bus/pci/devices/{site.card.bus_id}/driver_override"
+    SimulatedPciControl(site.machine).write(path, override)
+    untouched = node.state()
+    site.machine.set_fault("drivers_probe", code="ENODEV", count=1, gpu=site.card.gpu_uuid)
+    refused(node.prepare(wanted(site)))
+    assert node.state() == untouched
+    assert isinstance(node.prepare(wanted(site)), Prepared)
+    following = node.restarted()
+    site.machine.set_fault("driver_override", code="no-effect", gpu=site.card.gpu_uuid)
+    assert following.unprepare(wanted(site)) is None
+    assert following.cleanups.outstanding() != []
+    site.machine.clear_faults()
+    assert following.cleaner.clean_all() == []
+    assert following.state() == untouched
+
+
+def test_override_that_is_not_restored_stays_pending(
+    node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"{site.machine.host_root}/sys/bus/pci/devices/{site.card.bus_id}/driver_override"
+    SimulatedPciControl(site.machine).write(path, "nvidia")
+    untouched = node.state()
+    node.prepare(wanted(site))
+    write = SimulatedPciControl.write
+    monkeypatch.setattr(
+        SimulatedPciControl,
+        "write",
+        lambda control, path, text: None if text == "nvidia\n" else write(control, path, text),
+    )
+    assert node.unprepare(wanted(site)) is None
+    [left] = node.cleanups.outstanding()
+    assert "its driver_override is not nvidia again" in left.text
+    monkeypatch.undo()
+    assert node.cleaner.clean_all() == []
+    assert node.state() == untouched
+
+
 def test_persistence_mode_is_left_off_where_it_was_off(node: KindNode, site: Site) -> None:
     site.machine.set_gpu(site.card.gpu_uuid, persistence=0)
     assert isinstance(node.prepare(wanted(site)), Prepared)

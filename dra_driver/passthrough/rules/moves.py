@@ -43,10 +43,14 @@ def to_vfio(now: Mapping[str, str | None], gpu: str, vfio_driver: str) -> Sequen
 
 
 def back(
-    now: Mapping[str, str | None], before: Mapping[str, str | None], vfio_drivers: Collection[str]
+    now: Mapping[str, str | None],
+    before: Mapping[str, str | None],
+    overrides: Mapping[str, str | None],
+    vfio_drivers: Collection[str],
 ) -> Sequence[Move]:
-    """What gives the functions back to the drivers that they had `before`; those that are not in it get what the kernel
-    chooses."""
+    """What gives the functions back to the drivers that they had `before`, and restores their `overrides`; those that
+    are not in them get what the kernel chooses. An override need not name the driver that the function had, so it comes
+    last."""
     moving = [bus_id for bus_id in now if bus_id not in before or now[bus_id] != before[bus_id]]
     taken = [bus_id for bus_id in moving if now[bus_id] in vfio_drivers]
     given = [
@@ -58,4 +62,9 @@ def back(
         *(Move("override", bus_id) for bus_id in now),
         *(Move("unbind", bus_id) for bus_id in taken),
         *given,
+        *(
+            Move("override", bus_id, driver)
+            for bus_id in now
+            if (driver := overrides.get(bus_id)) is not None
+        ),
     ]
