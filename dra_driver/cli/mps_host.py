@@ -103,7 +103,7 @@ def mps_host(given: Namespace) -> None:
         layout,
         programs,
         mounter(layout.root, labels),
-        ComputeMode(programs, detachments.using_nvml),
+        ComputeMode(programs, detachments.using_nvml, layout.modes),
         nodes.make_missing,
         labels,
         Timings(start=given.start_timeout, probe=given.probe_interval),

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextvars import copy_context
 from typing import Any, Generic, TypeVar
 
 from dra_driver.errors import DraDriverError, RetryableError
@@ -22,7 +23,8 @@ class NotAnsweredError(RetryableError):
 
 
 def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
-    """What `read` answers, called in a thread that is left behind if it hangs; `what` begins the sentence on that.
+    """What `read` answers, called in a thread that is left behind if it hangs, in a copy of the caller's context;
+    `what` begins the sentence on that.
 
     Raises: what `read` raises, and NotAnsweredError after `wait_s` seconds.
     """
@@ -34,7 +36,7 @@ def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
         except BaseException as error:  # noqa: BLE001  it is raised where the answer is waited for
             answer.set_exception(error)
 
-    threading.Thread(target=ask, name=f"ask {what}", daemon=True).start()
+    threading.Thread(target=copy_context().run, args=(ask,), name=f"ask {what}", daemon=True).start()
     try:
         return answer.result(wait_s)
     except FutureTimeout:

@@ -6,8 +6,11 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
 
 from dra_driver.errors import RetryableError
 from dra_driver.model.driver_programs import FindPrograms, check_started, not_run
@@ -16,6 +19,48 @@ _AFTER_KILL_S = 1.0
 
 _stuck: dict[str, subprocess.Popen[str]] = {}
 _guard = threading.Lock()
+
+
+@dataclass(slots=True)
+class Inherited:
+    """What the programs of a block inherit, and those of them that even a KILL has not ended."""
+
+    descriptors: list[int]
+    left: list[subprocess.Popen[str]] = field(default_factory=list)
+
+
+_inherited: ContextVar[Inherited | None] = ContextVar("inherited", default=None)
+
+
+@contextmanager
+def inherited(descriptors: Iterable[int]) -> Iterator[Inherited]:
+    """Programs that this context starts inside the block have these descriptors open too, next to those of the blocks
+    around it.
+
+    A lock on such a descriptor lasts until these programs have ended, also if this process is killed before.
+    """
+    around = _inherited.get()
+    block = Inherited([*(around.descriptors if around else ()), *descriptors])
+    token = _inherited.set(block)
+    try:
+        yield block
+    finally:
+        _inherited.reset(token)
+        block.descriptors.clear()  # a thread that was left behind has a copy of this context
+
+
+def start_program(arguments: Sequence[str], **more: Any) -> subprocess.Popen[str]:
+    """Start a program in a session of its own. It has none of this process's descriptors but those of `inherited`, so
+    no socket or lock of a killed process lives on in it. `more` is for `subprocess.Popen`. Raises: OSError."""
+    block = _inherited.get()
+    return subprocess.Popen(
+        list(arguments),
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        pass_fds=block.descriptors if block else (),
+        **more,
+    )
 
 
 def run_program(
@@ -29,23 +74,20 @@ def run_program(
     """Run a program with `text` as its input; returns the exit code and all output.
 
     A program that does not end within `timeout_s` seconds is killed, with all that it started. If even that does not
-    end it, as on a GPU that
-    hangs, it is left behind, and until it ends nothing else starts in the same `lane`. Raises: OSError, TimeoutError.
+    end it, as on a GPU that hangs, it is left behind, and until it ends nothing else starts in the same `lane`. It has
+    what is `inherited`. Raises: OSError, TimeoutError.
     """
     with _guard:
         stuck = _stuck.get(lane)
         if stuck is not None and stuck.poll() is None:
             raise TimeoutError(f"process {stuck.pid} of an earlier try still hangs in the kernel")
         _stuck.pop(lane, None)
-    child = subprocess.Popen(
-        list(arguments),
+    child = start_program(
+        arguments,
         stdin=subprocess.DEVNULL if text is None else subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         env=dict(environment),
-        text=True,
-        errors="replace",
-        start_new_session=True,
     )
     try:
         output, _ = child.communicate(text, timeout=timeout_s)
@@ -95,6 +137,9 @@ def _give_up(child: subprocess.Popen[str], lane: str) -> None:
     except subprocess.TimeoutExpired:
         with _guard:
             _stuck[lane] = child
+        block = _inherited.get()
+        if block is not None:
+            block.left.append(child)
     for stream in (child.stdin, child.stdout):
         if stream is not None:
             with suppress(OSError):

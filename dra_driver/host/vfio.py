@@ -1,7 +1,8 @@
 """GPUs as PCI functions for virtual machines: what sysfs shows of them, and the writes that change their driver.
 
-Every write may block for as long as somebody uses the function, and no signal ends it. So each runs in a thread of its
-own, which is left behind at the limit: `NotAnsweredError.answer` is there when the write has ended after all.
+Every write may block for as long as a program uses the function, and no signal ends it. A thread that blocks so would
+keep all sockets and locks of a killed daemon. So a small process does each write (`HostPciControl`). A thread waits for
+that process and is left behind at the limit: `NotAnsweredError.answer` is there when the write has ended after all.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +19,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from dra_driver.concurrency.bounded_call import bounded
-from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.concurrency.bounded_program import run_program, start_program
 from dra_driver.errors import DeviceBusyError, RetryableError
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
 from dra_driver.host.kernel_modules import VfioModules
@@ -48,6 +51,17 @@ _CONTAINER_MODULE = "vfio_iommu_type1"
 _CHECK_EXTENSION = 0x3B65
 """The request VFIO_CHECK_EXTENSION of linux/vfio.h."""
 _TYPE1_IOMMU, _TYPE1V2_IOMMU = 1, 3
+_WRITE = """
+import os, sys
+try:
+    file = os.open(sys.argv[1], os.O_WRONLY)
+    os.write(file, sys.argv[2].encode())
+except OSError as error:
+    print(error.errno, end="")
+else:
+    print(0, end="")
+"""
+"""Prints the error number, 0 for none. The kernel takes a value by one write. It starts in about 10 ms."""
 _NO_IOMMU = (
     "the kernel has no IOMMU for it; switch the IOMMU on in the firmware, and on Intel processors by intel_iommu=on on "
     "the kernel's command line"
@@ -82,12 +96,21 @@ class HostPciControl:
         self._root = host_root
 
     def write(self, path: str, text: str) -> None:
-        """As `PciControl`. The kernel takes a value by one write."""
-        file = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.write(file, text.encode())
-        finally:
-            os.close(file)
+        """As `PciControl`, by a process that ends with the write, whatever becomes of this one."""
+        writer = start_program(
+            [sys.executable, "-I", "-S", "-c", _WRITE, path, text],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        said, _ = writer.communicate()
+        if writer.returncode == 0 and said.isdecimal():
+            number = int(said)
+            if number:
+                raise OSError(number, os.strerror(number))
+            return
+        last = said.strip().rpartition("\n")[2] or "it printed nothing"
+        raise OSError(errno.EIO, f"the writing process ended with {exit_text(writer.returncode)}: {last}")
 
     def load_module(self, module: str, timeout_s: float) -> None:
         """As `PciControl`, by the host's own modprobe, which knows the host's settings."""

@@ -197,5 +197,5 @@ def _text(use: LockUse) -> str:
     """What hangs on which GPU, and what to do."""
     return (
         f"GPU {use.gpu_uuid} does not react: {use.what} began at {use.since} UTC and has not ended; if that lasts, "
-        "restart the pod of gpu-dra-driver on this node, and then the node"
+        "drain the node and reboot it"
     )

@@ -1,7 +1,9 @@
 """Locks on physical GPUs and on claims, among the threads of this process and against a second instance of the plugin.
 
-While the lock of a GPU is held, its file says for what: the other instance of a rolling update reads it. What a crash
-leaves in the file counts for nothing, because nobody holds the lock.
+While the lock of a GPU is held, its file says for what: the other instance of a rolling update reads it. The programs
+that an operation starts hold the lock too, such as nvidia-smi or a write to the kernel: if the plugin is killed, the
+file tells its successor what is still at work on the GPU. What else a crash leaves in the file counts for nothing,
+because no process holds the lock.
 
 The lock of a claim lets one call at a time work on the claim, and remembers which claims were prepared and unprepared a
 moment ago. When a pod goes away, the kubelet cancels its Prepare and then calls Unprepare, while the handler of the
@@ -37,6 +39,7 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from dra_driver.concurrency.bounded_program import inherited
 from dra_driver.errors import StateError
 from dra_driver.files.atomic import make_directory, open_plain, state_error
 from dra_driver.files.file_lock import LockBusyError, byte_lock, hold_file, is_locked
@@ -93,6 +96,9 @@ class GpuLocks:
         that is busy delays nobody who wants other GPUs. The lock files show `uses` until the block ends, unless the
         disk is full. It yields a function that shows other uses, for the thread that holds the locks.
 
+        Programs that the block starts hold the locks too: if this process is killed, the GPUs are locked until the last
+        of these programs has ended. At its end the block waits for programs that could not be killed.
+
         Raises: LockBusyError if another call keeps one of them for `timeout_s` seconds, or until `has_left` says that
         the kubelet cancelled this call; StateError.
         """
@@ -113,8 +119,12 @@ class GpuLocks:
                         awaited = [uuid]
                         break
                 else:
-                    with _shown(descriptors, uses) as show:
-                        yield show
+                    with _shown(descriptors, uses) as show, inherited(descriptors.values()) as programs:
+                        try:
+                            yield show
+                        finally:
+                            for program in programs.left:
+                                program.wait()
                     return
 
     def uses(self) -> list[LockUse]:

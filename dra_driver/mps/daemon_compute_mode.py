@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
-from dra_driver.concurrency.bounded_program import run_driver_program
+from dra_driver.concurrency.bounded_program import inherited, run_driver_program
 from dra_driver.errors import NotSupportedError, RetryableError
+from dra_driver.files.file_lock import LockBusyError, byte_lock, hold_file
 from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms, exit_text
 
 DEFAULT = 0
@@ -16,6 +21,8 @@ _NAMES = {0: "DEFAULT", 1: "EXCLUSIVE_THREAD", 2: "PROHIBITED", 3: "EXCLUSIVE_PR
 _BY_NAME = {name: mode for mode, name in _NAMES.items()}
 _TIMEOUT_S = 30.0
 """Without persistence mode the first call initialises the GPU, which takes seconds."""
+_OTHER_S = 5.0
+"""How long a call waits for an nvidia-smi that an earlier MPS host has started."""
 _DRIVER_NOT_LOADED = 9
 _ABSENT = (
     "no devices were found",
@@ -32,13 +39,20 @@ _NOT_SET = ("unable to set", "treating as warning")
 class ComputeMode:
     """Reads and sets it through the NVIDIA driver's own nvidia-smi, as NVML's numbers: 0 default, 2 prohibited, 3
     exclusive to one process. nvidia-smi opens NVML, so it runs only within `using_nvml`, which raises NvmlDetachedError
-    while NVML is to stay closed."""
+    while NVML is to stay closed.
+
+    nvidia-smi holds a lock of its GPU in the file `locks`, also after this process is killed. So the next host does not
+    read or set a mode that an nvidia-smi of the last host is about to change."""
 
     def __init__(
-        self, find: FindPrograms, using_nvml: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        find: FindPrograms,
+        using_nvml: Callable[[], AbstractContextManager[None]] = nullcontext,
+        locks: Path | None = None,
     ) -> None:
         self._find = find
         self._using_nvml = using_nvml
+        self._locks = locks
 
     def get(self, gpu_uuid: str) -> int | None:
         """The mode; None where the GPU or the NVIDIA driver is gone.
@@ -64,11 +78,24 @@ class ComputeMode:
 
     def _run(self, action: str, gpu_uuid: str, *arguments: str) -> tuple[int, str]:
         asked = (SMI_PROGRAM, "-i", gpu_uuid, *arguments)
-        with self._using_nvml():
+        with self._using_nvml(), self._alone(action, gpu_uuid):
             code, text = run_driver_program(
                 self._find, *asked, action=action, timeout_s=_TIMEOUT_S, subject=gpu_uuid
             )
         return code, text.strip()
+
+    @contextmanager
+    def _alone(self, action: str, gpu_uuid: str) -> Iterator[None]:
+        if self._locks is None:
+            yield
+            return
+        lock, until = byte_lock(zlib.crc32(gpu_uuid.encode())), time.monotonic() + _OTHER_S
+        try:
+            held = hold_file(self._locks, threading.Lock(), until, f"GPU {gpu_uuid}", lock)
+            with held as descriptor, inherited([descriptor]):
+                yield
+        except LockBusyError as error:
+            raise RetryableError(f"{action}: an nvidia-smi that was started before has not ended") from error
 
 
 def _problem(action: str, code: int, text: str, *, is_unsupported: bool = False) -> Exception:

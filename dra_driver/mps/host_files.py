@@ -7,6 +7,7 @@
 | `host.status/<device>.json` | the host | how the daemon is, which wish the host has seen, why it refuses that |
 | `<device>.json`, a directory | the host | what it made, and the compute modes from before (`daemon`) |
 | `host.lock` | the host, which holds its lock | a host runs, and the number of the format of these files |
+| `host.modes` | nobody; empty | an nvidia-smi that the host started holds a lock on a byte for each GPU |
 | `host.alive` | the host, every ten seconds | it watches, and all status files say what it knows |
 
 A wish is known by its generation: the inode and time of its file. So each call of the plugin is one that the host has
@@ -429,6 +430,11 @@ class MpsLayout:
     def lock(self) -> Path:
         """Held by the one host process of this directory; says the format of its files."""
         return self.root / "host.lock"
+
+    @property
+    def modes(self) -> Path:
+        """Empty; the locks of GPUs whose compute mode is read or set."""
+        return self.root / "host.modes"
 
     @property
     def alive(self) -> Path:

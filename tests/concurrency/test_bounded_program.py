@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -17,6 +19,7 @@ from dra_driver.mps import daemon_control as control
 from dra_driver.mps.daemon_compute_mode import ComputeMode
 from dra_driver.mps.daemon_control import DaemonControl
 from dra_driver.mps.host_files import MpsLayout
+from tests.fakes.waiting import eventually
 
 
 def run(script, timeout_s=5.0, lane="test", **more):
@@ -99,3 +102,41 @@ def test_a_gpu_that_hangs_holds_nobody_up(unkillable, tmp_path, monkeypatch):
         DaemonControl(lambda: programs, spec, directories).ask_once("quit", timeout_s=0.1)
     assert time.monotonic() - began < 15
     assert control.CONTROL_PROGRAM in str(sorted(bounded_program._stuck))
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$*" in
+*EXCLUSIVE_PROCESS*) echo $$ >{0}/begun; read line <{0}/goes-on; echo Exclusive_Process >{0}/mode ;;
+*) cat {0}/mode ;;
+esac
+"""
+SETS_MODE = """
+import sys
+from pathlib import Path
+from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
+programs = DriverPrograms("/", {"nvidia-smi": sys.argv[1] + "/nvidia-smi"}, sys.argv[2])
+ComputeMode(lambda: programs, locks=Path(sys.argv[1], "host.modes")).set("GPU-1", EXCLUSIVE_PROCESS)
+"""
+
+
+def test_compute_mode_is_not_read_before_the_nvidia_smi_of_a_killed_host_has_set_it(tmp_path, monkeypatch):
+    """The next MPS host would else take the GPU for one whose mode is the default one, and leave it exclusive."""
+    program, path = tmp_path / "nvidia-smi", os.environ["PATH"]
+    program.write_text(NVIDIA_SMI.format(tmp_path))
+    program.chmod(0o755)
+    (tmp_path / "mode").write_text("Default\n")
+    os.mkfifo(tmp_path / "goes-on")
+    with subprocess.Popen([sys.executable, "-c", SETS_MODE, str(tmp_path), path]) as host:
+        eventually((tmp_path / "begun").exists)
+        host.kill()
+        host.wait()
+    programs = DriverPrograms("/", {"nvidia-smi": str(program)}, path)
+    mode = ComputeMode(lambda: programs, locks=tmp_path / "host.modes")
+    monkeypatch.setattr(computemode, "_OTHER_S", 0.0)
+    with pytest.raises(RetryableError, match="of GPU-1: an nvidia-smi that was started before has not ended"):
+        mode.get("GPU-1")
+    assert mode.get("GPU-2") == computemode.DEFAULT
+    monkeypatch.setattr(computemode, "_OTHER_S", 20.0)
+    (tmp_path / "goes-on").write_text("\n")
+    assert mode.get("GPU-1") == computemode.EXCLUSIVE_PROCESS

@@ -12,7 +12,7 @@ import pytest
 
 from dra_driver.errors import NvmlUnavailableError, RetryableError, StateError
 from dra_driver.health.monitor import Monitor
-from dra_driver.health.rules.state import RESTART_AFTER_S, SETTLE_S, SETTLE_UNSURE_S, UNRESPONSIVE_AFTER_S
+from dra_driver.health.rules.state import REBOOT_AFTER_S, SETTLE_S, SETTLE_UNSURE_S, UNRESPONSIVE_AFTER_S
 from dra_driver.health.rules.taints import device_taints
 from dra_driver.health.serviced import ServicedGpus
 from dra_driver.health.store import HealthStore, KeptHealth
@@ -960,7 +960,7 @@ def test_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(thr
     made.monitor.look_for_hangs()
     text = "the GPU does not react: the start of the MPS daemon does not end"
     assert made.problems() == {"gpu-a": ("gpu-unresponsive", f"GPU gpu-a (GPU-a): {text}")}
-    made.hanging["GPU-a"] = ("the start of the MPS daemon", float(-RESTART_AFTER_S))
+    made.hanging["GPU-a"] = ("the start of the MPS daemon", float(-REBOOT_AFTER_S))
     for _ in range(2):
         made.monitor.look_for_hangs()
     made.hanging.clear()

@@ -18,8 +18,8 @@ from dra_driver.health.rules.state import (
     FLAPS,
     HOLD_MOST_S,
     HOLD_S,
+    REBOOT_AFTER_S,
     REMEMBER_S,
-    RESTART_AFTER_S,
     SETTLE_S,
     SETTLE_UNSURE_S,
     UNRESPONSIVE_AFTER_S,
@@ -172,11 +172,11 @@ def test_an_operation_that_hangs_makes_a_gpu_unresponsive_until_it_ends():
     text = f"the GPU does not react: {what} does not end"
     since = NOW - UNRESPONSIVE_AFTER_S
     assert state.reasons == (Reason("unresponsive", "", S.DEGRADED, since, since, text, "poll"),)
-    for harmless in (WELL, Reset(), Hanging(what, RESTART_AFTER_S - 0.1)):
+    for harmless in (WELL, Reset(), Hanging(what, REBOOT_AFTER_S - 0.1)):
         assert observe(state, harmless, NOW + 700).reasons == state.reasons
-    [late] = observe(state, Hanging(what, RESTART_AFTER_S), NOW + 900).reasons
+    [late] = observe(state, Hanging(what, REBOOT_AFTER_S), NOW + 900).reasons
     assert (late.severity, late.since) == (S.UNHEALTHY, since)
-    assert "restart the plugin's pod on this node, and if that does not help, reboot the node" in late.text
+    assert "drain the node and reboot it" in late.text
     assert observe(state, Hanging(), NOW + 901).reasons == ()
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +17,10 @@ import pytest
 
 from dra_driver.concurrency.bounded_call import NotAnsweredError, bounded
 from dra_driver.errors import DeviceBusyError, RetryableError
+from dra_driver.files.file_lock import LockBusyError
 from dra_driver.host.kernel_modules import VfioModules
 from dra_driver.host.vfio import _NO_IOMMU, HostPciControl, VfioCards
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.model.host import DeviceNode, HostPaths
 from dra_driver.model.passthrough import Card, uuid_of_bus_id
 from dra_driver.passthrough.cards import KnownCards
@@ -439,6 +444,52 @@ def test_value_is_written_to_a_file_that_is_there(tmp_path: Path) -> None:
     file.touch()
     control.write(str(file), "vfio-pci\n")
     assert file.read_text() == "vfio-pci\n"
+
+
+WRITER = """
+import fcntl, socket, sys
+from pathlib import Path
+from dra_driver.concurrency.bounded_call import NotAnsweredError, bounded
+from dra_driver.host.vfio import HostPciControl
+from dra_driver.journal.locks import GpuLocks
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1])
+server.listen()
+with GpuLocks(Path(sys.argv[2])).hold(["GPU-a"], 5):
+    try:
+        bounded("unbind", lambda: HostPciControl("/").write(sys.argv[3], "0000:16:00.0"), 0.1)
+    except NotAnsweredError as error:
+        print("hangs", flush=True)
+        error.answer.result()
+"""
+
+
+def test_write_that_hangs_keeps_the_lock_of_its_gpu_and_nothing_else_of_a_killed_process(
+    tmp_path: Path,
+) -> None:
+    """A pipe without a reader blocks whoever opens it, as the kernel does for a GPU in use."""
+    pipe, socket_path, locks = tmp_path / "unbind", tmp_path / "dra.sock", GpuLocks(tmp_path / "locks")
+    os.mkfifo(pipe)
+    locks.open()
+    command = [sys.executable, "-c", WRITER, str(socket_path), str(tmp_path / "locks"), str(pipe)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"hangs\n"
+        process.kill()
+        process.wait()
+    with pytest.raises(LockBusyError), locks.hold(["GPU-a"], 0.0):
+        pass
+    with socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
+        client.connect(str(socket_path))
+    assert pipe.read_text() == "0000:16:00.0"
+    with locks.hold(["GPU-a"], 20):
+        pass
+
+
+def test_write_whose_process_does_not_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(OSError, match="the writing process ended with exit code 1: it printed nothing"):
+        HostPciControl(str(tmp_path)).write(str(tmp_path / "unbind"), "0000:16:00.0")
 
 
 def test_host_without_modprobe_says_so(tmp_path: Path) -> None:

@@ -147,9 +147,9 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     labels = {"driver": "gpu.nvidia.com", "uuid": uuid, "reason": "unresponsive"}
     assert driver.metrics.registry.get_sample_value("nvidia_dra_gpu_reason", labels) == 2.0
     eventually(lambda: uuid in (node.plugin_dir / "health.json").read_text())  # doctor reads it there
-    monkeypatch.setattr("dra_driver.health.rules.state.RESTART_AFTER_S", 0)
+    monkeypatch.setattr("dra_driver.health.rules.state.REBOOT_AFTER_S", 0)
     eventually(lambda: told(node, "GPUUnhealthy") == sorted(concerned * 2))
-    late = [event for event in node.events("GPUUnhealthy") if "restart the plugin's pod" in event["message"]]
+    late = [event for event in node.events("GPUUnhealthy") if "drain the node" in event["message"]]
     assert len(late) == len(concerned)
     let.set()
     eventually(lambda: told(node, "GPURecovered") == concerned)

@@ -1,19 +1,26 @@
 import errno
 import fcntl
+import os
 import random
+import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from dra_driver.concurrency import bounded_program
 from dra_driver.errors import RetryableError, StateError
-from dra_driver.journal.locks import GpuLocks
+from dra_driver.journal.locks import GpuLocks, LockUse
 from tests.fakes.directories import names
 from tests.fakes.preparing import in_threads
+from tests.fakes.waiting import eventually
 
 A, B, C = "GPU-a", "GPU-b", "GPU-c"
 HOLDER = """
@@ -24,6 +31,18 @@ locks = GpuLocks(Path(sys.argv[1]))
 with locks.hold(sys.argv[2:], 5):
     print("held", flush=True)
     sys.stdin.readline()
+"""
+STARTS_A_PROGRAM = """
+import socket, sys
+from pathlib import Path
+from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.journal.locks import GpuLocks, LockUse
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[2])
+server.listen()
+use = LockUse("GPU-a", "the setting of the time slice", 1.5, "08:00:00")
+with GpuLocks(Path(sys.argv[1])).hold(["GPU-a"], 5, uses=[use]):
+    run_program(["/bin/sh", "-c", "echo $$ >$0; exec sleep 600", sys.argv[3]], {}, timeout_s=600, lane="test")
 """
 
 
@@ -62,6 +81,72 @@ def test_lock_excludes_another_process_and_ends_with_it(locks: GpuLocks, tmp_pat
         process.wait()
         with locks.hold([A], 2):
             pass
+
+
+def test_lock_lasts_until_the_program_of_a_killed_process_has_ended(locks: GpuLocks, tmp_path: Path) -> None:
+    """An nvidia-smi takes effect although the plugin that started it was killed. Its successor must not work on the GPU
+    before that, and shows what is under way. Nothing else of the killed process is left."""
+    socket_path, pid_file = tmp_path / "socket", tmp_path / "pid"
+    command = [
+        sys.executable,
+        "-c",
+        STARTS_A_PROGRAM,
+        str(tmp_path / "locks"),
+        str(socket_path),
+        str(pid_file),
+    ]
+    with subprocess.Popen(command) as process:
+        pid = int(eventually(lambda: pid_file.exists() and pid_file.read_text()))
+        process.kill()
+        process.wait()
+    assert (can_hold(locks, A), can_hold(locks, B)) == (False, True)
+    assert locks.uses() == [LockUse(A, "the setting of the time slice", 1.5, "08:00:00")]
+    with socket.socket(socket.AF_UNIX) as client, pytest.raises(ConnectionRefusedError):
+        client.connect(str(socket_path))
+    os.kill(pid, signal.SIGKILL)
+    with locks.hold([A], 20):
+        pass
+    assert locks.uses() == []
+
+
+def test_block_ends_with_a_program_that_cannot_be_killed(
+    locks: GpuLocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children: list[subprocess.Popen[str]] = []
+    monkeypatch.setattr(bounded_program, "_AFTER_KILL_S", 0.05)
+    monkeypatch.setattr(bounded_program, "_kill", children.append)
+
+    def work() -> None:
+        with locks.hold([A], 1, uses=[LockUse(A, "the setting of the time slice", 1.5, "08:00:00")]):
+            bounded_program.run_program(["sleep", "600"], dict(os.environ), timeout_s=0.1, lane="GPU-a")
+
+    with ThreadPoolExecutor() as threads:
+        working = threads.submit(work)
+        child = eventually(lambda: children and children[0])
+        assert (can_hold(locks, A), [use.what for use in locks.uses()]) == (
+            False,
+            ["the setting of the time slice"],
+        )
+        assert not working.done()
+        child.kill()
+        assert isinstance(working.exception(20), TimeoutError)
+    assert can_hold(locks, A)
+
+
+def test_program_has_the_locks_of_all_blocks_around_it_and_no_other_descriptor(locks: GpuLocks) -> None:
+    def descriptors_of_a_program() -> set[str]:
+        script = "for one in /proc/$$/fd/*; do readlink $one; done"
+        return set(
+            bounded_program.run_program(["/bin/sh", "-c", script], {}, timeout_s=20, lane="test")[1].split()
+        )
+
+    bare = {line for line in descriptors_of_a_program() if not line.startswith("pipe:")}
+    with locks.hold([A], 1), locks.hold([B], 1):
+        context = copy_context()
+        found = {line for line in descriptors_of_a_program() if not line.startswith("pipe:")}
+    assert sorted(Path(line).name for line in found - bare) == ["GPU-a.lock", "GPU-b.lock"]
+    after = {line for line in context.run(descriptors_of_a_program) if not line.startswith("pipe:")}
+    assert after == bare, "a thread that was left behind does not pass on descriptors that others have now"
 
 
 def test_busy_gpu_is_named_after_the_timeout(locks: GpuLocks) -> None:

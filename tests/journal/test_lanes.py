@@ -88,7 +88,7 @@ def test_gpu_is_unresponsive_until_the_operation_ends(lanes: Lanes) -> None:
     with pytest.raises(GpuUnresponsiveError) as caught:
         lanes.refuse_unresponsive({A, B}, after_s=0.0)
     assert str(caught.value).startswith("GPU GPU-a does not react: the creation of a MIG device began at ")
-    assert "restart the pod of gpu-dra-driver on this node, and then the node" in str(caught.value)
+    assert "if that lasts, drain the node and reboot it" in str(caught.value)
     assert lanes.hanging().keys() == {A}
     hangs.let.set()
     operation.result(20)

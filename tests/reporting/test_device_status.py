@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dra_driver.health.history import change_between
-from dra_driver.health.rules.state import RESTART_AFTER_S, UNRESPONSIVE_AFTER_S, observe
+from dra_driver.health.rules.state import REBOOT_AFTER_S, UNRESPONSIVE_AFTER_S, observe
 from dra_driver.model.health import Hanging, HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.inventory import DynamicMigDevice
 from dra_driver.model.mig import OwnedInstance, Placement
@@ -88,7 +88,7 @@ def test_a_card_is_told_of_whether_nvml_shows_it_or_not(known):
 def test_a_hang_is_an_event_also_of_a_gpu_that_was_unhealthy_before():
     state = HealthState(hit(0), (XID,))
     events = []
-    for seen in (UNRESPONSIVE_AFTER_S, UNRESPONSIVE_AFTER_S + 5, RESTART_AFTER_S, RESTART_AFTER_S + 5, None):
+    for seen in (UNRESPONSIVE_AFTER_S, UNRESPONSIVE_AFTER_S + 5, REBOOT_AFTER_S, REBOOT_AFTER_S + 5, None):
         after = observe(
             state, Hanging() if seen is None else Hanging("the switch of the MIG mode", seen), 2000
         )

@@ -56,7 +56,7 @@ HOLD_S, HOLD_MOST_S = 600, 4 * 3600
 """For so long after it is well, twice as long each further time, and at most."""
 UNRESPONSIVE_AFTER_S = 60
 """How long an operation hangs on a GPU until that GPU counts as unresponsive: as long as claims wait for it."""
-RESTART_AFTER_S = 15 * 60
+REBOOT_AFTER_S = 15 * 60
 """How long until nobody may expect any more that it ends by itself."""
 
 
@@ -105,11 +105,11 @@ def _hang(what: str, for_s: float) -> list[Finding]:
     if for_s < UNRESPONSIVE_AFTER_S:
         return []
     text = f"the GPU does not react: {what} does not end"
-    if for_s < RESTART_AFTER_S:
+    if for_s < REBOOT_AFTER_S:
         return [(UNRESPONSIVE, "", Severity.DEGRADED, text)]
     text = (
-        f"the GPU does not react: {what} has not ended for {RESTART_AFTER_S // 60} minutes; restart the plugin's pod "
-        "on this node, and if that does not help, reboot the node"
+        f"the GPU does not react: {what} has not ended for {REBOOT_AFTER_S // 60} minutes; drain the node and "
+        "reboot it"
     )
     return [(UNRESPONSIVE, "", Severity.UNHEALTHY, text)]
 
