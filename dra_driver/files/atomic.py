@@ -149,12 +149,13 @@ def make_directory(path: Path, mode: int, *, durable: bool = False) -> None:
 
 def sync_removals(directory: Path) -> None:
     """Make removals from the directory survive a power cut. Raises: StateError."""
-    try:
-        sync_directory(directory)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise state_error("sync", directory, error) from error
+    with WRITES.writing(directory, is_whole=False):
+        try:
+            sync_directory(directory)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise state_error("sync", directory, error) from error
 
 
 def clear_abandoned(directory: Path, prefix: str = "") -> None:
@@ -252,10 +253,11 @@ def read_or_none(path: Path) -> bytes | None:
 
 def remove_file(path: Path) -> bool:
     """Remove a file; returns whether there was one. Raises: StateError."""
-    try:
-        path.unlink()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise state_error("remove", path, error) from error
+    with WRITES.writing(path.parent, is_whole=False):
+        try:
+            path.unlink()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise state_error("remove", path, error) from error
     return True

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from dra_driver.errors import RetryableError
 from dra_driver.files.atomic import UNREADABLE, open_plain, state_error
+from dra_driver.files.write_outcomes import WRITES
 
 _POLL_S = 0.005
 _LOOK_S = 0.1
@@ -79,10 +80,11 @@ def _wait_for_thread(
 
 
 def _open(path: Path) -> int:
-    try:
-        return open_plain(path, os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        raise state_error("open the lock file", path, error) from error
+    with WRITES.writing(path.parent, is_whole=False):
+        try:
+            return open_plain(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise state_error("open the lock file", path, error) from error
 
 
 def _lock(

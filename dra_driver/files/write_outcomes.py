@@ -26,8 +26,9 @@ class WriteOutcomes:
         self._failed: dict[Path, str] = {}
 
     @contextmanager
-    def writing(self, directory: Path) -> Iterator[None]:
-        """Around each write in a directory. Raises: the StateError of the write."""
+    def writing(self, directory: Path, *, is_whole: bool = True) -> Iterator[None]:
+        """Around each write in a directory. One that is not whole opens, removes or syncs a file: if it succeeds, a
+        write may still fail, so that ends no problem. Raises: the StateError of the write."""
         number = next(self._numbers)
         with self._lock:
             self._under_way[number] = (directory, time.monotonic())
@@ -41,9 +42,9 @@ class WriteOutcomes:
         finally:
             with self._lock:
                 del self._under_way[number]
-                if failure is None:
+                if failure is None and is_whole:
                     self._failed.pop(directory, None)
-                elif is_disk:
+                elif failure is not None and is_disk:
                     self._failed[directory] = failure
 
     def failed_in(self, top: Path) -> tuple[Path, str] | None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dra_driver.errors import StateError
-from dra_driver.files.atomic import write_atomically
+from dra_driver.files.atomic import remove_file, sync_removals, write_atomically
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.model.problems import NodeProblem
 from dra_driver.reporting import disk_watch
 from dra_driver.reporting.disk_watch import DiskWatch
@@ -76,6 +78,49 @@ def test_failed_write_is_a_problem_until_a_write_succeeds(
     disk.number = None
     eventually(lambda: watch.problems() == [])
     assert not list((tmp_path / "claims").iterdir())
+
+
+def lock(directory: Path) -> None:
+    """As each Prepare and Unprepare does."""
+    with GpuLocks(directory).hold(["GPU-1"], 1.0):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("function", "action", "what"),
+    [
+        ("open", lock, "open the lock file"),
+        ("unlink", lambda directory: remove_file(directory / "uid-1.json"), "remove"),
+        ("fsync", sync_removals, "sync"),
+    ],
+)
+def test_disk_on_which_an_operation_before_or_after_a_write_fails_is_a_problem(
+    watch: DiskWatch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    action: Callable[[Path], object],
+    what: str,
+) -> None:
+    def fails(*_arguments: Any, **_named: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, function, fails)
+        with pytest.raises(StateError, match=what) as caught:
+            action(tmp_path)
+        assert [problem.text for problem in watch.problems()] == [f"The plugin {caught.value}"]
+    eventually(lambda: watch.problems() == [])
+
+
+def test_lock_file_that_opens_does_not_end_the_problem_of_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = DiskWatch([tmp_path], write_atomically)
+    FullDisk(monkeypatch)
+    refused(tmp_path / "a")
+    lock(tmp_path)
+    assert [problem.code for problem in watch.problems()] == ["disk-not-writable"]
 
 
 def test_write_of_the_plugin_ends_the_problem_without_a_probe(
