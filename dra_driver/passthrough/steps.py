@@ -156,12 +156,18 @@ class VfioSteps:
         self.rescan(None)
 
     def _refuse(self, step: BindVfio, card: Card) -> None:
-        """Raises: ClaimRefusedError, RetryableError."""
+        """Raises: ClaimRefusedError, RetryableError, also where a write would wait for a virtual machine."""
         if card.problem is not None:
             raise ClaimRefusedError(
                 f"GPU {step.gpu_uuid} ({card.bus_id}) cannot be given to a virtual machine: {card.problem}"
             )
-        if self.cards.vm_users(card) is None:
+        users = self.cards.vm_users(card)
+        if users:
+            raise RetryableError(
+                f"GPU {step.gpu_uuid} ({card.bus_id}) is being taken from vfio or from the PCI bus, and the kernel "
+                f"waits until {', '.join(users)} closes it; end that virtual machine"
+            )
+        if users is None:
             raise RetryableError(
                 "which programs use a card cannot be told, because gpu-dra-driver does not see the processes of the "
                 "host; set hostPID: true for its pods"

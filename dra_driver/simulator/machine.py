@@ -68,14 +68,21 @@ class Machine(MachineBase):
             return gpu.uuid
 
     def remove_gpu(self, selector: Selector) -> None:
-        """Pull a GPU out without warning."""
+        """Pull a GPU out without warning. While a virtual machine has it open, the kernel waits: the GPU has lost its
+        driver, and is there until that ends."""
         with self._change() as state:
             gpu = self._find(state, selector)
-            gpu.present = False
-            gpu.instances, gpu.holders = [], []
-            gpu.mig_mode = gpu.mig_pending = gpu.recovery_action = 0
-            self._policies.set(policy.COMPUTE_MODE, gpu.uuid, 0)
-            self._policies.set(policy.TIMESLICE, gpu.uuid, 0)
+            if gpu.vfio is not None and gpu.holders:
+                gpu.driver = ""
+            else:
+                self._removed(gpu)
+
+    def _removed(self, gpu: Gpu) -> None:
+        gpu.present = False
+        gpu.instances, gpu.holders = [], []
+        gpu.mig_mode = gpu.mig_pending = gpu.recovery_action = 0
+        self._policies.set(policy.COMPUTE_MODE, gpu.uuid, 0)
+        self._policies.set(policy.TIMESLICE, gpu.uuid, 0)
 
     # --- health, and who uses the GPUs ---------------------------------------------------------
 
@@ -159,6 +166,8 @@ class Machine(MachineBase):
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.holders = [] if pid is None else [item for item in gpu.holders if item.pid != pid]
+            if pci.is_leaving(gpu) and not gpu.holders:
+                self._removed(gpu)
 
     # --- faults --------------------------------------------------------------------------------
 

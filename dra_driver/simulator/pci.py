@@ -58,6 +58,12 @@ def driver_of(state: State, bus_id: str) -> str:
     return driver if driver in drivers(state) else ""
 
 
+def is_leaving(item: Gpu | Function) -> bool:
+    """Whether the function is being removed, and the kernel waits for the virtual machine that has it open. Until then
+    every write to the function waits too."""
+    return item.vfio is not None and not item.driver
+
+
 def after_boot(state: State) -> None:
     """Each function goes to the driver that gets it at every boot; modules that this needs are loaded."""
     everything = functions(state).values()

@@ -96,9 +96,13 @@ class SimulatedPciControl:
                 return
             if fault.code is not None and fault.code > 0:
                 raise OSError(fault.code, os.strerror(fault.code))
-        while word == "unbind" and self._is_used(bus_id, driver):
+        while self._is_leaving(bus_id) or (word == "unbind" and self._is_used(bus_id, driver)):
             time.sleep(_POLL_S)
         self._machine.change_driver(word, bus_id, driver)
+
+    def _is_leaving(self, bus_id: str) -> bool:
+        item = pci.functions(self._machine.current()).get(bus_id)
+        return item is not None and pci.is_leaving(item)
 
     def _is_used(self, bus_id: str, driver: str) -> bool:
         state = self._machine.current()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from dra_driver.api.config import GROUP_VERSION
-from dra_driver.errors import DeviceBusyError
+from dra_driver.errors import DeviceBusyError, InvalidConfigError
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
 from dra_driver.model.plan import Plan
 from dra_driver.model.steps import BindVfio
@@ -425,6 +426,29 @@ def test_card_that_was_pulled_out_leaves_nothing(node: KindNode, site: Site) -> 
         assert node.cleanups.outstanding() == []
         assert dict(node.cards.all()) == {}
     finally:
+        assert site.machine.add_gpu(gpu.model) == gpu.uuid
+
+
+def test_card_that_is_pulled_out_under_a_virtual_machine_names_that(node: KindNode, site: Site) -> None:
+    """The kernel waits for the virtual machine, and a write to the card would wait with it."""
+    gpu = site.machine.gpu(site.card.gpu_uuid)
+    node.prepare(wanted(site))
+    site.machine.hold_gpu(gpu.uuid, 900, "qemu-system-x86")
+    site.machine.remove_gpu(gpu.uuid)
+    try:
+        refused(
+            in_a_hurry(node, wanted(site)), "the kernel waits until qemu-system-x86 (process 900) closes it"
+        )
+        assert node.unprepare(wanted(site)) is None
+        [left] = node.cleanups.outstanding()
+        assert "in use by qemu-system-x86 (process 900)" in left.text
+        assert node.lanes.under_way() == {}
+        site.machine.release_gpu(gpu.uuid)
+        assert node.cleaner.clean_all() == []
+        assert dict(node.cards.all()) == {}
+    finally:
+        with suppress(InvalidConfigError):
+            site.machine.release_gpu(gpu.uuid)
         assert site.machine.add_gpu(gpu.model) == gpu.uuid
 
 

@@ -34,7 +34,7 @@ def vfio_files(state: State) -> Entries:
         if group is not None:
             entries[f"{device}/iommu_group"] = Link(f"{up}/kernel/iommu_groups/{group}")
             entries[f"sys/kernel/iommu_groups/{group}/devices/{bus_id}"] = Link(f"../../../../{place}")
-        if item.vfio is not None:
+        if item.vfio is not None and not pci.is_leaving(item):
             entries[f"{device}/driver"] = Link(f"{up}/bus/pci/drivers/{item.driver}")
             entries[f"sys/bus/pci/drivers/{item.driver}/{bus_id}"] = Link(f"../../../../{place}")
             entries[f"{device}/vfio-dev/vfio{item.vfio}/dev"] = Text(f"{_DEVICE_MAJOR}:{item.vfio}\n")
