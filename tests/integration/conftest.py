@@ -93,7 +93,7 @@ class Node(PlaygroundNode):
         return process
 
     @property
-    def flags(self) -> list[str]:
+    def machine_flags(self) -> list[str]:
         """With which a command finds the node's machine and the plugin's files."""
         settings = self.settings
         return [

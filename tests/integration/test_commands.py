@@ -50,7 +50,7 @@ def doctor_options(node: Node) -> list[str]:
     settings = node.settings
     return [
         "--node-name", NODE, "--kubeconfig", str(settings.kubeconfig), "--cdi-root", settings.cdi_root,
-        "--kubelet-registrar-directory-path", settings.kubelet_registrar_directory_path, *node.flags,
+        "--kubelet-registrar-directory-path", settings.kubelet_registrar_directory_path, *node.machine_flags,
     ]  # fmt: skip
 
 

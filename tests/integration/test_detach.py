@@ -21,7 +21,7 @@ from tests.integration.test_sharing import parameters
 
 @pytest.fixture
 def detach(node: Node) -> Callable[..., subprocess.CompletedProcess[str]]:
-    return lambda *words: call("detach", *words, *node.flags)
+    return lambda *words: call("detach", *words, *node.machine_flags)
 
 
 def reset(node: Node, gpu: str) -> subprocess.CompletedProcess[str]:
@@ -35,12 +35,13 @@ def test_a_gpu_is_reset_while_the_driver_is_detached(node: Node, detach: Callabl
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("no instance of gpu-dra-driver has NVML open; none opens it before 2")
     assert reset(node, "3").returncode == 0
-    shown = call("inspect", *node.flags)
+    shown = call("inspect", *node.machine_flags)
     assert (shown.returncode, "NVML is closed until" in shown.stderr) == (1, True), (
         "it must not open NVML now"
     )
     checks = {
-        one["check"]: one for one in json.loads(call("doctor", "-o", "json", *node.flags).stdout)["checks"]
+        one["check"]: one
+        for one in json.loads(call("doctor", "-o", "json", *node.machine_flags).stdout)["checks"]
     }
     assert checks["NVML"]["status"] == "WARN"
     assert "detach --end" in checks["NVML"]["remedy"]

@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 def options(node: Node) -> list[str]:
-    return [*node.flags, "--node-name", node.settings.node_name]
+    return [*node.machine_flags, "--node-name", node.settings.node_name]
 
 
 def printed(*arguments: str) -> list[Json]:

@@ -18,7 +18,7 @@ Serviced = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def serviced(node: Node) -> Serviced:
-    return lambda *words: call("serviced", *words, *node.flags)
+    return lambda *words: call("serviced", *words, *node.machine_flags)
 
 
 def is_kept(node: Node, xid: int) -> bool:

@@ -58,7 +58,7 @@ START = int(NOW.timestamp())
 
 
 def options(node: Node) -> list[str]:
-    return [*node.flags, "--cdi-root", node.settings.cdi_root, "--node-name", "node-a"]
+    return [*node.machine_flags, "--cdi-root", node.settings.cdi_root, "--node-name", "node-a"]
 
 
 def test_top_of_a_driver_at_work(node: Node) -> None:
