@@ -114,7 +114,8 @@ class WaitTimeouts:
     waits after the plugin was told to stop.
 
     When the NVIDIA driver refuses for now, the attempt tries again after `refused_pause_s`, then after twice as long
-    each time up to `refused_pause_most_s`, for `refused_s` in all, and only while at least `try_s` are left.
+    each time up to `refused_pause_most_s`, for `refused_s` in all. For this, and for a process that uses a device,
+    it tries again only while at least `try_s` are left: a try without time would hide the reason.
     """
 
     again_s: float = 0.01
@@ -301,7 +302,7 @@ class WaitingLine:
                 self._begin(attempt, "a process", str(error))
         with self.changed:
             seen = self.changes
-        end = min(attempt.busy_since + self.timeouts.busy_s, self._end(attempt))
+        end = min(attempt.busy_since + self.timeouts.busy_s, self._end(attempt) - self.timeouts.try_s)
         if now >= end:
             raise error
         self._sleep(seen, min(self.timeouts.busy_pause_s, end - now))

@@ -525,3 +525,8 @@ def test_other_claims_are_prepared_while_a_card_is_bound(node: KindNode, site: S
     assert time.monotonic() - began < 1.0
     bind.join()
     assert isinstance(answers[0], Prepared)
+
+
+def test_process_on_the_gpu_is_named_also_where_the_time_of_the_call_ends(node: KindNode, site: Site) -> None:
+    site.machine.hold_gpu(site.card.gpu_uuid, 4711, "python3")
+    refused(in_a_hurry(node, wanted(site)), "in use by process 4711 (python3)")
