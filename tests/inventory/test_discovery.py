@@ -291,14 +291,11 @@ def test_function_that_nvml_does_not_show_is_a_fault_and_hides_no_gpu(bench: Ben
         assert found.gpus == COMPLETE.gpus
         assert found.faults == (
             DiscoveryFault(
-                "PCI function 0000:99:00.0",
-                "is an NVIDIA GPU that NVML does not show; it is bound to another driver, fell off the bus or is "
-                "drained",
+                "GPU 0000:99:00.0",
+                "it is missing from NVML; it may be lost, drained, or bound to another driver",
             ),
         )
-    assert [line["subject"] for line in logs if line["event"] == "discovery_fault"] == [
-        "PCI function 0000:99:00.0"
-    ]
+    assert [line["subject"] for line in logs if line["event"] == "discovery_fault"] == ["GPU 0000:99:00.0"]
 
 
 def test_card_under_vfio_is_on_offer_and_no_fault(bench: Bench) -> None:
@@ -312,7 +309,7 @@ def test_card_under_vfio_is_on_offer_and_no_fault(bench: Bench) -> None:
     bench.discovery.cards = lambda gpus: (replace(there, driver="snd_hda_intel"),)
     found = bench.scan()
     assert found is not None
-    assert [fault.subject for fault in found.faults] == ["PCI function 0000:12:00.0"]
+    assert [fault.subject for fault in found.faults] == ["GPU 0000:12:00.0"]
 
 
 def test_gpu_that_goes_to_vfio_is_not_lost(bench: Bench) -> None:

@@ -52,9 +52,8 @@ def assembled(
         _refuse_empty(read.faults, hidden)
     faults = read.faults + tuple(
         DiscoveryFault(
-            f"PCI function {bus_id}",
-            "is an NVIDIA GPU that NVML does not show; it is bound to another driver, "
-            "fell off the bus or is drained",
+            f"GPU {bus_id}",
+            "it is missing from NVML; it may be lost, drained, or bound to another driver",
         )
         for bus_id in hidden
     )
