@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -47,8 +47,8 @@ _STEPS = {
 
 def claims(given: Namespace) -> None:
     """With their devices and pods, from the records on this node alone. Works without API server and NVML, also while
-    gpu-dra-driver does not run, and changes nothing. Give the same directories as to `run`. The pods of a shared claim
-    are written down every ten minutes; json and yaml list all of them.
+    gpu-dra-driver does not run, and changes nothing. Use the same directory flags as for `run`. The pods of a shared
+    claim are written down every ten minutes; json and yaml list all of them.
     """
     from dra_driver.app.commands.node import prepared_claims
 
@@ -86,15 +86,23 @@ def _set_up(claim: PreparedClaim) -> str:
 
 
 def _head(claim: PreparedClaim, running: RunningStep | None) -> tuple[str, ...]:
+    return f"{claim.namespace}/{claim.name}", ", ".join(_state(claim, running)), pods_text(claim.pods)
+
+
+def _state(claim: PreparedClaim, running: RunningStep | None) -> Iterator[str]:
+    """`Prepared 3s ago`, or what is being done for the claim, and then only what is wrong or unknown."""
     from dra_driver.diagnostics.rules.prepared_claims import age_text
 
-    since = "-" if claim.age_s is None else f"{age_text(claim.age_s)} ago"
-    if running is not None:
-        since = f"for {age_text(running.for_s)}: {running.what} on {running.gpu_uuid}"
-    boot = {"this": "since the last boot", "earlier": "BEFORE THE LAST BOOT"}.get(claim.boot, "boot unknown")
-    spec = claim.cdi_spec if claim.cdi_spec != "missing" else "MISSING"
-    phase = claim.phase if claim.phase == "prepared" else claim.phase.upper()
-    return f"{claim.namespace}/{claim.name}", phase, since, boot, f"CDI spec {spec}", pods_text(claim.pods)
+    if claim.phase == "prepared":
+        yield "Prepared" if claim.age_s is None else f"Prepared {age_text(claim.age_s)} ago"
+    elif running is not None:
+        yield f"Preparing for {age_text(running.for_s)}: {running.what} on {running.gpu_uuid}"
+    else:
+        yield "NOT PREPARED SINCE THE LAST BOOT" if claim.boot == "earlier" else "Preparing"
+    if claim.boot == "unknown":
+        yield "BOOT UNKNOWN"
+    if claim.cdi_spec != "present" and claim.phase == "prepared":
+        yield f"CDI SPEC {claim.cdi_spec.upper()}"
 
 
 def pods_text(pods: Pods) -> str:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import DIRECTORY as METADATA
-from dra_driver.diagnostics.rules.node_state import NodeState
+from dra_driver.diagnostics.rules.node_state import BOOT_UNKNOWN, NodeState
 from dra_driver.diagnostics.rules.prepared_claims import NodeClaims, contradictions, prepared_claims, shown
 from dra_driver.errors import DraDriverError, StateError
 from dra_driver.files.atomic import QUARANTINE, read_plain, state_error
@@ -34,8 +34,8 @@ _REMEDY = "read it as root, or restart gpu-dra-driver, which replaces a damaged 
 
 
 def read_state(plugin_directory: Path, boot_id: str | None = None) -> NodeState:
-    """All that can be read; a directory that is not there holds nothing. With `boot_id` None all pending cleanups and
-    all kept health count as of this boot."""
+    """All that can be read; a directory that is not there holds nothing. With `boot_id` None records are as they were
+    written, and all pending cleanups and all kept health count as of this boot."""
     faults: list[str] = []
     claims, mig, pending = (plugin_directory / name for name in ("claims", "mig", "debts"))
 
@@ -99,7 +99,7 @@ def read_claims(
 ) -> NodeClaims:
     """What is prepared on this node, by its state, the CDI specs, and the files that were set aside."""
     specs: Mapping[str, Sequence[str]] | None = None
-    problems = [*state.faults]
+    problems = [*state.faults, *([BOOT_UNKNOWN] if state.records and state.boot_id is None else ())]
     try:
         specs = CdiDirectory(cdi_root, driver).list()
     except (DraDriverError, OSError) as error:

@@ -22,7 +22,7 @@ from dra_driver.diagnostics.doctor.cluster import ClusterChecks, needed_permissi
 from dra_driver.diagnostics.doctor.driver import DriverChecks
 from dra_driver.diagnostics.doctor.kubelet import KubeletChecks
 from dra_driver.diagnostics.doctor.runtime import RuntimeChecks
-from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip
+from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.diagnostics.rules.node_view import NodeView, SeenGpu, SeenProcess
 from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
@@ -622,6 +622,16 @@ def test_records(tells: Tells, kubelet: KubeletChecks) -> None:
     broken.write_text("x")
     tells(kubelet.records())
     assert broken.read_text() == "x"
+
+
+def test_records_of_a_boot_that_is_not_known_are_not_called_prepared(kubelet: KubeletChecks) -> None:
+    store = RecordStore(kubelet.state / "claims")
+    store.open("boot-1")
+    store.save(ClaimRecord(AllocatedClaim(ClaimRef("ns", "c", "uid-1"), ()), "prepared", "boot-1", (), ()))
+    assert kubelet.records() == warn(
+        "the ID of this boot cannot be read, so a claim that is shown as prepared may be of a boot before",
+        "mount the node's /proc",
+    )
 
 
 def test_the_mps_host(tells: Tells, kubelet: KubeletChecks) -> None:

@@ -299,20 +299,18 @@ def test_claims_says_who_holds_what_and_touches_nothing(plugin_dir: Path) -> Non
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     pods = "pods trainer-0, trainer-1, trainer-2, trainer-3 and 2 more"
-    pattern = rf"team/claim-1  prepared   \d+d\d+h ago +since the last boot +CDI spec present  {pods}"
+    pattern = rf"team/claim-1  Prepared \d+d\d+h ago +{pods}"
     assert re.fullmatch(pattern, lines[0]), lines[0]
-    assert [line.split("  ")[-1] for line in lines if line.startswith("team/")][1:] == [
-        "pod exporter",
-        "pods unknown",
-        "pod monitor",
-    ]
     assert lines[1] == "    uid uid-1; set up: MPS daemon, CDI spec"
     assert lines[2].split("  ")[-1] == "MPS, at most 10240 MiB and 50 % of threads; share share-9"
     text = done.stdout
-    assert "PREPARING" in text
     assert "set up: MIG device" in text
     assert "mig  MIG-7  1g.10gb at 0, created GI 7 CI 0; on GPU-2" in text
-    assert "BEFORE THE LAST BOOT" in text
+    assert [re.split("  +", line)[1:] for line in lines if line.startswith("team/")][1:] == [
+        ["Prepared, CDI SPEC MISSING", "pod exporter"],
+        ["Preparing", "pods unknown"],
+        ["NOT PREPARED SINCE THE LAST BOOT", "pod monitor"],
+    ]
     assert "admin access" in text
     problems = [line for line in lines if line.startswith("problem: ")]
     assert len(problems) == 4
@@ -325,6 +323,13 @@ def test_claims_says_who_holds_what_and_touches_nothing(plugin_dir: Path) -> Non
     assert any("claim team/claim-7 is prepared but its CDI spec is missing" in line for line in problems)
     assert not any("claim-3" in line for line in problems), "after a reboot nothing of it has to be there"
     assert files(root) == before
+
+
+def test_claims_flags_a_boot_that_is_not_known(plugin_dir: Path) -> None:
+    (plugin_dir.parents[1] / "machine/root/proc/sys/kernel/random/boot_id").unlink()
+    text = claims(plugin_dir).stdout
+    assert re.search(r"^team/claim-1  Prepared \d+d\d+h ago, BOOT UNKNOWN ", text, re.MULTILINE)
+    assert "problem: the ID of this boot cannot be read, so a claim that is shown as prepared may" in text
 
 
 def test_claims_as_json_and_yaml_are_the_same(plugin_dir: Path) -> None:
@@ -417,14 +422,14 @@ def test_claims_says_what_is_being_done_for_a_claim_and_for_how_long(node: Node)
         "--simulator-dir", str(node.root / "machine"),
     ]  # fmt: skip
     try:
-        eventually(lambda: "PREPARING" in call("claims", *options).stdout)
+        eventually(lambda: "Preparing for" in call("claims", *options).stdout)
         text = call("claims", *options).stdout
-        assert re.search(rf"default/slow  PREPARING  for \d+s: [a-z ]+ on {gpu}", text), text
+        assert re.search(rf"default/slow  Preparing for \d+s: [a-z ]+ on {gpu}", text), text
         assert "ended" not in text
     finally:
         gate.set()
         calls.join(30)
-    assert "prepared" in call("claims", *options).stdout
+    assert "Prepared" in call("claims", *options).stdout
 
 
 @tabled("seconds", "text")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dra_driver.diagnostics.doctor.checks import Check
 from dra_driver.diagnostics.rules.findings import Finding, fail, ok, skip, warn
-from dra_driver.diagnostics.rules.node_state import NodeState
+from dra_driver.diagnostics.rules.node_state import BOOT_UNKNOWN, NodeState
 from dra_driver.diagnostics.state_on_disk import set_aside_files
 from dra_driver.model.units import counted, named
 from dra_driver.mps.host_files import MpsHostFiles, mps_layout
@@ -113,6 +113,8 @@ class KubeletChecks:
                 f"{counted(len(state.records), 'claim')}, {waiting} not prepared yet",
                 "`gpu-dra-driver claims` lists them",
             )
+        if state.records and state.boot_id is None:
+            return warn(*BOOT_UNKNOWN.split("; "))
         return ok(counted(len(state.records), "prepared claim"))
 
     def cleanup(self) -> Finding:

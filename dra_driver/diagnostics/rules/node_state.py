@@ -14,6 +14,11 @@ from dra_driver.model.mig import GpuInstance, OwnedInstance
 from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.model.record import ClaimRecord
 
+BOOT_UNKNOWN = (
+    "the ID of this boot cannot be read, so a claim that is shown as prepared may be of a boot before; "
+    "mount the node's /proc"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class NodeState:

@@ -254,8 +254,8 @@ def _how(held: Holding) -> Iterator[str]:
         yield _word(held.trouble)
     if held.phase != "prepared":
         yield held.phase.upper()
-    if held.boot == "earlier":
-        yield "EARLIER BOOT"
+    if held.boot != "this":
+        yield f"{held.boot.upper()} BOOT"
     if held.usage:
         yield held.usage
     if held.share_id:
