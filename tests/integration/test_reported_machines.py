@@ -1,0 +1,90 @@
+"""Machines that users have reported: what the plugin publishes there, and what `doctor` says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dra_driver.config_file import mig_layouts
+from dra_driver.validation.rules.allocator import AllocationError
+from tests.integration.conftest import Node
+from tests.integration.test_process import call
+
+MACHINES = Path(__file__).parents[1] / "data/machines"
+
+
+def warnings(node: Node) -> dict[str, tuple[str, str]]:
+    """What `doctor` warns of, and the remedy, by the check; the last line of each check."""
+    checks = json.loads(call("doctor", "-o", "json", *node.machine_flags).stdout)["checks"]
+    return {one["check"]: (one["seen"], one["remedy"]) for one in checks if one["status"] == "WARN"}
+
+
+def types(node: Node) -> list[str]:
+    return [device["attributes"]["type"]["string"] for device in node.devices()]
+
+
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_guest_with_vgpus_publishes_each_and_prepares_it(
+    make_node: Callable[..., Node], on_demand: bool
+) -> None:
+    """NVML of a guest reports no serial number, addressing mode or power, and a vGPU is not cut into MIG devices."""
+    node = make_node(str(MACHINES / "vgpu-guest.yaml")).running(2, dynamic_mig=on_demand)
+    assert types(node) == ["gpu", "gpu"]
+    node.ready(node.claim("one"))
+    assert "health" not in warnings(node)
+
+
+def test_gpu_without_minor_number_is_not_published_and_doctor_says_why(
+    make_node: Callable[..., Node],
+) -> None:
+    """NVML of WSL2 has no minor numbers, and there is no device node to which one could belong."""
+    node = make_node(str(MACHINES / "no-minor-number.yaml"))
+    node.start_driver()
+    seen, _ = warnings(node)["NVML"]
+    assert "it is not published: NVML reports no minor number" in seen
+    assert node.devices() == []
+
+
+def test_memory_of_a_gh200_that_is_the_hosts_is_warned_of_with_the_module_option(
+    make_node: Callable[..., Node],
+) -> None:
+    node = make_node(str(MACHINES / "gh200.yaml")).running(1)
+    seen, remedy = warnings(node)["GPU memory"]
+    assert seen.startswith("NUMA nodes of the host (1)")
+    assert "NVreg_CoherentGPUMemoryMode=driver" in remedy
+
+
+def test_gpus_of_a_node_without_fabric_manager_are_tainted_and_no_pod_gets_one(
+    make_node: Callable[..., Node],
+) -> None:
+    node = make_node()
+    node.machine.set_fabric(state=2)
+    node.running()
+    fabric = {"key": "gpu.nvidia.com/fabric", "value": "pending", "effect": "NoSchedule"}
+    assert [
+        [{name: taint[name] for name in fabric} for taint in device["taints"]] for device in node.devices()
+    ] == [[fabric]] * 8
+    with pytest.raises(AllocationError):
+        node.claim("wants-one")
+    assert "systemctl status nvidia-fabricmanager" in warnings(node)["health"][1]
+
+
+def test_layout_of_one_gpu_is_made_there_and_the_mig_mode_of_the_others_is_warned_of(
+    make_node: Callable[..., Node],
+) -> None:
+    configs = {
+        "all-disabled": [{"devices": "all", "mig-enabled": False}],
+        "node1": [{"devices": [1], "mig-enabled": True, "mig-devices": {"1g.6gb": 4}}],
+    }
+    layout = {"layout": "node1", "configuration": {"version": "v1", "mig-configs": configs}}
+    node = make_node(str(MACHINES / "a30-mig-mode.yaml"))
+    node.running(4, mig_layouts=mig_layouts(layout))
+    assert types(node) == ["mig"] * 4
+    second = node.machine.gpu(1).uuid
+    assert {device["attributes"]["parentUUID"]["string"] for device in node.devices()} == {second}
+    assert warnings(node)["MIG mode"][0] == (
+        "in MIG mode without MIG devices, so nothing of it is offered: 0000:21:00.0, 0000:81:00.0, 0000:a1:00.0"
+    )
