@@ -224,6 +224,25 @@ def test_absent_host_is_a_problem_while_a_claim_has_or_had_a_daemon(
     assert files.problems() == []
 
 
+def test_host_that_goes_away_is_a_problem_within_30_s_for_a_claim_that_has_a_daemon_or_asks_for_one(
+    fake: FakeHost, clock: SteppedClock
+) -> None:
+    files = files_of(fake, clock, is_expected=False)
+    fake.open()
+    fake.layout.alive.touch()
+    assert files.problems() == []
+    fake.close()
+    with pytest.raises(NoMpsHostError):
+        files.ensure(SPEC)
+    clock.passed(29)
+    assert files.problems() == []
+    clock.passed(1)
+    assert files.problems() == [ABSENT]
+    fake.layout.wanted("gpu-1").touch()
+    clock.passed(3600)
+    assert files.problems() == [ABSENT], "the daemon of a claim is there as long as the claim"
+
+
 def test_host_that_reports_nothing_for_30_s_is_a_problem_until_its_next_sign(
     fake: FakeHost, clock: SteppedClock
 ) -> None:
