@@ -72,8 +72,9 @@ class Timings:
     """Seconds. `patience` is how long a process may take to end after `quit`, and again after TERM. `start` includes
     that of CUDA.
 
-    `look` is between two looks at what shall run, `tick` between two at the processes of daemons, `probe` between two
-    at servers and clients, `sign` between two signs of life, `exclusive` at least between two at the compute mode.
+    `look` is between two looks at what shall run, `idle` between two while nothing runs or shall run, `tick` between
+    two at the processes of daemons, `probe` between two at servers and clients, `sign` between two signs of life,
+    `exclusive` at least between two at the compute mode.
     """
 
     start: float = 20.0
@@ -83,6 +84,7 @@ class Timings:
     longest_backoff: float = 30.0
     calm: float = 60.0
     look: float = 0.04
+    idle: float = 0.25
     tick: float = 0.5
     sign: float = 10.0
     probe: float = 10.0

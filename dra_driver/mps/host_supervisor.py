@@ -125,7 +125,7 @@ class Supervisor:
             if now >= probe_at:
                 probe_at = now + timings.probe
                 self._work("probe", partial(_probe_all, list(self._living().values())))
-            self._tools.closing.wait(timings.look)
+            self._tools.closing.wait(timings.look if self._daemons or wishes else timings.idle)
 
     def _tick(self, now: float, wishes: Collection[str]) -> None:
         living = self._living()

@@ -41,6 +41,7 @@ FAST = Timings(
     patience=1.0,
     first_backoff=0.02,
     look=0.005,
+    idle=0.005,
     longest_backoff=0.1,
     tick=0.02,
     probe=0.1,
@@ -94,7 +95,9 @@ class MpsHost:
         timings = replace(FAST, **{k: v for k, v in changes.items() if k in FAST.__slots__})
         others = {k: v for k, v in changes.items() if k not in FAST.__slots__}
         one = Served(
-            replace(self.tools, layout=self.layout, timings=timings, closing=threading.Event(), **others)
+            replace(
+                self.tools, layout=self.layout, timings=timings, **{"closing": threading.Event(), **others}
+            )
         )
         one.open()
         self._open.append(one)

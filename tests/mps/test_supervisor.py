@@ -697,6 +697,30 @@ def test_many_cycles_leave_nothing(host, monkeypatch):
     assert (host.left(), supervisor.status()) == ([], ())
 
 
+class Beats(threading.Event):
+    """Keeps how long the host waits between its looks, and wakes it at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: set[float | None] = set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.add(timeout)
+        return super().wait(0.005)
+
+
+def test_host_without_daemons_looks_less_often(host):
+    beats = Beats()
+    one, spec = host.supervisor(closing=beats, look=3.0, idle=7.0), host.spec()
+    eventually(lambda: 7.0 in beats.seconds)
+    one.ensure(spec)
+    beats.seconds.clear()
+    eventually(lambda: 3.0 in beats.seconds)
+    assert 7.0 not in beats.seconds
+    one.stop(spec.device)
+    eventually(lambda: 7.0 in beats.seconds)
+
+
 def test_one_device_is_started_once_for_many_callers(host):
     supervisor = host.supervisor()
     started = in_threads(*[partial(supervisor.ensure, host.spec(), 10)] * 8)
