@@ -118,17 +118,19 @@ def _named_reasons(
     hidden = {uuid or known.get(place) or place: place for place, uuid in facts.hidden.items()}
     places = {**places, **hidden, **shown}
     names = _names(inventory, state, hidden)
-    facts = replace(facts, lost=facts.lost | hidden.keys())
+    # NVML lists a GPU that answers nothing from the start, so it is not lost.
+    facts = replace(facts, lost=facts.lost | (hidden.keys() - inventory.unread))
     reasons = _reasons(state.health, facts, names, _mig_devices(ids), int(now.timestamp()))
     return names, {uuid: place for uuid, place in places.items() if place is not None}, list(reasons)
 
 
 def _names(inventory: Inventory, state: NodeState, hidden: Mapping[str, str]) -> Mapping[str, str]:
-    """Device names by UUID: GPUs that NVML shows in PCI order, then those that only files know."""
+    """Device names by UUID: GPUs that NVML shows in PCI order, then those that only files know, or that NVML lists
+    without saying what they are."""
     shown = [gpu.uuid for gpu in inventory.gpus]
     known = {entry.target.gpu_uuid for entry in state.health}
     known |= {uuid for record in state.records for uuid in record.gpu_uuids if uuid}
-    known |= {uuid for uuid, place in hidden.items() if uuid != place}
+    known |= {uuid for uuid, place in hidden.items() if uuid != place} | inventory.unread
     unnamed = {place: place for uuid, place in hidden.items() if uuid == place}
     names = gpu_device_names(dict.fromkeys([*shown, *sorted(known - set(shown))]))
     return {**names, **(inventory.kept_names or {}), **inventory.gpu_names, **unnamed}
