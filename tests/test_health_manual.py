@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import get_args
@@ -30,6 +31,7 @@ from dra_driver.model.health import (
     HealthStates,
     HealthTarget,
     MonitoringState,
+    NvLinks,
     Observation,
     PolledHealth,
     PollResult,
@@ -98,6 +100,7 @@ def signal_rows() -> Iterator[str]:
         PolledHealth(repairs_pending=frozenset({"channel", "tpc"})),
         PolledHealth(pcie_narrow=True, pcie_slow=True),
     ]
+    links = [NvLinks(tuple(range(18)), 18, to_switches=to_switches) for to_switches in (False, True)]
     stories: list[list[Observation]] = [[PollResult(signals)] for signals in looks]
     stories += [
         [DoubleBitError()],
@@ -106,15 +109,25 @@ def signal_rows() -> Iterator[str]:
         [Hanging("an operation of gpu-dra-driver", rules.UNRESPONSIVE_AFTER_S)],
         [PollResult(PolledHealth(answered=False))] * rules.SILENT_POLLS,
     ]
+    stories += [
+        [PollResult(PolledHealth(nvlinks=all_up)), PollResult(PolledHealth(nvlinks=replace(all_up, up=(0,))))]
+        for all_up in links
+    ]
+    stories += [[PollResult(PolledHealth(nvlinks=all_up, equal_nvlinks=99))] for all_up in links]
+    stories += [
+        [PollResult(PolledHealth(nvlink_errors={kind: count})) for count in (0, 1)]
+        for kind in ("crc", "recovery", "replay")
+    ]
     stories += [[PollResult(PolledHealth(ecc_uncorrected=0)), PollResult(PolledHealth(ecc_uncorrected=2))]]
     stories += [
         [PollResult(PolledHealth(fabric="broken")), PollResult(PolledHealth(fabric="ready"))] * rules.FLAPS
     ]
-    reasons = {reason.name: reason for story in stories for reason in told(*story)}
+    reasons = {(reason.name, reason.severity): reason for story in stories for reason in told(*story)}
     tainted = {reason.key for reason in reasons.values() if taints_of([reason], TaintPolicy())}
     assert tainted | {"xid"} == set(TAINTED_KEYS)
     for _, reason in sorted(reasons.items()):
         text = re.sub(r"^2 uncorr", "N uncorr", reason.text)
+        text = re.sub(r"\d+(, \d+)*( and \d+ more)?", "N", text) if reason.key == "nvlink" else text
         yield row(reason, f"`{reason.value}`" if reason.value else "none", text)
 
 
@@ -227,6 +240,7 @@ def test_times_in_the_manual_are_those_of_the_driver() -> None:
     text = " ".join(MANUAL.read_text().split())
     for sentence in (
         f"polls every GPU every {poller._POLL_EVERY_S:.0f} s",
+        f"the PCIe link every {poller._RARE_EVERY_S:.0f} s",
         f"last answer is older than {book.FRESH_S:.0f} s",
         f"has not returned for {book.OVERDUE_S:.0f} s",
         f"kept as information for {rules.REMEMBER_S // 60} minutes",

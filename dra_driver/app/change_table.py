@@ -23,8 +23,8 @@ class Change(Enum):
     HEALTH_SHOWN = auto()
     # The health of one GPU or MIG device went from one state to another: the HealthChange.
     HEALTH = auto()
-    # A poll of health has read how a GPU is registered with its NVLink fabric, maybe as before: UUID, registration.
-    FABRIC_POLLED = auto()
+    # The health of a GPU was polled, maybe with the result of before: UUID, PolledHealth.
+    POLLED = auto()
     # A MIG device was made or destroyed on demand, or a MIG mode was switched; or one of these failed: action, device,
     # seconds, error or None.
     MIG_DEVICE = auto()

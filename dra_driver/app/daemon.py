@@ -287,7 +287,7 @@ class Driver:
                 ),
                 Change.HEALTH_SHOWN: (self.publishing.publisher.mark_dirty,),
                 Change.HEALTH: (self.reporting.claims.health_changed,),
-                Change.FABRIC_POLLED: (self.discovery.fabric_polled,),
+                Change.POLLED: (self.discovery.health_polled,),
                 Change.MIG_DEVICE: (self.health.mig_changed, self.reporting.reporter.mig_changed),
                 Change.MIG_SPACE_FREED: (self.discovery.request_rescan,),
                 Change.MIG_LAYOUT: (

@@ -15,7 +15,7 @@ from dra_driver.diagnostics.rules.prepared_claims import NodeClaims, contradicti
 from dra_driver.errors import DraDriverError, StateError
 from dra_driver.files.atomic import QUARANTINE, read_plain, state_error
 from dra_driver.files.json_store import UnreadableFile
-from dra_driver.health.rules.state import observe
+from dra_driver.health.rules.state import rebooted
 from dra_driver.health.store import decode
 from dra_driver.journal.cleanups import PendingCleanups
 from dra_driver.journal.record_codec import step_kind
@@ -23,7 +23,7 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.mig.layout_file import LAYOUT_FILE
 from dra_driver.mig.layout_file import decode as decode_layouts
 from dra_driver.mig.ledger import MigLedger
-from dra_driver.model.health import HealthState, Reset
+from dra_driver.model.health import HealthState
 from dra_driver.model.mig_layouts import GpuLayout
 
 Value = TypeVar("Value")
@@ -91,7 +91,7 @@ def _read_health(path: Path, boot_id: str | None) -> tuple[Iterable[HealthState]
         return kept.states, ()
     note = "the kept health is from before the last boot, and nobody has watched the GPUs since; start gpu-dra-driver"
     states = (state for state in kept.states if not state.target.is_instance)
-    return (observe(state, Reset(), 0) for state in states), (note,)
+    return (rebooted(state, 0) for state in states), (note,)
 
 
 def read_claims(

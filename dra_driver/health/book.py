@@ -18,7 +18,7 @@ from dra_driver.errors import StateError
 from dra_driver.health.history import HealthHistory, change_between
 from dra_driver.health.rules.endings import waits_for_reset
 from dra_driver.health.rules.merge import merged
-from dra_driver.health.rules.state import observe
+from dra_driver.health.rules.state import observe, rebooted
 from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, xid_text
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.health import (
@@ -28,7 +28,6 @@ from dra_driver.model.health import (
     HealthStates,
     HealthTarget,
     Observation,
-    Reset,
     Serviced,
     Severity,
     Xid,
@@ -188,11 +187,7 @@ class HealthBook:
         if kept.boot_id != self.boot_id:
             self.is_new_boot = True
             # Instances never survive a boot.
-            states = tuple(
-                observe(state, Reset(), self.now(), self.policy)
-                for state in states
-                if not state.target.is_instance
-            )
+            states = tuple(rebooted(state, self.now()) for state in states if not state.target.is_instance)
         with self._guard:
             self._states = {state.target: state for state in merged(self._states.values(), states)}
             self.driver_version = self.driver_version or kept.driver_version

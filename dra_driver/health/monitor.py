@@ -20,7 +20,6 @@ from dra_driver.health.listener import EventListener
 from dra_driver.health.poller import GpuPoller
 from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy
 from dra_driver.health.store import HealthStore
-from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.health import (
     UNRESPONSIVE,
     Hanging,
@@ -29,6 +28,7 @@ from dra_driver.model.health import (
     HealthStates,
     HealthTarget,
     NoAnswer,
+    PolledHealth,
     Severity,
 )
 from dra_driver.model.problems import NodeProblem
@@ -46,8 +46,8 @@ class Monitor(HealthThread):
 
     `gpus` returns the PCI bus IDs of the GPUs to watch by their UUIDs, None while they are not known. `is_on_bus` says
     whether the NVIDIA driver is bound to a bus ID. `on_change` is called after each change that others can see, and
-    when the health of a GPU is known again. `on_transition` is called with each entry of the history, `on_fabric` with
-    a GPU's UUID and registration whenever a poll has read its fabric. They are called by several threads, and must not
+    when the health of a GPU is known again. `on_transition` is called with each entry of the history, `on_polled` with
+    a GPU's UUID and each poll. They are called by several threads, and must not
     block. `hanging` returns which operation of this plugin hangs on which GPU UUID, and since when by the monotonic
     clock. `serviced` is `ServicedGpus.times`.
 
@@ -66,7 +66,7 @@ class Monitor(HealthThread):
     _: KW_ONLY
     on_change: Callable[[], None]
     on_transition: Callable[[HealthChange], None]
-    on_fabric: Callable[[str, FabricRegistration], None]
+    on_polled: Callable[[str, PolledHealth], None]
     hanging: Callable[[], Mapping[str, tuple[str, float]]] = dict
     serviced: Callable[[], Mapping[str, int]] = dict
     policy: XidPolicy = NO_CHANGES
@@ -221,7 +221,7 @@ class Monitor(HealthThread):
             else:
                 pollers[uuid] = poller
         made = [
-            GpuPoller(uuid, self.source, self.book, self.on_fabric, self._is_watched)
+            GpuPoller(uuid, self.source, self.book, self.on_polled, self._is_watched)
             for uuid in sorted(gpu_uuids - pollers.keys())
         ]
         if not made and len(pollers) == len(self.pollers):

@@ -14,9 +14,9 @@ import structlog
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.health.book import OVERDUE_S, HealthBook, HealthThread
+from dra_driver.health.rules.nvlinks import compared
 from dra_driver.health.rules.state import shows_reset
 from dra_driver.health.rules.xids import RECOVERY_ACTION_CHANGED, severity_of_xid
-from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.health import (
     HealthEvent,
     HealthTarget,
@@ -27,6 +27,7 @@ from dra_driver.model.health import (
     PolledHealth,
     PollResult,
     Reset,
+    Severity,
     Unreachable,
     Xid,
     identity_of,
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 _POLL_EVERY_S = 10.0
+_RARE_EVERY_S = 50.0
+"""What changes rarely is queried this often, in the first poll, after an event, and in each poll while the GPU should
+get no new work or a query fails. A minute is what docs promise for faults to be shown."""
 _MOST_EVENTS = 256
 _NOT_FOUND = PolledHealth(failed=frozenset({"handle"}), answered=False)
 """A poll that could not even find the GPU."""
@@ -46,7 +50,7 @@ _NOT_FOUND = PolledHealth(failed=frozenset({"handle"}), answered=False)
 class GpuPoller(HealthThread):
     """Watches one GPU.
 
-    `on_fabric` is called with the GPU's UUID and registration whenever a poll has read its fabric. `is_watched` says
+    `on_polled` is called with the GPU's UUID and each poll that NVML has answered. `is_watched` says
     whether the GPU is to be polled now: another driver may have just got it. They must not block.
     """
 
@@ -55,7 +59,7 @@ class GpuPoller(HealthThread):
         uuid: str,
         source: HealthSource,
         book: HealthBook,
-        on_fabric: Callable[[str, FabricRegistration], None],
+        on_polled: Callable[[str, PolledHealth], None],
         is_watched: Callable[[str], bool],
     ) -> None:
         self.uuid = uuid
@@ -63,8 +67,9 @@ class GpuPoller(HealthThread):
         self.is_heard = False
         self._target = HealthTarget(uuid)
         self._source, self._book = source, book
-        self._on_fabric, self._is_watched = on_fabric, is_watched
-        self._due = 0.0
+        self._on_polled, self._is_watched = on_polled, is_watched
+        self._due = self._rare_due = 0.0
+        self._rare: PolledHealth | None = None
         self._calling_since: float | None = None
         self._events: deque[HealthEvent] = deque(maxlen=_MOST_EVENTS)
         self._set_number: int | None = None
@@ -75,7 +80,7 @@ class GpuPoller(HealthThread):
 
     def poll_soon(self) -> None:
         """Register the GPU if its events are not in the newest event set, and poll it."""
-        self._due = 0.0
+        self._due = self._rare_due = 0.0
         self.wake()
 
     def turn(self) -> float:
@@ -190,8 +195,12 @@ class GpuPoller(HealthThread):
 
     def _poll(self) -> None:
         """Raises: NvmlUnavailableError."""
+        now, state = self._book.monotonic(), self._book.state(self._target)
+        is_full = self._rare is None or now >= self._rare_due or state.severity >= Severity.DEGRADED
+        if is_full:
+            self._rare_due = now + _RARE_EVERY_S
         try:
-            polled = self._source.read(self.uuid, self._place)
+            polled = self._source.read(self.uuid, self._place, None if is_full else self._rare)
         except DeviceLostError as error:
             _log.debug("gpu_lost", gpu_uuid=self.uuid, reason=str(error))
             self._book.take({self._target: (Unreachable(),)})
@@ -202,14 +211,17 @@ class GpuPoller(HealthThread):
             self._book.take({self._target: (PollResult(_NOT_FOUND),)})
             return
         else:
-            self._take_poll(polled)
+            self._rare = None if polled.failed else polled
+            self._take_poll(polled, is_full=is_full)
             if not polled.answered:
                 return
         self._book.answered(self.uuid)
 
-    def _take_poll(self, polled: PolledHealth) -> None:
-        if polled.fabric is not None:
-            self._on_fabric(self.uuid, polled.fabric_registration)
+    def _take_poll(self, polled: PolledHealth, *, is_full: bool) -> None:
+        # What an earlier poll has read is no news.
+        self._on_polled(self.uuid, polled if is_full else replace(polled, nvlinks=None))
+        others = [state.nvlinks for target, state in self._book.states().items() if target != self._target]
+        polled = compared(polled, others)
         if "recovery_action" not in polled.failed:
             self._reports_action = polled.recovery_action is not None
         observed: dict[HealthTarget, tuple[Observation, ...]] = {self._target: (PollResult(polled),)}

@@ -15,7 +15,7 @@ from dra_driver.files.fields import FLAG, NUMBER, TEXT, Kind, Shape, left_out, l
 from dra_driver.files.formats import NewerFormatError
 from dra_driver.files.json_store import JsonStore, UnreadableFile
 from dra_driver.health.rules.merge import merged
-from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
+from dra_driver.model.health import HealthState, HealthTarget, NvLinks, Reason, Severity
 from dra_driver.model.json_object import JsonObject
 
 _log = structlog.get_logger(__name__)
@@ -117,6 +117,7 @@ def _ordered(states: Iterable[HealthState]) -> list[HealthState]:
             state,
             reasons=tuple(reason for reason in state.reasons if not _is_fleeting(reason)),
             silent_polls=0,
+            nvlink_errors=None,
         )
         for state in states
     ]
@@ -164,6 +165,13 @@ _TARGET = Shape(
     gpu_instance_id=left_out(NUMBER, name="gpuInstance"),
     compute_instance_id=left_out(NUMBER, name="computeInstance"),
 )
+_NVLINKS = Shape(
+    NvLinks,
+    up=needed(list_of(NUMBER)),
+    count=needed(NUMBER),
+    product_name=left_out(TEXT),
+    to_switches=left_out(FLAG),
+)
 _STATE = Shape(
     HealthState,
     reasons=left_out(list_of(_REASON.kind), ()),
@@ -172,6 +180,7 @@ _STATE = Shape(
     setbacks=left_out(list_of(NUMBER), ()),
     held_until=left_out(NUMBER),
     pci_bus_id=left_out(TEXT),
+    nvlinks=left_out(_NVLINKS.kind),
 )
 _KEPT = Shape(
     KeptHealth,

@@ -32,14 +32,15 @@ from dra_driver.inventory.rules.assemble import assembled, unanswering, with_unr
 from dra_driver.inventory.rules.hardware_changes import (
     HardwareFingerprint,
     differs,
-    is_other_fabric,
     is_other_hardware,
+    is_other_nvlink,
     repartitioned_gpus,
 )
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.mig.offer import MigOffer, MigOwnership
 from dra_driver.model.fingerprint import HostFingerprint
-from dra_driver.model.gpu import FabricRegistration, Gpu
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.health import PolledHealth
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.passthrough import Card
 from dra_driver.model.problems import NodeProblem
@@ -159,12 +160,13 @@ class Discovery:
         with self._turn:
             self._want_scan()
 
-    def fabric_polled(self, gpu_uuid: str, registration: FabricRegistration) -> None:
-        """A poll of health has read a GPU's fabric: if the inventory has it otherwise, have everything read anew soon.
+    def health_polled(self, gpu_uuid: str, polled: PolledHealth) -> None:
+        """A poll of health has read a GPU's NVLinks and fabric: if the inventory has them otherwise, have everything
+        read anew soon.
 
         It is compared with each poll, so that a change is found in whatever order looks and polls come.
         """
-        if is_other_fabric(self.inventory, gpu_uuid, registration):
+        if is_other_nvlink(self.inventory, gpu_uuid, polled):
             self.request_rescan()
 
     def scan_now(self, timeout_s: float) -> None:

@@ -38,6 +38,7 @@ TAINTED_KEYS = (
     "flapping",
     LOST,
     "memory",
+    "nvlink",
     "page-retirement",
     "recovery-action",
     "repair",
@@ -102,6 +103,20 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True)
+class NvLinks:
+    """The NVLinks of a GPU: the numbers of those that are up, and how many the board has.
+
+    GPUs with an equal `product_name` and `count` are of one kind. `to_switches` says whether the links lead to
+    NVSwitches; None while no link is up, or where the NVIDIA driver does not report it.
+    """
+
+    up: tuple[int, ...]
+    count: int
+    product_name: str | None = None
+    to_switches: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class HealthState:
     """All that is known of one target; `reasons` in the order of their names.
 
@@ -109,7 +124,8 @@ class HealthState:
     joined by commas) of the MIG devices of an instance, because instance IDs are used again. `setbacks` are the times
     at which the device became bad lately; because of them it is not offered until `held_until`. `pci_bus_id` is where a
     GPU was last seen: a lost one is watched as long as it is on the bus. `silent_polls` counts the polls in a row that
-    no live query of the GPU answered.
+    no live query of the GPU answered. `nvlinks` has all links that were up since the boot, `nvlink_errors` the counts
+    of errors when they were read last.
     """
 
     target: HealthTarget
@@ -120,6 +136,8 @@ class HealthState:
     held_until: int | None = None
     pci_bus_id: str | None = None
     silent_polls: int = 0
+    nvlinks: NvLinks | None = None
+    nvlink_errors: Mapping[str, int] | None = None
 
     @property
     def severity(self) -> Severity:
@@ -141,8 +159,8 @@ class HealthState:
 
 @dataclass(frozen=True, slots=True)
 class PolledHealth:
-    """The result of one poll of a GPU. A value is None if the GPU or the NVIDIA driver does not support its query, or
-    if the query failed: then its name is in `failed`.
+    """The result of one poll of a GPU. A value is None if the GPU or the NVIDIA driver does not support its query, if
+    this poll did not make it, or if the query failed: then its name is in `failed`.
 
     `failed` names queries by the value that they read, for example `recovery_action`; `remapped_rows` reads two values.
     `answered` is False if no query that only the GPU itself can answer succeeded, and at least one failed: the GPU is
@@ -154,6 +172,8 @@ class PolledHealth:
     next reset repairs: `channel`, `tpc`. `pcie_narrow` and `pcie_slow` say that the PCIe link has fewer lanes, or a
     lower generation, than the GPU and the machine can; the generation is None while the GPU may be at rest, when it is
     lower on purpose.
+    `nvlinks` is None in MIG mode too, in which no link is up. `nvlink_errors` are counts by kind: `recovery`, `replay`,
+    `crc`. `equal_nvlinks` is how many links an equal GPU of the machine has had up since the boot, None without one.
     `accepts_work` is False on a node with confidential computing until somebody sets the ready state of its GPUs.
     """
 
@@ -173,6 +193,9 @@ class PolledHealth:
     repairs_pending: frozenset[str] | None = None
     pcie_narrow: bool | None = None
     pcie_slow: bool | None = None
+    nvlinks: NvLinks | None = None
+    nvlink_errors: Mapping[str, int] | None = None
+    equal_nvlinks: int | None = None
     failed: frozenset[str] = frozenset()
     answered: bool = True
 

@@ -176,10 +176,10 @@ class HealthSource:
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlEventSetFree(old.handle)
 
-    def read(self, gpu_uuid: str, pci_bus_id: str | None) -> PolledHealth:
+    def read(self, gpu_uuid: str, pci_bus_id: str | None, before: PolledHealth | None = None) -> PolledHealth:
         """As `read_health`. Raises: NvmlUnavailableError too if NVML was closed during the poll."""
         with self._using() as opening:
-            polled = read_health(gpu_uuid, self._handle(gpu_uuid, pci_bus_id, opening))
+            polled = read_health(gpu_uuid, self._handle(gpu_uuid, pci_bus_id, opening), before)
             if (self._session.is_open, self._session.openings) != (True, opening):
                 raise NvmlUnavailableError("NVML was closed during a poll")
             return polled

@@ -7,9 +7,9 @@ from typing import Any, Final
 
 import pynvml
 
-from dra_driver.errors import DraDriverError
+from dra_driver.errors import DraDriverError, NotSupportedError
 from dra_driver.model.gpu import Fabric, FabricRegistration, UnreadyFabric
-from dra_driver.nvml.failures import Handle, supported
+from dra_driver.nvml.failures import Handle, nvml_errors
 
 ABSENT, NOT_STARTED, IN_PROGRESS, COMPLETED = range(4)
 """NVML's states."""
@@ -42,12 +42,16 @@ def fabric_info(handle: Handle) -> Any:
     for name, struct in _FORMS:
         info = struct()
         try:
-            if supported(getattr(pynvml, name), handle, pynvml.byref(info)) is not None:
-                return info
+            with nvml_errors(name):
+                getattr(pynvml, name)(handle, pynvml.byref(info))
+            return info
         except DraDriverError as error:
             # The handle is good, so it is the version of the structure that the library does not know.
-            if not isinstance(error.__cause__, pynvml.NVMLError_InvalidArgument):
+            is_unknown = isinstance(error.__cause__, pynvml.NVMLError_InvalidArgument)
+            if not isinstance(error, NotSupportedError) and not is_unknown:
                 raise
+            if struct is not _FORMS[0][1] and isinstance(error.__cause__, pynvml.NVMLError_NotSupported):
+                return None  # so no form says more; the newest one is new, and may be supported on fewer GPUs
     return None
 
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pynvml
 
-from dra_driver.errors import DeviceLostError
+from dra_driver.errors import DeviceLostError, RetryableError
 from dra_driver.model.gpu import UnreadyFabric
-from dra_driver.model.health import FabricState, PolledHealth
+from dra_driver.model.health import FabricState, NvLinks, PolledHealth
 from dra_driver.nvml.confidential import accepts_work
 from dra_driver.nvml.fabric import ABSENT, fabric_info, fabric_registration
 from dra_driver.nvml.failures import Handle, nvml_errors, supported
 from dra_driver.nvml.failures import ask as ask_nvml
 from dra_driver.nvml.load import temperature
 from dra_driver.nvml.mig_instances import gpu_handle
+from dra_driver.nvml.readings import FaultLog, link_states
 
 T = TypeVar("T")
 _RECOVERY_ACTION_FIELD = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
@@ -41,6 +43,16 @@ _CONFIGURATIONS = {
     5: "it has too few NVLinks", 6: "its firmware does not fit", 7: "its location is not valid",
     8: "the state of the GPU is not valid",
 }  # fmt: skip
+_ERRORS_OF_ALL = (
+    ("crc", pynvml.NVML_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL),
+    ("crc", pynvml.NVML_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL),
+    ("replay", pynvml.NVML_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL),
+    ("recovery", pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL),
+)
+_ERRORS_OF_LINK = (("recovery", getattr(pynvml, "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS", 215)),)
+_KEPT_OF_BEFORE = (
+    "sram_exceeded", "memory_unrepairable", "bank_remap_pending", "repairs_pending", "nvlinks"
+)  # fmt: skip
 _SUMMARY_HEALTHY = 1
 _SUMMARIES: Mapping[int, FabricState] = {2: "broken", 3: "limited"}
 
@@ -76,8 +88,11 @@ class _Queries:
         return value
 
 
-def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
+def read_health(uuid: str, handle: Handle | None = None, before: PolledHealth | None = None) -> PolledHealth:
     """All signals of one GPU, by its handle if the caller has one of this session.
+
+    What changes rarely is not queried if there is a poll `before`: what decides about reasons of events, and the
+    NVLinks, are those of then, and the rest is None.
 
     Raises: DeviceLostError if the GPU fell off the bus; NvmlUnavailableError; RetryableError if it cannot even
     be found for another reason.
@@ -102,8 +117,7 @@ def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
     linked = queries.ask("fabric", fabric_info, handle)
     fabric, fabric_text = (None, "") if linked is None else _fabric(linked)
     action = queries.ask("recovery_action", _recovery_action, handle)
-    is_accepting = _accepts_work(queries)
-    return PolledHealth(
+    polled = PolledHealth(
         recovery_action=_GPU_RESET if queries.wants_reset and not action else action,
         remap_pending=None if rows is None else bool(rows[2]),
         remap_failed=None if rows is None else bool(rows[3]),
@@ -113,18 +127,32 @@ def read_health(uuid: str, handle: Handle | None = None) -> PolledHealth:
         fabric_text=fabric_text,
         slowdowns=None if clocks is None else _slowdowns(clocks),
         fabric_registration=None if linked is None else fabric_registration(linked),
-        accepts_work=is_accepting,
+        accepts_work=_accepts_work(queries),
+    )
+    if before is None:
+        # Only a GPU that is known to work is judged by its generation.
+        is_working = clocks is not None and not clocks & _IDLE
+        polled = _with_rare(polled, queries, handle, is_working=is_working)
+    else:
+        polled = replace(polled, **{name: getattr(before, name) for name in _KEPT_OF_BEFORE})
+    return replace(polled, failed=frozenset(queries.failed), answered=queries.answered)
+
+
+def _with_rare(polled: PolledHealth, queries: _Queries, handle: Handle, *, is_working: bool) -> PolledHealth:
+    """The poll with what changes rarely."""
+    nvlinks = queries.ask("nvlinks", _nvlinks, handle)
+    return replace(
+        polled,
         sram_exceeded=queries.ask("sram", _sram_exceeded, handle),
         memory_unrepairable=queries.ask("memory", _memory_unrepairable, handle),
         bank_remap_pending=queries.ask("bank_remap", _bank_remap_pending, handle),
         repairs_pending=queries.ask("repair", _repairs_pending, handle),
         pcie_narrow=queries.ask("pcie_width", _pcie_narrow, handle),
-        # Only a GPU that is known to work is judged by its generation.
-        pcie_slow=None
-        if clocks is None or clocks & _IDLE
-        else queries.ask("pcie_generation", _pcie_slow, handle),
-        failed=frozenset(queries.failed),
-        answered=queries.answered,
+        pcie_slow=queries.ask("pcie_generation", _pcie_slow, handle) if is_working else None,
+        nvlinks=nvlinks,
+        nvlink_errors=queries.ask("nvlink_errors", _nvlink_errors, handle, nvlinks.up)
+        if nvlinks and nvlinks.up
+        else None,
     )
 
 
@@ -169,6 +197,50 @@ def _recovery_action(handle: Handle) -> int | None:
     if entry.nvmlReturn != pynvml.NVML_SUCCESS:
         raise pynvml.NVMLError(entry.nvmlReturn)
     return int(entry.value.uiVal)
+
+
+def _nvlinks(handle: Handle) -> NvLinks | None:
+    """None for a GPU without NVLink, or in MIG mode. Raises: DraDriverError."""
+    states = _link_states(handle)
+    if states and not any(states):
+        mode = supported(pynvml.nvmlDeviceGetMigMode, handle)
+        if mode is not None and mode[0]:
+            return None
+        # The mode may have been switched off in between.
+        states = _link_states(handle)
+    if not states:
+        return None
+    up = tuple(link for link, is_up in enumerate(states) if is_up)
+    remote = supported(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, up[0]) if up else None
+    return NvLinks(
+        up,
+        sum(state is not None for state in states),
+        supported(pynvml.nvmlDeviceGetName, handle),
+        None if remote is None else remote == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH,
+    )
+
+
+def _link_states(handle: Handle) -> list[bool | None]:
+    log = FaultLog("")
+    states = link_states(log, handle)
+    if log.faults:
+        raise RetryableError(log.faults[-1].text)
+    return states
+
+
+def _nvlink_errors(handle: Handle, links: Sequence[int]) -> Mapping[str, int] | None:
+    """The counts by kind, without those that the GPU or the NVIDIA driver does not have. GPUs before Blackwell count
+    for all links together. Raises: pynvml.NVMLError."""
+    wanted = [(kind, (field, link)) for kind, field in _ERRORS_OF_LINK for link in links]
+    wanted += [(kind, (field, 0)) for kind, field in _ERRORS_OF_ALL]
+    counts: dict[str, int] = {}
+    answers = pynvml.nvmlDeviceGetFieldValues(handle, [field for _, field in wanted])
+    for (kind, _), entry in zip(wanted, answers, strict=True):
+        if entry.nvmlReturn == pynvml.NVML_SUCCESS:
+            counts[kind] = counts.get(kind, 0) + int(entry.value.ullVal)
+        elif entry.nvmlReturn not in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT):
+            raise pynvml.NVMLError(entry.nvmlReturn)
+    return counts or None
 
 
 def _sram_exceeded(handle: Handle) -> bool:

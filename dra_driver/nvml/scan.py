@@ -37,8 +37,7 @@ class ScanMemory:
     """What one scan keeps for the next. For one thread at a time.
 
     `known` is each GPU as it was read last, by UUID; `uuids` and `fingerprints` are by NVML index, as of this opening
-    of NVML. They are what is known of a GPU that does not answer now. `links` is how many NVLinks of each GPU were up
-    at most.
+    of NVML. They are what is known of a GPU that does not answer now.
     """
 
     partitions: PartitionReader = field(default_factory=PartitionReader)
@@ -48,7 +47,6 @@ class ScanMemory:
     known: dict[str, Gpu] = field(default_factory=dict)
     uuids: dict[int, str] = field(default_factory=dict)
     fingerprints: dict[int, GpuFingerprint | None] = field(default_factory=dict)
-    links: dict[str, int] = field(default_factory=dict)
 
     def reopened(self) -> None:
         """NVML was initialised anew: its numbers may mean other GPUs."""
@@ -119,7 +117,7 @@ def read_gpus(
         if gpu.architecture in NOT_GPUS:
             continue
         found[index] = (handle, gpu)
-        faults += [*gpu_faults, *_links_down(gpu, memory)]
+        faults += gpu_faults
         memory.known[gpu.uuid], memory.uuids[index] = gpu, gpu.uuid
     gpus = sorted([*(gpu for _, gpu in found.values()), *silent], key=_place)
     pairs, pair_faults = read_reachable_pairs(found, memory.peers, silent, memory.walk, kept_open)
@@ -140,19 +138,6 @@ def _refuse_unidentified(gpu: Gpu, faults: Iterable[DiscoveryFault], unread: set
         if fault.text.startswith("architecture: "):
             unread.add(gpu.uuid)
             raise RetryableError(f"it is not published, since it may not be a GPU: {fault.text}")
-
-
-def _links_down(gpu: Gpu, memory: ScanMemory) -> list[DiscoveryFault]:
-    """A fault if NVLinks of the GPU that were up are down. In MIG mode no link is up."""
-    if gpu.nvlink_links is None or gpu.mig_enabled:
-        return []
-    most = memory.links[gpu.uuid] = max(gpu.nvlink_links, memory.links.get(gpu.uuid, 0))
-    if gpu.nvlink_links == most:
-        return []
-    text = (
-        f"only {gpu.nvlink_links} of the {most} NVLinks that were up are up now; see `nvidia-smi nvlink -s`"
-    )
-    return [DiscoveryFault(f"GPU {gpu.uuid}", text)]
 
 
 def _place(gpu: Gpu) -> tuple[str, str]:

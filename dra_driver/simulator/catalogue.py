@@ -260,14 +260,19 @@ def _wire(state: State) -> None:
         raise InvalidConfigError(
             f"machine {state.machine}: nvlink.remote is {wiring['remote']!r}; choose one of {', '.join(_REMOTE_PCI)}"
         )
-    if wiring.get("topology") == "switched":
-        switches = [item.bus_id for item in state.functions if item.pci_class == 0x068000]
-        if wiring.get("remote") != "real" or not switches:
-            switches = [PLACEHOLDER_BUS]
+    if switches := _switches(state):
         for gpu in state.gpus:
             topology.switch_links(gpu, state.model_of(gpu), switches)
     else:
         topology.wire_pairs(state.gpus, state.models, topology.parse_pairs(wiring.get("pairs", {})))
+
+
+def _switches(state: State) -> list[str]:
+    """The bus IDs that links tell of the switches at their ends; none if links join GPUs."""
+    if state.nvlink.get("topology") != "switched":
+        return []
+    switches = [item.bus_id for item in state.functions if item.pci_class == 0x068000]
+    return switches if switches and state.nvlink.get("remote") == "real" else [PLACEHOLDER_BUS]
 
 
 def lay_out_mig(gpu: Gpu, model: Model, layout: list[str | dict[str, Any]]) -> None:
@@ -325,7 +330,7 @@ def _put_recorded(gpu: Gpu, model: Model, item: dict[str, Any]) -> None:
 
 
 def new_gpu(state: State, model_key: str) -> tuple[Gpu, Model]:
-    """A GPU to be plugged in: next free minor, a bus behind the others, not wired to anything."""
+    """A GPU to be plugged in: next free minor, a bus behind the others, wired to the switches of the machine."""
     models = load_models(None, {model_key}) if model_key not in state.models else state.models
     model = models[model_key]
     minors = {gpu.minor for gpu in state.gpus if gpu.present}
@@ -343,4 +348,6 @@ def new_gpu(state: State, model_key: str) -> tuple[Gpu, Model]:
     gpu = _gpu(state.machine, minor, item)
     gpu.addressing = like.addressing if like else None
     gpu.links = [[None, None]] * model.nvlinks
+    if switches := _switches(state):
+        topology.switch_links(gpu, model, switches)
     return gpu, model

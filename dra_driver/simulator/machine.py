@@ -134,6 +134,7 @@ class Machine(MachineBase):
             gpu.recovery_action = gpu.retired_pending = gpu.ecc_uncorrected = gpu.ecc_corrected = 0
             gpu.remapped_rows[2] = 0
             gpu.bank_remap_pending, gpu.repairs_pending = False, [0, 0]
+            gpu.nvlink_errors = {}
             gpu.resets += 1
 
     def set_fabric(self, selector: Selector | None = None, **facts: Any) -> None:

@@ -126,6 +126,7 @@ class Gpu:
     links: list[list[Any]] = field(default_factory=list)
     links_down: list[int] = field(default_factory=list)
     links_unsupported: list[int] = field(default_factory=list)
+    nvlink_errors: dict[str, int] = field(default_factory=dict)
     fabric: dict[str, Any] = field(default_factory=dict)
     present: bool = True
     lost: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +16,7 @@ class HangingNvml:
     meanwhile."""
 
     def __init__(self, session: Any = None) -> None:
-        self.called: dict[str, None] = {}
+        self.called: Counter[str] = Counter()
         self.reached = threading.Event()
         self._library = pynvml.nvmlLib
         self._hanging: str | None = None
@@ -30,7 +31,7 @@ class HangingNvml:
         real = getattr(self._library, name)
 
         def call(*given: Any) -> Any:
-            self.called[name] = None
+            self.called[name] += 1
             if name == self._hanging:
                 self.reached.set()
                 assert self._let.wait(60)
@@ -50,11 +51,11 @@ class HangingNvml:
             self._hanging = None
             self._let.set()
 
-    def calls_of(self, work: Callable[[], object]) -> list[str]:
-        """Each function of the library that the work calls."""
-        self.called = {}
+    def calls_of(self, work: Callable[[], object]) -> Counter[str]:
+        """How often the work calls each function of the library."""
+        self.called = Counter()
         work()
-        return list(self.called)
+        return self.called
 
     def leave(self) -> None:
         if self._session is not None:

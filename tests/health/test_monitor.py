@@ -48,15 +48,17 @@ def condition_of(monitor: Monitor, target: HealthTarget) -> str:
 
 
 class Bench:
-    """A machine with three whole GPUs and one in MIG mode with two devices, and a monitor that a test drives."""
+    """A machine, and a monitor that a test drives. Unless the machine has another `name`, three of its GPUs are whole,
+    and one is in MIG mode with two devices."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, name: str = "hgx-h100-4") -> None:
         self.directory = directory
-        self.node = SimulatedNode("hgx-h100-4", directory / "machine")
+        self.node = SimulatedNode(name, directory / "machine")
         self.machine = self.node.machine
-        self.machine.set_mig_mode(MIG_GPU, True)
-        self.first = self.machine.create_mig(MIG_GPU, "1g.10gb", 0)
-        self.second = self.machine.create_mig(MIG_GPU, "3g.40gb", 4)
+        if name == "hgx-h100-4":
+            self.machine.set_mig_mode(MIG_GPU, True)
+            self.first = self.machine.create_mig(MIG_GPU, "1g.10gb", 0)
+            self.second = self.machine.create_mig(MIG_GPU, "3g.40gb", 4)
         self.inventory = self.node.read()
         self.uuids = [gpu.uuid for gpu in self.machine.current().present]
         self.shown: Collection[str] | None = self.uuids
@@ -82,7 +84,7 @@ class Bench:
             boot_id,
             on_change=self._changed,
             on_transition=self.transitions.append,
-            on_fabric=lambda *polled: self.fabrics.append(polled),
+            on_polled=self._polled,
             serviced=ServicedGpus(self.directory, boot_id).times,
             clock=lambda: self.now,
             monotonic=lambda: self.now,
@@ -120,6 +122,10 @@ class Bench:
                     for item in taints
                 ]
         return found
+
+    def _polled(self, uuid: str, polled: PolledHealth) -> None:
+        if polled.fabric is not None:
+            self.fabrics.append((uuid, polled.fabric_registration))
 
     def _changed(self) -> None:
         self.changes += 1
@@ -762,7 +768,7 @@ class HangingSource:
             self.hanging.set()
             self.release.wait(20)
 
-    def read(self, gpu_uuid: str, pci_bus_id: str | None) -> PolledHealth:
+    def read(self, gpu_uuid: str, pci_bus_id: str | None, before: PolledHealth | None = None) -> PolledHealth:
         self.hang(gpu_uuid)
         return PolledHealth()
 
@@ -781,7 +787,7 @@ class Threaded:
         self.source, self.time, self.hanging = HangingSource(), [0.0], {}
         self.gpus: dict[str, str | None] | None = {"GPU-a": None, "GPU-b": None}
         self.told: list[HealthChange] = []
-        heard = {"on_change": lambda: None, "on_transition": self.told.append, "on_fabric": lambda *_: None}
+        heard = {"on_change": lambda: None, "on_transition": self.told.append, "on_polled": lambda *_: None}
         self.monitor = Monitor(
             self.source,
             lambda: self.gpus,

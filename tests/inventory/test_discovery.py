@@ -23,6 +23,7 @@ from dra_driver.inventory.discovery import NOT_DISCOVERED, Discovery
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.model.fingerprint import GpuFingerprint, HostFingerprint, NvmlFingerprint
 from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
+from dra_driver.model.health import NvLinks, PolledHealth
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
@@ -500,10 +501,27 @@ def test_everything_is_read_again_when_a_poll_finds_another_fabric(
     bench: Bench, known: Gpu, polled: FabricRegistration, is_other: bool
 ) -> None:
     bench.nvml.inventory = inventory(known, *BARE[1:])
-    bench.discovery.fabric_polled(known.uuid, polled)
+    bench.discovery.health_polled(known.uuid, registered(polled))
     bench.scan()
     for uuid, registration in ((known.uuid, polled), ("GPU-of-somebody", FABRIC)):
-        bench.discovery.fabric_polled(uuid, registration)
+        bench.discovery.health_polled(uuid, registered(registration))
+    bench.discovery.health_polled(known.uuid, PolledHealth())
+    assert bench.look() == is_other
+    assert not bench.look()
+
+
+def registered(registration: FabricRegistration) -> PolledHealth:
+    return PolledHealth(fabric="ready", fabric_registration=registration)
+
+
+@pytest.mark.parametrize(("up", "is_other"), [(18, False), (17, True), (0, True)])
+def test_everything_is_read_again_when_a_poll_finds_another_number_of_nvlinks(
+    bench: Bench, up: int, is_other: bool
+) -> None:
+    known = replace(BARE[0], nvlink_links=18)
+    bench.nvml.inventory = inventory(known, *BARE[1:])
+    bench.scan()
+    bench.discovery.health_polled(known.uuid, PolledHealth(nvlinks=NvLinks(tuple(range(up)), 18)))
     assert bench.look() == is_other
     assert not bench.look()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from dra_driver.model.health import (
     HealthEvent,
     HealthState,
     HealthTarget,
+    NvLinks,
     PolledHealth,
     PollResult,
     Severity,
@@ -25,6 +27,7 @@ from dra_driver.model.health import (
 from dra_driver.nvml import session as session_module
 from dra_driver.nvml.events import HealthSource
 from dra_driver.nvml.health import read_health, read_instances
+from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.machines import SimulatedNode, silence
 from tests.fakes.tables import tabled
 
@@ -82,6 +85,8 @@ def test_every_signal(node):
         "repairs_pending": frozenset(),
         "pcie_narrow": False,
         "pcie_slow": False,
+        "nvlinks": NvLinks(tuple(range(18)), 18, "NVIDIA H100 80GB HBM3", to_switches=True),
+        "nvlink_errors": {"crc": 0, "replay": 0, "recovery": 0},
     }
     well = PolledHealth(0, False, False, None, 0, "ready", "", frozenset(), accepts_work=True, **new)
     assert read_health(gpu) == well
@@ -169,6 +174,95 @@ def test_pcie_generation_of_a_gpu_that_may_be_at_rest_is_unknown_and_ends_nothin
     assert observe(state, PollResult(read_health(gpu)), 3).has("pcie-generation")
 
 
+def test_nvlinks_of_a_gpu_on_switches(node):
+    links = NvLinks(tuple(range(18)), 18, "NVIDIA H100 80GB HBM3", to_switches=True)
+    node.machine.set_gpu(0, links_down=[4], links_unsupported=[17])
+    assert read_health(uuid(node)).nvlinks == replace(links, up=(*range(4), *range(5, 17)), count=17)
+    node.machine.set_gpu(0, links_down=list(range(18)))
+    assert read_health(uuid(node)).nvlinks == replace(links, up=(), count=17, to_switches=None)
+    node.machine.set_mig_mode(0, True)
+    assert read_health(uuid(node)).nvlinks is None, "no link is up in MIG mode"
+
+
+@pytest.mark.parametrize(("name", "to_switches"), [("hgx-h100-4", False), ("t4-4", None)])
+def test_nvlinks_of_a_gpu_without_switches(machine, name, to_switches):
+    made = machine(name)
+    made.session.reopen()
+    polled = read_health(uuid(made))
+    assert (polled.nvlinks and polled.nvlinks.to_switches) == to_switches
+    assert (polled.nvlink_errors is None) == (to_switches is None)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("dgx-a100-40gb", {"crc": 5, "replay": 3, "recovery": 4}),
+        ("dgx-b200", {"recovery": 4}),
+    ],
+)
+def test_nvlink_errors_are_those_that_the_gpu_counts(machine, name, found):
+    made = machine(name)
+    made.session.reopen()
+    made.machine.set_gpu(0, nvlink_errors={"crc": 2, "crc data": 3, "replay": 3, "recovery": 4})
+    assert read_health(uuid(made)).nvlink_errors == found
+
+
+# --- what a poll costs -------------------------------------------------------------------------------
+
+IDLE_CALLS = {
+    "nvmlDeviceGetMinorNumber": 1,
+    "nvmlDeviceGetRemappedRows": 1,
+    "nvmlDeviceGetRetiredPagesPendingStatus": 1,
+    "nvmlDeviceGetTotalEccErrors": 1,
+    "nvmlDeviceGetCurrentClocksEventReasons": 1,
+    "nvmlDeviceGetGpuFabricInfoV": 1,
+    "nvmlDeviceGetFieldValues": 1,
+    "nvmlSystemGetConfComputeSettings": 1,
+}
+RARE_CALLS = {
+    "nvmlDeviceGetNvLinkState": 19,
+    "nvmlDeviceGetNvLinkRemoteDeviceType": 1,
+    "nvmlDeviceGetName": 1,
+    "nvmlDeviceGetFieldValues": 1,
+    "nvmlDeviceGetSramEccErrorStatus": 1,
+    "nvmlDeviceGetUnrepairableMemoryFlag_v1": 1,
+    "nvmlDeviceGetRepairStatus": 1,
+    "nvmlDeviceGetCurrPcieLinkWidth": 1,
+    "nvmlDeviceGetMaxPcieLinkWidth": 1,
+}
+GROWN = (
+    "an idle poll of a GPU makes other calls of NVML than before. Eight GPUs are polled every 10 s within 0.4 % of a "
+    "core: query what changes rarely in `_with_rare` of dra_driver/nvml/health.py, or measure with `make bench` and "
+    "change the table of this test"
+)
+
+
+def test_idle_poll_of_a_gpu_makes_the_calls_of_this_table_and_no_more(node):
+    """On a machine whose GPUs have everything that is queried but a bank remapper, and are at rest."""
+    node.machine.set_gpu(0, slowdown=0x1)
+    gpu = uuid(node)
+    source = HealthSource(node.session)
+    first = source.read(gpu, None)
+    nvml = HangingNvml(node.session)
+    try:
+        assert nvml.calls_of(lambda: source.read(gpu, None, first)) == IDLE_CALLS, GROWN
+        rare = Counter(IDLE_CALLS) + Counter(RARE_CALLS)
+        assert nvml.calls_of(lambda: source.read(gpu, None)) == rare, GROWN
+    finally:
+        nvml.leave()
+
+
+def test_gpu_without_a_fabric_is_asked_for_it_once(machine):
+    made = machine("t4-4")
+    made.session.reopen()
+    nvml = HangingNvml(made.session)
+    try:
+        calls = nvml.calls_of(lambda: read_health(uuid(made)))
+    finally:
+        nvml.leave()
+    assert [name for name in calls if "Fabric" in name] == ["nvmlDeviceGetGpuFabricInfoV"]
+
+
 def test_bank_remap_is_unknown_where_the_branch_has_no_such_query(node):
     assert read_health(uuid(node)).bank_remap_pending is None
 
@@ -237,7 +331,7 @@ def test_gpu_that_answers_nothing_is_silent_and_its_neighbour_is_not(node):
     silence(node.machine, 0)
     found = read_health(uuid(node))
     queries = {"ecc_uncorrected", "fabric", "pages_pending", "recovery_action", "remapped_rows", "slowdowns"}
-    queries |= {"memory", "pcie_width", "repair", "sram"}
+    queries |= {"memory", "nvlinks", "pcie_width", "repair", "sram"}
     assert found == PolledHealth(
         accepts_work=True, failed=frozenset({*queries, "temperature"}), answered=False
     )
@@ -261,8 +355,8 @@ def test_what_the_kernel_driver_knows_without_the_gpu_is_no_answer(node):
 
 def test_recovery_action_that_fails_is_not_one_that_is_missing(node, monkeypatch):
     entry = pynvml.c_nvmlFieldValue_t()
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetFieldValues", lambda *_: [entry])
-    failed = {"recovery_action"}
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetFieldValues", lambda _, fields: [entry] * len(fields))
+    failed = {"nvlink_errors", "recovery_action"}
     for code, names in (("UNKNOWN", failed), ("NOT_SUPPORTED", set()), ("INVALID_ARGUMENT", set())):
         entry.nvmlReturn = getattr(pynvml, f"NVML_ERROR_{code}")
         found = read_health(uuid(node))

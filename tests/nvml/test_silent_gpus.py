@@ -232,15 +232,3 @@ def test_device_whose_architecture_was_never_read_is_not_published_until_it_is(n
     assert (len(identified.gpus), identified.faults, identified.unread) == (8, (), frozenset())
     node.machine.set_fault("nvmlDeviceGetArchitecture", code="unknown", gpu=THIRD)
     assert read_inventory(memory=memory).gpus == identified.gpus
-
-
-def test_nvlink_that_was_up_and_is_down_is_a_fault_until_it_is_up_again(node: SimulatedNode) -> None:
-    memory = ScanMemory()
-    assert read_inventory(memory=memory).faults == ()
-    node.machine.set_gpu(THIRD, links_down=[0, 4])
-    found = read_inventory(memory=memory)
-    assert found.gpus[THIRD].nvlink_links == 16
-    [fault] = found.faults
-    assert fault.text == "only 16 of the 18 NVLinks that were up are up now; see `nvidia-smi nvlink -s`"
-    node.machine.set_gpu(THIRD, links_down=[])
-    assert read_inventory(memory=memory).faults == ()

@@ -45,7 +45,7 @@ class HealthParts:
             driver.boot_id,
             on_change=self._changed,
             on_transition=partial(changes.tell, Change.HEALTH),
-            on_fabric=partial(changes.tell, Change.FABRIC_POLLED),
+            on_polled=partial(changes.tell, Change.POLLED),
             hanging=driver.lanes.hanging,
             serviced=ServicedGpus(settings.plugin_directory, driver.boot_id).times,
             policy=XidPolicy(settings.ignored_xids, settings.fatal_xids),

@@ -17,14 +17,19 @@ _WAIT = (
     f"wait: it ends by itself if NVML requests no action; if it stays, {_RESET}; if it stays after the reset, "
     "`gpu-dra-driver serviced{gpu}`"
 )
+_REPLACE = "end its pods, then have the GPU replaced"
 _REBOOT = "`kubectl drain` the node, then reboot it"
 _RESTART = f"wait; if it stays, delete the plugin's pod on the node; if that does not help, {_REBOOT}"
 _FABRIC = "`nvidia-smi -q | grep -A9 Fabric` and `systemctl status nvidia-fabricmanager` on the node"
 _SLOW = "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {bus}`: look at the cooling and the power supply"
+_PCIE = (
+    "`nvidia-smi -q -i {bus} | grep -A9 'GPU Link Info'` on the node: check that the GPU sits firmly in its slot, and "
+    "the firmware's settings of the slot"
+)
 _REMEDIES: tuple[tuple[str, str], ...] = (
     ("gpu-lost", "`gpu-dra-driver detach{gpu}`, then `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot the "
                  "node; `dmesg | grep -i xid` says why it was lost"),
-    ("row-remap failure", "end its pods, then have the GPU replaced"),
+    ("row-remap failure", _REPLACE),
     ("recovery-action reboot", _REBOOT),
     ("recovery-action system-reboot", _REBOOT),
     ("recovery-action bus-reset", _REBOOT),
@@ -33,14 +38,23 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("recovery-action", _RESET),
     ("row-remap pending", _RESET),
     ("page-retirement", _RESET),
+    ("memory", _REPLACE),
+    ("sram", _REPLACE),
+    ("bank-remap", _RESET),
+    ("repair", _RESET),
     ("unresponsive no-answer", _RESET),
     ("unresponsive", _RESTART),
     ("xid", _WAIT),
     ("ecc", _WAIT),
     ("fabric pending", f"wait; if it stays, {_FABRIC}"),
     ("fabric", _FABRIC),
+    ("nvlink", f"{_RESET}; `nvidia-smi nvlink -s -i {{bus}}` shows its links; if they stay down, have the GPU or its "
+               "board replaced"),
     ("flapping", "have the GPU tested; the log event health_changed has its history"),
     ("slowdown", _SLOW),
+    ("nvlink-errors", "`nvidia-smi nvlink -e -i {bus}` on the node; if the counts keep growing, have the GPU tested"),
+    ("pcie-width", _PCIE),
+    ("pcie-generation", _PCIE),
     ("unmonitored", "gpu-dra-driver gets no Xids of this GPU; look for them with `dmesg | grep -i xid`"),
 )  # fmt: skip
 """What to do, by how a reason begins. Of several reasons the first in this table counts."""

@@ -18,6 +18,7 @@ from dra_driver.diagnostics.rules.node_view import (
     SeenReason,
 )
 from dra_driver.diagnostics.rules.prepared_claims import PreparedClaim
+from dra_driver.health.rules.nvlinks import compared
 from dra_driver.health.rules.polling import FABRIC
 from dra_driver.health.rules.state import observe
 from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
@@ -179,7 +180,9 @@ def _of_target(
     if subject.gpu_uuid in facts.lost:
         after = observe(state, Unreachable(), now)
     elif subject.gpu_uuid in facts.polled:
-        after = observe(state, PollResult(facts.polled[subject.gpu_uuid]), now)
+        others = (polled.nvlinks for uuid, polled in facts.polled.items() if uuid != subject.gpu_uuid)
+        polled = compared(facts.polled[subject.gpu_uuid], others)
+        after = observe(state, PollResult(polled), now)
     known = {reason.name for reason in state.reasons}
     active = {reason.name for reason in after.reasons}
     new = [reason for reason in after.reasons if reason.name not in known]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
+from dra_driver.health.rules.nvlinks import NVLINK, NVLINK_ERRORS
 from dra_driver.health.rules.polling import (
     BANK_REMAP,
     CONFIDENTIAL,
@@ -46,6 +47,8 @@ _BY_KEY: Mapping[str, Ending] = {
     FLAPPING: Ending.OURS,
     LOST: Ending.ANSWER,
     MEMORY: Ending.GOOD_VALUE,
+    NVLINK: Ending.GOOD_VALUE,
+    NVLINK_ERRORS: Ending.GOOD_VALUE,
     PAGE_RETIREMENT: Ending.GOOD_VALUE,
     PCIE_GENERATION: Ending.GOOD_VALUE,
     PCIE_WIDTH: Ending.GOOD_VALUE,

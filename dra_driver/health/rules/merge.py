@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from dra_driver.health.rules.nvlinks import seen_nvlinks
 from dra_driver.model.health import HealthState
 
 
@@ -33,4 +34,5 @@ def _with_events_of(own: HealthState, other: HealthState) -> HealthState:
         held_until=max(held, default=None),
         identity=own.identity or other.identity,
         pci_bus_id=own.pci_bus_id or other.pci_bus_id,
+        nvlinks=seen_nvlinks(other.nvlinks, own.nvlinks) if own.nvlinks else other.nvlinks,
     )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import chain
 
 from dra_driver.health.rules.endings import ECC, FLAPPING, XID, Ending, ending_of, waits_for_reset
+from dra_driver.health.rules.nvlinks import NVLINK, nvlink_errors_found, nvlink_findings, seen_nvlinks
 from dra_driver.health.rules.polling import Finding, asks_for_action, is_memory_read, reasons_found
 from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, severity_of_xid, xid_text
 from dra_driver.model.health import (
@@ -181,6 +182,7 @@ def _after_poll(state: HealthState, polled: PolledHealth, now: int) -> HealthSta
     is_still = _is_still(state, polled)
     if not state.target.is_instance:
         state = _with_memory_errors(state, polled, now)
+        state = _with_nvlinks(state, polled, now)
         state = _with_found(state, {LOST: [], **reasons_found(polled)}, now)
         answered = [reason for reason in state.reasons if reason.name != (UNRESPONSIVE, NO_ANSWER)]
         state = _having(replace(state, silent_polls=0), answered)
@@ -224,6 +226,16 @@ def _with_memory_errors(state: HealthState, polled: PolledHealth, now: int) -> H
     return _with(state, Reason(ECC, "uncorrected", Severity.DEGRADED, now, now, text, "poll"))
 
 
+def _with_nvlinks(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
+    found = dict(nvlink_errors_found(state, polled))
+    if polled.nvlink_errors is not None:
+        state = replace(state, nvlink_errors=polled.nvlink_errors)
+    if polled.nvlinks is not None:
+        seen = seen_nvlinks(state.nvlinks, polled.nvlinks)
+        state, found[NVLINK] = replace(state, nvlinks=seen), nvlink_findings(polled, seen)
+    return _with_found(state, found, now)
+
+
 def _is_over(reason: Reason, polled: PolledHealth, now: int, *, is_still: bool) -> bool:
     """Whether the reason of an event ends with a poll that the GPU answered."""
     if asks_for_action(polled) or not is_memory_read(polled):
@@ -247,6 +259,11 @@ def _reset(state: HealthState) -> HealthState:
         replace(reason, reset_seen=True) if reason.key in _EVENT_KEYS else reason for reason in state.reasons
     ]
     return _having(replace(state, ecc_uncorrected=None), marked)
+
+
+def rebooted(state: HealthState, now: int) -> HealthState:
+    """The state of a whole GPU after a boot in which it has not been polled yet."""
+    return replace(observe(state, Reset(), now), nvlinks=None)
 
 
 def _serviced(state: HealthState, at: int) -> HealthState:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
+from dra_driver.health.rules.nvlinks import NVLINK, NVLINK_ERRORS
 from dra_driver.health.rules.polling import FABRIC, PCIE_GENERATION, PCIE_WIDTH, SLOWDOWN, fabric_findings
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.mig.rules.counters import has_counters
@@ -35,6 +36,7 @@ _EFFECTS: tuple[Effect, ...] = ("NoExecute", "NoSchedule", "None")
 _KEEP_AWAY = frozenset({"NoExecute", "NoSchedule"})
 PREFIX = "gpu.nvidia.com/"
 DEBT = "debt"
+_OF_NVLINK = frozenset({FABRIC, NVLINK, NVLINK_ERRORS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def device_reasons(
     device: OfferedDevice, states: HealthStates, instances: Mapping[str, MadeInstance]
 ) -> tuple[Reason, ...]:
     """All reasons that hit a device, worst first: those of its GPU, and of the instance that it is. MIG devices
-    have no NVLink, so the fabric does not matter to them. What is known of an instance that had the same IDs
+    have no NVLink, so links and fabric do not matter to them. What is known of an instance that had the same IDs
     earlier is not the device's.
 
     `instances` has the MIG devices made on demand by device name while they exist.
@@ -76,7 +78,7 @@ def device_reasons(
         for target in device_targets(device, instances)
         if target in states and _is_about(states[target], uuid)
         for reason in states[target].reasons
-        if isinstance(device, WholeGpu | VfioDevice) or reason.key != FABRIC
+        if isinstance(device, WholeGpu | VfioDevice) or reason.key not in _OF_NVLINK
     ]
     return tuple(sorted(found, key=_rank))
 
@@ -220,7 +222,7 @@ def _rank(reason: Reason) -> tuple[int, int, str, int, str]:
 
 
 def _effect(reason: Reason, policy: TaintPolicy) -> Effect | None:
-    if reason.key in (SLOWDOWN, PCIE_GENERATION, PCIE_WIDTH):
+    if reason.key in (SLOWDOWN, PCIE_GENERATION, PCIE_WIDTH, NVLINK_ERRORS):
         return None  # comes and goes with load and temperature
     configured = policy.effects.get(reason.key)
     if reason.key == UNMONITORED and configured is not None:

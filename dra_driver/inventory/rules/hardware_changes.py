@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dra_driver.model.fingerprint import GpuFingerprint, HostFingerprint, NvmlFingerprint
-from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu
+from dra_driver.model.gpu import Fabric, Gpu
+from dra_driver.model.health import PolledHealth
 from dra_driver.model.inventory import Inventory
 
 
@@ -54,17 +55,23 @@ def differs(now: Inventory, before: Inventory | None) -> bool:
     )
 
 
-def is_other_fabric(known: Inventory | None, gpu_uuid: str, polled: FabricRegistration) -> bool:
-    """Whether a GPU's registration with its fabric is not what the inventory says.
+def is_other_nvlink(known: Inventory | None, gpu_uuid: str, polled: PolledHealth) -> bool:
+    """Whether the number of links that are up, or the registration with the fabric, is not what the inventory says of a
+    GPU. What the poll has not read counts for nothing.
 
-    A GPU that is cut on demand keeps its fabric in the inventory while it is in MIG mode, whatever NVML says of it
-    then. So for such a GPU only another fabric counts.
+    A GPU that is cut on demand keeps both in the inventory while it is in MIG mode, whatever NVML says of it then. So
+    for such a GPU only another fabric counts.
     """
     gpu = next((gpu for gpu in known.gpus if gpu.uuid == gpu_uuid), None) if known is not None else None
     if gpu is None:
         return False
+    if polled.nvlinks is not None and len(polled.nvlinks.up) != gpu.nvlink_links:
+        return True
+    if polled.fabric is None:
+        return False
     keeps_it = gpu.partitioning is not None and gpu.fabric is not None
-    return gpu.fabric_registration != polled and (isinstance(polled, Fabric) or not keeps_it)
+    registration = polled.fabric_registration
+    return gpu.fabric_registration != registration and (isinstance(registration, Fabric) or not keeps_it)
 
 
 def _uuids(fingerprint: NvmlFingerprint) -> list[str | None]:

@@ -1,4 +1,4 @@
-"""nvmlDeviceGetFieldValues: one function for very many values, of which this plugin asks for two."""
+"""nvmlDeviceGetFieldValues: one function for very many values, of which this plugin reads a few."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ _RESETLESS_MIG = 184
 _RECOVERY_ACTION = 230
 _RECOVERY_ACTION_SINCE = 570
 _LAST_FIELD = 512
+_BLACKWELL = 10
+_NVLINK_ERRORS = {38: "crc", 45: "crc data", 52: "replay", 59: "recovery"}
+"""The totals of all links, which GPUs have had until Blackwell; since then they count for each link."""
+_LINK_RECOVERIES = 215
 
 
 class Fields(Core):
@@ -28,7 +32,7 @@ class Fields(Core):
             try:
                 if parsed.is_mig:
                     raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
-                answer = self._field(state, gpu, int(entry.fieldId))
+                answer = self._field(state, gpu, int(entry.fieldId), int(entry.scopeId))
             except Refusal as refusal:
                 entry.nvmlReturn = refusal.code
                 continue
@@ -36,7 +40,7 @@ class Fields(Core):
             entry.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT
             entry.value.ullVal = answer
 
-    def _field(self, state: State, gpu: Gpu, field: int) -> int:
+    def _field(self, state: State, gpu: Gpu, field: int, scope: int) -> int:
         model = state.model_of(gpu)
         if field == _RESETLESS_MIG and model.mig:
             return int(model.resetless_mig)
@@ -44,6 +48,11 @@ class Fields(Core):
             if int(state.driver_version.partition(".")[0]) < _RECOVERY_ACTION_SINCE:
                 raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
             return gpu.recovery_action
+        if model.nvlinks and model.architecture < _BLACKWELL and field in _NVLINK_ERRORS:
+            return gpu.nvlink_errors.get(_NVLINK_ERRORS[field], 0)
+        if scope < model.nvlinks and model.architecture >= _BLACKWELL and field == _LINK_RECOVERIES:
+            # All of them were of the first link.
+            return gpu.nvlink_errors.get("recovery", 0) if scope == 0 else 0
         raise Refusal(
             pynvml.NVML_ERROR_INVALID_ARGUMENT if field >= _LAST_FIELD else pynvml.NVML_ERROR_NOT_SUPPORTED
         )
