@@ -124,6 +124,8 @@ _ABOUT = {
     "with late-user: a program opens the GPU just before.",
     "give": "It stays with the driver over reboots, as with driverctl.",
     "hold": "Then MIG changes are refused with IN_USE.",
+    "signals": "A signal that is not named ends. gpu-dra-driver reads them every 50 s while the GPU is well, and at "
+    "once after an event, such as Xid 154.",
     "reset": "Pending repairs are done, volatile error counters start anew.",
 }
 """What the help of a command for machines says beside its summary."""
@@ -238,6 +240,11 @@ _OF_MACHINES: Mapping[str, _Row] = {
         _GPU,
         _option("pending", "Rows wait for a reset to be remapped.", bool, shown="no"),
         _option("failed", "A row could not be remapped.", bool, shown="no"),
+    )),
+    "signals": (_calls("signals"), "Set what a GPU reports of its parts.", "0 sram nvlinks-down=3,4", (
+        _GPU,
+        _argument("signals", "bank-remap, memory, nvlink-recoveries=COUNT, nvlinks-down=LINK,…, pcie-lanes=LANES, "
+                             "repair=channel,tpc, sram; without any, the GPU is well.", "SIGNAL", "*"),
     )),
     "recovery-action": (_calls("set_recovery_action", "{called} asks for recovery action {action}"),
                         "Let a GPU request a recovery action (Xid 154).", "0 1", (

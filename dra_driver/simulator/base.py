@@ -12,6 +12,7 @@ from dra_driver.model.units import counted
 from dra_driver.simulator import mig, policy
 from dra_driver.simulator.hostroot import HostRoot
 from dra_driver.simulator.sessions import Session, Sessions
+from dra_driver.simulator.signals import signal_names
 from dra_driver.simulator.state import Gpu, Model, State
 from dra_driver.simulator.store import Store
 from dra_driver.simulator.topology import sysfs_bus_id
@@ -92,6 +93,7 @@ class MachineBase:
             condition = [
                 *(["lost"] if gpu.lost else []),
                 *([f"recovery action {gpu.recovery_action}"] if gpu.recovery_action else []),
+                *signal_names(gpu),
                 *([counted(len(gpu.holders), "process", "processes")] if gpu.holders else []),
             ]
             names = [mig.profile_by_id(model, gi.profile_id) for gi in gpu.instances]

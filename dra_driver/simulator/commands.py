@@ -11,6 +11,7 @@ from dra_driver.simulator import catalogue
 from dra_driver.simulator import machine as machines
 from dra_driver.simulator.faults import error_text, fault_text
 from dra_driver.simulator.machine import Machine
+from dra_driver.simulator.signals import signal_facts
 
 Rows = list[dict[str, str]]
 
@@ -63,6 +64,12 @@ def show(machine: Machine) -> tuple[str, Rows]:
     faults = [f"fault: {item.function} ({fault_text(item)})" for item in state.faults]
     title = f"{machine.name}: driver {machine.driver_version} {loaded}, boot {state.boot_id}"
     return "\n".join([title, *faults]), machine.describe()
+
+
+def signals(machine: Machine, *, selector: str, signals: list[str]) -> str:
+    model = machine.current().model_of(machine.gpu(selector))
+    machine.set_gpu(selector, **signal_facts(signals, model))
+    return f"{machine.called(selector)} reports {', '.join(signals) or 'no signal'}"
 
 
 def vfio(

@@ -83,6 +83,38 @@ def test_a_life(simulate, tmp_path):
     assert "8 GPUs" in simulate("create", "dgx-h100")
 
 
+def test_signals_are_set_together_and_end_when_they_are_not_named(simulate, tmp_path):
+    simulate("create", "dgx-h100")
+    names = ["memory", "nvlink-recoveries=7", "nvlinks-down=3,17", "pcie-lanes=8", "repair=tpc", "sram"]
+    assert simulate("signals", "2", *names) == f"GPU 2 (gpu-fe441430) reports {', '.join(names)}\n"
+    gpu = open_machine(tmp_path / "machine").gpu(2)
+    assert (gpu.memory_unrepairable, gpu.sram_exceeded, gpu.repairs_pending) == (True, True, [0, 1])
+    assert (gpu.links_down, gpu.nvlink_errors, gpu.pcie_link) == ([3, 17], {"recovery": 7}, [8, 16, 5, 5])
+    assert "memory, nvlink-recoveries, nvlinks-down, pcie-lanes, repair, sram" in simulate("show")
+    simulate("signals", "2", "repair=channel,tpc")
+    [state] = [row["state"] for row in open_machine(tmp_path / "machine").describe() if row["index"] == "2"]
+    assert state == "repair"
+    assert simulate("signals", "2").endswith("reports no signal\n")
+    assert open_machine(tmp_path / "machine").describe()[2]["state"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("signal", "fault"),
+    [
+        ("srm", "there is no signal 'srm'; use one of: bank-remap, memory, "),
+        ("sram=1", "sram takes no value"),
+        ("pcie-lanes=32", "takes a number from 1 to 16"),
+        ("nvlinks-down=18", "which has 18 NVLinks"),
+        ("nvlinks-down=a", "takes whole numbers"),
+        ("repair=fan", "takes channel, tpc, or both"),
+        ("bank-remap", "which has no bank remapper"),
+    ],
+)
+def test_signal_that_a_gpu_cannot_have_is_refused(simulate, signal, fault):
+    simulate("create", "dgx-h100")
+    assert fault in simulate("signals", "0", signal, code=2)
+
+
 def test_errors_are_one_line(simulate):
     assert simulate("show", code=1).startswith("gpu-dra-driver: there is no simulated machine in")
     assert simulate("create", "dgx-9", code=2).count("\n") == 1
