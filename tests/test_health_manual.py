@@ -100,7 +100,7 @@ def signal_rows() -> Iterator[str]:
         PolledHealth(repairs_pending=frozenset({"channel", "tpc"})),
         PolledHealth(pcie_narrow=True, pcie_slow=True),
     ]
-    links = [NvLinks(tuple(range(18)), 18, to_switches=to_switches) for to_switches in (False, True)]
+    links = [NvLinks(tuple(range(18)), to_switches=to_switches) for to_switches in (False, True)]
     stories: list[list[Observation]] = [[PollResult(signals)] for signals in looks]
     stories += [
         [DoubleBitError()],

@@ -168,7 +168,6 @@ _TARGET = Shape(
 _NVLINKS = Shape(
     NvLinks,
     up=needed(list_of(NUMBER)),
-    count=needed(NUMBER),
     product_name=left_out(TEXT),
     to_switches=left_out(FLAG),
 )

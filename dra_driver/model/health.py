@@ -104,14 +104,13 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class NvLinks:
-    """The NVLinks of a GPU: the numbers of those that are up, and how many the board has.
+    """The NVLinks of a GPU: the numbers of those that are up, in ascending order.
 
-    GPUs with an equal `product_name` and `count` are of one kind. `to_switches` says whether the links lead to
-    NVSwitches; None while no link is up, or where the NVIDIA driver does not report it.
+    GPUs with an equal `product_name` have equally many. `to_switches` says whether the links lead to NVSwitches; None
+    while no link is up, or where the NVIDIA driver does not report it.
     """
 
     up: tuple[int, ...]
-    count: int
     product_name: str | None = None
     to_switches: bool | None = None
 

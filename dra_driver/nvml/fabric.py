@@ -50,8 +50,9 @@ def fabric_info(handle: Handle) -> Any:
             is_unknown = isinstance(error.__cause__, pynvml.NVMLError_InvalidArgument)
             if not isinstance(error, NotSupportedError) and not is_unknown:
                 raise
+            # An older form says no more than this one. The newest one may not be supported on every GPU with a fabric.
             if struct is not _FORMS[0][1] and isinstance(error.__cause__, pynvml.NVMLError_NotSupported):
-                return None  # so no form says more; the newest one is new, and may be supported on fewer GPUs
+                return None
     return None
 
 

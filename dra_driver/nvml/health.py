@@ -214,13 +214,12 @@ def _nvlinks(handle: Handle) -> NvLinks | None:
     remote = supported(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, up[0]) if up else None
     return NvLinks(
         up,
-        sum(state is not None for state in states),
         supported(pynvml.nvmlDeviceGetName, handle),
         None if remote is None else remote == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH,
     )
 
 
-def _link_states(handle: Handle) -> list[bool | None]:
+def _link_states(handle: Handle) -> list[bool]:
     log = FaultLog("")
     states = link_states(log, handle)
     if log.faults:

@@ -153,10 +153,9 @@ def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> 
     return None if node is None or node < 0 else node
 
 
-def link_states(log: FaultLog, handle: Handle) -> list[bool | None]:
-    """For each number of an NVLink: is the link up? None for a link that the board lacks, maybe in the middle. An empty
-    list where the GPU has no NVLink, or where a link does not tell, since a part of the links would look like a GPU
-    with fewer.
+def link_states(log: FaultLog, handle: Handle) -> list[bool]:
+    """For each number of an NVLink: is the link up? A board may lack a link in the middle. An empty list where the GPU
+    has no NVLink, or where a link does not tell, since a part of the links would look like a GPU with fewer.
 
     Raises: DeviceLostError, NvmlUnavailableError.
     """
@@ -170,7 +169,7 @@ def link_states(log: FaultLog, handle: Handle) -> list[bool | None]:
             break
         states.append(state)
     has_links = any(state is not None for state in states)
-    return [None if state is None else state in _UP for state in states] if has_links else []
+    return [state in _UP for state in states] if has_links else []
 
 
 def _link_state(handle: Handle, link: int) -> int:
@@ -182,7 +181,7 @@ def _link_state(handle: Handle, link: int) -> int:
 
 def _active_links(log: FaultLog, handle: Handle) -> int | None:
     states = link_states(log, handle)
-    return sum(map(bool, states)) if states else None
+    return sum(states) if states else None
 
 
 def _fabric(log: FaultLog, handle: Handle) -> FabricRegistration:

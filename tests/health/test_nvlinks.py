@@ -18,7 +18,7 @@ from dra_driver.model.health import HealthState, HealthTarget, NvLinks, PolledHe
 from tests.health.test_monitor import MIG_GPU, Bench
 
 GPU = HealthTarget("GPU-1")
-ALL = NvLinks(tuple(range(18)), 18, "NVIDIA H100 80GB HBM3", to_switches=True)
+ALL = NvLinks(tuple(range(18)), "NVIDIA H100 80GB HBM3", to_switches=True)
 DIRECT = replace(ALL, to_switches=False)
 NONE = replace(ALL, up=(), to_switches=None)
 EVERY = poller._RARE_EVERY_S
@@ -85,7 +85,7 @@ def test_all_links_that_are_down_are_known_to_have_led_to_switches() -> None:
         (ALL, [], []),
         (without(ALL, 5), [None], []),
         (without(ALL, 5), [replace(ALL, product_name="NVIDIA H200")], []),
-        (without(ALL, 5), [replace(ALL, count=24)], []),
+        (replace(without(ALL, 5), product_name=None), [replace(ALL, product_name=None)], []),
         (without(DIRECT, 5), [DIRECT], [("nvlink", "fewer", "INFORMATION")]),
         # A pair of boards without a bridge, next to one that has bridges.
         (NONE, [DIRECT], []),
@@ -100,10 +100,10 @@ def test_gpu_with_fewer_links_than_an_equal_one_has_a_reason_from_the_start(
     assert polled(state, replace(ALL, to_switches=mine.to_switches), *others).reasons == ()
 
 
-def test_links_since_the_boot_are_those_of_one_kind_of_gpu() -> None:
+def test_links_since_the_boot_are_all_that_were_ever_up() -> None:
+    assert seen_nvlinks(None, NONE) == NONE
     assert seen_nvlinks(without(ALL, 1), without(ALL, 2)) == ALL
     assert seen_nvlinks(ALL, NONE) == ALL
-    assert seen_nvlinks(replace(ALL, count=24), without(ALL, 2)) == without(ALL, 2)
 
 
 @pytest.mark.parametrize("kind", ["crc", "recovery", "replay"])
@@ -231,6 +231,14 @@ def test_what_changes_rarely_is_read_in_each_poll_while_the_gpu_is_bad(make_benc
     bench.machine.set_gpu(0, memory_unrepairable=False)
     bench.turn(10)
     assert bench.reasons(0) == []
+
+
+def test_link_that_nvml_no_longer_knows_is_down(make_bench: MakeBench) -> None:
+    bench = make_bench("dgx-h100")
+    bench.turn(10)
+    bench.machine.set_gpu(0, links_unsupported=[4])
+    bench.turn(EVERY)
+    assert bench.tainted() == {"0": ["nvlink=down:NoSchedule"]}
 
 
 def test_event_has_everything_read_at_once(make_bench: MakeBench) -> None:

@@ -85,7 +85,7 @@ def test_every_signal(node):
         "repairs_pending": frozenset(),
         "pcie_narrow": False,
         "pcie_slow": False,
-        "nvlinks": NvLinks(tuple(range(18)), 18, "NVIDIA H100 80GB HBM3", to_switches=True),
+        "nvlinks": NvLinks(tuple(range(18)), "NVIDIA H100 80GB HBM3", to_switches=True),
         "nvlink_errors": {"crc": 0, "replay": 0, "recovery": 0},
     }
     well = PolledHealth(0, False, False, None, 0, "ready", "", frozenset(), accepts_work=True, **new)
@@ -175,11 +175,11 @@ def test_pcie_generation_of_a_gpu_that_may_be_at_rest_is_unknown_and_ends_nothin
 
 
 def test_nvlinks_of_a_gpu_on_switches(node):
-    links = NvLinks(tuple(range(18)), 18, "NVIDIA H100 80GB HBM3", to_switches=True)
+    links = NvLinks(tuple(range(18)), "NVIDIA H100 80GB HBM3", to_switches=True)
     node.machine.set_gpu(0, links_down=[4], links_unsupported=[17])
-    assert read_health(uuid(node)).nvlinks == replace(links, up=(*range(4), *range(5, 17)), count=17)
+    assert read_health(uuid(node)).nvlinks == replace(links, up=(*range(4), *range(5, 17)))
     node.machine.set_gpu(0, links_down=list(range(18)))
-    assert read_health(uuid(node)).nvlinks == replace(links, up=(), count=17, to_switches=None)
+    assert read_health(uuid(node)).nvlinks == replace(links, up=(), to_switches=None)
     node.machine.set_mig_mode(0, True)
     assert read_health(uuid(node)).nvlinks is None, "no link is up in MIG mode"
 

@@ -34,7 +34,7 @@ def compared(polled: PolledHealth, others: Iterable[NvLinks | None]) -> PolledHe
         len(other.up)
         for other in others
         if other is not None
-        and (other.product_name, other.count) == (mine.product_name, mine.count)
+        and other.product_name == mine.product_name is not None
         and (mine.to_switches == other.to_switches or (not mine.up and other.to_switches))
     ]
     return replace(polled, equal_nvlinks=max(equal, default=None))
@@ -42,7 +42,7 @@ def compared(polled: PolledHealth, others: Iterable[NvLinks | None]) -> PolledHe
 
 def seen_nvlinks(before: NvLinks | None, now: NvLinks) -> NvLinks:
     """All links that were up: in `before`, or now."""
-    if before is None or (before.product_name, before.count) != (now.product_name, now.count):
+    if before is None:
         return now
     known = before.to_switches if now.to_switches is None else now.to_switches
     return replace(now, up=tuple(sorted({*before.up, *now.up})), to_switches=known)
