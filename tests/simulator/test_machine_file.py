@@ -28,4 +28,4 @@ def test_what_a_static_layout_cannot_say_is_discovered(tmp_path: Path) -> None:
     assert [gpu.nvlink_links for gpu in found.gpus] == [18, 16, 18, None]
     assert [gpu.minor for gpu in found.gpus] == [5, 3, 2, 3]
     assert [gpu.fabric is None for gpu in found.gpus] == [False, False, True, True]
-    assert [fault.subject for fault in found.faults] == ["PCI function 0000:05:00.0"]
+    assert [fault.subject for fault in found.faults] == ["GPU 0000:05:00.0"]
