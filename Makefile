@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 MACHINE ?= dgx-h100
 
 .DEFAULT_GOAL := help
-.PHONY: audit coverage fuzz gpu-check help setup demo playground docs site test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix lock manifests proto clean release
+.PHONY: audit coverage fuzz gpu-check help setup demo playground docs site test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix e2e-vm lock manifests proto clean release
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -130,6 +130,9 @@ e2e: $(STAMP) $(LIBCS) $(PROGRAMS) ## Tests on a real Kubernetes, unattended; cl
 
 e2e-matrix: $(STAMP) $(LIBCS) ## The core of these tests on Kubernetes 1.34 to 1.37 as they are by default (root)
 	@$(BIN)/python hack/e2e.py --matrix $(ARGS)
+
+e2e-vm: $(STAMP) ## The daemon on a real kernel with an IOMMU, in QEMU without KVM; nothing is installed
+	@$(BIN)/python hack/e2e_vm.py $(ARGS)
 
 manifests: $(STAMP) ## Write what follows from the chart and from the fields of parameters: daemonset, schema, table of values
 	@$(BIN)/python hack/manifests.py $(ARGS)
