@@ -6,7 +6,7 @@
     │   ├── NvmlUnavailableError  the NVIDIA driver or its NVML library is absent or not ready
     │   │   ├── DriverGoneError       the kernel driver is not loaded, or its library is not there
     │   │   └── NvmlDetachedError     NVML is kept closed on purpose (NvmlPausedError: for a moment only)
-    │   ├── NvmlInUseError        NVML cannot be initialised again while an operation uses it
+    │   ├── NvmlInUseError        NVML cannot be closed or initialised again while a call of it is under way
     │   ├── DeviceLostError       a GPU does not answer any more
     │   ├── DeviceBusyError       a process uses a device that would have to be changed
     │   └── NvmlTransientError    the NVIDIA driver cannot do it now; that passes by itself
@@ -69,16 +69,14 @@ class NvmlDetachedError(NvmlUnavailableError):
 
 
 class NvmlPausedError(NvmlDetachedError):
-    """NVML is kept closed for a moment, while a GPU goes to another kernel driver."""
+    """NVML is kept closed for a moment, so that a GPU can be changed."""
 
-    def __init__(
-        self, message: str = "NVML is closed for a moment, while a GPU goes to another kernel driver"
-    ) -> None:
+    def __init__(self, message: str = "NVML is closed for a moment, so that a GPU can be changed") -> None:
         super().__init__(message)
 
 
 class NvmlInUseError(RetryableError):
-    """NVML cannot be closed or initialised again yet, because a change of a GPU is under way."""
+    """NVML cannot be closed or initialised again yet, because a call of it is under way, or hangs."""
 
 
 class DeviceLostError(RetryableError):

@@ -130,7 +130,7 @@ class Driver:
         nvml = NvmlReader(
             load, settings.on_demand, self._foreign_instances, UseMark(plugin_dir / LOCK_FILE), kept_names
         )
-        self.mig = MigParts(self, paths, without_record.lost_devices, nvml.session.operation)
+        self.mig = MigParts(self, paths, without_record.lost_devices, nvml.session, detachments)
         self.passthrough = PassthroughParts(self, platform, nvml, detachments)
         self.discovery = Discovery(
             nvml,
@@ -140,7 +140,7 @@ class Driver:
             self.mig.ledger,
             partial(changes.tell, Change.HARDWARE),
             detachments.now,
-            detachments.is_paused,
+            detachments.paused,
             self.passthrough.cards,
         )
         self.health = HealthParts(self, nvml.health_source(), host)

@@ -103,11 +103,11 @@ def _lock(
             return
 
 
-def is_locked(path: Path, lock: bytes = WHOLE_FILE_WRITE_LOCK) -> bool:
-    """Whether somebody's lock is in the way of this one; asked without taking it, which others would see. What is no
-    regular file is nobody's. Raises: StateError."""
+def is_locked(path: Path, lock: bytes = WHOLE_FILE_WRITE_LOCK, own: int | None = None) -> bool:
+    """Whether somebody's lock is in the way of this one; asked without taking it, which others would see. The lock of
+    the descriptor `own` does not count. What is no regular file is nobody's. Raises: StateError."""
     try:
-        descriptor = open_plain(path, os.O_RDONLY)
+        descriptor = open_plain(path, os.O_RDONLY) if own is None else os.dup(own)
     except OSError as error:
         if error.errno in (errno.ENOENT, *UNREADABLE):
             return False
@@ -125,12 +125,17 @@ def _busy(what: str) -> LockBusyError:
 
 
 class UseMark:
-    """A lock file that all who use a thing hold at the same time, so that others see whether somebody does. For one
-    thread at a time; a crash releases it."""
+    """A byte of a lock file that all who use a thing hold at the same time, so that others see whether somebody does.
+    For one thread at a time; a crash releases it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, byte: int = 0) -> None:
         self._path = path
+        self._byte = byte
         self._descriptor: int | None = None
+
+    def following(self) -> UseMark:
+        """The mark on the next byte, for another use."""
+        return UseMark(self._path, self._byte + 1)
 
     def hold(self) -> None:
         """Begin to hold it; nothing happens if this object does. Raises: StateError."""
@@ -138,7 +143,7 @@ class UseMark:
             return
         descriptor = _open(self._path)
         try:
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, byte_lock(0, fcntl.F_RDLCK))
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, byte_lock(self._byte, fcntl.F_RDLCK))
         except OSError as error:
             os.close(descriptor)
             raise state_error("lock", self._path, error) from error
@@ -152,4 +157,8 @@ class UseMark:
 
     def is_held(self) -> bool:
         """Whether anybody holds it. Raises: StateError."""
-        return is_locked(self._path, byte_lock(0))
+        return is_locked(self._path, byte_lock(self._byte))
+
+    def others_hold_it(self) -> bool:
+        """Whether anybody but this object holds it. Raises: StateError."""
+        return is_locked(self._path, byte_lock(self._byte), self._descriptor)

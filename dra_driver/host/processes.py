@@ -29,6 +29,8 @@ the daemons and servers of MPS, which end with their claims."""
 _OWN_NAMES = ("gpu-dra-driver", "dra_driver")
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """The kernel's own number for the host's namespace, always the same."""
+_START_TIME = 18
+"""Its place in `stat` after the state."""
 
 
 def any_runs(proc: str, pod_uids: Collection[str]) -> bool | None:
@@ -130,10 +132,22 @@ def _all_processes(proc: str) -> list[int] | None:
 
 def sees_all_processes(proc: str) -> bool:
     """Whether this process is in the PID namespace of the host."""
+    return pid_namespace(proc) == _INITIAL_PID_NAMESPACE
+
+
+def pid_namespace(proc: str) -> str:
+    """The PID namespace of this process, such as `pid:[4026531836]`; empty if that is not known."""
     try:
-        return os.readlink(f"{proc}/self/ns/pid") == _INITIAL_PID_NAMESPACE  # noqa: PTH115  no Path objects wanted
+        return os.readlink(f"{proc}/self/ns/pid")  # noqa: PTH115  no Path objects wanted
     except OSError:
-        return False
+        return ""
+
+
+def start_of_living(proc: str, pid: int) -> int | None:
+    """When a process started, in clock ticks of the boot; None if it has ended. One that was killed has, though a
+    thread of it may hang in the kernel and keep its files and locks."""
+    state, *fields = text_of(f"{proc}/{pid}/stat").rpartition(")")[2].split() or ["X"]
+    return int(fields[_START_TIME]) if state not in "ZX" and len(fields) > _START_TIME else None
 
 
 def _cgroups(proc: str, pid: int) -> str:

@@ -17,45 +17,64 @@ all have closed NVML. The MPS host reads the same file, and holds the lock while
 
 A file and not a socket of one daemon: both instances of a rolling update close NVML, and a restart changes nothing.
 
-A pause is shorter: NVML is closed for the moment in which a GPU goes to another kernel driver. Whoever needs it holds a
-second lock, which ends with its process, and waits until all others have closed NVML. No device is withdrawn, and calls
-wait where they can.
+A pause is shorter: NVML is closed for the moment in which a GPU goes to another kernel driver, or, in the other
+processes only, in which its MIG mode is switched. Whoever needs it writes a file with its process ID; all others close
+NVML while the file is there and its process lives. No device is withdrawn, and calls wait where they can.
+
+    wanted ──no operation, no nvidia-smi──▶ own NVML closed ──file──▶ others closing ──▶ paused ──file removed──▶ over
+       └── too long, or a GPU hangs: refused         └────── too long: refused, the file is removed ──────▲
+
+While a pause is wanted, all work goes on. Only from the closing on do others wait, for seconds at most. A process that
+is killed while it hangs in the kernel keeps its files open and its locks, but it is a zombie: its pause is over.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import structlog
 
 from dra_driver.errors import (
     ClaimsInTheWayError,
     NvmlDetachedError,
     NvmlInUseError,
     NvmlPausedError,
+    NvmlTransientError,
     StateError,
 )
-from dra_driver.files.atomic import state_error, write_atomically
-from dra_driver.files.fields import TEXT, Kind, Shape, needed
+from dra_driver.files.atomic import make_directory, read_or_none, remove_file, state_error, write_atomically
+from dra_driver.files.fields import NUMBER, TEXT, Kind, Shape, needed
 from dra_driver.files.file_lock import UseMark
-from dra_driver.files.formats import parse
+from dra_driver.files.formats import encode, parse
+from dra_driver.host.processes import pid_namespace, start_of_living
+from dra_driver.host.reading import names_in
 from dra_driver.model.units import named
 
 if TYPE_CHECKING:
     from dra_driver.nvml.session import NvmlSession
 
+_log = structlog.get_logger(__name__)
+
 FORMAT_VERSION = 1
 LOCK_FILE = "nvml.lock"
-PAUSE_FILE = "nvml-pause.lock"
+PAUSES = "pauses"
 _FILE = "detach.json"
 _TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _PAUSE_S = 10.0
+_CLOSING_S = 5.0
+"""How long the others may take to close NVML; meanwhile their claims wait."""
+_UNSEEN_S = 60.0
+"""How long the pause of a process that cannot be seen lasts at most: it is in another PID namespace."""
+_PROC = "/proc"
 _MOST_NAMED = 8
 
 
@@ -81,17 +100,49 @@ class Detachment:
         )
 
 
+_SECONDS = Kind(lambda _name, value: float(value))
 _SHAPE = Shape(
     Detachment,
     boot_id=needed(TEXT, "bootID"),
-    until_s=needed(Kind(lambda _name, value: float(value)), "untilBootSeconds"),
+    until_s=needed(_SECONDS, "untilBootSeconds"),
     until=needed(TEXT),
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A process of ours keeps NVML closed in the others. `started` is when that process did, in clock ticks of the
+    boot; `began_s` is a time of the boot clock, and `since` says the same for people."""
+
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    started: int
+    what: str
+    began_s: float
+    since: str
+
+    @property
+    def problem(self) -> str:
+        """Why GPUs cannot be used now."""
+        return f"NVML is closed for a moment: process {self.pid} of gpu-dra-driver {self.what} since {self.since} UTC"
+
+
+_PAUSE_SHAPE = Shape(
+    Pause,
+    boot_id=needed(TEXT, "bootID"),
+    pid_namespace=needed(TEXT),
+    pid=needed(NUMBER),
+    started=needed(NUMBER),
+    what=needed(TEXT),
+    began_s=needed(_SECONDS, "beganBootSeconds"),
+    since=needed(TEXT),
+)
+
+
 class Detachments:
-    """The file in the plugin directory. `boot_id` is that of this boot; while it is not known, a file of any boot
-    counts, and none can be written."""
+    """The files in the plugin directory. `boot_id` is that of this boot; while it is not known, a file of any boot
+    counts, and no detachment can be written. For many threads."""
 
     def __init__(
         self, plugin_directory: Path, boot_id: str | None, clock: Callable[[], float] = _seconds_of_boot
@@ -99,6 +150,12 @@ class Detachments:
         self._path = plugin_directory / _FILE
         self._boot_id = boot_id
         self._clock = clock
+        self._pauses = plugin_directory / PAUSES
+        self._namespace = pid_namespace(_PROC)
+        self._own_file = self._pauses / f"{self._namespace.strip('pid:[]')}-{os.getpid()}.json"
+        self._guard = threading.Lock()
+        self._pausing = 0
+        self._own: Pause | None = None
 
     def now(self) -> Detachment | None:
         """The detachment that lasts; None if there is none. A file that cannot be read counts as none: a node without
@@ -114,7 +171,7 @@ class Detachments:
         return found if is_of_this_boot and self._clock() < found.until_s else None
 
     def problem(self) -> str | None:
-        """Why NVML is to stay closed now; None if it may be opened."""
+        """Why this process is to keep NVML closed now; None if it may be opened."""
         error = self._refusal()
         return None if error is None else str(error)
 
@@ -123,11 +180,13 @@ class Detachments:
         found = self.now()
         return None if found is None else found.problem
 
-    def _refusal(self) -> NvmlDetachedError | None:
+    def _refusal(self, *, of_all: bool = False) -> NvmlDetachedError | None:
+        """With `of_all` a pause of this process counts, too."""
         reason = self.detached()
         if reason is not None:
             return NvmlDetachedError(reason)
-        return NvmlPausedError() if self.is_paused() else None
+        pauses = self._lasting(besides_own=not of_all)
+        return NvmlPausedError(pauses[0].problem) if pauses else None
 
     def guarded(self, load: Callable[[], object]) -> Callable[[], object]:
         """`load`, which raises NvmlDetachedError instead while NVML is to stay closed, NvmlPausedError if that is only
@@ -145,51 +204,118 @@ class Detachments:
     def using_nvml(self, wait_s: float = _PAUSE_S) -> Iterator[None]:
         """For whoever runs a program that opens NVML: `detach` and `pause` wait for the end of it. A pause is waited
         for, `wait_s` seconds at most. Raises: NvmlDetachedError."""
-        mark, until = UseMark(self._path.with_name(LOCK_FILE)), time.monotonic() + wait_s
+        mark, until = self._open_mark(), time.monotonic() + wait_s
+        marks = (mark, mark.following())
         try:
             while True:
-                with suppress(StateError):  # a disk that does not take the lock keeps nobody from NVML
-                    mark.hold()
-                error = self._refusal()
+                for one in marks:
+                    with suppress(StateError):  # a disk that does not take the lock keeps nobody from NVML
+                        one.hold()
+                error = self._refusal(of_all=True)
                 if error is None:
                     break
-                mark.let_go()
+                for one in marks:
+                    one.let_go()
                 if not isinstance(error, NvmlPausedError) or time.monotonic() >= until:
                     raise error
                 time.sleep(_POLL_S)
             yield
         finally:
-            mark.let_go()
+            for one in marks:
+                one.let_go()
 
-    def is_paused(self) -> bool:
-        """Whether a process of ours on this node, this one or another, keeps NVML closed for a moment."""
-        try:
-            return UseMark(self._path.with_name(PAUSE_FILE)).is_held()
-        except StateError:
-            return False
+    def paused(self) -> str | None:
+        """Why this process is to keep NVML closed for a moment; None if no other one of ours asks for that."""
+        pauses = self._lasting(besides_own=True)
+        return pauses[0].problem if pauses else None
+
+    def wait_until_idle(self, wait_s: float) -> None:
+        """Wait until no process of ours changes a GPU by NVML or runs nvidia-smi; nobody is kept from that. Raises:
+        NvmlInUseError if that takes longer; StateError."""
+        until, busy = time.monotonic() + wait_s, self._open_mark().following()
+        while busy.is_held():
+            if time.monotonic() >= until:
+                raise NvmlInUseError(
+                    "close NVML for a moment: a change of a GPU or nvidia-smi is under way; it is tried again soon"
+                )
+            time.sleep(_POLL_S)
 
     @contextmanager
-    def pause(self, wait_s: float) -> Iterator[None]:
-        """No process of ours on this node has NVML open inside; the session of this one is closed before.
+    def pause(self, what: str, wait_s: float = _CLOSING_S, own: UseMark | None = None) -> Iterator[None]:
+        """No process of ours on this node has NVML open inside, this one included, unless `own` is the mark of its open
+        session. `what` says for people what the process does meanwhile.
 
-        Raises: NvmlDetachedError; NvmlInUseError if another one has not closed it after so long; StateError.
+        Raises: NvmlDetachedError; NvmlInUseError if another one has not closed it after so long; with `own`
+        NvmlTransientError if another process was first to ask; StateError.
         """
-        mark, until = UseMark(self._path.with_name(PAUSE_FILE)), time.monotonic() + wait_s
-        mark.hold()
-        try:
-            detached = self.now()
+        until = time.monotonic() + wait_s
+        with self._shown(what) as ours:
+            detached = self.detached()
             if detached is not None:
-                raise NvmlDetachedError(detached.problem)
-            while self.is_nvml_open():
+                raise NvmlDetachedError(detached)
+            if own is not None and any(it.began_s <= ours.began_s for it in self._lasting(besides_own=True)):
+                raise NvmlTransientError(
+                    "close NVML elsewhere: another process of ours asks the same of this one; it is tried again soon"
+                )
+            while self.is_nvml_open(own):
                 if time.monotonic() >= until:
                     raise NvmlInUseError(
-                        "close NVML for a moment: another process of gpu-dra-driver on this node has not closed it; a "
-                        "change of a GPU or nvidia-smi may be under way; it is tried again soon"
+                        "close NVML for a moment: another process of gpu-dra-driver on this node has not closed it, "
+                        "such as the other instance of a rolling update; it is tried again soon"
                     )
                 time.sleep(_POLL_S)
             yield
+
+    @contextmanager
+    def _shown(self, what: str) -> Iterator[Pause]:
+        """The file of this process is there inside. Raises: StateError."""
+        with self._guard:
+            own = self._own or self._asked(what)
+            self._pausing += 1
+        try:
+            yield own
         finally:
-            mark.let_go()
+            with self._guard:
+                self._pausing -= 1
+                if not self._pausing:
+                    remove_file(self._own_file)
+                    self._own = None
+                    _log.info("nvml_pause_over", seconds=round(self._clock() - own.began_s, 1))
+
+    def _asked(self, what: str) -> Pause:
+        pid, now = os.getpid(), datetime.now(UTC).strftime("%H:%M:%S")
+        started, boot_id = start_of_living(_PROC, pid) or 0, self._boot_id or ""
+        self._own = own = Pause(boot_id, self._namespace, pid, started, what, self._clock(), now)
+        try:
+            make_directory(self._pauses, 0o700)
+            for name in names_in(self._pauses):
+                if (left := self._read(name)) is not None and not self._lasts(left):
+                    remove_file(self._pauses / name)
+            write_atomically(self._own_file, encode(_PAUSE_SHAPE.encode(own), FORMAT_VERSION), durable=False)
+        except StateError:
+            self._own = None
+            raise
+        _log.info("nvml_paused", what=what)
+        return own
+
+    def _lasting(self, *, besides_own: bool) -> list[Pause]:
+        """The pauses of living processes."""
+        found = (pause for name in names_in(self._pauses) if (pause := self._read(name)) is not None)
+        return [one for one in found if self._lasts(one) and not (besides_own and one == self._own)]
+
+    def _read(self, name: str) -> Pause | None:
+        """A pause by the name of its file; None where that has none, or cannot be read."""
+        with suppress(StateError):
+            if name.endswith(".json") and (content := read_or_none(self._pauses / name)) is not None:
+                return parse(content, "pause", _PAUSE_SHAPE.decode, known=FORMAT_VERSION)
+        return None
+
+    def _lasts(self, pause: Pause) -> bool:
+        if self._boot_id is not None and pause.boot_id not in ("", self._boot_id):
+            return False
+        if pause.pid_namespace != self._namespace:
+            return 0 <= self._clock() - pause.began_s < _UNSEEN_S
+        return start_of_living(_PROC, pause.pid) == pause.started
 
     def begin(self, seconds: float) -> Detachment:
         """Have NVML closed for so long from now on, whatever was asked before. Raises: StateError."""
@@ -199,13 +325,16 @@ class Detachments:
         made = Detachment(
             self._boot_id, self._clock() + seconds, until.isoformat(sep=" ", timespec="seconds")
         )
-        document = {"version": FORMAT_VERSION, **_SHAPE.encode(made)}
-        write_atomically(self._path, json.dumps(document).encode(), durable=False)
+        write_atomically(self._path, encode(_SHAPE.encode(made), FORMAT_VERSION), durable=False)
         return made
 
-    def is_nvml_open(self) -> bool:
-        """Whether an instance of the plugin has NVML open. Raises: StateError."""
-        return UseMark(self._path.with_name(LOCK_FILE)).is_held()
+    def is_nvml_open(self, besides: UseMark | None = None) -> bool:
+        """Whether a process of ours has NVML open, other than by the session that holds the mark `besides`. Raises:
+        StateError."""
+        return self._open_mark().is_held() if besides is None else besides.others_hold_it()
+
+    def _open_mark(self) -> UseMark:
+        return UseMark(self._path.with_name(LOCK_FILE))
 
     def content(self) -> bytes | None:
         """What is in the file, None if there is none."""
@@ -233,19 +362,44 @@ class Detachments:
 
 def nvml_pause(
     session: NvmlSession, detachments: Detachments
-) -> Callable[[Callable[[], float]], AbstractContextManager[None]]:
-    """What keeps NVML closed within, in this process and in all others of ours on the node. It is asked with a function
-    that returns how many seconds are left for closing.
+) -> Callable[[str, Callable[[], float]], AbstractContextManager[None]]:
+    """What keeps NVML closed within, in this process and in all others of ours on the node. It is asked with a text for
+    people, as `Detachments.pause`, and with a function that returns how many seconds calls under way are waited for.
 
     The context raises: NvmlDetachedError, NvmlInUseError, StateError; what that function raises.
     """
 
     @contextmanager
-    def paused(patience: Callable[[], float]) -> Iterator[None]:
-        with session.closed(patience), detachments.pause(patience()):
+    def paused(what: str, patience: Callable[[], float]) -> Iterator[None]:
+        until = time.monotonic() + patience()
+        detachments.wait_until_idle(until - time.monotonic())
+        with session.closed(lambda: until - time.monotonic()), detachments.pause(what):
             yield
 
     return paused
+
+
+def closed_elsewhere(
+    session: NvmlSession, detachments: Detachments, refuse_hanging: Callable[[str], None]
+) -> Callable[[str, str], AbstractContextManager[None]]:
+    """What keeps NVML closed within in all other processes of ours on the node, while this one goes on. It is asked
+    with the UUID of the GPU that is to be changed, and with a text as `nvml_pause`. `refuse_hanging` raises if another
+    GPU than that hangs, whose process might not close NVML.
+
+    The context raises: as `Detachments.pause`; what `refuse_hanging` raises.
+    """
+
+    @contextmanager
+    def closed(gpu_uuid: str, what: str) -> Iterator[None]:
+        own = session.mark
+        if own is None or not detachments.is_nvml_open(own):
+            yield
+            return
+        refuse_hanging(gpu_uuid)
+        with detachments.pause(what, own=own):
+            yield
+
+    return closed
 
 
 def detach(

@@ -69,7 +69,7 @@ class Discovery:
     answers again.
 
     Without an `ownership` every MIG device is somebody else's. While `detached` returns something, NVML is kept closed;
-    while `is_paused` says so, too, but then devices stay on offer. `cards` returns the GPUs for virtual machines, those
+    while `paused` does, too, but then devices stay on offer. `cards` returns the GPUs for virtual machines, those
     beside the ones that NVML shows too.
     """
 
@@ -80,7 +80,7 @@ class Discovery:
     ownership: MigOwnership | None
     on_hardware: Callable[[], None]
     detached: Callable[[], Detachment | None] = lambda: None
-    is_paused: Callable[[], bool] = lambda: False
+    paused: Callable[[], str | None] = lambda: None
     cards: Callable[[Sequence[Gpu]], tuple[Card, ...]] = lambda _gpus: ()
 
     def __post_init__(self) -> None:
@@ -100,6 +100,8 @@ class Discovery:
         self._scans_begun = 0
         self._scans_ended = 0
         self._scan_began_at: float | None = None
+        self._kept_closed: str | None = None
+        self._in_use: str | None = None
         self._last_scan = 0.0
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._logged_faults: frozenset[DiscoveryFault] = frozenset()
@@ -123,13 +125,13 @@ class Discovery:
     def problem(self) -> str | None:
         """As `unavailable`; also that NVML hangs, which does not keep known devices from being prepared."""
         began = self._scan_began_at
-        waited = 0.0 if began is None else time.monotonic() - began
-        if waited > _HANG_AFTER_S:
-            return (
-                f"NVML has not answered for {waited:.0f} s; look for Xid errors in the kernel log, "
-                "a GPU may need a reset"
-            )
-        return self._problem
+        waited = max(0.0 if began is None else time.monotonic() - began, self.nvml.session.change_lasts_s())
+        if waited <= _HANG_AFTER_S:
+            return self._problem
+        return self._kept_closed or (
+            f"NVML has not answered for {waited:.0f} s; look for Xid errors in the kernel log, "
+            "a GPU may need a reset"
+        )
 
     def problems(self) -> Sequence[NodeProblem]:
         """That devices cannot be used or NVML hangs; and that no claim can be prepared though devices are known, since
@@ -224,7 +226,7 @@ class Discovery:
         before, now = self._fingerprint, HardwareFingerprint(self.host.fingerprint())
         if before is None or self._reopening_is_due or self.detached() is not None:
             return True
-        if self.is_paused() or self.nvml.session.pauses != self._pauses:
+        if self.paused() is not None or self.nvml.session.pauses != self._pauses:
             return True
         try:
             if self._has_nvml:
@@ -259,9 +261,11 @@ class Discovery:
         with self._turn:
             self._scans_begun += 1
             number = self._scans_begun
+        self._scan_began_at = time.monotonic()
         try:
             while self._sits_out_pause() and not self._read_everything():
-                self._worker.pause(_PAUSE_LOOK_S)
+                if self._worker.pause(_PAUSE_LOOK_S):
+                    break
         finally:
             self._scan_began_at, self._last_scan = None, time.monotonic()
             with self._turn:
@@ -271,20 +275,27 @@ class Discovery:
     def _sits_out_pause(self) -> bool:
         """Keep NVML closed in this process too, until nobody on this node needs that; False if a change of a GPU is
         under way, which goes first, or this process ends."""
-        if not self.is_paused():
+        if self.paused() is None:
             return True
+        began = time.monotonic()
         try:
             with self.nvml.session.closed(lambda: _PAUSE_S):
-                while self.is_paused() and not self._worker.is_stopping:
+                while (reason := self.paused()) is not None and not self._worker.is_stopping:
                     self._worker.pause(_PAUSE_LOOK_S)
+                    if self._kept_closed is None and time.monotonic() - began >= _PAUSE_S:
+                        self._kept_closed = reason
+                        _log.warning("nvml_kept_closed", reason=reason)
+                        if self._problem == NOT_DISCOVERED:
+                            self._problem = reason
         except NvmlInUseError as error:
-            _log.info("nvml_in_use", reason=str(error))
+            self._tell_in_use(error)
             return False
+        finally:
+            self._kept_closed = None
         return not self._worker.is_stopping
 
     def _read_everything(self) -> bool:
         """False if NVML was closed for a moment meanwhile: then it is to be read anew, and nothing is known of it."""
-        self._scan_began_at = time.monotonic()
         detached = self.detached()
         if detached is not None:
             self._let_go(detached)
@@ -310,8 +321,6 @@ class Discovery:
         except NvmlPausedError:
             return False
         except DraDriverError as error:
-            if self.nvml.session.pauses != pauses:
-                return False
             self._without_nvml(error, host)
             return True
         if self.nvml.session.pauses != pauses:
@@ -335,7 +344,7 @@ class Discovery:
         try:
             self.nvml.session.let_go(detached.problem)
         except NvmlInUseError as error:
-            _log.info("nvml_in_use", reason=str(error))
+            self._tell_in_use(error)
             return
         self._has_nvml = False
         self._became_unavailable(NvmlDetachedError(detached.problem))
@@ -361,13 +370,19 @@ class Discovery:
         try:
             self.nvml.reopen()
         except NvmlInUseError as error:
-            _log.info("nvml_in_use", reason=str(error))
+            self._tell_in_use(error)
             return False
         except DraDriverError:
             self._has_nvml = self._reopening_is_due = False
             raise
-        self._reopening_is_due = False
+        self._reopening_is_due, self._in_use = False, None
         return True
+
+    def _tell_in_use(self, error: NvmlInUseError) -> None:
+        """Once for each reason: while a call hangs, every look finds it so."""
+        if str(error) != self._in_use:
+            _log.info("nvml_in_use", reason=str(error))
+        self._in_use = str(error)
 
     def _complete(self, read: Inventory) -> Inventory:
         """Add what only the host knows. Raises: StateError; NvmlUnavailableError as `assembled`."""

@@ -144,6 +144,10 @@ class Lanes:
             if uses[uuid].began <= limit:
                 raise GpuUnresponsiveError(_text(uses[uuid]))
 
+    def refuse_beside_hang(self, gpu_uuid: str) -> None:
+        """As `refuse_unresponsive` of every GPU but this one: what concerns them all does not begin while one hangs."""
+        self.refuse_unresponsive(self.uses().keys() - {gpu_uuid})
+
     def _ready(self) -> list[Operation]:
         """Take out what can begin now, in the order in which it was asked. The caller holds the guard."""
         ready = []

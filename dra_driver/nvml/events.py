@@ -177,12 +177,9 @@ class HealthSource:
                 pynvml.nvmlEventSetFree(old.handle)
 
     def read(self, gpu_uuid: str, pci_bus_id: str | None, before: PolledHealth | None = None) -> PolledHealth:
-        """As `read_health`. Raises: NvmlUnavailableError too if NVML was closed during the poll."""
+        """As `read_health`. Raises: NvmlUnavailableError too while NVML is not initialised."""
         with self._using() as opening:
-            polled = read_health(gpu_uuid, self._handle(gpu_uuid, pci_bus_id, opening), before)
-            if (self._session.is_open, self._session.openings) != (True, opening):
-                raise NvmlUnavailableError("NVML was closed during a poll")
-            return polled
+            return read_health(gpu_uuid, self._handle(gpu_uuid, pci_bus_id, opening), before)
 
     def instances(self, gpu_uuid: str, pci_bus_id: str | None) -> Mapping[tuple[int, int], str]:
         """As `read_instances`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -72,9 +72,16 @@ class MigHardware:
     (NvmlUnknownOutcomeError where it may have worked), RetryableError.
     """
 
-    def __init__(self, operation: Callable[[], AbstractContextManager[object]]) -> None:
-        """`operation` keeps NVML initialised, and waits for it; calls within it may enter it again."""
+    def __init__(
+        self,
+        operation: Callable[[], AbstractContextManager[object]],
+        closed_elsewhere: Callable[[str, str], AbstractContextManager[object]] = lambda *_: nullcontext(),
+    ) -> None:
+        """`operation` keeps NVML initialised, and waits for it; calls within it may enter it again. Within
+        `closed_elsewhere` no other process of ours has NVML open; it is asked with the UUID of the GPU that is to be
+        changed, and with what is done to it, for people."""
         self._operation = operation
+        self._closed_elsewhere = closed_elsewhere
         self._profiles = Tables(read_profiles)
         self._cuts = Tables(read_placed_profiles)
 
@@ -89,7 +96,8 @@ class MigHardware:
     def set_mode(self, gpu_uuid: str, pci_bus_id: str | None, on: bool) -> None:
         """Switch MIG mode and see that it is in effect; the GPU's minor number may be another one then.
 
-        Raises: DeviceBusyError while a process uses the GPU; RetryableError if the mode waits for a reset.
+        Raises: DeviceBusyError while a process uses the GPU; RetryableError if the mode waits for a reset, or another
+        process of ours does not close NVML.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         action = f"switch MIG mode of GPU {gpu_uuid} {'on' if on else 'off'}"
@@ -103,7 +111,11 @@ class MigHardware:
             "and run `nvidia-smi --gpu-reset`, or reboot the node or virtual machine"
         )
         try:
-            with nvml_errors(action):
+            # Whoever has NVML open is a client of every GPU.
+            with (
+                self._closed_elsewhere(gpu_uuid, f"switches MIG mode of GPU {gpu_uuid}"),
+                nvml_errors(action),
+            ):
                 try:
                     # The call succeeds also where nothing changed; its answer says whether the mode did.
                     status = pynvml.nvmlDeviceSetMigMode(handle, int(on))

@@ -70,18 +70,20 @@ _TOGETHER_S = 3.0
 class VfioSteps:
     """Does and undoes `BindVfio`. Neither runs within an operation of NVML.
 
-    Within `pause` NVML is closed in every process of ours; it is asked with what returns how many seconds that may
-    take. `rescan` has discovery look again, and waits so many seconds for that, None: not at all. `detached` says
-    why NVML is kept closed, None if it is not.
+    Within `pause` NVML is closed in every process of ours; it is asked with what is done meanwhile, for people, and
+    with what returns how many seconds it may wait for calls of NVML. `rescan` has discovery look again, and waits so
+    many seconds for that, None: not at all. `detached` says why NVML is kept closed, None if it is not.
+    `refuse_hanging` raises if another GPU than the one with this UUID hangs: closing NVML might hang with it.
     """
 
     cards: VfioCards
     ledger: PassthroughLedger
     nvml: NvmlReader
-    pause: Callable[[Callable[[], float]], AbstractContextManager[None]]
+    pause: Callable[[str, Callable[[], float]], AbstractContextManager[None]]
     persistence: PersistenceModes
     rescan: Callable[[float | None], None]
     detached: Callable[[], str | None]
+    refuse_hanging: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self._meetings: dict[str, tuple[Plan, threading.Barrier, list[str]]] = {}  # by claim UID
@@ -145,7 +147,7 @@ class VfioSteps:
             self.cards.ready_container(seconds_for("load a module", _MODULE_S))
         self._made_ready(step, now, entry, claim_uid)
         met()
-        with self.pause(waits_for_nvml):
+        with self._paused(step):
             self._refuse_programs(step)
             stuck = self._make(to_vfio(self._drivers(card), card.bus_id, driver))
         self._end_of(stuck, step)
@@ -173,6 +175,7 @@ class VfioSteps:
                 "host; set hostPID: true for its pods"
             )
         self._refuse_detached()
+        self.refuse_hanging(step.gpu_uuid)
 
     def _refuse_detached(self) -> None:
         reason = self.detached()
@@ -367,17 +370,23 @@ class VfioSteps:
     def _end_of(self, stuck: NotAnsweredError | None, step: BindVfio) -> None:
         """Wait until a write that blocks has ended, however long it takes: meanwhile nobody else may touch the card.
 
-        NVML is open again, and may itself be what the kernel waits for. So it is closed for a moment now and then, and
-        for a little longer if nobody else has the GPU open. Raises: the error.
+        NVML is open again, and may itself be what the kernel waits for. So it is closed for a moment, at a time when
+        nobody else has the GPU open. If that does not help, it is something else. Raises: the error.
         """
         if stuck is None:
             return
-        pause = Backoff(_STUCK_FIRST_S, _STUCK_MOST_S)
+        pause, may_be_nvml = Backoff(_STUCK_FIRST_S, _STUCK_MOST_S), True
         while not wait([stuck.answer], pause.next()).done:
-            with suppress(DraDriverError), until(time.monotonic() + _NVML_S), self.pause(waits_for_nvml):
+            if not may_be_nvml or self.cards.gpu_users(step.pci_bus_id, others_only=True):
+                continue
+            with suppress(DraDriverError), until(time.monotonic() + _NVML_S), self._paused(step):
                 if not self.cards.gpu_users(step.pci_bus_id):
+                    may_be_nvml = False
                     wait([stuck.answer], _LET_GO_S)
         raise stuck
+
+    def _paused(self, step: BindVfio) -> AbstractContextManager[None]:
+        return self.pause(f"changes the kernel driver of GPU {step.gpu_uuid}", waits_for_nvml)
 
 
 def waits_for_nvml() -> float:

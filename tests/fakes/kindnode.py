@@ -467,10 +467,11 @@ class KindNode(Journaled):
                 self._vfio(),
                 self.cards,
                 site.simulated.nvml,
-                site.simulated.session.closed,
+                lambda _what, patience: site.simulated.session.closed(patience),
                 self.deaths.effects_of(PersistenceModes(nullcontext)),
                 self._look_again,
                 lambda: site.detachment,
+                self.lanes.refuse_beside_hang,
             ),
             WriteDeviceMetadata: MetadataSteps(
                 self.metadata_files, lambda: site.inventory, self.created_instance

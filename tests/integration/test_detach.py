@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import pytest
 
 from dra_driver.app.wiring import claims as wiring
 from dra_driver.claims.waiting_line import WaitTimeouts
+from dra_driver.inventory.detachment import Detachments
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node
 from tests.integration.test_process import call
@@ -50,6 +53,16 @@ def test_a_gpu_is_reset_while_the_driver_is_detached(node: Node, detach: Callabl
     assert detach("--end").stdout == "gpu-dra-driver opens NVML again\n"
     node.wait_devices(8)
     assert detach("--end").stdout == "the node was not detached\n"
+
+
+def test_doctor_says_who_keeps_nvml_closed_and_since_when(node: Node) -> None:
+    with Detachments(node.plugin_dir, None).pause("changes the kernel driver of GPU-7"):
+        report = json.loads(call("doctor", "-o", "json", *node.machine_flags).stdout)
+    [found] = [one for one in report["checks"] if one["check"] == "NVML"]
+    who = f"process {os.getpid()} of gpu-dra-driver changes the kernel driver of GPU-7"
+    assert re.fullmatch(rf"NVML is closed for a moment: {who} since \d\d:\d\d:\d\d UTC", found["seen"])
+    assert (found["status"], "drain and reboot the node" in found["remedy"]) == ("WARN", True)
+    eventually(lambda: node.driver.problems() == [])
 
 
 def test_time_slices_that_the_closing_lost_are_set_again(node: Node, detach: Callable[..., Any]) -> None:

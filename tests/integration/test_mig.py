@@ -288,6 +288,23 @@ def test_device_is_destroyed_though_nvml_is_being_initialised_anew(
     assert reconciled == []
 
 
+def test_mode_is_switched_beside_the_other_instance_of_a_rolling_update(
+    make_node: Callable[..., Node],
+) -> None:
+    """Each of them has NVML open, so each is a client of every GPU."""
+    node = make_node()
+    node.spawn(DYNAMIC_MIG="true", POD_UID="older")
+    node.wait_devices(8 * PER_GPU)
+    newer = node.start_driver(dynamic_mig=True, pod_uid="newer")
+    eventually(newer.leadership.is_ours)
+    eventually(lambda: len(node.machine.everybody()) == 2)
+    ref = node.allocated_by_hand("one", named(node, "1g.10gb", 0))
+    node.ready(ref)
+    eventually(lambda: len(node.machine.everybody()) == 2)
+    node.take_back(ref)
+    assert clean(node)
+
+
 def test_compatibility_groups_are_there_as_long_as_a_new_slice_keeps_them(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

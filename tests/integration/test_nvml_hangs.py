@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dra_driver.model.claim import Failed
+from dra_driver.model.claim import Failed, Prepared
 from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.scrapes import scraped
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import Node, heard, poll_all, sliced
+from tests.integration.conftest import Json, Node, heard, poll_all, sliced
 
 USUAL_S = 3.0
 """How long a Prepare or Unprepare may take on a busy machine."""
@@ -149,5 +151,91 @@ def test_closing_and_opening_nvml_anew_may_hang(
         eventually(lambda: node.driver.problems() == [])
         eventually(lambda: tainted(node) == {})
         assert node.machine.timeslice(0) == 0
+    finally:
+        nvml.leave()
+
+
+def test_hang_on_one_gpu_and_a_bind_of_another_delay_no_claim_of_a_third(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bind needs NVML closed, which has to wait for the hanging call."""
+    node = make_node()
+    node.machine.set_virtual_functions(0, 0)
+    node.running(8 * 27, dynamic_mig=True, passthrough=True)
+
+    def one_of(gpu: int, is_wanted: Callable[[Json], bool]) -> str:
+        bus_id = node.machine.gpu(gpu).bus_id
+        return next(
+            device["name"]
+            for device in node.devices()
+            if device["attributes"]["resource.kubernetes.io/pciBusID"]["string"] == bus_id
+            and is_wanted(device["attributes"])
+        )
+
+    def a_mig_device(gpu: int) -> str:
+        return one_of(gpu, lambda attributes: attributes.get("profile") == {"string": "1g.10gb"})
+
+    hangs = node.allocated_by_hand("hangs", a_mig_device(0))
+    binds = node.allocated_by_hand("binds", one_of(1, lambda found: found["type"] == {"string": "vfio"}))
+    session = node.driver.discovery.nvml.session
+    node.machine.set_fault("nvmlDeviceCreateGpuInstanceWithPlacement", delay_s=600, gpu=0)
+    with ThreadPoolExecutor() as calls:
+        calls.submit(node.prepare, hangs)
+        eventually(lambda: node.machine.gpu(0).mig_mode)
+        bind = calls.submit(node.prepare, binds)
+        time.sleep(0.5)
+        for gpu in range(2, 5):
+            ref = node.allocated_by_hand(f"mig-{gpu}", a_mig_device(gpu))
+            asked = time.monotonic()
+            assert isinstance(node.prepare(ref)[ref.uid], Prepared)
+            node.take_back(ref)
+            assert time.monotonic() - asked < USUAL_S
+        monkeypatch.setattr("dra_driver.journal.lanes.UNRESPONSIVE_AFTER_S", 0.5)
+        refused = bind.result()[binds.uid]
+        assert isinstance(refused, Failed), refused
+        asked = time.monotonic()
+        node.refused(binds, f"GPU {node.machine.gpu(0).uuid} does not react")
+        assert time.monotonic() - asked < USUAL_S
+        assert session.pauses == 0
+        monkeypatch.undo()
+        node.machine.clear_faults()
+    eventually(lambda: not node.driver.lanes.under_way())
+    assert isinstance(node.prepare(binds)[binds.uid], Prepared)
+
+
+def test_shutdown_of_nvml_that_hangs_before_a_bind_is_told_and_holds_up_no_other_claim(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.nvml.session._SHUTDOWN_S", 0.5)
+    monkeypatch.setattr("dra_driver.passthrough.steps._NVML_S", 0.5)
+    node = make_node()
+    node.machine.set_virtual_functions(0, 0)
+    node.running(16, passthrough=True)
+    bus_id = node.machine.gpu(1).bus_id
+    devices = {
+        (
+            entry["attributes"]["resource.kubernetes.io/pciBusID"]["string"],
+            entry["attributes"]["type"]["string"],
+        ): (entry["name"])
+        for entry in node.devices()
+    }
+    [plain] = [devices[node.machine.gpu(2).bus_id, "gpu"]]
+    binds = node.allocated_by_hand("binds", devices[bus_id, "vfio"])
+    nvml = HangingNvml(node.driver.discovery.nvml.session)
+    try:
+        with nvml.hanging("nvmlShutdown"):
+            node.refused(binds, "close NVML for a moment", "has not ended")
+            eventually(lambda: not node.driver.lanes.under_way())
+            assert list((node.plugin_dir / "pauses").glob("*")) == []
+            pods_start_and_end(node, "meanwhile", plain, "nvmlShutdown")
+            monkeypatch.setattr("dra_driver.inventory.discovery._HANG_AFTER_S", 0.2)
+            eventually(
+                lambda: any(
+                    "has not answered for" in problem.text for problem in node.driver.discovery.problems()
+                )
+            )
+            monkeypatch.undo()
+        eventually(lambda: node.driver.problems() == [])
+        assert isinstance(node.prepare(binds)[binds.uid], Prepared)
     finally:
         nvml.leave()

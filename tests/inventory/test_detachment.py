@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,7 @@ from dra_driver.errors import (
     NvmlDetachedError,
     NvmlInUseError,
     NvmlPausedError,
+    NvmlTransientError,
     NvmlUnavailableError,
     RetryableError,
     StateError,
@@ -299,7 +303,7 @@ def instance(
         None,
         hear("hardware"),
         detachments.now,
-        detachments.is_paused,
+        detachments.paused,
     )
     return reader, discovery
 
@@ -324,7 +328,7 @@ reader = NvmlReader(detachments.guarded(lambda: nvml_library(machine)), mark=Use
 view = HostView(HostPaths(root, root, root, f"{root}/proc", f"{root}/sys"))
 tells = [lambda what=what: heard.append(what) for what in ("change", "reload", "hardware")]
 discovery = module.Discovery(
-    reader, view, tells[0], tells[1], None, tells[2], detachments.now, detachments.is_paused
+    reader, view, tells[0], tells[1], None, tells[2], detachments.now, detachments.paused
 )
 discovery.start()
 for _ in sys.stdin:
@@ -373,7 +377,7 @@ def test_all_instances_close_nvml_for_a_moment_and_keep_their_devices(
     known = ["change", "reload"]
     eventually(lambda: other.state()["heard"] == heard == known)
     gone = node.machine.gpu(7)
-    with nvml_pause(reader.session, detachments)(lambda: 20.0):
+    with nvml_pause(reader.session, detachments)("tests", lambda: 20.0):
         assert (node.machine.everybody(), detachments.is_nvml_open()) == ([], False)
         assert other.state() == {"gpus": 8, "problem": None, "heard": known, "open": False}
         node.machine.give_to(7, "vfio-pci")
@@ -403,67 +407,229 @@ def test_settings_are_set_again_after_a_pause_though_the_hardware_is_the_same(
     reader.session.close()
 
 
-def test_look_that_a_pause_cuts_off_is_made_again_and_withdraws_nothing(
+def test_look_that_gives_way_to_a_pause_is_made_again_and_withdraws_nothing(
     node: SimulatedNode, tmp_path: Path, detachments: Detachments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[str] = []
     reader, discovery = instance(node, tmp_path, detachments, heard)
     discovery.scan_now(5)
-    read, cuts = reader.read_inventory, iter([True, True, False])
+    read, gives_way, is_overtaken = reader.read_inventory, iter([1, 1]), iter([1])
 
-    def cut_off() -> object:
-        if next(cuts):
-            with reader.session.closed(lambda: 0.0):
-                raise NvmlUnavailableError("count the GPUs: NVML is not initialised")
+    def give_way() -> object:
+        if next(gives_way, 0):
+            raise NvmlPausedError
         return read()
 
-    monkeypatch.setattr(reader, "read_inventory", cut_off)
-    monkeypatch.setattr("dra_driver.nvml.session._PATIENCE_S", 0.0)
+    def cards(_gpus: object) -> tuple[()]:
+        if next(is_overtaken, 0):
+            with reader.session.closed(lambda: 0.0):
+                pass
+        return ()
+
+    monkeypatch.setattr(reader, "read_inventory", give_way)
+    discovery.cards = cards
     heard.clear()
     discovery.scan_now(5)
-    assert next(cuts, None) is None, "read three times"
+    assert (next(gives_way, 0), next(is_overtaken, 0)) == (0, 0), "it was made four times"
     assert (heard, discovery.unavailable()) == (["hardware"], None)
     reader.session.close()
 
 
 def test_hanging_change_ends_the_pause_and_others_go_on(
-    node: SimulatedNode, tmp_path: Path, detachments: Detachments
+    node: SimulatedNode, tmp_path: Path, detachments: Detachments, logs: list
 ) -> None:
     reader, discovery = instance(node, tmp_path, detachments, [])
     discovery.scan_now(5)
+    logs.clear()
     closed = nvml_pause(reader.session, detachments)
-    with pytest.raises(RetryableError, match="unbind hangs"), closed(lambda: 5.0):
+    with pytest.raises(RetryableError, match="unbind hangs"), closed("unbinds", lambda: 5.0):
         raise RetryableError("unbind hangs")
     with reader.session.operation(lambda: 0.0):
         assert len(reader.read_inventory().gpus) == 8
-    assert not detachments.is_paused()
+    assert list((tmp_path / "pauses").iterdir()) == []
+    assert [line["event"] for line in logs] == ["nvml_paused", "nvml_pause_over"]
     reader.session.close()
+
+
+def test_pause_waits_for_changes_and_nvidia_smi_and_keeps_nobody_from_them(
+    node: SimulatedNode, tmp_path: Path, detachments: Detachments
+) -> None:
+    reader, _ = instance(node, tmp_path, detachments, [])
+    reader.reopen()
+    closed, session = nvml_pause(reader.session, detachments), reader.session
+    uses: list[Callable[[], AbstractContextManager[object]]] = [
+        lambda: session.operation(lambda: 0.0),
+        lambda: detachments.using_nvml(0.0),
+    ]
+    for under_way in uses:
+        done = threading.Event()
+
+        def pause(done: threading.Event = done) -> None:
+            with closed("tests", lambda: 20.0):
+                done.set()
+
+        with under_way():
+            waiting = threading.Thread(target=pause)
+            waiting.start()
+            for use in uses:
+                with use(), session.kept_open():
+                    assert detachments.paused() is None
+            assert not done.is_set()
+        waiting.join(10)
+        assert done.is_set()
+        with session.operation(lambda: 10.0):
+            assert session.is_open
+    with (
+        detachments.using_nvml(0.0),
+        pytest.raises(NvmlInUseError, match="a change of a GPU or nvidia-smi is under way"),
+        closed("tests", lambda: 0.0),
+    ):
+        pytest.fail("it began")
+    assert session.pauses == 2
+    session.close()
 
 
 def test_pause_ends_when_somebody_does_not_close_nvml(detachments: Detachments, tmp_path: Path) -> None:
     mark = UseMark(tmp_path / LOCK_FILE)
     mark.hold()
     refused = pytest.raises(NvmlInUseError, match="another process of gpu-dra-driver on this node")
-    with refused, detachments.pause(0.0):
+    with refused, detachments.pause("tests", 0.0):
         pytest.fail("it began")
-    assert not detachments.is_paused()
+    assert list((tmp_path / "pauses").iterdir()) == []
     mark.let_go()
 
 
 def test_no_pause_begins_while_the_node_is_detached(detachments: Detachments) -> None:
     detachments.begin(60)
-    with pytest.raises(NvmlDetachedError, match="NVML is closed until"), detachments.pause(0.0):
+    with pytest.raises(NvmlDetachedError, match="NVML is closed until"), detachments.pause("tests"):
         pytest.fail("it began")
 
 
-def test_pauses_of_two_processes_overlap(detachments: Detachments, tmp_path: Path) -> None:
-    second = Detachments(tmp_path, "boot-1")
-    with detachments.pause(0.0):
-        with second.pause(0.0):
+PAUSES = """
+import sys
+from pathlib import Path
+from dra_driver.inventory.detachment import Detachments
+
+with Detachments(Path(sys.argv[1]), "boot-1").pause("changes GPU-7"):
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def pausing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that keeps NVML closed."""
+    command = [sys.executable, "-u", "-c", PAUSES, str(tmp_path)]
+    made = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert made.stdout is not None
+    assert "nvml_paused" in made.stdout.readline()
+    yield made
+    made.kill()
+    made.communicate()
+
+
+def test_pause_of_another_process_says_who_pauses_and_since_when(
+    detachments: Detachments, pausing: subprocess.Popen[str]
+) -> None:
+    who = f"NVML is closed for a moment: process {pausing.pid} of gpu-dra-driver changes GPU-7"
+    said = rf"{who} since \d\d:\d\d:\d\d UTC"
+    with detachments.pause("tests"):
+        assert re.fullmatch(said, detachments.paused() or "")
+        pausing.communicate()
+        assert (detachments.paused(), detachments.problem()) == (None, None)
+        with (
+            pytest.raises(NvmlPausedError, match="of gpu-dra-driver tests since"),
+            detachments.using_nvml(0.0),
+        ):
+            pytest.fail("nvidia-smi is another process")
+    with detachments.using_nvml(0.0):
+        pass
+
+
+def test_pause_of_a_killed_process_is_over_though_it_is_still_a_zombie(
+    detachments: Detachments, pausing: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """As one that hangs in the kernel: whether its locks are still held does not count."""
+    [left] = (tmp_path / "pauses").iterdir()
+    pausing.kill()
+    eventually(lambda: Path(f"/proc/{pausing.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+    assert (detachments.paused(), detachments.problem()) == (None, None)
+    with detachments.using_nvml(0.0), pytest.raises(NvmlInUseError), detachments.pause("tests", 0.0):
+        pass
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "lasts"),
+    [
+        ({}, True),
+        ({"started": 1}, False),
+        ({"bootID": "boot-0"}, False),
+        ({"pidNamespace": "pid:[1]", "pid": 1}, True),
+        ({"pidNamespace": "pid:[1]", "beganBootSeconds": 939.0}, False),
+        ({"version": 2}, False),
+        ({"pid": "one"}, False),
+    ],
+)
+def test_pause_lasts_as_long_as_its_process_or_a_minute_where_that_cannot_be_seen(
+    detachments: Detachments,
+    pausing: subprocess.Popen[str],
+    tmp_path: Path,
+    changed: dict[str, Any],
+    lasts: bool,
+) -> None:
+    [file] = (tmp_path / "pauses").iterdir()
+    document = json.loads(file.read_text())
+    file.write_text(json.dumps({**document, "beganBootSeconds": 941.0, **changed}))
+    assert (detachments.paused() is not None) == lasts
+
+
+def test_only_one_of_two_processes_that_go_on_with_nvml_pauses_the_other(
+    pausing: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    detachments, own = Detachments(tmp_path, "boot-1"), UseMark(tmp_path / LOCK_FILE)
+    own.hold()
+    refused = pytest.raises(NvmlTransientError, match="another process of ours asks the same")
+    with refused, detachments.pause("tests", own=own):
+        pytest.fail("it began")
+    pausing.communicate()
+    with detachments.pause("tests", own=own):
+        assert detachments.is_nvml_open()
+    other = UseMark(tmp_path / LOCK_FILE)
+    other.hold()
+    with pytest.raises(NvmlInUseError), detachments.pause("tests", 0.0, own):
+        pytest.fail("another has NVML open")
+    own.let_go()
+    other.let_go()
+
+
+def test_pauses_of_one_process_overlap(detachments: Detachments, tmp_path: Path) -> None:
+    with detachments.pause("tests"):
+        with detachments.pause("tests, too"):
             pass
-        assert detachments.is_paused()
-        assert second.problem() == "NVML is closed for a moment, while a GPU goes to another kernel driver"
-    assert (second.is_paused(), second.problem()) == (False, None)
+        assert len(list((tmp_path / "pauses").iterdir())) == 1
+    assert list((tmp_path / "pauses").iterdir()) == []
+
+
+def test_instance_that_starts_during_a_long_pause_says_who_keeps_nvml_closed(
+    node: SimulatedNode,
+    tmp_path: Path,
+    detachments: Detachments,
+    pausing: subprocess.Popen[str],
+    monkeypatch: pytest.MonkeyPatch,
+    logs: list,
+) -> None:
+    monkeypatch.setattr(discovery_module, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(discovery_module, "_HANG_AFTER_S", 0.2)
+    _, discovery = instance(node, tmp_path, detachments, [])
+    discovery.start()
+    who = f"process {pausing.pid} of gpu-dra-driver"
+    eventually(lambda: who in (discovery.unavailable() or ""))
+    eventually(lambda: [problem.code for problem in discovery.problems()] == ["waiting-for-driver"])
+    assert [who in line["reason"] for line in logs if line["event"] == "nvml_kept_closed"] == [True]
+    pausing.communicate()
+    eventually(lambda: discovery.unavailable() is None)
+    assert discovery.problems() == []
+    discovery.stop()
 
 
 def test_nvidia_smi_and_the_mps_host_wait_for_the_end_of_a_pause(detachments: Detachments) -> None:
@@ -478,7 +644,7 @@ def test_nvidia_smi_and_the_mps_host_wait_for_the_end_of_a_pause(detachments: De
 
     done = threading.Event()
     runs = threading.Thread(target=run)
-    with detachments.pause(0.0):
+    with detachments.pause("tests"):
         with pytest.raises(NvmlPausedError), detachments.using_nvml(0.0):
             pytest.fail("it ran")
         assert not detachments.is_nvml_open()
@@ -489,7 +655,7 @@ def test_nvidia_smi_and_the_mps_host_wait_for_the_end_of_a_pause(detachments: De
     assert done.is_set()
     smi = NvidiaSmi(lambda: pytest.fail("it was looked for"), detachments.using_nvml)
     with (
-        detachments.pause(0.0),
+        detachments.pause("tests"),
         pytest.raises(RetryableError, match="NVML is closed for a moment") as refused,
     ):
         smi.set_time_slice("GPU-1", 0, timeout_s=0.0)

@@ -46,6 +46,7 @@ class Nvml:
     """NVML that shows `inventory`, or fails with `error`."""
 
     is_open, pauses = True, 0
+    changes_for_s = 0.0
 
     def __init__(self) -> None:
         self.session = self
@@ -70,6 +71,9 @@ class Nvml:
 
     def kept_open(self) -> AbstractContextManager[int]:
         return nullcontext(self.opened)
+
+    def change_lasts_s(self) -> float:
+        return self.changes_for_s
 
     def read_inventory(self) -> Inventory:
         self.reads += 1
@@ -613,7 +617,17 @@ def test_driver_that_nvml_itself_loads_is_loaded_once(bench: Bench) -> None:
     assert (bench.nvml.opened, bench.told) == (1, ["driver"])
 
 
-def test_new_session_waits_until_no_gpu_is_being_changed(bench: Bench) -> None:
+def test_shutdown_of_nvml_that_hangs_in_a_lane_is_a_problem_until_it_ends(bench: Bench) -> None:
+    bench.scan()
+    bench.nvml.changes_for_s = 31.0
+    [problem] = bench.discovery.problems()
+    assert (problem.code, problem.text[:34]) == ("gpus-unavailable", "NVML has not answered for 31 s; lo")
+    assert bench.discovery.unavailable() is None, "claims that need no NVML go on"
+    bench.nvml.changes_for_s = 0.0
+    assert bench.discovery.problems() == []
+
+
+def test_new_session_waits_until_no_gpu_is_being_changed(bench: Bench, logs: list) -> None:
     bench.scan()
     bench.host.hardware, bench.nvml.error = "two", NvmlInUseError("a change of a GPU is under way")
     bench.nvml.nvml_fingerprint = lambda: bench.nvml.fingerprint  # type: ignore[method-assign]
@@ -621,6 +635,7 @@ def test_new_session_waits_until_no_gpu_is_being_changed(bench: Bench) -> None:
         assert bench.look()
         assert (bench.nvml.opened, bench.discovery.unavailable()) == (opened, None)
     assert (bench.nvml.reads, bench.told, bench.changes) == (3, ["driver"], [COMPLETE])
+    assert [line["event"] for line in logs].count("nvml_in_use") == 1
     bench.nvml.error = None
     assert bench.look()
     assert (bench.told, bench.look()) == (["driver", "hardware"], False)

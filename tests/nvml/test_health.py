@@ -24,7 +24,6 @@ from dra_driver.model.health import (
     Severity,
     Xid,
 )
-from dra_driver.nvml import session as session_module
 from dra_driver.nvml.events import HealthSource
 from dra_driver.nvml.health import read_health, read_instances
 from tests.fakes.hanging_nvml import HangingNvml
@@ -542,17 +541,6 @@ def test_a_wait_that_fails(node, source):
         source.wait(0)
 
 
-def test_poll_under_which_nvml_was_initialised_anew_does_not_count(node, source, monkeypatch):
-    def reopened(_handle: object) -> list[int]:
-        monkeypatch.setattr(session_module, "_PATIENCE_S", 0.01)
-        node.session.reopen()
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetRemappedRows", reopened)
-    with pytest.raises(NvmlUnavailableError, match="closed during a poll"):
-        source.read(uuid(node), None)
-
-
 def test_nvml_is_not_shut_down_under_a_call(node, monkeypatch):
     inside, leave, order = threading.Event(), threading.Event(), []
 
@@ -578,10 +566,3 @@ def test_nvml_is_not_shut_down_under_a_call(node, monkeypatch):
     for thread in threads:
         thread.join(10)
     assert order == ["call ended", "closed"]
-
-
-def test_a_call_that_hangs_does_not_keep_nvml_open_for_ever(node, monkeypatch):
-    monkeypatch.setattr(session_module, "_PATIENCE_S", 0.01)
-    with node.session.kept_open():
-        node.session.reopen()
-    assert node.session.is_open

@@ -1,6 +1,6 @@
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pynvml
@@ -16,6 +16,7 @@ from dra_driver.errors import (
 )
 from dra_driver.nvml import session as module
 from dra_driver.nvml.session import NvmlSession, load_library
+from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.waiting import eventually
 
@@ -124,61 +125,109 @@ def bench(machine: Callable[[str], SimulatedNode]) -> Iterator[Bench]:
     made.session.close()
 
 
-def test_operation_is_not_cut_off_and_the_next_one_waits(bench: Bench) -> None:
-    session = bench.session
-    second_waits, first_ends = threading.Event(), threading.Event()
-    order: list[str] = []
+@contextmanager
+def under_way(use: Callable[[], AbstractContextManager[object]]) -> Iterator[threading.Event]:
+    """An operation or look of another thread, under way until the event is set, at the latest at the end."""
+    begun, ends = threading.Event(), threading.Event()
 
-    def first() -> None:
-        with session.operation(lambda: 0.0):
+    def work() -> None:
+        with use():
             begun.set()
-            assert second_waits.wait(10)
-            with session.operation(lambda: 0.0):
-                order.append(f"first sees {pynvml.nvmlDeviceGetCount()}")
-            assert first_ends.wait(10)
-            order.append("first ends")
-
-    def patience() -> float:
-        second_waits.set()
-        first_ends.set()
-        return 10
-
-    def second() -> None:
-        with session.operation(patience), session.kept_open() as opening:
-            order.append(f"second in opening {opening}")
-
-    begun = threading.Event()
-    with in_thread(first):
-        assert begun.wait(10)
-        with in_thread(session.reopen):
-            eventually(lambda: session._is_changing)
-            with in_thread(second):
-                pass
-    assert order == ["first sees 4", "first ends", "second in opening 2"]
-
-
-def test_reopening_gives_way_to_a_long_operation_but_not_to_a_hung_one(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, logs: list
-) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
-    session = bench.session
-
-    def begin_and_end() -> None:
-        with session.operation(lambda: 0.0):
+            assert ends.wait(20)
             assert pynvml.nvmlDeviceGetCount() == 4
 
-    with session.operation(lambda: 0.0):
-        bench.now += 59
-        with pytest.raises(NvmlInUseError, match="a change of a GPU is under way"):
-            session.reopen()
-        assert (session.is_open, pynvml.nvmlDeviceGetCount()) == (True, 4)
-        with in_thread(begin_and_end):
-            pass
-        bench.now += 2
-        session.reopen()
-        with session.kept_open() as opening:
-            assert opening == 2
-    assert [(line["event"], line["seconds"]) for line in logs] == [("nvml_operation_hangs", 61)]
+    with in_thread(work):
+        try:
+            assert begun.wait(10)
+            yield ends
+        finally:
+            ends.set()
+
+
+def of_a_moment(session: NvmlSession) -> AbstractContextManager[None]:
+    """An operation that waits for nothing."""
+    return session.operation(lambda: 0.0)
+
+
+def test_operation_is_not_cut_off_by_a_new_session_and_others_begin_meanwhile(bench: Bench) -> None:
+    session = bench.session
+    with under_way(lambda: of_a_moment(session)) as ends, in_thread(session.reopen):
+        eventually(lambda: session._waiting)
+        for _ in range(3):
+            with of_a_moment(session), session.kept_open() as opening:
+                assert (opening, pynvml.nvmlDeviceGetCount()) == (1, 4)
+        ends.set()
+    with session.operation(lambda: 10), session.kept_open() as opening:
+        assert opening == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "lasts_s", "text"),
+    [
+        ("operation", 60, "a change of a GPU has been under way for more than 60 s"),
+        ("look", 10, "a call of NVML has been under way for more than 10 s"),
+    ],
+)
+def test_nvml_is_never_shut_down_under_a_call_and_a_hang_is_refused_at_once(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, kind: str, lasts_s: float, text: str
+) -> None:
+    session = bench.session
+    changes: list[Callable[[], None]] = [
+        session.reopen,
+        lambda: session.let_go("detached"),
+        lambda: paused(99.0),
+    ]
+
+    def paused(patience_s: float) -> None:
+        with session.closed(lambda: patience_s):
+            pytest.fail("it was closed under a call")
+
+    with under_way(session.kept_open if kind == "look" else lambda: of_a_moment(session)):
+        bench.now += lasts_s - 1
+        monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+        for change in (*changes[:2], lambda: paused(0.0)):
+            with pytest.raises(NvmlInUseError, match="is under way; it is tried again soon"):
+                change()
+        monkeypatch.setattr(module, "_PATIENCE_S", 99.0)
+        bench.now += 1
+        for change in changes:
+            with pytest.raises(NvmlInUseError, match=text):
+                change()
+        with of_a_moment(session), session.kept_open() as opening:
+            assert opening == 1
+        assert session.pauses == 0
+    session.reopen()
+    with session.closed(lambda: 0.0):
+        assert clients(bench) == []
+
+
+def test_looks_give_way_to_who_waits_but_not_while_an_operation_is_under_way(bench: Bench) -> None:
+    session, closed = bench.session, threading.Event()
+
+    def pause() -> None:
+        with session.closed(lambda: 10):
+            closed.set()
+
+    def is_refused() -> bool:
+        try:
+            with session.kept_open():
+                return False
+        except NvmlPausedError:
+            return True
+
+    with (
+        under_way(session.kept_open) as look_ends,
+        under_way(lambda: of_a_moment(session)) as ends,
+        in_thread(pause),
+    ):
+        eventually(lambda: session._waiting)
+        assert not is_refused()
+        ends.set()
+        eventually(is_refused)
+        with of_a_moment(session), session.kept_open():
+            assert not closed.is_set()
+        look_ends.set()
+    assert closed.is_set()
 
 
 def test_operation_waits_no_longer_than_its_patience(bench: Bench) -> None:
@@ -238,7 +287,7 @@ def test_end_of_the_process_does_not_shut_nvml_down_while_a_call_hangs(
         bench.session.close()
         assert (bench.session.is_open, pynvml.nvmlDeviceGetCount()) == (False, 4)
     assert [(line["event"], line["reason"]) for line in logs] == [
-        ("nvml_left_open", "a call of NVML is still under way")
+        ("nvml_left_open", "shut NVML down: a call of NVML is under way")
     ]
 
 
@@ -291,34 +340,87 @@ def test_operation_waits_for_the_end_and_a_look_is_refused(bench: Bench) -> None
     assert seen == [4]
 
 
-def test_operation_that_has_begun_is_waited_for_and_not_cut_off(bench: Bench) -> None:
-    session, ends = bench.session, threading.Event()
-    begun = threading.Event()
-
-    def operation() -> None:
-        with session.operation(lambda: 0.0):
-            begun.set()
-            assert ends.wait(10)
-            assert pynvml.nvmlDeviceGetCount() == 4
-
-    with in_thread(operation):
-        assert begun.wait(10)
+def test_operation_that_has_begun_is_waited_for_and_others_begin_meanwhile(bench: Bench) -> None:
+    session = bench.session
+    with under_way(lambda: of_a_moment(session)) as ends:
         with (
             pytest.raises(NvmlInUseError, match="a change of a GPU is under way"),
             session.closed(lambda: 0.0),
         ):
             pytest.fail("it was closed under an operation")
-        assert (session.is_open, session.openings) == (True, 1)
+        assert (session.is_open, session.openings, session.pauses) == (True, 1, 0)
 
-        def patience() -> float:
-            ends.set()
-            return 10
+        def end() -> None:
+            eventually(lambda: session._waiting)
+            with of_a_moment(session):
+                ends.set()
 
-        with session.closed(patience):
+        with in_thread(end), session.closed(lambda: 10):
             assert clients(bench) == []
-    with session.operation(lambda: 0.0), pytest.raises(RuntimeError), session.closed(lambda: 0.0):
+    with of_a_moment(session), pytest.raises(RuntimeError), session.closed(lambda: 0.0):
         pass
     assert session.is_open
+
+
+def test_shutdown_that_hangs_is_left_behind_and_told_until_it_ends(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logs: list
+) -> None:
+    monkeypatch.setattr(module, "_SHUTDOWN_S", 0.2)
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
+    session, nvml = bench.session, HangingNvml(bench.session)
+    try:
+        with nvml.hanging("nvmlShutdown"):
+            with (
+                pytest.raises(NvmlInUseError, match="its shutdown has not ended"),
+                session.closed(lambda: 0.0),
+            ):
+                pytest.fail("it is not closed")
+            [line] = logs
+            assert (line["event"], line["reason"].partition(" for ")[0]) == (
+                "nvml_hangs",
+                "NVML is being shut down, and that has not ended",
+            )
+            with pytest.raises(NvmlUnavailableError, match="being shut down"), of_a_moment(session):
+                pass
+            with pytest.raises(NvmlInUseError, match="being shut down"), session.closed(lambda: 0.0):
+                pass
+            bench.now += 60
+            assert session.change_lasts_s() == 60
+            with (
+                pytest.raises(NvmlUnavailableError, match="being shut down, and that has not ended for 60 s"),
+                session.operation(lambda: pytest.fail("nobody waits for it")),
+            ):
+                pass
+            with pytest.raises(
+                NvmlInUseError, match="shut down, which has been under way for more than 60 s"
+            ):
+                session.reopen()
+        eventually(lambda: session.is_open)
+        with of_a_moment(session):
+            assert (pynvml.nvmlDeviceGetCount(), session.openings) == (4, 2)
+    finally:
+        nvml.leave()
+
+
+@pytest.mark.parametrize("function", ["nvmlInitWithFlags", "nvmlShutdown"])
+def test_pause_and_process_end_though_nvml_hangs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, function: str, logs: list
+) -> None:
+    monkeypatch.setattr(module, "_OPENING_S", 0.2)
+    monkeypatch.setattr(module, "_PATIENCE_S", 0.2)
+    session, nvml = bench.session, HangingNvml(bench.session)
+    try:
+        with nvml.hanging(function):
+            if function == "nvmlInitWithFlags":
+                with session.closed(lambda: 0.0):
+                    pass
+                assert [line["event"] for line in logs] == ["nvml_hangs"]
+            session.close()
+            assert logs[-1]["event"] == "nvml_left_open"
+        eventually(lambda: session._change is None)
+    finally:
+        nvml.leave()
+    session.close()
 
 
 def test_error_of_the_patience_leaves_nvml_as_it_was(bench: Bench) -> None:
@@ -353,9 +455,9 @@ def test_look_that_ends_just_before_a_pause_does_not_make_operations_fail(bench:
 
     with in_thread(pause):
         assert closed.wait(10)
-        with session._changing(), session._lock:
-            over.set()
-            eventually(lambda: not session._pausing)
+        with pytest.raises(NvmlInUseError, match="closed for a moment"):
+            session.reopen()
+        over.set()
         with session.operation(lambda: 10):
             assert session.is_open
 
@@ -376,7 +478,7 @@ def test_first_opening_is_waited_for_over_a_pause_before_it(bench: Bench) -> Non
     fresh = NvmlSession(bench.node.session._loader)
     with fresh.closed(lambda: 0.0):
         pass
-    assert (fresh.is_open, fresh._is_changing) == (False, True)
+    assert (fresh.is_open, fresh._is_expected()) == (False, True)
 
 
 def test_end_of_the_process_ends_a_pause_for_good(bench: Bench) -> None:

@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from dra_driver.app.platforms import platform_of
 from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.diagnostics.state_on_disk import read_state
+from dra_driver.files.file_lock import UseMark
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.host.vfio import VfioCards
-from dra_driver.inventory.detachment import Detachments
+from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.inventory.rules.gpu_names import held_gpu_names
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
@@ -75,7 +76,9 @@ class CommandMachine:
             return held_gpu_names(self.state().known_records)
 
         by_minor = self.settings.device_names == "minor"
-        return NvmlReader(self.load_nvml, on_demand, kept_names=names if by_minor else None)
+        lock = self.settings.plugin_directory / LOCK_FILE
+        mark = UseMark(lock) if lock.exists() else None  # where no plugin ever ran, nobody looks at it
+        return NvmlReader(self.load_nvml, on_demand, mark=mark, kept_names=names if by_minor else None)
 
     def open_nvml(self, session: ExitStack) -> NvmlReader:
         """NVML until the session is closed. Raises: NvmlUnavailableError."""

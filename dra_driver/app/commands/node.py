@@ -98,7 +98,7 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
     without_record = SpecsWithoutRecord(records, CdiDirectory(Path(settings.cdi_root), settings.driver_name))
     from dra_driver.nvml.persistence import PersistenceModes
 
-    nvml = machine.nvml_reader(machine.is_on_demand)
+    nvml, lanes = machine.nvml_reader(machine.is_on_demand), Lanes(GpuLocks(directory / "locks"))
     vfio = VfioSteps(
         machine.vfio,
         PassthroughLedger(directory / DIRECTORY, machine.boot_id),
@@ -108,8 +108,8 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
         # NVML shows a GPU that has come back when it is opened.
         lambda wait_s: None if wait_s is None else nvml.reopen(),
         machine.detachments.detached,
+        lanes.refuse_beside_hang,
     )
-    lanes = Lanes(GpuLocks(directory / "locks"))
     runner = StepDispatcher(
         {
             BindVfio: vfio,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from dra_driver.app.change_table import Change
 from dra_driver.concurrency.deadline import seconds_for
 from dra_driver.errors import NvmlUnavailableError
+from dra_driver.inventory.detachment import Detachments, closed_elsewhere
 from dra_driver.journal.cleanups import StepRunner
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.kube.cluster import node_labels
@@ -31,14 +32,12 @@ from dra_driver.nvml.mig_hardware import MigHardware
 
 if TYPE_CHECKING:
     from dra_driver.app.daemon import Driver
+    from dra_driver.nvml.session import NvmlSession
 
 _NVML_S = 30.0
 _RESCAN_S = 10.0
 LABELS_S = 20.0
 """How old the labels of the node may be."""
-
-Operation = Callable[[Callable[[], float]], AbstractContextManager[None]]
-"""Keeps NVML initialised; the argument returns how many seconds it may wait for that."""
 
 
 def _kept(labels: Callable[[], Mapping[str, str]]) -> Callable[[], Mapping[str, str]]:
@@ -63,13 +62,14 @@ class MigParts:
         driver: Driver,
         paths: HostPaths,
         lost_devices: Callable[[], Collection[str]],
-        operation: Operation,
+        session: NvmlSession,
+        detachments: Detachments,
     ) -> None:
         """Discovery and cleaner are made later."""
         settings, changes, lanes = driver.settings, driver.changes, driver.lanes
 
         def kept_open() -> AbstractContextManager[None]:
-            return operation(lambda: seconds_for("wait until NVML is initialised", _NVML_S))
+            return session.operation(lambda: seconds_for("wait until NVML is initialised", _NVML_S))
 
         @contextmanager
         def whole_action() -> Iterator[None]:
@@ -82,7 +82,7 @@ class MigParts:
         self._has_layouts = settings.mig_layouts.is_on
         self.ledger = MigLedger(settings.plugin_directory / "mig", driver.boot_id)
         self._context = MigContext(
-            MigHardware(kept_open),
+            MigHardware(kept_open, closed_elsewhere(session, detachments, lanes.refuse_beside_hang)),
             self.ledger,
             MigHolders(driver.records, lost_devices),
             partial(changes.tell, Change.MIG_DEVICE),

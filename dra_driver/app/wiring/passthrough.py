@@ -67,6 +67,7 @@ class PassthroughParts:
             persistence,
             rescan,
             detachments.detached,
+            driver.lanes.refuse_beside_hang,
         )
 
     def open(self) -> None:

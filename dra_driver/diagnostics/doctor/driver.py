@@ -164,7 +164,8 @@ class DriverChecks:
             inventory = self.inventory.get()
         except NvmlDetachedError as error:
             ends = "`gpu-dra-driver detach --end` if that is not wanted any more"
-            remedy = "try again in some seconds" if isinstance(error, NvmlPausedError) else ends
+            waits = "try again in some seconds; if that process hangs, drain and reboot the node"
+            remedy = waits if isinstance(error, NvmlPausedError) else ends
             return warn(str(error).partition("; ")[0], remedy)
         except NvmlLibraryError:
             raise
