@@ -55,7 +55,7 @@ class HangingNvml:
         """How often the work calls each function of the library."""
         self.called = Counter()
         work()
-        return self.called
+        return self.called.copy()
 
     def leave(self) -> None:
         if self._session is not None:
