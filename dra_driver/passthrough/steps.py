@@ -370,18 +370,17 @@ class VfioSteps:
     def _end_of(self, stuck: NotAnsweredError | None, step: BindVfio) -> None:
         """Wait until a write that blocks has ended, however long it takes: meanwhile nobody else may touch the card.
 
-        NVML is open again, and may itself be what the kernel waits for. So it is closed for a moment, at a time when
-        nobody else has the GPU open. If that does not help, it is something else. Raises: the error.
+        NVML is open again, and may itself be what the kernel waits for, at last if something else was it before. So it
+        is closed for a moment now and then, at a time when nobody else has the GPU open. Raises: the error.
         """
         if stuck is None:
             return
-        pause, may_be_nvml = Backoff(_STUCK_FIRST_S, _STUCK_MOST_S), True
+        pause = Backoff(_STUCK_FIRST_S, _STUCK_MOST_S)
         while not wait([stuck.answer], pause.next()).done:
-            if not may_be_nvml or self.cards.gpu_users(step.pci_bus_id, others_only=True):
+            if self.cards.gpu_users(step.pci_bus_id, others_only=True):
                 continue
             with suppress(DraDriverError), until(time.monotonic() + _NVML_S), self._paused(step):
                 if not self.cards.gpu_users(step.pci_bus_id):
-                    may_be_nvml = False
                     wait([stuck.answer], _LET_GO_S)
         raise stuck
 

@@ -316,16 +316,35 @@ def test_user_that_appears_between_check_and_bind_does_not_close_nvml_for_others
     node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
-    monkeypatch.setattr("dra_driver.passthrough.steps._STUCK_FIRST_S", 0.2)
-    untouched = node.state()
+    monkeypatch.setattr("dra_driver.passthrough.steps._STUCK_FIRST_S", 0.1)
+    untouched, session = node.state(), site.simulated.session
+    before = session.pauses
     site.machine.set_fault("unbind", code="late-user", count=1, gpu=site.card.gpu_uuid)
     refused(in_a_hurry(node, wanted(site)))
-    eventually(lambda: site.simulated.session.is_open)
+    eventually(lambda: session.is_open)
     assert set(node.lanes.under_way()) == {site.card.gpu_uuid}
+    time.sleep(0.5)
+    assert session.pauses == before + 1, "for the bind"
     site.machine.release_gpu(site.card.gpu_uuid)
     eventually(lambda: not node.lanes.under_way())
     assert node.cleaner.clean_all() == []
     assert node.state() == untouched
+
+
+def test_nvml_is_closed_again_after_a_write_hung_for_another_reason(
+    node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then NVML, which was opened again meanwhile, is the last that the kernel waits for."""
+    for name, value in {"_STUCK_FIRST_S": 0.01, "_STUCK_MOST_S": 0.05, "_LET_GO_S": 0.05}.items():
+        monkeypatch.setattr(f"dra_driver.passthrough.steps.{name}", value)
+    before = site.simulated.session.pauses
+    site.machine.set_fault("unbind", code="hang", gpu=site.card.gpu_uuid)
+    refused(in_a_hurry(node, wanted(site)))
+    eventually(lambda: site.simulated.session.pauses >= before + 4)
+    monkeypatch.setattr("dra_driver.passthrough.steps._LET_GO_S", 2.0)
+    site.machine.clear_faults()
+    eventually(lambda: not node.lanes.under_way())
+    assert node.cleaner.clean_all() == []
 
 
 def test_modprobe_that_hangs_ends_with_the_call(node: KindNode, site: Site) -> None:
