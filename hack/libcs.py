@@ -23,8 +23,6 @@ RELEASES = ("bullseye", "bookworm", "trixie", "forky")
 """In the order of their C libraries."""
 FILES = ("libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1")
 
-_COMPILER = {"cc": "gcc", "/usr/include/stdio.h": "libc6-dev"}
-
 
 def can_be_had() -> bool:
     """Whether this machine is one on which `main` can do its work."""
@@ -47,7 +45,7 @@ def main() -> int:
         progress.say(f"This machine is not Debian {', '.join(RELEASES)}: tests of ELF programs are left out.")
         return 0
     try:
-        debian.install_missing(_COMPILER)
+        debian.install_missing(debian.COMPILER)
         _fetch_neighbours()
     except ClusterError as error:
         progress.say(str(error))

@@ -31,12 +31,12 @@ def build() -> Path:
 
 def fetch() -> None:
     """Build and download all that a cluster and the tests on it need: they then come without a network."""
+    debian.install_missing(debian.CLUSTER_PACKAGES)
     build()
     for major in binaries.HELM:
         helm(major)
     for part in (promql, metadata_reader, cdi_hook, compute_domains_chart):
         part()
-    debian.install_missing(debian.CLUSTER_PACKAGES)
     images.static_busybox(_layout())
 
 

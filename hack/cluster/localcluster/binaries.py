@@ -21,8 +21,8 @@ from localcluster.errors import ClusterError
 from localcluster.layout import CLUSTER_SOURCE, KUBERNETES, Layout
 
 _MODULES = CLUSTER_SOURCE / "go"
-_TAGS = {"containerd": "no_btrfs,no_devmapper,no_zfs"}
-_CGO = {"nvidia-cdi-hook": "1"}
+_TAGS = {"containerd": "no_btrfs,no_devmapper,no_zfs", "runc": "seccomp"}
+_CGO = {"nvidia-cdi-hook": "1", "runc": "1"}
 _OLDEST_GO = (1, 26)
 _NETWORK = re.compile(
     "dial tcp|i/o timeout|connection reset|TLS handshake|unexpected EOF|50[0-9] |bad gateway", re.I
@@ -56,6 +56,7 @@ PARTS = (
         "github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2",
     ),
     Part("ctr", "containerd", "github.com/containerd/containerd/v2/cmd/ctr"),
+    Part("runc", "runc", "github.com/opencontainers/runc"),
 )
 HELM = {
     3: (Part("helm", "helm", "helm.sh/helm/v3/cmd/helm"),),

@@ -12,10 +12,12 @@ from localcluster import locking, progress, shell
 from localcluster.errors import ClusterError
 
 # A file or program that shows a package to be there, and the package.
+COMPILER: Mapping[str, str] = {"cc": "gcc", "/usr/include/stdio.h": "libc6-dev"}
 CLUSTER_PACKAGES: Mapping[str, str] = {
-    "runc": "runc", "/bin/bash-static": "bash-static", "/usr/lib/cni/bridge": "containernetworking-plugins",
+    "/bin/bash-static": "bash-static", "/usr/lib/cni/bridge": "containernetworking-plugins",
     "/usr/lib/cni/host-local": "containernetworking-plugins", "iptables": "iptables", "conntrack": "conntrack",
-    "ip": "iproute2", "mount": "mount", "openssl": "openssl",
+    "ip": "iproute2", "mount": "mount", "openssl": "openssl", "pkg-config": "pkgconf",
+    "/usr/include/seccomp.h": "libseccomp-dev", **COMPILER,
 }  # fmt: skip
 
 

@@ -39,8 +39,8 @@ _READY_SECONDS = 300.0
 def up(layout: Layout, options: Options) -> None:
     """Bring the cluster up and return when a pod could be created on it."""
     shell.require_root("A cluster")
-    built = binaries.build(layout)
     debian.install_missing(debian.CLUSTER_PACKAGES)
+    built = binaries.build(layout)
     with locking.exclusive(layout.state / "lock"):
         _prepare(layout, options)
         components = all_components(layout, built, options_of(layout))
