@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from dra_driver.model.host import DeviceNode
 
 NO_HOOK = "none"
-"""In the place of the hook's path: CDI specs have no hooks. NVIDIA's hook fails in the user namespace of a pod."""
+"""In the place of the hook's path: CDI specs have no hooks. With some runtimes NVIDIA's fail in a user namespace."""
 
 BASE_HOOK_VERBS = ("create-symlinks", "update-ldcache")
 """The verbs that every nvidia-cdi-hook knows."""

@@ -473,10 +473,8 @@ class MpsLayout:
         return self.root / f"{_checked(device)}{SUFFIX}"
 
     def records_aside(self, device: str) -> list[Path]:
-        """Where records are that could not be read. A directory never was one."""
-        return [
-            path for path in self.root.glob(f"{_checked(device)}{SUFFIX}{QUARANTINE}*") if not path.is_dir()
-        ]
+        """Where records are that could not be read."""
+        return list(self.root.glob(f"{_checked(device)}{SUFFIX}{QUARANTINE}*"))
 
     def directory(self, device: str) -> Path:
         """Everything that exists as long as the daemon does.
