@@ -19,6 +19,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -464,11 +465,14 @@ def _on_each(
 def remove_directory(tools: HostTools, device: str) -> None:
     """Remove a device's directory with what is mounted in it. Raises: RetryableError."""
     top = tools.layout.directory(device)
-    if not top.exists():
+    if not os.path.lexists(top):
         return
     tools.mounter.unmount(Path(tools.layout.directories(device).shm))
     try:
-        shutil.rmtree(top)
+        if top.is_dir() and not top.is_symlink():
+            shutil.rmtree(top)
+        else:  # rmtree would wait for whoever writes into a pipe
+            top.unlink()
     except FileNotFoundError:
         pass
     except OSError as error:

@@ -473,8 +473,10 @@ class MpsLayout:
         return self.root / f"{_checked(device)}{SUFFIX}"
 
     def records_aside(self, device: str) -> list[Path]:
-        """Where records are that could not be read."""
-        return list(self.root.glob(f"{_checked(device)}{SUFFIX}{QUARANTINE}*"))
+        """Where records are that could not be read. A directory never was one."""
+        return [
+            path for path in self.root.glob(f"{_checked(device)}{SUFFIX}{QUARANTINE}*") if not path.is_dir()
+        ]
 
     def directory(self, device: str) -> Path:
         """Everything that exists as long as the daemon does.

@@ -10,11 +10,19 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import structlog
 
 from dra_driver.errors import DraDriverError, FatalError, PermanentError, RetryableError, StateError
-from dra_driver.files.atomic import clear_abandoned, make_directory, remove_file, write_atomically
+from dra_driver.files.atomic import (
+    clear_abandoned,
+    make_directory,
+    remove_file,
+    set_aside,
+    stamp_at,
+    write_atomically,
+)
 from dra_driver.files.file_lock import LockBusyError, hold_file
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.mps import daemon_processes as processes
@@ -65,6 +73,10 @@ class Supervisor:
         try:
             layout.root.mkdir(parents=True, exist_ok=True)
             layout.root.chmod(0o711)  # a server may run as the user of its client; all files are closed
+            for path in (layout.lock, layout.modes, layout.alive):
+                _free(path, Path.is_file)
+            for path in (layout.wishes, layout.statuses, layout.libraries):
+                _free(path, Path.is_dir)
             descriptor = self._held.enter_context(
                 hold_file(layout.lock, threading.Lock(), time.monotonic() + _LOCK_S, "the MPS host")
             )
@@ -101,6 +113,7 @@ class Supervisor:
         for device, record in found.items():
             self._daemons[device] = Daemon(record, self._tools, recovered=True)
         for path in layout.statuses.glob(f"*{SUFFIX}"):
+            _free(path, Path.is_file)
             if path.name.removesuffix(SUFFIX) not in found:
                 remove_file(path)
         for device in found:
@@ -309,6 +322,14 @@ class Supervisor:
                 self._workers[name] = thread
             except RuntimeError as error:  # the next look tries again
                 _log.warning("mps_look_delayed", thread=thread.name, reason=str(error))
+
+
+def _free(path: Path, is_right: Callable[[Path], bool]) -> None:
+    """Rename what is in the place of a file or directory of this host and cannot be one, which would else keep it from
+    serving any device. Raises: StateError."""
+    if os.path.lexists(path) and (path.is_symlink() or not is_right(path)):
+        kept = set_aside(path, "file of the MPS host", stamp_at(path))
+        _log.warning("mps_file_set_aside", path=str(path), kept_as=str(kept))
 
 
 def _unknown(device: str) -> MpsDaemonSpec:
