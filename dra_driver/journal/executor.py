@@ -123,12 +123,13 @@ class Executor:
 
         def do(steps: Sequence[Step], operation: Operation) -> None:
             for step in steps:
+                begun.append(step)  # before the checks: a caller that gives up after them takes the step back
                 if given_up.is_set():
+                    begun.remove(step)
                     return
-                self._refuse_changed(record)
                 operation.turn_to(STEP_TEXTS[type(step)])
-                begun.append(step)
                 try:
+                    self._refuse_changed(record)
                     self.runner.do(step, plan)
                 except DraDriverError as error:
                     if error.has_no_effect:
@@ -165,7 +166,9 @@ class Executor:
         """Raises: RetryableError if the claim's record does not ask for the same any more: an Unprepare has come
         meanwhile, or another Prepare that failed. Whoever wrote a new one asks the lanes again."""
         if not record.names_the_same(self.records.get(record.ref.uid)):
-            raise RetryableError("another call has changed the claim meanwhile; the kubelet calls again")
+            changed = RetryableError("another call has changed the claim meanwhile; the kubelet calls again")
+            changed.has_no_effect = True
+            raise changed
 
     def finish(self, plan: Plan, record: ClaimRecord, begun: list[Step]) -> ClaimRecord:
         """Do the steps that write files, then write that the claim is prepared; returns its record. The caller holds

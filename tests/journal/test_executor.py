@@ -11,7 +11,7 @@ import pytest
 
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import RetryableError, StateError
-from dra_driver.journal.executor import Executor, changes_more_than_the_spec
+from dra_driver.journal.executor import Executor, OperationHangsError, changes_more_than_the_spec
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.rules.cleanups import PendingCleanup
@@ -209,6 +209,49 @@ def test_nothing_is_done_for_a_record_that_another_call_has_changed(
             with pytest.raises(RetryableError, match="another call has changed the claim meanwhile"):
                 work(plan, meant, [])
     assert journal.events == ["save preparing"]
+
+
+class SlowDisk(Journal):
+    """The record is read, and the answer takes until `open` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = threading.Event()
+
+    def get(self, uid: str) -> ClaimRecord | None:
+        found = super().get(uid)
+        assert self.open.wait(30)
+        return found
+
+
+def test_step_that_begins_when_the_call_gives_up_is_taken_back(tmp_path: Path) -> None:
+    disk = SlowDisk()
+    executor = executor_over(disk)
+    executor.lanes = Lanes(GpuLocks(tmp_path))
+    slice_step = SetTimeSlice("GPU-1", 2)
+    plan = replace(planned(GPU_0), steps=(slice_step, *planned(GPU_0).steps))
+    begun: list[Step] = []
+    record = executor.intend(plan, None)
+    with pytest.raises(OperationHangsError):
+        executor.change(plan, record, begun, 0.51)
+    assert begun == [slice_step]
+    disk.open.set()
+
+
+def test_step_that_does_not_begin_is_not_taken_back(tmp_path: Path) -> None:
+    disk = SlowDisk()
+    executor = executor_over(disk)
+    executor.lanes = Lanes(GpuLocks(tmp_path))
+    plan = replace(planned(GPU_0), steps=(SetTimeSlice("GPU-1", 2), *planned(GPU_0).steps))
+    begun: list[Step] = []
+    record = executor.intend(plan, None)
+    hangs = executor.lanes.ask({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(30))
+    with pytest.raises(OperationHangsError):
+        executor.change(plan, record, begun, 0.51)
+    disk.open.set()
+    hangs.result()
+    executor.lanes.ask({"GPU-1"}, "the last one", lambda _: None).result()
+    assert begun == []
 
 
 def test_nothing_is_done_when_the_intention_cannot_be_written(executor: Executor, journal: Journal) -> None:
