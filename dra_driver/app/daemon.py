@@ -43,9 +43,11 @@ from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.inventory.rules.gpu_names import held_gpu_names, refuse_other_names
-from dra_driver.journal.cleanups import Cleaner, PendingCleanups
+from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.ledger import DIRECTORY as LEDGER
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
@@ -97,6 +99,7 @@ class Driver:
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
         self._metadata_files = MetadataFiles(plugin_dir, settings.cdi_root, settings.driver_name)
         without_record = SpecsWithoutRecord(self.records, self._specs)
+        self.ledger = Ledger(plugin_dir / LEDGER, self.records, self.boot_id, without_record.uids)
         mps_files = MpsHostFiles(layout := mps_layout(plugin_dir), is_expected=settings.needs_mps)
         # The time at which it is made decides which instance is the newest.
         leadership = self.leadership = InstanceLeadership(
@@ -149,23 +152,13 @@ class Driver:
         self.reporting: ReportingParts = ReportingParts(self, api, mps_files)
 
         # Claims, and what they leave to be undone.
-        self.cleanups = PendingCleanups(
-            plugin_dir / "debts",
-            self.records,
-            self.boot_id,
-            self.reporting.node,
-            partial(changes.tell, Change.CLEANUPS),
-        )
-        time_slices = TimeSliceSteps(smi, self.records, self.lanes, self.boot_id)
-        mps_steps = MpsSteps(
-            mps_files, self.records, without_record.mps_users, self.mig.uuid_of, self.boot_id
-        )
+        time_slices = TimeSliceSteps(smi, self.records, self.lanes)
         steps = StepDispatcher(
             self.mig.runners()
             | self.passthrough.runners()
             | {
                 SetTimeSlice: time_slices,
-                RunMps: mps_steps,
+                RunMps: MpsSteps(mps_files, self.mig.uuid_of),
                 WriteDeviceMetadata: MetadataSteps(
                     self._metadata_files, self.discovery.latest, self.mig.created_instance
                 ),
@@ -186,10 +179,11 @@ class Driver:
         )
 
         self.cleaner: Cleaner = Cleaner(
-            self.cleanups,
+            self.ledger,
             self.lanes,
             steps,
-            self.boot_id,
+            self.reporting.node,
+            partial(changes.tell, Change.CLEANUPS),
             leadership.is_ours,
             partial(_tools_seen, programs, layout.lock, paths.proc, detachments),
             (time_slices, self.mig.collector),
@@ -211,7 +205,6 @@ class Driver:
                 steps,
                 self.lanes,
                 self.boot_id,
-                lost_steps=lambda uid: [*mps_steps.lost_steps(uid), *self.passthrough.steps.lost_steps(uid)],
             ),
             users=GpuProcesses(
                 nvml.processes,
@@ -315,7 +308,7 @@ class Driver:
         show.health(inventory, monitor)
         show.value("mig", "mig_devices_stuck", lambda: len(self.mig.collector.stuck()))
         show.mig_layouts(self.mig.layouts)
-        show.cleanups(self.cleanups.outstanding)
+        show.cleanups(self.cleaner.outstanding)
         show.reports(self.reporting.recorder.counts)
         show.value("readiness", "ready", lambda: not self.probes.readiness())
         show.value("problem", "node_problem", lambda: bool(self.problems()))
@@ -370,7 +363,7 @@ class Driver:
 
     def _open_state(self) -> None:
         self.records.open(self.boot_id)
-        self.cleanups.open()
+        self.ledger.open()
         refuse_other_names(self.settings.device_names, self.known_records())
         self.planning.open()
         self.claim_locks.open()
@@ -432,7 +425,7 @@ class Driver:
 
     def known_records(self) -> list[ClaimRecord]:
         """Of claims, and of ended claims whose cleanup is pending."""
-        return [*self.records.all().values(), *self.cleanups.ended()]
+        return [*self.records.all().values(), *self.ledger.ended()]
 
     def _held_gpu_names(self) -> Mapping[str, str]:
         return held_gpu_names(self.known_records())

@@ -1,11 +1,11 @@
 """Prepares one claim: wait in line, plan, do the steps, answer.
 
-The steps of an attempt are begun, carried out, taken back, or left half done until the NVIDIA driver can do the next:
+An attempt that fails takes its claim back, unless that is not its business any more:
 
-    (nothing) ──its record is written──▶ begun by this attempt ──a later attempt goes on──▶ begun by the later one
+    (nothing) ──its record is written──▶ of this attempt ──a later attempt goes on──▶ of the later one
         ▲                                   │
         ├── the claim was prepared or unprepared: nothing is left to take back
-        └── the attempt fails, gives up, or waits for another claim: it takes back what it has begun
+        └── the attempt fails, gives up, or waits for another claim: it takes the claim back
 
 Meanwhile the claim's record says `preparing` and no lock is held. So a crash leaves the same as a crash during a step:
 the next Prepare goes on with the record, and an Unprepare takes it back.
@@ -30,7 +30,7 @@ from dra_driver.errors import (
     RetryableError,
 )
 from dra_driver.files.file_lock import LockBusyError
-from dra_driver.journal.cleanups import Cleaner
+from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor, OperationHangsError
 from dra_driver.journal.lanes import GpuUnresponsiveError
 from dra_driver.journal.locks import ClaimGuard, ClaimLocks, GpuLocks
@@ -75,14 +75,14 @@ class Preparer:
 
     def __post_init__(self) -> None:
         self._begun: dict[str, PrepareAttempt] = {}
-        """By claim UID, which attempt must take back what was begun: the last one of the claim in this process that
-        wrote the record. Changed under the claim's lock. An attempt in the other instance of a rolling update may find
+        """By claim UID, which attempt must take the claim back: the last one of the claim in this process that wrote
+        the record. Changed under the claim's lock. An attempt in the other instance of a rolling update may find
         the record gone between two tries; it then starts from the beginning."""
 
     def prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
         """The answer to the kubelet, and the claim's record; None if the claim has no device of this driver.
 
-        Raises: why the claim cannot be prepared now; what this attempt has begun is taken back.
+        Raises: why the claim cannot be prepared now; it is taken back.
         """
         with self.line.trying(attempt):
             try:
@@ -131,12 +131,12 @@ class Preparer:
         ended claims left on its GPUs is undone first."""
         tried: set[str] = set()
         while True:
-            ended: list[PendingCleanup | None] = []
+            ended: list[str] = []
             try:
                 plan, record, pending = self._planned_once(attempt, tried, ended)
             finally:
-                for one in ended:
-                    self.executor.clean(one)
+                for uid in ended:
+                    self.executor.clean(uid)
             if plan is None:
                 continue
             if not pending:
@@ -146,11 +146,11 @@ class Preparer:
             attempt.call.left()
 
     def _planned_once(
-        self, attempt: PrepareAttempt, tried: Collection[str], ended: list[PendingCleanup | None]
+        self, attempt: PrepareAttempt, tried: Collection[str], ended: list[str]
     ) -> tuple[Plan | None, ClaimRecord | None, Sequence[PendingCleanup]]:
         """Plan under the locks of the claim and of planning on its GPUs, and write the record, unless there is
         something to be undone first, which is returned. No plan where other GPUs than expected are needed. `ended` gets
-        what is to be undone of an earlier allocation of the claim."""
+        the claim's UID if an earlier allocation of it has ended here."""
         uid, call, claim = attempt.ref.uid, attempt.call, attempt.claim
         with self.claim_locks.hold(uid, call.left(), call.has_left) as guard:
             refuse_unprepared(guard, call)
@@ -168,20 +168,24 @@ class Preparer:
                     # Two claims that swap devices would wait for each other for ever.
                     allocated = frozenset(result.device for result in claim.results)
                     if known is not None and attempt.number is not None and not known.is_within(allocated):
-                        ended.append(self.executor.leave(known))
+                        self._end(known, ended)
                     raise
                 if not plan.locked_gpus <= gpus:
                     return None, None, ()
                 attempt.wanted = plan.held_devices()
                 if known is not None and known.devices != attempt.wanted:
-                    ended.append(self.executor.leave(known))
+                    self._end(known, ended)
                     known = None
                 if known is None or known.phase != "prepared":
-                    pending = self.cleaner.pending_before(plan.locked_gpus, plan.steps, tried)
+                    pending = self.cleaner.pending_before(plan.locked_gpus, tried)
                     if pending:
                         return plan, None, pending
                 call.left()
                 return plan, self.begin(attempt, plan, known), ()
+
+    def _end(self, known: ClaimRecord, ended: list[str]) -> None:
+        ended.append(known.ref.uid)
+        self.executor.leave(known)
 
     # --- the steps of an attempt ---------------------------------------------------------------
 
@@ -192,10 +196,6 @@ class Preparer:
             return None
         record = self.executor.intend(plan, known)
         if record.phase != "prepared":
-            if known is None:
-                attempt.begun = []
-            elif self._begun.get(attempt.ref.uid) is not attempt:
-                attempt.begun = None
             self._begun[attempt.ref.uid] = attempt
         return record
 
@@ -203,21 +203,20 @@ class Preparer:
         """Do the plan's steps; returns the claim's record at the end. The caller holds no lock, and calls `give_up`
         unless it tries again. Raises: what a step raised; RetryableError if the claim was unprepared or changed
         meanwhile."""
-        begun = [] if attempt.begun is None else attempt.begun
         left = attempt.call.left()
         self.executor.change(
-            plan, record, begun, min(left, _PREPARED_WAIT_S) if record.phase == "prepared" else left
+            plan, record, min(left, _PREPARED_WAIT_S) if record.phase == "prepared" else left
         )
         uid = attempt.ref.uid
         with self.claim_locks.hold(uid, _LOCK_S) as guard:
             refuse_unprepared(guard, attempt.call)
-            done = self.executor.finish(plan, record, begun)
+            done = self.executor.finish(plan, record)
             self._begun.pop(uid, None)
             guard.note_prepared(attempt.call.began_ns)
             return done
 
     def give_up(self, attempt: PrepareAttempt) -> None:
-        """Take back what the attempt has begun, unless the claim is prepared or a later attempt goes on with it.
+        """Take the claim back, unless it is prepared or a later attempt goes on with it.
 
         Never raises a DraDriverError: the next Prepare or Unprepare takes back what cannot be taken back now.
         """
@@ -236,8 +235,8 @@ class Preparer:
                     or guard.was_unprepared_since(attempt.call.began_ns)
                 ):
                     return
-                cleanup = self.executor.leave(record, attempt.begun)
-            self.executor.clean(cleanup)
+                self.executor.leave(record)
+            self.executor.clean(uid)
         except DraDriverError as error:
             _log.error(
                 "rollback_incomplete",

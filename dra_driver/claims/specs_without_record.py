@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.rules.mps_edits import uses_mps
 from dra_driver.cdi.rules.spec_devices import SpecDevice, devices_of
 from dra_driver.journal.records import RecordStore
-from dra_driver.model.plan import device_of_cdi_name
 from dra_driver.model.record import ClaimRecord
 
 
@@ -32,13 +30,9 @@ class SpecsWithoutRecord:
         lost = self.lost(self._records.all()).values()
         return {device.device for devices in lost for device in devices if not device.admin_access}
 
-    def mps_users(self) -> Mapping[str, frozenset[str]]:
-        """Names of the devices with MPS, by the UID of each claim without a record."""
-        return {
-            uid: frozenset(map(device_of_cdi_name, self._specs.devices(uid)))
-            for uid in self._without_record(self._records.all())
-            if uses_mps(self._specs.read(uid))
-        }
+    def uids(self) -> Collection[str]:
+        """UIDs of the claims that have a spec and no record that can be read."""
+        return self._without_record(self._records.all())
 
     def unrecorded(self, records: Mapping[str, ClaimRecord]) -> Collection[str]:
         """UIDs of claims that have a spec, but no record, not even one that was set aside."""

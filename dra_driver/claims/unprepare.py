@@ -76,9 +76,9 @@ class Unpreparer:
                     )
                 record = self.records.get(ref.uid)
                 call.left()  # raises if the kubelet has cancelled this call: a newer one may be on its way
-                cleanup = self.executor.leave(self.executor.lost(ref.uid) if record is None else record)
+                self.executor.leave(self.executor.lost(ref.uid) if record is None else record)
                 guard.note_unprepared(call.began_ns)
-            self.executor.clean(cleanup)
+            self.executor.clean(ref.uid)
         duration = time.monotonic() - started
         self.observer.unprepared(ref, duration)
         _log.info(

@@ -64,7 +64,6 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.steps import Step
 
 _log = structlog.get_logger(__name__)
 
@@ -78,8 +77,7 @@ WAITS_LONGER = "waits for it for longer"
 class PrepareAttempt:
     """One attempt to prepare one claim. Every part of Prepare gets this object, from the fetch to the answer.
 
-    `claim` is our part of the claim. `begun` has the steps that this attempt has begun, None if another one may have
-    begun any of them.
+    `claim` is our part of the claim.
 
     The other fields belong to the waiting line. `number` is the attempt's number in the line, None before it joins.
     `wanted` has the devices that the claim wants. `waits_since`, `busy_since` and `refused_since` are times of the
@@ -90,7 +88,6 @@ class PrepareAttempt:
     ref: ClaimRef
     call: KubeletCall
     claim: AllocatedClaim
-    begun: list[Step] | None = None
     number: int | None = None
     wanted: tuple[HeldDevice, ...] = ()
     waits_since: float | None = None

@@ -66,7 +66,7 @@ def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
         lines.append(head)
         lines.append(hanging(f"    uid {claim.uid}; ", f"set up: {_set_up(claim) or 'nothing'}", width))
         lines += _aligned([_device(device) for device in claim.devices], "    ", width)
-    lines += [hanging("", one.text, width) for one in found.debts]
+    lines += [hanging("", one.text, width) for one in found.cleanups]
     lines += [hanging("problem: ", problem, width) for problem in found.problems]
     return lines
 

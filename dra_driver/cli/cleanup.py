@@ -11,7 +11,7 @@ from dra_driver.cli.scratch import node_settings
 from dra_driver.diagnostics.rules.tables import hanging
 
 FLAGS = (
-    switch("now", "Try all pending cleanup now; as root on the node.", "--now", "--pay"),
+    switch("now", "Try all pending cleanup now; as root on the node.", "--now"),
     OUTPUT,
     *of_run("driver_name", "kubelet_plugins_directory_path", "cdi_root", "config", "nvidia_driver_root"),
     *of_run("container_driver_root", "simulate", "simulator_dir"),
@@ -33,6 +33,6 @@ def cleanup(given: Namespace) -> int:
         pending = [hanging("", one.text, width) for one in left] or ["no cleanup is pending"]
         return [*pending, *(hanging("problem: ", problem, width) for problem in problems)]
 
-    debts = [asdict(shown(one)) for one in left]
-    answer(given.output, lines, lambda: {"debts": debts, "problems": list(problems)})
+    cleanups = [asdict(shown(one)) for one in left]
+    answer(given.output, lines, lambda: {"cleanups": cleanups, "problems": list(problems)})
     return 1 if left or problems else 0

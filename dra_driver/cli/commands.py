@@ -43,8 +43,6 @@ def _complete_values(parser: argparse.ArgumentParser, files: object) -> None:
             action.choices = action.metavar.split("|")
 
 
-_FORMERLY = {"debts": "cleanup"}
-"""Commands by another name that they had."""
 _SUMMARIES = {
     "run": "Publish this node's GPUs and prepare them for pods.",
     "mps-host": "Start and watch the MPS daemons of this node.",
@@ -119,7 +117,6 @@ def _carried_out(arguments: Sequence[str], called: str | None) -> int:
         word = words.pop(0)
         if word.startswith("-"):
             parser.parse_args([word])
-        word = _FORMERLY.get(word, word) if command is ROOT else word
         if word not in command.commands:
             parser.error(f"there is no command {word}{near(word, command.commands)}")
         command, prog = command.commands[word].loaded(), f"{prog} {word}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.concurrency.bounded_call import BoundedCall
 from dra_driver.diagnostics.rules.node_view import NodeView
 from dra_driver.diagnostics.rules.top_data import NvmlFacts, node_view
@@ -81,11 +82,12 @@ class NodeSnapshot:
         paths, now = self.paths, self.clock()
         self._facts.ask()
         daemons, mps_problem = self._mps_daemons()
-        state = read_state(paths.plugin_directory, paths.boot_id)
+        specs = CdiDirectory(paths.cdi_root, paths.driver)
+        state = read_state(paths.plugin_directory, paths.boot_id, specs)
         claims = read_claims(state, paths.plugin_directory, paths.cdi_root, paths.driver, now)
         nvml, nvml_problem = self._facts.answer(wait_s)
         nvml = nvml or NvmlFacts()
-        pending = (one.text for one in claims.debts)
+        pending = (one.text for one in claims.cleanups)
         unread = (f"{fault.subject}: {fault.text}" for fault in nvml.inventory.faults)
         problems = [*self.problems()]
         if nvml_problem is not None:

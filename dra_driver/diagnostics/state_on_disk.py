@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +18,8 @@ from dra_driver.files.atomic import QUARANTINE, read_plain, state_error
 from dra_driver.files.json_store import UnreadableFile
 from dra_driver.health.rules.state import rebooted
 from dra_driver.health.store import decode
-from dra_driver.journal.cleanups import PendingCleanups
+from dra_driver.journal.ledger import DIRECTORY as LEDGER
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.record_codec import step_kind
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.layout_file import LAYOUT_FILE
@@ -33,24 +35,28 @@ HEALTH_FILE = "health.json"
 _REMEDY = "read it as root, or restart gpu-dra-driver, which replaces a damaged file"
 
 
-def read_state(plugin_directory: Path, boot_id: str | None = None) -> NodeState:
+def read_state(
+    plugin_directory: Path, boot_id: str | None = None, specs: CdiDirectory | None = None
+) -> NodeState:
     """All that can be read; a directory that is not there holds nothing. With `boot_id` None records are as they were
-    written, and all pending cleanups and all kept health count as of this boot."""
+    written, and all pending cleanups and all kept health count as of this boot. Without `specs` nothing is pending of a
+    claim whose record is unreadable."""
     faults: list[str] = []
-    claims, mig, pending = (plugin_directory / name for name in ("claims", "mig", "debts"))
+    claims, mig, pending = (plugin_directory / name for name in ("claims", "mig", LEDGER))
 
     def unread(what: str) -> Callable[[UnreadableFile], None]:
         return lambda it: faults.append(f"{what} {it.kept_as} cannot be read: {it.reason}")
 
     records = RecordStore(claims, boot_id, unread("the claim record"))
     ledger = MigLedger(mig, boot_id, reader=unread("the MIG ledger file"))
-    cleanups = PendingCleanups(pending, records, boot_id, reader=unread("the pending cleanup"))
+    without_record = partial(_without_record, records, specs)
+    gpus = Ledger(pending, records, boot_id, without_record, reader=unread("the ledger"))
     of_claims = _read(records.all, claims, faults)
     ledger_faults: list[str] = []
     owned = _read(ledger.all, mig, ledger_faults)
     modes = {} if ledger_faults else _read(ledger.owned_modes, mig, ledger_faults)
     faults += ledger_faults
-    of_cleanups = _read(lambda: {one.name: one for one in cleanups.outstanding()}, pending, faults)
+    of_cleanups = _read(lambda: {one.name: one for one in gpus.pending()}, pending, faults)
     health, notes = _read_health(plugin_directory / HEALTH_FILE, boot_id)
     layouts = _read_layouts(plugin_directory / LAYOUT_FILE, faults)
     return NodeState(
@@ -65,6 +71,13 @@ def read_state(plugin_directory: Path, boot_id: str | None = None) -> NodeState:
         frozenset(uuid for uuid, mode in modes.items() if mode.boot_id == boot_id),
         next(iter(ledger_faults), None),
     )
+
+
+def _without_record(records: RecordStore, specs: CdiDirectory | None) -> Collection[str]:
+    """UIDs of claims whose record is unreadable and that have not ended."""
+    if specs is None:
+        return {path.name.partition(".json")[0] for path in records.quarantined()}
+    return specs.uids() - records.all().keys()
 
 
 def _read_layouts(path: Path, faults: list[str]) -> Sequence[GpuLayout]:
@@ -117,7 +130,7 @@ def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) 
     """The files that gpu-dra-driver renamed because it could not read them, or because they had the name of one of its
     own files. A directory that cannot be read has none."""
     found: list[Path] = []
-    places = ["", "claims", "debts", "mig", "passthrough", "locks", "mps", f"{METADATA}/*/*"]
+    places = ["", "claims", LEDGER, "mig", "passthrough", "locks", "mps", f"{METADATA}/*/*"]
     globs = [(plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]
     if cdi_root is not None:
         globs.append((cdi_root, f"*{driver}*{QUARANTINE}-*"))  # others have files there

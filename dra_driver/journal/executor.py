@@ -1,14 +1,15 @@
 """Carries out the steps of a plan under a record, and takes them back. One way serves a failed Prepare and Unprepare.
 
-Steps that change a GPU run in its lane (`lanes`), those of different GPUs side by side. Then come the steps that only
-write files. They are taken back the other way round: files at once, the rest as a pending cleanup (`cleanups`).
+Steps that change a GPU run in its lane (`lanes`), those of different GPUs side by side; each is in the GPU's ledger
+before it is done. Then come the steps that only write files. They are taken back the other way round: files at once,
+the rest by the cleaner, since the ledger has more than the records name.
 
 | Who | Holds | And does |
 |---|---|---|
 | Prepare | the locks of the claim and, for files only, of planning on its GPUs | `intend` writes the record |
 | Prepare | nothing | `change` has the lanes do the steps, and waits for them |
 | Prepare | the claim's lock | `finish` writes files, and `prepared` into the record, if that is still its own |
-| Unprepare, or a Prepare that fails | the claim's lock | `leave` removes files; the record becomes a pending cleanup |
+| Unprepare, or a Prepare that fails | the claim's lock | `leave` removes the files and the record |
 | the same | nothing | `clean` has the lanes undo the rest, and waits for a moment |
 """
 
@@ -28,10 +29,10 @@ import structlog
 
 from dra_driver.concurrency.deadline import time_left
 from dra_driver.errors import DraDriverError, NvmlTransientError, RetryableError
-from dra_driver.journal.cleanups import Cleaner, StepRunner
+from dra_driver.journal.cleaner import Cleaner, StepRunner
 from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.journal.records import RecordStore
-from dra_driver.journal.rules.cleanups import PendingCleanup, by_gpus, still_pending
+from dra_driver.journal.rules.cleanups import LedgerEntry, by_gpus, is_undone_in_lane
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
@@ -73,8 +74,7 @@ class Executor:
     `prepared`, leaves the same, and the next Prepare finds every step done.
 
     `must_last` says whether the record of a plan has to survive a power cut. The files of other plans are
-    written one claim at a time, but none waits longer than `turn_s` seconds. `lost_steps` returns what is to be
-    undone in the lanes for a claim whose record was lost; it reads files only.
+    written one claim at a time, but none waits longer than `turn_s` seconds.
     """
 
     records: RecordStore
@@ -85,7 +85,6 @@ class Executor:
     now: Callable[[], str] = _now
     must_last: Callable[[Plan], bool] = changes_more_than_the_spec
     turn_s: float = _TURN_S
-    lost_steps: Callable[[str], Sequence[Step]] = lambda _claim_uid: ()
 
     def __post_init__(self) -> None:
         self._turn = threading.Lock()
@@ -111,10 +110,10 @@ class Executor:
             if is_ours:
                 self._turn.release()
 
-    def change(self, plan: Plan, record: ClaimRecord, begun: list[Step], wait_s: float = STEPS_S) -> None:
-        """Have the lanes do the steps on GPUs, under the record that `intend` wrote; `begun` gets those that may have
-        had an effect. The caller holds no lock. What was done is done when it is tried again. Raises: what a step
-        raised, and of several errors one that does not pass by itself; OperationHangsError; GpuUnresponsiveError."""
+    def change(self, plan: Plan, record: ClaimRecord, wait_s: float = STEPS_S) -> None:
+        """Have the lanes do the steps on GPUs, under the record that `intend` wrote. The caller holds no lock. What was
+        done is done when it is tried again. Raises: what a step raised, and of several errors one that does not pass
+        by itself; OperationHangsError; GpuUnresponsiveError."""
         if all(map(writes_files, plan.steps)):
             return
         groups = by_gpus(plan.steps)
@@ -123,18 +122,10 @@ class Executor:
 
         def do(steps: Sequence[Step], operation: Operation) -> None:
             for step in steps:
-                begun.append(step)  # before the checks: a caller that gives up after them takes the step back
                 if given_up.is_set():
-                    begun.remove(step)
                     return
                 operation.turn_to(STEP_TEXTS[type(step)])
-                try:
-                    self._refuse_changed(record)
-                    self.runner.do(step, plan)
-                except DraDriverError as error:
-                    if error.has_no_effect:
-                        begun.remove(step)
-                    raise
+                self._do(step, plan, record)
 
         end = time.monotonic() + wait_s - _FINISH_S
         asked = [
@@ -150,6 +141,19 @@ class Executor:
             self._tell_late([gpus for (gpus, _), one in zip(groups, asked, strict=True) if one in late])
         if errors:
             raise min(errors, key=lambda error: isinstance(error, NvmlTransientError))
+
+    def _do(self, step: Step, plan: Plan, record: ClaimRecord) -> None:
+        """Do a step on a GPU, after it is in the ledger. Whoever ends the claim from then on undoes it."""
+        entry = LedgerEntry(record.ref, record.boot_id, step)
+        ledger = self.cleaner.ledger
+        is_new = is_undone_in_lane(step) and ledger.add(entry)
+        try:
+            self._refuse_changed(record)
+            self.runner.do(step, plan)
+        except DraDriverError as error:
+            if is_new and error.has_no_effect:
+                ledger.change((), [entry])
+            raise
 
     def _tell_late(self, groups: Sequence[Collection[str]]) -> None:
         under_way = self.lanes.under_way()
@@ -170,7 +174,7 @@ class Executor:
             changed.has_no_effect = True
             raise changed
 
-    def finish(self, plan: Plan, record: ClaimRecord, begun: list[Step]) -> ClaimRecord:
+    def finish(self, plan: Plan, record: ClaimRecord) -> ClaimRecord:
         """Do the steps that write files, then write that the claim is prepared; returns its record. The caller holds
         the claim's lock. Raises: what a step raised; StateError; RetryableError if another call has changed the record
         since `intend`."""
@@ -179,7 +183,6 @@ class Executor:
         with nullcontext() if lasts else self._in_turn():
             for step in plan.steps:
                 if writes_files(step):
-                    begun.append(step)
                     self.runner.do(step, plan)
             if record.phase == "prepared":
                 return record
@@ -188,42 +191,31 @@ class Executor:
             self.records.save(done, durable=False, whole=lasts)
             return done
 
-    def leave(self, record: ClaimRecord, begun: Sequence[Step] | None = None) -> PendingCleanup | None:
-        """End the claim of a record, as far as that needs files: of the steps that were `begun`, None for all, those
-        that write files are undone, and the record becomes the pending cleanup of the others; None if there are none.
-        The caller holds the claim's lock. Raises: StateError; then the record stays."""
-        steps = record.steps if begun is None else begun
-        for step in reversed(steps):
+    def leave(self, record: ClaimRecord) -> None:
+        """End the claim of a record, as far as that needs files: undo its steps that write files, and remove the
+        record. The caller holds the claim's lock, and calls `clean` without it. Raises: StateError; then the record
+        stays."""
+        for step in reversed(record.steps):
             if writes_files(step):
                 self.runner.undo(step, record)
-        if still_pending(steps, record, self.boot_id):
-            return self.cleaner.cleanups.begin(record, steps)
-        self.records.delete(record.ref.uid)
-        return None
+        with self.cleaner.ending(record.ref.uid):
+            self.records.delete(record.ref.uid)
 
-    def clean(self, cleanup: PendingCleanup | None) -> None:
-        """Have the lanes undo what `leave` left, and wait for that a moment. The caller holds no lock. Raises:
-        StateError."""
-        if cleanup is not None:
-            self.cleaner.finish(cleanup, time_left(_TAKE_BACK_S))
+    def clean(self, uid: str) -> None:
+        """Have the lanes undo what the claim has set on GPUs, and wait for that a moment. The caller holds no lock.
+        Raises: StateError."""
+        self.cleaner.finish(uid, time_left(_TAKE_BACK_S))
 
     def lost(self, claim_uid: str) -> ClaimRecord:
-        """A record, for `leave`, of a claim that has none or none that this release can read. It is on disk if
-        something is to be undone on a GPU, because nothing tells of that once the CDI spec is removed. The caller holds
-        the claim's lock. Raises: StateError."""
+        """A record, for `leave`, of a claim that has none or none that this release can read. Raises: StateError."""
         if self.records.delete(claim_uid):
             _log.warning(
                 "newer_record_removed",
                 claim_uid=claim_uid,
                 remedy="what the newer release set on GPUs may be left; see `nvidia-smi`, or reboot the node",
             )
-        on_gpus = self.lost_steps(claim_uid)
         claim = AllocatedClaim(ClaimRef("?", "?", claim_uid), (), ())
-        steps = (*on_gpus, WriteDeviceMetadata(()), WriteCdiSpec())
-        record = ClaimRecord(claim, "preparing", self.boot_id, (), steps)
-        if on_gpus:
-            self.records.save(record)
-        return record
+        return ClaimRecord(claim, "preparing", self.boot_id, (), (WriteDeviceMetadata(()), WriteCdiSpec()))
 
     def in_place(self, record: ClaimRecord) -> bool:
         """Whether every step of the record was done in this boot and its result is still there."""

@@ -100,8 +100,8 @@ class Lanes:
         that keeps it from running. The future raises LockBusyError if the other instance of a rolling update keeps a
         GPU for `patience_s` seconds.
 
-        What is to be done in the background bears a name, `once`: while an operation of the same name and GPUs has not
-        ended, its future is returned. It runs in a context of its own, without the caller's deadline.
+        What is to be done in the background bears a name, `once`: while an operation of the same name and GPUs waits,
+        its future is returned. It runs in a context of its own, without the caller's deadline.
 
         Where no thread can start, the caller's runs it.
         """
@@ -109,7 +109,7 @@ class Lanes:
         context = copy_context() if once is None else Context()
         operation = Operation(gpus, what, work, patience_s, context, once)
         with self._guard:
-            for other in (*self._waiting, *self._under_way.values()):
+            for other in self._waiting:
                 if once is not None and (other.once, other.gpu_uuids) == (once, gpus):
                     return other.future
             self._waiting.append(operation)

@@ -65,7 +65,7 @@ def decode(content: bytes) -> ClaimRecord:
 
 def step_kind(step: Step) -> str:
     """The kind of a step as records have it."""
-    return str(_STEP.encode(step)["kind"])
+    return str(STEP.encode(step)["kind"])
 
 
 def _imex(name: str, value: Any) -> ImexChannels:
@@ -82,16 +82,16 @@ def _pods(_name: str, value: Any) -> Pods:
 
 
 def _encode_claim(claim: AllocatedClaim) -> JsonObject:
-    return _REF.encode(claim.ref) | _CLAIM.encode(claim)
+    return REF.encode(claim.ref) | _CLAIM.encode(claim)
 
 
 def _decode_claim(_name: str, entry: JsonObject) -> AllocatedClaim:
-    return _CLAIM.decode(entry, ref=_REF.decode(entry))
+    return _CLAIM.decode(entry, ref=REF.decode(entry))
 
 
 _DEVICE_KIND = one_of("device kind", "gpu", "mig", "vfio")
 PLACEMENT = Shape(Placement, start=needed(NUMBER), size=needed(NUMBER))
-_STEP: Tagged[Step] = Tagged(
+STEP: Tagged[Step] = Tagged(
     "step",
     write_cdi_spec=Shape(WriteCdiSpec),
     write_device_metadata=Shape(WriteDeviceMetadata, versions=needed(TEXTS)),
@@ -156,7 +156,7 @@ _CONFIG = Shape(
     driver=nullable(TEXT),
     parameters=needed(JSON),
 )
-_REF = Shape(ClaimRef, namespace=needed(TEXT), name=needed(TEXT), uid=needed(TEXT))
+REF = Shape(ClaimRef, namespace=needed(TEXT), name=needed(TEXT), uid=needed(TEXT))
 _POD = Shape(PodRef, name=needed(TEXT), uid=needed(TEXT))
 _CLAIM = Shape(
     AllocatedClaim,
@@ -171,6 +171,6 @@ _RECORD = Shape(
     phase=needed(one_of("phase", "preparing", "prepared")),
     boot_id=needed(TEXT),
     devices=needed(list_of(_HELD.kind)),
-    steps=needed(list_of(_STEP.kind)),
+    steps=needed(list_of(STEP.kind)),
     prepared_at=left_out(TEXT),
 )

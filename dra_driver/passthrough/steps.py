@@ -117,19 +117,6 @@ class VfioSteps:
         card = self.cards.card(step.pci_bus_id)
         return card is not None and card.driver in _vfio(step, card)
 
-    def lost_steps(self, claim_uid: str) -> list[Step]:
-        """What is to be undone for a claim whose record was lost: the cards that the ledger has for it. Raises:
-        StateError."""
-        if not self.ledger.exists():
-            return []
-        return [
-            BindVfio(
-                one.device, one.gpu_uuid, one.pci_bus_id, self.cards.bound_driver(one.pci_bus_id) or VFIO_PCI
-            )
-            for one in self.ledger.all().values()
-            if one.claim_uid == claim_uid
-        ]
-
     # --- to vfio -------------------------------------------------------------------------------
 
     def _bind(self, step: BindVfio, plan: Plan, met: Callable[[], None]) -> None:

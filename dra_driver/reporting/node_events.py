@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from dra_driver.journal.rules.cleanups import PendingCleanup, what
 from dra_driver.model.events import (
-    DEBT_OWED,
-    DEBT_PAID,
+    CLEANUP_DONE,
+    CLEANUP_PENDING,
     DEVICE_NOT_PUBLISHED,
     MEMORY_UNCLAIMED,
     MIG_LAYOUT_APPLIED,
@@ -77,13 +77,13 @@ class NodeEvents:
     def cleanup_pending(self, cleanup: PendingCleanup) -> None:
         """Something of a claim could not be undone. The instance that tried reports it, also if another one speaks for
         the node."""
-        self.recorder.node_event(DEBT_OWED, cleanup.text, warning=True)
+        self.recorder.node_event(CLEANUP_PENDING, cleanup.text, warning=True)
 
     def cleanup_done(self, cleanup: PendingCleanup) -> None:
         """Nothing of it is pending any more."""
         done = ", ".join(map(what, cleanup.steps)) or "nothing was left to do"
         text = f"Cleanup for claim {cleanup.record.ref} is done: {done}"
-        self.recorder.node_event(DEBT_PAID, text, warning=False)
+        self.recorder.node_event(CLEANUP_DONE, text, warning=False)
 
     def _report(self, reason: str, text: str, *, warning: bool) -> bool:
         """Whether this instance speaks for the node."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -32,22 +32,14 @@ _MPS_START_S = 22.0
 _MPS_STOP_S = 15.0
 
 
-def _steps_of_others(records: RecordStore, claim_uid: str, boot_id: str) -> Iterator[Step]:
-    """What the records of other claims name. A step of an older boot is gone until its claim is prepared again."""
-    for uid, record in records.all().items():
-        if uid != claim_uid and record.boot_id == boot_id:
-            yield from record.steps
-
-
 class TimeSliceSteps:
     """Does and undoes `SetTimeSlice`. A claim that asks for no interval has no such step and touches nothing. Those
     that a reload of the NVIDIA driver lost are a `LeftOver` of the loop over pending cleanups."""
 
-    def __init__(self, nvidia_smi: NvidiaSmi, records: RecordStore, lanes: Lanes, boot_id: str) -> None:
+    def __init__(self, nvidia_smi: NvidiaSmi, records: RecordStore, lanes: Lanes) -> None:
         self._nvidia_smi = nvidia_smi
         self._records = records
         self._lanes = lanes
-        self._boot_id = boot_id
         self._is_reloaded = False
         self._lost: dict[tuple[str, SetTimeSlice], str | None] = {}  # with why it could not be set again
 
@@ -66,11 +58,8 @@ class TimeSliceSteps:
             ) from error
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
-        """Back to the default with the last claim that set it. Raises: RetryableError, StateError."""
+        """Back to the default. Raises: RetryableError."""
         assert isinstance(step, SetTimeSlice)  # noqa: S101
-        for other in _steps_of_others(self._records, record.ref.uid, self._boot_id):
-            if isinstance(other, SetTimeSlice) and other.gpu_uuid == step.gpu_uuid:
-                return
         try:
             timeout = seconds_for(f"reset the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_S)
             self._nvidia_smi.set_time_slice(step.gpu_uuid, 0, timeout)
@@ -128,17 +117,11 @@ class TimeSliceSteps:
 @dataclass(eq=False)
 class MpsSteps:
     """Does and undoes `RunMps`: one daemon a device, or for several GPUs of one request, for all claims that
-    share them.
-
-    `lost_users` answers devices with MPS by the UID of claims that have a CDI spec but no record;
-    `made_uuid` the UUID that a MIG device made on demand has now.
+    share them. `made_uuid` answers the UUID that a MIG device made on demand has now.
     """
 
     host: MpsHostFiles
-    records: RecordStore
-    lost_users: Callable[[], Mapping[str, Collection[str]]]
     made_uuid: Callable[[str], str | None]
-    boot_id: str
 
     def do(self, step: Step, plan: Plan) -> None:
         """Have the daemon run and answer. Raises: RetryableError, ClaimRefusedError."""
@@ -152,14 +135,13 @@ class MpsSteps:
             )
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
-        """Stop the daemon with the last claim that uses it. Raises: RetryableError."""
+        """Stop the daemon. Raises: RetryableError."""
         assert isinstance(step, RunMps)  # noqa: S101
         spec = step.spec
         # With the first device the daemon of all of them stops. The others only matter if the MPS host lost its record.
         for device, gpu_uuid in zip(spec.devices, spec.gpu_uuids, strict=True):
-            if not self._is_used(device, record.ref.uid):
-                timeout = seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S)
-                self.host.stop(device, timeout, gpu_uuid=gpu_uuid if spec.kind == "gpu" else None)
+            timeout = seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S)
+            self.host.stop(device, timeout, gpu_uuid=gpu_uuid if spec.kind == "gpu" else None)
 
     def _of_today(self, spec: MpsDaemonSpec) -> MpsDaemonSpec:
         """The spec with the UUID that the device has now, where each making gives it another one."""
@@ -173,15 +155,3 @@ class MpsSteps:
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """Taken for granted: the MPS host watches its daemons itself."""
         return True
-
-    def lost_steps(self, claim_uid: str) -> list[Step]:
-        """What is to be undone for a claim whose record was lost: the daemons that its CDI spec tells of."""
-        specs = [self.host.spec_of(device) for device in sorted(self.lost_users().get(claim_uid, ()))]
-        return [RunMps(spec) for spec in dict.fromkeys(specs) if spec is not None]
-
-    def _is_used(self, device: str, claim_uid: str) -> bool:
-        """Whether another claim uses the device's daemon."""
-        steps = _steps_of_others(self.records, claim_uid, self.boot_id)
-        return any(isinstance(step, RunMps) and device in step.spec.devices for step in steps) or any(
-            device in devices for uid, devices in self.lost_users().items() if uid != claim_uid
-        )

@@ -158,7 +158,7 @@ class Node(MeasuredNode, DaemonNode):
 
     def files(self) -> set[str]:
         """Files of claims on disk."""
-        places = (self.cdi, self.plugin_dir / "claims", self.plugin_dir / "debts")
+        places = (self.cdi, self.plugin_dir / "claims", self.plugin_dir / "ledger")
         return {str(path) for place in places for path in place.glob("*")}
 
 
@@ -200,7 +200,7 @@ class SoakNode(DaemonNode):
         gpus = [self.machine.gpu(index) for index in range(8)]
         return {
             "records": sorted(path.name for path in claims.glob("*")),
-            "debts": sorted(path.name for path in (self.plugin_dir / "debts").glob("*.json*")),
+            "ledgers": sorted(path.name for path in (self.plugin_dir / "ledger").glob("*.json*")),
             "CDI files": sorted(path.name for path in cdi.glob("*")) if cdi.exists() else [],
             "MIG ledger": sorted(path.name for path in ledger.rglob("*.json")) if ledger.exists() else [],
             "MIG instances": [len(gpu.instances) for gpu in gpus],

@@ -164,10 +164,9 @@ class FaultyNode(KindNode):
         if FaultyNode.host is None:
             FaultyNode.host = MpsHostOnFiles(self.mps, layout)
         client = MpsHostFiles(layout, wait_s=0.0)
-        known = runners[RunMps]
         return runners | {
-            SetTimeSlice: TimeSliceSteps(NvidiaSmi(programs), self.records, self.lanes, self.boot_id),
-            RunMps: MpsSteps(client, self.records, known.lost_users, self._uuid_of, self.boot_id),
+            SetTimeSlice: TimeSliceSteps(NvidiaSmi(programs), self.records, self.lanes),
+            RunMps: MpsSteps(client, self._uuid_of),
         }
 
     def state(self) -> dict[str, object]:
@@ -183,7 +182,7 @@ class FaultyNode(KindNode):
 def node(site: Site, memory_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyNode]:
     for name in ("TIME_SLICE", "MPS_START", "MPS_STOP"):
         monkeypatch.setattr(f"dra_driver.sharing.steps._{name}_S", 0.5)
-    monkeypatch.setattr("dra_driver.journal.cleanups.UNDO_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.cleaner.UNDO_S", 0.5)
     site.reset()
     one = FaultyNode(site, memory_path / "node", metadata=KINDS[kind].metadata)
     for other in KINDS[kind].beside(site):
@@ -311,11 +310,11 @@ def test_unprepare(node: FaultyNode, kind: str, fault: str, restarts: bool) -> N
         assert node.unprepare(wanted) is None
         assert wanted.ref.uid not in node.records.all()
         assert wanted.ref.uid not in node.specs.list()
-        owed = node.cleanups.outstanding()
-        assert bool(owed) == (needs(kind, fault) and kind != "share beside another")
-        for debt in owed:
-            assert str(wanted.ref) in debt.text
-            assert "check that" in debt.text
+        left = node.cleaner.outstanding()
+        assert bool(left) == (needs(kind, fault) and kind != "share beside another")
+        for one in left:
+            assert str(wanted.ref) in one.text
+            assert "check that" in one.text
         if fault != "disk full":
             a_neighbour_feels_nothing(node)
     if restarts:

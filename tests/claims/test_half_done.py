@@ -18,7 +18,6 @@ from dra_driver.errors import NvmlTransientError, RetryableError, StateError
 from dra_driver.journal.locks import ClaimLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import Step, WriteCdiSpec
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
 
 UID = "uid-1"
@@ -34,7 +33,7 @@ class Scene:
         self.records.open("boot-1")
         (directory / "locks").mkdir()
         self.claim_locks = ClaimLocks(directory / "locks")
-        self.taken_back: list[tuple[ClaimRecord, list[Step] | None]] = []
+        self.taken_back: list[ClaimRecord] = []
         unused: Any = None
         parts = (self.records, self.claim_locks, unused, self, unused, unused, unused)
         self.begun = Preparer(unused, *parts)  # type: ignore[arg-type]
@@ -61,13 +60,13 @@ class Scene:
     def change(self, *_args: object) -> None:
         raise NvmlTransientError("the NVIDIA driver refuses for now")
 
-    def leave(self, found: ClaimRecord, begun: list[Step] | None) -> None:
+    def leave(self, found: ClaimRecord) -> None:
         with pytest.raises(RetryableError), self.claim_locks.hold(UID, 0.01):
             pass  # the claim is locked meanwhile
-        self.taken_back.append((found, begun))
+        self.taken_back.append(found)
         self.records.delete(found.ref.uid)
 
-    def clean(self, cleanup: None) -> None:
+    def clean(self, uid: str) -> None:
         with self.claim_locks.hold(UID, 5):
             pass  # and is not any more
 
@@ -127,7 +126,7 @@ def test_record_is_taken_back_as_it_is_on_disk(scene: Scene) -> None:
     found = replace(BEGUN, claim=replace(BEGUN.claim, results=()))
     scene.records.save(found)
     scene.give_up()
-    assert (scene.taken_back, scene.records.get(UID)) == ([(found, [])], None)
+    assert (scene.taken_back, scene.records.get(UID)) == ([found], None)
     scene.give_up()
     assert len(scene.taken_back) == 1
 
@@ -158,7 +157,7 @@ def test_last_of_two_prepares_takes_it_back(scene: Scene) -> None:
     scene.give_up()
     assert scene.taken_back == []
     scene.begun.give_up(second)
-    assert scene.taken_back == [(BEGUN, None)], "the second does not know what the first has begun"
+    assert scene.taken_back == [BEGUN]
 
 
 def test_first_of_two_may_go_on_again(scene: Scene) -> None:
@@ -167,16 +166,7 @@ def test_first_of_two_may_go_on_again(scene: Scene) -> None:
     scene.begun.give_up(second)
     assert scene.taken_back == []
     scene.give_up()
-    assert scene.taken_back == [(BEGUN, None)]
-
-
-def test_prepare_that_goes_on_keeps_what_it_has_begun(scene: Scene) -> None:
-    """What it began before is undone with the rest when it gives up."""
-    assert scene.attempt.begun is not None
-    scene.attempt.begun.append(WriteCdiSpec())
-    scene.refuse(scene.attempt)
-    scene.give_up()
-    assert scene.taken_back == [(BEGUN, [WriteCdiSpec()])]
+    assert scene.taken_back == [BEGUN]
 
 
 def test_record_stays_for_the_next_call_when_it_cannot_be_taken_back(

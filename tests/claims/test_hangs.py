@@ -68,9 +68,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dra_driver.journal.cleanups.UNDO_S", 0.5)
-    monkeypatch.setattr("dra_driver.journal.cleanups.CLEAN_BEFORE_S", 0.5)
-    monkeypatch.setattr("dra_driver.journal.cleanups._PASS_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.cleaner.UNDO_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.cleaner.CLEAN_BEFORE_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.cleaner._ALL_S", 0.5)
     monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
     monkeypatch.setattr("dra_driver.claims.prepare._PREPARED_WAIT_S", 0.7)
     monkeypatch.setattr("dra_driver.mig.collector._HANGS_S", 0.5)
@@ -97,8 +97,12 @@ def a_neighbour_feels_nothing(node: KindNode) -> None:
 
 def in_the_end_nothing_is_left(node: KindNode, untouched: object) -> None:
     eventually(lambda: not node.cleaner.clean_all() and not node.lanes.under_way())
-    node.collector.work_off()
-    assert node.state() == untouched
+
+    def ended_clean() -> bool:
+        node.collector.work_off()
+        return node.state() == untouched
+
+    eventually(ended_clean)
 
 
 def test_prepare_that_hangs(node: KindNode, kind: str) -> None:
@@ -128,7 +132,7 @@ def test_prepare_goes_on_once_the_operation_has_ended(node: KindNode, kind: str)
     assert isinstance(prepared_in_a_hurry(node, wanted), Failed)
     hang.end()
     assert isinstance(node.prepare(wanted), Prepared)
-    assert node.cleanups.outstanding() == []
+    assert node.cleaner.outstanding() == []
 
 
 def test_gpu_that_has_hung_for_a_minute_is_refused_at_once(

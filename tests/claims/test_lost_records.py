@@ -78,7 +78,7 @@ def test_mps_daemon_of_a_claim_without_record_is_stopped_in_its_lane_and_without
     assert node.unprepare(wanted) is None
     assert begun.is_set()
     assert uid not in node.specs.list()
-    assert [one.name for one in node.cleanups.outstanding()] == [uid] * hangs
+    assert [one.name for one in node.cleaner.outstanding()] == [uid] * hangs
     let.set()
     deadline = time.monotonic() + 20
     while node.lanes.under_way():

@@ -40,8 +40,8 @@ SHARE = "0f9a6a37-30a8-4a9f-8ff0-0d0a4ba10001"
 LASTING = {
     "claims",
     "claims/.boot",
-    "debts",
-    "debts/.boot",
+    "ledger",
+    "ledger/.boot",
     "cdi",
     "plugin",
     "plugin/dra-device-metadata",
@@ -151,8 +151,8 @@ class PoweredNode(Node):
         runner = StepDispatcher({
             WriteCdiSpec: self.steps,
             WriteDeviceMetadata: MetadataSteps(self.metadata_files, lambda: MIXED, lambda device: None),
-            SetTimeSlice: TimeSliceSteps(self.boot, self.records, self.lanes, boot_id),
-            RunMps: MpsSteps(self.mps, self.records, dict, lambda _device: None, boot_id),
+            SetTimeSlice: TimeSliceSteps(self.boot, self.records, self.lanes),
+            RunMps: MpsSteps(self.mps, lambda _device: None),
         })  # fmt: skip
         self.work_with(runner)
         self.serve(Identity(DRIVER, NODE, kind.sharing, kind.metadata))

@@ -34,8 +34,8 @@ def site(make_memory_path: Callable[[], Path]) -> Iterator[Site]:
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "_PREPARED_WAIT_S", PREPARED_WAIT_S)
-    monkeypatch.setattr("dra_driver.journal.cleanups.UNDO_S", 0.5)
-    monkeypatch.setattr("dra_driver.journal.cleanups.CLEAN_BEFORE_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.cleaner.UNDO_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.cleaner.CLEAN_BEFORE_S", 0.5)
     monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
 
 

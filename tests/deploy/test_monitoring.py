@@ -103,7 +103,7 @@ def test_runbooks_name_commands_events_and_log_entries_that_exist() -> None:
 
 def test_pending_cleanup_is_not_said_to_come_from_ended_claims_alone() -> None:
     """A Prepare that fails leaves cleanup too, and its claim has not ended."""
-    shown = [json.dumps(ALERTS["GpuDraDebts"]), json.dumps(BOARD)]
+    shown = [json.dumps(ALERTS["GpuDraCleanupPending"]), json.dumps(BOARD)]
     shown += [
         line
         for page in ("docs/log-events.md", "docs/troubleshooting.md", "docs/metrics.md", "docs/commands.md")

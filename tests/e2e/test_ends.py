@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,8 +77,13 @@ def drained_within(cluster: Cluster, *names: str) -> float:
     return time.monotonic() - started
 
 
-def debts() -> list[str]:
-    return [file.name for file in (PLUGIN_DIR / "debts").glob("*.json")]
+def to_undo() -> list[Any]:
+    """What the ledgers of the GPUs have; pending cleanup, where no claim is left that needs it."""
+    return [
+        entry
+        for file in (PLUGIN_DIR / "ledger").glob("*.json")
+        for entry in json.loads(file.read_text())["entries"]
+    ]
 
 
 def prepare_failures(cluster: Cluster, pod: str) -> list[str]:
@@ -107,7 +113,7 @@ def test_mps_claim_without_an_mps_host_tells_why_and_ends_and_the_next_pod_gets_
     assert "--set mps.enabled=true" in told[0]
     assert drained_within(cluster, "wants-mps") <= ENDS_WITHIN_S
     cluster.kubectl("delete", "resourceclaim/wants-mps", "-n", "default")
-    assert (cluster.leftovers(), debts()) == ([], []), "nothing was done, so nothing is owed"
+    assert (cluster.leftovers(), to_undo()) == ([], []), "nothing was done, so nothing is owed"
     cluster.start("next", selector=only(7))
 
 
@@ -130,12 +136,12 @@ def test_drain_ends_while_nvidia_smi_is_broken(cluster: Cluster, broken: str) ->
     cluster.wait_running(*names)
     with nvidia_smi(broken):
         assert drained_within(cluster, *names) <= ENDS_WITHIN_S
-        assert len(debts()) == 2
+        assert len(to_undo()) == 2
         assert not cluster.leftovers()
         cluster.kubectl("delete", "resourceclaim", "--all", "-n", "default")
         cluster.apply(claim_and_pod("next", selector=only(0)))
         cluster.wait_running("next")  # a long time slice keeps nobody from the GPU
-    wait_for("the time slices to be set back", lambda: not debts(), timeout_s=90)
+    wait_for("the time slices to be set back", lambda: not to_undo(), timeout_s=90)
     slices = SIMULATOR_DIR / "root/var/lib/nvidia-simulator/timeslice"
     assert {file.read_text().strip() for file in slices.glob("*")} <= {"0", ""}
 
@@ -151,18 +157,18 @@ def test_drain_ends_when_the_mps_host_is_gone_and_the_gpu_is_kept_until_it_is_ba
         assert drained_within(cluster, "served") <= ENDS_WITHIN_S
         cluster.kubectl("delete", "resourceclaim/served", "-n", "default")
         assert not cluster.leftovers()
-        assert len(debts()) == 1
+        assert len(to_undo()) == 1
         wait_for("the GPU to be tainted", lambda: tainted(cluster, 6))
     finally:
         install(cluster, "e2e-sharing")
-        wait_for("the debt to be paid", lambda: not debts(), timeout_s=90)
+        wait_for("the daemon to be stopped", lambda: not to_undo(), timeout_s=90)
         wait_for("the GPU to be on offer again", lambda: not tainted(cluster, 6))
         install_plain(cluster, instead_of="e2e-sharing")
 
 
 def tainted(cluster: Cluster, index: int) -> bool:
     [device] = [one for one in cluster.devices() if one["attributes"]["index"]["int"] == index]
-    return any(one["key"] == "gpu.nvidia.com/debt" for one in device.get("taints", []))
+    return any(one["key"] == "gpu.nvidia.com/cleanup" for one in device.get("taints", []))
 
 
 def test_drain_ends_while_nvml_hangs_or_a_gpu_is_lost(cluster: Cluster) -> None:
@@ -173,7 +179,7 @@ def test_drain_ends_while_nvml_hangs_or_a_gpu_is_lost(cluster: Cluster) -> None:
     cluster.simulate("fault", "*", "--delay", "600")
     try:
         assert drained_within(cluster, *names) <= ENDS_WITHIN_S
-        assert (cluster.leftovers(), debts()) == ([], [])
+        assert (cluster.leftovers(), to_undo()) == ([], [])
     finally:
         cluster.simulate("clear-faults")
         cluster.simulate("restore", "4")
@@ -194,7 +200,7 @@ def test_drain_ends_while_the_api_server_answers_503_to_all_but_the_kubelet(clus
     with overloaded_for_pods() as asked:
         wait_for("the driver to meet a 503", lambda: any("resourceslices" in path for path in asked))
         assert drained_within(cluster, *names) <= ENDS_WITHIN_S
-        assert (cluster.leftovers(), debts()) == ([], [])
+        assert (cluster.leftovers(), to_undo()) == ([], [])
     wait_for("the driver to have settled", cluster.driver_has_settled)
 
 
@@ -266,7 +272,7 @@ def test_eight_claims_of_one_pod_wait_for_nvidia_smi_at_the_same_time(cluster: C
         assert max(took) < 12, took
         assert drained_within(cluster, "all-eight") <= ENDS_WITHIN_S
     cluster.kubectl("delete", "resourceclaim", "--all", "-n", "default")
-    wait_for("nothing to be owed", lambda: not debts(), timeout_s=90)
+    wait_for("nothing to be owed", lambda: not to_undo(), timeout_s=90)
 
 
 def test_a_busy_gpu_holds_up_neither_a_monitor_nor_a_claim_on_another_gpu(cluster: Cluster) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from dra_driver.journal.cleanups import Cleaner, PendingCleanups
+from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.ledger import DIRECTORY as LEDGER
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.record import ClaimRecord
@@ -24,7 +26,7 @@ class Journaled:
     def open_journal(
         self, directory: Path, boot_id: str, counted: Callable[[Any], Any] = lambda subject: subject
     ) -> None:
-        """Records, locks and pending cleanups below `directory`; `counted` sees what changes them."""
+        """Records, locks and ledgers below `directory`; `counted` sees what changes them."""
         self.boot_id = boot_id
         self._counted = counted
         self.records = RecordStore(directory / "claims")
@@ -34,13 +36,13 @@ class Journaled:
         self.lanes = Lanes(self.locks)
         self.planning = GpuLocks(directory / "locks", ".plan.lock")
         self.claim_locks = ClaimLocks(directory / "locks")
-        self.cleanups = PendingCleanups(directory / "debts", counted(self.records), boot_id)
-        self.cleanups.open()
+        self.gpu_ledger = Ledger(directory / LEDGER, self.records, boot_id, self.without_record)
+        self.gpu_ledger.open()
 
     def work_with(self, runner: Any, **options: Any) -> None:
         """Have steps done and undone by `runner`."""
         self.runner = runner
-        self.cleaner = Cleaner(self._counted(self.cleanups), self.lanes, runner, self.boot_id)
+        self.cleaner = Cleaner(self._counted(self.gpu_ledger), self.lanes, runner)
         self.executor = Executor(
             self._counted(self.records),
             self.cleaner,
@@ -50,6 +52,10 @@ class Journaled:
             now=lambda: "2026-08-07T12:00:00.000+00:00",
             **options,
         )
+
+    def without_record(self) -> Collection[str]:
+        """UIDs of claims with a CDI spec and without a readable record."""
+        return ()
 
     def record_of(self, uid: str = "uid-1") -> ClaimRecord:
         """The record of a claim that has one."""

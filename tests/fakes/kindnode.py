@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -394,15 +394,14 @@ class KindNode(Journaled):
         runners = self._runners(context)
         self.work_with(
             StepDispatcher(runners),
-            lost_steps=lambda uid: [
-                *runners[RunMps].lost_steps(uid),
-                *runners[BindVfio].lost_steps(uid),
-            ],
         )
         self.outcomes = Outcomes()
         self.service = claims_of(
             self, Identity(DRIVER, NODE, sharing(site), metadata), Devices(site.inventory), Users()
         ).service
+
+    def without_record(self) -> Collection[str]:
+        return SpecsWithoutRecord(self.records, self.specs).uids()
 
     def restarted(self, **options: Any) -> KindNode:
         """The next instance, after the look that each start begins with."""
@@ -455,14 +454,8 @@ class KindNode(Journaled):
         return {
             CreateMig: mig,
             LeaveMigMode: mig,
-            SetTimeSlice: TimeSliceSteps(settings, self.records, self.lanes, self.boot_id),
-            RunMps: MpsSteps(
-                mps,
-                self.records,
-                SpecsWithoutRecord(self.records, self.specs).mps_users,
-                self._uuid_of,
-                self.boot_id,
-            ),
+            SetTimeSlice: TimeSliceSteps(settings, self.records, self.lanes),
+            RunMps: MpsSteps(mps, self._uuid_of),
             BindVfio: VfioSteps(
                 self._vfio(),
                 self.cards,

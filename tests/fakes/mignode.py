@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dra_driver.errors import NvmlTransientError
-from dra_driver.journal.cleanups import Cleaner
+from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.mig.collector import MigCollector
 from dra_driver.mig.context import MigContext
@@ -34,7 +34,7 @@ from tests.fakes.samples import result
 
 CHANGES = frozenset({
     "own_mode", "set_mode", "save", "create", "create_compute", "destroy_compute", "destroy", "delete", "disown_mode",
-    "move", "note_undone",
+    "add", "change",
 })  # fmt: skip
 
 
@@ -76,7 +76,8 @@ class _Counted:
 
         def call(*args: Any, **options: Any) -> Any:
             answer = found(*args, **options)
-            self._countdown.note(name)
+            if name != "add" or answer:
+                self._countdown.note(name)
             return answer
 
         return call
@@ -124,9 +125,7 @@ class MigNode(Journaled):
 
     def loop(self) -> Cleaner:
         """The loop that works off what is left over, by the node's clock."""
-        return Cleaner(
-            self.cleanups, self.lanes, self.runner, self.boot_id, others=[self.collector], clock=self.clock
-        )
+        return Cleaner(self.gpu_ledger, self.lanes, self.runner, others=[self.collector], clock=self.clock)
 
     def restarted(self, **options: Any) -> MigNode:
         return MigNode(self.simulated, self.directory, **{"boot_id": self.boot_id, **options})
@@ -171,20 +170,22 @@ class MigNode(Journaled):
         tries_again: bool = False,
     ) -> ClaimRecord:
         planned = tuple(PlannedDevice(result(item.name), item) for item in wanted)
-        plan, known, begun = Plan(claim, planned, steps), self.records.get(claim.ref.uid), list[Step]()
+        plan, known = Plan(claim, planned, steps), self.records.get(claim.ref.uid)
         record = self.executor.intend(plan, known)
         try:
-            self.executor.change(plan, record, begun)
-            return self.executor.finish(plan, record, begun)
+            self.executor.change(plan, record)
+            return self.executor.finish(plan, record)
         except Exception as error:
             if record.phase != "prepared" and not (tries_again and isinstance(error, NvmlTransientError)):
-                self.executor.clean(self.executor.leave(record, begun if known is None else None))
+                self.executor.leave(record)
+                self.executor.clean(claim.ref.uid)
             raise
 
     def unprepare(self, uid: str = "uid-1") -> None:
         record = self.records.get(uid)
         if record is not None:
-            self.executor.clean(self.executor.leave(record))
+            self.executor.leave(record)
+            self.executor.clean(uid)
 
     def made(self, wanted: DynamicMigDevice) -> OwnedInstance:
         """The instance of a device that was made in this boot."""

@@ -88,13 +88,13 @@ def test_time_slices_that_the_closing_lost_are_set_again(node: Node, detach: Cal
     eventually(lambda: node.machine.timeslice(1) == 3)
     assert detach("--force").returncode == 0
     assert node.unprepare(ref) == {ref.uid: None}, "a claim ends without NVML"
-    debts = node.settings.plugin_directory / "debts"
-    assert len(list(debts.glob("*.json"))) == 1, "nvidia-smi, which opens NVML, did not run"
+    ledger = node.settings.plugin_directory / "ledger"
+    assert len(list(ledger.glob("*.json"))) == 1, "nvidia-smi, which opens NVML, did not run"
     assert detach("0", "--for", "10m", "--force").returncode == 0, "longer, without opening NVML in between"
     assert detach(name, "--for", "10m").returncode == 0
     assert detach("0", "--for", "10m").returncode == 2, "which one that is, is not known now"
     detach("--end")
-    eventually(lambda: not list(debts.glob("*.json")))
+    eventually(lambda: not list(ledger.glob("*.json")))
 
 
 @pytest.mark.parametrize("words", [["3"], ["--force"], ["--for", "5m"]])

@@ -52,8 +52,8 @@ def node(
     make_node: Callable[..., Node], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Node:
     for name in (
-        "journal.cleanups.UNDO_S",
-        "journal.cleanups.CLEAN_BEFORE_S",
+        "journal.cleaner.UNDO_S",
+        "journal.cleaner.CLEAN_BEFORE_S",
         "journal.executor._TAKE_BACK_S",
     ):
         module, _, limit = f"dra_driver.{name}".rpartition(".")
@@ -79,13 +79,13 @@ def test_time_slices_that_cannot_be_reset_are_not_waited_for(node: Node) -> None
     refs = prepared(node, sliced("Long"), *devices[:8])
     with hanging_nvidia_smi(node):
         node.take_back(*refs)
-        assert len(node.driver.cleanups.outstanding()) == 8
+        assert len(node.driver.cleaner.outstanding()) == 8
         plain = node.allocated_by_hand("plain", *devices)
         answer, took = asked(node, plain)
         assert isinstance(answer, Prepared), answer
         assert took < LIMIT_S
         node.take_back(plain)
-    eventually(lambda: node.driver.cleanups.outstanding() == [])
+    eventually(lambda: node.driver.cleaner.outstanding() == [])
 
 
 def test_mps_daemons_that_do_not_end_are_told_in_time(node: Node) -> None:
@@ -95,7 +95,7 @@ def test_mps_daemons_that_do_not_end_are_told_in_time(node: Node) -> None:
     with hanging_nvidia_smi(node):
         host.hangs = True
         node.take_back(*refs)
-        assert len(node.driver.cleanups.outstanding()) == 8
+        assert len(node.driver.cleaner.outstanding()) == 8
         plain = node.allocated_by_hand("plain", *devices)
         answer, took = asked(node, plain)
         assert isinstance(answer, Failed)
@@ -106,4 +106,4 @@ def test_mps_daemons_that_do_not_end_are_told_in_time(node: Node) -> None:
     answer, took = asked(node, plain)
     assert isinstance(answer, Prepared), answer
     assert took < LIMIT_S
-    eventually(lambda: node.driver.cleanups.outstanding() == [])
+    eventually(lambda: node.driver.cleaner.outstanding() == [])

@@ -244,7 +244,7 @@ def with_a_machine_that_runs_on(make_node: Callable[..., Node]) -> tuple[Node, s
 
 def test_virtual_machine_that_runs_on_withholds_its_card(make_node: Callable[..., Node]) -> None:
     node, uuid = with_a_machine_that_runs_on(make_node)
-    [event] = eventually(lambda: node.events("DebtOwed"))
+    [event] = eventually(lambda: node.events("CleanupPending"))
     assert "qemu-system-x86 (process 900)" in event.get("message", event.get("note", ""))
     node.machine.release_gpu(uuid)
     eventually(lambda: driver_of(node, uuid) == "nvidia")

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from dra_driver.errors import RetryableError, StateError
 from dra_driver.journal.executor import Executor, OperationHangsError, changes_more_than_the_spec
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.locks import GpuLocks
-from dra_driver.journal.rules.cleanups import PendingCleanup
+from dra_driver.journal.rules.cleanups import LedgerEntry
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import SetTimeSlice, Step, WriteCdiSpec
@@ -28,6 +29,8 @@ class Journal:
         self.kept: dict[str, ClaimRecord] = {}
         self.events: list[str] = []
         self.failing: dict[str, Exception] = {}
+        self.ledger = self
+        self.entries: list[LedgerEntry] = []
 
     def _note(self, event: str) -> None:
         self.events.append(event)
@@ -45,12 +48,18 @@ class Journal:
     def get(self, uid: str) -> ClaimRecord | None:
         return self.kept.get(uid)
 
-    def begin(self, record: ClaimRecord, steps: Sequence[Step]) -> PendingCleanup:
-        self._note("begin cleanup")
-        self.kept.pop(record.ref.uid, None)
-        return PendingCleanup(record.ref.uid, record, tuple(steps), 0)
+    def add(self, entry: LedgerEntry) -> bool:
+        self.entries.append(entry)
+        return True
 
-    def finish(self, cleanup: PendingCleanup, wait_s: float) -> None:
+    def change(self, _changed: object, gone: Iterable[LedgerEntry]) -> None:
+        for entry in gone:
+            self.entries.remove(entry)
+
+    def ending(self, uid: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def finish(self, uid: str, wait_s: float) -> None:
         self._note("clean")
 
     def do(self, step: Step, plan: Plan) -> None:
@@ -81,13 +90,13 @@ def carried_out(executor: Executor, plan: Plan, known: ClaimRecord | None) -> Cl
     if known is not None:
         executor.records.kept[known.ref.uid] = known  # type: ignore[attr-defined]
     record = executor.intend(plan, known)
-    begun: list[Step] = []
     try:
-        executor.change(plan, record, begun)
-        return executor.finish(plan, record, begun)
+        executor.change(plan, record)
+        return executor.finish(plan, record)
     except StateError:
         if record.phase != "prepared":
-            executor.clean(executor.leave(record, begun))
+            executor.leave(record)
+            executor.clean(record.ref.uid)
         raise
 
 
@@ -184,7 +193,7 @@ def test_failed_step_of_a_new_claim_is_taken_back(executor: Executor, journal: J
     journal.failing["do"] = StateError("no")
     with pytest.raises(StateError, match="no"):
         carried_out(executor, planned(GPU_0), None)
-    assert journal.events == ["save preparing", "do", "undo", "delete"]
+    assert journal.events == ["save preparing", "do", "undo", "delete", "clean"]
     assert journal.kept == {}
 
 
@@ -207,7 +216,7 @@ def test_nothing_is_done_for_a_record_that_another_call_has_changed(
         journal.kept = {} if now is None else {"uid-1": now}
         for work in (executor.change, executor.finish):
             with pytest.raises(RetryableError, match="another call has changed the claim meanwhile"):
-                work(plan, meant, [])
+                work(plan, meant)
     assert journal.events == ["save preparing"]
 
 
@@ -230,11 +239,10 @@ def test_step_that_begins_when_the_call_gives_up_is_taken_back(tmp_path: Path) -
     executor.lanes = Lanes(GpuLocks(tmp_path))
     slice_step = SetTimeSlice("GPU-1", 2)
     plan = replace(planned(GPU_0), steps=(slice_step, *planned(GPU_0).steps))
-    begun: list[Step] = []
     record = executor.intend(plan, None)
     with pytest.raises(OperationHangsError):
-        executor.change(plan, record, begun, 0.51)
-    assert begun == [slice_step]
+        executor.change(plan, record, 0.51)
+    assert [entry.step for entry in disk.entries] == [slice_step]
     disk.open.set()
 
 
@@ -243,15 +251,14 @@ def test_step_that_does_not_begin_is_not_taken_back(tmp_path: Path) -> None:
     executor = executor_over(disk)
     executor.lanes = Lanes(GpuLocks(tmp_path))
     plan = replace(planned(GPU_0), steps=(SetTimeSlice("GPU-1", 2), *planned(GPU_0).steps))
-    begun: list[Step] = []
     record = executor.intend(plan, None)
     hangs = executor.lanes.ask({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(30))
     with pytest.raises(OperationHangsError):
-        executor.change(plan, record, begun, 0.51)
+        executor.change(plan, record, 0.51)
     disk.open.set()
     hangs.result()
     executor.lanes.ask({"GPU-1"}, "the last one", lambda _: None).result()
-    assert begun == []
+    assert disk.entries == []
 
 
 def test_nothing_is_done_when_the_intention_cannot_be_written(executor: Executor, journal: Journal) -> None:

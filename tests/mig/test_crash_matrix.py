@@ -30,7 +30,7 @@ class Case:
 
     @property
     def prepare(self) -> int:
-        return 7 if self.mode else 9
+        return 8 if self.mode else 10
 
     @property
     def unprepare(self) -> int:
@@ -127,7 +127,7 @@ def test_the_matrix_covers_every_change(fresh, name: str) -> None:
     node.prepare(wanted(node, case))
     mode = [] if case.mode else ["own_mode", "set_mode"]
     made = ["save", "create", "save", "create_compute", "save"]
-    assert node.countdown.done == ["save", *mode, *made, "save"]
+    assert node.countdown.done == ["save", "add", *mode, *made, "save"]
     assert len(node.countdown.done) == case.prepare
     (_, instances), entries, modes, _ = node.state()
     assert [(start, computes) for _, _, start, computes in instances] == [(case.start, 1)]
@@ -136,7 +136,7 @@ def test_the_matrix_covers_every_change(fresh, name: str) -> None:
     node.countdown.done.clear()
     node.unprepare()
     mode = [] if case.mode else ["set_mode", "disown_mode"]
-    assert node.countdown.done == ["move", "destroy_compute", "destroy", "delete", *mode, "note_undone"]
+    assert node.countdown.done == ["delete", "destroy_compute", "destroy", "delete", *mode, "change"]
     assert len(node.countdown.done) == case.unprepare
     assert node.state() == untouched(case)
 
@@ -178,7 +178,7 @@ def test_a_start_that_dies_while_it_clears_up_is_gone_on_with(fresh, changes: in
 
 SIBLINGS = {"H100": ("1g.10gb", 6), "A30": ("1g.6gb", 0)}
 REFUSED_CREATIONS = {"GPU": "create", "compute": "create_compute"}
-FIRST_TRY = {"GPU": 8, "compute": 11}
+FIRST_TRY = {"GPU": 10, "compute": 13}
 """How many changes a try makes until it waits, on a GPU whose MIG mode was on before."""
 NEXT_TRY = 6
 ROLL_BACK = 5
@@ -224,8 +224,7 @@ class PairNode:
         self.try_()
 
     def give_up(self) -> None:
-        record = self.node.record_of()
-        self.node.executor.clean(self.node.executor.leave(record))
+        self.node.unprepare()
 
 
 @pytest.fixture
@@ -276,7 +275,7 @@ def ends_clean(refused: PairNode, node: MigNode, follows: str, end: object) -> N
         node.records.delete("uid-1")
     else:
         node.unprepare()
-        assert node.cleaner.clean_all() == []
+    assert node.cleaner.clean_all() == []
     node.collector.work_off()
     assert node.state() == untouched(CASES[refused.name])
 

@@ -90,7 +90,7 @@ def test_bind_that_fails_leaves_every_function_with_the_driver_that_it_had(
     else:
         refused(answer)
     assert node.state() == untouched
-    assert node.cleanups.all() == []
+    assert node.gpu_ledger.pending() == []
     assert isinstance(node.prepare(wanted(site)), Prepared)
 
 
@@ -103,10 +103,10 @@ def test_return_that_fails_is_tried_again_and_the_card_is_withheld_meanwhile(
     node.prepare(wanted(site))
     site.machine.set_fault(function, code=code, gpu=site.card.gpu_uuid)
     assert node.unprepare(wanted(site)) is None
-    left = node.cleanups.outstanding()
+    left = node.cleaner.outstanding()
     if left:  # the kernel may find the driver by itself
         assert left[0].kinds == ("vfio",)
-        shown = node.cleanups.withheld()
+        shown = node.cleaner.withheld()
         for name in (site.for_machine(FOR_MACHINES), site.whole(FOR_MACHINES)):
             assert shown(site.inventory.by_name[name]) is not None
     site.machine.clear_faults()
@@ -137,7 +137,7 @@ def test_program_that_opens_the_gpu_after_the_first_look_is_named_and_not_waited
     refused(node.prepare(wanted(site)), "in use by dcgm-exporter (process 812)")
     assert site.simulated.session.pauses == pauses + 1
     assert node.state() == untouched
-    assert node.cleanups.all() == []
+    assert node.gpu_ledger.pending() == []
 
 
 def test_monitor_that_has_the_gpu_open_does_not_close_nvml_for_others(node: KindNode, site: Site) -> None:
@@ -166,7 +166,7 @@ def test_virtual_machine_keeps_its_card_until_it_ends(node: KindNode, site: Site
     site.machine.hold_gpu(site.card.gpu_uuid, 900, "qemu-system-x86")
     assert node.unprepare(wanted(site)) is None
     assert site.drivers() == {"0": "vfio-pci", "1": "vfio-pci"}
-    [left] = node.cleanups.outstanding()
+    [left] = node.cleaner.outstanding()
     assert left.kinds == ("vfio",)
     assert "qemu-system-x86 (process 900)" in left.text
     for other in (whole(site), wanted(site, "uid-3")):
@@ -238,8 +238,8 @@ def test_pending_return_is_void_after_a_reboot(node: KindNode, site: Site) -> No
     site.machine.reboot()
     site.machine.release_gpu(site.card.gpu_uuid)
     following = node.again(boot_id="boot-2")
-    assert following.cleanups.outstanding() == []
-    assert following.cleanups.withheld()(site.inventory.by_name[site.for_machine(FOR_MACHINES)]) is None
+    assert following.cleaner.outstanding() == []
+    assert following.cleaner.withheld()(site.inventory.by_name[site.for_machine(FOR_MACHINES)]) is None
 
 
 def test_ledger_that_cannot_be_read_is_in_nobodys_way(node: KindNode, site: Site) -> None:
@@ -249,7 +249,7 @@ def test_ledger_that_cannot_be_read_is_in_nobodys_way(node: KindNode, site: Site
     following = node.restarted()
     assert following.prepare(wanted(site)) == answer
     assert following.unprepare(wanted(site)) is None
-    assert following.cleanups.outstanding() == []
+    assert following.cleaner.outstanding() == []
     assert site.drivers() == {"0": "nvidia", "1": "snd_hda_intel"}
 
 
@@ -299,7 +299,7 @@ def test_return_that_hangs_holds_no_claim_up(
     assert node.unprepare(wanted(site)) is None
     assert "uid-1" not in node.records.all()
     assert set(node.lanes.under_way()) == {site.card.gpu_uuid}
-    shown = node.cleanups.withheld()
+    shown = node.cleaner.withheld()
     assert shown(site.inventory.by_name[site.whole(FOR_MACHINES)]) is not None
     other = claim(site.possible(7, "1g.10gb", 3), uid="neighbour")
     # NVML closes again for moments, and the steps of this node do not keep it open.
@@ -409,7 +409,7 @@ def test_card_waits_until_the_nvidia_driver_is_back(node: KindNode, site: Site) 
     node.prepare(wanted(site))
     site.machine.unload_driver()
     assert node.unprepare(wanted(site)) is None
-    [left] = node.cleanups.outstanding()
+    [left] = node.cleaner.outstanding()
     assert "nvidia is not loaded" in left.text
     assert site.drivers()["0"] == "vfio-pci"
     site.machine.load_driver()
@@ -430,7 +430,7 @@ def test_nothing_changes_drivers_while_nvml_is_kept_closed(
     node.prepare(wanted(site))
     monkeypatch.setattr(runner, "detached", lambda: "NVML is closed until noon")
     assert node.unprepare(wanted(site)) is None
-    [left] = node.cleanups.outstanding()
+    [left] = node.cleaner.outstanding()
     assert "NVML is closed until noon" in left.text
     monkeypatch.undo()
     assert node.cleaner.clean_all() == []
@@ -442,7 +442,7 @@ def test_card_that_was_pulled_out_leaves_nothing(node: KindNode, site: Site) -> 
     site.machine.remove_gpu(gpu.uuid)
     try:
         assert node.unprepare(wanted(site)) is None
-        assert node.cleanups.outstanding() == []
+        assert node.cleaner.outstanding() == []
         assert dict(node.cards.all()) == {}
     finally:
         assert site.machine.add_gpu(gpu.model) == gpu.uuid
@@ -459,7 +459,7 @@ def test_card_that_is_pulled_out_under_a_virtual_machine_names_that(node: KindNo
             in_a_hurry(node, wanted(site)), "the kernel waits until qemu-system-x86 (process 900) closes it"
         )
         assert node.unprepare(wanted(site)) is None
-        [left] = node.cleanups.outstanding()
+        [left] = node.cleaner.outstanding()
         assert "in use by qemu-system-x86 (process 900)" in left.text
         assert node.lanes.under_way() == {}
         site.machine.release_gpu(gpu.uuid)
@@ -499,7 +499,7 @@ def test_override_of_an_administrator_outlives_claims(node: KindNode, site: Site
     following = node.restarted()
     site.machine.set_fault("driver_override", code="no-effect", gpu=site.card.gpu_uuid)
     assert following.unprepare(wanted(site)) is None
-    assert following.cleanups.outstanding() != []
+    assert following.cleaner.outstanding() != []
     site.machine.clear_faults()
     assert following.cleaner.clean_all() == []
     assert following.state() == untouched
@@ -519,7 +519,7 @@ def test_override_that_is_not_restored_stays_pending(
         lambda control, path, text: None if text == "nvidia\n" else write(control, path, text),
     )
     assert node.unprepare(wanted(site)) is None
-    [left] = node.cleanups.outstanding()
+    [left] = node.cleaner.outstanding()
     assert "its driver_override is not nvidia again" in left.text
     monkeypatch.undo()
     assert node.cleaner.clean_all() == []

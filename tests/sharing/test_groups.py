@@ -1,4 +1,4 @@
-"""One MPS daemon for the GPUs of one request: what is planned, kept on disk, locked, owed and told to containers."""
+"""One MPS daemon for the GPUs of one request: what is planned, kept on disk, locked, undone and told to containers."""
 
 from __future__ import annotations
 
@@ -122,14 +122,14 @@ def test_requests_of_a_claim_cannot_share_a_gpu_in_other_groups() -> None:
         plan(replace(claim(), results=results), policy=SHARES)
 
 
-def test_every_gpu_of_the_daemon_is_withheld_while_its_end_is_owed() -> None:
+def test_every_gpu_of_the_daemon_is_withheld_while_it_is_still_to_be_stopped() -> None:
     step = RunMps(SPEC)
-    owed = ClaimRecord(claim(GPU_0), "prepared", "boot-1", (), (step,))
-    debt = PendingCleanup("uid-1", owed, (step,), 0)
+    ended = ClaimRecord(claim(GPU_0), "prepared", "boot-1", (), (step,))
+    cleanup = PendingCleanup("uid-1", ended, (step,), 0)
     withheld = [
         name
         for name, device in NODE_OF_FOUR.by_name.items()
-        if withholding([debt], device, "boot-1") is not None
+        if withholding([cleanup], device, "boot-1") is not None
     ]
     assert withheld == [GPU_0, GPU_1, GPU_2]
     assert gpus_of(step) == {uuid(0), uuid(1), uuid(2)}

@@ -9,9 +9,10 @@ import pytest
 from dra_driver.concurrency.deadline import until
 from dra_driver.errors import RetryableError
 from dra_driver.host.nvidia_smi import NvidiaSmi
-from dra_driver.journal.cleanups import Cleaner, PendingCleanups
+from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.driver_programs import DriverPrograms
@@ -31,7 +32,7 @@ def hanging(tmp_path: Path) -> TimeSliceSteps:
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
     records = RecordStore(tmp_path / "claims")
     records.open("boot-1")
-    return TimeSliceSteps(NvidiaSmi(lambda: found), records, Lanes(GpuLocks(tmp_path / "locks")), "boot-1")
+    return TimeSliceSteps(NvidiaSmi(lambda: found), records, Lanes(GpuLocks(tmp_path / "locks")))
 
 
 def test_nvidia_smi_that_hangs_ends_with_the_kubelets_deadline(
@@ -75,7 +76,7 @@ def test_time_slices_are_set_again_when_no_thread_starts(
     records.save(ClaimRecord(claim(), "prepared", "boot-1", (), (SetTimeSlice("GPU-1", 3),), ""))
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
     threads_that_start("lane", 0)
-    steps = TimeSliceSteps(NvidiaSmi(lambda: found), records, Lanes(locks), "boot-1")
+    steps = TimeSliceSteps(NvidiaSmi(lambda: found), records, Lanes(locks))
     steps.driver_reloaded()
     steps.work_off()
     assert "--set-timeslice 3" in (tmp_path / "asked").read_text()
@@ -86,8 +87,8 @@ def test_time_slice_that_cannot_be_set_again_is_tried_until_it_is(
     tmp_path: Path, logs: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An nvidia-smi that fails, then a claim that ends meanwhile, and one whose GPU has no such setting any more."""
-    monkeypatch.setattr("dra_driver.journal.cleanups._RETRY_FIRST_S", 0.05)
-    monkeypatch.setattr("dra_driver.journal.cleanups._TOOLS_EVERY_S", 0.05)
+    monkeypatch.setattr("dra_driver.journal.cleaner._RETRY_FIRST_S", 0.05)
+    monkeypatch.setattr("dra_driver.journal.cleaner._TOOLS_EVERY_S", 0.05)
     program = tmp_path / "nvidia-smi"
     program.write_text(
         f"""#!/bin/sh
@@ -105,10 +106,10 @@ echo "$@" >> {tmp_path}/asked
         records.save(ClaimRecord(claim(uid=f"uid-{number}"), "prepared", "boot-1", (), (step,), ""))
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
     lanes = Lanes(locks)
-    steps = TimeSliceSteps(NvidiaSmi(lambda: found), records, lanes, "boot-1")
-    cleanups = PendingCleanups(tmp_path / "debts", records, "boot-1")
-    cleanups.open()
-    cleaner = Cleaner(cleanups, lanes, StepDispatcher({}), "boot-1", others=[steps])
+    steps = TimeSliceSteps(NvidiaSmi(lambda: found), records, lanes)
+    ledger = Ledger(tmp_path / "ledger", records, "boot-1")
+    ledger.open()
+    cleaner = Cleaner(ledger, lanes, StepDispatcher({}), others=[steps])
     cleaner.start()
     try:
         steps.driver_reloaded()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from dra_driver.app.platforms import platform_of
+from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.diagnostics.rules.node_state import NodeState
 from dra_driver.diagnostics.state_on_disk import read_state
 from dra_driver.files.file_lock import UseMark
@@ -47,7 +48,9 @@ class CommandMachine:
 
     def state(self) -> NodeState:
         """What gpu-dra-driver wrote down, read now."""
-        return read_state(self.settings.plugin_directory, self.boot_id)
+        settings = self.settings
+        specs = CdiDirectory(settings.cdi_root, settings.driver_name)
+        return read_state(settings.plugin_directory, self.boot_id, specs)
 
     def cards(self, gpus: Sequence[Gpu], selected: Callable[[Gpu], bool] | None = None) -> tuple[Card, ...]:
         """The GPUs for virtual machines that the settings select, or `selected`, and those that gpu-dra-driver has

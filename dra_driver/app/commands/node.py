@@ -22,9 +22,11 @@ from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.detachment import nvml_pause
-from dra_driver.journal.cleanups import Cleaner, PendingCleanups
+from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.ledger import DIRECTORY as LEDGER
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks, LockUse
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
@@ -64,7 +66,8 @@ def prepared_claims(settings: Settings) -> NodeClaims:
     # machine.
     proc = "/proc" if settings.simulator_dir is None else f"{settings.simulator_dir}/root/proc"
     directory, cdi_root = settings.plugin_directory, Path(settings.cdi_root)
-    state = read_state(directory, Sysfs(proc=proc).boot_id())
+    specs = CdiDirectory(cdi_root, settings.driver_name)
+    state = read_state(directory, Sysfs(proc=proc).boot_id(), specs)
     found = read_claims(state, directory, cdi_root, settings.driver_name, datetime.now(UTC))
     failing = plugin_problems(directory, settings.http_endpoint).failing
     return replace(
@@ -113,14 +116,12 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
     runner = StepDispatcher(
         {
             BindVfio: vfio,
-            SetTimeSlice: TimeSliceSteps(smi, records, lanes, boot),
+            SetTimeSlice: TimeSliceSteps(smi, records, lanes),
             # A pending step names its device with the UUID that it had.
-            RunMps: MpsSteps(
-                MpsHostFiles(mps_layout(directory)), records, without_record.mps_users, lambda _: None, boot
-            ),
+            RunMps: MpsSteps(MpsHostFiles(mps_layout(directory)), lambda _: None),
         }
     )
-    cleanups = PendingCleanups(directory / "debts", records, boot)
+    ledger = Ledger(directory / LEDGER, records, boot, without_record.uids)
     with closing(nvml.session):
-        left = Cleaner(cleanups, lanes, runner, boot).clean_all()
+        left = Cleaner(ledger, lanes, runner).clean_all()
     return left, state.faults

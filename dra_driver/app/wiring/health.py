@@ -77,7 +77,7 @@ class HealthParts:
     def taints(self, limits: TaintLimits = NEWEST_TAINTS) -> Taints:
         """How devices are tainted at the moment, within what the API server takes."""
         states, instances = self.monitor.states(), self.instances()
-        withheld, layouts = self._driver.cleanups.withheld(), self._driver.mig.layouts()
+        withheld, layouts = self._driver.cleaner.withheld(), self._driver.mig.layouts()
         policy = replace(self.taint_policy, limits=limits)
         return lambda device: device_taints(
             device, states, instances, policy, withheld(device), layouts.get(device.gpu.uuid)

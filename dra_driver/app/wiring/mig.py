@@ -12,7 +12,7 @@ from dra_driver.app.change_table import Change
 from dra_driver.concurrency.deadline import seconds_for
 from dra_driver.errors import NvmlUnavailableError
 from dra_driver.inventory.detachment import Detachments, closed_elsewhere
-from dra_driver.journal.cleanups import StepRunner
+from dra_driver.journal.cleaner import StepRunner
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.kube.cluster import node_labels
 from dra_driver.mig.collector import MigCollector

@@ -12,7 +12,7 @@ from dra_driver.app.platforms import Platform
 from dra_driver.errors import StateError
 from dra_driver.host.vfio import VfioCards
 from dra_driver.inventory.detachment import Detachments, nvml_pause
-from dra_driver.journal.cleanups import StepRunner
+from dra_driver.journal.cleaner import StepRunner
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.passthrough import Card
 from dra_driver.model.problems import NodeProblem

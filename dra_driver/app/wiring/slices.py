@@ -86,7 +86,7 @@ class PublishingParts:
         mode = self._driver.settings.unhealthy_devices
         # Before the records are read: a claim that is released from now on makes another round.
         self._withdraws = mode == "withdraw" or (mode == "auto" and dropped)
-        pending = self._driver.cleanups.withheld() if dropped or self._withdraws else lambda _device: None
+        pending = self._driver.cleaner.withheld() if dropped or self._withdraws else lambda _device: None
         if not self._withdraws:
             return lambda device: pending(device) is not None
         records, sharing = self._records.all().values(), self._driver.settings.sharing

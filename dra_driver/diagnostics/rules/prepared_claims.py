@@ -77,7 +77,7 @@ class NodeClaims:
 
     claims: tuple[PreparedClaim, ...]
     problems: tuple[str, ...] = ()
-    debts: tuple[ClaimCleanup, ...] = ()
+    cleanups: tuple[ClaimCleanup, ...] = ()
     failing: tuple[FailingClaim, ...] = ()
     running: Mapping[str, RunningStep] = field(default_factory=dict)
 

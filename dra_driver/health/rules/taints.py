@@ -35,7 +35,7 @@ Effect = Literal["None", "NoSchedule", "NoExecute"]
 _EFFECTS: tuple[Effect, ...] = ("NoExecute", "NoSchedule", "None")
 _KEEP_AWAY = frozenset({"NoExecute", "NoSchedule"})
 PREFIX = "gpu.nvidia.com/"
-DEBT = "debt"
+CLEANUP = "cleanup"
 _OF_NVLINK = frozenset({FABRIC, NVLINK, NVLINK_ERRORS})
 
 
@@ -142,7 +142,7 @@ def _unready_fabric(device: OfferedDevice) -> Iterable[Reason]:
 
 def _reason_of(pending: PendingCleanup) -> Reason:
     """A pending cleanup as a reason not to use a device; nothing is wrong with its health."""
-    return Reason(DEBT, pending.kinds[0], Severity.UNHEALTHY, pending.since, pending.since, pending.text)
+    return Reason(CLEANUP, pending.kinds[0], Severity.UNHEALTHY, pending.since, pending.since, pending.text)
 
 
 def taints_of(reasons: Iterable[Reason], policy: TaintPolicy) -> tuple[JsonObject, ...]:

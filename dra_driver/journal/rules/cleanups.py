@@ -1,25 +1,25 @@
-"""Pending cleanups: what is still to be undone for a claim that has ended. No I/O.
+"""Pending cleanup: what the ledgers have and no claim needs any more. No I/O.
 
-| To be undone | The device meanwhile | Is void |
-|---|---|---|
-| a time slice | is offered, and nobody waits for it | after a reboot |
-| an MPS daemon, with its compute mode | is withheld; who wants the GPU has it undone first | after a reboot |
-| a MIG device, while the GPU is busy | is withheld; who wants the GPU has it destroyed first | after a reboot |
-| a card's return from vfio, while a virtual machine runs | is withheld in every view; the same | after a reboot |
+| To be undone | The device meanwhile |
+|---|---|
+| a time slice | is offered, and nobody waits for it |
+| an MPS daemon, with its compute mode | is withheld; who wants the GPU has it undone first |
+| a MIG device, while the GPU is busy | is withheld; who wants the GPU has it destroyed first |
+| a card's return from vfio, while a virtual machine runs | is withheld in every view; the same |
 
-A MIG device that cannot be destroyed for another reason is an orphan in the ledger of `mig`, and no pending cleanup. A
-step is also void if a newer claim is prepared that has set the same thing again: then that claim's Unprepare takes it
-back.
+A MIG device that cannot be destroyed for another reason is an orphan in the ledger of `mig`, and no pending cleanup.
+What a claim that has not ended has set too is not undone; that claim's own entry stays. A reboot undoes all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.inventory import OfferedDevice
-from dra_driver.model.record import ClaimRecord
+from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.steps import BindVfio, CreateMig, RunMps, SetTimeSlice, Step, writes_files
 
 CleanupKind = Literal["time-slice", "mps", "mig-device", "vfio"]
@@ -27,10 +27,32 @@ CLEANUP_KINDS: tuple[CleanupKind, ...] = ("time-slice", "mps", "mig-device", "vf
 
 
 @dataclass(frozen=True, slots=True)
+class LedgerEntry:
+    """A step that was done for a claim in boot `boot_id`, or is about to be. `ended` is when its claim had ended, in
+    seconds since 1970, and `cause` why the last try to undo it failed; None before the first try."""
+
+    claim: ClaimRef
+    boot_id: str
+    step: Step
+    ended: int | None = None
+    cause: str | None = None
+
+    @property
+    def key(self) -> tuple[str, Step]:
+        """A claim has a step once."""
+        return self.claim.uid, self.step
+
+    @property
+    def home(self) -> str:
+        """The UUID of the GPU in whose ledger it is: the first one of its step."""
+        return min(gpus_of(self.step))
+
+
+@dataclass(frozen=True, slots=True)
 class PendingCleanup:
-    """What is still to be undone for one ended claim. `name` is the name of its file without suffix. `record` is the
-    claim's last record, and `steps` are those of its steps whose undo is missing. `since` is in seconds since 1970.
-    `cause` says why the last try failed, None if this process has not tried."""
+    """What is still to be undone for one ended claim. `name` is the claim's UID. `record` has what the ledgers say of
+    the claim, and `steps` are its steps whose undo is missing. `since` is in seconds since 1970. `cause` says why the
+    last try failed, None if there was none."""
 
     name: str
     record: ClaimRecord
@@ -64,14 +86,70 @@ def kind_of(step: Step) -> CleanupKind:
             return "time-slice"
 
 
-def still_pending(steps: Iterable[Step], record: ClaimRecord, boot_id: str) -> tuple[Step, ...]:
-    """Those of an ended claim's steps whose undo can be pending and that no reboot has made void."""
-    return tuple(
-        step
-        for step in steps
-        if isinstance(step, SetTimeSlice | RunMps | CreateMig | BindVfio)
-        and (isinstance(step, RunMps) or record.boot_id == boot_id)
+def is_undone_in_lane(step: Step) -> bool:
+    """Whether the undo of the step changes a GPU, and so may be pending."""
+    return isinstance(step, SetTimeSlice | RunMps | CreateMig | BindVfio)
+
+
+def counts(entry: LedgerEntry, boot_id: str | None) -> bool:
+    """Whether no reboot has undone the entry's step; an MPS daemon leaves directories. Without a `boot_id` none has."""
+    return boot_id in (None, entry.boot_id) or isinstance(entry.step, RunMps)
+
+
+def has_ended(
+    entry: LedgerEntry, records: Mapping[str, ClaimRecord], without_record: Collection[str]
+) -> bool:
+    """Whether no claim needs the entry any more: its claim's record does not name the step, and the claim is none of
+    those that are known `without_record`."""
+    record = records.get(entry.claim.uid)
+    return entry.claim.uid not in without_record if record is None else entry.step not in record.steps
+
+
+def pending_cleanups(
+    entries: Iterable[LedgerEntry], needed: Sequence[Step], since: Callable[[LedgerEntry], int]
+) -> list[PendingCleanup]:
+    """What is pending of the entries of ended claims, one for each claim, by UID. What is `needed`, because another
+    claim has set it too, is void."""
+    ended: dict[str, list[LedgerEntry]] = {}
+    for entry in entries:
+        ended.setdefault(entry.claim.uid, []).append(entry)
+    found = (_pending(ended[uid], needed, since) for uid in sorted(ended))
+    return [one for one in found if one.steps]
+
+
+def _pending(
+    entries: Sequence[LedgerEntry], needed: Sequence[Step], since: Callable[[LedgerEntry], int]
+) -> PendingCleanup:
+    causes = dict.fromkeys(entry.cause for entry in entries if entry.cause)
+    record = record_of(entries)
+    return PendingCleanup(
+        record.ref.uid,
+        record,
+        without(record.steps, needed),
+        min(map(since, entries)),
+        "; ".join(causes) or None,
     )
+
+
+def record_of(entries: Sequence[LedgerEntry]) -> ClaimRecord:
+    """What the entries of one claim say, in the form of a record."""
+    steps = tuple(entry.step for entry in entries)
+    devices = tuple(held for step in steps for held in _devices(step))
+    claim = AllocatedClaim(entries[0].claim, (), ())
+    return ClaimRecord(claim, "preparing", entries[0].boot_id, devices, steps)
+
+
+def _devices(step: Step) -> list[HeldDevice]:
+    match step:
+        case RunMps(spec=spec):
+            named = zip(spec.devices, spec.gpu_uuids, strict=True)
+            return [HeldDevice(device, spec.kind, spec.uuid, gpu_uuid) for device, gpu_uuid in named]
+        case CreateMig():
+            return [HeldDevice(step.device, "mig", "", step.gpu_uuid, placement=step.placement)]
+        case BindVfio():
+            return [HeldDevice(step.device, "vfio", "", step.gpu_uuid)]
+        case _:
+            return []
 
 
 def without(steps: Iterable[Step], others: Iterable[Step]) -> tuple[Step, ...]:

@@ -42,7 +42,7 @@ def _busy(load: GpuLoad) -> float | None:
 
 _GAUGES: Mapping[str, tuple[str, ...]] = {
     "claims_failing": ("Claims whose last Prepare or Unprepare failed.",),
-    "debts": ("Pending cleanup: what an Unprepare or a failed Prepare could not undo yet.", "kind"),
+    "pending_cleanups": ("Pending cleanup: what an Unprepare or a failed Prepare could not undo yet.", "kind"),
     "devices": ("Devices on offer; `possible_mig` are those that are made when a claim needs them.",
                 "device_type", "health"),
     "discovery_faults": ("What discovery could not read: GPUs or single attributes of them.",),
@@ -208,7 +208,7 @@ class Views:
         def kinds() -> Iterator[str]:
             return (kind_of(step) for one in cleanups() for step in one.steps)
 
-        self._show_tally("debts", "debts", CLEANUP_KINDS, kinds)
+        self._show_tally("cleanups", "pending_cleanups", CLEANUP_KINDS, kinds)
 
     def value(self, source: str, name: str, read: Callable[[], float]) -> None:
         """The gauge of this name has one value."""

@@ -12,13 +12,21 @@ from pathlib import Path
 
 import pytest
 
+from dra_driver.concurrency.backoff import Backoff
 from dra_driver.errors import RetryableError, StateError
-from dra_driver.journal.cleanups import Cleaner, PendingCleanups
+from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
-from dra_driver.journal.rules.cleanups import PendingCleanup, still_pending, withholding
+from dra_driver.journal.rules.cleanups import (
+    LedgerEntry,
+    PendingCleanup,
+    counts,
+    is_undone_in_lane,
+    withholding,
+)
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec
@@ -84,31 +92,42 @@ class Bench:
         self.records.open(boot_id)
         self.told = Told()
         self.changes = 0
-        self.cleanups = PendingCleanups(directory / "debts", self.records, boot_id, self.told, self._changed)
-        self.cleanups.open()
+        self.unrecorded: set[str] = set()
+        self.ledger = Ledger(directory / "ledger", self.records, boot_id, lambda: self.unrecorded)
+        self.ledger.open()
         self.locks = GpuLocks(directory / "locks")
         self.locks.open()
         self.tools = Tools()
         self.found: object = "as it was"
         self.lanes = Lanes(self.locks)
         self.cleaner = Cleaner(
-            self.cleanups, self.lanes, self.tools, boot_id, lambda: True, lambda: self.found
+            self.ledger, self.lanes, self.tools, self.told, self._changed, tools=lambda: self.found
         )
         self.executor = Executor(self.records, self.cleaner, self.tools, self.lanes, boot_id)
 
     def _changed(self) -> None:
         self.changes += 1
 
+    def prepared(self, made: ClaimRecord) -> ClaimRecord:
+        """As Prepare does."""
+        self.records.save(made)
+        self.executor.change(Plan(made.claim, (), made.steps), made)
+        return made
+
     def end(self, ended: ClaimRecord) -> None:
-        """As Unprepare does."""
-        self.records.save(ended)
-        self.executor.clean(self.executor.leave(ended))
+        """A claim is prepared and unprepared."""
+        self.leave(self.prepared(ended))
+        self.executor.clean(ended.ref.uid)
 
-    def clean_before(self, device: OfferedDevice, *wanted: Step) -> None:
+    def leave(self, ended: ClaimRecord) -> None:
+        """The first half of an Unprepare."""
+        self.executor.leave(ended)
+
+    def clean_before(self, device: OfferedDevice) -> None:
         """As a Prepare does."""
-        self.cleaner.clean_before(self.cleaner.pending_before({device.gpu.uuid}, wanted), [device])
+        self.cleaner.clean_before(self.cleaner.pending_before({device.gpu.uuid}), [device])
 
-    def leave(self, *steps: Step) -> None:
+    def fail(self, *steps: Step) -> None:
         """A claim ends, and none of these steps can be undone."""
         self.tools.broken = list(steps)
         self.end(record(*steps))
@@ -129,10 +148,13 @@ class Bench:
         )
 
 
+LEDGER_0 = f"ledger/{UUID_0}.json"
+
+
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr("dra_driver.journal.cleanups._OTHER_INSTANCE_S", 0.1)
-    monkeypatch.setattr("dra_driver.journal.cleanups.CLEAN_BEFORE_S", 0.2)
+    monkeypatch.setattr("dra_driver.journal.cleaner._OTHER_INSTANCE_S", 0.1)
+    monkeypatch.setattr("dra_driver.journal.cleaner.CLEAN_BEFORE_S", 0.2)
     return Bench(tmp_path)
 
 
@@ -140,8 +162,8 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 def test_failed_undo_becomes_a_pending_cleanup_that_the_loop_ends(bench: Bench, step: Step) -> None:
     bench.tools.broken = [step]
     bench.end(record(SLICE, MPS))
-    assert bench.files() == ["debts/uid-1.json"]
-    [cleanup] = bench.cleanups.outstanding()
+    assert bench.files() == [LEDGER_0]
+    [cleanup] = bench.cleaner.outstanding()
     assert cleanup.steps == (step,), "the other one is undone"
     assert f"nvidia-smi fails for {type(step).__name__}" in cleanup.text
     assert bench.cleaner.clean_all() != []
@@ -155,25 +177,27 @@ def test_step_that_writes_files_has_to_be_undone(bench: Bench) -> None:
     bench.tools.broken = [CDI, MPS]
     with pytest.raises(RetryableError, match="WriteCdiSpec"):
         bench.end(record(MPS))
-    assert bench.files() == ["claims/uid-1.json"]
+    assert bench.files() == ["claims/uid-1.json", LEDGER_0]
+    assert bench.cleaner.outstanding() == [], "the claim has not ended"
 
 
-def test_instance_that_starts_tries_everything_that_could_be_pending(bench: Bench) -> None:
+def test_instance_that_starts_knows_what_is_pending_and_why(bench: Bench) -> None:
     bench.tools.broken = [MPS]
     bench.end(record(SLICE, MPS))
     after = bench.restarted()
-    [cleanup] = after.cleanups.outstanding()
-    assert (cleanup.steps, cleanup.cause) == ((SLICE, MPS), None)
+    [cleanup] = after.cleaner.outstanding()
+    assert (cleanup.steps, cleanup.cause) == ((MPS,), "nvidia-smi fails for RunMps")
     assert after.cleaner.clean_all() == []
-    assert (after.tools.undone, after.files()) == ([MPS, SLICE], [])
+    assert (after.tools.undone, after.files()) == ([MPS], [])
 
 
-def test_claim_may_leave_two(bench: Bench) -> None:
-    bench.leave(MPS)
+def test_claim_may_leave_something_twice(bench: Bench) -> None:
+    bench.fail(MPS)
     other = RunMps(replace(MPS.spec, device=GPU_1, uuid=UUID_1, gpu_uuid=UUID_1))
     bench.tools.broken = [MPS, other]
     bench.end(record(other))
-    assert bench.files() == ["debts/uid-1.2.json", "debts/uid-1.json"]
+    [cleanup] = bench.cleaner.outstanding()
+    assert (cleanup.name, cleanup.steps) == ("uid-1", (MPS, other))
     bench.clean()
     assert sorted(step.spec.device for step in bench.tools.undone if isinstance(step, RunMps)) == [
         GPU_0,
@@ -185,15 +209,16 @@ def test_claim_may_leave_two(bench: Bench) -> None:
 def test_newer_claim_makes_a_cleanup_void(bench: Bench, uid: str) -> None:
     bench.tools.broken = [SLICE, MPS]
     bench.end(record(SLICE, MPS))
-    bench.records.save(record(replace(SLICE, interval=1), MPS, uid=uid))
+    bench.prepared(record(replace(SLICE, interval=1), MPS, uid=uid))
     bench.tools.undone = []
     bench.clean()
     assert bench.tools.undone == [], "the newer claim's pod uses it"
-    assert bench.files() == [f"claims/{uid}.json"]
+    assert bench.files() == [f"claims/{uid}.json", LEDGER_0]
+    assert {entry.claim.uid for entry in bench.ledger.entries()} == {uid}
 
 
 def test_cleanup_waits_for_no_gpu_that_is_busy(bench: Bench) -> None:
-    bench.leave(MPS)
+    bench.fail(MPS)
     bench.tools.broken = []
     with bench.restarted().locks.hold({UUID_0}, 1):
         [cleanup] = bench.cleaner.clean_all()
@@ -204,9 +229,11 @@ def test_cleanup_waits_for_no_gpu_that_is_busy(bench: Bench) -> None:
 def test_claim_ends_though_another_one_keeps_its_gpu_busy(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made = bench.prepared(record(MPS))
     with bench.restarted().locks.hold({UUID_0}, 1):
-        bench.end(record(MPS))
-    [cleanup] = bench.cleanups.outstanding()
+        bench.leave(made)
+        bench.executor.clean("uid-1")
+    [cleanup] = bench.cleaner.outstanding()
     assert "is busy with another claim" in cleanup.text
     assert bench.tools.undone == [CDI]
     assert bench.cleaner.clean_all() == []
@@ -216,11 +243,11 @@ def test_claim_ends_though_its_undo_hangs_and_the_gpu_stays_locked(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.3)
-    monkeypatch.setattr("dra_driver.journal.cleanups._PASS_S", 0.3)
+    monkeypatch.setattr("dra_driver.journal.cleaner._ALL_S", 0.3)
     other = SetTimeSlice(UUID_1, 1)
     bench.tools.hanging = [MPS]
     bench.end(record(MPS, other))
-    [cleanup] = bench.cleanups.outstanding()
+    [cleanup] = bench.cleaner.outstanding()
     assert cleanup.steps == (MPS,)
     assert "has not ended in time" in cleanup.text
     assert bench.tools.undone == [CDI, other], "the other GPU feels nothing"
@@ -233,33 +260,75 @@ def test_claim_ends_though_its_undo_hangs_and_the_gpu_stays_locked(
     assert bench.files() == []
 
 
-def test_disk_that_cannot_be_written_is_told_and_nothing_is_lost(bench: Bench) -> None:
-    bench.tools.broken = [MPS]
-    bench.records.save(record(MPS))
-    shutil.rmtree(bench.directory / "debts")
-    (bench.directory / "debts").touch()
-    with pytest.raises(StateError, match=r"cannot create the directory .*debts: a file is in its place"):
-        bench.executor.clean(bench.executor.leave(record(MPS)))
-    assert bench.files() == ["claims/uid-1.json"]
-    (bench.directory / "debts").unlink()
-    bench.executor.clean(bench.executor.leave(record(MPS)))
-    assert bench.files() == ["debts/uid-1.json"]
+def test_step_is_not_done_that_the_ledger_does_not_take(bench: Bench) -> None:
+    shutil.rmtree(bench.directory / "ledger")
+    with pytest.raises(StateError, match="ledger"):
+        bench.prepared(record(MPS))
+    assert bench.tools.done == []
 
 
-def test_unreadable_cleanup_is_set_aside_and_hides_no_other(bench: Bench) -> None:
-    bench.leave(MPS)
-    bench.end(record(MPS, uid="uid-2"))
-    (bench.directory / "torn").write_text("{")
-    (bench.directory / "torn").replace(bench.directory / "debts/uid-1.json")
-    assert [one.record.ref.uid for one in bench.cleanups.outstanding()] == ["uid-2"]
-    assert [name.partition(".json")[2][:11] for name in bench.files()] == [".unreadable", ""]
+@pytest.mark.parametrize("others", [0, 1], ids=["its last entry", "another stays"])
+def test_full_disk_keeps_no_claim_from_ending_and_nothing_is_undone_twice(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    for number in range(others):
+        bench.prepared(record(SLICE, uid=f"other-{number}"))
+    made = bench.prepared(record(MPS))
+
+    def full(*_args: object, **_options: object) -> None:
+        raise StateError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dra_driver.files.json_store.write_atomically", full)
+        bench.leave(made)
+        bench.executor.clean("uid-1")
+        assert bench.tools.undone == [CDI, MPS]
+        assert bench.cleaner.clean_all() == []
+    bench.clean()
+    assert bench.tools.undone == [CDI, MPS]
+    assert [entry.claim.uid for entry in bench.restarted().ledger.entries()] == ["other-0"] * others
+
+
+def test_damaged_ledger_is_written_again_from_the_prepared_claims(bench: Bench) -> None:
+    made = bench.prepared(record(SLICE, MPS))
+    (bench.directory / LEDGER_0).write_text("{")
+    after = bench.restarted()
+    assert after.ledger.entries() == []
+    assert after.cleaner.clean_all() == []
+    after.leave(made)
+    after.executor.clean("uid-1")
+    assert after.tools.undone == [CDI, MPS, SLICE]
+    assert [name.partition(".json")[2][:11] for name in after.files()] == [".unreadable"]
+
+
+def test_claim_without_record_holds_what_the_ledger_says_until_its_spec_is_gone(bench: Bench) -> None:
+    made = bench.prepared(record(MPS))
+    bench.records.delete("uid-1")
+    bench.unrecorded = {"uid-1"}
+    assert bench.cleaner.clean_all() == []
+    assert bench.tools.undone == []
+    bench.unrecorded = set()
+    bench.leave(made)
+    bench.executor.clean("uid-1")
+    assert bench.tools.undone == [CDI, MPS]
+
+
+def test_mps_daemon_with_other_settings_is_stopped_for_a_claim_that_waits_for_it(bench: Bench) -> None:
+    """The record of the new claim says what it wants, and the daemon of the old one is still there."""
+    old = bench.prepared(record(MPS))
+    wanted = RunMps(replace(MPS.spec, multi_user=True))
+    bench.records.save(replace(record(wanted, uid="uid-2"), phase="preparing"))
+    bench.leave(old)
+    bench.executor.clean("uid-1")
+    assert bench.tools.undone == [CDI, MPS]
+    assert bench.files() == ["claims/uid-2.json"]
 
 
 # --- before a Prepare ------------------------------------------------------------------------------
 
 
 def test_prepare_cleans_up_first(bench: Bench) -> None:
-    bench.leave(MPS)
+    bench.fail(MPS)
     bench.tools.broken = []
     bench.clean_before(DEVICE_0)
     assert bench.files() == []
@@ -268,9 +337,9 @@ def test_prepare_cleans_up_first(bench: Bench) -> None:
 def test_prepare_waits_for_an_undo_that_works_a_moment_later(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.journal.cleanups._CLEAN_AGAIN_S", 0.02)
-    monkeypatch.setattr("dra_driver.journal.cleanups.CLEAN_BEFORE_S", 20.0)
-    bench.leave(MPS)
+    monkeypatch.setattr("dra_driver.journal.cleaner._CLEAN_AGAIN_S", 0.02)
+    monkeypatch.setattr("dra_driver.journal.cleaner.CLEAN_BEFORE_S", 20.0)
+    bench.fail(MPS)
     works_again = threading.Timer(0.2, bench.tools.broken.clear)
     works_again.start()
     bench.clean_before(DEVICE_0)
@@ -279,7 +348,7 @@ def test_prepare_waits_for_an_undo_that_works_a_moment_later(
 
 
 def test_prepare_is_refused_while_an_mps_daemon_is_left(bench: Bench) -> None:
-    bench.leave(MPS)
+    bench.fail(MPS)
     with pytest.raises(RetryableError) as caught:
         bench.clean_before(DEVICE_0)
     assert str(caught.value) == (
@@ -288,36 +357,21 @@ def test_prepare_is_refused_while_an_mps_daemon_is_left(bench: Bench) -> None:
         "the MPS host (DaemonSet gpu-dra-driver-mps) and nvidia-smi work on the node"
     )
     bench.clean_before(DEVICE_1)
-    bench.clean_before(DEVICE_0, MPS)  # who wants the daemon starts it anew
 
 
 def test_prepare_goes_on_without_a_time_slice(bench: Bench) -> None:
-    bench.leave(SLICE)
+    bench.fail(SLICE)
     bench.clean_before(DEVICE_0)
-    assert bench.files() == ["debts/uid-1.json"]
+    assert bench.files() == [LEDGER_0]
 
 
 def test_claim_that_is_only_being_prepared_makes_no_cleanup_void(bench: Bench) -> None:
     """It may fail before it has done anything, and then undoes nothing."""
-    bench.leave(MPS)
+    bench.fail(MPS)
     bench.records.save(replace(record(MPS, uid="uid-2"), phase="preparing"))
-    with bench.restarted().locks.hold({UUID_0}, 1):  # as its Prepare holds it
-        assert len(bench.cleaner.clean_all()) == 1
-    bench.records.delete("uid-2")
     bench.tools.undone = []
     bench.clean()
     assert bench.tools.undone == [MPS]
-
-
-def test_claim_for_another_gpu_forgets_nothing_of_the_first(bench: Bench) -> None:
-    other = RunMps(MpsDaemonSpec(GPU_1, UUID_1, "gpu", UUID_1))
-    bench.tools.broken = [MPS, other]
-    bench.end(record(MPS, other))
-    bench.records.save(record(MPS, uid="uid-2"))
-    bench.tools.broken = []
-    bench.clean_before(DEVICE_1)
-    [cleanup] = bench.cleanups.all()
-    assert cleanup.steps == (MPS,), "whether it is void is for him to say who holds the lock of that GPU"
 
 
 def test_prepare_that_fails_again_and_again_leaves_one(bench: Bench) -> None:
@@ -325,9 +379,9 @@ def test_prepare_that_fails_again_and_again_leaves_one(bench: Bench) -> None:
     for number in range(5):
         bench.end(record(SLICE, MPS, uid=f"uid-{number}"))
     assert len(bench.told.lines) == 1, "one event for one thing"
+    assert len(bench.ledger.entries()) == 2, "nor do ledgers grow"
     [cleanup] = bench.cleaner.clean_all()
-    assert (cleanup.name, cleanup.steps) == ("uid-0", (SLICE, MPS))
-    assert bench.files() == ["debts/uid-0.json"]
+    assert cleanup.steps == (SLICE, MPS)
     bench.tools.undone = []
     bench.clean()
     assert bench.tools.undone == [MPS, SLICE]
@@ -335,75 +389,76 @@ def test_prepare_that_fails_again_and_again_leaves_one(bench: Bench) -> None:
 
 def test_claims_that_end_together_forget_nothing_of_each_other(bench: Bench) -> None:
     bench.tools.broken = [MPS]
-    both = [record(MPS, uid=f"uid-{number}") for number in range(2)]
+    both = [bench.prepared(record(MPS, uid=f"uid-{number}")) for number in range(2)]
     for one in both:
-        bench.records.save(one)
-    begun = [bench.executor.leave(one) for one in both]
-    assert bench.cleanups.outstanding() == [], "the undos are under way"
-    for cleanup in begun:
-        bench.executor.clean(cleanup)
-    assert len(bench.cleanups.outstanding()) == 2
-    assert len(bench.cleaner.clean_all()) == 1
+        bench.leave(one)
+    assert bench.cleaner.outstanding() == [], "the undos are under way"
+    for one in both:
+        bench.executor.clean(one.ref.uid)
+    assert len(bench.cleaner.outstanding()) == 1, "one thing is undone once"
     bench.clean()
     assert bench.tools.undone == [CDI, CDI, MPS]
 
 
 def test_cleanup_that_the_other_instance_has_finished_meanwhile_is_not_told(bench: Bench) -> None:
     bench.tools.broken = [MPS]
-    bench.records.save(record(MPS))
-    begun = bench.executor.leave(record(MPS))
+    bench.leave(bench.prepared(record(MPS)))
     assert bench.restarted().cleaner.clean_all() == [], "the other instance takes over"
-    bench.executor.clean(begun)
+    bench.executor.clean("uid-1")
     assert bench.told.lines == []
-    assert bench.cleanups.outstanding() == []
+    assert bench.cleaner.outstanding() == []
 
 
 def test_what_is_published_shows_no_cleanup_that_is_just_being_undone(bench: Bench) -> None:
     bench.tools.hanging = [MPS]
-    bench.records.save(record(MPS))
-    begun = bench.executor.leave(record(MPS))
-    ends = threading.Thread(target=lambda: bench.executor.clean(begun))
+    bench.leave(bench.prepared(record(MPS)))
+    ends = threading.Thread(target=lambda: bench.executor.clean("uid-1"))
     ends.start()
-    eventually(lambda: bench.files() == ["debts/uid-1.json"])
-    assert bench.cleanups.withheld()(DEVICE_0) is None
+    eventually(lambda: bool(bench.lanes.under_way()))
+    assert bench.cleaner.withheld()(DEVICE_0) is None
     other = bench.restarted()
-    assert other.cleanups.withheld()(DEVICE_0) is not None, "the other instance cannot know"
+    assert other.cleaner.withheld()(DEVICE_0) is not None, "the other instance cannot know"
+    other.cleaner._tell()
+    assert other.changes == 1
     bench.tools.let_on.set()
     ends.join()
-    other.cleaner._turn()
-    assert other.changes == 1, "but it hears when the cleanup is gone"
-    assert other.cleanups.withheld()(DEVICE_0) is None
-    other.cleaner._turn()
-    assert other.changes == 1
+    other.cleaner._tell()
+    assert other.changes == 2, "but it hears when the cleanup is gone"
+    assert other.cleaner.withheld()(DEVICE_0) is None
+    other.cleaner._tell()
+    assert other.changes == 2
 
 
 def test_instance_that_publishes_nothing_is_told_once(bench: Bench) -> None:
-    bench.leave(MPS)
-    before = bench.changes
+    bench.fail(MPS)
+    assert bench.changes == 1
     for _ in range(5):
         bench.cleaner._turn()
-    assert bench.changes == before + 1
+    assert bench.changes == 1
 
 
 def test_claim_of_an_older_boot_makes_no_cleanup_void(bench: Bench) -> None:
     """Its own step is gone with that boot, so its Unprepare undoes nothing."""
-    bench.records.save(record(MPS, uid="old", boot_id="boot-0"))
-    bench.leave(MPS)
+    bench.records.save(record(SLICE, uid="old", boot_id="boot-0"))
+    bench.ledger.add(LedgerEntry(claim(uid="old").ref, "boot-0", SLICE))
+    bench.fail(SLICE)
     assert len(bench.cleaner.clean_all()) == 1
     bench.clean()
-    assert bench.tools.undone == [CDI, MPS]
+    assert bench.tools.undone == [CDI, SLICE]
 
 
 def test_mig_device_of_an_ended_claim_is_destroyed_before_another_claim_gets_its_place(bench: Bench) -> None:
     """Its GPU was busy when the claim ended. Nobody knows what is still in the device."""
     made = CreateMig("gpu-0-mig-1g-0", UUID_0, None, 19, "1g.10gb", Placement(0, 1))
+    ended = bench.prepared(record(made))
     with bench.restarted().locks.hold({UUID_0}, 1):
-        bench.end(record(made))
-    [cleanup] = bench.cleanups.outstanding()
+        bench.leave(ended)
+        bench.executor.clean("uid-1")
+    [cleanup] = bench.cleaner.outstanding()
     assert cleanup.kinds == ("mig-device",)
-    bench.clean_before(DEVICE_0, made)
+    bench.clean_before(DEVICE_0)
     assert bench.tools.undone == [CDI, made]
-    assert bench.cleanups.outstanding() == []
+    assert bench.cleaner.outstanding() == []
 
 
 def test_mps_daemon_of_a_mig_device_keeps_nobody_from_its_neighbours(bench: Bench) -> None:
@@ -467,12 +522,13 @@ def test_devices_are_withheld_only_where_the_next_pod_would_suffer(
 
 
 def test_what_a_reboot_takes_away_is_pending_no_more() -> None:
-    assert still_pending((SLICE, MPS, CDI), record(boot_id="boot-0"), BOOT) == (MPS,)
-    assert still_pending((SLICE, MPS, CDI), record(), BOOT) == (SLICE, MPS)
+    ref = record().ref
+    kept = [step for step in (SLICE, MPS) if counts(LedgerEntry(ref, "boot-0", step), BOOT)]
+    assert (kept, is_undone_in_lane(CDI)) == ([MPS], False)
 
 
 def test_mps_cleanup_of_another_boot_is_tried_once(bench: Bench) -> None:
-    bench.leave(MPS)
+    bench.fail(MPS)
     after = bench.restarted("boot-2")
     after.tools.broken = [MPS]
     assert after.cleaner.clean_all() == []
@@ -492,31 +548,32 @@ def running(cleaner: Cleaner) -> Iterator[None]:
 
 
 def test_loop_cleans_up_as_soon_as_the_tool_is_back(bench: Bench) -> None:
-    bench.leave(MPS)
+    bench.fail(MPS)
     bench.cleaner._turn()
-    bench.cleaner._due = float("inf")
+    eventually(lambda: not bench.lanes.under_way())
+    bench.cleaner._pauses[UUID_0] = (Backoff(1, 1), float("inf"))
     with running(bench.cleaner):
         time.sleep(0.2)
-        assert bench.files() == ["debts/uid-1.json"], "not before its time"
+        assert bench.files() == [LEDGER_0], "not before its time"
         bench.tools.broken = []
         bench.found = "nvidia-smi is back"
         eventually(lambda: not bench.files())
 
 
 def test_loop_tries_again_by_itself(bench: Bench) -> None:
-    bench.leave(MPS)
+    bench.fail(MPS)
     with running(bench.cleaner):
-        eventually(lambda: bench.cleaner._due > 0)
+        eventually(lambda: bool(bench.cleaner._pauses))
         bench.tools.broken = []
         eventually(lambda: not bench.files())
 
 
 def test_loop_of_an_instance_that_does_not_lead_leaves_cleanups_alone(bench: Bench) -> None:
-    bench.leave(MPS)
+    bench.fail(MPS)
     bench.tools.broken, bench.tools.undone = [], []
-    follower = Cleaner(bench.cleanups, bench.lanes, bench.tools, BOOT, lambda: False)
+    follower = Cleaner(bench.ledger, bench.lanes, bench.tools, leads=lambda: False)
     assert follower._turn() == 5.0
-    assert bench.files() == ["debts/uid-1.json"]
+    assert bench.files() == [LEDGER_0]
 
 
 # --- crashes ---------------------------------------------------------------------------------------
@@ -530,7 +587,7 @@ class Crash(BaseException):
 def test_process_that_dies_while_it_cleans_up(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    bench.leave(MPS)
+    bench.fail(MPS)
     bench.tools.broken = []
 
     def die(*_args: object, **_options: object) -> None:

@@ -1,0 +1,434 @@
+"""Makes what is set on the GPUs equal to what claims need: undoes in the lanes what the ledgers have of ended claims.
+
+    ended ──its lane is idle──▶ every step undone, in reverse order ──▶ (nothing)
+      ▲                              │
+      └── an undo failed: again after a pause, as soon as a tool is back, or before a Prepare that wants the GPU
+
+Each GPU is cleaned in its lane and after pauses of its own, and the loop waits for no lane. So a GPU or tool that hangs
+holds up no other GPU. An undo reads ledger and records anew, so it takes back nothing that another claim has set too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from dra_driver.concurrency.backoff import Backoff
+from dra_driver.concurrency.deadline import at_most, time_left
+from dra_driver.concurrency.worker import BackgroundWorker
+from dra_driver.errors import DraDriverError, RetryableError, StateError
+from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes, Operation
+from dra_driver.journal.ledger import Ledger
+from dra_driver.journal.rules.cleanups import (
+    LedgerEntry,
+    PendingCleanup,
+    by_gpus,
+    gpus_of,
+    record_of,
+    what,
+    withholding,
+    without,
+)
+from dra_driver.model.inventory import OfferedDevice
+from dra_driver.model.plan import Plan
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import RunMps, SetTimeSlice, Step
+
+_log = structlog.get_logger(__name__)
+
+UNDO_S = 5.0
+"""How long one undo may take: its failure keeps no claim from ending."""
+CLEAN_BEFORE_S = 8.0
+"""How long a Prepare waits until what is pending on its GPUs is undone."""
+_OTHER_INSTANCE_S = 3.0
+"""How long an undo waits until the other instance of a rolling update has done with the GPU."""
+_CLEAN_AGAIN_S = 0.5
+"""The pause before a Prepare tries an undo again that has failed."""
+_ALL_S = 30.0
+"""How long `clean_all` waits."""
+_LOOK_EVERY_S = 5.0
+"""How often the loop looks for what the other instance of a rolling update left."""
+_TOOLS_EVERY_S = 1.0
+"""How often it looks while something is left."""
+_OTHERS_EVERY_S = 60.0
+"""How often the others are asked though nothing of theirs is known to be left."""
+_RETRY_FIRST_S = 0.5
+_RETRY_MOST_S = 30.0
+_NOT_IN_TIME = "it has not ended in time"
+
+
+class StepRunner(Protocol):
+    """Does and undoes steps of one type. Both converge: many calls have the same result as one."""
+
+    def do(self, step: Step, plan: Plan) -> None:
+        """Do what the step describes, whatever part of it is done already."""
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        """Take back what the step may have done; no other claim has set the same. Of an ended claim the record has
+        only its name and what the ledgers say."""
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        """Whether what the step made is still there, as far as that shows without the GPU driver."""
+
+
+class CleanupObserver(Protocol):
+    """Hears of pending cleanups; reporting does. Must not block or raise."""
+
+    def cleanup_pending(self, cleanup: PendingCleanup) -> None:
+        """A claim has ended, and something could not be undone."""
+
+    def cleanup_done(self, cleanup: PendingCleanup) -> None:
+        """Nothing of it is pending any more."""
+
+
+class LeftOver(Protocol):
+    """What else the loop puts right, beside the ledgers. Both may raise a DraDriverError: then it is left."""
+
+    def is_left(self) -> bool:
+        """Whether something is known to be left."""
+
+    def work_off(self) -> None:
+        """Put right what can be put right now, whether anything was known to be left or not."""
+
+
+@dataclass(eq=False)
+class Cleaner(BackgroundWorker):
+    """Undoes what is pending: for an Unprepare, before a Prepare that wants a GPU concerned, and again and again in a
+    thread of its own while `leads` says yes.
+
+    The thread asks the lanes when somebody calls, as soon as `tools` answers another value than before (a program, the
+    MPS host or the NVIDIA driver came back), and else after pauses that grow, for each GPU by itself. It works off the
+    `others` too, whoever leads. `changed` is called after what is pending has changed.
+    """
+
+    ledger: Ledger
+    lanes: Lanes
+    runner: StepRunner
+    observer: CleanupObserver | None = None
+    changed: Callable[[], None] = lambda: None
+    leads: Callable[[], bool] = lambda: True
+    tools: Callable[[], Hashable] = lambda: None
+    others: Sequence[LeftOver] = ()
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._guard, self._telling = threading.Lock(), threading.Lock()
+        self._ending: set[str] = set()
+        """UIDs of claims whose first undos are under way in this process: nobody is told of them yet."""
+        self._ours: set[str] = set()
+        """UIDs of claims that ended in this process."""
+        self._why: dict[str, str] = {}
+        """By GPU, why the last try did not come to its end."""
+        self._told: dict[str, PendingCleanup] = {}
+        self._seen: tuple[Hashable, bool] = (None, False)
+        self._pauses: dict[str, tuple[Backoff, float]] = {}  # by GPU, with when it is due
+        self._others_due = 0.0
+        self._others_pause = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
+        self._is_asked = threading.Event()
+        super().__init__(
+            "cleanup", self._turn, crash_event="cleanup_failed", on_crash=lambda _error: _LOOK_EVERY_S
+        )
+
+    def look_soon(self) -> None:
+        """Some have come, or something has changed on the node."""
+        self._is_asked.set()
+        self.wake()
+
+    # --- what is pending -----------------------------------------------------------------------
+
+    def outstanding(self) -> list[PendingCleanup]:
+        """What is pending, but for the claims that are just ending in this process. Raises: StateError."""
+        found = self._pending()
+        with self._guard:
+            return [one for one in found if one.name not in self._ending]
+
+    def _pending(self) -> list[PendingCleanup]:
+        """What is pending, each with why it is not undone, as far as a try has shown. Raises: StateError."""
+        found = self.ledger.pending()
+        with self._guard:
+            why = self._why.copy()
+        return [replace(one, cause=_cause(one, why)) for one in found]
+
+    def withheld(self) -> Callable[[OfferedDevice], PendingCleanup | None]:
+        """Which one keeps a device from being given out, as of now. If they cannot be listed, none does."""
+        found: list[PendingCleanup] = []
+        with suppress(StateError):
+            found = self.outstanding()
+        return lambda device: withholding(found, device, self.ledger.boot_id or "")
+
+    # --- for calls of the kubelet --------------------------------------------------------------
+
+    @contextmanager
+    def ending(self, uid: str) -> Iterator[None]:
+        """The claim's record goes within. `finish` has to follow, unless that fails."""
+        with self._guard:
+            self._ending.add(uid)
+        try:
+            yield
+        except BaseException:
+            with self._guard:
+                self._ending.discard(uid)
+            raise
+
+    def finish(self, uid: str, wait_s: float) -> None:
+        """Undo what a claim that has just ended has set; wait that many seconds at most. What is left is told from then
+        on. Raises: StateError."""
+        mine: list[LedgerEntry] = []
+        try:
+            mine = [entry for entry in self.ledger.left() if entry.claim.uid == uid]
+            if mine:
+                with self._guard:
+                    self._ours.add(uid)
+                self.clean(mine, wait_s)
+        finally:
+            with self._guard:
+                self._ending.discard(uid)
+            if mine:
+                self._tell()
+
+    def pending_before(
+        self, gpu_uuids: Collection[str], besides: Collection[str] = ()
+    ) -> list[PendingCleanup]:
+        """What is to be undone on these GPUs before a claim gets a device there: all but time slices, for which nobody
+        waits, and the cleanups named `besides`. Raises: StateError."""
+        found = [
+            replace(
+                one,
+                steps=tuple(
+                    step
+                    for step in one.steps
+                    if not isinstance(step, SetTimeSlice) and not gpus_of(step).isdisjoint(gpu_uuids)
+                ),
+            )
+            for one in self.ledger.pending()
+            if one.name not in besides
+        ]
+        return [one for one in found if one.steps]
+
+    def clean_before(self, pending: Sequence[PendingCleanup], devices: Sequence[OfferedDevice]) -> None:
+        """Have undone what `pending_before` found, before a claim gets these devices. What fails is tried again for a
+        few seconds: the MPS host may just start.
+
+        Raises: RetryableError that tells what is pending, if that keeps one of the devices from being used; StateError.
+        """
+        end = time.monotonic() + time_left(CLEAN_BEFORE_S)
+        wanted = {(one.name, step) for one in pending for step in one.steps}
+        while True:
+            entries = [entry for entry in self.ledger.left() if entry.key in wanted]
+            self.clean(entries, max(0.0, end - time.monotonic()))
+            try:
+                self._refuse_withheld(wanted, devices)
+            except GpuUnresponsiveError:
+                raise
+            except RetryableError:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise
+                time.sleep(min(_CLEAN_AGAIN_S, left))
+            else:
+                return
+
+    def _refuse_withheld(
+        self, wanted: Collection[tuple[str, Step]], devices: Sequence[OfferedDevice]
+    ) -> None:
+        """Raises: RetryableError, as `clean_before`."""
+        now = self._pending()
+        left = [
+            replace(one, steps=tuple(step for step in one.steps if (one.name, step) in wanted)) for one in now
+        ]
+        for device in devices:
+            if (found := withholding(left, device, self.ledger.boot_id or "")) is not None:
+                self.lanes.refuse_unresponsive(_gpus(found))
+                whole = next(one for one in now if one.name == found.name)
+                raise RetryableError(f"the device cannot be used yet. {whole.text}")
+
+    # --- in the lanes --------------------------------------------------------------------------
+
+    def clean(self, entries: Iterable[LedgerEntry], wait_s: float) -> None:
+        """Have the GPUs of these entries cleaned, side by side; wait that many seconds at most. What is not undone by
+        then is undone as soon as its lane is idle. Raises: StateError."""
+        asked = self._ask(entries)
+        done, _ = wait([future for _, future in asked], wait_s)
+        for gpus, future in asked:
+            error = future.exception() if future in done else RetryableError(_NOT_IN_TIME)
+            if error is None:
+                continue
+            if not isinstance(error, RetryableError) or isinstance(error, StateError):
+                raise error
+            with self._guard:
+                self._why |= dict.fromkeys(gpus, str(error))
+
+    def clean_all(self) -> list[PendingCleanup]:
+        """Try to undo everything now; what is left. Raises: StateError."""
+        self.clean(self._to_do(), _ALL_S)
+        return self.outstanding()
+
+    def _ask(self, entries: Iterable[LedgerEntry]) -> list[tuple[frozenset[str], Future[None]]]:
+        """Ask the lanes to clean the GPUs of these entries; what waits there already is not asked for again. What is
+        under way there may have read the ledgers before."""
+        return [
+            (
+                gpus,
+                self.lanes.ask(
+                    gpus,
+                    f"the cleanup of {what(steps[-1])}",
+                    partial(self._converge, gpus),
+                    _OTHER_INSTANCE_S,
+                    once=("cleanup", gpus),
+                ),
+            )
+            for gpus, steps in by_gpus(entry.step for entry in entries)
+        ]
+
+    def _converge(self, gpus: frozenset[str], _operation: Operation) -> None:
+        """Undo what is left on these GPUs; their lanes run it. What another claim has set too stays, and two of one
+        thing are undone once. Raises: StateError if ledgers or records cannot be listed."""
+        missing = [entry for entry in self.ledger.missing() if gpus_of(entry.step) <= gpus]
+        left = [entry for entry in self.ledger.left() if gpus_of(entry.step) <= gpus]
+        ended = {entry.key for entry in left}
+        kept = [entry.step for entry in (*self.ledger.entries(), *missing) if entry.key not in ended]
+        gone = [entry for entry in self.ledger.stale() if gpus_of(entry.step) <= gpus]
+        due, failed = list[LedgerEntry](), list[LedgerEntry]()
+        for entry in left:
+            (due if without([entry.step], kept) else gone).append(entry)
+            kept.append(entry.step)
+        for entry in reversed(due):
+            cause = self._undo(entry)
+            if cause is None:
+                gone.append(entry)
+            else:
+                failed.append(replace(entry, ended=entry.ended or int(time.time()), cause=cause))
+        self._note(gpus, is_clean=not failed)
+        try:
+            self.ledger.change([*missing, *failed], gone)
+        except StateError as error:
+            _log.warning("ledger_not_written", reason=str(error))
+        self._tell()
+
+    def _undo(self, entry: LedgerEntry) -> str | None:
+        """Undo one; why that failed."""
+        try:
+            with at_most(UNDO_S):
+                self.runner.undo(entry.step, record_of([entry]))
+        except Exception as error:  # noqa: BLE001  a bug in one undo must not keep the others from being tried
+            if not isinstance(error, DraDriverError):
+                _log.exception("undo_crashed", claim_uid=entry.claim.uid)
+            # The reboot ended a daemon of an older boot; a directory may be left.
+            if not (isinstance(entry.step, RunMps) and entry.boot_id != self.ledger.boot_id):
+                return str(error)
+        return None
+
+    # --- the loop ------------------------------------------------------------------------------
+
+    def _turn(self) -> float:
+        """Ask the lanes of the GPUs that are due, and the others if it is their time."""
+        is_asked = self._is_asked.is_set()
+        self._is_asked.clear()
+        try:
+            self._tell()
+            left = self._to_do() if self.leads() else []
+            if self._is_news(bool(left) or self._others_are_left()) or is_asked:
+                with self._guard:
+                    self._pauses.clear()
+                self._others_pause.reset()
+                self._others_due = 0.0
+            busy = self.lanes.under_way().keys()
+            self._ask(entry for entry in left if self._is_due(gpus_of(entry.step), busy))
+            self._work_off_others()
+            is_left = bool(left) or self._others_are_left()
+        except DraDriverError as error:
+            _log.warning("cleanup_not_tried", reason=str(error))
+            is_left = True
+        return _TOOLS_EVERY_S if is_left else _LOOK_EVERY_S
+
+    def _to_do(self) -> list[LedgerEntry]:
+        return [*self.ledger.left(), *self.ledger.stale(), *self.ledger.missing()]
+
+    def _is_news(self, is_left: bool) -> bool:
+        """Whether something has come to be left, or not to be left any more, or a tool is another than before. Nobody
+        looks at the tools while nothing is left."""
+        before = self._seen
+        self._seen = self.tools() if is_left else before[0], is_left
+        return before != self._seen
+
+    def _is_due(self, gpus: frozenset[str], busy: Collection[str]) -> bool:
+        with self._guard:
+            due = all(self.clock() >= self._pauses[gpu][1] for gpu in gpus & self._pauses.keys())
+        return due and gpus.isdisjoint(busy)
+
+    def _note(self, gpus: frozenset[str], *, is_clean: bool) -> None:
+        """A try on these GPUs has ended."""
+        with self._guard:
+            for gpu in gpus:
+                self._why.pop(gpu, None)
+                backoff = self._pauses.pop(gpu, (Backoff(_RETRY_FIRST_S, _RETRY_MOST_S), 0.0))[0]
+                if not is_clean:
+                    self._pauses[gpu] = backoff, self.clock() + backoff.next()
+
+    def _work_off_others(self) -> None:
+        if self.clock() < self._others_due:
+            return
+        for other in self.others:
+            other.work_off()
+        if self._others_are_left():
+            self._others_due = self.clock() + self._others_pause.next()
+        else:
+            self._others_pause.reset()
+            self._others_due = self.clock() + _OTHERS_EVERY_S
+
+    def _others_are_left(self) -> bool:
+        return any(other.is_left() for other in self.others)
+
+    def _tell(self) -> None:
+        """Report what has come and gone since the last time. What this process did not end is the business of the
+        instance that leads. Raises: StateError."""
+        with self._telling:
+            now = {one.name: one for one in self.outstanding()}
+            before, self._told = self._told, now
+            with self._guard:
+                ours = self._ours.copy()
+                self._ours &= now.keys() | self._ending
+            leads = self.leads()
+            for name in now.keys() - before.keys():
+                if leads or name in ours:
+                    self._tell_pending(now[name], [step for one in before.values() for step in one.steps])
+            for name in before.keys() - now.keys():
+                if leads or name in ours:
+                    self._tell_done(before[name])
+            is_changed = {name: one.steps for name, one in before.items()} != {
+                name: one.steps for name, one in now.items()
+            }
+        if is_changed:
+            self.changed()
+
+    def _tell_pending(self, cleanup: PendingCleanup, known: Sequence[Step]) -> None:
+        ref = cleanup.record.ref
+        _log.warning("cleanup_pending", claim=str(ref), claim_uid=ref.uid, reason=cleanup.text)
+        # One event for one thing, also where a Prepare fails again and again.
+        if self.observer is not None and without(cleanup.steps, known):
+            self.observer.cleanup_pending(cleanup)
+
+    def _tell_done(self, cleanup: PendingCleanup) -> None:
+        ref = cleanup.record.ref
+        _log.info("cleanup_done", claim=str(ref), claim_uid=ref.uid)
+        if self.observer is not None:
+            self.observer.cleanup_done(cleanup)
+
+
+def _cause(cleanup: PendingCleanup, why: Mapping[str, str]) -> str | None:
+    """Why it is not undone: `why` says for a GPU why a try did not come to its end."""
+    found = [why[gpu] for gpu in sorted(_gpus(cleanup)) if gpu in why]
+    told = [text for text in found if text != _NOT_IN_TIME]
+    return next(iter([*told, *([cleanup.cause] if cleanup.cause else []), *found]), None)
+
+
+def _gpus(cleanup: PendingCleanup) -> frozenset[str]:
+    return frozenset[str]().union(*map(gpus_of, cleanup.steps))

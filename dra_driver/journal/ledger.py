@@ -1,0 +1,233 @@
+"""The ledger of each GPU: what the plugin has set or made there, and for which claims. One JSON file a GPU, shared with
+a second instance of the plugin during a rolling update.
+
+    (nothing) ──written, then the step is done──▶ entry ──its claim ends──▶ pending cleanup ──undone──▶ (nothing)
+
+An entry is a step whose undo needs a tool, a daemon or the silicon. It is *pending cleanup* as long as no record names
+its step: so a claim ends by the removal of its record, which needs no space on a full disk.
+
+| A crash … | leaves | and then |
+|---|---|---|
+| before the entry is written | the record | Prepare goes on, or Unprepare removes the record |
+| between the entry and the end of the step | record and entry | the same; an undo finds little or nothing to do |
+| after the record is removed, or in an undo | the entry | it is pending cleanup, and the loop of `cleaner` undoes it |
+| before the entry is removed | the entry | an undo runs again |
+
+Only the lane of a GPU writes its file; a step that changes several GPUs is in the file of the first one. The records
+are read after the ledgers: a claim whose record is written in between would else seem to have ended.
+
+A reboot undoes everything but the directories of MPS daemons, so all other entries of an older boot are void. A claim
+that has an unreadable record, or none, holds what its entries say until its CDI spec is removed.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from dra_driver.errors import StateError
+from dra_driver.files import formats
+from dra_driver.files.fields import NUMBER, TEXT, Shape, left_out, list_of, needed
+from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
+from dra_driver.journal.record_codec import REF, STEP
+from dra_driver.journal.records import RecordStore
+from dra_driver.journal.rules.cleanups import (
+    LedgerEntry,
+    PendingCleanup,
+    counts,
+    has_ended,
+    is_undone_in_lane,
+    pending_cleanups,
+)
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import RunMps, Step
+
+_log = structlog.get_logger(__name__)
+
+DIRECTORY = "ledger"
+"""Below the plugin directory."""
+_FORMAT_VERSION = 1
+_SAFE_GPU_UUID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,99}\Z")
+_ENTRY = Shape(
+    LedgerEntry,
+    claim=needed(REF.kind),
+    boot_id=needed(TEXT),
+    step=needed(STEP.kind),
+    ended=left_out(NUMBER),
+    cause=left_out(TEXT),
+)
+_ENTRIES = list_of(_ENTRY.kind)
+
+
+@dataclass(eq=False)
+class Ledger:
+    """The ledgers of all GPUs of a node in `directory`. For many threads.
+
+    `without_record` returns the UIDs of claims that have a CDI spec and no readable record. A `reader` only looks, as
+    in `RecordStore`; with `boot_id` None it takes each entry for one of this boot.
+    """
+
+    directory: Path
+    records: RecordStore
+    boot_id: str | None
+    without_record: Callable[[], Collection[str]] = tuple
+    reader: Callable[[UnreadableFile], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._store: JsonStore[tuple[LedgerEntry, ...]] = JsonStore(
+            self.directory,
+            "ledger",
+            lambda _name, content: _decode(content),
+            self.reader or _tell,
+            is_name=lambda name: _SAFE_GPU_UUID.fullmatch(name) is not None,
+            only_reads=self.reader is not None,
+        )
+        self._gone: set[tuple[str, Step]] = set()
+        """Keys of entries that are gone, and that a full disk may still have in their file."""
+        self._guard = threading.Lock()
+
+    def open(self) -> None:
+        """Create the directory: on a full disk it could not be made. Raises: StateError."""
+        open_directory(
+            self.directory,
+            self.boot_id or "",
+            lambda gpu_uuid: _log.info("ledger_torn", gpu_uuid=gpu_uuid),
+            durable=True,
+        )
+
+    def entries(self) -> list[LedgerEntry]:
+        """What counts of all ledgers. Raises: StateError if the directory cannot be listed."""
+        with self._guard:
+            gone = self._gone.copy()
+        return [
+            entry
+            for entries in self._store.all().values()
+            for entry in entries
+            if entry.key not in gone and counts(entry, self.boot_id)
+        ]
+
+    def left(self) -> list[LedgerEntry]:
+        """The entries of claims that have ended. Raises: StateError."""
+        return self._split()[0]
+
+    def stale(self) -> list[LedgerEntry]:
+        """What is in the files and counts no more: a reboot has undone it, or the disk was full when it went. Raises:
+        StateError."""
+        counted = set(self.entries())
+        return [entry for entries in self._store.all().values() for entry in entries if entry not in counted]
+
+    def pending(self) -> list[PendingCleanup]:
+        """What is to be undone for claims that have ended, one for each claim. Raises: StateError."""
+        ended, needed = self._split()
+        if not ended:
+            return []
+        return pending_cleanups(ended, [entry.step for entry in needed], self._since)
+
+    def _split(self) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
+        """The entries of claims that have ended, and all others. Raises: StateError."""
+        entries = self.entries()
+        records = self.records.all() if entries else {}
+        is_lost = any(entry.claim.uid not in records for entry in entries)
+        without_record = self.without_record() if is_lost else ()
+        split: tuple[list[LedgerEntry], list[LedgerEntry]] = [], []
+        for entry in entries:
+            split[not has_ended(entry, records, without_record)].append(entry)
+        return split
+
+    def missing(self) -> list[LedgerEntry]:
+        """The steps of prepared claims that are in no ledger: its file was damaged. Raises: StateError."""
+        records = self.records.all().values()
+        known = {entry.key for entry in self.entries()}
+        return [
+            entry
+            for record in records
+            if record.phase == "prepared"
+            for step in record.steps
+            if is_undone_in_lane(step)
+            and (entry := LedgerEntry(record.ref, record.boot_id, step)).key not in known
+        ]
+
+    def ended(self) -> list[ClaimRecord]:
+        """The records of claims that have ended, as far as something of them is to be undone. Raises: StateError."""
+        return [one.record for one in self.pending()]
+
+    def _since(self, entry: LedgerEntry) -> int:
+        """When its claim ended, in seconds since 1970; before the first try to undo it, when its file was written."""
+        if entry.ended is not None:
+            return entry.ended
+        with suppress(OSError):
+            return int(self._store.path(entry.home).stat().st_ctime)
+        return int(time.time())
+
+    # --- in the lane of the GPU ----------------------------------------------------------------
+
+    def add(self, entry: LedgerEntry) -> bool:
+        """Write an entry before its step is done; whether it is new. Raises: StateError."""
+        return self._change(entry.home, [entry], ())
+
+    def change(self, changed: Iterable[LedgerEntry], gone: Iterable[LedgerEntry]) -> None:
+        """Write changed entries, and remove others. What a full disk does not let go is remembered as gone. Raises:
+        StateError, after all."""
+        problem: StateError | None = None
+        by_home: dict[str, tuple[list[LedgerEntry], list[LedgerEntry]]] = {}
+        for number, entries in enumerate((changed, gone)):
+            for entry in entries:
+                by_home.setdefault(entry.home, ([], []))[number].append(entry)
+        for home, (here, away) in by_home.items():
+            try:
+                self._change(home, here, away)
+            except StateError as error:
+                problem = error
+        if problem is not None:
+            raise problem
+
+    def _change(self, home: str, changed: Sequence[LedgerEntry], gone: Sequence[LedgerEntry]) -> bool:
+        """Whether an entry was added. Raises: StateError."""
+        before = self._store.get(home) or ()
+        away, news = {entry.key for entry in gone}, {entry.key: entry for entry in changed}
+        with self._guard:
+            self._gone -= news.keys()
+            self._gone |= away
+            left = [entry for entry in before if entry.key not in self._gone and counts(entry, self.boot_id)]
+        after = (*(news.pop(entry.key, entry) for entry in left), *news.values())
+        if after != before:
+            self._write(home, after)
+        with self._guard:
+            self._gone -= {entry.key for entry in before}
+        return bool(news)
+
+    def _write(self, home: str, entries: Sequence[LedgerEntry]) -> None:
+        if not entries:
+            self._store.remove(home, durable=False)
+            return
+        content = formats.encode({"entries": _ENTRIES.write(entries)}, _FORMAT_VERSION)
+        # What a reboot undoes needs no sync.
+        lasts = any(isinstance(entry.step, RunMps) for entry in entries)
+        self._store.write(home, content, durable=lasts, whole=lasts)
+
+
+def _decode(content: bytes) -> tuple[LedgerEntry, ...]:
+    return formats.parse(
+        content,
+        "ledger",
+        lambda document: tuple(_ENTRIES.read("entries", document["entries"])),
+        known=_FORMAT_VERSION,
+    )
+
+
+def _tell(found: UnreadableFile) -> None:
+    _log.error(
+        "ledger_unreadable",
+        gpu_uuid=found.name,
+        reason=found.reason,
+        kept_as=str(found.kept_as),
+        remedy="what prepared claims have set on the GPU is written again; what ended claims left on it may stay until "
+        "the node reboots; look at the file, then remove it",
+    )
