@@ -99,7 +99,7 @@ def test_the_wrapper_uses_the_given_python_without_setup(tmp_path: Path) -> None
 
 def test_the_checklist_names_what_is_there() -> None:
     text = (ROOT / "docs/hardware-checklist.md").read_text()
-    assert [int(number) for number in re.findall(r"^## (\d+)\. ", text, re.MULTILINE)] == list(range(1, 20))
+    assert [int(number) for number in re.findall(r"^## (\d+)\. ", text, re.MULTILINE)] == list(range(1, 21))
     for place in re.findall(r"examples/[\w-]+|components/[\w-]+", text):
         folder = ROOT / (place if place.startswith("examples") else f"daemonset/{place}")
         assert folder.is_dir(), place
