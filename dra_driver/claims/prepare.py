@@ -29,10 +29,8 @@ from dra_driver.errors import (
     NvmlUnavailableError,
     RetryableError,
 )
-from dra_driver.files.file_lock import LockBusyError
 from dra_driver.journal.cleaner import Cleaner
-from dra_driver.journal.executor import Executor, OperationHangsError
-from dra_driver.journal.lanes import GpuUnresponsiveError
+from dra_driver.journal.executor import Executor
 from dra_driver.journal.locks import ClaimGuard, ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
@@ -46,14 +44,6 @@ _LOOK_S = 1.0
 _LOCK_S = 5.0
 _PREPARED_WAIT_S = 5.0
 """How long a claim that was prepared before waits for the lanes: its pod has what it needs."""
-_SURVIVED = (
-    NvmlUnavailableError,  # the NVIDIA driver is being replaced
-    DeviceLostError,  # the pod keeps the other devices of the claim too, whatever the GPU's taint does with the pod
-    OperationHangsError,
-    GpuUnresponsiveError,
-    LockBusyError,
-)
-"""What keeps a claim from being looked after, but not the pod of a claim that is prepared from running."""
 
 
 @dataclass(eq=False)
@@ -110,21 +100,29 @@ class Preparer:
                 self.planner.look_again(attempt.call)
 
     def _prepare_once(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
-        """Plan and write the record, do the steps, answer. A claim that was prepared before keeps what it has, whatever
-        hangs or is lost: its pod may run."""
+        """Plan and write the record, do the steps, answer. A claim that was prepared in this boot and is in place is
+        answered, whatever keeps it from being looked after: its pod may run, and keeps what else the claim has where a
+        GPU is lost."""
         claim = attempt.claim
         try:
             plan, record = self._planned(attempt)
             prepared = self.planner.answer(claim, plan)
             return prepared, None if record is None else self.carry_out(attempt, plan, record)
-        except _SURVIVED:
+        except DraDriverError as error:
+            if not self._was_prepared(attempt):
+                raise
             with self.claim_locks.hold(attempt.ref.uid, _LOOK_S) as guard:
                 refuse_unprepared(guard, attempt.call)
                 known = self.records.get(attempt.ref.uid)
                 if known is None or known.claim != claim or not self.executor.in_place(known):
                     raise
                 guard.note_prepared(attempt.call.began_ns)
+                _log.warning("prepared_claim_not_checked", claim_uid=attempt.ref.uid, reason=str(error))
                 return self.planner.answer(claim, known), known
+
+    def _was_prepared(self, attempt: PrepareAttempt) -> bool:
+        known = self.records.get(attempt.ref.uid)
+        return known is not None and known.claim == attempt.claim and known.phase == "prepared"
 
     def _planned(self, attempt: PrepareAttempt) -> tuple[Plan, ClaimRecord | None]:
         """The claim's plan, and the record that says what it is about to do; None for a claim without devices. What

@@ -261,6 +261,10 @@ class MpsHostFiles:
             return read_wish(self._layout.wanted(device))
         return None
 
+    def runs(self, spec: MpsDaemonSpec) -> bool:
+        """Whether a daemon that is ready with this spec runs, and is not to stop. Raises: StateError."""
+        return self._running(spec) is not None
+
     def unseen(self) -> list[str]:
         """Devices of which the host has not yet done, or refused, what is wanted."""
         found = []

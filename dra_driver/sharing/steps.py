@@ -153,5 +153,9 @@ class MpsSteps:
         return replace(spec, uuid=uuid)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
-        """Taken for granted: the MPS host watches its daemons itself."""
-        return True
+        """Whether the device's daemon runs with these settings, as the MPS host reported last."""
+        assert isinstance(step, RunMps)  # noqa: S101
+        try:
+            return self.host.runs(self._of_today(step.spec))
+        except StateError:
+            return False

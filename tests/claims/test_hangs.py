@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dra_driver.errors import RetryableError
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import BindVfio, CreateMig, LeaveMigMode, RunMps, SetTimeSlice, Step
@@ -124,6 +125,38 @@ def test_prepare_that_hangs(node: KindNode, kind: str) -> None:
     hang.end()
     in_the_end_nothing_is_left(node, untouched)
     assert isinstance(node.prepare(wanted), Prepared)
+
+
+def test_prepared_claim_in_place_is_answered_when_its_tool_fails_at_once(
+    node: KindNode, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it is answered when the tool hangs: its pod may run."""
+    wanted = KINDS[kind].wanted(node.site)
+    answer = node.prepare(wanted)
+    assert isinstance(answer, Prepared)
+
+    def fails(_step: Step, _plan: object) -> None:
+        raise RetryableError("the tool is broken")
+
+    monkeypatch.setattr(node.runner.runners[STEPS[kind]], "do", fails)
+    assert node.prepare(wanted) == answer
+    (node.specs.file(wanted.ref.uid)).unlink()
+    assert isinstance(node.prepare(wanted), Failed), "what is not in place is not answered"
+
+
+def test_prepared_claim_of_an_older_boot_is_not_answered_when_its_tool_fails(
+    node: KindNode, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = KINDS[kind].wanted(node.site)
+    assert isinstance(node.prepare(wanted), Prepared)
+    following = node.restarted(boot_id="boot-2")
+
+    def fails(_step: Step, _plan: object) -> None:
+        raise RetryableError("the tool is broken")
+
+    monkeypatch.setattr(following.runner.runners[STEPS[kind]], "do", fails)
+    following.claims.add(wanted)
+    assert isinstance(following.prepare(wanted), Failed)
 
 
 def test_prepare_goes_on_once_the_operation_has_ended(node: KindNode, kind: str) -> None:

@@ -267,6 +267,10 @@ class RecordedMpsHost:
         known = self.daemons().get(device)
         return None if known is None else known.spec
 
+    def runs(self, spec: MpsDaemonSpec) -> bool:
+        known = self.daemons().get(spec.device)
+        return known is not None and (known.spec, known.boot_id) == (spec, self._boot_id)
+
     def daemons(self) -> Mapping[str, DaemonRecord]:
         found = self._records.all()
         assert not list(self._layout.root.glob("*.unreadable*"))

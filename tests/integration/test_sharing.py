@@ -68,7 +68,7 @@ def snapshot(node: Node) -> dict[str, bytes]:
         if path.parent.name not in ("locks", "publishers")
         and "host." not in str(path)
         and path.name not in ("mps", "publishers")
-        and "health.json" not in path.name
+        and not any(name in path.name for name in ("health.json", "problems.json"))
     }
     processes = {
         f"process {file.parent.name}": b""
