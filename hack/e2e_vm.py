@@ -51,7 +51,7 @@ _KEPT = (
 )  # fmt: skip
 _FOR_THE_ROOT = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "virtio_blk", "ext4", "crc32c_generic")
 MACHINE = ROOT / "tests/vm/machine.yaml"
-BOOTS = ("tests/vm/test_kernel.py",)
+BOOTS = ("tests/vm/test_kernel.py", "tests/vm/test_after_power_cut.py")
 CUT = "vm: power cut"
 """What the first boot prints before its last test cuts the power."""
 _LIMIT_S = 1800.0

@@ -3,6 +3,7 @@ daemon that may be killed. The tests of one boot share it."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ PCI = Path("/sys/bus/pci")
 SLOW = Path("/sys/module/nvidia/parameters/slow_ms")
 GPUS = ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0", "0000:04:00.0")
 AUDIO = "0000:01:00.1"
+SAVED = Path("/run/node/plugins/claims.json")
 POD_UID = "11111111-2222-3333-4444-555555555555"
 
 
@@ -62,7 +64,7 @@ def order(command: str) -> None:
 
 
 class Vm:
-    """The node. `log` is what all its daemons have logged."""
+    """The node. `log` is what all its daemons have logged, `kept` the claims of the boot before."""
 
     def __init__(self, directory: Path) -> None:
         from playground.node import DRIVER, PlaygroundNode
@@ -71,7 +73,7 @@ class Vm:
         self.node = PlaygroundNode(directory, str(ROOT / "tests/vm/machine.yaml"), name="vm")
         self.log = directory / "log"
         self.daemon: subprocess.Popen[bytes] | None = None
-        self._named: dict[str, Any] = {}
+        self.kept = self.load_claims()
 
     def start(self, *flags: str) -> None:
         """Start a daemon, and wait until it serves and has published."""
@@ -96,11 +98,12 @@ class Vm:
         daemon.wait(LIMIT_S)
 
     def devices(self, bus_id: str) -> list[str]:
-        """The types of the devices that are published for a GPU."""
+        """The types of the devices that are published for a GPU and have no taint."""
         return sorted(
             device["attributes"]["type"]["string"]
             for device in self.node.devices()
             if device["attributes"]["resource.kubernetes.io/pciBusID"]["string"] == bus_id
+            and not device.get("taints")
         )
 
     def claim(self, name: str, bus_id: str, *, vm: bool = True) -> Any:
@@ -118,6 +121,25 @@ class Vm:
         made = self.node.scheduler.allocate_claim("default", name, node="vm")
         return ClaimRef("default", name, made["metadata"]["uid"])
 
+    def save_claims(self) -> None:
+        """Keep the claims over a power cut, as etcd does."""
+        SAVED.write_text(json.dumps(self.node.server.objects("resourceclaims")))
+        os.sync()
+
+    def load_claims(self) -> list[Any]:
+        """Give the API server the claims that were kept."""
+        from dra_driver.model.claim import ClaimRef
+
+        found = json.loads(SAVED.read_text()) if SAVED.exists() else []
+        resource = self.node.server.resource("resourceclaims")
+        for claim in found:
+            key = (claim["metadata"]["namespace"], claim["metadata"]["name"])
+            with self.node.server.store.changed:
+                self.node.server.store.write(resource, key, claim)
+        return [
+            ClaimRef(*(claim["metadata"][key] for key in ("namespace", "name", "uid"))) for claim in found
+        ]
+
     def call(self, what: str, ref: Any, timeout_s: float = 45.0) -> str | None:
         """One call of the kubelet; its error, None if there is none."""
         answer = getattr(self.node.kubelet, what)(self.driver, [ref], timeout_s=timeout_s)
@@ -127,6 +149,8 @@ class Vm:
         """Unprepare the claim and delete it."""
         assert self.call("unprepare", ref) is None
         self.node.scheduler.release_claim("default", ref.name)
+        server = self.node.server
+        server.operations.delete(server.resource("resourceclaims"), ("default", ref.name), {})
 
 
 @pytest.fixture(scope="session")
