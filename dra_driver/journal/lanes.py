@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextvars import Context, copy_context
+from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, TypeVar
@@ -63,6 +64,7 @@ class Operation:
     future: Future[Any] = field(default_factory=Future)
     began: float | None = None
     since: str = ""
+    only_writes: bool = False
     show: Callable[[Iterable[LockUse]], None] = lambda _uses: None
 
     def turn_to(self, what: str) -> None:
@@ -75,7 +77,30 @@ class Operation:
         """What it is about, for each of its GPUs; nothing before it begins."""
         if self.began is None:
             return []
-        return [LockUse(uuid, self.what, self.began, self.since) for uuid in sorted(self.gpu_uuids)]
+        return [
+            LockUse(uuid, self.what, self.began, self.since, self.only_writes)
+            for uuid in sorted(self.gpu_uuids)
+        ]
+
+
+_operation: ContextVar[Operation | None] = ContextVar("operation", default=None)
+
+
+@contextmanager
+def only_writes() -> Iterator[None]:
+    """Inside, the operation that runs in this context waits for writes to the kernel and needs no NVML. If one of them
+    hangs, NVML can still be closed and opened for other GPUs."""
+    operation = _operation.get()
+    if operation is None:
+        yield
+        return
+    operation.only_writes = True
+    operation.show(operation.uses())
+    try:
+        yield
+    finally:
+        operation.only_writes = False
+        operation.show(operation.uses())
 
 
 class Lanes:
@@ -145,8 +170,10 @@ class Lanes:
                 raise GpuUnresponsiveError(_text(uses[uuid]))
 
     def refuse_beside_hang(self, gpu_uuid: str) -> None:
-        """As `refuse_unresponsive` of every GPU but this one: what concerns them all does not begin while one hangs."""
-        self.refuse_unresponsive(self.uses().keys() - {gpu_uuid})
+        """As `refuse_unresponsive` of every GPU but this one: what needs NVML closed does not begin while one hangs in
+        NVML."""
+        needs_nvml = {uuid for uuid, use in self.uses().items() if not use.only_writes}
+        self.refuse_unresponsive(needs_nvml - {gpu_uuid})
 
     def _ready(self) -> list[Operation]:
         """Take out what can begin now, in the order in which it was asked. The caller holds the guard."""
@@ -192,6 +219,7 @@ class Lanes:
         return lambda: future.set_result(result)
 
     def _alone(self, operation: Operation) -> Any:
+        _operation.set(operation)
         patience_s = time_left(operation.patience_s)
         with self._locks.hold(operation.gpu_uuids, patience_s, uses=operation.uses()) as operation.show:
             return operation.work(operation)

@@ -64,12 +64,13 @@ _PREPARED = "prepared:"
 @dataclass(frozen=True, slots=True)
 class LockUse:
     """What the lock of a GPU is held for. `began` is a time of time.monotonic(), which all processes of a boot share;
-    `since` says the same for people."""
+    `since` says the same for people. `only_writes`: it waits for a write to the kernel, and needs no NVML."""
 
     gpu_uuid: str
     what: str
     began: float
     since: str
+    only_writes: bool = False
 
 
 class GpuLocks:
@@ -148,7 +149,11 @@ class GpuLocks:
             finally:
                 os.close(descriptor)
             use = LockUse(
-                str(entry["gpu_uuid"]), str(entry["what"]), float(entry["began"]), str(entry["since"])
+                str(entry["gpu_uuid"]),
+                str(entry["what"]),
+                float(entry["began"]),
+                str(entry["since"]),
+                entry["only_writes"] is True,
             )
             return use if path == self._file(use.gpu_uuid) and is_locked(path) else None
         except (OSError, StateError, ValueError, TypeError, LookupError, OverflowError, RecursionError):

@@ -39,6 +39,7 @@ from dra_driver.errors import (
     RetryableError,
 )
 from dra_driver.host.vfio import NVIDIA, VfioCards
+from dra_driver.journal.lanes import only_writes
 from dra_driver.model.passthrough import VFIO_PCI, Card, is_vfio
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
@@ -338,6 +339,10 @@ class VfioSteps:
     def _make(self, moves: Iterable[Move]) -> NotAnsweredError | None:
         """Make the moves one after the other; the error of one that blocks, and no other follows it. Raises:
         RetryableError."""
+        with only_writes():
+            return self._made(moves)
+
+    def _made(self, moves: Iterable[Move]) -> NotAnsweredError | None:
         for move in moves:
             limit = seconds_for("change the driver of a card", _WRITE_S)
             try:
@@ -363,12 +368,13 @@ class VfioSteps:
         if stuck is None:
             return
         pause = Backoff(_STUCK_FIRST_S, _STUCK_MOST_S)
-        while not wait([stuck.answer], pause.next()).done:
-            if self.cards.gpu_users(step.pci_bus_id, others_only=True):
-                continue
-            with suppress(DraDriverError), until(time.monotonic() + _NVML_S), self._paused(step):
-                if not self.cards.gpu_users(step.pci_bus_id):
-                    wait([stuck.answer], _LET_GO_S)
+        with only_writes():
+            while not wait([stuck.answer], pause.next()).done:
+                if self.cards.gpu_users(step.pci_bus_id, others_only=True):
+                    continue
+                with suppress(DraDriverError), until(time.monotonic() + _NVML_S), self._paused(step):
+                    if not self.cards.gpu_users(step.pci_bus_id):
+                        wait([stuck.answer], _LET_GO_S)
         raise stuck
 
     def _paused(self, step: BindVfio) -> AbstractContextManager[None]:

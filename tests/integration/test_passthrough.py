@@ -332,6 +332,26 @@ def test_other_instance_of_a_rolling_update_closes_nvml_too(make_node: Callable[
     assert driver_of(node, uuid) == "nvidia"
 
 
+def test_card_goes_to_a_machine_while_a_write_for_another_card_has_hung_for_a_minute(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write is a process of its own, so it does not keep NVML from closing."""
+    monkeypatch.setattr("dra_driver.journal.lanes.UNRESPONSIVE_AFTER_S", 0.0)
+    monkeypatch.setattr("dra_driver.passthrough.steps._WRITE_S", 0.2)
+    node = without_virtual_functions(make_node).running(16, passthrough=True)
+    (_, hanging), (_, passed) = named(node, 6), named(node, 7)
+    node.machine.set_fault("unbind", code="hang", gpu=6)
+    with ThreadPoolExecutor() as threads:
+        call = threads.submit(node.prepare, node.allocated_by_hand("hanging", hanging))
+        eventually(lambda: any(use.only_writes for use in node.driver.lanes.uses().values()))
+        # NVML closes again for moments for the write that hangs.
+        ref = node.allocated_by_hand("machine", passed)
+        eventually(lambda: isinstance(node.prepare(ref)[ref.uid], Prepared))
+        node.machine.clear_faults()
+        call.result()
+    node.take_back(ref)
+
+
 def test_commands_show_what_a_virtual_machine_has(make_node: Callable[..., Node]) -> None:
     node = without_virtual_functions(make_node).running(16, passthrough=True)
     _, passed = named(node, 7)

@@ -13,7 +13,7 @@ import pytest
 from dra_driver.concurrency.deadline import time_left, until
 from dra_driver.files.file_lock import LockBusyError
 from dra_driver.journal import locks
-from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes, Operation
+from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes, Operation, only_writes
 from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from tests.fakes.tables import tabled
 
@@ -110,6 +110,35 @@ def test_gpu_on_which_the_other_instance_hangs_is_unresponsive(lanes: Lanes, tmp
     hangs.let.set()
     assert (operation.result(20), waits.result(20)) == ("done", "done")
     assert lanes.hanging() == {}
+
+
+def test_what_needs_nvml_closed_begins_beside_a_hang_only_while_that_is_a_write_to_the_kernel(
+    lanes: Lanes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The instance of the hang and the other one see the same."""
+    monkeypatch.setattr("dra_driver.journal.lanes.UNRESPONSIVE_AFTER_S", 0.0)
+    writes, ends = Work(), Work()
+
+    def work(operation: Operation) -> str:
+        with only_writes():
+            writes(operation)
+        return ends(operation)
+
+    asked = lanes.ask({A}, "the binding to vfio", work)
+    assert writes.begun.wait(20)
+    both = lanes, Lanes(GpuLocks(tmp_path / "locks"))
+    for one in both:
+        one.refuse_beside_hang(B)
+        with pytest.raises(GpuUnresponsiveError):
+            one.refuse_unresponsive({A})
+    writes.let.set()
+    assert ends.begun.wait(20)
+    for one in both:
+        with pytest.raises(GpuUnresponsiveError):
+            one.refuse_beside_hang(B)
+        one.refuse_beside_hang(A)
+    ends.let.set()
+    assert asked.result(20) == "done"
 
 
 def test_other_instance_sees_which_step_of_an_operation_is_under_way(lanes: Lanes, tmp_path: Path) -> None:
