@@ -11,6 +11,7 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import forked_commands
@@ -20,7 +21,7 @@ from dra_driver.cli import commands
 from dra_driver.cli import main as main_module
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import DRIVER, Node
+from tests.integration.conftest import DRIVER, Node, sliced
 
 MEMORY = "/dev/shm"
 
@@ -252,3 +253,35 @@ def test_ctrl_c_while_a_command_is_loaded_is_no_traceback(
     with pytest.raises(SystemExit) as caught:
         main_module.main()
     assert caught.value.code == 130
+
+
+def test_nvidia_smi_of_a_killed_daemon_is_undone_when_it_has_taken_effect(
+    make_node: Callable[..., Node], tmp_path: Path
+) -> None:
+    """The program lives on and sets the time slice, although the claim has ended meanwhile. The next daemon serves the
+    other GPUs, and changes this one only after that."""
+    node = make_node()
+    begun, goes_on, ended = tmp_path / "begun", tmp_path / "goes-on", tmp_path / "ended"
+    os.mkfifo(goes_on)
+    program = node.machine.host_root / "usr/bin/nvidia-smi"
+    real = program.rename(tmp_path / "nvidia-smi")
+    once = f'mv {real} "$0"; echo >{begun}; read line <{goes_on}; "$0" "$@"; echo >{ended}'
+    program.write_text(f"#!/bin/sh\n{once}\n")
+    program.chmod(0o755)
+    process = node.spawn()
+    first, *_, other = (device["name"] for device in node.wait_devices(8))
+    slow = node.allocated_by_hand("slow", first, config=sliced("Long"))
+    with ThreadPoolExecutor() as threads:
+        call = threads.submit(node.prepare, slow)
+        eventually(begun.exists)
+        process.kill()
+        process.wait()
+        assert call.exception() is not None
+    node.spawn()
+    eventually(lambda: any(entry.connected for entry in node.kubelet.instances(DRIVER)))
+    node.take_back(slow)
+    node.ready(node.allocated_by_hand("other", other, config=sliced("Long")))
+    goes_on.write_text("\n")
+    eventually(ended.exists)
+    eventually(lambda: node.machine.timeslice(0) == 0)
+    assert node.machine.timeslice(7) == 3
