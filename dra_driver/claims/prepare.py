@@ -147,16 +147,21 @@ class Preparer:
         self, attempt: PrepareAttempt, tried: Collection[str], ended: list[str]
     ) -> tuple[Plan | None, ClaimRecord | None, Sequence[PendingCleanup]]:
         """Plan under the locks of the claim and of planning on its GPUs, and write the record, unless there is
-        something to be undone first, which is returned. No plan where other GPUs than expected are needed. `ended` gets
-        the claim's UID if an earlier allocation of it has ended here."""
+        something to be undone first, which is returned. No plan where other GPUs than expected are needed, or where
+        another call has changed the record. `ended` gets the claim's UID if an earlier allocation of it has ended here.
+        """
         uid, call, claim = attempt.ref.uid, attempt.call, attempt.claim
-        with self.claim_locks.hold(uid, call.left(), call.has_left) as guard:
-            refuse_unprepared(guard, call)
-            known = self.records.get(uid)
-            if not claim.results and known is None:
-                return Plan(claim, (), ()), None, ()
+        known, gpus = self.records.get(uid), frozenset[str]()
+        if claim.results or known is not None:
+            # Both may wait, for discovery and for nvidia-imex; an Unprepare does not wait with them.
             gpus = self.planner.gpus_of(claim, call) | (known.locked_gpus if known else frozenset())
             self.planner.refuse_unready_imex(claim, known, call)
+        with self.claim_locks.hold(uid, call.left(), call.has_left) as guard:
+            refuse_unprepared(guard, call)
+            if self.records.get(uid) != known:
+                return None, None, ()
+            if not claim.results and known is None:
+                return Plan(claim, (), ()), None, ()
             with self.planning.hold(gpus, call.left(), call.has_left):
                 if self.refuse_changing is not None:
                     self.refuse_changing(gpus)

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from dra_driver.claims.planner import ClaimPlanner
 from dra_driver.journal.locks import ClaimLocks
 from dra_driver.kubelet.pb import dra_v1_pb2
 from dra_driver.model.claim import Failed, Prepared
@@ -144,3 +145,31 @@ def test_newer_prepare_stays_whatever_became_of_the_unprepare_before_it(tmp_path
     assert answers[0].claims[WANTED.ref.uid].error == ""
     assert new.records.get(WANTED.ref.uid) is not None
     assert list(new.specs.list()) == [WANTED.ref.uid]
+
+
+@pytest.mark.parametrize("name", ["gpus_of", "refuse_unready_imex"])
+def test_unprepare_while_prepare_waits_for_discovery_or_imex_does_not_wait(
+    node: Node, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    reached, let, real = threading.Event(), threading.Event(), getattr(ClaimPlanner, name)
+
+    def slow(*args: Any) -> Any:
+        reached.set()
+        assert let.wait(20)
+        return real(*args)
+
+    monkeypatch.setattr(ClaimPlanner, name, slow)
+    answers: list[Any] = []
+    prepare = threading.Thread(target=lambda: answers.append(node.prepare(WANTED)))
+    prepare.start()
+    try:
+        assert reached.wait(20)
+        with node.preparer.claim_locks.hold(WANTED.ref.uid, 0.0):
+            """Prepare does not hold it."""
+        assert unprepare(node) is None
+    finally:
+        let.set()
+        prepare.join(20)
+    assert isinstance(answers[0], Failed)
+    assert "the claim was unprepared while this call was under way" in answers[0].error
+    assert "uid-1" not in node.records.all()
