@@ -13,7 +13,6 @@ from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.rules.mps_edits import with_mps
 from dra_driver.cdi.rules.spec import claim_spec, common_edits, node_paths, vfio_spec, with_nodes
-from dra_driver.concurrency.deadline import seconds_for
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.host.dev_char import DevCharLinks
 from dra_driver.host.driver_root import DriverRoot
@@ -30,8 +29,6 @@ from dra_driver.model.sharing_mode import MpsShared
 from dra_driver.model.steps import Step
 
 _log = structlog.get_logger(__name__)
-
-_MODULE_S = 10.0
 
 
 @dataclass(eq=False)
@@ -200,7 +197,7 @@ class CdiSteps:
         if own is not None and self.cards.node(f"/dev/vfio/devices/{own}") is not None:
             interface, path = IOMMU_NODE, f"/dev/vfio/devices/{own}"
         else:
-            self.cards.ready_container(seconds_for("load a module", _MODULE_S))
+            self.cards.ready_container(None)
         nodes = []
         for wanted in (interface, path) if planned.has_api_device else (path,):
             node = self.cards.node(wanted)

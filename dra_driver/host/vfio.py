@@ -225,19 +225,21 @@ class VfioCards(Sysfs):
             )
         return driver
 
-    def ready_container(self, wait_s: float) -> None:
+    def ready_container(self, wait_s: float | None) -> None:
         """Have the kernel able to map a virtual machine's memory by the node of an IOMMU group, which needs a module of
-        its own; iommufd does not.
+        its own; iommufd does not. The module is loaded within `wait_s` seconds; None: it must be there.
 
         Raises: RetryableError."""
         if self._maps_memory():
             return
-        self._load(_CONTAINER_MODULE, "the memory of virtual machines", wait_s)
-        if not self._maps_memory():
-            raise RetryableError(
-                f"the kernel module {_CONTAINER_MODULE} is loaded and maps no memory of virtual machines; see the "
-                "kernel log for vfio"
-            )
+        if wait_s is not None:
+            self._load(_CONTAINER_MODULE, "the memory of virtual machines", wait_s)
+            if self._maps_memory():
+                return
+        raise RetryableError(
+            "the kernel cannot map the memory of virtual machines: its module "
+            f"{_CONTAINER_MODULE} is missing; run `modprobe {_CONTAINER_MODULE}` on the node"
+        )
 
     def _maps_memory(self) -> bool:
         try:

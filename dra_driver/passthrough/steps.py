@@ -131,7 +131,6 @@ class VfioSteps:
         self._refuse(step, card)
         driver = self.cards.ready_driver(step.pci_bus_id, seconds_for("load a module", _MODULE_S))
         if not (card.has_iommufd and _prefers_iommufd(step, plan)):
-            # The CDI spec looks too, and would be too late: NVML would have been closed for nothing.
             self.cards.ready_container(seconds_for("load a module", _MODULE_S))
         self._made_ready(step, now, entry, claim_uid)
         met()

@@ -61,6 +61,8 @@ class Nodes:
 class NoControl:
     """Nobody changes drivers here."""
 
+    has_module = True
+
     def write(self, path: str, text: str) -> None:
         raise AssertionError(path)
 
@@ -68,7 +70,7 @@ class NoControl:
         raise AssertionError(module)
 
     def maps_memory(self) -> bool:
-        return True
+        return self.has_module
 
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
         raise AssertionError(nodes)
@@ -85,7 +87,8 @@ class Bench:
         )
         self.specs = CdiDirectory(directory / "cdi", DRIVER)
         self.specs.create()
-        cards = VfioCards(paths, self.nodes, NoControl())
+        self.control = NoControl()
+        cards = VfioCards(paths, self.nodes, self.control)
         self.steps = steps_over(directory, self.specs, paths, self.nodes, cards=cards)
         files = MetadataFiles(directory / "plugin", directory / "cdi", DRIVER)
         self.metadata = MetadataSteps(files, lambda: self.found, lambda _device: None)
@@ -208,3 +211,14 @@ def test_kubevirt_finds_the_address_of_the_card(tmp_path: Path, found: Inventory
         "numaNode": {"int": 0},
     }
     assert "mdevUUID" not in device["attributes"]
+
+
+def test_card_without_the_module_that_maps_memory_is_refused_by_group_only(bench: Bench) -> None:
+    """As for a card that an administrator has bound, for which no step loads it."""
+    bench.control.has_module = False
+    with pytest.raises(
+        RetryableError, match="its module vfio_iommu_type1 is missing; run `modprobe vfio_iommu_type1`"
+    ):
+        bench.paths(bench.plan())
+    bench.has_iommufd(card(0).bus_id, "vfio3")
+    assert bench.paths(bench.plan(backendPolicy="PreferIommuFD")) == {VFIO_0: ["/dev/vfio/devices/vfio3"]}
