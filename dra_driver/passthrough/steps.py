@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -68,6 +68,16 @@ _TOGETHER_S = 3.0
 
 
 @dataclass(eq=False)
+class _Meeting:
+    """The binds of one claim by one plan: why some `failed`, and how many have `ended`."""
+
+    plan: Plan
+    barrier: threading.Barrier
+    failed: list[str] = field(default_factory=list)
+    ended: int = 0
+
+
+@dataclass(eq=False)
 class VfioSteps:
     """Does and undoes `BindVfio`. Neither runs within an operation of NVML.
 
@@ -87,7 +97,7 @@ class VfioSteps:
     refuse_hanging: Callable[[str], None]
 
     def __post_init__(self) -> None:
-        self._meetings: dict[str, tuple[Plan, threading.Barrier, list[str]]] = {}  # by claim UID
+        self._meetings: dict[str, _Meeting] = {}  # by claim UID
         self._guard = threading.Lock()
 
     def do(self, step: Step, plan: Plan) -> None:
@@ -228,23 +238,27 @@ class VfioSteps:
         RetryableError, as the error of one that has failed: to bind the others would close NVML for nothing."""
         uid, count = plan.claim.ref.uid, sum(isinstance(step, BindVfio) for step in plan.steps)
         with self._guard:
-            if uid not in self._meetings or self._meetings[uid][0] is not plan:
-                self._meetings[uid] = (plan, threading.Barrier(count), [])
-            _, barrier, failed = self._meetings[uid]
+            if uid not in self._meetings or self._meetings[uid].plan is not plan:
+                self._meetings[uid] = _Meeting(plan, threading.Barrier(count))
+            one = self._meetings[uid]
 
         def met() -> None:
             with suppress(threading.BrokenBarrierError):
-                barrier.wait(_TOGETHER_S)
-            if failed:
-                raise RetryableError(failed[0])
+                one.barrier.wait(_TOGETHER_S)
+            if one.failed:
+                raise RetryableError(one.failed[0])
 
         try:
             yield met
         except DraDriverError as error:
-            failed.append(str(error))
+            one.failed.append(str(error))
             raise
         finally:
-            barrier.abort()
+            one.barrier.abort()
+            with self._guard:
+                one.ended += 1
+                if one.ended >= count and self._meetings.get(uid) is one:
+                    del self._meetings[uid]
 
     # --- back ----------------------------------------------------------------------------------
 

@@ -542,3 +542,10 @@ def test_other_claims_are_prepared_while_a_card_is_bound(node: KindNode, site: S
 def test_process_on_the_gpu_is_named_also_where_the_time_of_the_call_ends(node: KindNode, site: Site) -> None:
     site.machine.hold_gpu(site.card.gpu_uuid, 4711, "python3")
     refused(in_a_hurry(node, wanted(site)), "in use by process 4711 (python3)")
+
+
+def test_bind_that_fails_leaves_nothing_in_memory(node: KindNode, site: Site) -> None:
+    site.machine.set_fault("unbind", code="ENODEV", gpu=site.card.gpu_uuid)
+    for number in range(3):
+        refused(node.prepare(wanted(site, f"uid-{number}")))
+    assert node.runner.runners[BindVfio]._meetings == {}
