@@ -283,7 +283,7 @@ class Detachments:
                     _log.info("nvml_pause_over", seconds=round(self._clock() - own.began_s, 1))
 
     def _asked(self, what: str) -> Pause:
-        pid, now = os.getpid(), datetime.now(UTC).strftime("%H:%M:%S")
+        pid, now = os.getpid(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         started, boot_id = start_of_living(_PROC, pid) or 0, self._boot_id or ""
         self._own = own = Pause(boot_id, self._namespace, pid, started, what, self._clock(), now)
         try:

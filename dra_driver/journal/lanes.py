@@ -209,7 +209,7 @@ class Lanes:
         future = operation.future
         if not future.set_running_or_notify_cancel():
             return lambda: None
-        operation.since = datetime.now(UTC).strftime("%H:%M:%S")
+        operation.since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         operation.began = time.monotonic()
         try:
             result = operation.context.run(self._alone, operation)

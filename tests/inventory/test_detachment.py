@@ -531,7 +531,7 @@ def test_pause_of_another_process_says_who_pauses_and_since_when(
     detachments: Detachments, pausing: subprocess.Popen[str]
 ) -> None:
     who = f"NVML is closed for a moment: process {pausing.pid} of gpu-dra-driver changes GPU-7"
-    said = rf"{who} since \d\d:\d\d:\d\d UTC"
+    said = rf"{who} since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
     with detachments.pause("tests"):
         assert re.fullmatch(said, detachments.paused() or "")
         pausing.communicate()
