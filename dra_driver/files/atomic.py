@@ -197,10 +197,11 @@ def stamp_or_none(path: Path | str) -> Stamp | None:
 
 
 def is_settled(time_ns: int) -> bool:
-    """Whether the time of a file or directory is older than a tick of the clock that such times come from: then a
-    change from now on gives another time. Some file systems keep whole seconds."""
-    tick_ns = 0 if time_ns % _SECOND_NS else _SECOND_NS
-    return time_ns + tick_ns < time.clock_gettime_ns(_CLOCK_OF_FILES)
+    """Whether a change from now on gives a file or directory another time than this one: it is older than a tick of the
+    clock that such times come from, or that clock was set back since. Some file systems keep whole seconds."""
+    tick_ns, now = 0 if time_ns % _SECOND_NS else _SECOND_NS, time.clock_gettime_ns(_CLOCK_OF_FILES)
+    # A newer kernel's times may be a tick of some milliseconds ahead of its clock.
+    return time_ns + tick_ns < now or time_ns > now + _SECOND_NS
 
 
 def set_aside(path: Path, what: str, stamp: Stamp) -> Path | None:

@@ -119,6 +119,21 @@ def test_times_of_whole_seconds_count_after_a_second(monkeypatch: pytest.MonkeyP
     assert [atomic.is_settled(at) for at in (7 * second, 6 * second)] == [False, True]
 
 
+def test_file_from_before_the_clock_was_set_back_is_parsed_once(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def decode(name: str, content: bytes) -> int:
+        read.append(name)
+        return int(content)
+
+    store, now = store_at(place, decode), time.clock_gettime_ns
+    monkeypatch.setattr(time, "clock_gettime_ns", lambda clock: now(clock) - 3600 * 10**9)
+    assert [store.get("old"), store.get("old")] == [1, 1]
+    assert read == ["old"]
+
+
 def test_directory_that_was_replaced_is_looked_at_anew(place: Path) -> None:
     store = store_at(place)
     wait_for_a_tick(place)
