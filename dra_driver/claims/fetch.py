@@ -123,21 +123,18 @@ class RecordedPods:
         self._records = records
         self._claim_locks = claim_locks
 
-    def keep(self, seen: ClaimRecord, pods: Pods, looked_ns: int) -> None:
-        """Write the pods, read from the API server at `looked_ns` (time.monotonic_ns()), into the claim's record.
+    def keep(self, seen: ClaimRecord, pods: Pods) -> None:
+        """Write the pods, as just read from the API server, into the claim's record.
 
-        `seen` is the record before that look. Nothing is written if the pods are not known, if `seen` has the same
-        pods, if there is no record any more, or if the claim was prepared after the look, since Prepare has read the
-        pods too.
+        `seen` is the record before the API server was asked. Nothing is written if the pods are not known, if `seen`
+        has the same pods, if there is no record any more, or if another call has written other pods meanwhile.
         """
         if pods is None or seen.claim.pods == pods:
             return
         # If this write fails, the next look tries again; until then the pods in memory are right.
-        with suppress(DraDriverError), self._claim_locks.hold(seen.ref.uid, _LOCK_WAIT_S) as guard:
+        with suppress(DraDriverError), self._claim_locks.hold(seen.ref.uid, _LOCK_WAIT_S):
             record = self._records.get(seen.ref.uid)
-            if record is None or guard.was_prepared_since(looked_ns):
-                return
-            if record.claim.pods == pods:  # by the other instance of a rolling update
+            if record is None or record.claim.pods != seen.claim.pods:
                 return
             # Not durable: a power cut may bring back the version before this one, which names the same steps.
             self._records.save(replace(record, claim=replace(record.claim, pods=pods)), durable=False)

@@ -227,16 +227,12 @@ class Preparer:
         if self._begun.get(uid) is not attempt:
             return
         try:
-            with self.claim_locks.hold(uid, _LOCK_S) as guard:
+            with self.claim_locks.hold(uid, _LOCK_S):
                 if self._begun.get(uid) is not attempt:
                     return
                 self._begun.pop(uid, None)
                 record = self.records.get(uid)
-                if (
-                    record is None
-                    or record.phase == "prepared"
-                    or guard.was_unprepared_since(attempt.call.began_ns)
-                ):
+                if record is None or record.phase == "prepared":
                     return
                 self.executor.leave(record)
             self.executor.clean(uid)

@@ -26,8 +26,13 @@ soon after the start, every ten minutes, and when an attempt waits for a holder.
   taken back at once. That needs the host's process IDs, and pods that are known: those of the record, and those of the
   last answers of the API server. The kubelet's pod-resources would add nothing: the kubelet lists the pods that the
   API server has. A pod that was deleted by force is missing there at once, while its containers may still run.
-- A claim that is prepared meanwhile, here or by the other instance of a rolling update, keeps its devices: `reclaim`
-  checks that under the claim's lock. The kubelet's own Unprepare may come before, after or meanwhile.
+- A claim that is prepared meanwhile keeps its devices. Right before the reconciler takes a claim back, it asks the API
+  server again, because the other instance of a rolling update may have prepared the claim; `reclaim` checks under the
+  claim's lock that this instance did not. The kubelet's own Unprepare may come before, after or meanwhile.
+- During a rolling update the old instance may write a record too late: the kubelet has cancelled its Prepare and has
+  unprepared the claim by the new instance, and the old one learns of neither in time. The kubelet does not unprepare
+  the claim again. Its devices stay with it until the claim is stale, which it is as soon as Kubernetes has removed its
+  allocation. Then the reconciler takes it back like any other.
 - While a process computes on a claim's devices (`claims.gpu_processes`), or NVML does not tell, no other claim gets
   them, however long that takes. The driver reports the process IDs once. It looks again every half minute, and when an
   attempt waits for the device.
@@ -83,12 +88,10 @@ class Rhythm:
 
 @dataclass(frozen=True, slots=True)
 class _Stale:
-    """A stale claim, and why it is that; `since` is the clock's time of the look that first found it stale. The API
-    server was asked last at `looked_ns` (time.monotonic_ns())."""
+    """A stale claim, and why it is that; `since` is the clock's time of the look that first found it stale."""
 
     record: ClaimRecord
     why: str
-    looked_ns: int
     since: float
 
 
@@ -254,13 +257,12 @@ class Reconciler(BackgroundWorker):
 
     def _judged(self, record: ClaimRecord) -> _Stale | None:
         """None if the claim is not stale."""
-        looked_ns = time.monotonic_ns()
         now = self.lookup.look(record.ref, self.rhythm.request_s)
         found = staleness(record, now, self.driver)
         if found is not None:
-            return _Stale(record, found.why, looked_ns, self.clock())
+            return _Stale(record, found.why, self.clock())
         if now is not None and now.uid == record.ref.uid:
-            self.recorded.keep(record, now.pods, looked_ns)
+            self.recorded.keep(record, now.pods)
             if now.reported is not None:
                 self.observer.seen(record.ref, now.reported)
         return None
@@ -291,7 +293,9 @@ class Reconciler(BackgroundWorker):
             return False
         self._kept.discard(ref.uid)
         try:
-            done = self.unpreparer.reclaim(ref, stale.record, stale.looked_ns)
+            looked_ns = time.monotonic_ns()
+            is_still_stale = self._judged(stale.record) is not None  # the look may be a minute old
+            done = is_still_stale and self.unpreparer.reclaim(ref, stale.record, looked_ns)
         except Exception as error:  # noqa: BLE001  one claim's failure must not keep the others
             tell = _log.warning if isinstance(error, DraDriverError) else _log.exception
             tell("claim_not_recovered", claim=str(ref), claim_uid=ref.uid, reason=str(error))

@@ -5,24 +5,18 @@ that an operation starts hold the lock too, such as nvidia-smi or a write to the
 file tells its successor what is still at work on the GPU. What else a crash leaves in the file counts for nothing,
 because no process holds the lock.
 
-The lock of a claim lets one call at a time work on the claim, and remembers which claims were prepared and unprepared a
-moment ago. When a pod goes away, the kubelet cancels its Prepare and then calls Unprepare, while the handler of the
-Prepare still runs. After a kubelet restart or during a rolling update the two calls may even reach different instances.
-Such a late Prepare must not write a record that no Unprepare would ever remove. And no claim may be released because of
-an answer of the API server that is older than its Prepare.
+The lock of a claim lets one call at a time work on the claim. It remembers in this process which calls prepared and
+unprepared the claim last. When a pod is deleted, the kubelet cancels its Prepare and then calls Unprepare, while the
+handler of the Prepare still runs: such a late Prepare must not write a record that no Unprepare would ever remove. An
+Unprepare that a newer Prepare has overtaken must leave what that call prepared. And the reconciler must not release a
+claim because of an answer of the API server that is older than the claim's Prepare.
 
-Each entry of this memory has the time of the event and the time at which the kubelet's call for it began, because a
-newer call may overtake an older one. An older Unprepare must leave what a newer call prepared; a Prepare goes on after
-an older Unprepare.
-
-The memory is in the lock files, so both instances of a rolling update share it. An entry is forgotten after ten
-minutes, at a reboot, or when many newer entries come. While the disk is full, this process keeps the entries in memory,
-because claims must be able to go especially then.
+The two instances of a rolling update share the locks, not this memory. Between them the plugin relies on the records
+and on the kubelet, which cancels a call before it makes a newer one: see `claims.prepare` and `claims.reconciler`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -32,33 +26,22 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-import structlog
-
 from dra_driver.concurrency.bounded_program import inherited
 from dra_driver.errors import StateError
-from dra_driver.files.atomic import make_directory, open_plain, state_error
+from dra_driver.files.atomic import make_directory, open_plain
 from dra_driver.files.file_lock import LockBusyError, byte_lock, hold_file, is_locked
-
-_log = structlog.get_logger(__name__)
 
 _MOST_USE_BYTES = 4096
 _FILES = 64
 """Claims share a fixed number of lock files: a file for each claim would have to be removed at some time. Each claim
 locks its own byte, so a call that hangs delays no other claim."""
-_OF_CLAIMS = "claims-"
-"""How the names of these files begin."""
-_MEMORY_BYTE = 2**62
-"""After the bytes of the claims. It is locked for a moment, while the memory is read or written."""
-_REMEMBERED = 128
-_REMEMBERED_NS = 600 * 10**9
-_MOST_BYTES = 64 * 1024
-_PREPARED = "prepared:"
-"""Prefix of the key of a Prepare; the key of an Unprepare is the UID alone."""
+_REMEMBERED = 1024
+"""Claims: far more than a node works on while one call lasts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +118,7 @@ class GpuLocks:
             found = [
                 Path(file.path)
                 for file in files
-                if file.name.endswith(self._suffix)
-                and not file.name.startswith(_OF_CLAIMS)
-                and file.stat(follow_symlinks=False).st_size
+                if file.name.endswith(self._suffix) and file.stat(follow_symlinks=False).st_size
             ]
         return [use for path in sorted(found) if (use := self._use(path)) is not None]
 
@@ -201,124 +182,67 @@ def _write(descriptor: int, content: bytes) -> None:
         os.pwrite(descriptor, content, 0)
 
 
-class _Entry(NamedTuple):
-    """One event. `key` is the claim's UID for an Unprepare, and `_PREPARED` and the UID for a Prepare.
+class _LastCalls(NamedTuple):
+    """The last calls for a claim that succeeded: when the Prepare ended, and when each of them began
+    (time.monotonic_ns(); -1 for no call)."""
 
-    `at` is the time of the event, `began` the time at which the kubelet's call for it began (equal to `at` if only that
-    is known); both are time.monotonic_ns().
-    """
+    prepared_ns: int = -1
+    prepare_began_ns: int = -1
+    unprepare_began_ns: int = -1
 
-    key: str
-    at: int
-    began: int
+
+class _CallMemory:
+    """The last calls of the claims that were worked on last, for many threads."""
+
+    def __init__(self) -> None:
+        self.forgotten_ns = -1
+        """A claim without an entry may have been prepared until then."""
+        self._lock = threading.Lock()
+        self._calls: dict[str, _LastCalls] = {}
+
+    def of(self, uid: str) -> _LastCalls:
+        return self._calls.get(uid, _LastCalls())
+
+    def note(self, uid: str, calls: _LastCalls) -> None:
+        with self._lock:
+            self._calls.pop(uid, None)
+            self._calls[uid] = calls
+            if len(self._calls) > _REMEMBERED:
+                oldest = self._calls.pop(next(iter(self._calls)))
+                self.forgotten_ns = max(self.forgotten_ns, oldest.prepared_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimGuard:
-    """The right to work on one claim, inside `ClaimLocks.hold`."""
+    """The right to work on one claim, inside `ClaimLocks.hold`. Times are those of time.monotonic_ns()."""
 
     uid: str
-    path: Path
-    descriptor: int
-    unwritten: dict[str, _Entry] = field(default_factory=dict)
-    """Entries of this process that could not be written to the file; empty if the file has everything."""
+    memory: _CallMemory
 
     def was_unprepared_since(self, moment_ns: int) -> bool:
-        """Whether an Unprepare of the claim has ended whose call began after `moment_ns` (time.monotonic_ns(), of any
-        process)."""
-        return any(moment_ns <= entry.began for entry in self._noted(self.uid))
+        """Whether an Unprepare of the claim has ended here whose call began at `moment_ns` or later."""
+        return moment_ns <= self.memory.of(self.uid).unprepare_began_ns
 
     def was_prepared_since(self, moment_ns: int) -> bool:
-        """Whether a Prepare of the claim succeeded after `moment_ns`. Also true if `moment_ns` is further back than the
-        memory, since nobody knows then."""
-        return moment_ns < self._forgotten_before() or any(
-            moment_ns <= entry.at for entry in self._noted(_PREPARED + self.uid)
-        )
+        """Whether a Prepare of the claim succeeded here at `moment_ns` or later. Also true for a moment that the
+        memory does not reach."""
+        return moment_ns <= max(self.memory.of(self.uid).prepared_ns, self.memory.forgotten_ns)
 
     def was_prepared_by_call_after(self, moment_ns: int) -> bool:
-        """Whether a call that began after `moment_ns` prepared the claim, or may have: that is not known
-        of a time before the memory."""
-        return moment_ns < self._forgotten_before() or any(
-            moment_ns < entry.began for entry in self._noted(_PREPARED + self.uid)
-        )
+        """Whether a call that began after `moment_ns` prepared the claim here. Also true for a moment that the memory
+        does not reach."""
+        return moment_ns < max(self.memory.of(self.uid).prepare_began_ns, self.memory.forgotten_ns)
 
-    def note_unprepared(self, began_ns: int | None = None) -> None:
-        """Remember that the claim was unprepared now, by a call that began at `began_ns`."""
-        self._note(self.uid, began_ns)
+    def note_unprepared(self, began_ns: int) -> None:
+        """Remember that a call that began at `began_ns` has unprepared the claim."""
+        last = self.memory.of(self.uid)
+        self.memory.note(self.uid, last._replace(unprepare_began_ns=max(last.unprepare_began_ns, began_ns)))
 
-    def note_prepared(self, began_ns: int | None = None) -> None:
-        """Remember that the claim was prepared now, by a call that began at `began_ns`."""
-        self._note(_PREPARED + self.uid, began_ns)
-
-    def _forgotten_before(self) -> int:
-        """The time (time.monotonic_ns()) after which no entry is forgotten."""
-        now = time.monotonic_ns()
-        with self._alone():
-            moments = [entry.at for entry in self._remembered() if entry.at <= now]
-        oldest = min(moments) if len(moments) >= _REMEMBERED else 0
-        return max(now - _REMEMBERED_NS, oldest)
-
-    def _noted(self, key: str) -> list[_Entry]:
-        # An entry of the future was written before a reboot, at which the clock starts again.
-        now = time.monotonic_ns()
-        with self._alone():
-            return [entry for entry in self._remembered() if entry.key == key and entry.at <= now]
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Meanwhile no other guard reads or writes the memory, in any process. Raises: StateError."""
-        self._lock(fcntl.F_OFD_SETLKW, fcntl.F_WRLCK)
-        try:
-            yield
-        finally:
-            self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
-
-    def _lock(self, command: int, kind: int) -> None:
-        try:
-            fcntl.fcntl(self.descriptor, command, byte_lock(_MEMORY_BYTE, kind))
-        except OSError as error:
-            raise state_error("lock", self.path, error) from error
-
-    def _note(self, key: str, began_ns: int | None) -> None:
-        with self._alone():
-            now = time.monotonic_ns()
-            kept = [
-                entry
-                for entry in self._remembered()
-                if entry.key != key and now - _REMEMBERED_NS < entry.at <= now
-            ]
-            entries = [*kept[1 - _REMEMBERED :], _Entry(key, now, now if began_ns is None else began_ns)]
-            try:
-                self._write(json.dumps(entries).encode())
-            except OSError as error:
-                if not self.unwritten:
-                    _log.warning("memory_kept_in_process", reason=str(state_error("write", self.path, error)))
-                self.unwritten.clear()
-                self.unwritten.update({entry.key: entry for entry in entries})
-            else:
-                self.unwritten.clear()
-
-    def _write(self, content: bytes) -> None:
-        """Write in place, padded with blanks: that works on a full disk. If the file has to grow, a full disk refuses
-        before anything is lost."""
-        size = os.fstat(self.descriptor).st_size
-        if len(content) > size:
-            os.posix_fallocate(self.descriptor, 0, len(content))
-        os.pwrite(self.descriptor, content.ljust(size), 0)
-
-    def _remembered(self) -> list[_Entry]:
-        """The entries, oldest first; none if the file has no valid content."""
-        try:
-            entries = json.loads(os.pread(self.descriptor, _MOST_BYTES, 0).rstrip(b"\0") or b"[]")
-            written = [_Entry(str(key), int(at), int(began)) for key, at, began in entries]
-        except (OSError, ValueError, TypeError, LookupError, OverflowError, RecursionError):
-            written = []
-        if not self.unwritten:
-            return written
-        newest = {entry.key: entry for entry in written}
-        for entry in self.unwritten.values():
-            newest[entry.key] = max(entry, newest.get(entry.key, entry))
-        return sorted(newest.values(), key=lambda entry: entry.at)
+    def note_prepared(self, began_ns: int) -> None:
+        """Remember that a call that began at `began_ns` has prepared the claim now."""
+        last = self.memory.of(self.uid)
+        began_ns = max(last.prepare_began_ns, began_ns)
+        self.memory.note(self.uid, last._replace(prepared_ns=time.monotonic_ns(), prepare_began_ns=began_ns))
 
 
 class ClaimLocks:
@@ -326,7 +250,7 @@ class ClaimLocks:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._unwritten: list[dict[str, _Entry]] = [{} for _ in range(_FILES)]
+        self._memory = _CallMemory()
         self._locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
         """A claim's lock among the threads of this process, as long as one of them wants or holds it."""
         self._guard = threading.Lock()
@@ -345,18 +269,17 @@ class ClaimLocks:
     ) -> Iterator[ClaimGuard]:
         """Hold the claim's lock. Raises: RetryableError if another call keeps it for `timeout_s` seconds, or until
         `has_left` says that the kubelet cancelled this call; StateError."""
-        number = zlib.crc32(uid.encode()) % _FILES
-        path = self._file(number)
+        path = self._file(zlib.crc32(uid.encode()) % _FILES)
         deadline = time.monotonic() + timeout_s
         with self._guard:
             lock = self._locks.setdefault(uid, threading.Lock())
-        with hold_file(path, lock, deadline, f"claim {uid}", _lock_of(uid), has_left) as descriptor:
-            yield ClaimGuard(uid, path, descriptor, self._unwritten[number])
+        with hold_file(path, lock, deadline, f"claim {uid}", _lock_of(uid), has_left):
+            yield ClaimGuard(uid, self._memory)
 
     def _file(self, number: int) -> Path:
-        return self._directory / f"{_OF_CLAIMS}{number:02}.lock"
+        return self._directory / f"claims-{number:02}.lock"
 
 
 def _lock_of(uid: str) -> bytes:
     digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
-    return byte_lock(int.from_bytes(digest) % _MEMORY_BYTE)
+    return byte_lock(int.from_bytes(digest) % 2**62)

@@ -41,7 +41,7 @@ from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.journal import record_codec as codec
-from dra_driver.journal.locks import ClaimLocks
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.api_errors import api_errors, check_status
 from dra_driver.kube.claims import parse_allocated_claim, parse_claim_now
@@ -221,14 +221,9 @@ def record(content: bytes) -> None:
 
 
 def lock_file(content: bytes, directory: Path) -> None:
-    """A lock file, which remembers what was unprepared."""
-    locks = ClaimLocks(directory)
-    with locks.hold(UID, 1.0):
-        [path] = directory.glob("*.lock")
-    path.write_bytes(content)
-    with locks.hold(UID, 1.0) as turn:
-        turn.was_unprepared_since(0)
-        turn.note_unprepared()
+    """The lock file of a GPU, which says what the lock is held for."""
+    (directory / "GPU-0.lock").write_bytes(content)
+    GpuLocks(directory).uses()
 
 
 def cdi_file_of_ours(content: bytes, directory: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,22 +178,18 @@ def test_claim_that_is_being_unprepared_does_not_come_back(bench: Bench) -> None
     assert bench.node.files() == {}
 
 
-@pytest.mark.parametrize("anew", [False, True], ids=["again", "anew"])
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
-def test_what_a_prepare_saw_after_the_look_stays(bench: Bench, anew: bool, elsewhere: bool) -> None:
+def test_pods_of_a_prepare_after_the_look_stay(bench: Bench, elsewhere: bool) -> None:
     other = bench.node.restarted() if elsewhere else bench.node
     bench.node.prepare(used_by(ONE, A))
     bench.node.claims.add(used_by(ONE, A, B))
 
-    def then() -> None:
-        if anew:
-            other.unprepare(ONE)
+    def prepare_again() -> None:
+        other.unprepare(ONE)
         other.prepare(used_by(ONE, C))
 
-    bench.during_the_look(then)
+    bench.during_the_look(prepare_again)
     assert bench.look() is None
-    assert bench.recorded() == ((C,) if anew else (A,))
-    bench.look()
     assert bench.recorded() == (C,)
 
 
@@ -203,7 +198,7 @@ def test_claim_that_moved_before_the_look_keeps_what_it_holds_now(bench: Bench) 
     seen = bench.node.record_of()
     bench.node.prepare(used_by(claim(GPU_1), A))
     moved = bench.node.records.get("uid-1")
-    bench.keeper.keep(seen, (A, B), time.monotonic_ns())
+    bench.keeper.keep(seen, (A, B))
     assert bench.node.records.get("uid-1") == moved != seen
     assert bench.recorded() == (A, B)
 
@@ -211,11 +206,10 @@ def test_claim_that_moved_before_the_look_keeps_what_it_holds_now(bench: Bench) 
 def test_second_of_two_instances_writes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.node.prepare(used_by(ONE, A))
     seen = bench.node.record_of()
-    looked_ns = time.monotonic_ns()
     other = bench.node.restarted()
-    RecordedPods(other.records, other.claim_locks).keep(seen, (A, B), looked_ns)
+    RecordedPods(other.records, other.claim_locks).keep(seen, (A, B))
     monkeypatch.setattr(Path, "replace", lambda *_args: pytest.fail("written twice"))
-    bench.keeper.keep(seen, (A, B), looked_ns)
+    bench.keeper.keep(seen, (A, B))
     assert bench.recorded() == (A, B)
 
 
@@ -237,10 +231,10 @@ def test_lock_or_disk_that_is_not_to_be_had_costs_nothing_but_time(
         raise StateError("the disk is full")
 
     refused = RecordedPods(bench.node.records, SimpleNamespace(hold=busy))  # type: ignore[arg-type]
-    refused.keep(seen, (B,), 0)
+    refused.keep(seen, (B,))
     assert tries == ["uid-1"]
-    refused.keep(seen, (A,), 0)
-    refused.keep(seen, None, 0)
+    refused.keep(seen, (A,))
+    refused.keep(seen, None)
     assert tries == ["uid-1"], "nobody is held up for what is written already"
     with monkeypatch.context() as patch:
         patch.setattr(bench.node.records, "save", full)

@@ -85,11 +85,6 @@ def unprepared(scene: Scene) -> None:
     scene.records.delete(UID)
 
 
-def unprepared_elsewhere_and_begun_anew(scene: Scene) -> None:
-    with scene.claim_locks.hold(UID, 5) as turn:
-        turn.note_unprepared()
-
-
 def prepared_elsewhere(scene: Scene) -> None:
     scene.records.save(replace(BEGUN, phase="prepared"))
 
@@ -110,9 +105,8 @@ def refused_again(scene: Scene) -> None:
 
 @pytest.mark.parametrize(
     "meanwhile",
-    [unprepared, unprepared_elsewhere, unprepared_elsewhere_and_begun_anew, prepared, prepared_elsewhere,
-     refused_again],
-)  # fmt: skip
+    [unprepared, unprepared_elsewhere, prepared, prepared_elsewhere, refused_again],
+)
 def test_what_others_did_meanwhile_is_left_alone(scene: Scene, meanwhile: Callable[[Scene], None]) -> None:
     meanwhile(scene)
     before = scene.records.get(UID)

@@ -1,4 +1,5 @@
-"""Calls of the kubelet that reach two instances in another order than they were made, or whose caller has left."""
+"""Calls of the kubelet that get the lock of their claim in another order than they were made, or that the kubelet
+has cancelled."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ import grpc
 import pytest
 
 from dra_driver.claims.planner import ClaimPlanner
+from dra_driver.claims.prepare import Preparer
+from dra_driver.claims.unprepare import Unpreparer
 from dra_driver.journal.locks import ClaimLocks
 from dra_driver.kubelet.pb import dra_v1_pb2
 from dra_driver.model.claim import Failed, Prepared
@@ -42,16 +45,17 @@ class Barrier:
 
 
 class Late:
-    """A call in a thread that stands before one of its locks."""
+    """A call in a thread that waits for one of the locks of a part."""
 
-    def __init__(self, node: Node, attribute: str, call: Callable[[], Any]) -> None:
-        self._barrier = Barrier(getattr(node.preparer, attribute))
-        for part in (node.preparer, node.unpreparer):
-            setattr(part, attribute, self._barrier)
+    def __init__(self, part: Preparer | Unpreparer, attribute: str, call: Callable[[], Any]) -> None:
+        locks = getattr(part, attribute)
+        self._barrier = Barrier(locks)
+        setattr(part, attribute, self._barrier)
         self._answers: list[Any] = []
         self._thread = threading.Thread(target=lambda: self._answers.append(call()))
         self._thread.start()
         assert self._barrier.reached.wait(20)
+        setattr(part, attribute, locks)
 
     def answer(self) -> Any:
         self._barrier.let.set()
@@ -73,34 +77,32 @@ def unprepare_call(channel: grpc.Channel) -> Any:
 def test_unprepare_that_a_newer_prepare_overtook_takes_nothing_back(node: Node) -> None:
     """Else the device would be given out a second time while the pod of the first claim runs."""
     assert isinstance(node.prepare(WANTED), Prepared)
-    late = Late(node, "claim_locks", lambda: unprepare(node))
-    newer = node.restarted()
-    assert isinstance(newer.prepare(WANTED), Prepared)
+    late = Late(node.unpreparer, "claim_locks", lambda: unprepare(node))
+    assert isinstance(node.prepare(WANTED), Prepared)
     before = node.files()
     refused = late.answer()
     assert isinstance(refused, Failed)
     assert "the claim was prepared again after this call began" in refused.error
     assert node.files() == before
-    assert unprepare(newer) is None, "a call that begins now is meant"
+    assert unprepare(node) is None, "a call that begins now is meant"
     assert node.files() == {}
 
 
 def test_prepare_goes_on_after_an_unprepare_that_is_older(node: Node) -> None:
     """It is the kubelet's last word; refused, it would come back in a minute or more."""
     assert isinstance(node.prepare(WANTED), Prepared)
-    newer = node.restarted()
-    older = Late(node, "claim_locks", lambda: unprepare(node))
-    late = Late(newer, "claim_locks", lambda: newer.prepare(WANTED))
+    older = Late(node.unpreparer, "claim_locks", lambda: unprepare(node))
+    late = Late(node.preparer, "claim_locks", lambda: node.prepare(WANTED))
     assert older.answer() is None
     assert isinstance(late.answer(), Prepared)
-    assert newer.records.get(WANTED.ref.uid) is not None
+    assert node.records.get(WANTED.ref.uid) is not None
 
 
 def test_unprepare_whose_caller_left_while_it_waited_takes_nothing_back(node: Node) -> None:
     assert isinstance(node.prepare(WANTED), Prepared)
     before = node.files()
     left = threading.Event()
-    late = Late(node, "claim_locks", lambda: unprepare(node, has_left=left.is_set))
+    late = Late(node.unpreparer, "claim_locks", lambda: unprepare(node, has_left=left.is_set))
     left.set()
     refused = late.answer()
     assert isinstance(refused, Failed)
@@ -111,7 +113,9 @@ def test_prepare_whose_caller_left_while_it_waited_leaves_nothing(node: Node) ->
     node.claims.add(WANTED)
     left = threading.Event()
     late = Late(
-        node, "planning", lambda: node.service.prepare([WANTED.ref], None, left.is_set)[WANTED.ref.uid]
+        node.preparer,
+        "planning",
+        lambda: node.service.prepare([WANTED.ref], None, left.is_set)[WANTED.ref.uid],
     )
     left.set()
     refused = late.answer()

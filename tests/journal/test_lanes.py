@@ -222,7 +222,7 @@ def test_a_look_at_what_is_under_way_opens_no_file_of_claims(
     claims = ClaimLocks(tmp_path / "locks")
     for number in range(20):
         with claims.hold(f"claim-{number}", 5.0) as guard:
-            guard.note_prepared()
+            guard.note_prepared(0)
     opened: list[str] = []
     hangs = Work()
     operation = lanes.ask({A}, "the creation of a MIG device", hangs)

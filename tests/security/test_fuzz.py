@@ -20,7 +20,7 @@ PACKAGE = str(Path(__file__).parents[2] / "dra_driver") + "/"
 
 FOUND = {
     "claim": [b'{"results":[{"request":[],"driver":"","pool":"","device":""}]}', b'{"config":[{"opaque":1}]}'],
-    "lock-file": [b"[" * 5000, b'[["uid", 1e999]]'],
+    "lock-file": [b"[" * 5000, b'{"gpu_uuid": "GPU-0", "what": 1, "began": 1e999, "since": []}'],
     "cdi-file": [b"[" * 5000],
     "mps-record": [b"[" * 5000, b'{"format":1,"wanted":"running","process":{"pid":1e999,"start_time":1}}'],
     "mps-answer": [b"9" * 5000],

@@ -58,7 +58,7 @@ def attempts(base: Path, ref: ClaimRef, request: str, device: str) -> Iterator[C
 
 def take_and_leave(locks: ClaimLocks, uid: str) -> None:
     with locks.hold(uid, 1.0) as turn:
-        turn.note_unprepared()
+        turn.note_unprepared(0)
 
 
 def outside(root: Path, base: Path) -> dict[str, bytes | None]:
