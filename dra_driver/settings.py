@@ -310,13 +310,6 @@ class Settings:
     dynamic_mig_gpus: GpuSelector = _setting(
         ALL_GPUS, None, GPUS, key="dynamicMig.gpus", of_file=gpu_selector
     )
-    adopt_mig: str = _setting(
-        "leave",
-        "What to do with GPU instances created by others on GPUs with MIG on demand: leave them, or destroy them at "
-        "start.",
-        Choice(("leave", "destroy")),
-        key="dynamicMig.adopt",
-    )
     passthrough: bool = _setting(
         False,
         "Offer GPUs for virtual machines too: a claim binds them to vfio.",

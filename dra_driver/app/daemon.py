@@ -152,7 +152,7 @@ class Driver:
         self.reporting: ReportingParts = ReportingParts(self, api, mps_files)
 
         # Claims, and what they leave to be undone.
-        time_slices = TimeSliceSteps(smi, self.records, self.lanes)
+        time_slices = TimeSliceSteps(smi, self.records)
         steps = StepDispatcher(
             self.mig.runners()
             | self.passthrough.runners()
@@ -271,7 +271,7 @@ class Driver:
                 Change.DRIVER_RELOADED: (
                     time_slices.driver_reloaded,
                     self.cleaner.look_soon,
-                    lambda: self.mig.reconcile(self.discovery.latest()),
+                    self.mig.look_soon,
                 ),
                 Change.HARDWARE: (
                     time_slices.driver_reloaded,
@@ -287,7 +287,7 @@ class Driver:
                     lambda _found: self.publishing.publisher.mark_dirty(),
                     self.reporting.node.mig_layouts_changed,
                 ),
-                Change.CLAIM_RELEASED: (self.mig.claim_gone, self.publishing.claim_released),
+                Change.CLAIM_RELEASED: (self.mig.look_soon, self.publishing.claim_released),
                 Change.CLEANUPS: (
                     self.publishing.publisher.mark_dirty,
                     self.cleaner.look_soon,

@@ -58,8 +58,6 @@ _LOOK_EVERY_S = 5.0
 """How often the loop looks for what the other instance of a rolling update left."""
 _TOOLS_EVERY_S = 1.0
 """How often it looks while something is left."""
-_OTHERS_EVERY_S = 60.0
-"""How often the others are asked though nothing of theirs is known to be left."""
 _RETRY_FIRST_S = 0.5
 _RETRY_MOST_S = 30.0
 _NOT_IN_TIME = "it has not ended in time"
@@ -89,14 +87,18 @@ class CleanupObserver(Protocol):
         """Nothing of it is pending any more."""
 
 
-class LeftOver(Protocol):
-    """What else the loop puts right, beside the ledgers. Both may raise a DraDriverError: then it is left."""
+class Keeper(Protocol):
+    """What else is put right on GPUs, beside the ledgers; `what` says so for people."""
 
-    def is_left(self) -> bool:
-        """Whether something is known to be left."""
+    @property
+    def what(self) -> str:
+        """Such as `the setting of the time slice after a reload of the NVIDIA driver`."""
 
-    def work_off(self) -> None:
-        """Put right what can be put right now, whether anything was known to be left or not."""
+    def gpus(self) -> Collection[str]:
+        """The UUIDs of the GPUs on which something is left. Raises: StateError."""
+
+    def put_right(self, gpu_uuid: str) -> None:
+        """Put right what can be put right now on a GPU; its lane runs it. Raises: DraDriverError; then it is left."""
 
 
 @dataclass(eq=False)
@@ -105,8 +107,8 @@ class Cleaner(BackgroundWorker):
     thread of its own while `leads` says yes.
 
     The thread asks the lanes when somebody calls, as soon as `tools` answers another value than before (a program, the
-    MPS host or the NVIDIA driver came back), and else after pauses that grow, for each GPU by itself. It works off the
-    `others` too, whoever leads. `changed` is called after what is pending has changed.
+    MPS host or the NVIDIA driver came back), and else after pauses that grow, for each GPU by itself. The `keepers` put
+    right in the same lanes what is theirs, whoever leads. `changed` is called after what is pending has changed.
     """
 
     ledger: Ledger
@@ -116,7 +118,7 @@ class Cleaner(BackgroundWorker):
     changed: Callable[[], None] = lambda: None
     leads: Callable[[], bool] = lambda: True
     tools: Callable[[], Hashable] = lambda: None
-    others: Sequence[LeftOver] = ()
+    keepers: Sequence[Keeper] = ()
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -130,8 +132,6 @@ class Cleaner(BackgroundWorker):
         self._told: dict[str, PendingCleanup] = {}
         self._seen: tuple[Hashable, bool] = (None, False)
         self._pauses: dict[str, tuple[Backoff, float]] = {}  # by GPU, with when it is due
-        self._others_due = 0.0
-        self._others_pause = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._is_asked = threading.Event()
         super().__init__(
             "cleanup", self._turn, crash_event="cleanup_failed", on_crash=lambda _error: _LOOK_EVERY_S
@@ -255,7 +255,16 @@ class Cleaner(BackgroundWorker):
     def clean(self, entries: Iterable[LedgerEntry], wait_s: float) -> None:
         """Have the GPUs of these entries cleaned, side by side; wait that many seconds at most. What is not undone by
         then is undone as soon as its lane is idle. Raises: StateError."""
-        asked = self._ask(entries)
+        self._wait([(gpus, self._ask(gpus, text)) for gpus, text in _works(entries)], wait_s)
+
+    def clean_all(self) -> list[PendingCleanup]:
+        """Try to put everything right now; what is left. Raises: StateError."""
+        works = [*_works(self._to_do()), *self._of_keepers()]
+        self._wait([(gpus, self._ask(gpus, text)) for gpus, text in works], _ALL_S)
+        return self.outstanding()
+
+    def _wait(self, asked: Sequence[tuple[frozenset[str], Future[None]]], wait_s: float) -> None:
+        """Raises: StateError."""
         done, _ = wait([future for _, future in asked], wait_s)
         for gpus, future in asked:
             error = future.exception() if future in done else RetryableError(_NOT_IN_TIME)
@@ -266,31 +275,32 @@ class Cleaner(BackgroundWorker):
             with self._guard:
                 self._why |= dict.fromkeys(gpus, str(error))
 
-    def clean_all(self) -> list[PendingCleanup]:
-        """Try to undo everything now; what is left. Raises: StateError."""
-        self.clean(self._to_do(), _ALL_S)
-        return self.outstanding()
+    def _ask(self, gpus: frozenset[str], what: str) -> Future[None]:
+        """Have the lanes of these GPUs clean them. What waits there already is not asked for again; what is under way
+        there may have read the ledgers before."""
+        work = partial(self._converge, gpus)
+        return self.lanes.ask(gpus, what, work, _OTHER_INSTANCE_S, once=("cleanup", gpus))
 
-    def _ask(self, entries: Iterable[LedgerEntry]) -> list[tuple[frozenset[str], Future[None]]]:
-        """Ask the lanes to clean the GPUs of these entries; what waits there already is not asked for again. What is
-        under way there may have read the ledgers before."""
-        return [
-            (
-                gpus,
-                self.lanes.ask(
-                    gpus,
-                    f"the cleanup of {what(steps[-1])}",
-                    partial(self._converge, gpus),
-                    _OTHER_INSTANCE_S,
-                    once=("cleanup", gpus),
-                ),
-            )
-            for gpus, steps in by_gpus(entry.step for entry in entries)
-        ]
+    def _of_keepers(self) -> list[tuple[frozenset[str], str]]:
+        """Raises: StateError."""
+        return [(frozenset({gpu}), keeper.what) for keeper in self.keepers for gpu in keeper.gpus()]
 
-    def _converge(self, gpus: frozenset[str], _operation: Operation) -> None:
-        """Undo what is left on these GPUs; their lanes run it. What another claim has set too stays, and two of one
-        thing are undone once. Raises: StateError if ledgers or records cannot be listed."""
+    def _converge(self, gpus: frozenset[str], operation: Operation) -> None:
+        """Put right what is left on these GPUs; their lanes run it. Raises: StateError if what is left cannot be
+        listed."""
+        is_clean = self._undo_all(gpus)
+        for keeper in self.keepers:
+            for gpu in sorted(gpus & set(keeper.gpus())):
+                operation.turn_to(keeper.what)
+                with suppress(DraDriverError):  # the keeper tells why
+                    keeper.put_right(gpu)
+                is_clean &= gpu not in keeper.gpus()
+        self._note(gpus, is_clean=is_clean)
+        self._tell()
+
+    def _undo_all(self, gpus: frozenset[str]) -> bool:
+        """Undo what ended claims have in the ledgers of these GPUs; whether nothing is left. What another claim has set
+        too stays, and two of one thing are undone once. Raises: StateError if ledgers or records cannot be listed."""
         missing = [entry for entry in self.ledger.missing() if gpus_of(entry.step) <= gpus]
         left = [entry for entry in self.ledger.left() if gpus_of(entry.step) <= gpus]
         ended = {entry.key for entry in left}
@@ -306,12 +316,11 @@ class Cleaner(BackgroundWorker):
                 gone.append(entry)
             else:
                 failed.append(replace(entry, ended=entry.ended or int(time.time()), cause=cause))
-        self._note(gpus, is_clean=not failed)
         try:
             self.ledger.change([*missing, *failed], gone)
         except StateError as error:
             _log.warning("ledger_not_written", reason=str(error))
-        self._tell()
+        return not failed
 
     def _undo(self, entry: LedgerEntry) -> str | None:
         """Undo one; why that failed."""
@@ -329,25 +338,23 @@ class Cleaner(BackgroundWorker):
     # --- the loop ------------------------------------------------------------------------------
 
     def _turn(self) -> float:
-        """Ask the lanes of the GPUs that are due, and the others if it is their time."""
+        """Ask the lanes of the GPUs that are due and idle."""
         is_asked = self._is_asked.is_set()
         self._is_asked.clear()
         try:
             self._tell()
-            left = self._to_do() if self.leads() else []
-            if self._is_news(bool(left) or self._others_are_left()) or is_asked:
+            works = [*(_works(self._to_do()) if self.leads() else ()), *self._of_keepers()]
+            if self._is_news(bool(works)) or is_asked:
                 with self._guard:
                     self._pauses.clear()
-                self._others_pause.reset()
-                self._others_due = 0.0
             busy = self.lanes.under_way().keys()
-            self._ask(entry for entry in left if self._is_due(gpus_of(entry.step), busy))
-            self._work_off_others()
-            is_left = bool(left) or self._others_are_left()
+            for gpus, text in works:
+                if self._is_due(gpus, busy):
+                    self._ask(gpus, text)
         except DraDriverError as error:
             _log.warning("cleanup_not_tried", reason=str(error))
-            is_left = True
-        return _TOOLS_EVERY_S if is_left else _LOOK_EVERY_S
+            return _TOOLS_EVERY_S
+        return _TOOLS_EVERY_S if works else _LOOK_EVERY_S
 
     def _to_do(self) -> list[LedgerEntry]:
         return [*self.ledger.left(), *self.ledger.stale(), *self.ledger.missing()]
@@ -372,20 +379,6 @@ class Cleaner(BackgroundWorker):
                 backoff = self._pauses.pop(gpu, (Backoff(_RETRY_FIRST_S, _RETRY_MOST_S), 0.0))[0]
                 if not is_clean:
                     self._pauses[gpu] = backoff, self.clock() + backoff.next()
-
-    def _work_off_others(self) -> None:
-        if self.clock() < self._others_due:
-            return
-        for other in self.others:
-            other.work_off()
-        if self._others_are_left():
-            self._others_due = self.clock() + self._others_pause.next()
-        else:
-            self._others_pause.reset()
-            self._others_due = self.clock() + _OTHERS_EVERY_S
-
-    def _others_are_left(self) -> bool:
-        return any(other.is_left() for other in self.others)
 
     def _tell(self) -> None:
         """Report what has come and gone since the last time. What this process did not end is the business of the
@@ -432,3 +425,9 @@ def _cause(cleanup: PendingCleanup, why: Mapping[str, str]) -> str | None:
 
 def _gpus(cleanup: PendingCleanup) -> frozenset[str]:
     return frozenset[str]().union(*map(gpus_of, cleanup.steps))
+
+
+def _works(entries: Iterable[LedgerEntry]) -> list[tuple[frozenset[str], str]]:
+    """The GPUs that are cleaned together, and what that is."""
+    groups = by_gpus(entry.step for entry in entries)
+    return [(gpus, f"the cleanup of {what(steps[-1])}") for gpus, steps in groups]

@@ -57,9 +57,3 @@ class MigHolders:
             if uid != besides
             for step in record.steps
         )
-
-    def held_uuids(self) -> frozenset[str]:
-        """UUIDs of the devices that claims hold. Raises: StateError."""
-        return frozenset(
-            held.uuid for record in self.records.all().values() for held in record.devices if held.uuid
-        )

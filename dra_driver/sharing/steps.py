@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import structlog
 
@@ -17,7 +16,6 @@ from dra_driver.errors import (
     StateError,
 )
 from dra_driver.host.nvidia_smi import NvidiaSmi
-from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.plan import Plan
@@ -33,13 +31,14 @@ _MPS_STOP_S = 15.0
 
 
 class TimeSliceSteps:
-    """Does and undoes `SetTimeSlice`. A claim that asks for no interval has no such step and touches nothing. Those
-    that a reload of the NVIDIA driver lost are a `LeftOver` of the loop over pending cleanups."""
+    """Does and undoes `SetTimeSlice`. A claim that asks for no interval has no such step and touches nothing. It is a
+    `Keeper` of the cleaner for the time slices that a reload of the NVIDIA driver lost."""
 
-    def __init__(self, nvidia_smi: NvidiaSmi, records: RecordStore, lanes: Lanes) -> None:
+    what = "the setting of the time slice after a reload of the NVIDIA driver"
+
+    def __init__(self, nvidia_smi: NvidiaSmi, records: RecordStore) -> None:
         self._nvidia_smi = nvidia_smi
         self._records = records
-        self._lanes = lanes
         self._is_reloaded = False
         self._lost: dict[tuple[str, SetTimeSlice], str | None] = {}  # with why it could not be set again
 
@@ -77,41 +76,34 @@ class TimeSliceSteps:
         """The NVIDIA driver was loaded anew, or the GPUs are others than before: every time slice may be lost."""
         self._is_reloaded = True
 
-    def is_left(self) -> bool:
-        """Whether a time slice is known to be lost."""
-        return self._is_reloaded or bool(self._lost)
-
-    def work_off(self) -> None:
-        """Have the lanes set the lost time slices of all claims again. It waits for nothing, and what fails stays lost.
-        MPS daemons are the MPS host's business. Raises: StateError."""
+    def gpus(self) -> set[str]:
+        """The GPUs of lost time slices. MPS daemons are the MPS host's business. Raises: StateError."""
         if self._is_reloaded:
+            records = self._records.all()
             self._is_reloaded = False
-            try:
-                records = self._records.all()
-            except StateError:
-                self._is_reloaded = True
-                raise
             for uid, record in records.items():
                 self._lost |= {(uid, step): None for step in record.steps if isinstance(step, SetTimeSlice)}
-        what = "the setting of the time slice after a reload of the NVIDIA driver"
-        for lost in self._lost.copy():
-            self._lanes.ask({lost[1].gpu_uuid}, what, partial(self._set_again, *lost), once=lost)
+        return {step.gpu_uuid for _, step in self._lost.copy()}
 
-    def _set_again(self, uid: str, step: SetTimeSlice, _operation: Operation) -> None:
-        """A GPU that refuses is told once for each reason."""
-        try:
-            record = self._records.get(uid)
-            # The try before may have ended while this one was asked for.
-            if record is not None and step in record.steps and (uid, step) in self._lost:
-                self._nvidia_smi.set_time_slice(step.gpu_uuid, step.interval)
-                _log.info("time_slice_set_again", gpu_uuid=step.gpu_uuid, claim_uid=uid)
-        except DraDriverError as error:
-            if self._lost.get((uid, step)) != str(error):
-                _log.error("time_slice_lost", gpu_uuid=step.gpu_uuid, claim_uid=uid, reason=str(error))
-            if not isinstance(error, NotSupportedError):
-                self._lost[uid, step] = str(error)
-                return
-        self._lost.pop((uid, step), None)
+    def put_right(self, gpu_uuid: str) -> None:
+        """Set the lost time slice of a GPU again; its lane runs it. A GPU that refuses is told once for each reason.
+        Raises: RetryableError, StateError; then it stays lost."""
+        for lost, reason in self._lost.copy().items():
+            uid, step = lost
+            if step.gpu_uuid != gpu_uuid:
+                continue
+            try:
+                record = self._records.get(uid)
+                if record is not None and step in record.steps:
+                    self._nvidia_smi.set_time_slice(gpu_uuid, step.interval)
+                    _log.info("time_slice_set_again", gpu_uuid=gpu_uuid, claim_uid=uid)
+            except DraDriverError as error:
+                if reason != str(error):
+                    _log.error("time_slice_lost", gpu_uuid=gpu_uuid, claim_uid=uid, reason=str(error))
+                if not isinstance(error, NotSupportedError):
+                    self._lost[lost] = str(error)
+                    raise
+            self._lost.pop(lost, None)
 
 
 @dataclass(eq=False)

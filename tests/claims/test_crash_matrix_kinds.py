@@ -168,7 +168,7 @@ def test_the_other_instance_of_a_rolling_update_takes_back_what_a_dead_one_left(
             assert other.lanes.hanging() == {}, point
             assert case.unprepare(other) is None, point
             assert other.cleaner.clean_all() == [], point
-            other.collector.work_off()
+            other.work_off()
             assert other.state() == untouched, point
 
 
@@ -179,18 +179,18 @@ def test_an_instance_that_starts_while_nvml_is_detached_takes_back_when_that_is_
             left = [gpu[:2] + gpu[3:] for gpu in case.site.settings()]
             with case.site.detached():
                 following = node.again()
-                following.collector.work_off()
+                following.work_off()
                 following.cleaner.clean_all()
                 assert case.unprepare(following) is None, point
-                following.collector.work_off()
+                following.work_off()
                 following.cleaner.clean_all()
                 # The MPS host, which is a process of its own here as well, waits with compute modes by itself.
                 assert [gpu[:2] + gpu[3:] for gpu in case.site.settings()] == left, point
             assert following.cleaner.clean_all() == [], point
-            following.collector.work_off()
-            if following.collector.is_left():
+            following.work_off()
+            if following.collector.gpus():
                 following.clock.pause(31)  # for so long an instance is expected whose creation nobody saw end
-                following.collector.work_off()
+                following.work_off()
             assert following.state() == untouched, point
 
 

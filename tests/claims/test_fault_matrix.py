@@ -165,7 +165,7 @@ class FaultyNode(KindNode):
             FaultyNode.host = MpsHostOnFiles(self.mps, layout)
         client = MpsHostFiles(layout, wait_s=0.0)
         return runners | {
-            SetTimeSlice: TimeSliceSteps(NvidiaSmi(programs), self.records, self.lanes),
+            SetTimeSlice: TimeSliceSteps(NvidiaSmi(programs), self.records),
             RunMps: MpsSteps(client, self._uuid_of),
         }
 
@@ -175,7 +175,7 @@ class FaultyNode(KindNode):
 
     def settled(self) -> None:
         assert self.cleaner.clean_all() == []
-        self.collector.work_off()
+        self.work_off()
 
 
 @pytest.fixture

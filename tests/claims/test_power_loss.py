@@ -151,7 +151,7 @@ class PoweredNode(Node):
         runner = StepDispatcher({
             WriteCdiSpec: self.steps,
             WriteDeviceMetadata: MetadataSteps(self.metadata_files, lambda: MIXED, lambda device: None),
-            SetTimeSlice: TimeSliceSteps(self.boot, self.records, self.lanes),
+            SetTimeSlice: TimeSliceSteps(self.boot, self.records),
             RunMps: MpsSteps(self.mps, lambda _device: None),
         })  # fmt: skip
         self.work_with(runner)

@@ -560,7 +560,7 @@ def test_the_configuration_file_is_one_that_the_driver_takes(tmp_path: Path) -> 
     values = {
         "sharing": [{"selector": {"devices": "mig"}, "mode": "off"}, {"mode": "memory", "enforce": "mps"}],
         "health": {"ignoredXids": [94], "taints": {"gpu-lost": "NoExecute"}},
-        "dynamicMig": {"enabled": True, "adopt": "destroy", "gpus": {"productName": "NVIDIA H100*"}},
+        "dynamicMig": {"enabled": True, "gpus": {"productName": "NVIDIA H100*"}},
         "migLayouts": {"layout": "all-balanced", "fromLabel": True},
         "config": {"kubeAPIQPS": 7.5, "logFormat": "console"},
     }
@@ -568,7 +568,7 @@ def test_the_configuration_file_is_one_that_the_driver_takes(tmp_path: Path) -> 
     file = tmp_path / "config.yaml"
     file.write_text(one(manifests, "ConfigMap", f"{NAME}-config")["data"]["config.yaml"])
     settings = resolve({"node_name": "n"}, file)
-    assert (settings.kube_api_qps, settings.log_format, settings.adopt_mig) == (7.5, "console", "destroy")
+    assert (settings.kube_api_qps, settings.log_format) == (7.5, "console")
     assert settings.ignored_xids == {94}
     assert settings.dynamic_mig
     assert (settings.mig_layouts.name, settings.mig_layouts.from_label) == ("all-balanced", True)

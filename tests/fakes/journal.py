@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dra_driver.errors import DraDriverError
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.lanes import Lanes
@@ -22,6 +24,7 @@ class Journaled:
     runner: Any
     cleaner: Cleaner
     executor: Executor
+    collector: Any
 
     def open_journal(
         self, directory: Path, boot_id: str, counted: Callable[[Any], Any] = lambda subject: subject
@@ -56,6 +59,13 @@ class Journaled:
     def without_record(self) -> Collection[str]:
         """UIDs of claims with a CDI spec and without a readable record."""
         return ()
+
+    def work_off(self, wait_s: float = 30.0) -> None:
+        """Have the collector of MIG devices put right what it finds, in the lanes; what fails or hangs is left."""
+        for gpu in sorted(self.collector.gpus()):
+            done = self.lanes.ask({gpu}, "a test", lambda _, gpu=gpu: self.collector.put_right(gpu))  # type: ignore[misc]
+            with suppress(DraDriverError, TimeoutError):
+                done.result(wait_s)
 
     def record_of(self, uid: str = "uid-1") -> ClaimRecord:
         """The record of a claim that has one."""

@@ -392,7 +392,7 @@ class KindNode(Journaled):
             pause=self.clock.pause,
         )
         self.mig = MigDevices(context)
-        self.collector = MigCollector(context, self.mig, self.lanes, adopt="leave", on_change=lambda: None)
+        self.collector = MigCollector(context, self.mig, lambda: None)
         self.cards = PassthroughLedger(plugin / "passthrough", boot_id)
         self.cards.open()
         runners = self._runners(context)
@@ -410,7 +410,7 @@ class KindNode(Journaled):
     def restarted(self, **options: Any) -> KindNode:
         """The next instance, after the look that each start begins with."""
         node = self.again(**options)
-        node.collector.work_off()
+        node.work_off()
         assert node.cleaner.clean_all() == []
         return node
 
@@ -458,7 +458,7 @@ class KindNode(Journaled):
         return {
             CreateMig: mig,
             LeaveMigMode: mig,
-            SetTimeSlice: TimeSliceSteps(settings, self.records, self.lanes),
+            SetTimeSlice: TimeSliceSteps(settings, self.records),
             RunMps: MpsSteps(mps, self._uuid_of),
             BindVfio: VfioSteps(
                 self._vfio(),

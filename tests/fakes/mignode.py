@@ -86,9 +86,7 @@ class _Counted:
 class MigNode(Journaled):
     """An instance of the plugin for GPU 0 of a machine."""
 
-    def __init__(
-        self, simulated: SimulatedNode, directory: Path, *, boot_id: str = "boot-1", adopt: Any = "leave"
-    ) -> None:
+    def __init__(self, simulated: SimulatedNode, directory: Path, *, boot_id: str = "boot-1") -> None:
         self.simulated = simulated
         self.machine = simulated.machine
         self.directory = directory
@@ -119,13 +117,11 @@ class MigNode(Journaled):
         self.devices = MigDevices(self.context)
         self.steps = MigSteps(self.context, self.devices, simulated.paths.proc)
         self.work_with(StepDispatcher({CreateMig: self.steps, LeaveMigMode: self.steps}))
-        self.collector = MigCollector(
-            self.context, self.devices, self.lanes, adopt=adopt, on_change=self._changed
-        )
+        self.collector = MigCollector(self.context, self.devices, self._changed)
 
     def loop(self) -> Cleaner:
         """The loop that works off what is left over, by the node's clock."""
-        return Cleaner(self.gpu_ledger, self.lanes, self.runner, others=[self.collector], clock=self.clock)
+        return Cleaner(self.gpu_ledger, self.lanes, self.runner, keepers=[self.collector], clock=self.clock)
 
     def restarted(self, **options: Any) -> MigNode:
         return MigNode(self.simulated, self.directory, **{"boot_id": self.boot_id, **options})
@@ -202,7 +198,7 @@ class MigNode(Journaled):
     def settle(self) -> None:
         """What a start does with what an earlier instance has left."""
         assert self.cleaner.clean_all() == []
-        self.collector.work_off()
+        self.work_off()
 
     # --- what is there -------------------------------------------------------------------------
 

@@ -95,7 +95,7 @@ def test_gpus_change_as_they_run_empty_and_no_claim_is_disturbed(node: Node) -> 
     node.ready(waiting)
     before = {one["name"] for one in node.devices()}
     node.take_back(waiting)
-    node.driver.mig.collector.work_off()
+    node.driver.cleaner.clean_all()
     assert {one["name"] for one in node.devices()} == before
 
     node.restart_driver(mig_layouts=MIXED)

@@ -275,7 +275,7 @@ def test_discovery_lets_go_and_comes_back(
     discovery.scan_now(5)
     assert (len(discovery.inventory.gpus), detachments.is_nvml_open()) == (8, True)
     assert heard == ["change", "change", "hardware"], (
-        "what the closing lost is set again, and nothing is adopted"
+        "what the closing lost is set again"
     )
     reader.session.close()
     assert not detachments.is_nvml_open()

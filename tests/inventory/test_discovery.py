@@ -578,7 +578,6 @@ def test_stop_closes_nvml_and_ends_the_thread(bench: Bench) -> None:
 
 
 def test_driver_is_loaded_once_however_often_the_hardware_changes(bench: Bench) -> None:
-    """Others' instances are adopted only when the driver was loaded: later they are somebody's work."""
     bench.scan()
     assert bench.told == ["driver"]
     bench.host.hardware = "two"

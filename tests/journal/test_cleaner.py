@@ -576,6 +576,62 @@ def test_loop_of_an_instance_that_does_not_lead_leaves_cleanups_alone(bench: Ben
     assert bench.files() == [LEDGER_0]
 
 
+class Keeps:
+    """Puts GPUs right; those in `hanging` wait for `let_on`, and those in `broken` stay as they are."""
+
+    what = "the setting of something"
+
+    def __init__(self, *left: str) -> None:
+        self.left = list(left)
+        self.hanging: list[str] = []
+        self.broken: list[str] = []
+        self.tried: list[str] = []
+        self.let_on = threading.Event()
+
+    def gpus(self) -> list[str]:
+        return self.left
+
+    def put_right(self, gpu_uuid: str) -> None:
+        self.tried.append(gpu_uuid)
+        if gpu_uuid in self.hanging:
+            assert self.let_on.wait(30)
+        if gpu_uuid in self.broken:
+            raise RetryableError("not now")
+        self.left.remove(gpu_uuid)
+
+
+def test_gpu_that_hangs_holds_up_no_cleanup_of_another_gpu(bench: Bench) -> None:
+    """Neither the undo of a claim's step, nor what keepers put right."""
+    other, keeps = SetTimeSlice(UUID_1, 1), Keeps("GPU-2", "GPU-3")
+    bench.tools.broken = [MPS, other]
+    bench.end(record(MPS, other))
+    bench.tools.broken, bench.tools.hanging, keeps.hanging = [], [MPS], ["GPU-2"]
+    cleaner = Cleaner(bench.ledger, bench.lanes, bench.tools, keepers=[keeps])
+    for _ in range(3):
+        cleaner._turn()
+        eventually(lambda: bench.lanes.under_way().keys() == {UUID_0, "GPU-2"})
+    assert (keeps.left, keeps.tried) == (["GPU-2"], ["GPU-2", "GPU-3"])
+    assert [entry.step for entry in bench.ledger.entries()] == [MPS]
+    assert [use.what for use in bench.lanes.uses().values() if use.gpu_uuid == "GPU-2"] == [Keeps.what]
+    bench.tools.let_on.set()
+    keeps.let_on.set()
+    eventually(lambda: not bench.lanes.under_way())
+
+
+def test_what_a_keeper_cannot_put_right_is_tried_again_after_a_pause(bench: Bench) -> None:
+    keeps, now = Keeps("GPU-2"), [0.0]
+    keeps.broken = ["GPU-2"]
+    cleaner = Cleaner(bench.ledger, bench.lanes, bench.tools, keepers=[keeps], clock=lambda: now[0])
+    for _ in range(5):
+        cleaner._turn()
+        eventually(lambda: not bench.lanes.under_way())
+    assert keeps.tried == ["GPU-2"]
+    keeps.broken, now[0] = [], 1.0
+    cleaner._turn()
+    eventually(lambda: not bench.lanes.under_way())
+    assert (keeps.left, keeps.tried) == ([], ["GPU-2", "GPU-2"])
+
+
 # --- crashes ---------------------------------------------------------------------------------------
 
 

@@ -169,8 +169,8 @@ def test_a_start_that_dies_while_it_clears_up_is_gone_on_with(fresh, changes: in
     node.prepare(wanted(node, case))
     node = node.restarted()
     node.records.delete("uid-1")
-    node = die_in(node, node.collector.work_off, changes)
-    node.collector.work_off()
+    node = die_in(node, node.work_off, changes)
+    node.work_off()
     assert node.state() == untouched(case)
 
 
@@ -266,7 +266,7 @@ def ends_clean(refused: PairNode, node: MigNode, follows: str, end: object) -> N
     that, or instead, leaves nothing, and so does a start without the record."""
     if follows == "prepare":
         before = node.state()
-        node.collector.work_off()
+        node.work_off()
         assert end is None or node.state() == before
         refused.try_(node)
         assert end in (None, node.state())
@@ -276,7 +276,7 @@ def ends_clean(refused: PairNode, node: MigNode, follows: str, end: object) -> N
     else:
         node.unprepare()
     assert node.cleaner.clean_all() == []
-    node.collector.work_off()
+    node.work_off()
     assert node.state() == untouched(CASES[refused.name])
 
 

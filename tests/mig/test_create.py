@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,15 +20,15 @@ from dra_driver.errors import (
     StateError,
 )
 from dra_driver.host.mig_caps import MigCaps
-from dra_driver.model.gpu import Gpu
-from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig import GpuInstance, MigDevice, Partitioning, Placement
+from dra_driver.journal.cleaner import Cleaner
+from dra_driver.model.mig import GpuInstance, Placement
 from dra_driver.model.plan import Plan
 from dra_driver.model.steps import WriteCdiSpec
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
 from tests.fakes.preparing import in_threads
 from tests.fakes.samples import claim, hold, record
+from tests.fakes.waiting import eventually
 
 ONE_G_AT_3 = (10, 19, 3, 1)
 HARDWARE = {"set_mode", "create", "create_compute", "destroy_compute", "destroy"}
@@ -81,7 +80,7 @@ def test_refusal_leaves_nothing_behind(node: MigNode, small, function: str, code
     )
     if node.devices.expects_late_instances:
         node.clock.now += 30
-        node.collector.work_off()
+        node.work_off()
     assert node.state() == UNTOUCHED
     assert [(kind, error is None) for kind, _, error in node.told if kind == "create"] == [("create", False)]
     node.prepare(small)
@@ -115,11 +114,11 @@ def test_what_cannot_be_undone_is_kept_as_orphan_and_cleared_later(node: MigNode
     assert (entry.phase, node.left_over > 0) == ("orphan", True)
     existing = node.hardware.instances(*node.address)
     assert node.ledger.foreign_instances(node.gpu_uuid, existing) == (replace(existing[0], leaving=True),)
-    node.collector.work_off()
+    node.work_off()
     assert "destroy GPU instance 10" in node.collector.stuck()[small.name]
     node.machine.clear_faults()
     node.clock.now += 1
-    node.collector.work_off()
+    node.work_off()
     assert (node.state(), node.collector.stuck(), node.changes) == (UNTOUCHED, {}, 2)
 
 
@@ -133,7 +132,7 @@ def test_driver_that_vanishes_midway_leaves_an_orphan(node: MigNode, small) -> N
     node.machine.clear_faults()
     node.machine.load_driver()
     node.simulated.session.reopen()
-    node.restarted().collector.work_off()
+    node.restarted().work_off()
     assert node.state() == UNTOUCHED
 
 
@@ -200,7 +199,7 @@ def test_foreign_instance_is_named_and_left_alone(node: MigNode, small, profile:
         ClaimRefusedError, match=rf"needs GPU instance {number} .* which somebody else made .* left alone"
     ):
         node.prepare(small)
-    node.collector.work_off()
+    node.work_off()
     assert node.on_gpu() == before
     assert node.state()[1:] == UNTOUCHED[1:]
 
@@ -210,10 +209,10 @@ def test_mode_stays_on_while_somebody_elses_instance_is_there(node: MigNode, sma
     number, *_ = node.machine.create_mig(0, "1g.10gb", 0)
     node.unprepare()
     assert node.on_gpu() == (True, [(number, 19, 0, 1)])
-    node.collector.work_off()
+    node.work_off()
     assert len(node.ledger.owned_modes()) == 1
     node.machine.destroy_mig(0, number)
-    node.collector.work_off()
+    node.work_off()
     assert node.state() == UNTOUCHED
 
 
@@ -292,12 +291,12 @@ def test_shared_device_goes_with_the_last_claim(node: MigNode, small) -> None:
 def test_device_of_a_claim_whose_record_was_lost_is_kept(node: MigNode, small) -> None:
     left_over(node, small)
     node.lost = (small.name,)
-    node.collector.work_off()
+    node.work_off()
     with pytest.raises(RetryableError, match="of a claim whose record was lost"):
         node.prepare(node.wanted("3g.40gb", 0), uid="uid-2")
     assert node.on_gpu() == (True, [ONE_G_AT_3])
     node.lost = ()
-    node.collector.work_off()
+    node.work_off()
     assert node.state() == UNTOUCHED
 
 
@@ -330,7 +329,7 @@ def test_device_in_use_is_waited_for_and_its_holder_named(node: MigNode, small) 
     node.unprepare("uid-2")
     node.machine.release_gpu(0)
     node.clock.now += 1
-    node.collector.work_off()
+    node.work_off()
     assert node.state() == UNTOUCHED
     assert node.told[0] == ("create", small.name, None)
     assert ("destroy", small.name, "DeviceBusyError") in node.told
@@ -361,7 +360,7 @@ def test_claim_that_comes_again_gets_no_device_on_which_a_process_computes(node:
     node.machine.release_gpu(0)
     node.restarted().prepare(small)
     node.clock.now += 60
-    node.collector.work_off()
+    node.work_off()
     assert node.made(small).uuid != made.uuid
     assert node.on_gpu() == (True, [ONE_G_AT_3])
 
@@ -370,16 +369,16 @@ def test_what_becomes_stuck_is_a_change_and_what_stays_so_is_none(node: MigNode,
     """Slices offer the place of a device as long as nobody says that it is taken for good."""
     left_over(node, small)
     hold_instance(node)
-    node.collector.work_off()
+    node.work_off()
     assert (list(node.collector.stuck()), node.changes) == ([small.name], 1)
     assert "4711" in node.collector.stuck()[small.name]
     for _ in range(100):
         node.clock.now += 1
-        node.collector.work_off()
+        node.work_off()
     assert (list(node.collector.stuck()), node.changes) == ([small.name], 1)
     node.machine.release_gpu(0)
     node.clock.now += 60
-    node.collector.work_off()
+    node.work_off()
     assert (list(node.collector.stuck()), node.changes) == ([], 2)
 
 
@@ -390,16 +389,14 @@ def test_pauses_of_the_background_double_up_to_half_a_minute(node: MigNode, smal
     loop = node.loop()
     for _ in range(1500):
         node.told.clear()
-        loop._turn()
+        a_turn(node, loop)
         if node.told:
             tries.append(round(node.clock.now, 1))
         node.clock.now += 0.1
     gaps = [round(after - before, 1) for before, after in itertools.pairwise(tries)]
     wanted = [0.5, 1, 2, 4, 8, 16, 30, 30]
     assert len(gaps) > len(wanted)
-    assert all(
-        0.8 * step - 0.1 <= gap <= 1.2 * step + 0.2 for step, gap in zip(wanted, gaps[1:], strict=False)
-    )
+    assert all(0.8 * step - 0.1 <= gap <= 1.2 * step + 0.2 for step, gap in zip(wanted, gaps, strict=False))
     assert [line["event"] for line in logs].count("mig_not_cleared") == 1, "told once while the reason stays"
 
 
@@ -409,10 +406,10 @@ def test_mode_that_cannot_be_left_hinders_nobody(node: MigNode, small) -> None:
     node.unprepare()
     assert node.on_gpu() == (True, [])
     assert (len(node.ledger.owned_modes()), node.left_over) == (1, 1)
-    node.collector.work_off()
+    node.work_off()
     node.machine.release_gpu(0)
     node.clock.now += 1
-    node.collector.work_off()
+    node.work_off()
     assert (node.state(), node.collector.stuck()) == (UNTOUCHED, {})
 
 
@@ -445,12 +442,12 @@ def test_claim_ends_whatever_is_broken_and_the_device_goes_later(
     assert node.records.all() == {}
     assert [entry.phase for entry in node.ledger.all().values()] == ["orphan"]
     assert node.left_over
-    node.collector.work_off()
+    node.work_off()
     assert list(node.collector.stuck()) == [small.name]
     healed()
     node.unprepare()
     node.clock.now += 1
-    node.collector.work_off()
+    node.work_off()
     assert (node.state(), node.collector.stuck()) == (UNTOUCHED, {})
 
 
@@ -510,7 +507,7 @@ def test_after_a_reboot_nothing_of_the_old_boot_is_taken_for_ours(
     with pytest.raises(ClaimRefusedError, match="which somebody else made"):
         after.prepare(small)
     after.ledger.save(entry)
-    after.collector.work_off()
+    after.work_off()
     assert (after.ledger.all(), after.ledger.owned_modes()) == ({}, {})
     assert after.records.all() == {}, (
         "in this boot nothing was prepared, so the failed Prepare takes its record back"
@@ -518,7 +515,7 @@ def test_after_a_reboot_nothing_of_the_old_boot_is_taken_for_ours(
     after.ledger.save(entry)
     after.records.save(replace(prepared, phase="preparing", boot_id="boot-2"))
     after.unprepare()
-    after.collector.work_off()
+    after.work_off()
     assert after.ledger.all() == {}
     assert after.on_gpu() == (True, [(number, 19, 3, 1)])
 
@@ -527,7 +524,7 @@ def test_unreadable_entry_makes_its_instance_somebody_elses(node: MigNode, small
     node.prepare(small)
     (tmp_path / "mig" / f"{small.name}.json").write_text("{")
     node.unprepare()
-    node.collector.work_off()
+    node.work_off()
     assert node.on_gpu() == (True, [ONE_G_AT_3])
 
 
@@ -577,7 +574,7 @@ def test_every_switch_of_the_mode_is_told(node: MigNode, small) -> None:
     node.prepare(small)
     node.machine.set_fault("nvmlDeviceSetMigMode", code="in-use", count=1)
     node.unprepare()
-    node.collector.work_off()
+    node.work_off()
     assert node.told_of_modes == [
         ("mode-on", gpu, None), ("mode-off", gpu, "DeviceBusyError"), ("mode-off", gpu, None),
     ]  # fmt: skip
@@ -605,7 +602,7 @@ def test_mode_that_nobody_can_tell_is_told(node: MigNode, small, monkeypatch: py
     assert node.left_over
 
 
-# --- two instances, start, adoption ------------------------------------------------------------
+# --- two instances, start ---------------------------------------------------------------------
 
 
 def test_two_instances_on_one_directory_agree(node: MigNode) -> None:
@@ -615,7 +612,7 @@ def test_two_instances_on_one_directory_agree(node: MigNode) -> None:
     def churn(one: MigNode, item: Any) -> None:
         for _ in range(3):
             one.prepare(item, uid=f"uid-{item.name}")
-            one.collector.work_off()
+            one.work_off()
             one.unprepare(f"uid-{item.name}")
 
     answers = in_threads(
@@ -642,106 +639,32 @@ def test_start_of_one_instance_leaves_alone_what_the_other_is_making(
         return users
 
     monkeypatch.setattr(other.users, "by_device", late)
-    other.collector.work_off()
+    other.work_off()
     assert node.on_gpu() == (True, [ONE_G_AT_3])
 
 
-def partitioned(node: MigNode, *devices: MigDevice) -> Inventory:
-    return Inventory(gpus=(Gpu(uuid=node.gpu_uuid, partitioning=Partitioning(()), mig_devices=devices),))
-
-
-@pytest.mark.parametrize("adopt", ["leave", "destroy"])
-def test_instances_of_others_are_cleared_away_only_where_that_is_wanted(
-    node: MigNode, small, adopt: str, logs: list
-) -> None:
-    node.prepare(small)
-    held, *_ = node.machine.create_mig(0, "1g.10gb", 0)
-    uuid = node.machine.gpu(0).instance(held).compute[0].uuid
-    node.records.save(record(hold("gpu-00000000", uuid=uuid, gpu_uuid=node.gpu_uuid), uid="uid-3"))
-    busy, *_ = node.machine.create_mig(0, "1g.10gb", 1)
-    hold_instance(node, busy)
-    node.machine.create_mig(0, "2g.20gb", 4)
-    node.hardware.create(*node.address, 19, Placement(6, 1))
-    following = node.restarted(adopt=adopt)
-    following.collector.work_off()
-    assert len(following.on_gpu()[1]) == 5, "only after discovery"
-    following.collector.reconcile(partitioned(node))
-    following.collector.work_off()
-    starts = sorted(row[2] for row in following.on_gpu()[1])
-    assert starts == ([0, 1, 3, 4, 6] if adopt == "leave" else [0, 1, 3])
-    assert following.changes == (adopt == "destroy")
-    told = [line["event"] for line in logs]
-    assert told.count("mig_instance_of_others_destroyed") == (3 if adopt == "destroy" else 0)
-    assert told.count("mig_instance_not_destroyed") == (1 if adopt == "destroy" else 0)
-    node.machine.release_gpu(0)
-    following.collector.work_off()
-    assert sorted(row[2] for row in following.on_gpu()[1]) == starts, "once a reload"
-
-
-def test_what_a_claim_holds_is_adopted_after_it(node: MigNode) -> None:
-    node.machine.set_mig_mode(0, True)
-    held, *_ = node.machine.create_mig(0, "1g.10gb", 0)
-    lost, *_ = node.machine.create_mig(0, "1g.10gb", 1)
-    uuids = [node.machine.gpu(0).instance(number).compute[0].uuid for number in (held, lost)]
-    for number, uuid in enumerate(uuids):
-        node.records.save(
-            record(hold("gpu-00000000", uuid=uuid, gpu_uuid=node.gpu_uuid), uid=f"uid-{number}")
-        )
-    following = node.restarted(adopt="destroy")
-    following.collector.reconcile(partitioned(node))
-    following.collector.work_off()
-    assert len(following.on_gpu()[1]) == 2
-    by_hand, *_ = node.machine.create_mig(0, "1g.10gb", 2)
-    node.records.delete("uid-0")
-    following.collector.claim_gone()
-    following.collector.work_off()
-    assert [row[0] for row in following.on_gpu()[1]] == sorted([lost, by_hand]), "made after the start"
-    node.records.delete("uid-1")
-    following.collector.work_off()
-    following.collector.work_off()
-    assert [row[0] for row in following.on_gpu()[1]] == [by_hand]
-    assert following.changes == 2
-
-
-def test_adoption_that_failed_is_tried_again(node: MigNode, logs: list) -> None:
-    node.machine.set_mig_mode(0, True)
-    node.machine.create_mig(0, "1g.10gb", 0)
-    node.machine.set_fault("nvmlGpuInstanceDestroy", code="unknown", count=1)
-    following = node.restarted(adopt="destroy")
-    following.collector.reconcile(partitioned(node))
-    following.collector.work_off()
-    assert "mig_not_cleared" in {line["event"] for line in logs}
-    assert len(following.on_gpu()[1]) == 1
-    following.clock.now += 1
-    following.collector.work_off()
-    assert following.on_gpu() == (True, [])
-    assert following.collector.stuck() == {}
-
-
-def test_gpu_that_is_not_partitioned_is_not_adopted(node: MigNode) -> None:
-    node.machine.set_mig_mode(0, True)
-    node.machine.create_mig(0, "1g.10gb", 0)
-    following = node.restarted(adopt="destroy")
-    following.collector.reconcile(Inventory(gpus=(Gpu(uuid=node.gpu_uuid),)))
-    following.collector.work_off()
-    assert len(following.on_gpu()[1]) == 1
+def a_turn(node: MigNode, loop: Cleaner) -> float:
+    pause = loop._turn()
+    eventually(lambda: not node.lanes.under_way())
+    return pause
 
 
 def test_ledger_that_cannot_be_listed_is_told_and_tried_again(
     node: MigNode, small, monkeypatch: pytest.MonkeyPatch, logs: list
 ) -> None:
     left_over(node, small)
+    loop = node.loop()
 
     def broken() -> Any:
         raise StateError("cannot list the MIG ledger: too many open files")
 
-    monkeypatch.setattr(node.ledger, "all", broken)
-    node.collector.work_off()
-    assert [line["reason"] for line in logs if line["event"] == "mig_not_cleared"] == [
+    with monkeypatch.context() as patch:
+        patch.setattr(node.ledger, "all", broken)
+        a_turn(node, loop)
+    assert [line["reason"] for line in logs if line["event"] == "cleanup_not_tried"] == [
         "cannot list the MIG ledger: too many open files"
     ]
-    monkeypatch.undo()
-    node.collector.work_off()
+    a_turn(node, loop)
     assert node.state() == UNTOUCHED
 
 
@@ -749,47 +672,35 @@ def test_loop_works_off_left_over_devices_and_survives_surprises(
     node: MigNode, small, monkeypatch: pytest.MonkeyPatch, logs: list
 ) -> None:
     left_over(node, small)
-    looked, was_surprised = threading.Event(), threading.Event()
-    look = node.collector.work_off
+    gpus, surprises = node.collector.gpus, [RuntimeError("surprise")]
 
-    def surprising() -> None:
-        if not was_surprised.is_set():
-            was_surprised.set()
-            raise RuntimeError("surprise")
-        look()
-        looked.set()
+    def surprising() -> set[str]:
+        if surprises:
+            raise surprises.pop()
+        return gpus()
 
-    monkeypatch.setattr(node.collector, "work_off", surprising)
+    monkeypatch.setattr(node.collector, "gpus", surprising)
     loop = node.loop()
-    monkeypatch.setattr(node.collector, "wake", loop.wake)
     loop.start()
-    assert was_surprised.wait(10)
-    node.collector.reconcile(partitioned(node))
-    assert looked.wait(10)
+    eventually(lambda: not surprises)
+    loop.wake()
+    eventually(lambda: node.state() == UNTOUCHED)
     loop.stop()
-    assert node.state() == UNTOUCHED
     assert "cleanup_failed" in [line["event"] for line in logs]
 
 
-def test_look_that_leaves_something_over_is_not_repeated_at_once(node: MigNode, small) -> None:
-    """A device that does not go asks for another look while the collector looks."""
+def test_device_that_does_not_go_is_not_tried_again_at_once(node: MigNode, small) -> None:
     left_over(node, small)
     hold_instance(node)
-    looks, work_off = [], node.collector.work_off
-
-    def look() -> None:
-        looks.append(node.clock.now)
-        work_off()
-        node.collector.look_soon()
-
-    node.collector.work_off = look
     loop = node.loop()
+    a_turn(node, loop)
+    node.told.clear()
     for _ in range(20):
-        loop._turn()
-    assert len(looks) <= 2
+        a_turn(node, loop)
+    assert node.told == []
     node.clock.now += 1
-    loop._turn()
-    assert looks[-1] == node.clock.now
+    a_turn(node, loop)
+    assert node.told != []
 
 
 def test_device_that_a_claim_wants_again_is_not_stuck(node: MigNode, small) -> None:
@@ -797,10 +708,10 @@ def test_device_that_a_claim_wants_again_is_not_stuck(node: MigNode, small) -> N
     node.prepare(small)
     hold_instance(node)
     node.unprepare()
-    node.collector.work_off()
+    node.work_off()
     assert list(node.collector.stuck()) == [small.name]
     node.machine.release_gpu(0)
     node.prepare(small, "uid-2")
     node.clock.pause(60)
-    node.collector.work_off()
-    assert (node.collector.stuck(), node.collector.is_left()) == ({}, False)
+    node.work_off()
+    assert (node.collector.stuck(), node.collector.gpus()) == ({}, set())

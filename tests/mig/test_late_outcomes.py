@@ -8,6 +8,7 @@ import pytest
 
 from dra_driver.errors import NvmlTransientError, NvmlUnknownOutcomeError, RetryableError
 from tests.fakes.mignode import UNTOUCHED, MigNode
+from tests.fakes.waiting import eventually
 
 MADE = (10, 19, 3, 1)
 
@@ -91,7 +92,7 @@ def test_collector_destroys_what_comes_after_the_call_gave_up(
 ) -> None:
     given_up(unsure, small)
     assert unsure.left_over
-    unsure.collector.work_off()
+    unsure.work_off()
     assert (phases(unsure), unsure.devices.expects_late_instances, unsure.collector.stuck()) == (
         ["orphan"],
         True,
@@ -102,7 +103,7 @@ def test_collector_destroys_what_comes_after_the_call_gave_up(
     unsure.machine.set_mig_mode(0, True)
     unsure.simulated.session.reopen()
     appear(unsure)
-    unsure.collector.work_off()
+    unsure.work_off()
     assert (unsure.on_gpu()[1], phases(unsure), unsure.devices.expects_late_instances) == ([], [], False)
     assert [line["event"] for line in logs].count("mig_device_cleared") == 1
 
@@ -112,7 +113,7 @@ def test_collector_destroys_what_comes_while_the_claim_waits_and_leaves_the_mode
 ) -> None:
     tried(unsure, small)
     appear(unsure)
-    unsure.collector.work_off()
+    unsure.work_off()
     assert (unsure.on_gpu(), phases(unsure)) == ((True, []), [])
     unsure.prepare(small)
     assert unsure.on_gpu() == (True, [MADE])
@@ -121,17 +122,17 @@ def test_collector_destroys_what_comes_while_the_claim_waits_and_leaves_the_mode
 def test_what_never_comes_is_forgotten(unsure: MigNode, small: Any) -> None:
     given_up(unsure, small)
     unsure.clock.now += 29.9
-    unsure.collector.work_off()
+    unsure.work_off()
     assert phases(unsure) == ["orphan"]
     unsure.clock.now += 0.1
-    unsure.collector.work_off()
+    unsure.work_off()
     assert (unsure.state(), unsure.devices.expects_late_instances) == (UNTOUCHED, False)
     unsure.clock.now += 60
     unsure.machine.set_mig_mode(0, True)
     unsure.simulated.session.reopen()
     appear(unsure)
     assert foreign(unsure) == [False]
-    unsure.collector.work_off()
+    unsure.work_off()
     assert unsure.on_gpu() == (True, [MADE])
 
 
@@ -139,10 +140,10 @@ def test_next_instance_of_the_plugin_waits_anew(unsure: MigNode, small: Any) -> 
     given_up(unsure, small)
     following = unsure.restarted()
     following.clock.now = 1000.0
-    following.collector.work_off()
+    following.work_off()
     assert (phases(following), following.devices.expects_late_instances) == (["orphan"], True)
     following.clock.now += 30
-    following.collector.work_off()
+    following.work_off()
     assert following.state() == UNTOUCHED
 
 
@@ -154,7 +155,7 @@ def test_second_open_answer_is_expected_as_long_as_the_first(
     left_open(unsure, monkeypatch)
     given_up(unsure, small)
     unsure.clock.now += 29
-    unsure.collector.work_off()
+    unsure.work_off()
     assert phases(unsure) == ["orphan"]
 
 
@@ -229,8 +230,8 @@ def test_unprepare_leaves_it_to_the_collector(unsure: MigNode, small: Any, comes
 def test_collector_looks_soon_while_an_instance_is_expected(unsure: MigNode, small: Any) -> None:
     given_up(unsure, small)
     loop, began = unsure.loop(), unsure.clock.now
-    while unsure.collector.is_left() and unsure.clock.now < began + 60:
+    while unsure.collector.gpus() and unsure.clock.now < began + 90:
         assert loop._turn() <= 5.0
+        eventually(lambda: not unsure.lanes.under_way())
         unsure.clock.now += 0.5
-    loop._turn()
     assert unsure.state() == UNTOUCHED

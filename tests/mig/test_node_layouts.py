@@ -86,10 +86,10 @@ class Layouts:
     def settle(self) -> GpuLayout:
         """Looks until the taint has been there long enough, and one more; with the collector between them."""
         self.look()
-        self.node.collector.work_off()
+        self.node.work_off()
         self.node.clock.pause(TAINTED_FIRST_S)
         self.look()
-        self.node.collector.work_off()
+        self.node.work_off()
         state = self.look()
         assert state is not None
         return state
@@ -213,7 +213,7 @@ def test_a_label_that_flips_back_half_way_keeps_what_still_fits(node: MigNode) -
     assert three in {entry.uuid for entry in node.ledger.all().values()}
     layouts.labels = {}
     assert layouts.look() is None
-    node.collector.work_off()
+    node.work_off()
     assert profiles(node) == [THREE, ONE, ONE]
 
 
@@ -259,7 +259,7 @@ def test_a_reboot_makes_everything_anew(node: MigNode) -> None:
     hold(node, "gpu-0-mig", kind="mig")
     make_idle(node.simulated, mig_mode=False)
     after = node.restarted(boot_id="boot-2")
-    after.collector.work_off()
+    after.work_off()
     assert Layouts(after).settle().state == "applied"
     assert profiles(after) == [THREE, ONE, ONE]
     assert {entry.boot_id for entry in after.ledger.all().values()} == {"boot-2"}
@@ -321,7 +321,7 @@ def test_a_death_after_any_change_ends_where_an_uninterrupted_one_does(
             assert len(done) == changes
     second = Layouts(node.restarted(), by_label)
     second.label("other")
-    second.node.collector.work_off()
+    second.node.work_off()
     assert second.settle().state == "applied"
     assert profiles(node) == [THREE, TWO, ONE]
     entries = second.node.ledger.all().values()

@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 
 from dra_driver.mig.rules.ownership import (
-    FoundInstance,
-    foreign_to_destroy,
     instances_to_withhold,
     is_left_over,
     is_ours,
@@ -45,12 +43,3 @@ def test_instance_is_left_over_when_no_claim_wants_it(
     entry: OwnedInstance, users: dict[str, str], left_over: bool
 ) -> None:
     assert is_left_over(entry, "boot-1", users) == left_over
-
-
-def test_what_claims_hold_is_spared_and_named() -> None:
-    ours = FoundInstance(AT_3, ((0, "MIG-a"),))
-    held = FoundInstance(AT_4, ((0, "MIG-b"), (1, "MIG-c")))
-    free = FoundInstance(AT_5, ())
-    found = (ours, held, free)
-    assert foreign_to_destroy(found, {AT_3.slot}, {"MIG-b"}, None) == ([free], {"MIG-b", "MIG-c"})
-    assert foreign_to_destroy(found, {AT_3.slot}, (), {"MIG-c"}) == ([held], frozenset())

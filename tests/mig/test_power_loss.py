@@ -120,6 +120,6 @@ def test_a_mode_that_somebody_switches_on_after_the_boot_is_not_taken_for_ours(p
     for tree in noted[:4]:
         node = powered.boot(tree)
         powered.simulated.machine.set_mig_mode(0, True)
-        node.collector.work_off()
+        node.work_off()
         assert node.on_gpu() == (True, [])
         assert node.ledger.owned_modes() == {}

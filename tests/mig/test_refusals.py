@@ -394,7 +394,7 @@ def test_others_on_the_gpu_go_on_and_no_lock_is_held_meanwhile(make: Callable[..
         pass
     assert isinstance(node.asked(second), Prepared)
     assert node.no_more(second) is None
-    node.collector.work_off()
+    node.work_off()
     assert node.on_gpu() == (True, []), "the mode is left for nobody while one waits for a device"
     node.no_more(first)
     asking.answer()

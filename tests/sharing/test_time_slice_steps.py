@@ -32,7 +32,7 @@ def hanging(tmp_path: Path) -> TimeSliceSteps:
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
     records = RecordStore(tmp_path / "claims")
     records.open("boot-1")
-    return TimeSliceSteps(NvidiaSmi(lambda: found), records, Lanes(GpuLocks(tmp_path / "locks")))
+    return TimeSliceSteps(NvidiaSmi(lambda: found), records)
 
 
 def test_nvidia_smi_that_hangs_ends_with_the_kubelets_deadline(
@@ -76,11 +76,13 @@ def test_time_slices_are_set_again_when_no_thread_starts(
     records.save(ClaimRecord(claim(), "prepared", "boot-1", (), (SetTimeSlice("GPU-1", 3),), ""))
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
     threads_that_start("lane", 0)
-    steps = TimeSliceSteps(NvidiaSmi(lambda: found), records, Lanes(locks))
+    steps = TimeSliceSteps(NvidiaSmi(lambda: found), records)
+    ledger = Ledger(tmp_path / "ledger", records, "boot-1")
+    ledger.open()
     steps.driver_reloaded()
-    steps.work_off()
+    Cleaner(ledger, Lanes(locks), StepDispatcher({}), keepers=[steps])._turn()
     assert "--set-timeslice 3" in (tmp_path / "asked").read_text()
-    assert not steps.is_left()
+    assert steps.gpus() == set()
 
 
 def test_time_slice_that_cannot_be_set_again_is_tried_until_it_is(
@@ -106,10 +108,10 @@ echo "$@" >> {tmp_path}/asked
         records.save(ClaimRecord(claim(uid=f"uid-{number}"), "prepared", "boot-1", (), (step,), ""))
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
     lanes = Lanes(locks)
-    steps = TimeSliceSteps(NvidiaSmi(lambda: found), records, lanes)
+    steps = TimeSliceSteps(NvidiaSmi(lambda: found), records)
     ledger = Ledger(tmp_path / "ledger", records, "boot-1")
     ledger.open()
-    cleaner = Cleaner(ledger, lanes, StepDispatcher({}), others=[steps])
+    cleaner = Cleaner(ledger, lanes, StepDispatcher({}), keepers=[steps])
     cleaner.start()
     try:
         steps.driver_reloaded()
@@ -120,7 +122,7 @@ echo "$@" >> {tmp_path}/asked
         while "GPU-3" in lanes.under_way():
             time.sleep(0.01)  # a try that has begun before the claim ended
         (tmp_path / "works").touch()
-        while steps.is_left():
+        while steps.gpus():
             time.sleep(0.01)
     finally:
         cleaner.stop()

@@ -146,10 +146,8 @@ one that the image has too.
 {{- with .Values.sharing }}{{ $_ := set $file "sharing" . }}{{ end -}}
 {{- with .Values.health }}{{ $_ := set $file "health" . }}{{ end -}}
 {{- with .Values.migLayouts }}{{ $_ := set $file "migLayouts" . }}{{ end -}}
-{{- if and (include "gpu-dra-driver.dynamicMig" .) (or .Values.dynamicMig.gpus (ne .Values.dynamicMig.adopt "leave")) -}}
-{{- $section := dict "enabled" true "adopt" .Values.dynamicMig.adopt -}}
-{{- with .Values.dynamicMig.gpus }}{{ $_ := set $section "gpus" . }}{{ end -}}
-{{- $_ := set $file "dynamicMig" $section -}}
+{{- if include "gpu-dra-driver.dynamicMig" . -}}
+{{- with .Values.dynamicMig.gpus }}{{ $_ := set $file "dynamicMig" (dict "enabled" true "gpus" .) }}{{ end -}}
 {{- end -}}
 {{- if include "gpu-dra-driver.passthrough" . -}}
 {{- with .Values.passthrough.gpus }}{{ $_ := set $file "passthrough" (dict "enabled" true "gpus" .) }}{{ end -}}

@@ -116,7 +116,7 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
     runner = StepDispatcher(
         {
             BindVfio: vfio,
-            SetTimeSlice: TimeSliceSteps(smi, records, lanes),
+            SetTimeSlice: TimeSliceSteps(smi, records),
             # A pending step names its device with the UUID that it had.
             RunMps: MpsSteps(MpsHostFiles(mps_layout(directory)), lambda _: None),
         }

@@ -24,7 +24,6 @@ from dra_driver.mig.layouts import NodeLayouts
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.mig.steps import MigSteps
 from dra_driver.model.host import HostPaths
-from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.model.steps import CreateMig, LeaveMigMode
@@ -86,19 +85,14 @@ class MigParts:
             self.ledger,
             MigHolders(driver.records, lost_devices),
             partial(changes.tell, Change.MIG_DEVICE),
-            left_over=self.look_soon,
+            left_over=lambda: driver.cleaner.wake(),  # noqa: PLW0108  made later
             operation=whole_action,
             clock=time.monotonic,
             pause=time.sleep,
         )
         self.devices = MigDevices(self._context)
         self.collector = MigCollector(
-            self._context,
-            self.devices,
-            lanes,
-            adopt="destroy" if settings.adopt_mig == "destroy" else "leave",
-            on_change=partial(changes.tell, Change.MIG_SPACE_FREED),
-            wake=lambda: driver.cleaner.wake(),  # noqa: PLW0108  made later
+            self._context, self.devices, partial(changes.tell, Change.MIG_SPACE_FREED)
         )
         self._layout_file = LayoutFile(settings.plugin_directory / LAYOUT_FILE)
         self._layouts = NodeLayouts(
@@ -145,15 +139,8 @@ class MigParts:
         """The runner of each type of step."""
         return {CreateMig: self._steps, LeaveMigMode: self._steps}
 
-    def reconcile(self, inventory: Inventory | None) -> None:
-        """The NVIDIA driver was found for the first time or loaded again: adopt the instances that others made."""
-        if inventory is not None:
-            self.collector.reconcile(inventory)
-            self._layouts.wake()
-
     def look_soon(self) -> None:
-        """An instance of ours may be left over, or the GPUs may have changed."""
-        self.collector.look_soon()
+        """The GPUs, or the claims on them, may be others than before."""
         self._layouts.wake()
 
     def created_instance(self, device: str) -> OwnedInstance | None:
@@ -164,8 +151,3 @@ class MigParts:
         """The UUID that a device has now."""
         made = self.created_instance(device)
         return None if made is None else made.uuid
-
-    def claim_gone(self) -> None:
-        """A claim was unprepared."""
-        self.collector.claim_gone()
-        self._layouts.wake()

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from dra_driver.model.mig import GpuInstance, OwnedInstance
 
 Slot = tuple[int, int]
 """Profile ID and first memory slice of a GPU instance, as `GpuInstance.slot`."""
-
-
-@dataclass(frozen=True, slots=True)
-class FoundInstance:
-    """A GPU instance with the ID and MIG UUID of each compute instance in it."""
-
-    instance: GpuInstance
-    compute_instances: tuple[tuple[int, str], ...]
-
-    @property
-    def uuids(self) -> frozenset[str]:
-        """The MIG devices in it."""
-        return frozenset(uuid for _, uuid in self.compute_instances)
 
 
 def at_slot(entry: OwnedInstance, found: Iterable[GpuInstance]) -> GpuInstance | None:
@@ -57,21 +44,3 @@ def is_left_over(entry: OwnedInstance, boot_id: str, users: Mapping[str, str]) -
     if entry.boot_id != boot_id or entry.phase == "orphan":
         return True
     return not entry.is_of_layout and entry.device not in users
-
-
-def foreign_to_destroy(
-    found: Iterable[FoundInstance],
-    ours: Container[Slot],
-    held_uuids: Collection[str],
-    only: Collection[str] | None,
-) -> tuple[list[FoundInstance], frozenset[str]]:
-    """Of a GPU's instances those that somebody else made and no claim holds, and the MIG devices in the ones that
-    claims do hold. With `only`, no instance counts but those with one of these MIG devices."""
-    foreign = [
-        item
-        for item in found
-        if item.instance.slot not in ours and (only is None or item.uuids.intersection(only))
-    ]
-    held = [item for item in foreign if item.uuids.intersection(held_uuids)]
-    free = [item for item in foreign if item not in held]
-    return free, frozenset().union(*(item.uuids for item in held))
