@@ -274,9 +274,7 @@ def test_discovery_lets_go_and_comes_back(
     clock.now += 60
     discovery.scan_now(5)
     assert (len(discovery.inventory.gpus), detachments.is_nvml_open()) == (8, True)
-    assert heard == ["change", "change", "hardware"], (
-        "what the closing lost is set again"
-    )
+    assert heard == ["change", "change", "hardware"], "what the closing lost is set again"
     reader.session.close()
     assert not detachments.is_nvml_open()
 
