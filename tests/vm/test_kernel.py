@@ -88,12 +88,15 @@ def test_card_stays_with_its_driver_while_a_module_cannot_be_loaded(vm: Vm) -> N
 
 def test_card_goes_to_a_machine_and_back_when_the_machine_has_ended(vm: Vm) -> None:
     assert (driver_of(A), driver_of(AUDIO)) == ("nvidia", "snd_hda_intel")
-    ref = vm.claim("first", A)
+    ref, override = vm.claim("first", A), PCI / "devices" / AUDIO / "driver_override"
+    override.write_text("snd_hda_intel\n")
     assert vm.call("prepare", ref) is None
     assert (driver_of(A), driver_of(AUDIO), driver_of(B)) == ("vfio-pci", "vfio-pci", "nvidia")
     with used_by_a_machine(A):
         vm.release(ref)
         assert driver_of(A) == "vfio-pci"
+    eventually("the override of before", lambda: override.read_text() == "snd_hda_intel\n")
+    override.write_text("\n")
 
 
 def test_daemon_that_is_killed_while_the_kernel_hangs_leaves_a_successor_all_other_gpus(vm: Vm) -> None:
@@ -159,6 +162,8 @@ def test_card_that_is_pulled_out_under_a_machine_ends_with_it_and_comes_back(vm:
     assert vm.call("prepare", ref) is None
     with used_by_a_machine(D):
         order("device_del gpu3")
+        eventually("the removal to wait for the machine", lambda: driver_of(D) is None)
+        assert "and the kernel waits until" in (vm.call("prepare", ref) or "")
         vm.release(ref)
     eventually("the removal", lambda: not (PCI / "devices" / D).exists())
     eventually("slices without the card", lambda: vm.devices(D) == [])
