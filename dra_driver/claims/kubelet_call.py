@@ -19,8 +19,8 @@ _log = structlog.get_logger(__name__)
 
 Action = Literal["prepare", "unprepare"]
 
-CLAIMS_AT_ONCE = 16
-"""How many claims of one call are worked on at the same time."""
+CLAIMS_AT_ONCE = 256
+"""How many claims of one call are worked on at the same time: each has a thread, since any number of them may hang."""
 KUBELET_DEADLINE_S = 45.0
 _ANSWER_BEFORE_S = 2.0
 """The kubelet drops an answer that comes after its deadline, and with it the reason."""

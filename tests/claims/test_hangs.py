@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.errors import RetryableError
-from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import BindVfio, CreateMig, LeaveMigMode, RunMps, SetTimeSlice, Step
 from tests.fakes.hanging_nvml import HangingNvml
@@ -207,6 +208,34 @@ def test_unprepare_that_hangs(node: KindNode, kind: str, restarts: bool) -> None
     assert time.monotonic() - began < QUICK_S
     hang.end()
     in_the_end_nothing_is_left(node.again() if restarts else node, untouched)
+
+
+def test_claims_that_hang_hold_up_no_claim_behind_them_in_the_same_call(
+    site: Site, memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.reset()
+    node = KindNode(site, memory_path / "node")
+    hanging = [claim(site.whole(2), uid=f"hanging-{number}") for number in range(40)]
+    last = claim(site.whole(4), uid="last")
+    let, fetch, prepared = threading.Event(), node.service.fetch.allocated, threading.Event()
+
+    def allocated(ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
+        if ref != last.ref:
+            assert let.wait(30)
+            raise RetryableError("the API server does not answer")
+        return fetch(ref, call)
+
+    monkeypatch.setattr(node.service.fetch, "allocated", allocated)
+    monkeypatch.setattr(node.service.observer, "prepared", lambda *_: prepared.set())
+    node.claims.add(last)
+    answers: dict[str, object] = {}
+    refs = [one.ref for one in (*hanging, last)]
+    call = threading.Thread(target=lambda: answers.update(node.service.prepare(refs, None)))
+    call.start()
+    assert prepared.wait(20)
+    let.set()
+    call.join(30)
+    assert [uid for uid, answer in answers.items() if isinstance(answer, Prepared)] == ["last"]
 
 
 class Cells:
