@@ -132,6 +132,7 @@ class Cleaner(BackgroundWorker):
         self._told: dict[str, PendingCleanup] = {}
         self._seen: tuple[Hashable, bool] = (None, False)
         self._pauses: dict[str, tuple[Backoff, float]] = {}  # by GPU, with when it is due
+        self._problem: str | None = None
         self._is_asked = threading.Event()
         super().__init__(
             "cleanup", self._turn, crash_event="cleanup_failed", on_crash=lambda _error: _LOOK_EVERY_S
@@ -320,6 +321,7 @@ class Cleaner(BackgroundWorker):
             self.ledger.change([*missing, *failed], gone)
         except StateError as error:
             _log.warning("ledger_not_written", reason=str(error))
+            return False
         return not failed
 
     def _undo(self, entry: LedgerEntry) -> str | None:
@@ -352,8 +354,11 @@ class Cleaner(BackgroundWorker):
                 if self._is_due(gpus, busy):
                     self._ask(gpus, text)
         except DraDriverError as error:
-            _log.warning("cleanup_not_tried", reason=str(error))
-            return _TOOLS_EVERY_S
+            if str(error) != self._problem:
+                self._problem = str(error)
+                _log.warning("cleanup_not_tried", reason=self._problem)
+            return _LOOK_EVERY_S
+        self._problem = None
         return _TOOLS_EVERY_S if works else _LOOK_EVERY_S
 
     def _to_do(self) -> list[LedgerEntry]:

@@ -284,6 +284,7 @@ def test_full_disk_keeps_no_claim_from_ending_and_nothing_is_undone_twice(
         bench.executor.clean("uid-1")
         assert bench.tools.undone == [CDI, MPS]
         assert bench.cleaner.clean_all() == []
+        assert bool(bench.cleaner._pauses) == bool(others), "the disk is not tried every second"
     bench.clean()
     assert bench.tools.undone == [CDI, MPS]
     assert [entry.claim.uid for entry in bench.restarted().ledger.entries()] == ["other-0"] * others
