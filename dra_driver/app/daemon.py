@@ -393,7 +393,7 @@ class Driver:
         """
         # Before the server, which waits for streams and calls to end.
         self.health.stream.stop()
-        self.claims.line.stop()
+        self.claims.waiter.stop()
         self._plugin.stop()
         while self._running:
             part = self._running.pop()

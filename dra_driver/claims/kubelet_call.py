@@ -76,7 +76,7 @@ class Observer(Protocol):
         """A claim was unprepared, or never was prepared."""
 
     def waited(self, ref: ClaimRef, duration_s: float) -> None:
-        """A Prepare has ended, with or without success, which waited for a device that another claim held."""
+        """A Prepare has ended, with or without success, which waited for a device."""
 
     def failed(self, action: Action, ref: ClaimRef, duration_s: float, error: Exception, told: str) -> None:
         """A Prepare or Unprepare failed; `told` is the text in the answer to the kubelet."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.claims.kubelet_call import KubeletCall
@@ -63,16 +62,16 @@ class ClaimPlanner:
         found = (inventory.usable(result.device) for result in claim.results if not result.admin_access)
         return frozenset(device.gpu.uuid for device in found if device is not None)
 
-    def plan(self, claim: AllocatedClaim, known: ClaimRecord | None, ahead: Iterable[ClaimRecord]) -> Plan:
-        """The plan of a claim, whose record is `known`. `ahead` stand for the claims that wait for longer. Raises: as
-        `plan_claim`; NvmlUnavailableError; RetryableError if the node lacks what comes beside the devices."""
+    def plan(self, claim: AllocatedClaim, known: ClaimRecord | None) -> Plan:
+        """The plan of a claim, whose record is `known`. Raises: as `plan_claim`; NvmlUnavailableError;
+        RetryableError if the node lacks what comes beside the devices."""
         inventory = self._inventory()
         plan = plan_claim(
             claim,
             inventory,
             self.identity.pool,
             self.identity.driver,
-            chain(self._others(claim, inventory), ahead),
+            self._others(claim, inventory),
             self.identity.sharing,
             known,
             self.identity.metadata,

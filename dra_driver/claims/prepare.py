@@ -1,4 +1,4 @@
-"""Prepares one claim: wait in line, plan, do the steps, answer.
+"""Prepares one claim: plan, do the steps, answer; wait and try again while a device is not to be had.
 
 An attempt that fails takes its claim back, unless that is not its business any more:
 
@@ -21,7 +21,7 @@ import structlog
 from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.planner import ClaimPlanner
 from dra_driver.claims.rules.plan import DeviceHeldError
-from dra_driver.claims.waiting_line import WAITED_FOR, PrepareAttempt, WaitingLine
+from dra_driver.claims.waiting import NOT_NOW, PrepareAttempt, Waiter
 from dra_driver.errors import (
     DeviceLostError,
     DraDriverError,
@@ -60,7 +60,7 @@ class Preparer:
     planning: GpuLocks
     executor: Executor
     cleaner: Cleaner
-    line: WaitingLine
+    waiter: Waiter
     refuse_changing: Callable[[Collection[str]], None] | None
 
     def __post_init__(self) -> None:
@@ -74,12 +74,11 @@ class Preparer:
 
         Raises: why the claim cannot be prepared now; it is taken back.
         """
-        with self.line.trying(attempt):
-            try:
-                return self._prepare_until_free(attempt)
-            except Exception:
-                self.give_up(attempt)  # while still in line for what this frees
-                raise
+        try:
+            return self._prepare_until_free(attempt)
+        except Exception:
+            self.give_up(attempt)
+            raise
 
     def _prepare_until_free(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
         """Try. While the holders of the devices are about to let go, wait and try again."""
@@ -87,10 +86,10 @@ class Preparer:
         while True:
             try:
                 return self._prepare_once(attempt)
-            except WAITED_FOR as error:
+            except NOT_NOW as error:
                 if not isinstance(error, NvmlTransientError):
                     self.give_up(attempt)
-                self.line.wait(attempt, error)
+                self.waiter.wait(attempt, error)
             except (NvmlUnavailableError, DeviceLostError):
                 # Discovery may not have seen yet that the NVIDIA driver was loaded again or that the GPU is back.
                 # A look takes a moment; the kubelet would call again only after a minute.
@@ -166,17 +165,20 @@ class Preparer:
                 if self.refuse_changing is not None:
                     self.refuse_changing(gpus)
                 try:
-                    plan = self.planner.plan(claim, known, self.line.ahead_of(attempt))
+                    plan = self.planner.plan(claim, known)
                 except DeviceHeldError:
                     # Two claims that swap devices would wait for each other for ever.
                     allocated = frozenset(result.device for result in claim.results)
-                    if known is not None and attempt.number is not None and not known.is_within(allocated):
+                    if (
+                        known is not None
+                        and attempt.waits_since is not None
+                        and not known.is_within(allocated)
+                    ):
                         self._end(known, ended)
                     raise
                 if not plan.locked_gpus <= gpus:
                     return None, None, ()
-                attempt.wanted = plan.held_devices()
-                if known is not None and known.devices != attempt.wanted:
+                if known is not None and known.devices != plan.held_devices():
                     self._end(known, ended)
                     known = None
                 if known is None or known.phase != "prepared":

@@ -16,7 +16,7 @@ from dra_driver.claims.fetch import ClaimFetch
 from dra_driver.claims.kubelet_call import CLAIMS_AT_ONCE, KubeletCall, Observer, failed
 from dra_driver.claims.prepare import Preparer
 from dra_driver.claims.unprepare import Unpreparer
-from dra_driver.claims.waiting_line import PrepareAttempt, WaitingLine
+from dra_driver.claims.waiting import PrepareAttempt, Waiter
 from dra_driver.concurrency.deadline import until
 from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.model.claim import ClaimRef, PrepareOutcome, UnprepareOutcome
@@ -34,7 +34,7 @@ class ClaimService:
     fetch: ClaimFetch
     preparer: Preparer
     unpreparer: Unpreparer
-    line: WaitingLine
+    waiter: Waiter
     observer: Observer
 
     def prepare(
@@ -47,7 +47,7 @@ class ClaimService:
         call = KubeletCall.begin(deadline_s, has_left)
         with self.observer.in_flight("prepare", claims), ExitStack() as under_way:
             for ref in claims:
-                under_way.enter_context(self.line.calling("prepare", ref.uid))
+                under_way.enter_context(self.waiter.calling("prepare", ref.uid))
             return _each(self._prepare_one, claims, call)
 
     def unprepare(
@@ -67,7 +67,7 @@ class ClaimService:
             try:
                 prepared, record = self.preparer.prepare(attempt)
             finally:
-                waited = self.line.waited_s(attempt)
+                waited = self.waiter.waited_s(attempt)
                 if waited is not None:
                     self.observer.waited(ref, waited)
         except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others

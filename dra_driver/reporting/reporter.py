@@ -88,7 +88,7 @@ class Reporter:
         self.freed()
 
     def waited(self, ref: ClaimRef, duration_s: float) -> None:
-        """A Prepare waited for another claim to let go of a device, in vain or not."""
+        """A Prepare waited for a device, in vain or not."""
         self.metrics.waited(duration_s)
 
     def recovered(self, ref: ClaimRef, why: str) -> None:

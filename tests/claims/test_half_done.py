@@ -13,7 +13,7 @@ import pytest
 from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.prepare import Preparer
 from dra_driver.claims.rules.plan import plan_claim
-from dra_driver.claims.waiting_line import PrepareAttempt
+from dra_driver.claims.waiting import PrepareAttempt
 from dra_driver.errors import NvmlTransientError, RetryableError, StateError
 from dra_driver.journal.locks import ClaimLocks
 from dra_driver.journal.records import RecordStore

@@ -89,7 +89,7 @@ class Bench:
         """The answer of a Prepare that waits for its device."""
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(self.node.prepare, wanted)
-            while self.node.line.waiting != [wanted.ref.uid]:
+            while wanted.ref.uid not in self.node.waiting:
                 assert not answer.done()
                 time.sleep(0.002)
             yield answer

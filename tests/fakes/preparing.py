@@ -21,7 +21,7 @@ from dra_driver.claims.gpu_processes import InUse
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.reconciler import Reconciler, Rhythm
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
-from dra_driver.claims.waiting_line import WaitTimeouts
+from dra_driver.claims.waiting import PrepareAttempt, Waiter, WaitTimeouts
 from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
@@ -220,6 +220,22 @@ def claims_of(
     )
 
 
+def noted_waits(waiter: Waiter) -> list[str]:
+    """From now on it has the UIDs of the claims whose Prepare waits."""
+    waiting: list[str] = []
+    sleep = waiter._sleep
+
+    def noted(attempt: PrepareAttempt, seconds: float) -> None:
+        waiting.append(attempt.ref.uid)
+        try:
+            sleep(attempt, seconds)
+        finally:
+            waiting.remove(attempt.ref.uid)
+
+    waiter._sleep = noted  # type: ignore[method-assign]
+    return waiting
+
+
 class Node(Journaled):
     """One instance of the plugin over a directory; `restarted` is the next one over the same."""
 
@@ -259,9 +275,10 @@ class Node(Journaled):
     def serve(self, identity: Identity) -> None:
         """Put Prepare and Unprepare together over what the node has now."""
         parts = claims_of(self, identity, self.devices, Users(self.users), self.patience)
-        parts.line.tell_leaving(lambda ref: self.waited_for.append(ref.uid))
+        parts.waiter.tell_leaving(lambda ref: self.waited_for.append(ref.uid))
         self.service, self.preparer, self.unpreparer = parts.service, parts.preparer, parts.unpreparer
-        self.line = parts.line
+        self.waiter = parts.waiter
+        self.waiting = noted_waits(parts.waiter)
 
     def restarted(self, *, boot_id: str = "boot-1", metadata: tuple[str, ...] | None = None) -> Node:
         assert self.devices.inventory is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.claims.planner import Identity
-from dra_driver.claims.waiting_line import WaitTimeouts
+from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.errors import NvmlTransientError, NvmlUnknownOutcomeError
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.mig.rules.counters import partitioned
@@ -24,7 +23,7 @@ from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.steps import CreateMig, LeaveMigMode, WriteCdiSpec
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
-from tests.fakes.preparing import Claims, Devices, Outcomes, SpecSteps, Users, claims_of
+from tests.fakes.preparing import Claims, Devices, Outcomes, SpecSteps, Users, claims_of, noted_waits
 from tests.fakes.samples import DRIVER, NODE, claim, h100, inventory
 from tests.fakes.waiting import eventually
 from tests.mig.migtables import MODELS, table
@@ -35,10 +34,8 @@ CREATIONS = {
     CREATE_GPU_INSTANCE: "create a GPU instance",
     CREATE_COMPUTE_INSTANCE: "create a compute instance",
 }
-QUICK = WaitTimeouts(refused_pause_s=0.001, refused_pause_most_s=0.001, busy_pause_s=0.001)
-BRIEF = replace(QUICK, refused_s=0.02)
-FOR_EVER = WaitTimeouts(refused_pause_s=30, refused_pause_most_s=30, refused_s=40)
-"""Who is refused waits until something happens."""
+QUICK = WaitTimeouts(again_s=0.001)
+BRIEF = WaitTimeouts(again_s=0.05, last_s=42.0)
 LONG_S = 36000.0
 
 
@@ -57,7 +54,8 @@ class Node(MigNode):
         self.node_devices = Devices(self.inventory)
         self.outcomes = Outcomes()
         parts = claims_of(self, Identity(DRIVER, NODE), self.node_devices, Users(), patience)
-        self.service, self.preparer, self.line = parts.service, parts.preparer, parts.line
+        self.service, self.preparer, self.waiter = parts.service, parts.preparer, parts.waiter
+        self.waiting = noted_waits(parts.waiter)
 
     def device(self, profile: str, start: int) -> str:
         [name] = [
@@ -76,11 +74,6 @@ class Node(MigNode):
     def no_more(self, wanted: AllocatedClaim) -> Any:
         """As the kubelet asks to unprepare it."""
         return self.service.unprepare([wanted.ref], LONG_S)[wanted.ref.uid]
-
-    @property
-    def refused(self) -> list[str]:
-        """UIDs of the claims that wait after a refusal."""
-        return [attempt.ref.uid for attempt in self.line.line if attempt.refusals]
 
     @property
     def leftovers(self) -> tuple[object, ...]:
@@ -128,10 +121,10 @@ class Asking:
 
 
 def waiting(node: Node, wanted: AllocatedClaim) -> Asking:
-    """A Prepare that was refused once and waits."""
-    node.machine.set_fault(CREATE_COMPUTE_INSTANCE, code="insufficient-resources", count=1)
+    """A Prepare that NVML refuses again and again, and that waits between its tries."""
+    node.machine.set_fault(CREATE_COMPUTE_INSTANCE, code="insufficient-resources")
     asking = Asking(node, wanted)
-    eventually(lambda: node.refused == [wanted.ref.uid])
+    eventually(lambda: wanted.ref.uid in node.waiting)
     return asking
 
 
@@ -152,10 +145,8 @@ def test_refusal_that_passes_is_healed_within_the_call(
     assert node.outcomes.told == [("prepare", None)]
     assert [name for _, name, error in node.told if error] == [node.device("1g.10gb", 3)] * count
     assert node.told[-1] == ("create", node.device("1g.10gb", 3), None)
-    told = [line for line in logs if line["event"].startswith("nvml_refus")]
-    assert [line["event"] for line in told] == ["nvml_refuses", "nvml_refusal_passed"]
-    assert CREATIONS[function] in told[0]["reason"]
-    assert told[1]["refusals"] == count
+    [told] = [line for line in logs if line["event"] == "prepare_waits"]
+    assert CREATIONS[function] in told["reason"]
     assert node.on_gpu() == (True, [(10, 19, 3, 1)])
     assert node.no_more(wanted) is None
     assert node.leftovers == (UNTOUCHED, [])
@@ -200,7 +191,7 @@ def three(node: Node) -> AllocatedClaim:
 def waiting_with_two(node: Node) -> tuple[Asking, Stubborn]:
     stubborn = Stubborn(node, 9, float("inf"))
     asking = Asking(node, three(node))
-    eventually(lambda: node.refused == ["uid-1"])
+    eventually(lambda: "uid-1" in node.waiting)
     return asking, stubborn
 
 
@@ -249,7 +240,7 @@ def test_everything_is_taken_back_when_the_patience_is_over(make: Callable[..., 
     assert "the kubelet tries again" in error_of(node.asked(three(node)))
     assert len(stubborn.seen) > 1
     assert node.leftovers == (UNTOUCHED, [])
-    assert (node.preparer._begun, node.line.line) == ({}, [])
+    assert node.preparer._begun == {}
     stubborn.left = 0
     assert isinstance(node.asked(three(node)), Prepared)
 
@@ -257,9 +248,9 @@ def test_everything_is_taken_back_when_the_patience_is_over(make: Callable[..., 
 def test_everything_is_taken_back_before_another_claim_is_waited_for(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in the other instance of a rolling update, which keeps no order with this one."""
+    """The claim of another Prepare, such as one in the other instance of a rolling update."""
     Stubborn(node, 9, 1)
-    seen, wait = [], node.line.wait
+    seen, wait = [], node.waiter.wait
     wanted = node.inventory.by_name[node.device("3g.40gb", 0)]
     assert isinstance(wanted, DynamicMigDevice)
     held = HeldDevice(wanted.name, "mig", "", node.gpu_uuid, placement=wanted.placement)
@@ -273,7 +264,7 @@ def test_everything_is_taken_back_before_another_claim_is_waited_for(
             node.records.delete("uid-9")
         wait(place, error)
 
-    monkeypatch.setattr(node.line, "wait", waited)
+    monkeypatch.setattr(node.waiter, "wait", waited)
     assert isinstance(node.asked(three(node)), Prepared)
     assert seen == [("NvmlTransientError", [(14, 4), (19, 6)], False), ("DeviceHeldError", [], True)]
 
@@ -346,7 +337,7 @@ def test_lost_gpu_is_looked_for_once_and_not_waited_for(node: Node, function: st
 
 
 @pytest.mark.parametrize("function", CREATIONS)
-def test_refusal_that_lasts_is_told_with_how_often_it_was_tried(
+def test_refusal_that_lasts_is_told_with_how_long_it_was_waited_for(
     make: Callable[..., Node], function: str
 ) -> None:
     node = make(BRIEF)
@@ -355,18 +346,15 @@ def test_refusal_that_lasts_is_told_with_how_often_it_was_tried(
     assert CREATIONS[function] in told
     tries = len([kind for kind, *_ in node.told if kind == "create"])
     assert tries > 1
-    assert re.search(f"; refused {tries} times in [0-9]+ s; the kubelet tries again$", told)
+    assert re.search("; waited [0-9]+ s; the kubelet tries again$", told)
     assert node.outcomes.told == [("prepare", NvmlTransientError.__name__)]
     assert node.leftovers == (UNTOUCHED, [])
     node.machine.clear_faults()
     assert isinstance(node.asked(small(node)), Prepared)
 
 
-def test_silicon_that_somebody_else_took_is_told_at_once(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silicon_that_somebody_else_took_is_told_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """It came after the look at the instances: a refusal for lack of resources, but one with a name."""
-    node = make(FOR_EVER)
     node.machine.set_mig_mode(0, True)
     create = node.hardware.create
 
@@ -386,79 +374,38 @@ def test_silicon_that_somebody_else_took_is_told_at_once(
 
 
 def test_others_on_the_gpu_go_on_and_no_lock_is_held_meanwhile(make: Callable[..., Node]) -> None:
-    node = make(FOR_EVER)
+    node = make(WaitTimeouts(again_s=30, stop_s=0.01))
     first, second = small(node), small(node, 5, "uid-2")
     asking = waiting(node, first)
+    node.machine.clear_faults()
     assert node.on_gpu() == (True, [])
     with node.locks.hold({node.gpu_uuid}, 1), node.claim_locks.hold("uid-1", 1):
         pass
     assert isinstance(node.asked(second), Prepared)
     assert node.no_more(second) is None
     node.work_off()
-    assert node.on_gpu() == (True, []), "the mode is left for nobody while one waits for a device"
+    assert node.on_gpu() == (True, []), "the mode stays on while a claim waits for a device"
     node.no_more(first)
+    node.waiter.stop()
     asking.answer()
     assert node.leftovers == (UNTOUCHED, [])
 
 
-def test_unprepare_ends_the_waiting(make: Callable[..., Node]) -> None:
-    node = make(FOR_EVER)
+def test_unprepare_ends_the_waiting(node: Node) -> None:
     asking, _ = waiting_with_two(node)
     assert node.no_more(three(node)) is None
-    assert "the claim was unprepared while this call was under way" in error_of(asking.answer())
-    assert (node.leftovers, node.refused) == ((UNTOUCHED, []), [])
+    assert "the kubelet calls again" in error_of(asking.answer())
+    assert node.leftovers == (UNTOUCHED, [])
 
 
-def test_who_wants_the_same_silicon_waits_behind(make: Callable[..., Node]) -> None:
-    node = make(FOR_EVER)
-    first, second = small(node), claim(node.device("3g.40gb", 0), uid="uid-2")
-    asking = waiting(node, first)
-    behind = Asking(node, second)
-    eventually(lambda: node.line.waiting == ["uid-2"])
-    assert node.on_gpu() == (True, [])
-    node.no_more(first)
-    assert isinstance(behind.answer(), Prepared)
-    assert "unprepared" in error_of(asking.answer())
-    assert [row[1:3] for row in node.on_gpu()[1]] == [(9, 0)]
-
-
-def behind(node: Node) -> Asking:
-    """One that wants silicon of a claim that waits with two devices made: one of those."""
-    asking = Asking(node, claim(node.device("1g.10gb", 5), uid="uid-2"))
-    eventually(lambda: node.line.waiting == ["uid-2"])
-    return asking
-
-
-def test_who_waits_behind_is_told_the_holder_when_that_succeeded(make: Callable[..., Node]) -> None:
-    node = make(replace(FOR_EVER, refused_pause_s=0.3, refused_pause_most_s=0.3, ask_again_s=3600))
-    asking, stubborn = waiting_with_two(node)
-    second = behind(node)
-    assert "uid-1" not in node.claims.looks, "who only wants the device is no holder to ask about"
-    stubborn.left = 0
-    assert isinstance(asking.answer(), Prepared)
-    assert "is held by claim default/claim-uid-1" in error_of(second.answer())
-    assert node.claims.looks == ["uid-1"]
-
-
-def test_who_waits_behind_gets_the_silicon_of_one_that_gives_up(make: Callable[..., Node]) -> None:
-    node = make(
-        replace(FOR_EVER, refused_pause_s=0.3, refused_pause_most_s=0.3, refused_s=1, ask_again_s=3600)
-    )
+def test_claim_that_wants_the_same_silicon_is_refused_until_the_one_before_gives_up(node: Node) -> None:
     asking, _ = waiting_with_two(node)
-    second = behind(node)
-    assert "Insufficient Resources" in error_of(asking.answer())
-    assert isinstance(second.answer(), Prepared)
-    assert made(node) == [(19, 5)]
-
-
-def test_who_waits_behind_in_vain_hears_that_the_other_waits_too(make: Callable[..., Node]) -> None:
-    node = make(FOR_EVER)
-    asking, _ = waiting_with_two(node)
-    told = error_of(node.asked(claim(node.device("1g.10gb", 5), uid="uid-2"), 3.0))
-    assert "is not free yet, and claim default/claim-uid-1 (UID uid-1) has waited for it for longer" in told
-    assert "held by" not in told
+    second = claim(node.device("1g.10gb", 5), uid="uid-2")
+    assert "is held by claim default/claim-uid-1" in error_of(node.asked(second))
     node.no_more(three(node))
     asking.answer()
+    assert isinstance(node.asked(second), Prepared)
+    assert made(node) == [(19, 5)]
 
 
 def test_many_claims_of_one_gpu_are_all_made_though_half_of_all_is_refused(

@@ -1,4 +1,4 @@
-"""The parts of a claim's life, put together: fetch, waiting line, prepare, unprepare, reconciler."""
+"""The parts of a claim's life, put together: fetch, waiter, prepare, unprepare, reconciler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dra_driver.claims.reconciler import Reconciler, Rhythm
 from dra_driver.claims.service import ClaimService
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.unprepare import Unpreparer
-from dra_driver.claims.waiting_line import WaitingLine, WaitTimeouts
+from dra_driver.claims.waiting import Waiter, WaitTimeouts
 from dra_driver.journal.executor import Executor
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.cluster import node_uid
@@ -35,7 +35,7 @@ class ClaimParts:
     preparer: Preparer
     unpreparer: Unpreparer
     reconciler: Reconciler
-    line: WaitingLine
+    waiter: Waiter
 
 
 def claim_parts(
@@ -53,8 +53,8 @@ def claim_parts(
     """Make the parts; none runs yet. `pods_run` returns whether a process of a claim's pods runs here, None if that is
     not known."""
     records, locks, observer = driver.records, driver.claim_locks, driver.reporting.reporter
-    line = WaitingLine(lookup, records, identity.driver, users, timeouts or WaitTimeouts())
-    unpreparer = Unpreparer(records, locks, executor, line, observer)
+    waiter = Waiter(lookup, records, identity.driver, users, timeouts or WaitTimeouts())
+    unpreparer = Unpreparer(records, locks, executor, waiter, observer)
     reconciler = Reconciler(
         records,
         lookup,
@@ -68,7 +68,7 @@ def claim_parts(
         pods_run,
         Rhythm(),
     )
-    line.tell_leaving(reconciler.look_soon)
+    waiter.tell_leaving(reconciler.look_soon)
     planner = ClaimPlanner(
         identity,
         driver.discovery,
@@ -84,8 +84,10 @@ def claim_parts(
         driver.planning,
         executor,
         driver.cleaner,
-        line,
+        waiter,
         driver.mig.refuse_changing(),
     )
-    service = ClaimService(ClaimFetch(lookup, records, identity.driver), preparer, unpreparer, line, observer)
-    return ClaimParts(service, preparer, unpreparer, reconciler, line)
+    service = ClaimService(
+        ClaimFetch(lookup, records, identity.driver), preparer, unpreparer, waiter, observer
+    )
+    return ClaimParts(service, preparer, unpreparer, reconciler, waiter)

@@ -506,12 +506,9 @@ class DeviceHeldError(ClaimRefusedError):
     `enough` says how many of the conflicts must end: all of them, or fewer where a device is only full.
     """
 
-    def __init__(
-        self, conflicts: Sequence[Conflict], wanted: Sequence[HeldDevice], enough: int | None = None
-    ) -> None:
+    def __init__(self, conflicts: Sequence[Conflict], enough: int | None = None) -> None:
         super().__init__(conflicts[0].text)
         self.conflicts = tuple(conflicts)
-        self.wanted = tuple(wanted)
         self.enough = len(conflicts) if enough is None else enough
 
 
@@ -526,7 +523,7 @@ def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None
         for conflict in _conflicts(wanted, record, held)
     ]
     if conflicts:
-        raise DeviceHeldError(conflicts, [device for _, device in wanted])
+        raise DeviceHeldError(conflicts)
 
 
 def refuse_crowded(
@@ -546,7 +543,7 @@ def refuse_crowded(
         users: dict[str, tuple[ClaimRecord, HeldDevice]] = {}
         for record in records:
             for held in record.devices:
-                if _is_client(held, device):  # once, though a claim in line may have a record too
+                if _is_client(held, device):
                     users.setdefault(record.ref.uid, (record, held))
         if len(users) >= most:
             users_of = counted(len(users), "claim uses", "claims use")
@@ -556,7 +553,6 @@ def refuse_crowded(
             )
             raise DeviceHeldError(
                 [Conflict(record, held, text) for record, held in users.values()],
-                [device for _, device in wanted],
                 enough=len(users) - most + 1,
             )
 

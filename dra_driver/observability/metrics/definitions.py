@@ -57,7 +57,8 @@ _COUNTERS: Mapping[str, tuple[str, _Labels]] = {
 """By name, without `nvidia_dra_`: help, and the values of each label beside `driver`."""
 _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float], _Labels]] = {
     "request_duration_seconds": ("Time to prepare or unprepare one claim.", _DURATION_BUCKETS, _OPERATION),
-    "release_wait_seconds": ("Time that a Prepare waited until another claim let go of its device.", _WAIT_BUCKETS, {}),
+    "release_wait_seconds": ("Time that a Prepare waited for a device that was held, in use, or refused by NVML.",
+                             _WAIT_BUCKETS, {}),
     "mig_duration_seconds": ("Time to make or destroy one MIG device on demand.", _DURATION_BUCKETS,
                              {"operation": _MIG_ACTIONS}),
     "step_duration_seconds": ("Time to do or undo one step of a claim, whether it succeeded or not.", _STEP_BUCKETS,
@@ -117,7 +118,7 @@ class Metrics:
         self._ended("unprepare", duration_s, error)
 
     def waited(self, duration_s: float) -> None:
-        """A Prepare has ended, with or without success, which waited for a device that another claim held."""
+        """A Prepare has ended, with or without success, which waited for a device."""
         self._durations["release_wait_seconds"].labels(self._driver).observe(duration_s)
 
     def mig_changed(self, action: str, duration_s: float, error: Exception | None) -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.planner import Identity
-from dra_driver.claims.rules.plan import Conflict, DeviceHeldError
-from dra_driver.claims.waiting_line import PrepareAttempt, WaitTimeouts
+from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.errors import ApiRejectedError, DeviceBusyError, NvmlTransientError, StateError
 from dra_driver.journal.locks import ClaimLocks
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
@@ -34,29 +29,23 @@ from tests.fakes.samples import (
     NODE,
     claim,
     h100,
-    hold,
     inventory,
-    record,
     result,
 )
 from tests.fakes.waiting import eventually
 
 HOLDER = claim(GPU_0, uid="holder")
-SOON_S = 3.0
-"""A deadline of the kubelet that leaves a second, which no test that works uses up."""
+SOON_S = 5.3
+"""A deadline of the kubelet that leaves 0.3 s to wait."""
 
 
-def waits(node: Node, *uids: str) -> None:
-    eventually(lambda: node.line.waiting == list(uids))
+def waits(node: Node, uid: str) -> None:
+    eventually(lambda: uid in node.waiting)
 
 
 def error_of(answer: object) -> str:
     assert isinstance(answer, Failed), answer
     return answer.error
-
-
-def attempt(wanted: AllocatedClaim, deadline: float) -> PrepareAttempt:
-    return PrepareAttempt(wanted.ref, KubeletCall(0, deadline), wanted)
 
 
 IN_USE = "MIG device x is in use by process 4711"
@@ -85,11 +74,10 @@ class Calls:
         self.answers: dict[str, object] = {}
 
     def waits(self, node: Node, *wanted: AllocatedClaim) -> None:
-        """These come one after the other, and each waits."""
+        """Each of these waits."""
         for each in wanted:
-            before = node.line.waiting
             self.prepare(node, each)
-            waits(node, *before, each.ref.uid)
+            waits(node, each.ref.uid)
 
     def prepare(self, node: Node, wanted: AllocatedClaim, deadline_s: float | None = None) -> None:
         def run() -> None:
@@ -105,13 +93,13 @@ class Calls:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
-    """Here who waits has to notice by itself: it does not try again for the sake of trying."""
+    """An attempt that waits tries again only when it notices a change."""
     return Node(tmp_path, MIXED, patience=WaitTimeouts(ask_again_s=3600))
 
 
 @pytest.fixture
 def restless(tmp_path: Path) -> Node:
-    """Here who waits looks and asks again at once."""
+    """An attempt that waits tries and asks again at once."""
     return Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, ask_again_s=0.01))
 
 
@@ -163,7 +151,7 @@ def test_prepare_waits_for_the_unprepare_of_a_holder_that_is_leaving(
         ["uid-1"],
         ["holder"],
     )
-    assert node.line.waiting == []
+    assert node.waiting == []
 
 
 def test_two_answers_of_the_disk_about_a_holder_make_no_attempt_spin(
@@ -177,8 +165,8 @@ def test_two_answers_of_the_disk_about_a_holder_make_no_attempt_spin(
         tries.append(uid)
         return None if uid == "holder" else found(uid)
 
-    monkeypatch.setattr(node.line, "records", SimpleNamespace(get=gone))
-    assert isinstance(node.prepare(claim(GPU_0), 2.5), Failed)
+    monkeypatch.setattr(node.waiter, "records", SimpleNamespace(get=gone))
+    assert isinstance(node.prepare(claim(GPU_0), SOON_S), Failed)
     assert 1 < len(tries) < 400
 
 
@@ -186,7 +174,7 @@ def test_holder_that_stays_is_named_at_once(node: Node) -> None:
     node.prepare(HOLDER)
     text = error_of(node.prepare(claim(GPU_0)))
     assert text.endswith("(gpu-00000000, prepared); it becomes free when that claim's pod is gone")
-    assert (node.outcomes.waits, node.waited_for, node.line.waiting) == ([], [], [])
+    assert (node.outcomes.waits, node.waited_for) == ([], [])
 
 
 FULL = "2 claims use the MPS daemon of device gpu-00000000, and MPS serves at most 2 clients"
@@ -220,7 +208,7 @@ def test_the_release_of_one_user_is_enough_when_a_device_is_full(
 def test_a_full_device_is_not_waited_for_when_all_its_users_stay(full: Node) -> None:
     text = error_of(full.prepare(sharer("new")))
     assert f"{FULL} with this GPU and driver; wait until one of them is gone" in text
-    assert (full.outcomes.waits, full.waited_for, full.line.waiting) == ([], [], [])
+    assert (full.outcomes.waits, full.waited_for) == ([], [])
 
 
 def test_a_full_device_is_not_waited_for_when_more_must_leave_than_do(
@@ -232,14 +220,15 @@ def test_a_full_device_is_not_waited_for_when_more_must_leave_than_do(
     assert full.outcomes.waits == []
 
 
-def test_a_second_claim_waits_no_longer_when_the_first_in_line_got_the_place(
+def test_one_of_two_gets_the_place_and_the_other_is_told_that_the_device_is_full(
     full: Node, calls: Calls
 ) -> None:
     full.claims.unused.add("two")
     calls.waits(full, sharer("first"), sharer("second"))
     assert full.unprepare(sharer("two")) is None
-    assert isinstance(calls.answer("first"), Prepared)
-    assert FULL in error_of(calls.answer("second"))
+    answers = [calls.answer("first"), calls.answer("second")]
+    [refused] = [answer for answer in answers if isinstance(answer, Failed)]
+    assert FULL in refused.error
 
 
 def test_the_user_that_leaves_is_named_when_it_leaves_too_slowly(full: Node) -> None:
@@ -260,7 +249,7 @@ def test_one_that_stays_is_named_although_another_leaves(node: Node) -> None:
 
 
 @pytest.mark.parametrize("refusal", [None, ApiRejectedError("forbidden", status=403)])
-def test_nobody_waits_in_doubt(
+def test_holder_of_which_the_api_server_says_nothing_is_not_waited_for(
     node: Node, refusal: Exception | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.prepare(HOLDER)
@@ -276,41 +265,11 @@ def test_nobody_waits_in_doubt(
 
 def test_unprepare_under_way_is_waited_for_without_the_api_server(node: Node, calls: Calls) -> None:
     node.prepare(HOLDER)
-    undoing, go_on = threading.Event(), threading.Event()
-    locked = threading.Event()
-
-    def slowly(record: object) -> None:
-        undoing.set()
-        assert go_on.wait(10)
-
-    node.steps.on_undo = slowly
-    node.claims.look = lambda ref, timeout_s: pytest.fail("asked")  # type: ignore[method-assign]
-    hold = node.planning.hold
-
-    def noted(*wanted: object) -> object:
-        locked.set()
-        return hold(*wanted)  # type: ignore[arg-type]
-
-    unprepare = threading.Thread(target=lambda: node.unprepare(HOLDER))
-    unprepare.start()
-    assert undoing.wait(10)
-    node.planning.hold = noted  # type: ignore[assignment,method-assign]
-    calls.prepare(node, claim(GPU_0))
-    assert locked.wait(10)
-    go_on.set()
-    assert isinstance(calls.answer("uid-1"), Prepared)
-    unprepare.join(10)
-
-
-def test_unprepare_that_has_no_lock_yet_is_waited_for_without_the_api_server(
-    node: Node, calls: Calls
-) -> None:
-    node.prepare(HOLDER)
     node.claims.look = lambda ref, timeout_s: pytest.fail("asked")  # type: ignore[method-assign]
     with ClaimLocks(node.directory / "locks").hold("holder", 10):
         unprepare = threading.Thread(target=lambda: node.unprepare(HOLDER))
         unprepare.start()
-        eventually(lambda: node.line.is_called("unprepare", "holder"))
+        eventually(lambda: node.waiter.is_called("unprepare", "holder"))
         calls.prepare(node, claim(GPU_0))
         waits(node, "uid-1")
     assert isinstance(calls.answer("uid-1"), Prepared)
@@ -338,70 +297,53 @@ def test_call_fails_for_now_when_the_holder_does_not_leave_in_time_and_the_next_
 ) -> None:
     leaving(node)
     files = node.files()
-    text = error_of(node.prepare(claim(GPU_0), 2.8))
+    text = error_of(node.prepare(claim(GPU_0), SOON_S))
     assert text.startswith(
         "prepare claim default/claim-uid-1 (UID uid-1): device gpu-00000000 is still being torn down for claim "
         "default/claim-holder (UID holder), which was deleted; waited "
     )
-    assert (node.files(), node.line.waiting, node.outcomes.waits) == (files, [], ["uid-1"])
+    assert (node.files(), node.outcomes.waits) == (files, ["uid-1"])
     assert node.outcomes.told[-1] == ("prepare", "RetryableError")
     calls.waits(node, claim(GPU_0))
     node.unprepare(HOLDER)
     assert isinstance(calls.answer("uid-1"), Prepared)
 
 
-def test_who_waits_in_vain_hears_what_still_computes_on_the_device(tmp_path: Path, calls: Calls) -> None:
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, ask_again_s=0.01, stop_s=0))
+def test_process_on_the_device_is_named_when_the_holder_does_not_leave_in_time(
+    node: Node, calls: Calls
+) -> None:
     node.users["holder"] = "process 4711 (python3) still computes on it"
     leaving(node)
-    for uid in ("uid-1", "uid-2"):
-        calls.prepare(node, claim(GPU_0, uid=uid))
-    eventually(lambda: len(node.line.waiting) == 2)
-    eventually(lambda: all(place.users for place in node.line.line))
-    node.line.stop()
-    for uid in ("uid-1", "uid-2"):
-        assert (
-            "device gpu-00000000 is still being torn down for claim default/claim-holder (UID holder), which was "
-            "deleted, but process 4711 (python3) still computes on it: end that process on the node; waited "
-        ) in error_of(calls.answer(uid))
+    assert (
+        "device gpu-00000000 is still being torn down for claim default/claim-holder (UID holder), which was "
+        "deleted, but process 4711 (python3) still computes on it: end that process on the node; waited "
+    ) in error_of(node.prepare(claim(GPU_0), SOON_S))
 
 
-def test_nobody_asks_what_computes_when_there_is_no_time_for_it(tmp_path: Path, calls: Calls) -> None:
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, ask_again_s=0.01, stop_s=0, users_s=3600))
-    node.users["holder"] = "process 4711 (python3) still computes on it"
-    leaving(node, deallocate)
-    calls.prepare(node, claim(GPU_0))
-    eventually(lambda: len(node.claims.looks) > 3)
-    node.line.stop()
-    assert "which is not allocated any more; waited " in error_of(calls.answer("uid-1"))
-
-
-def test_those_who_wait_are_served_in_order_and_the_next_is_told_who_has_it(node: Node, calls: Calls) -> None:
+def test_call_that_the_kubelet_cancels_waits_no_longer(node: Node) -> None:
     leaving(node)
-    calls.waits(node, *(claim(GPU_0, uid=f"uid-{number}") for number in range(4)))
-    node.unprepare(HOLDER)
-    assert isinstance(calls.answer("uid-0"), Prepared)
-    for number in range(1, 4):
-        assert "is held by claim default/claim-uid-0 (UID uid-0)" in error_of(calls.answer(f"uid-{number}"))
-    assert (list(node.records.all()), node.line.waiting) == (["uid-0"], [])
+    ref, has_left = node.claims.add(claim(GPU_0)), threading.Event()
+    answers: list[object] = []
+    prepare = threading.Thread(
+        target=lambda: answers.append(node.service.prepare([ref], None, has_left.is_set)[ref.uid])
+    )
+    prepare.start()
+    waits(node, "uid-1")
+    has_left.set()
+    prepare.join(20)
+    assert "the kubelet cancelled this call" in error_of(answers[0])
 
 
-def test_who_comes_later_does_not_overtake(node: Node, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is free already, but the one who waits for it was not woken yet."""
+def test_one_of_many_gets_the_device_and_the_others_are_told_its_claim(node: Node, calls: Calls) -> None:
     leaving(node)
-    calls.waits(node, claim(GPU_0, uid="uid-1"))
-    read, go_on = node.claim_locks.hold, threading.Event()
-
-    def slowly(uid: str, *more: Any) -> object:
-        assert uid != "uid-1" or go_on.wait(10)
-        return read(uid, *more)
-
-    monkeypatch.setattr(node.claim_locks, "hold", slowly)
+    uids = [f"uid-{number}" for number in range(4)]
+    calls.waits(node, *(claim(GPU_0, uid=uid) for uid in uids))
     node.unprepare(HOLDER)
-    calls.waits(node, claim(GPU_0, uid="uid-2"))
-    go_on.set()
-    assert isinstance(calls.answer("uid-1"), Prepared)
-    assert "is held by claim default/claim-uid-1" in error_of(calls.answer("uid-2"))
+    answers = {uid: calls.answer(uid) for uid in uids}
+    [winner] = [uid for uid, answer in answers.items() if isinstance(answer, Prepared)]
+    for uid in set(uids) - {winner}:
+        assert f"is held by claim default/claim-{winner} (UID {winner})" in error_of(answers[uid])
+    assert list(node.records.all()) == [winner]
 
 
 def test_neighbour_on_the_gpu_need_not_wait(node: Node, calls: Calls) -> None:
@@ -413,24 +355,11 @@ def test_neighbour_on_the_gpu_need_not_wait(node: Node, calls: Calls) -> None:
     assert isinstance(calls.answer("uid-1"), Prepared)
 
 
-def test_who_waits_leaves_the_line_when_its_call_is_over(node: Node, calls: Calls) -> None:
-    leaving(node)
-    calls.prepare(node, claim(GPU_0, uid="uid-1"), 2.8)
-    waits(node, "uid-1")
-    calls.prepare(node, claim(GPU_0, uid="uid-2"))
-    assert "still being torn down" in error_of(calls.answer("uid-1"))
-    waits(node, "uid-2")
-    node.unprepare(HOLDER)
-    assert isinstance(calls.answer("uid-2"), Prepared)
-
-
-def test_who_waits_is_let_go_when_it_is_unprepared_itself(node: Node, calls: Calls) -> None:
-    leaving(node)
-    calls.waits(node, claim(GPU_0, uid="uid-1"), claim(GPU_0, uid="uid-2"))
-    assert node.unprepare(claim(GPU_0, uid="uid-1")) is None
+def test_claim_that_waits_and_is_unprepared_waits_no_longer(restless: Node, calls: Calls) -> None:
+    leaving(restless)
+    calls.waits(restless, claim(GPU_0))
+    assert restless.unprepare(claim(GPU_0)) is None
     assert "unprepared while this call was under way" in error_of(calls.answer("uid-1"))
-    node.unprepare(HOLDER)
-    assert isinstance(calls.answer("uid-2"), Prepared)
 
 
 def test_holder_that_stays_after_all_is_named(restless: Node, calls: Calls) -> None:
@@ -451,16 +380,8 @@ def test_silence_after_the_answer_does_not_end_the_waiting(restless: Node, calls
     assert isinstance(calls.answer("uid-1"), Prepared)
 
 
-def test_long_silence_ends_it_where_the_holder_may_have_come_back(tmp_path: Path, calls: Calls) -> None:
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, ask_again_s=0.01, doubt_s=0.05))
-    leaving(node, deallocate)
-    calls.waits(node, claim(GPU_0))
-    node.claims.down = True
-    assert "is not known: look at claim" in error_of(calls.answer("uid-1"))
-
-
 def test_busy_device_is_tried_again_for_a_while(tmp_path: Path) -> None:
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(busy_pause_s=0.01, busy_s=5))
+    node = Node(tmp_path, MIXED, patience=WaitTimeouts(again_s=0.01))
     tries: list[int] = []
     node.steps.on_do = busy_at_first(tries)
     assert isinstance(node.prepare(claim(GPU_0)), Prepared)
@@ -468,10 +389,10 @@ def test_busy_device_is_tried_again_for_a_while(tmp_path: Path) -> None:
 
 
 def test_device_that_stays_busy_is_told_with_what_keeps_it(tmp_path: Path) -> None:
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(busy_pause_s=0.01, busy_s=0.05))
+    node = Node(tmp_path, MIXED, patience=WaitTimeouts(again_s=0.01, last_s=42.9))
     node.steps.on_do = busy
-    assert error_of(node.prepare(claim(GPU_0))).endswith("in use by process 4711")
-    assert node.files() == {}
+    assert error_of(node.prepare(claim(GPU_0))).endswith(f"{IN_USE}; waited 0 s; the kubelet tries again")
+    assert (node.outcomes.told, node.files()) == ([("prepare", "DeviceBusyError")], {})
 
 
 REFUSED = "create a GPU instance: Insufficient Resources"
@@ -484,11 +405,11 @@ class Refusing:
         self.now = self.began = time.monotonic()
         self.tries: list[float] = []
         self.times = times
-        monkeypatch.setattr(node.line, "clock", lambda: self.now)
-        monkeypatch.setattr(node.line, "_sleep", self._sleep)
+        monkeypatch.setattr(node.waiter, "clock", lambda: self.now)
+        monkeypatch.setattr(node.waiter, "_sleep", self._sleep)
         node.steps.on_do = self.refuse
 
-    def _sleep(self, _seen: int, seconds: float) -> None:
+    def _sleep(self, _attempt: object, seconds: float) -> None:
         self.now += seconds
 
     def refuse(self, _plan: object) -> None:
@@ -497,107 +418,35 @@ class Refusing:
             raise NvmlTransientError(REFUSED)
 
 
-def test_what_is_refused_for_now_is_tried_again_at_growing_pauses_and_told_in_time(
+def test_refusal_for_now_is_tried_again_until_little_time_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: list
 ) -> None:
     node = Node(tmp_path, MIXED)
     driver = Refusing(node, monkeypatch)
-    text = error_of(node.prepare(claim(GPU_0), 3600))
-    assert text.endswith(f"{REFUSED}; refused 8 times in 20 s; the kubelet tries again")
-    assert driver.tries == [0, 0.5, 1.5, 3.5, 7.5, 11.5, 15.5, 19.5]
-    assert node.outcomes.told == [("prepare", "NvmlTransientError")]
-    assert (node.files(), node.line.line, node.outcomes.waits) == ({}, [], [])
-    told = [line for line in logs if line["event"].startswith("nvml_")]
-    assert [(line["event"], line["claim_uid"], line["reason"]) for line in told] == [
-        ("nvml_refuses", "uid-1", REFUSED)
-    ]
+    text = error_of(node.prepare(claim(GPU_0)))
+    assert text.endswith(f"{REFUSED}; waited 40 s; the kubelet tries again")
+    assert driver.tries[:3] == [0, 0.5, 1.0]
+    assert 79 <= len(driver.tries) <= 82
+    assert (node.outcomes.told, node.files()) == ([("prepare", "NvmlTransientError")], {})
+    told = [line for line in logs if line["event"] == "prepare_waits"]
+    assert [(line["claim_uid"], line["reason"]) for line in told] == [("uid-1", REFUSED)]
 
 
-@pytest.mark.parametrize("times", [1, 3, 7])
-def test_what_is_refused_for_a_while_succeeds_in_the_same_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: list, times: int
+def test_refusal_that_passes_succeeds_in_the_same_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = Node(tmp_path, MIXED)
-    driver = Refusing(node, monkeypatch, times)
-    assert isinstance(node.prepare(claim(GPU_0), 3600), Prepared)
-    assert (len(driver.tries), node.outcomes.told) == (times + 1, [("prepare", None)])
-    [passed] = [line for line in logs if line["event"] == "nvml_refusal_passed"]
-    assert (passed["refusals"], passed["duration_s"]) == (times, round(driver.tries[-1], 1))
+    driver = Refusing(node, monkeypatch, times=3)
+    assert isinstance(node.prepare(claim(GPU_0)), Prepared)
+    assert (len(driver.tries), node.outcomes.told) == (4, [("prepare", None)])
 
 
-@pytest.mark.parametrize(("left_s", "tries"), [(11, [0, 0.5, 1.5, 3.5, 7.5]), (3.2, [0])])
-def test_refusal_is_told_while_the_kubelet_still_listens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left_s: float, tries: list[float]
-) -> None:
-    """A try takes up to three seconds."""
-    node = Node(tmp_path, MIXED)
-    driver = Refusing(node, monkeypatch)
-    place = attempt(claim(GPU_0), driver.now + left_s)
-    with node.line.trying(place):
-
-        def prepare() -> None:
-            while True:
-                try:
-                    driver.refuse(None)
-                except NvmlTransientError as error:
-                    node.line.wait(place, error)
-
-        with pytest.raises(NvmlTransientError) as caught:
-            prepare()
-    assert driver.tries == tries
-    often = f"; refused {len(tries)} times in 8 s; the kubelet tries again" if len(tries) > 1 else ""
-    assert str(caught.value) == f"{REFUSED}{often}"
-
-
-@pytest.mark.parametrize("other", [DeviceHeldError, DeviceBusyError])
-def test_patience_with_refusals_begins_anew_after_something_else_was_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: list, other: type[Exception]
-) -> None:
-    node = Node(tmp_path, MIXED)
-    driver = Refusing(node, monkeypatch)
-    busy = DeviceBusyError("in use") if other is DeviceBusyError else held_by_nobody()
-    place = attempt(claim(GPU_0), driver.now + 3600)
-    with node.line.trying(place):
-        for _ in range(3):
-            node.line.wait(place, NvmlTransientError(REFUSED))
-        driver.now += 22
-        node.line.wait(place, busy)
-        began = driver.now
-        for _ in range(2):
-            node.line.wait(place, NvmlTransientError(REFUSED))
-        assert round(driver.now - began, 3) == 1.5, "the pauses are short again"
-    told = [line for line in logs if line["event"].startswith("nvml_")]
-    assert [line["event"] for line in told] == ["nvml_refuses", "nvml_refuses", "nvml_refusal_passed"]
-    assert (told[-1]["refusals"], told[-1]["duration_s"]) == (2, 1.5)
-
-
-def held_by_nobody() -> DeviceHeldError:
-    """By a record that is gone by now."""
-    holder = record(hold(GPU_0))
-    return DeviceHeldError([Conflict(holder, holder.devices[0], "held")], [hold(GPU_0)])
-
-
-@pytest.mark.parametrize(
-    ("phase", "is_tried", "is_waited_for"),
-    [("preparing", True, True), ("preparing", False, False), ("prepared", True, False)],
-)
-def test_claim_that_is_being_prepared_is_waited_for_and_one_left_in_preparing_holds(
-    node: Node, calls: Calls, phase: Any, is_tried: bool, is_waited_for: bool
-) -> None:
+def test_record_that_was_left_in_preparing_holds_its_device(node: Node) -> None:
     node.prepare(HOLDER)
     prepared = node.records.get("holder")
     assert prepared is not None
-    node.records.save(replace(prepared, phase=phase))
-    trying = node.line.trying(attempt(HOLDER, math.inf)) if is_tried else nullcontext()
-    with node.line.calling("prepare", "holder"), trying:
-        if not is_waited_for:
-            assert "is held by claim default/claim-holder" in error_of(node.prepare(claim(GPU_0)))
-            return
-        calls.prepare(node, claim(GPU_0))
-        waits(node, "uid-1")
-        node.records.delete("holder")
-    assert isinstance(calls.answer("uid-1"), Prepared)
-    assert node.claims.looks == []
+    node.records.save(replace(prepared, phase="preparing"))
+    assert "is held by claim default/claim-holder" in error_of(node.prepare(claim(GPU_0)))
 
 
 def test_claim_whose_record_was_lost_is_not_waited_for(node: Node) -> None:
@@ -609,15 +458,12 @@ def test_claim_whose_record_was_lost_is_not_waited_for(node: Node) -> None:
 @pytest.mark.parametrize(
     "error", [None, DeviceBusyError, NvmlTransientError], ids=["held", "busy", "refused"]
 )
-def test_nobody_keeps_the_driver_from_stopping(
+def test_attempt_that_waits_does_not_keep_the_driver_from_stopping(
     tmp_path: Path, calls: Calls, error: type[Exception] | None
 ) -> None:
-    pauses = {"busy_pause_s": 30, "refused_pause_s": 30, "refused_pause_most_s": 30}
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(stop_s=0.01, busy_s=30, refused_s=60, **pauses))
-    begun = threading.Event()
+    node = Node(tmp_path, MIXED, patience=WaitTimeouts(again_s=30, stop_s=0.01))
 
     def refuse(_plan: object) -> None:
-        begun.set()
         assert error is not None
         raise error(IN_USE)
 
@@ -627,11 +473,8 @@ def test_nobody_keeps_the_driver_from_stopping(
         node.prepare(HOLDER)
         delete(node)
     calls.prepare(node, claim(GPU_0))
-    if error:
-        assert begun.wait(10)
-    else:
-        waits(node, "uid-1")
-    node.line.stop()
+    waits(node, "uid-1")
+    node.waiter.stop()
     assert ("in use by" if error else "still being torn down") in error_of(calls.answer("uid-1"))
 
 
@@ -656,25 +499,22 @@ def test_claims_that_swapped_devices_do_not_wait_for_each_other(tmp_path: Path) 
     }
 
 
-def test_who_waits_keeps_what_it_has_while_that_is_still_allocated_to_it(node: Node, calls: Calls) -> None:
-    node.prepare(claim(GPU_1))
-    leaving(node)
-    files = node.files()
-    calls.waits(node, claim(GPU_0, GPU_1))
-    with node.line.changed:
-        node.line.line[0].withdrawn = True  # has it try again
-        node.line.notify()
-    eventually(lambda: not any(place.withdrawn for place in node.line.line))
-    node.line.stop()
-    assert node.files() == files
-    assert node.unprepare(HOLDER) is None
+def test_attempt_that_waits_keeps_what_is_still_allocated_to_its_claim(restless: Node, calls: Calls) -> None:
+    restless.prepare(claim(GPU_1))
+    leaving(restless)
+    files = restless.files()
+    tries = tries_of(restless)
+    calls.prepare(restless, claim(GPU_0, GPU_1))
+    eventually(lambda: len(tries) > 3)
+    assert restless.files() == files
+    assert restless.unprepare(HOLDER) is None
     assert isinstance(calls.answer("uid-1"), Prepared)
 
 
 def test_release_is_seen_although_the_api_server_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who waits for several holders does not ask for all of them where one has let go meanwhile."""
+    """An attempt that waits for several holders does not ask for those that have gone meanwhile."""
     node = Node(tmp_path, MIXED)
     holders = [claim(GPU_0, uid="holder"), claim(GPU_1, uid="other")]
     for each in holders:
@@ -694,11 +534,17 @@ def test_release_is_seen_although_the_api_server_is_slow(
     assert len(asked) == 1
 
 
-def test_what_is_for_good_is_asked_once(restless: Node, calls: Calls) -> None:
-    leaving(restless)
+def tries_of(node: Node) -> list[int]:
+    """From now on it has an entry for each plan that the node makes."""
     tries: list[int] = []
-    ahead = restless.line.ahead_of
-    restless.line.ahead_of = lambda place: tries.append(1) or ahead(place)  # type: ignore[func-returns-value, method-assign]
+    plan = node.preparer.planner.plan
+    node.preparer.planner.plan = lambda *args: tries.append(1) or plan(*args)  # type: ignore[func-returns-value, method-assign]
+    return tries
+
+
+def test_answer_that_is_final_is_asked_for_once(restless: Node, calls: Calls) -> None:
+    leaving(restless)
+    tries = tries_of(restless)
     calls.prepare(restless, claim(GPU_0))
     eventually(lambda: len(tries) > 3)
     assert restless.unprepare(HOLDER) is None
@@ -707,7 +553,7 @@ def test_what_is_for_good_is_asked_once(restless: Node, calls: Calls) -> None:
 
 
 def test_crash_while_it_waits_leaves_nothing(node: Node, calls: Calls) -> None:
-    """The other instance does not know of the one that waits here, nor is anything on disk."""
+    """Nothing of it is on disk."""
     leaving(node)
     files = node.files()
     calls.prepare(node, claim(GPU_0), SOON_S)
@@ -763,7 +609,6 @@ def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Pat
 
     assert in_threads(*(lambda number=number: live(number) for number in range(4))) == [None] * 4
     assert (violations, owners, node.files()) == ([], {}, {})
-    assert [instance.line.waiting for instance in nodes] == [[], []]
 
 
 def test_shares_in_ways_that_exclude_each_other_wait_too(node: Node, calls: Calls) -> None:
