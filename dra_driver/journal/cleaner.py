@@ -289,15 +289,29 @@ class Cleaner(BackgroundWorker):
     def _converge(self, gpus: frozenset[str], operation: Operation) -> None:
         """Put right what is left on these GPUs; their lanes run it. Raises: StateError if what is left cannot be
         listed."""
-        is_clean = self._undo_all(gpus)
-        for keeper in self.keepers:
-            for gpu in sorted(gpus & set(keeper.gpus())):
-                operation.turn_to(keeper.what)
-                with suppress(DraDriverError):  # the keeper tells why
-                    keeper.put_right(gpu)
-                is_clean &= gpu not in keeper.gpus()
-        self._note(gpus, is_clean=is_clean)
+        is_clean = False
+        try:
+            is_clean = self._undo_all(gpus)
+            for keeper in self.keepers:
+                for gpu in sorted(gpus):
+                    is_clean &= self._put_right(keeper, gpu, operation)
+        finally:
+            self._note(gpus, is_clean=is_clean)
         self._tell()
+
+    def _put_right(self, keeper: Keeper, gpu: str, operation: Operation) -> bool:
+        """Have a keeper put right what is left on a GPU; whether nothing is left."""
+        try:
+            if gpu not in keeper.gpus():
+                return True
+            operation.turn_to(keeper.what)
+            keeper.put_right(gpu)
+            return gpu not in keeper.gpus()
+        except DraDriverError:  # the keeper tells why
+            return False
+        except Exception:  # noqa: BLE001  a bug of a keeper must not keep a claim from ending
+            _log.exception("put_right_crashed", gpu_uuid=gpu, what=keeper.what)
+            return False
 
     def _undo_all(self, gpus: frozenset[str]) -> bool:
         """Undo what ended claims have in the ledgers of these GPUs; whether nothing is left. What another claim has set

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from dra_driver.concurrency.backoff import Backoff
 from dra_driver.errors import RetryableError, StateError
@@ -611,7 +612,7 @@ def test_gpu_that_hangs_holds_up_no_cleanup_of_another_gpu(bench: Bench) -> None
     for _ in range(3):
         cleaner._turn()
         eventually(lambda: bench.lanes.under_way().keys() == {UUID_0, "GPU-2"})
-    assert (keeps.left, keeps.tried) == (["GPU-2"], ["GPU-2", "GPU-3"])
+    assert (keeps.left, sorted(keeps.tried)) == (["GPU-2"], ["GPU-2", "GPU-3"])
     assert [entry.step for entry in bench.ledger.entries()] == [MPS]
     assert [use.what for use in bench.lanes.uses().values() if use.gpu_uuid == "GPU-2"] == [Keeps.what]
     bench.tools.let_on.set()
@@ -631,6 +632,28 @@ def test_what_a_keeper_cannot_put_right_is_tried_again_after_a_pause(bench: Benc
     cleaner._turn()
     eventually(lambda: not bench.lanes.under_way())
     assert (keeps.left, keeps.tried) == ([], ["GPU-2", "GPU-2"])
+
+
+def test_bug_of_a_keeper_is_logged_and_keeps_no_claim_from_ending(bench: Bench) -> None:
+    """Nobody asks for the outcome of what the loop has the lanes do."""
+
+    class Buggy(Keeps):
+        def put_right(self, gpu_uuid: str) -> None:
+            self.tried.append(gpu_uuid)
+            raise ZeroDivisionError("a bug")
+
+    keeps = Buggy(UUID_0)
+    made = bench.prepared(record(MPS))
+    bench.cleaner.keepers, bench.cleaner.clock = [keeps], lambda: 0.0
+    bench.leave(made)
+    with capture_logs() as logged:
+        bench.executor.clean("uid-1")
+        for _ in range(5):
+            bench.cleaner._turn()
+            eventually(lambda: not bench.lanes.under_way())
+    assert bench.tools.undone == [CDI, MPS]
+    assert [line["event"] for line in logged if line["log_level"] == "error"] == ["put_right_crashed"] * 2
+    assert keeps.tried == [UUID_0] * 2, "the next try comes after a pause"
 
 
 # --- crashes ---------------------------------------------------------------------------------------
