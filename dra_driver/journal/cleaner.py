@@ -129,6 +129,8 @@ class Cleaner(BackgroundWorker):
         """UIDs of claims that ended in this process."""
         self._why: dict[str, str] = {}
         """By GPU, why the last try did not come to its end."""
+        self._unwritten: dict[frozenset[str], str] = {}
+        """By the GPUs of the last try, why their ledgers could not be written."""
         self._told: dict[str, PendingCleanup] = {}
         self._seen: tuple[Hashable, bool] = (None, False)
         self._pauses: dict[str, tuple[Backoff, float]] = {}  # by GPU, with when it is due
@@ -314,8 +316,9 @@ class Cleaner(BackgroundWorker):
             return False
 
     def _undo_all(self, gpus: frozenset[str]) -> bool:
-        """Undo what ended claims have in the ledgers of these GPUs; whether nothing is left. What another claim has set
-        too stays, and two of one thing are undone once. Raises: StateError if ledgers or records cannot be listed."""
+        """Undo what ended claims have in the ledgers of these GPUs; whether nothing is left, also to be written. What
+        another claim has set too stays, and two of one thing are undone once. Raises: StateError if ledgers or records
+        cannot be listed."""
         missing = [entry for entry in self.ledger.missing() if gpus_of(entry.step) <= gpus]
         left = [entry for entry in self.ledger.left() if gpus_of(entry.step) <= gpus]
         ended = {entry.key for entry in left}
@@ -334,8 +337,11 @@ class Cleaner(BackgroundWorker):
         try:
             self.ledger.change([*missing, *failed], gone)
         except StateError as error:
-            _log.warning("ledger_not_written", reason=str(error))
+            if self._unwritten.get(gpus) != str(error):
+                _log.warning("ledger_not_written", reason=str(error))
+            self._unwritten[gpus] = str(error)
             return False
+        self._unwritten.pop(gpus, None)
         return not failed
 
     def _undo(self, entry: LedgerEntry) -> str | None:

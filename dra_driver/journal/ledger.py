@@ -223,11 +223,17 @@ def _decode(content: bytes) -> tuple[LedgerEntry, ...]:
 
 
 def _tell(found: UnreadableFile) -> None:
+    remedy = "what prepared claims have set on the GPU is written again; what ended claims left on it may stay until "
+    remedy += "the node reboots; look at the file, then remove it"
+    if found.is_newer:
+        remedy = (
+            "claims that set something on the GPU are not prepared, and what ended claims left on it stays; "
+        )
+        remedy += "install that release again, or remove the file and reboot the node"
     _log.error(
         "ledger_unreadable",
         gpu_uuid=found.name,
         reason=found.reason,
         kept_as=str(found.kept_as),
-        remedy="what prepared claims have set on the GPU is written again; what ended claims left on it may stay until "
-        "the node reboots; look at the file, then remove it",
+        remedy=remedy,
     )

@@ -303,6 +303,23 @@ def test_damaged_ledger_is_written_again_from_the_prepared_claims(bench: Bench) 
     assert [name.partition(".json")[2][:11] for name in after.files()] == [".unreadable"]
 
 
+def test_ledger_that_cannot_be_written_is_tried_again_after_pauses_and_told_once(bench: Bench) -> None:
+    """A newer release wrote it; a full or read-only disk is the same."""
+    bench.prepared(record(SLICE))
+    (bench.directory / LEDGER_0).write_text('{"version": 99}')
+    after, now = bench.restarted(), [0.0]
+    after.cleaner.clock = lambda: now[0]
+    with capture_logs() as logged:
+        for _ in range(60):
+            after.cleaner._turn()
+            eventually(lambda: not after.lanes.under_way())
+            now[0] += 1
+    assert [line["event"] for line in logged] == ["ledger_unreadable", "ledger_not_written"]
+    assert "install that release again" in logged[0]["remedy"]
+    assert UUID_0 in after.cleaner._pauses
+    assert (after.directory / LEDGER_0).read_text() == '{"version": 99}'
+
+
 def test_claim_without_record_holds_what_the_ledger_says_until_its_spec_is_gone(bench: Bench) -> None:
     made = bench.prepared(record(MPS))
     bench.records.delete("uid-1")
