@@ -50,6 +50,7 @@ _KEPT = (
     "usr/share/seabios", "usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu",
 )  # fmt: skip
 _FOR_THE_ROOT = ("virtio_pci", "9pnet_virtio", "9p", "overlay", "virtio_blk", "ext4", "crc32c_generic")
+MODULES = ("vmfake", "nvidia")
 MACHINE = ROOT / "tests/vm/machine.yaml"
 BOOTS = ("tests/vm/test_kernel.py", "tests/vm/test_after_power_cut.py")
 CUT = "vm: power cut"
@@ -70,9 +71,10 @@ def main() -> int:
     )
     parser.add_argument("pytest_args", nargs="*", help="arguments for pytest, after --")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the guest ends with this process
     try:
-        files = _prepared()
-    except (ClusterError, OSError) as error:
+        tree = _fetched()
+    except ClusterError as error:
         print(f"e2e-vm: skipped: {' '.join(str(error).split())[-300:]}")
         return 0
     for name in ("dra_driver", "hack", "tests/vm"):
@@ -83,10 +85,11 @@ def main() -> int:
         disk.touch()
         os.truncate(disk, _DISK_BYTES)
         shell.run(["mkfs.ext4", "-q", "-F", disk])
+        _build(tree, folder / "modules")
         if given.pytest_args:
-            return _boot(files, folder, [BOOTS[0], *given.pytest_args])
+            return _boot(tree, folder, [BOOTS[0], *given.pytest_args])
         for tests in BOOTS:
-            code = _boot(files, folder, [tests])
+            code = _boot(tree, folder, [tests])
             if code:
                 return code
     return 0
@@ -95,8 +98,8 @@ def main() -> int:
 # --- what is needed ---------------------------------------------------------------------------------
 
 
-def _prepared() -> Path:
-    """The folder with kernel, modules and QEMU. Raises: ClusterError if it cannot be made."""
+def _fetched() -> Path:
+    """The folder of kernel and QEMU, which is kept. Raises: ClusterError if this machine cannot have them."""
     if os.uname().machine != "x86_64":
         raise ClusterError("the guest is an x86-64 machine, and this one is not")
     if shell.find_program("apt-get") is None or not debian.is_debian():
@@ -105,16 +108,13 @@ def _prepared() -> Path:
         if shell.find_program(program) is None:
             raise ClusterError(f"there is no {program} on this machine")
     cache = Layout.from_environment().cache
-    target = cache / "vm"
+    tree = cache / f"vm-{RELEASE}"
     with locking.exclusive(cache / "vm.lock", wait=True):
-        if not (target / "tree").exists():
-            shutil.rmtree(target, ignore_errors=True)
-            target.mkdir(parents=True)
-            with progress.step("fetch kernel and QEMU"), tempfile.TemporaryDirectory(dir=target) as name:
+        if not tree.exists():
+            with progress.step("fetch kernel and QEMU"), tempfile.TemporaryDirectory(dir=cache) as name:
                 _fetch(Path(name))
-                Path(name, "tree").rename(target / "tree")
-        _build(target)
-    return target
+                Path(name, "tree").rename(tree)
+    return tree
 
 
 def _fetch(top: Path) -> None:
@@ -130,27 +130,17 @@ def _fetch(top: Path) -> None:
     shell.run([*_with_libraries(kept), "--argv0", "depmod", kept / "bin/kmod", "-b", kept, _version(kept)])
 
 
-def _build(target: Path) -> None:
-    """Build the two modules, if their sources are newer."""
-    tree, made = target / "tree", target / "modules"
-    sources = [SOURCES / "nvidia.c", SOURCES / "vmfake.c"]
-    if all(
-        (tree / f"{s.stem}.ko").exists() and (tree / f"{s.stem}.ko").stat().st_mtime > s.stat().st_mtime
-        for s in sources
-    ):
-        return
+def _build(tree: Path, folder: Path) -> None:
+    """Build the modules of hack/vm for the guest's kernel. Raises: ClusterError."""
     headers = tree / "usr/src" / f"linux-headers-{_version(tree)}"
     common = headers.with_name(headers.name.replace("-amd64", "-common"))
     (headers / "Makefile").write_text(f"include {common}/Makefile\n")
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir()
-    for source in sources:
-        shutil.copy(source, made)
-    (made / "Makefile").write_text("obj-m += nvidia.o vmfake.o\n")
+    folder.mkdir()
+    for name in MODULES:
+        shutil.copy(SOURCES / f"{name}.c", folder)
+    (folder / "Makefile").write_text("".join(f"obj-m += {name}.o\n" for name in MODULES))
     with progress.step("build the modules of the guest"):
-        shell.run(["make", "-s", "-C", headers, f"M={made}", "CC=gcc", "modules"])
-    for source in sources:
-        shutil.copy(made / f"{source.stem}.ko", tree)
+        shell.run(["make", "-s", "-C", headers, f"M={folder}", "CC=gcc", "modules"])
 
 
 def _version(tree: Path) -> str:
@@ -170,10 +160,10 @@ def _with_libraries(tree: Path) -> list[str]:
 # --- one boot ---------------------------------------------------------------------------------------
 
 
-def _boot(files: Path, folder: Path, tests: Sequence[str]) -> int:
+def _boot(tree: Path, folder: Path, tests: Sequence[str]) -> int:
     """Boot the guest with these arguments for pytest; its exit code, 0 for a power cut, 1 for anything else."""
-    tree, initrd = files / "tree", folder / "initrd"
-    initrd.write_bytes(gzip.compress(_archive(_initial_files(tree, tests)), 1))
+    initrd = folder / "initrd"
+    initrd.write_bytes(gzip.compress(_archive(_initial_files(tree, folder / "modules", tests)), 1))
     guest = subprocess.Popen(
         _qemu(tree, folder, initrd),
         stdin=subprocess.DEVNULL,
@@ -248,7 +238,7 @@ def _qemu(tree: Path, folder: Path, initrd: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def _initial_files(tree: Path, tests: Sequence[str]) -> dict[str, bytes]:
+def _initial_files(tree: Path, made: Path, tests: Sequence[str]) -> dict[str, bytes]:
     """What the guest begins with: busybox, the modules that its root needs, and what it does then."""
     gpus = catalogue.build(str(MACHINE)).gpus
     settings = {
@@ -266,6 +256,7 @@ def _initial_files(tree: Path, tests: Sequence[str]) -> dict[str, bytes]:
     return {
         "init": (SOURCES / "init.sh").read_bytes(),
         "guest.sh": header.encode() + (SOURCES / "guest.sh").read_bytes(),
+        **{f"{name}.ko": (made / f"{name}.ko").read_bytes() for name in MODULES},
         "bin/busybox": (tree / "bin/busybox").read_bytes(),
         "modules/order": "\n".join(module.name for module in modules).encode(),
         **{f"modules/{module.name}": module.read_bytes() for module in modules},

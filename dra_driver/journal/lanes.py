@@ -52,7 +52,8 @@ class Operation:
     """What a lane has to do or does; `what` is for people, and may change while it is under way.
 
     `began` is when it began (time.monotonic()), None while it waits; `since` says the same for people. `once` is its
-    name, None if any number of the same may wait. `show` writes what is under way into the lock files.
+    name, None if any number of the same may wait. `show` writes what is under way into the lock files. `only_writes` is
+    as in `LockUse`.
     """
 
     gpu_uuids: frozenset[str]

@@ -14,8 +14,8 @@ printf '#!/bin/sh\nexec %s --argv0 modprobe %s "$@"\n' "$LIBRARIES" "$KERNEL/bin
 chmod 755 /usr/sbin/modprobe
 $busybox ip link set lo up; hostname vm
 mkdir -p /run/node/plugins; mount /dev/vda /run/node/plugins
-$busybox insmod "$KERNEL/vmfake.ko" cards="$CARDS"
-$busybox insmod "$KERNEL/nvidia.ko" order="$ORDER" uuids="$UUIDS"
+$busybox insmod /vmfake.ko cards="$CARDS"
+$busybox insmod /nvidia.ko order="$ORDER" uuids="$UUIDS"
 modprobe snd_hda_intel; modprobe e1000e
 for minor in 0 1 2 3; do mknod -m 666 /dev/nvidia$minor c 195 $minor; done
 mknod -m 666 /dev/nvidiactl c 195 255; mknod -m 666 /dev/nvidia-modeset c 195 254

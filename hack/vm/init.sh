@@ -8,6 +8,6 @@ $b mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=262144,cache=loose root
 $b mount -t tmpfs -o size=1500m tmpfs /up
 $b mkdir /up/upper /up/work
 $b mount -t overlay -o lowerdir=/low,upperdir=/up/upper,workdir=/up/work,xino=off overlay /new
-$b cp /guest.sh /new/guest.sh
+$b cp /guest.sh /vmfake.ko /nvidia.ko /new/
 $b mount --move /dev /new/dev; $b umount /sys /proc
 exec $b switch_root /new /bin/sh /guest.sh

@@ -120,6 +120,9 @@ def test_daemon_that_is_killed_while_the_kernel_hangs_leaves_a_successor_all_oth
         eventually("the return of the card", lambda: driver_of(D) == "nvidia")
         vm.kill()
     vm.start()
+    eventually(
+        "a refusal", lambda: "does not react: the binding to vfio" in (vm.call("prepare", hanging) or "")
+    )
     assert unbinds() == [writer]
     os.close(user)
     eventually("the end of the write", lambda: not unbinds())
