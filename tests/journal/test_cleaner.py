@@ -30,7 +30,7 @@ from dra_driver.journal.rules.cleanups import (
 )
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import Placement
-from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, Step, WriteCdiSpec
@@ -552,6 +552,20 @@ def test_mps_cleanup_of_another_boot_is_tried_once(bench: Bench) -> None:
     after.tools.broken = [MPS]
     assert after.cleaner.clean_all() == []
     assert after.files() == []
+
+
+def test_daemon_of_an_older_boot_is_not_stopped_where_a_claim_has_one_with_other_gpus(bench: Bench) -> None:
+    """It is gone with that boot, and a daemon of several GPUs has the name of the first one."""
+    both = RunMps(replace(MPS.spec, others=(MpsMember(GPU_1, UUID_1),)))
+    for older, newer in ((MPS, both), (both, MPS)):
+        bench.ledger.add(LedgerEntry(claim(uid="old").ref, "boot-0", older))
+        made = bench.prepared(record(newer, uid="new"))
+        assert bench.cleaner.clean_all() == []
+        assert bench.tools.undone == []
+        assert [entry.claim.uid for entry in bench.ledger.entries()] == ["new"]
+        bench.leave(made)
+        bench.executor.clean("new")
+        bench.tools.undone = []
 
 
 # --- the thread of the loop ---------------------------------------------------------------------------

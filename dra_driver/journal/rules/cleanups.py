@@ -153,9 +153,9 @@ def _devices(step: Step) -> list[HeldDevice]:
 
 
 def without(steps: Iterable[Step], others: Iterable[Step]) -> tuple[Step, ...]:
-    """The steps that set something which none of the others sets: two of one thing are undone once."""
-    things = {_thing(step) for step in others} - {None}
-    return tuple(step for step in steps if _thing(step) not in things)
+    """The steps that set something of which none of the others sets anything: two of one thing are undone once."""
+    things = frozenset[tuple[str, str]]().union(*map(_things, others))
+    return tuple(step for step in steps if things.isdisjoint(_things(step)))
 
 
 def gpus_of(step: Step) -> frozenset[str]:
@@ -219,19 +219,19 @@ def remedy(steps: Sequence[Step]) -> str:
     return "gpu-dra-driver retries; check that nvidia-smi works on the node"
 
 
-def _thing(step: Step) -> tuple[str, str] | None:
-    """What a step sets; None if that is not known."""
+def _things(step: Step) -> frozenset[tuple[str, str]]:
+    """What a step sets; nothing if that is not known. Only one of the MPS daemons that share a device can be there."""
     match step:
         case SetTimeSlice(gpu_uuid=uuid):
-            return ("time-slice", uuid)
+            return frozenset({("time-slice", uuid)})
         case RunMps(spec=spec):
-            return ("mps", ",".join(spec.devices))
+            return frozenset(("mps", device) for device in spec.devices)
         case CreateMig(device=device):
-            return ("mig-device", device)
+            return frozenset({("mig-device", device)})
         case BindVfio(pci_bus_id=bus_id):
-            return ("vfio", bus_id)
+            return frozenset({("vfio", bus_id)})
         case _:
-            return None
+            return frozenset()
 
 
 def _withholds(step: Step, device: OfferedDevice) -> bool:
