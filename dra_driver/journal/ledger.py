@@ -103,15 +103,17 @@ class Ledger:
         )
 
     def entries(self) -> list[LedgerEntry]:
-        """What counts of all ledgers. Raises: StateError if the directory cannot be listed."""
+        """What counts of all ledgers, first what is of this boot. Raises: StateError if the directory cannot be
+        listed."""
         with self._guard:
             gone = self._gone.copy()
-        return [
+        found = [
             entry
             for entries in self._store.all().values()
             for entry in entries
             if entry.key not in gone and counts(entry, self.boot_id)
         ]
+        return sorted(found, key=lambda entry: entry.boot_id != self.boot_id)
 
     def left(self) -> list[LedgerEntry]:
         """The entries of claims that have ended. Raises: StateError."""

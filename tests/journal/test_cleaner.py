@@ -554,6 +554,20 @@ def test_mps_cleanup_of_another_boot_is_tried_once(bench: Bench) -> None:
     assert after.files() == []
 
 
+def test_daemon_of_this_boot_withholds_its_gpu_beside_what_the_claim_left_in_an_older_boot(
+    bench: Bench,
+) -> None:
+    low, high = sorted([DEVICE_0, DEVICE_1], key=lambda device: device.gpu.uuid)
+    older, newer = (RunMps(MpsDaemonSpec(one.name, one.gpu.uuid, "gpu", one.gpu.uuid)) for one in (low, high))
+    ref = record().ref
+    bench.ledger.add(LedgerEntry(ref, "boot-0", older))
+    bench.ledger.add(LedgerEntry(ref, BOOT, newer))
+    bench.tools.broken = [newer]
+    with pytest.raises(RetryableError, match="stop the MPS daemon"):
+        bench.clean_before(high)
+    bench.clean_before(low)
+
+
 def test_daemon_of_an_older_boot_is_not_stopped_where_a_claim_has_one_with_other_gpus(bench: Bench) -> None:
     """It is gone with that boot, and a daemon of several GPUs has the name of the first one."""
     both = RunMps(replace(MPS.spec, others=(MpsMember(GPU_1, UUID_1),)))
