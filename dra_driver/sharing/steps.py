@@ -39,7 +39,7 @@ class TimeSliceSteps:
     def __init__(self, nvidia_smi: NvidiaSmi, records: RecordStore) -> None:
         self._nvidia_smi = nvidia_smi
         self._records = records
-        self._is_reloaded = False
+        self._reloads = self._looked_at = 0
         self._lost: dict[tuple[str, SetTimeSlice], str | None] = {}  # with why it could not be set again
 
     def do(self, step: Step, plan: Plan) -> None:
@@ -74,13 +74,14 @@ class TimeSliceSteps:
 
     def driver_reloaded(self) -> None:
         """The NVIDIA driver was loaded anew, or the GPUs are others than before: every time slice may be lost."""
-        self._is_reloaded = True
+        self._reloads += 1
 
     def gpus(self) -> set[str]:
         """The GPUs of lost time slices. MPS daemons are the MPS host's business. Raises: StateError."""
-        if self._is_reloaded:
+        reloads = self._reloads
+        if reloads != self._looked_at:
             records = self._records.all()
-            self._is_reloaded = False
+            self._looked_at = reloads
             for uid, record in records.items():
                 self._lost |= {(uid, step): None for step in record.steps if isinstance(step, SetTimeSlice)}
         return {step.gpu_uuid for _, step in self._lost.copy()}
@@ -89,7 +90,7 @@ class TimeSliceSteps:
         """Set the lost time slice of a GPU again; its lane runs it. A GPU that refuses is told once for each reason.
         Raises: RetryableError, StateError; then it stays lost."""
         for lost, reason in self._lost.copy().items():
-            uid, step = lost
+            (uid, step), reloads = lost, self._reloads
             if step.gpu_uuid != gpu_uuid:
                 continue
             try:
@@ -103,7 +104,8 @@ class TimeSliceSteps:
                 if not isinstance(error, NotSupportedError):
                     self._lost[lost] = str(error)
                     raise
-            self._lost.pop(lost, None)
+            if reloads == self._reloads:
+                self._lost.pop(lost, None)
 
 
 @dataclass(eq=False)

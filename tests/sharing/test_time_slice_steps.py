@@ -128,3 +128,34 @@ echo "$@" >> {tmp_path}/asked
         cleaner.stop()
     assert [line.split()[2] for line in (tmp_path / "asked").read_text().splitlines()] == ["GPU-1"]
     assert len([line for line in logs if line["event"] == "time_slice_lost"]) == 3, "each reason is told once"
+
+
+@pytest.mark.parametrize("moment", ["while the records are read", "while nvidia-smi runs"])
+def test_time_slice_that_another_reload_loses_meanwhile_is_set_again(tmp_path: Path, moment: str) -> None:
+    late = ClaimRecord(claim(uid="late"), "prepared", "boot-1", (), (SetTimeSlice("GPU-2", 3),), "")
+
+    class Records(RecordStore):
+        def all(self) -> dict[str, ClaimRecord]:
+            found = super().all()
+            if moment == "while the records are read" and "late" not in found:
+                self.save(late)
+                steps.driver_reloaded()
+            return found
+
+    class Smi(NvidiaSmi):
+        def set_time_slice(self, gpu_uuid: str, interval: int, timeout: float = 1.0) -> None:
+            asked.append(gpu_uuid)
+            if moment == "while nvidia-smi runs" and len(asked) == 1:
+                steps.driver_reloaded()
+                steps.gpus()
+
+    records, asked = Records(tmp_path / "claims"), list[str]()
+    records.open("boot-1")
+    records.save(ClaimRecord(claim(), "prepared", "boot-1", (), (SetTimeSlice("GPU-1", 3),), ""))
+    steps = TimeSliceSteps(Smi(lambda: None), records)  # type: ignore[arg-type, return-value]
+    steps.driver_reloaded()
+    while gpus := steps.gpus():
+        for gpu in sorted(gpus):
+            steps.put_right(gpu)
+    wanted = ["GPU-1", "GPU-1", "GPU-2"] if moment == "while the records are read" else ["GPU-1", "GPU-1"]
+    assert asked == wanted
