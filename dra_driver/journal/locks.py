@@ -11,8 +11,9 @@ handler of the Prepare still runs: such a late Prepare must not write a record t
 Unprepare that a newer Prepare has overtaken must leave what that call prepared. And the reconciler must not release a
 claim because of an answer of the API server that is older than the claim's Prepare.
 
-The two instances of a rolling update share the locks, not this memory. Between them the plugin relies on the records
-and on the kubelet, which cancels a call before it makes a newer one: see `claims.prepare` and `claims.reconciler`.
+The two instances of a rolling update share the locks, not this memory. Between them the plugin relies on the kubelet,
+which cancels a call before it makes a newer one, and on the records: `Executor.finish` fails if another call has
+changed the record, and the reconciler takes back a record that comes even later (`claims.reconciler`).
 """
 
 from __future__ import annotations

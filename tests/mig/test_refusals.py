@@ -34,8 +34,7 @@ CREATIONS = {
     CREATE_GPU_INSTANCE: "create a GPU instance",
     CREATE_COMPUTE_INSTANCE: "create a compute instance",
 }
-QUICK = WaitTimeouts(again_s=0.001)
-BRIEF = WaitTimeouts(again_s=0.05, last_s=42.0)
+QUICK = WaitTimeouts(again_s=0.001, stop_s=0)
 LONG_S = 36000.0
 
 
@@ -234,11 +233,11 @@ def test_driver_that_is_not_ready_for_a_while_after_the_switch_is_waited_for(
     assert [kind for kind, *_ in node.told_of_modes] == ["mode-on"]
 
 
-def test_everything_is_taken_back_when_the_patience_is_over(make: Callable[..., Node]) -> None:
-    node = make(BRIEF)
-    stubborn = Stubborn(node, 9, float("inf"))
-    assert "the kubelet tries again" in error_of(node.asked(three(node)))
-    assert len(stubborn.seen) > 1
+def test_everything_is_taken_back_when_the_time_is_over(node: Node) -> None:
+    asking, stubborn = waiting_with_two(node)
+    eventually(lambda: len(stubborn.seen) > 1)
+    node.waiter.stop()
+    assert "the kubelet tries again" in error_of(asking.answer())
     assert node.leftovers == (UNTOUCHED, [])
     assert node.preparer._begun == {}
     stubborn.left = 0
@@ -337,15 +336,13 @@ def test_lost_gpu_is_looked_for_once_and_not_waited_for(node: Node, function: st
 
 
 @pytest.mark.parametrize("function", CREATIONS)
-def test_refusal_that_lasts_is_told_with_how_long_it_was_waited_for(
-    make: Callable[..., Node], function: str
-) -> None:
-    node = make(BRIEF)
+def test_refusal_that_lasts_is_told_with_how_long_it_was_waited_for(node: Node, function: str) -> None:
     node.machine.set_fault(function, code="insufficient-resources")
-    told = error_of(node.asked(small(node)))
+    asking = Asking(node, small(node))
+    eventually(lambda: len([kind for kind, *_ in node.told if kind == "create"]) > 1)
+    node.waiter.stop()
+    told = error_of(asking.answer())
     assert CREATIONS[function] in told
-    tries = len([kind for kind, *_ in node.told if kind == "create"])
-    assert tries > 1
     assert re.search("; waited [0-9]+ s; the kubelet tries again$", told)
     assert node.outcomes.told == [("prepare", NvmlTransientError.__name__)]
     assert node.leftovers == (UNTOUCHED, [])
