@@ -9,12 +9,12 @@
 | daemon started | a daemon that no record names | finds it by its pipe directory | ends it |
 | process in the record, limits set | everything | finds it ready | ends it |
 
-| Step of a stop | A crash after it leaves | The next host finds the wish to stop, and |
+| Step of a stop | A crash after it leaves | The next host finds it unwanted, and |
 |---|---|---|
 | processes ended | directories, modes | goes on |
 | GPUs as before, side by side | some GPUs exclusive | puts the others back |
 | directories removed | the record | removes it |
-| record removed | the wish | removes it |
+| record removed | the status | removes it |
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from dra_driver.errors import (
     DraDriverError,
     NotSupportedError,
     NvmlDetachedError,
-    PermanentError,
     RetryableError,
 )
 from dra_driver.model.driver_programs import FindPrograms
-from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsState
+from dra_driver.model.mps import MpsDaemonStatus, MpsState
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import (
     OUTPUT,
+    BrokenOffError,
     DaemonControl,
-    HostStoppingError,
     Timings,
     bound_logs,
     log_tail,
     status_text,
 )
+from dra_driver.mps.daemon_limits import check_spec
 from dra_driver.mps.daemon_mounts import KernelMounter, SelinuxLabels
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
@@ -65,6 +65,7 @@ T = TypeVar("T")
 _UNANSWERED = 3
 """A daemon that does not answer once may only be busy."""
 _GPUS_AT_ONCE = 16
+_STOP_AGAIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,18 @@ class HostTools:
 class Daemon:
     """The daemon of one device. Calls wait for each other; `status` never waits."""
 
-    def __init__(self, record: DaemonRecord, tools: HostTools, *, recovered: bool) -> None:
-        """`recovered` is for a daemon that was there before this process: a failure takes nothing down then."""
+    def __init__(
+        self,
+        record: DaemonRecord,
+        tools: HostTools,
+        *,
+        recovered: bool = False,
+        refuse: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`recovered` is for a daemon that was there before this process: a failure takes nothing down then. `refuse`
+        raises RetryableError while it must not start."""
         self._tools = tools
+        self._refuse = refuse
         self._record = record
         self._established = recovered
         self._lock = threading.Lock()
@@ -103,7 +113,8 @@ class Daemon:
         )
         self._backoff = Backoff(tools.timings.first_backoff, tools.timings.longest_backoff)
         self._retry_at = 0.0
-        self._ending = False
+        self.ending = False
+        """Whether it is being taken down, which cannot be called off."""
         self.gone = False
         """Whether it was taken down; such an object serves no more."""
         self._unanswered = 0
@@ -119,43 +130,37 @@ class Daemon:
 
     # --- what callers want ---------------------------------------------------------------------
 
-    def ensure(self, spec: MpsDaemonSpec) -> bool:
-        """Whether it is ready with this spec; if not it was taken down, so that the caller needs a new object.
-
-        Raises: PermanentError if it runs with another spec, RetryableError if it cannot be made ready in time.
-        """
-        with self._lock:
-            if self._ending or self._is_of_the_past(spec):
-                self._take_down()
-                return False
-            self._refuse_other(spec)
-            if self._is_up():
-                self._take_gpu(again=True)
-            else:
-                self._bring_up()
-            return True
-
-    def stop(self) -> None:
-        """Nothing of it is left, nor anything that it made. Raises: RetryableError, StateError; then calling again goes
-        on."""
-        with self._lock:
-            try:
-                self._take_down()
-            except DraDriverError as error:
-                self._failed(error)
-                raise
-
     def keep(self) -> None:
-        """Go on with what failed, and start again what died. Never raises, the status says it."""
+        """Have it run, or go on with its end. Never raises, the status says it. What a first start that fails made is
+        taken back; later others may use the daemon."""
         with self._lock:
             if self.gone or self._tools.closing.is_set():
                 return
             try:
-                if self._ending:
-                    self._take_down()
+                if self.ending:
+                    self._end()
                 elif not self._is_up():
                     self._bring_up()
+            except BrokenOffError:
+                pass  # the next host process goes on, or `stop`
             except Exception as error:  # noqa: BLE001  it is tried again, and the status says it
+                if not isinstance(error, DraDriverError):
+                    _log.exception("mps_request_failed")
+                self._failed(error)
+
+    def stop(self, is_over: Callable[[], bool]) -> None:
+        """Nothing of it is left, nor anything that it made; or it runs on if it is not over after all. `is_over` is
+        asked after the status says that it serves no more. Never raises: `keep` goes on with what failed."""
+        with self._lock:
+            before = self.status
+            self._show("stopped")
+            try:
+                if not is_over():
+                    self.status = before
+                    return
+                self.ending = True
+                self._end()
+            except DraDriverError as error:
                 self._failed(error)
 
     def needs_attention(self, now: float) -> bool:
@@ -193,20 +198,21 @@ class Daemon:
     # --- up ------------------------------------------------------------------------------------
 
     def _bring_up(self) -> None:
-        """What a failed first start made is taken back; later others may use the daemon. Raises: what failed."""
+        """Raises: what failed."""
         try:
             self._start_or_adopt(time.monotonic() + self._tools.timings.start)
-        except HostStoppingError:
+        except BrokenOffError:
             raise
-        except DraDriverError as error:
-            if self._established:
-                self._failed(error)
-            else:
+        except DraDriverError:
+            if not self._established:
                 with suppress(DraDriverError):
                     self._take_down()
             raise
 
     def _start_or_adopt(self, deadline: float) -> None:
+        check_spec(self._record.spec)
+        self._tools.layout.refuse_long_path(self._record.spec.device)
+        self._refuse()
         started = time.monotonic()
         self._show("starting", problem=self.status.problem)
         self._write(self._record)
@@ -224,10 +230,12 @@ class Daemon:
         if process != self._record.process or self._record.boot_id != self._tools.boot_id:
             self._write(replace(self._record, process=process, boot_id=self._tools.boot_id))
         try:
-            self._control.wait_ready(process, self._tools.layout.unwanted(self._record.spec.device))
+            self._control.wait_ready(
+                process, partial(self._tools.layout.is_unwanted, self._record.spec.device)
+            )
             self._control.apply_limits()
-        except HostStoppingError:
-            raise  # the next host process takes it from here
+        except BrokenOffError:
+            raise
         except DraDriverError:
             self._end_all()
             raise
@@ -353,16 +361,19 @@ class Daemon:
 
     # --- down ----------------------------------------------------------------------------------
 
-    def _take_down(self) -> None:
-        device = self._record.spec.device
-        self._ending = True
-        self._end_all()
-        self._give_gpu_back()
-        remove_directory(self._tools, device)
-        self._tools.records.forget(device)
+    def _end(self) -> None:
+        self._take_down()
         self.gone = True
         self._show("stopped")
-        _log.info("mps_daemon_stopped", device=device)
+        _log.info("mps_daemon_stopped", device=self.status.device)
+
+    def _take_down(self) -> None:
+        spec = self._record.spec
+        self._end_all()
+        self._give_gpu_back()
+        remove_directory(self._tools, spec.device)
+        self._tools.records.forget(spec.device)
+        self._record = DaemonRecord(spec, self._tools.boot_id)
 
     def _end_all(self) -> None:
         recorded = self._recorded()
@@ -390,25 +401,6 @@ class Daemon:
         process = self._record.process
         return self.status.state in ("ready", "fault") and process is not None and processes.is_alive(process)
 
-    def _is_of_the_past(self, spec: MpsDaemonSpec) -> bool:
-        """Whether the name means another device now, as a MIG device that was made anew, and nobody uses the old."""
-        if spec.uuid == self._record.spec.uuid:
-            return False
-        try:
-            return self._control.ask_servers()[1] == 0
-        except RetryableError:
-            if self._is_up():
-                raise  # it may be in use; the probes find out whether it still answers
-            return True
-
-    def _refuse_other(self, spec: MpsDaemonSpec) -> None:
-        differences = self._record.spec.differences(spec)
-        if differences:
-            raise PermanentError(
-                f"the MPS daemon of {spec.device} runs with other settings ({'; '.join(differences)}); "
-                "it is stopped when the claims that use it are gone"
-            )
-
     def _died(self, now: float) -> None:
         process = self._record.process
         code = None if process is None else processes.reap(process.pid)
@@ -422,8 +414,10 @@ class Daemon:
         _log.warning("mps_daemon_died", device=self.status.device, problem=problem)
 
     def _failed(self, error: Exception) -> None:
-        self._show("failed", problem=str(error))
-        self._retry_at = time.monotonic() + self._backoff.step()
+        self._show("failed", problem=" ".join(str(error).split()))
+        pause = self._backoff.step()
+        # The plugin keeps the GPU from others as long as something is left.
+        self._retry_at = time.monotonic() + (min(pause, _STOP_AGAIN_S) if self.ending else pause)
         _log.warning("mps_daemon_failed", device=self.status.device, error=str(error))
 
     def _probed(self, problem: str | None, clients: int | None, users: Collection[int]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -95,8 +95,8 @@ class BusyError(RetryableError):
     """The daemon talked with another program at that moment."""
 
 
-class HostStoppingError(RetryableError):
-    """This process ends; what it was doing stays as it is for the next one."""
+class BrokenOffError(RetryableError):
+    """This process ends, or the daemon shall not run any more; what was done stays for whoever goes on."""
 
 
 @dataclass(eq=False)
@@ -130,11 +130,10 @@ class DaemonControl:
         except OSError as error:
             raise not_run(f"start the MPS daemon of {self.spec.device}", arguments[0], error) from error
 
-    def wait_ready(self, process: ProcessId, unwanted: Path) -> None:
-        """Return when the daemon answers. Asking costs a process, so its socket is waited for before. A file at
-        `unwanted` says that it shall stop.
+    def wait_ready(self, process: ProcessId, is_unwanted: Callable[[], bool]) -> None:
+        """Return when the daemon answers. Asking costs a process, so its socket is waited for before.
 
-        Raises: RetryableError with the end of its log, HostStoppingError.
+        Raises: RetryableError with the end of its log, BrokenOffError.
         """
         control = Path(self.directories.pipe, CONTROL_SOCKET)
         began = time.monotonic()
@@ -147,10 +146,8 @@ class DaemonControl:
                 raise self._not_ready(
                     f"ended while it started with {status_text(processes.reap(process.pid))}"
                 )
-            if unwanted.exists():
-                raise RetryableError(
-                    f"the MPS daemon of {self.spec.device} was to be stopped while it started"
-                )
+            if is_unwanted():
+                raise BrokenOffError("the daemon shall be stopped")
             if now >= deadline:
                 raise self._not_ready(f"was not ready after {now - began:.1f} s ({reason})")
             if now >= ask_at and (now >= ask_anyway_at or control.exists()):
@@ -162,7 +159,7 @@ class DaemonControl:
                 ask_at = time.monotonic() + pause
                 pause = min(2 * pause, _ASK_EVERY_S)
             time.sleep(_POLL_S)
-        raise HostStoppingError("the MPS host is being stopped; its successor takes the daemon over")
+        raise BrokenOffError("the MPS host is being stopped")
 
     def apply_limits(self) -> None:
         """Set the defaults and read them back. Raises: PermanentError if another value is read."""

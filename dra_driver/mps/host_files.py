@@ -1,32 +1,41 @@
-"""The files by which the plugin tells the MPS host what shall run, and the host tells what runs.
+"""The files by which the plugin has the MPS host run daemons, and the host says what runs.
 
 | File below `mps/` | Written by | Says |
 |---|---|---|
-| `host.wanted/<device>.json` | the plugin | this daemon shall run, with this spec |
-| `host.wanted/<device>.stop` | the plugin, by a rename of the former; removed by the host | it shall stop |
-| `host.status/<device>.json` | the host | how the daemon is, which wish the host has seen, why it refuses that |
+| `host.wanted/<device>.json` | the plugin, in the lane of the device's GPU | this daemon shall run, with this spec |
+| `host.status/<device>.json` | the host | how the daemon is |
 | `<device>.json`, a directory | the host | what it made, and the compute modes from before (`daemon`) |
 | `host.lock` | the host, which holds its lock | a host runs, and the number of the format of these files |
 | `host.modes` | nobody; empty | an nvidia-smi that the host started holds a lock on a byte for each GPU |
 | `host.alive` | the host, every ten seconds | it watches, and all status files say what it knows |
 
-A wish is known by its generation: the inode and time of its file. So each call of the plugin is one that the host has
-not seen yet, and a stop needs no space on the disk. Nobody acts on what he cannot read, nor on what is not there: a
-daemon runs on until its device has a `.stop`, and the host starts nothing while there is one.
+A daemon shall run as long as its file is in `host.wanted`. The host makes that so, and tries again after pauses. The
+plugin waits: for a start until the status says `ready` or why not, for a stop until the host's record is gone too.
+
+    not wanted ──the file is written──▶ starting ──▶ ready ──the file is removed──▶ stopped ──▶ no record, no status
+
+The host changes none of these files. What it cannot read or list there, as that of another release, says nothing: a
+daemon runs on, and none is started. So it makes the directory only where it has no daemon.
+
+A file may come or go while the host looks, so whoever acts writes first and looks then. The host takes `ready` back,
+looks whether the daemon is still unwanted, then stops it; the plugin writes what is wanted, then goes by `ready`. The
+host writes its record, and breaks the start off if the daemon is not wanted any more; the plugin removes what was
+wanted, then looks for the record.
 
 | What happens | What follows |
 |---|---|
-| the host dies | daemons run on; the next host takes them over, and does what it has not seen done |
-| the plugin dies before or after it wrote | the wish stands; its successor writes it again, or withdraws it |
-| a stop while no host runs | the `.stop` waits for the next host, and the GPU is withheld meanwhile |
+| the host dies | daemons run on; the next host takes them over, and makes true what is wanted then |
+| the plugin dies before it wrote or removed a file | nothing has changed; its ledger has the step or its undo |
+| the plugin dies after that | the host goes on; the next call of the plugin finds it done, or waits |
+| a stop while no host runs | the next host finds the file gone; the GPU is withheld meanwhile |
 | a stop while the daemon starts | the start is broken off, and taken back |
-| wanted again while it stops | both files are there: the host ends the stop first |
-| wanted again while it runs | the plugin goes on; the host looks at the daemon after that |
-| two instances of the plugin write | the last file counts; the other call waits for it, or fails if its spec differs |
-| a first start fails | the host takes it back and says why; it tries again at the next generation |
+| wanted again while it stops | the host ends the stop, then starts the daemon |
+| wanted with another spec | the host stops it first; the plugin refuses that while a claim needs the daemon |
+| a start fails | the host takes it back, says why, and tries again as long as the file is there |
 | full disk | no new daemon; a stop works |
 | reboot | the host starts again what is wanted |
-| host of another format | it keeps its daemons; the plugin writes nothing, and refuses |
+| host of another format | it keeps its daemons; the plugin asks for none, and refuses |
+| the host's record is lost | its status has the spec: with that the daemon is stopped, and the GPU put back |
 """
 
 from __future__ import annotations
@@ -42,16 +51,17 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
 from dra_driver.errors import PermanentError, RetryableError, StateError
 from dra_driver.files.atomic import (
     QUARANTINE,
-    make_directory,
+    Stamp,
     read_or_none,
     remove_file,
-    state_error,
+    stamp_or_none,
     sync_removals,
     write_atomically,
 )
@@ -71,6 +81,8 @@ from dra_driver.files.fields import (
 )
 from dra_driver.files.file_lock import is_locked
 from dra_driver.files.formats import parse
+from dra_driver.files.json_store import JsonStore, UnreadableFile
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.mps import (
     MPS_STATES,
     MpsDaemonSpec,
@@ -85,7 +97,8 @@ from dra_driver.mps.daemon_processes import identify, is_control_daemon, users_o
 
 _log = structlog.get_logger(__name__)
 
-FORMAT = 2
+T = TypeVar("T")
+FORMAT = 3
 SUFFIX = ".json"
 LONGEST_SOCKET = 106
 """Bytes of the longest socket path with which NVIDIA's control daemons start: one less than the kernel takes."""
@@ -134,26 +147,6 @@ _STATUS = Shape(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What the host says of one daemon. `seen` is the generation of the last wish that it has dealt with, `refusal` why
-    it could not do that; with `is_final` a person has to change something first."""
-
-    status: MpsDaemonStatus
-    seen: str | None = None
-    refusal: str | None = None
-    is_final: bool = False
-
-
-_REPORT = Shape(
-    Report,
-    status=needed(_STATUS.kind),
-    seen=nullable(TEXT),
-    refusal=nullable(TEXT),
-    is_final=needed(FLAG),
-)
-
-
 class NoMpsHostError(RetryableError):
     """No MPS host runs that reads what this release writes."""
 
@@ -176,16 +169,15 @@ class MpsHostFiles:
         self._wait_s = wait_s
         self._is_expected = is_expected
         self._clock = clock
-        self._alive: tuple[str | None, float] = (None, clock())
+        self._alive: tuple[Stamp | None, float] = (None, clock())
         self._missed_at = -math.inf
-        self._known: dict[str, tuple[str, MpsDaemonStatus]] = {}
+        self._wanted, self._statuses = wanted_files(layout), status_files(layout)
 
     def ensure(self, spec: MpsDaemonSpec, timeout_s: float = 20.0) -> MpsDaemonStatus:
-        """The daemon's status once it is ready, or found in FAULT. Nobody waits for one that runs: the host only looks
-        at it once more.
+        """The daemon's status once it is ready, or found in FAULT. Nobody waits for one that runs.
 
-        Raises: PermanentError if it cannot be as asked, RetryableError if it was not ready in time, NoMpsHostError,
-        StateError.
+        Raises: PermanentError if it cannot be as asked, RetryableError if it failed or was not ready in time,
+        NoMpsHostError, StateError.
         """
         check_spec(spec)
         self._layout.refuse_long_path(spec.device)
@@ -195,86 +187,63 @@ class MpsHostFiles:
         except NoMpsHostError:
             self._missed_at = self._clock()
             raise
-        running = self._running(spec)
-        wish = self._layout.wanted(spec.device)
-        # What a power cut tears is written anew by the Prepare after it, which finds no daemon.
-        write_atomically(wish, encode_wish(spec), durable=False, whole=running is None)
-        if running is not None:
-            return running
-        while (found := generation_of(wish)) is not None:
-            report = self._report(spec.device)
-            if report is not None and report.seen == found:
-                if report.refusal is not None:
-                    raise (PermanentError if report.is_final else RetryableError)(report.refusal)
-                if report.status.spec != spec:
-                    raise RetryableError(f"another call wants another MPS daemon of {spec.device}")
-                return report.status
-            self._pause(deadline, f"made the MPS daemon of {spec.device} ready", timeout_s)
-        raise RetryableError(f"the MPS daemon of {spec.device} was to be stopped while it started")
+        if self._refusal(spec.device) is not None:
+            self.stop(spec.device, timeout_s)  # so that it is tried again at once
+        self._want(spec)
+        while True:
+            status = self._statuses.get(spec.device)
+            if status is not None and status.spec == spec and self._serves(status):
+                return status
+            if (refusal := self._refusal(spec.device)) is not None:
+                raise RetryableError(refusal)
+            self._pause(deadline, f"made the MPS daemon of {spec.device} ready", timeout_s, status)
 
-    def stop(self, device: str, timeout_s: float = 20.0, *, gpu_uuid: str | None = None) -> None:
-        """No process of the device's daemon runs, and the GPU has its former compute mode; also if there was none.
+    def stop(self, device: str, timeout_s: float = 20.0) -> None:
+        """No process of the device's daemon runs, and its GPUs have their former compute modes; also if there was none.
 
-        With the `gpu_uuid` of a whole GPU the host puts the compute mode back even if its record is lost. Raises:
-        NoMpsHostError if no host runs and a daemon was there, which the next host then stops; RetryableError,
+        Raises: NoMpsHostError if no host runs and a daemon was there, which the next host then stops; RetryableError,
         StateError.
         """
-        deadline = time.monotonic() + timeout_s
-        if not withdraw(self._layout, device, gpu_uuid):
+        layout, deadline = self._layout, time.monotonic() + timeout_s
+        before = self._statuses.get(device)
+        remove_file(layout.wanted(device))
+        # A file that came back after a power cut would start a daemon that no claim asked for.
+        sync_removals(layout.wishes)
+        if not layout.has_traces(device):
             return
-        stop = self._layout.unwanted(device)
         try:
             self._await_host(deadline)
         except NoMpsHostError as error:
-            if not self._layout.has_traces(device):
-                remove_file(stop)
-                return
             _log.warning("mps_stop_left_to_next_host", device=device, reason=str(error))
             raise
-        while (found := generation_of(stop)) is not None:
-            report = self._report(device)
-            if report is not None and report.seen == found and report.refusal is not None:
-                raise RetryableError(report.refusal)
-            self._pause(deadline, f"stopped the MPS daemon of {device}", timeout_s)
+        while layout.has_traces(device):
+            status = self._statuses.get(device)
+            if status is not None and status.state == "failed" and status != before:
+                raise RetryableError(status.problem or "")
+            self._pause(deadline, f"stopped the MPS daemon of {device}", timeout_s, status)
 
     def statuses(self) -> tuple[MpsDaemonStatus, ...]:
-        """All daemons of the node, by name; none where no host runs. A file that is the same as at the last look is not
-        read again. Raises: StateError."""
-        if not is_locked(self._layout.lock):
+        """All daemons of the node, by name; none where no host runs. Raises: StateError."""
+        if not is_locked(self._layout.lock) or not self._layout.statuses.is_dir():
             return ()
-        known, found = self._known, {}
-        for path in sorted(self._layout.statuses.glob(f"*{SUFFIX}")):
-            device, seen = path.name.removesuffix(SUFFIX), generation_of(path)
-            if seen is not None and device in known and known[device][0] == seen:
-                found[device] = known[device]
-            elif seen is not None and (report := self._report(device)) is not None:
-                found[device] = seen, report.status
-        self._known = found
-        return tuple(status for _, status in found.values())
-
-    def spec_of(self, device: str) -> MpsDaemonSpec | None:
-        """With which settings the device's daemon runs, or shall run; None if no file tells of one."""
-        report = self._report(device)
-        if report is not None:
-            return report.status.spec
-        with suppress(StateError):
-            return read_wish(self._layout.wanted(device))
-        return None
+        return tuple(self._statuses.all().values())
 
     def runs(self, spec: MpsDaemonSpec) -> bool:
-        """Whether a daemon that is ready with this spec runs, and is not to stop. Raises: StateError."""
-        return self._running(spec) is not None
+        """Whether a daemon that is ready with this spec runs, and shall. Raises: StateError."""
+        status = self._statuses.get(spec.device)
+        is_ready = (
+            status is not None and (status.spec, status.state) == (spec, "ready") and self._serves(status)
+        )
+        return is_ready and self._wanted.get(spec.device) == spec
 
     def unseen(self) -> list[str]:
-        """Devices of which the host has not yet done, or refused, what is wanted."""
-        found = []
-        for path in sorted(self._layout.wishes.glob("*.*")):
-            device = path.name.partition(".")[0]
-            if is_device_name(device):
-                report = self._report(device)
-                if report is None or report.seen != generation_of(path):
-                    found.append(device)
-        return found
+        """Devices whose daemon is not, or not yet, as wanted. Raises: StateError."""
+        wanted, found = self._wanted.all(), self._statuses.all()
+        return sorted(
+            device
+            for device in wanted.keys() | found.keys()
+            if device not in wanted or device not in found or found[device].spec != wanted[device]
+        )
 
     def problems(self) -> Sequence[NodeProblem]:
         """A host that has been missing, silent or of another release for 30 s, if anyone needs one, and each daemon
@@ -294,7 +263,7 @@ class MpsHostFiles:
 
     def _host_trouble(self) -> str | None:
         """What has been wrong with the host for 30 s. Only a sign of life since the last look ends that."""
-        reason, sign = self.host_problem(), generation_of(self._layout.alive)
+        reason, sign = self.host_problem(), stamp_or_none(self._layout.alive)
         last, at = self._alive
         if reason is None and sign not in (None, last):
             self._alive = sign, self._clock()
@@ -313,7 +282,11 @@ class MpsHostFiles:
         kubelet asks again every two minutes as long as the pod exists."""
         if self._is_expected or self._clock() - self._missed_at < _ASKED_AGAIN_S:
             return True
-        return any(is_device_name(path.name.partition(".")[0]) for path in self._layout.wishes.glob("*.*"))
+        return any(
+            is_device_name(path.name.removesuffix(SUFFIX))
+            for directory in (self._layout.wishes, self._layout.statuses)
+            for path in directory.glob(f"*{SUFFIX}")
+        )
 
     def host_problem(self) -> str | None:
         """Why no daemon can be asked for. Raises: StateError."""
@@ -327,24 +300,35 @@ class MpsHostFiles:
             return None
         return f"the MPS host on this node is of another release than gpu-dra-driver: {_REPLACE}"
 
-    def _report(self, device: str) -> Report | None:
-        """What the host says; None where there is nothing that can be read."""
-        content = read_or_none(self._layout.status(device))
-        with suppress(StateError):
-            return parse(content or b"", "status", _REPORT.decode, known=FORMAT, field="format")
-        return None
+    def _want(self, spec: MpsDaemonSpec) -> None:
+        """Have the host run it. Raises: PermanentError if other claims have it with other settings, or use the device
+        that had the name before; StateError."""
+        device = spec.device
+        found, status = self._wanted.get(device), self._statuses.get(device)
+        is_in_use = status is not None and status.state in ("ready", "fault") and status.clients != 0
+        if found is not None and found != spec and (found.uuid == spec.uuid or is_in_use):
+            raise PermanentError(
+                f"the MPS daemon of {device} runs with other settings ({'; '.join(found.differences(spec))}); "
+                "it is stopped when the claims that use it are gone"
+            )
+        if found != spec:
+            # What a power cut tears is written anew by the Prepare after it, which finds no daemon.
+            write_atomically(self._layout.wanted(device), encode_wanted(spec), durable=False)
 
-    def _running(self, spec: MpsDaemonSpec) -> MpsDaemonStatus | None:
-        """What the host said of a daemon that is ready with this spec, still runs and is not to stop; None otherwise.
-        Raises: StateError."""
-        report, pipe = self._report(spec.device), self._layout.directories(spec.device).pipe
-        if report is None or report.refusal is not None or self._layout.unwanted(spec.device).exists():
-            return None
-        status = report.status
-        if status.state != "ready" or status.spec != spec or status.pid is None:
-            return None
-        process = identify(status.pid)
-        return status if process is not None and is_control_daemon(process, pipe) else None
+    def _refusal(self, device: str) -> str | None:
+        """Why the device has no daemon though it shall; None while one is there that the host may still start."""
+        status = self._statuses.get(device)
+        has_none = (
+            status is not None and status.state == "failed" and not self._layout.record(device).exists()
+        )
+        return status.problem if status is not None and has_none else None
+
+    def _serves(self, status: MpsDaemonStatus) -> bool:
+        """Whether the process that is said to serve still runs."""
+        process = identify(status.pid) if status.pid is not None else None
+        return process is not None and is_control_daemon(
+            process, self._layout.directories(status.device).pipe
+        )
 
     def _await_host(self, deadline: float) -> None:
         deadline = min(deadline, time.monotonic() + self._wait_s)
@@ -353,72 +337,44 @@ class MpsHostFiles:
                 raise NoMpsHostError(problem)
             time.sleep(_POLL_S)
 
-    def _pause(self, deadline: float, what: str, timeout_s: float) -> None:
+    def _pause(self, deadline: float, what: str, timeout_s: float, status: MpsDaemonStatus | None) -> None:
         if time.monotonic() < deadline:
             time.sleep(_POLL_S)
             return
-        reason = self.host_problem() or "see `kubectl logs` of its pod"
+        problem = status.problem if status is not None else None
+        reason = self.host_problem() or problem or "see `kubectl logs` of its pod"
         raise RetryableError(f"the MPS host has not {what} within {timeout_s:.3g} s; {reason}")
 
 
-def withdraw(layout: MpsLayout, device: str, gpu_uuid: str | None) -> bool:
-    """Have the device's daemon stopped, also if that failed before; whether there is anything to stop. Raises:
-    StateError, PermanentError."""
-    wish, stop = layout.wanted(device), layout.unwanted(device)
-    try:
-        wish.replace(stop)
-    except FileNotFoundError:
-        if not stop.exists():
-            if not layout.has_traces(device):
-                return False
-            spec = None
-            if gpu_uuid is not None:
-                spec = MpsDaemonSpec(device, gpu_uuid, "gpu", gpu_uuid)
-                check_spec(spec)
-            make_directory(stop.parent, 0o700)
-            write_atomically(stop, encode_wish(spec), durable=False)
-    except OSError as error:
-        raise state_error("rename", wish, error) from error
-    with suppress(FileNotFoundError):  # the host has stopped it meanwhile
-        now = time.time_ns()
-        os.utime(stop, ns=(now, now))
-    # A wish that came back after a power cut would start a daemon that no claim asked for.
-    sync_removals(stop.parent)
-    return True
+def wanted_files(
+    layout: MpsLayout, tell: Callable[[UnreadableFile], None] = lambda _file: None
+) -> JsonStore[MpsDaemonSpec]:
+    """Which daemons shall run, by device, for whoever only reads that."""
+    return _files(layout.wishes, "wish for an MPS daemon", lambda body: SPEC.decode(body["spec"]), tell)
 
 
-def encode_wish(spec: MpsDaemonSpec | None) -> bytes:
-    """The content of a wish; only of a stop the spec may be unknown."""
-    return json.dumps({"format": FORMAT, "spec": spec and SPEC.encode(spec)}).encode()
+def status_files(layout: MpsLayout) -> JsonStore[MpsDaemonStatus]:
+    """What the host says of the daemons, by device, for whoever only reads that."""
+    return _files(layout.statuses, "status", _STATUS.decode, lambda _file: None)
 
 
-def read_wish(path: Path) -> MpsDaemonSpec | None:
-    """The spec in a wish. Raises: StateError; also if there is none any more."""
-    return parse(
-        read_or_none(path) or b"",
-        "wish for an MPS daemon",
-        lambda body: body["spec"] and SPEC.decode(body["spec"]),
-        known=FORMAT,
-        field="format",
-    )
+def _files(
+    directory: Path, what: str, decode: Callable[[JsonObject], T], tell: Callable[[UnreadableFile], None]
+) -> JsonStore[T]:
+    def read(_device: str, content: bytes) -> T:
+        return parse(content, what, decode, known=FORMAT, field="format")
+
+    return JsonStore(directory, what, read, tell, is_name=is_device_name, only_reads=True)
 
 
-def generation(status: os.stat_result) -> str:
-    """What differs when a wish was written anew."""
-    return f"{status.st_ino}-{status.st_mtime_ns}"
+def encode_wanted(spec: MpsDaemonSpec) -> bytes:
+    """The content of the file that has a daemon run."""
+    return json.dumps({"format": FORMAT, "spec": SPEC.encode(spec)}).encode()
 
 
-def generation_of(path: Path) -> str | None:
-    """That of the wish at this path; None if there is none."""
-    try:
-        return generation(path.lstat())
-    except OSError:
-        return None
-
-
-def encode_report(report: Report) -> bytes:
+def encode_status(status: MpsDaemonStatus) -> bytes:
     """The content of a status file."""
-    return json.dumps({"format": FORMAT, **_REPORT.encode(report)}, indent=1).encode()
+    return json.dumps({"format": FORMAT, **_STATUS.encode(status)}, indent=1).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,7 +408,7 @@ class MpsLayout:
 
     @property
     def wishes(self) -> Path:
-        """What shall run and what shall stop."""
+        """What shall run."""
         return self.root / "host.wanted"
 
     @property
@@ -461,12 +417,18 @@ class MpsLayout:
         return self.root / "host.status"
 
     def wanted(self, device: str) -> Path:
-        """The wish that the daemon runs."""
+        """Says that the daemon shall run."""
         return self.wishes / f"{_checked(device)}{SUFFIX}"
 
-    def unwanted(self, device: str) -> Path:
-        """The wish that the daemon stops."""
-        return self.wishes / f"{_checked(device)}.stop"
+    def is_unwanted(self, device: str) -> bool:
+        """Whether the daemon shall not run; where that cannot be looked up, it may."""
+        try:
+            self.wanted(device).lstat()
+        except FileNotFoundError:
+            return self.wishes.is_dir()
+        except OSError:
+            pass
+        return False
 
     def status(self, device: str) -> Path:
         """What the host says of the daemon."""
@@ -511,12 +473,10 @@ class MpsLayout:
         return MpsDirectories(pipe=str(top / "pipe"), log=str(top / "log"), shm=str(top / "shm"))
 
     def has_traces(self, device: str) -> bool:
-        """Whether anything of a daemon is left. A compute mode alone does not count: an administrator may have set
-        it."""
+        """Whether a daemon is there that is not stopped yet, or the host has something to say of one."""
         return (
-            self.directory(device).exists()
-            or self.record(device).exists()
-            or bool(self.records_aside(device))
+            self.record(device).exists()
+            or self.status(device).exists()
             or bool(users_of(self.directories(device).pipe))
         )
 

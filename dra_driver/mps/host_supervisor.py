@@ -6,15 +6,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import structlog
 
-from dra_driver.errors import DraDriverError, FatalError, PermanentError, RetryableError, StateError
+from dra_driver.errors import FatalError, RetryableError, StateError
 from dra_driver.files.atomic import (
     clear_abandoned,
     make_directory,
@@ -24,23 +23,14 @@ from dra_driver.files.atomic import (
     write_atomically,
 )
 from dra_driver.files.file_lock import LockBusyError, hold_file
+from dra_driver.files.json_store import UnreadableFile
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.mps import daemon_processes as processes
 from dra_driver.mps import host_files
 from dra_driver.mps.daemon import Daemon, HostTools
 from dra_driver.mps.daemon_compute_mode import DEFAULT
-from dra_driver.mps.daemon_control import HostStoppingError
-from dra_driver.mps.daemon_limits import check_spec
 from dra_driver.mps.daemon_records import DaemonRecord
-from dra_driver.mps.host_files import (
-    SUFFIX,
-    Report,
-    encode_report,
-    generation,
-    generation_of,
-    is_device_name,
-    read_wish,
-)
+from dra_driver.mps.host_files import SUFFIX, encode_status, is_device_name, status_files, wanted_files
 
 _log = structlog.get_logger(__name__)
 
@@ -54,11 +44,12 @@ class Supervisor:
     def __init__(self, tools: HostTools) -> None:
         self._tools = tools
         self._layout = tools.layout
+        self._wanted = wanted_files(tools.layout, _tell)
         self._daemons: dict[str, Daemon] = {}
-        self._answers: dict[str, Report] = {}
-        self._published: dict[str, Report] = {}
+        self._published: dict[str, MpsDaemonStatus] = {}
+        self._blind: str | None = None
+        """Why what shall run cannot be listed."""
         self._unwritten: set[str] = set()
-        self._guard = threading.Lock()
         self._publishing = threading.Lock()
         self._workers: dict[str, threading.Thread] = {}
         self._watch: threading.Thread | None = None
@@ -75,7 +66,7 @@ class Supervisor:
             layout.root.chmod(0o711)  # a server may run as the user of its client; all files are closed
             for path in (layout.lock, layout.modes, layout.alive):
                 _free(path, Path.is_file)
-            for path in (layout.wishes, layout.statuses, layout.libraries):
+            for path in (layout.statuses, layout.libraries):
                 _free(path, Path.is_dir)
             descriptor = self._held.enter_context(
                 hold_file(layout.lock, threading.Lock(), time.monotonic() + _LOCK_S, "the MPS host")
@@ -101,23 +92,53 @@ class Supervisor:
         self._held.close()
 
     def status(self) -> tuple[MpsDaemonStatus, ...]:
-        """All daemons, by name."""
-        return tuple(daemon.status for _, daemon in sorted(self._living().items()))
+        """All daemons, the oldest first."""
+        return tuple(daemon.status for daemon in [*self._daemons.values()] if not daemon.gone)
 
     def _take_over(self) -> None:
         layout = self._layout
-        for directory in (layout.wishes, layout.statuses):
-            make_directory(directory, 0o700)
-            clear_abandoned(directory)
-        found = self._tools.records.all()
-        for device, record in found.items():
-            self._daemons[device] = Daemon(record, self._tools, recovered=True)
+        make_directory(layout.statuses, 0o700)
+        clear_abandoned(layout.statuses)
         for path in layout.statuses.glob(f"*{SUFFIX}"):
             _free(path, Path.is_file)
-            if path.name.removesuffix(SUFFIX) not in found:
+        records = self._tools.records
+        for device, record in records.all().items():
+            self._daemons[device] = Daemon(record, self._tools, recovered=True)
+        for spec in self._specs(path.name.partition(".")[0] for path in records.quarantined()):
+            if spec.device not in self._daemons and self._has_rests(spec.device):
+                self._daemons[spec.device] = self._without_record(spec)
+        if not self._daemons:
+            _free(layout.wishes, Path.is_dir)
+            make_directory(layout.wishes, 0o700)
+        clear_abandoned(layout.wishes)
+        for path in layout.statuses.glob(f"*{SUFFIX}"):
+            if path.name.removesuffix(SUFFIX) not in self._daemons:
                 remove_file(path)
-        for device in found:
+        for device in self._daemons:
             self._publish(device)
+
+    def _specs(self, devices: Iterable[str]) -> Iterable[MpsDaemonSpec]:
+        """What is known, without the host's records, of these daemons and of all that have or had a file."""
+        found = {device: MpsDaemonSpec(device, "", "mig", "") for device in filter(is_device_name, devices)}
+        with suppress(StateError):
+            found |= self._wanted.all()
+        return (
+            found | {status.device: status.spec for status in status_files(self._layout).all().values()}
+        ).values()
+
+    def _has_rests(self, device: str) -> bool:
+        """Whether there is something of a daemon beside its record. A compute mode alone does not count: an
+        administrator may have set it."""
+        directory, pipe = self._layout.directory(device), self._layout.directories(device).pipe
+        return directory.exists() or bool(processes.users_of(pipe))
+
+    def _without_record(self, spec: MpsDaemonSpec) -> Daemon:
+        """For what a host left whose record is lost: its GPUs get the default compute mode back."""
+        gpus = spec.gpu_uuids if spec.kind == "gpu" else ()
+        modes_of = ", ".join(gpus) or None
+        _log.warning("mps_daemon_without_record", device=spec.device, compute_mode_of=modes_of)
+        record = DaemonRecord(spec, self._tools.boot_id, modes_before=dict.fromkeys(gpus, DEFAULT))
+        return Daemon(record, self._tools, recovered=True)
 
     # --- what shall run ------------------------------------------------------------------------
 
@@ -125,29 +146,58 @@ class Supervisor:
         timings = self._tools.timings
         probe_at, tick_at, sign_at = time.monotonic() + timings.probe, 0.0, 0.0
         while not self._tools.closing.is_set():
-            now, wishes = time.monotonic(), self._wishes()
-            for device, wanted in wishes.items():
-                if not self._is_seen(device, wanted):
-                    self._work(device, partial(self._attend, device))
+            now = time.monotonic()
+            self._look()
             if now >= tick_at:
                 tick_at = now + timings.tick
-                self._tick(now, wishes)
+                self._tick(now)
             if now >= sign_at and not self._unwritten:
                 sign_at = now + timings.sign
                 self._give_sign()
             if now >= probe_at:
                 probe_at = now + timings.probe
-                self._work("probe", partial(_probe_all, list(self._living().values())))
-            self._tools.closing.wait(timings.look if self._daemons or wishes else timings.idle)
+                self._work("probe", partial(_probe_all, [*self._daemons.values()]))
+            self._tools.closing.wait(timings.look if self._daemons or self._unwritten else timings.idle)
 
-    def _tick(self, now: float, wishes: Collection[str]) -> None:
-        living = self._living()
-        for device, daemon in living.items():
+    def _look(self) -> None:
+        """Begin with daemons that shall run, and end those that shall not, or not like that."""
+        for device, daemon in [*self._daemons.items()]:
+            if daemon.gone:
+                del self._daemons[device]
+        try:
+            wanted = self._wanted.all()
+        except StateError as error:
+            if self._blind != str(error):
+                self._blind = str(error)
+                _log.warning("mps_wanted_unreadable", path=str(self._layout.wishes), reason=str(error))
+            return
+        self._blind = None
+        for device, spec in wanted.items():
+            if device not in self._daemons and not self._is_busy(device):
+                record = DaemonRecord(spec, self._tools.boot_id)
+                daemon = Daemon(record, self._tools, refuse=partial(self._refuse_overlap, spec))
+                self._daemons[device] = daemon
+                self._attend(device, daemon.keep)
+        unread = {path.name.removesuffix(SUFFIX) for path in self._wanted.quarantined()}
+        for device, daemon in self._daemons.items():
+            if device not in unread and wanted.get(device) != daemon.status.spec and not daemon.ending:
+                self._attend(device, partial(daemon.stop, partial(self._is_over, daemon)))
+
+    def _is_over(self, daemon: Daemon) -> bool:
+        """Whether no status says any more that it serves, and after that it still shall not run. Raises: StateError."""
+        device = daemon.status.device
+        if not self._publish(device):
+            with self._publishing:
+                remove_file(self._layout.status(device))
+                self._published.pop(device, None)
+        is_other = self._wanted.get(device) not in (None, daemon.status.spec)
+        return is_other or self._layout.is_unwanted(device)
+
+    def _tick(self, now: float) -> None:
+        for device, daemon in self._daemons.items():
             if daemon.needs_attention(now):
-                self._work(device, partial(self._attend, device))
-        for device in self._answers.keys() - living.keys() - set(wishes):
-            del self._answers[device]
-        for device in {*living, *self._published, *self._unwritten}:
+                self._attend(device, daemon.keep)
+        for device in {*self._daemons, *self._unwritten}:
             self._publish(device)
 
     def _give_sign(self) -> None:
@@ -155,173 +205,66 @@ class Supervisor:
         with suppress(OSError):
             self._layout.alive.touch(mode=0o600)
 
-    def _wishes(self) -> dict[str, str]:
-        """The generation of each device's wish; that to stop comes before that to run."""
-        found: dict[str, str] = {}
-        with suppress(OSError), os.scandir(self._layout.wishes) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                device, _, kind = entry.name.partition(".")
-                if kind in ("json", "stop") and is_device_name(device):
-                    found[device] = generation(entry.stat(follow_symlinks=False))
-        return found
-
-    def _is_seen(self, device: str, wanted: str) -> bool:
-        answer = self._answers.get(device)
-        return answer is not None and answer.seen == wanted
-
-    def _attend(self, device: str) -> None:
-        """Do what is wanted of one device, or go on with what it has."""
-        stop, wish = generation_of(self._layout.unwanted(device)), generation_of(self._layout.wanted(device))
-        daemon = self._daemons.get(device)
-        try:
-            if stop is not None:
-                self._answer(device, stop, self._stop)
-            elif wish is not None and not self._is_seen(device, wish):
-                self._answer(device, wish, self._ensure)
-            elif daemon is not None:
-                daemon.keep()
-        finally:
-            self._forget(device)
-            self._publish(device)
-
-    def _answer(self, device: str, wanted: str, act: Callable[[str], None]) -> None:
-        refusal, is_final = None, False
-        try:
-            act(device)
-        except HostStoppingError:
-            return  # the next host has not seen it either
-        except DraDriverError as error:
-            refusal, is_final = " ".join(str(error).split()), isinstance(error, PermanentError)
-        except Exception as error:  # noqa: BLE001  one wish must not keep the host from the others
-            _log.exception("mps_request_failed")
-            refusal = f"internal error of the MPS host: {error!r}"
-        status = MpsDaemonStatus(device, "failed", _unknown(device), since=int(time.time()), problem=refusal)
-        self._answers[device] = Report(status, wanted, refusal, is_final)
-
-    def _ensure(self, device: str) -> None:
-        """The device's daemon is ready, or found in FAULT.
-
-        Raises: PermanentError for a spec that cannot be or that differs from the running one, RetryableError if
-        the daemon cannot be made ready in time, or another daemon has one of its GPUs; what a failed first start made
-        is taken back.
-        """
-        spec = read_wish(self._layout.wanted(device)) or _unknown(device)
-        check_spec(spec)
-        self._layout.refuse_long_path(device)
-        while not self._daemon(spec).ensure(spec):
-            self._forget(device)
-
-    def _stop(self, device: str) -> None:
-        """No process of the device's daemon is left; nor a directory, mount, setting or record.
-
-        What cannot go yet, as a compute mode while nvidia-smi is broken, goes later. Where the record is lost, the wish
-        says which GPU's compute mode becomes the default one. Raises: RetryableError, StateError, PermanentError.
-        """
-        spec = read_wish(self._layout.unwanted(device))
-        living = self._living()
-        with self._guard:
-            daemon = self._daemons.get(device)
-            is_served = any(device in other.status.spec.devices[1:] for other in living.values())
-            if daemon is None and not is_served and self._layout.has_traces(device):
-                daemon = self._daemons[device] = self._without_record(device, spec)
-        if daemon is not None:
-            daemon.stop()
-        self._forget(device)
-        self._answers.pop(device, None)
-        self._publish(device)
-        remove_file(self._layout.unwanted(device))  # the last, since the plugin waits for it
-
-    def _without_record(self, device: str, spec: MpsDaemonSpec | None) -> Daemon:
-        """Raises: PermanentError."""
-        gpus: tuple[str, ...] = ()
-        if spec is not None and spec.kind == "gpu":
-            check_spec(spec)
-            gpus = spec.gpu_uuids
-        modes = dict.fromkeys(gpus, DEFAULT)
-        record = DaemonRecord(spec or _unknown(device), self._tools.boot_id, modes_before=modes)
-        _log.warning(
-            "mps_daemon_without_record_stopped", device=device, compute_mode_of=", ".join(gpus) or None
-        )
-        return Daemon(record, self._tools, recovered=True)
-
-    def _daemon(self, spec: MpsDaemonSpec) -> Daemon:
-        with self._guard:
-            daemon = self._daemons.get(spec.device)
-            if daemon is None:
-                self._refuse_overlap(spec)
-                modes = {}
-                if spec.kind == "gpu":
-                    has_traces = self._layout.has_traces
-                    is_left = has_traces(spec.device)
-                    modes = {
-                        uuid: DEFAULT
-                        for name, uuid in zip(spec.devices, spec.gpu_uuids, strict=True)
-                        if is_left or has_traces(name)
-                    }
-                record = DaemonRecord(spec, self._tools.boot_id, modes_before=modes)
-                daemon = self._daemons[spec.device] = Daemon(record, self._tools, recovered=False)
-            return daemon
-
-    def _living(self) -> dict[str, Daemon]:
-        with self._guard:
-            return {device: daemon for device, daemon in self._daemons.items() if not daemon.gone}
-
     def _refuse_overlap(self, spec: MpsDaemonSpec) -> None:
-        """Two daemons on one GPU would put its compute mode back under each other. The caller holds the guard."""
-        if spec.kind == "mig":
-            return
-        for other in (daemon.status.spec for daemon in self._daemons.values() if not daemon.gone):
-            common = set(spec.gpu_uuids) & set(other.gpu_uuids)
-            if common and other.kind == "gpu":
+        """Two daemons on one GPU would put its compute mode back under each other. Raises: RetryableError while an
+        older one has it."""
+        for other in self.status():
+            if other.device == spec.device:
+                return
+            common = set(spec.gpu_uuids) & set(other.spec.gpu_uuids)
+            if common and spec.kind == other.spec.kind == "gpu":
+                theirs = ", ".join(other.spec.devices)
                 raise RetryableError(
-                    f"GPU {min(common)} has the MPS daemon of {', '.join(other.devices)}, which has to stop before "
+                    f"GPU {min(common)} has the MPS daemon of {theirs}, which has to stop before "
                     f"{', '.join(spec.devices)} can have one; it stops when the claims that use it are gone"
                 )
 
-    def _forget(self, device: str) -> None:
-        with self._guard:
-            if device in self._daemons and self._daemons[device].gone:
-                del self._daemons[device]
-
     # --- what runs -----------------------------------------------------------------------------
 
-    def _publish(self, device: str) -> None:
+    def _publish(self, device: str) -> bool:
         """Have the device's status file right; if that fails, the next look tries again."""
         with self._publishing:
-            daemon, report = self._daemons.get(device), self._answers.get(device)
-            if daemon is not None:
-                report = Report(daemon.status) if report is None else replace(report, status=daemon.status)
-            elif report is not None and report.refusal is None:
-                report = self._answers.pop(device, None) and None
-            if report == self._published.get(device):
-                self._unwritten.discard(device)
-                return
+            daemon = self._daemons.get(device)
+            status = None if daemon is None or daemon.gone else daemon.status
             try:
-                if report is None:
+                if status is None:
                     remove_file(self._layout.status(device))
-                    del self._published[device]
-                else:
-                    content = encode_report(report)
+                    self._published.pop(device, None)
+                elif status != self._published.get(device):
+                    content = encode_status(status)
                     write_atomically(self._layout.status(device), content, durable=False, whole=False)
-                    self._published[device] = report
-                self._unwritten.discard(device)
+                    self._published[device] = status
             except StateError as error:
                 self._unwritten.add(device)
                 _log.warning("mps_status_not_written", device=device, reason=str(error))
+                return False
+            self._unwritten.discard(device)
+            return True
 
     # --- threads -------------------------------------------------------------------------------
 
+    def _attend(self, device: str, act: Callable[[], None]) -> None:
+        """Have a thread do it, and say what has become of the device."""
+
+        def attend() -> None:
+            act()
+            self._publish(device)
+
+        self._work(device, attend)
+
+    def _is_busy(self, name: str) -> bool:
+        return name in self._workers and self._workers[name].is_alive()
+
     def _work(self, name: str, action: Callable[[], object]) -> None:
         """Run it in a thread of its own unless the last one of this name still runs."""
-        for done in [key for key, thread in self._workers.items() if not thread.is_alive()]:
-            del self._workers[done]
-        if name not in self._workers:
-            thread = threading.Thread(target=_logged, args=(action,), name=f"mps-{name}")
-            try:
-                thread.start()
-                self._workers[name] = thread
-            except RuntimeError as error:  # the next look tries again
-                _log.warning("mps_look_delayed", thread=thread.name, reason=str(error))
+        if self._is_busy(name):
+            return
+        thread = threading.Thread(target=_logged, args=(action,), name=f"mps-{name}")
+        try:
+            thread.start()
+            self._workers[name] = thread
+        except RuntimeError as error:  # the next look tries again
+            _log.warning("mps_look_delayed", thread=thread.name, reason=str(error))
 
 
 def _free(path: Path, is_right: Callable[[Path], bool]) -> None:
@@ -332,9 +275,8 @@ def _free(path: Path, is_right: Callable[[Path], bool]) -> None:
         _log.warning("mps_file_set_aside", path=str(path), kept_as=str(kept))
 
 
-def _unknown(device: str) -> MpsDaemonSpec:
-    """For a device of which nothing but its name is known; no daemon can be started with it."""
-    return MpsDaemonSpec(device, "", "mig", "")
+def _tell(found: UnreadableFile) -> None:
+    _log.warning("mps_wanted_unreadable", path=str(found.kept_as), reason=found.reason)
 
 
 def _logged(action: Callable[[], object]) -> None:

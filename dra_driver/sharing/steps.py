@@ -131,11 +131,8 @@ class MpsSteps:
     def undo(self, step: Step, record: ClaimRecord) -> None:
         """Stop the daemon. Raises: RetryableError."""
         assert isinstance(step, RunMps)  # noqa: S101
-        spec = step.spec
-        # With the first device the daemon of all of them stops. The others only matter if the MPS host lost its record.
-        for device, gpu_uuid in zip(spec.devices, spec.gpu_uuids, strict=True):
-            timeout = seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S)
-            self.host.stop(device, timeout, gpu_uuid=gpu_uuid if spec.kind == "gpu" else None)
+        device = step.spec.device
+        self.host.stop(device, seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S))
 
     def _of_today(self, spec: MpsDaemonSpec) -> MpsDaemonSpec:
         """The spec with the UUID that the device has now, where each making gives it another one."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.errors import ApiRejectedError, ApiUnavailableError, PermanentError, StateError
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.files.atomic import write_atomically
 from dra_driver.files.file_lock import hold_file
 from dra_driver.host.driver_programs import InstalledPrograms
@@ -28,16 +28,14 @@ from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.mig.context import MigContext
 from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.driver_programs import DriverPrograms
-from dra_driver.model.mps import MpsDaemonStatus
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.model.steps import RunMps, SetTimeSlice
 from dra_driver.mps.host_files import (
     MpsHostFiles,
     MpsLayout,
-    Report,
-    encode_report,
-    generation_of,
+    encode_status,
     mps_layout,
-    read_wish,
+    wanted_files,
 )
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from tests.fakes.kindnode import KINDS, KindNode, RecordedMpsHost, Site
@@ -85,10 +83,12 @@ class MpsHostOnFiles:
 
     def open(self) -> None:
         """Held until `close`; the thread ends with it."""
+        for path in self._layout.statuses.iterdir():
+            path.unlink()
         self._closed = threading.Event()
         self._lock = ExitStack()
         held = hold_file(self._layout.lock, threading.Lock(), time.monotonic() + 1, "the host")
-        os.pwrite(self._lock.enter_context(held), b'{"format": 2}', 0)
+        os.pwrite(self._lock.enter_context(held), b'{"format": 3}', 0)
         self._thread = threading.Thread(target=self._serve, args=(self._closed,), daemon=True)
         self._thread.start()
 
@@ -109,40 +109,32 @@ class MpsHostOnFiles:
             self.open()
 
     def _serve(self, closed: threading.Event) -> None:
-        seen: dict[Path, str | None] = {}
+        wanted, done = wanted_files(self._layout), dict[str, MpsDaemonSpec]()
         while not closed.wait(0.005):
             with self._turn:
                 if self.mode in ("older version", "hang"):
                     continue  # it reads nothing of another format, or nothing at all
-                for path in (*self._layout.wishes.glob("*.stop"), *self._layout.wishes.glob("*.json")):
-                    if self.mode == "dies":
-                        self._lock.close()
-                        return
-                    if seen.get(path) != (generation := generation_of(path)):
-                        seen[path] = generation
-                        self._do(path, generation)
+                now = wanted.all()
+                for device in {*now, *self._host.daemons()}:
+                    if device not in now or done.get(device) != now[device]:
+                        if self.mode == "dies":
+                            self._lock.close()
+                            return
+                        self._do(device, now.get(device))
+                done = now
 
-    def _do(self, path: Path, generation: str | None) -> None:
-        device, refusal = path.stem, None
-        status = self._layout.status(device)
+    def _do(self, device: str, spec: MpsDaemonSpec | None) -> None:
+        path = self._layout.status(device)
         if self.mode == "rubbish":
-            status.write_bytes(b"\x00{{")
+            path.write_bytes(b"\x00{{")
             return
-        if path.suffix == ".stop":
+        if spec is None:
+            path.unlink(missing_ok=True)
             self._host.stop(device, 0.0)
-            path.unlink()
             return
-        try:
-            spec = read_wish(path)
-        except StateError:
-            return  # withdrawn since it was listed
-        assert spec is not None
-        try:
-            self._host.ensure(spec, 0.0)
-        except PermanentError as error:
-            refusal = str(error)
-        report = Report(MpsDaemonStatus(device, "ready", spec), generation, refusal, is_final=True)
-        write_atomically(status, encode_report(report), durable=False)
+        self._host.ensure(spec, 0.0)
+        status = MpsDaemonStatus(device, "ready", spec, pid=os.getpid())
+        write_atomically(path, encode_status(status), durable=False)
 
 
 class FaultyNode(KindNode):
@@ -183,6 +175,7 @@ def node(site: Site, memory_path: Path, kind: str, monkeypatch: pytest.MonkeyPat
     for name in ("TIME_SLICE", "MPS_START", "MPS_STOP"):
         monkeypatch.setattr(f"dra_driver.sharing.steps._{name}_S", 0.5)
     monkeypatch.setattr("dra_driver.journal.cleaner.UNDO_S", 0.5)
+    monkeypatch.setattr("dra_driver.mps.host_files.is_control_daemon", lambda *_: True)
     site.reset()
     one = FaultyNode(site, memory_path / "node", metadata=KINDS[kind].metadata)
     for other in KINDS[kind].beside(site):
@@ -256,7 +249,9 @@ def broken(node: FaultyNode, fault: str) -> AbstractContextManager[None]:
 
 
 def needs(kind: str, fault: str) -> bool:
-    """Whether a step of the claim needs what is broken."""
+    """Whether a step of the claim needs what is broken. One that joins a daemon needs no more than a host."""
+    if kind == "share beside another" and fault.startswith("MPS"):
+        return fault in ("MPS host: absent", "MPS host: older version")
     return (kind in SLICED and fault.startswith("nvidia-smi")) or (kind in SERVED and fault.startswith("MPS"))
 
 

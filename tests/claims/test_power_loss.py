@@ -17,7 +17,7 @@ import pytest
 
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.claims.planner import Identity
-from dra_driver.files.atomic import make_directory, write_atomically
+from dra_driver.files.atomic import make_directory, remove_file, sync_removals, write_atomically
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
@@ -26,7 +26,7 @@ from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, sha
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.mps.daemon_processes import ProcessId
 from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
-from dra_driver.mps.host_files import encode_wish, mps_layout, withdraw
+from dra_driver.mps.host_files import encode_wanted, mps_layout, wanted_files
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.slices.leadership import InstanceLeadership
 from tests.fakes.powerloss import Disk, Tree, covering
@@ -108,31 +108,42 @@ class MpsHost:
         make_directory(self.layout.wishes, 0o700)
         self.known = self.records.all()
         for device, record in tuple(self.known.items()):
-            if self.layout.unwanted(device).exists():
-                self.stop(device, 0)
+            if self.layout.is_unwanted(device):
+                self._take_down(device)
             else:
-                self.ensure(record.spec, 0)
-        for path in self.layout.wishes.iterdir():
-            if path.suffix != ".json":
-                path.unlink()
+                self._run(record.spec)
+        for spec in wanted_files(self.layout).all().values():
+            self._run(spec)
+        for path in self.layout.wishes.glob("*.tmp"):
+            path.unlink()
 
     def ensure(self, spec: MpsDaemonSpec, timeout_s: float) -> MpsDaemonStatus:
+        if wanted_files(self.layout).get(spec.device) != spec:
+            write_atomically(self.layout.wanted(spec.device), encode_wanted(spec), durable=False)
+        self._run(spec)
+        return MpsDaemonStatus(spec.device, "ready", spec)
+
+    def runs(self, spec: MpsDaemonSpec) -> bool:
+        return spec.device in self.boot.daemons
+
+    def stop(self, device: str, timeout_s: float) -> None:
+        remove_file(self.layout.wanted(device))
+        sync_removals(self.layout.wishes)
+        self._take_down(device)
+
+    def _run(self, spec: MpsDaemonSpec) -> None:
         if spec.device not in self.boot.daemons:
-            write_atomically(self.layout.wanted(spec.device), encode_wish(spec), durable=False)
             self._write(DaemonRecord(spec, self.boot_id))
             (self.layout.directory(spec.device) / "pipe").mkdir(parents=True, exist_ok=True)
             self._write(replace(self.known[spec.device], modes_before={spec.gpu_uuid: 0}))
             self.boot.daemons.add(spec.device)
             self._write(replace(self.known[spec.device], process=ProcessId(4711, 1)))
-        return MpsDaemonStatus(spec.device, "ready", spec)
 
-    def stop(self, device: str, timeout_s: float, **_where: Any) -> None:
-        withdraw(self.layout, device, None)
+    def _take_down(self, device: str) -> None:
         self.boot.daemons.discard(device)
         shutil.rmtree(self.layout.directory(device), ignore_errors=True)
         self.records.forget(device)
         self.known.pop(device, None)
-        self.layout.unwanted(device).unlink(missing_ok=True)
 
     def _write(self, record: DaemonRecord) -> None:
         self.records.save(record)

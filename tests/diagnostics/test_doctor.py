@@ -40,8 +40,9 @@ from dra_driver.model.extra_devices import ExtraDevices
 from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.host import DeviceNode
 from dra_driver.model.inventory import DiscoveryFault, Inventory
+from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.record import ClaimRecord
-from dra_driver.mps.host_files import mps_layout
+from dra_driver.mps.host_files import encode_wanted, mps_layout
 from dra_driver.simulator import device_node_reader
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.tables import data_of, tabled
@@ -641,11 +642,11 @@ def test_the_mps_host(tells: Tells, kubelet: KubeletChecks) -> None:
         directory.mkdir(parents=True)
     with hold_file(layout.lock, threading.Lock(), 0.0, "it"):
         tells(kubelet.mps_host())
+        layout.lock.write_text('{"format": 4}')
+        tells(kubelet.mps_host())
         layout.lock.write_text('{"format": 3}')
         tells(kubelet.mps_host())
-        layout.lock.write_text('{"format": 2}')
-        tells(kubelet.mps_host())
-        layout.wanted("gpu-1").touch()
+        layout.wanted("gpu-1").write_bytes(encode_wanted(MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")))
         tells(kubelet.mps_host())
     tells(kubelet.mps_host())
 

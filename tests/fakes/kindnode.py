@@ -263,10 +263,6 @@ class RecordedMpsHost:
         self._records = DaemonRecords(self._layout)
         self._boot_id = boot_id
 
-    def spec_of(self, device: str) -> MpsDaemonSpec | None:
-        known = self.daemons().get(device)
-        return None if known is None else known.spec
-
     def runs(self, spec: MpsDaemonSpec) -> bool:
         known = self.daemons().get(spec.device)
         return known is not None and (known.spec, known.boot_id) == (spec, self._boot_id)
@@ -287,7 +283,7 @@ class RecordedMpsHost:
             self._site.machine.set_compute_mode(gpu_uuid, EXCLUSIVE_PROCESS)
         return MpsDaemonStatus(spec.device, "ready", spec)
 
-    def stop(self, device: str, timeout_s: float, *, gpu_uuid: str | None = None) -> None:
+    def stop(self, device: str, timeout_s: float) -> None:
         known = self.daemons().get(device)
         if known is not None and known.spec.kind == "gpu":
             for uuid, mode in known.modes_before.items():

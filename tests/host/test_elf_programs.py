@@ -326,4 +326,5 @@ def test_an_mps_daemon_that_cannot_be_started_is_told_with_its_cause(
     words_of_loader = cause.rpartition(".*")[2]  # its daemon is no child whose exit code counts
     with pytest.raises(RetryableError, match=words_of_loader):
         supervisor.ensure(SPEC, 20)
+    supervisor.stop(SPEC.device, 20)
     assert supervisor.status() == ()

@@ -29,13 +29,10 @@ class SlowMpsHost:
     def ensure(self, spec: MpsDaemonSpec, _timeout_s: float) -> MpsDaemonStatus:
         return MpsDaemonStatus(spec.device, "ready", spec)
 
-    def stop(self, device: str, timeout_s: float, **_of: object) -> None:
+    def stop(self, device: str, timeout_s: float) -> None:
         if self.hangs:
             time.sleep(timeout_s)
             raise RetryableError(f"the MPS daemon of {device} does not end")
-
-    def spec_of(self, _device: str) -> None:
-        return None
 
 
 @contextmanager

@@ -118,9 +118,10 @@ class MpsHost:
     def left(self) -> list[str]:
         """Everything that a daemon could leave behind, below the host's directory."""
         own = {"host.alive", "host.lock", "host.lib", "host.modes", "host.wanted", "host.status"}
-        paths = [*self.layout.root.iterdir(), *self.layout.wishes.glob("*.stop")]
-        running = (path for path in self.layout.statuses.iterdir() if '"refusal": null' in text_of(path))
-        return sorted(path.name for path in (*paths, *running) if path.name not in own)
+        running = (
+            path for path in self.layout.statuses.iterdir() if '"state": "failed"' not in text_of(path)
+        )
+        return sorted(path.name for path in (*self.layout.root.iterdir(), *running) if path.name not in own)
 
     def close(self) -> None:
         for one in self._open:

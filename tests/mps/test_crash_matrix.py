@@ -1,4 +1,4 @@
-"""kill -9 of the host after every step of a start and of a stop; the next host reaches the same end."""
+"""kill -9 of the host or the plugin after every step of a start and of a stop; the next one reaches the same end."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from dra_driver.mps import daemon as daemon_module
-from dra_driver.mps import host_supervisor
+from dra_driver.mps import host_files, host_supervisor
 from dra_driver.mps.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps.daemon_control import DaemonControl
 from dra_driver.mps.daemon_mounts import KernelMounter, is_tmpfs
 from dra_driver.mps.daemon_records import DaemonRecords
+from dra_driver.mps.host_files import MpsHostFiles
 from tests.fakes.waiting import eventually
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting is one of the steps and needs root")
@@ -92,7 +93,7 @@ def start_and_stop(supervisor, spec, countdown):
     countdown.wait_for("write_atomically", 1)
     countdown.armed = True
     supervisor.stop(spec.device, 10)
-    countdown.wait_for("remove_file", 2)
+    countdown.wait_for("remove_file", 1)
 
 
 def spec_of(host, several):
@@ -136,4 +137,60 @@ def test_a_start_that_was_cut_off_can_be_stopped(host, several, steps):
     spec = spec_of(host, several)
     assert killed_after(steps, host, lambda one, countdown: start(one, spec, countdown))
     host.supervisor(tick=60).stop("gpu-2", 20)
+    host.assert_nothing_left()
+
+
+class Killed(BaseException):
+    """The plugin is no more."""
+
+
+def dies_after(step, monkeypatch, call):
+    """Have the plugin die right after it has done this in its files."""
+    done = getattr(host_files, step)
+
+    def do(*arguments, **named):
+        done(*arguments, **named)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_files, step, do)
+        with pytest.raises(Killed):
+            call()
+
+
+@pytest.mark.parametrize("then", ["start", "stop"])
+def test_start_of_a_plugin_that_died_is_completed_or_taken_back(host, monkeypatch, then):
+    supervisor, spec = host.supervisor(), host.spec()
+    plugin, successor = MpsHostFiles(host.layout), MpsHostFiles(host.layout)
+    dies_after("write_atomically", monkeypatch, lambda: plugin.ensure(spec, 10))
+    if then == "start":
+        assert successor.ensure(spec, 10).state == "ready"
+        assert len(supervisor.status()) == 1
+    successor.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+@pytest.mark.parametrize("then", ["start", "stop", "nothing"])
+@pytest.mark.parametrize("step", ["remove_file", "sync_removals"])
+def test_stop_of_a_plugin_that_died_is_completed_and_the_device_free(host, monkeypatch, step, then):
+    host.supervisor()
+    spec, plugin, successor = host.spec(), MpsHostFiles(host.layout), MpsHostFiles(host.layout)
+    plugin.ensure(spec, 10)
+    dies_after(step, monkeypatch, lambda: plugin.stop("gpu-2", 10))
+    if then == "start":
+        assert successor.ensure(spec, 10).state == "ready"
+    if then != "nothing":
+        successor.stop("gpu-2", 10)
+    eventually(lambda: not host.layout.has_traces("gpu-2"))
+    host.assert_nothing_left()
+
+
+def test_stop_of_a_plugin_that_died_while_no_host_ran_is_done_by_the_next_host(host, monkeypatch):
+    first = host.supervisor()
+    plugin = MpsHostFiles(host.layout)
+    plugin.ensure(host.spec(), 10)
+    first.close()
+    dies_after("remove_file", monkeypatch, lambda: plugin.stop("gpu-2", 10))
+    host.supervisor()
+    eventually(lambda: not host.layout.has_traces("gpu-2"))
     host.assert_nothing_left()

@@ -1,4 +1,4 @@
-"""What plugin and host write for each other: a host that is not there or another one, wishes that cross, other people's
+"""What plugin and host write for each other: a host that is not there or another one, calls that cross, other people's
 files."""
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import json
 import os
 import stat
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,22 +17,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.errors import PermanentError, RetryableError, StateError
+from dra_driver.files.atomic import Stamp, stamp_at, write_atomically
 from dra_driver.files.file_lock import hold_file
-from dra_driver.files.formats import parse
+from dra_driver.files.json_store import UnreadableFile
 from dra_driver.host.reading import text_of
 from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus, MpsMember
 from dra_driver.model.problems import NodeProblem
-from dra_driver.mps import host_files
+from dra_driver.mps import daemon as daemon_module
+from dra_driver.mps import host_files, host_supervisor
 from dra_driver.mps.daemon_processes import end
+from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
 from dra_driver.mps.host_files import (
     MpsHostFiles,
     MpsLayout,
     NoMpsHostError,
-    Report,
-    encode_report,
-    encode_wish,
-    generation_of,
-    read_wish,
+    encode_status,
+    encode_wanted,
+    status_files,
+    wanted_files,
 )
 from tests.fakes.waiting import eventually
 from tests.mps.conftest import Host
@@ -64,7 +65,7 @@ class FakeHost:
         self.files = MpsHostFiles(self.layout, wait_s=0.0)
         self._held = ExitStack()
 
-    def open(self, lock: bytes = b'{"format": 2}') -> None:
+    def open(self, lock: bytes = b'{"format": 3}') -> None:
         held = hold_file(self.layout.lock, threading.Lock(), 0.0, "it")
         os.pwrite(self._held.enter_context(held), lock, 0)
 
@@ -72,9 +73,9 @@ class FakeHost:
         self._held.close()
 
     def answer(self, spec: MpsDaemonSpec, **changes: object) -> None:
-        status = MpsDaemonStatus(spec.device, "ready", spec, pid=7)
-        seen = generation_of(self.layout.wanted(spec.device))
-        self.layout.status(spec.device).write_bytes(encode_report(replace(Report(status, seen), **changes)))
+        """A daemon whose process is this one."""
+        status = replace(MpsDaemonStatus(spec.device, "ready", spec, pid=os.getpid()), **changes)
+        self.layout.status(spec.device).write_bytes(encode_status(status))
 
 
 @pytest.fixture
@@ -85,31 +86,35 @@ def fake(tmp_path: Path) -> FakeHost:
 # --- files there and back ------------------------------------------------------------------------
 
 
-@given(st.none() | specs)
-def test_wishes_there_and_back(tmp_path_factory: pytest.TempPathFactory, spec: MpsDaemonSpec | None) -> None:
-    path = tmp_path_factory.getbasetemp() / "wish"
-    path.write_bytes(encode_wish(spec))
-    assert read_wish(path) == spec
+@given(specs)
+def test_what_is_wanted_there_and_back(tmp_path_factory: pytest.TempPathFactory, spec: MpsDaemonSpec) -> None:
+    layout = MpsLayout(tmp_path_factory.mktemp("there"))
+    layout.wishes.mkdir()
+    layout.wanted("gpu-1").write_bytes(encode_wanted(spec))
+    assert wanted_files(layout).all() == {"gpu-1": spec}
 
 
-@given(statuses, st.none() | texts, st.none() | texts, st.booleans())
-def test_reports_there_and_back(
-    status: MpsDaemonStatus, seen: str | None, refusal: str | None, is_final: bool
-) -> None:
-    report = Report(status, seen, refusal, is_final)
-    decode = host_files._REPORT.decode
-    assert parse(encode_report(report), "status", decode, known=2, field="format") == report
+@given(statuses)
+def test_statuses_there_and_back(tmp_path_factory: pytest.TempPathFactory, status: MpsDaemonStatus) -> None:
+    layout = MpsLayout(tmp_path_factory.mktemp("there"))
+    layout.statuses.mkdir()
+    layout.status("gpu-1").write_bytes(encode_status(status))
+    assert status_files(layout).all() == {"gpu-1": status}
 
 
 @given(
-    st.binary(max_size=60) | st.builds(lambda body: json.dumps({"format": 2, "spec": body}).encode(), texts)
+    st.binary(max_size=60) | st.builds(lambda body: json.dumps({"format": 3, "spec": body}).encode(), texts)
 )
-def test_anything_else_is_an_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-    path = tmp_path_factory.getbasetemp() / "anything"
-    path.write_bytes(content)
-    if content != b'{"format": 2, "spec": ""}':
-        with pytest.raises(StateError):
-            read_wish(path)
+def test_anything_else_says_nothing_and_stays(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    layout = MpsLayout(tmp_path_factory.mktemp("anything"))
+    layout.wishes.mkdir()
+    layout.wanted("gpu-1").write_bytes(content)
+    told: list[UnreadableFile] = []
+    files = wanted_files(layout, told.append)
+    assert (files.all(), files.quarantined()) == ({}, [layout.wanted("gpu-1")])
+    assert (len(told), layout.wanted("gpu-1").read_bytes()) == (1, content)
 
 
 def test_differences_name_both_sides() -> None:
@@ -129,10 +134,11 @@ def test_differences_name_both_sides() -> None:
     [
         (None, r"the MPS host is not running on this node; see .*helm upgrade .*--set mps\.enabled=true`"),
         (b"", "the MPS host of this node is starting"),
-        (b'{"format": 3}', r"of another release than gpu-dra-driver: delete the pod of .*gpu-dra-driver-mps"),
+        (b'{"format": 4}', r"of another release than gpu-dra-driver: delete the pod of .*gpu-dra-driver-mps"),
+        (b'{"format": 2}', r"of another release than gpu-dra-driver: delete the pod of .*gpu-dra-driver-mps"),
         (b"\0", "of another release than gpu-dra-driver: delete the pod"),
     ],
-    ids=["absent", "starting", "newer", "rubbish"],
+    ids=["absent", "starting", "newer", "older", "rubbish"],
 )
 def test_without_a_host_that_reads_it_nothing_is_written(
     fake: FakeHost, lock: bytes | None, text: str
@@ -143,10 +149,13 @@ def test_without_a_host_that_reads_it_nothing_is_written(
         fake.files.ensure(SPEC)
     fake.files.stop("gpu-1")
     assert list(fake.layout.wishes.iterdir()) == []
-    fake.layout.directory("gpu-1").mkdir()
+    fake.layout.wanted("gpu-1").write_bytes(encode_wanted(SPEC))
+    fake.answer(SPEC)
     with pytest.raises(NoMpsHostError, match=text):
-        fake.files.stop("gpu-1", gpu_uuid="GPU-1")
-    assert [path.name for path in fake.layout.wishes.iterdir()] == ["gpu-1.stop"]
+        fake.files.ensure(SPEC)
+    with pytest.raises(NoMpsHostError, match=text):
+        fake.files.stop("gpu-1")
+    assert list(fake.layout.wishes.iterdir()) == [], "the next host stops it"
     fake.close()
 
 
@@ -211,16 +220,16 @@ def test_absent_host_is_a_problem_while_the_kubelet_asks_for_mps(fake: FakeHost,
     assert files.problems() == [], "the pod is gone"
 
 
-@pytest.mark.parametrize("wish", ["gpu-1.json", "gpu-1.stop"])
+@pytest.mark.parametrize("place", ["wanted", "status"])
 def test_absent_host_is_a_problem_while_a_claim_has_or_had_a_daemon(
-    fake: FakeHost, clock: SteppedClock, wish: str
+    fake: FakeHost, clock: SteppedClock, place: str
 ) -> None:
-    files = files_of(fake, clock, is_expected=False)
-    (fake.layout.wishes / wish).touch()
-    (fake.layout.wishes / "README").touch()
+    files, path = files_of(fake, clock, is_expected=False), getattr(fake.layout, place)("gpu-1")
+    path.touch()
+    path.with_name("README").touch()
     clock.passed(30)
     assert files.problems() == [ABSENT]
-    (fake.layout.wishes / wish).unlink()
+    path.unlink()
     assert files.problems() == []
 
 
@@ -284,7 +293,7 @@ def test_daemon_that_failed_is_a_problem_of_its_device_until_it_works(
     failed = MpsDaemonStatus(
         "gpu-1", "failed", SPEC, problem="it ended with exit code 46", directory="/m/gpu-1"
     )
-    fake.answer(SPEC, status=failed)
+    fake.layout.status("gpu-1").write_bytes(encode_status(failed))
     for _ in range(2):
         assert files.problems() == [
             NodeProblem(
@@ -307,16 +316,22 @@ def test_a_host_that_comes_late_is_waited_for(host: Host) -> None:
 
 
 def test_daemons_are_known_while_a_host_runs(fake: FakeHost) -> None:
-    fake.layout.wanted("gpu-1").write_bytes(encode_wish(SPEC))
-    fake.answer(SPEC)
+    fake.layout.wanted("gpu-1").write_bytes(encode_wanted(SPEC))
+    fake.answer(SPEC, pid=7)
     for name, content in (("gpu-2.json", "{"), ("gpu-3.json", '{"format": 9}'), ("FOREIGN", "")):
         (fake.layout.statuses / name).write_text(content)
     assert fake.files.statuses() == ()
     fake.open()
     assert fake.files.statuses() == (MpsDaemonStatus("gpu-1", "ready", SPEC, pid=7),)
     assert fake.files.unseen() == []
-    fake.layout.wanted("gpu-2").write_bytes(encode_wish(None))
+    two, other = replace(SPEC, device="gpu-2"), replace(SPEC, multi_user=True)
+    fake.layout.wanted("gpu-2").write_bytes(encode_wanted(two))
     assert fake.files.unseen() == ["gpu-2"]
+    fake.answer(two)
+    fake.layout.wanted("gpu-1").write_bytes(encode_wanted(other))
+    assert fake.files.unseen() == ["gpu-1"]
+    fake.layout.wanted("gpu-1").unlink()
+    assert fake.files.unseen() == ["gpu-1"], "it shall stop"
     fake.close()
 
 
@@ -326,6 +341,7 @@ def test_a_host_that_does_nothing_is_named(fake: FakeHost) -> None:
         RetryableError, match=r"has not made .* gpu-1 ready within 0\.1 s; see `kubectl logs`"
     ):
         fake.files.ensure(SPEC, 0.1)
+    fake.answer(SPEC)
     with pytest.raises(RetryableError, match=r"has not stopped the MPS daemon of gpu-1 within 0\.1 s"):
         fake.files.stop("gpu-1", 0.1)
     fake.close()
@@ -342,50 +358,42 @@ def test_only_for_a_daemon_that_runs_as_wanted_nobody_waits(host: Host, fake: Fa
     if which == "has ended":
         end(host.daemons(), 2.0)
     if which == "is to stop":
-        host.layout.unwanted(spec.device).touch()
+        stopped = encode_status(replace(first, state="stopped", pid=None))
+        write_atomically(host.layout.status(spec.device), stopped)
     if which == "has another spec":
+        host.layout.wanted(spec.device).unlink()
         spec = replace(spec, multi_user=not spec.multi_user)
     fake.layout, fake.files = host.layout, MpsHostFiles(host.layout, wait_s=0.0)
     fake.open()
-    before = generation_of(host.layout.wanted(spec.device))
+    assert fake.files.runs(spec) == (which == "runs")
     if which == "runs":
         assert fake.files.ensure(spec, 0.0) == first
     else:
         with pytest.raises(RetryableError, match="the MPS host has not made the MPS daemon of gpu-2 ready"):
             fake.files.ensure(spec, 0.0)
-    assert generation_of(host.layout.wanted(spec.device)) != before, "the host looks at it all the same"
     fake.close()
 
 
-def test_who_wants_it_otherwise_while_it_is_waited_for_wins(fake: FakeHost) -> None:
-    fake.open()
-    other = replace(SPEC, default_memory_limit_mib=32)
-    with ThreadPoolExecutor(2) as callers:
-        asked = callers.submit(fake.files.ensure, SPEC, 20)
-        while not fake.layout.wanted("gpu-1").exists():
-            pass
-        same = callers.submit(fake.files.ensure, other, 20)
-        while read_wish(fake.layout.wanted("gpu-1")) != other:
-            pass
-        fake.answer(other)
-        assert same.result().pid == 7
-        with pytest.raises(RetryableError, match="another call wants another MPS daemon of gpu-1"):
-            asked.result()
-    fake.close()
+def test_daemon_that_is_not_wanted_any_more_does_not_count_as_running(host: Host) -> None:
+    supervisor, spec = host.supervisor(), host.spec()
+    supervisor.ensure(spec, 10)
+    supervisor.close()
+    files = MpsHostFiles(host.layout)
+    assert files.runs(spec)
+    host.layout.wanted("gpu-2").unlink()
+    assert not files.runs(spec)
 
 
-# --- wishes that cross ---------------------------------------------------------------------------
+# --- calls that cross ----------------------------------------------------------------------------
 
 
 def test_a_start_is_broken_off_when_the_daemon_shall_stop(host: Host) -> None:
     host.behave(never_ready=True)
     supervisor = host.supervisor(start=60)
-    with ThreadPoolExecutor(1) as caller:
-        asked = caller.submit(supervisor.ensure, host.spec(), 60)
-        eventually(host.daemons)
-        supervisor.stop("gpu-2", 60)
-        with pytest.raises(RetryableError, match="was to be stopped while it started"):
-            asked.result()
+    with pytest.raises(RetryableError, match="has not made the MPS daemon of gpu-2 ready within"):
+        supervisor.ensure(host.spec(), 1)
+    assert host.daemons()
+    supervisor.stop("gpu-2", 20)
     host.assert_nothing_left()
 
 
@@ -393,13 +401,114 @@ def test_a_daemon_that_is_wanted_again_while_it_stops_is_made_anew(host: Host) -
     supervisor = host.supervisor(patience=0.5)
     first = supervisor.ensure(host.spec(), 10)
     os.kill(first.pid, 19)  # so that its end takes a while
-    with ThreadPoolExecutor(1) as caller:
-        stopped = caller.submit(supervisor.stop, "gpu-2", 20)
-        eventually(host.layout.unwanted("gpu-2").exists)
-        second = supervisor.ensure(host.spec(), 20)
-        stopped.result()
+    with pytest.raises(RetryableError, match="has not stopped"):
+        supervisor.stop("gpu-2", 0.1)
+    second = supervisor.ensure(host.spec(), 20)
     assert [daemon.pid for daemon in host.daemons()] == [second.pid]
     assert second.pid != first.pid
+    supervisor.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+def test_daemon_that_is_wanted_again_before_the_host_stops_it_runs_on(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has seen its file gone, and sees it come back after it has taken `ready` back."""
+    supervisor, spec = host.supervisor(probe=60), host.spec()
+    first = supervisor.ensure(spec, 10)
+    published: list[str] = []
+    write = host_supervisor.write_atomically
+
+    def write_and_want(path: Path, content: bytes, **how: bool) -> None:
+        write(path, content, **how)
+        published.append(json.loads(content)["state"])
+        if published == ["stopped"]:
+            write(host.layout.wanted("gpu-2"), encode_wanted(spec))
+
+    monkeypatch.setattr(host_supervisor, "write_atomically", write_and_want)
+    host.layout.wanted("gpu-2").unlink()
+    eventually(lambda: published == ["stopped", "ready"])
+    assert supervisor.ensure(spec, 10).pid == first.pid
+    supervisor.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+def test_daemon_is_not_stopped_while_its_status_says_that_it_serves(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk keeps the status as it is; then it is removed before the daemon is stopped."""
+    supervisor, spec = host.supervisor(probe=60), host.spec()
+    supervisor.ensure(spec, 10)
+    said: list[bool] = []
+    take_down = daemon_module.Daemon._take_down
+
+    def note(daemon: daemon_module.Daemon) -> None:
+        said.append(host.layout.status("gpu-2").exists())
+        take_down(daemon)
+
+    monkeypatch.setattr(daemon_module.Daemon, "_take_down", note)
+    monkeypatch.setattr(host_supervisor, "write_atomically", refuse_write)
+    supervisor.stop("gpu-2", 10)
+    assert said == [False]
+    host.assert_nothing_left()
+
+
+def refuse_write(path: Path, content: bytes, **how: bool) -> None:
+    raise StateError("the disk is full")
+
+
+def test_start_that_is_withdrawn_before_the_host_has_a_record_leaves_no_daemon(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin finds no trace, and forgets the daemon, while the host is about to write its record."""
+    supervisor, spec = host.supervisor(), host.spec()
+    save, files = DaemonRecords.save, MpsHostFiles(host.layout)
+    stopped: list[str] = []
+
+    def withdraw_and_save(records: DaemonRecords, record: DaemonRecord) -> None:
+        if not stopped:
+            files.stop("gpu-2", 5)
+            stopped.append(record.spec.device)
+        save(records, record)
+
+    monkeypatch.setattr(DaemonRecords, "save", withdraw_and_save)
+    with pytest.raises(RetryableError, match="has not made"):
+        supervisor.ensure(spec, 1)
+    assert stopped == ["gpu-2"]
+    eventually(lambda: not host.layout.has_traces("gpu-2"))
+    host.assert_nothing_left()
+
+
+def test_daemon_of_another_spec_than_wanted_is_stopped_first(host: Host) -> None:
+    """It was to stop while no host looked, and another claim has asked since."""
+    first, spec = host.supervisor(), host.spec()
+    before = first.ensure(spec, 10)
+    first.close()
+    host.layout.wanted("gpu-2").unlink()
+    other = replace(spec, default_active_thread_percentage=50)
+    host.layout.wanted("gpu-2").write_bytes(encode_wanted(other))
+    status = host.supervisor().ensure(other, 20)
+    assert (status.spec, status.pid != before.pid) == (other, True)
+    assert host.control().ask_once("get_default_active_thread_percentage", timeout_s=2) == ["50.0"]
+
+
+def test_failed_start_is_tried_again_at_once_when_it_is_asked_for_again(host: Host) -> None:
+    host.behave(fail_to_start="no")
+    supervisor = host.supervisor(first_backoff=600.0, longest_backoff=600.0)
+    for _ in range(2):
+        with pytest.raises(RetryableError, match="ended while it started"):
+            supervisor.ensure(host.spec(), 10)
+    host.behave()
+    assert supervisor.ensure(host.spec(), 10).state == "ready"
+
+
+def test_failed_start_is_tried_again_while_the_daemon_shall_run(host: Host) -> None:
+    host.behave(fail_to_start="no")
+    supervisor = host.supervisor()
+    with pytest.raises(RetryableError, match="ended while it started"):
+        supervisor.ensure(host.spec(), 10)
+    host.behave()
+    eventually(lambda: MpsHostFiles(host.layout).runs(host.spec()))
     supervisor.stop("gpu-2", 10)
     host.assert_nothing_left()
 
@@ -419,18 +528,37 @@ def test_a_stop_needs_no_space_on_the_disk(host: Host, monkeypatch: pytest.Monke
     host.assert_nothing_left()
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"format": 3}', '{"format": 2, "spec": null}'])
-def test_a_wish_that_cannot_be_read_ends_no_daemon(host: Host, content: str) -> None:
+@pytest.mark.parametrize("content", ["", "{", '{"format": 4}', '{"format": 2, "spec": null}'])
+def test_what_is_wanted_and_cannot_be_read_ends_no_daemon_and_stays(host: Host, content: str, logs) -> None:
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(), 10)
-    host.layout.wanted("gpu-2").write_text(content)
-    eventually(lambda: 'refusal": null' not in host.layout.status("gpu-2").read_text())
-    assert supervisor.status()[0].pid == first.pid
-    host.layout.wanted("gpu-2").unlink()
+    wanted = host.layout.wanted("gpu-2")
+    write_atomically(wanted, content.encode())
+    eventually(lambda: "mps_wanted_unreadable" in [line["event"] for line in logs])
+    supervisor.close()
+    supervisor = host.supervisor()
+    eventually(lambda: supervisor.status()[0].state == "ready")
+    assert (supervisor.status()[0].pid, wanted.read_text()) == (first.pid, content)
+    assert supervisor.ensure(host.spec(), 10).pid == first.pid, "it is written anew"
+    supervisor.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+def test_directory_that_is_gone_or_no_directory_ends_no_daemon(host: Host, logs) -> None:
+    supervisor = host.supervisor()
+    first = supervisor.ensure(host.spec(), 10)
+    kept = host.layout.wishes.rename(host.layout.root / "elsewhere")
+    eventually(lambda: "mps_wanted_unreadable" in [line["event"] for line in logs])
+    host.layout.wishes.touch()
     supervisor.close()
     supervisor = host.supervisor()
     eventually(lambda: supervisor.status()[0].state == "ready")
     assert supervisor.status()[0].pid == first.pid
+    with pytest.raises(StateError, match=r"host\.wanted"):
+        supervisor.ensure(host.spec(3), 10)
+    host.layout.wishes.unlink()
+    kept.rename(host.layout.wishes)
+    assert supervisor.ensure(host.spec(), 10).pid == first.pid
     supervisor.stop("gpu-2", 10)
     host.assert_nothing_left()
 
@@ -448,7 +576,7 @@ def test_foreign_files_are_left_alone(host: Host) -> None:
 
 
 def test_a_refused_spec_ends_no_daemon_that_runs_with_another(host: Host) -> None:
-    """Also not after the host was restarted, which has seen neither wish."""
+    """Also not after the host was restarted."""
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(default_active_thread_percentage=50), 10)
     with pytest.raises(PermanentError, match="50, not 60"):
@@ -464,14 +592,14 @@ def test_a_status_that_could_not_be_written_is_written_later(
     host: Host, monkeypatch: pytest.MonkeyPatch, logs: list
 ) -> None:
     failures = iter([StateError("the disk is full")] * 3)
-    written = host_files.encode_report
+    written = host_files.encode_status
 
-    def encode(report: Report) -> bytes:
+    def encode(status: MpsDaemonStatus) -> bytes:
         if (error := next(failures, None)) is not None:
             raise error
-        return written(report)
+        return written(status)
 
-    monkeypatch.setattr("dra_driver.mps.host_supervisor.encode_report", encode)
+    monkeypatch.setattr("dra_driver.mps.host_supervisor.encode_status", encode)
     assert host.supervisor().ensure(host.spec(), 10).state == "ready"
     assert "mps_status_not_written" in [line["event"] for line in logs]
 
@@ -483,17 +611,14 @@ def test_refusal_that_could_not_be_written_is_written_later(
     supervisor, alive = host.supervisor(sign=0.01), host.layout.alive
     host.behave(fail_to_start="no")
 
-    def encode(report: Report) -> bytes:
-        raise StateError("the disk is full")
-
     with monkeypatch.context() as full:
-        full.setattr("dra_driver.mps.host_supervisor.encode_report", encode)
+        full.setattr(host_supervisor, "write_atomically", refuse_write)
         with pytest.raises(RetryableError, match="has not made the MPS daemon of gpu-2 ready within"):
             supervisor.ensure(host.spec(), 1.0)
         eventually(lambda: "gpu-2" in supervisor._unwritten)
     eventually(lambda: "ended while it started" in text_of(host.layout.status("gpu-2")))
-    before = generation_of(alive)
-    eventually(lambda: generation_of(alive) != before)
+    before = stamp_at(alive)
+    eventually(lambda: stamp_at(alive) != before)
 
 
 def test_host_gives_signs_while_it_can_write_what_it_knows(
@@ -501,25 +626,22 @@ def test_host_gives_signs_while_it_can_write_what_it_knows(
 ) -> None:
     supervisor, alive = host.supervisor(sign=0.01), host.layout.alive
     supervisor.ensure(host.spec(), 10)
-    before = generation_of(alive)
-    eventually(lambda: generation_of(alive) != before)
-
-    def encode(report: Report) -> bytes:
-        raise StateError("the disk is full")
+    before = stamp_at(alive)
+    eventually(lambda: stamp_at(alive) != before)
 
     with monkeypatch.context() as full:
-        full.setattr("dra_driver.mps.host_supervisor.encode_report", encode)
+        full.setattr(host_supervisor, "write_atomically", refuse_write)
         os.kill(host.daemons()[0].pid, 9)
         eventually(lambda: "gpu-2" in supervisor._unwritten)
-        signs: list[str | None] = []
+        signs: list[Stamp] = []
 
         def gives_none() -> bool:
-            signs.append(generation_of(alive))
+            signs.append(stamp_at(alive))
             return len(signs) > 20 and len(set(signs[-20:])) == 1
 
         eventually(gives_none)
-    before = generation_of(alive)
-    eventually(lambda: generation_of(alive) != before)
+    before = stamp_at(alive)
+    eventually(lambda: stamp_at(alive) != before)
     assert stat.S_IMODE(alive.stat().st_mode) == 0o600
 
 
@@ -532,7 +654,7 @@ def test_a_host_at_rest_writes_nothing(host: Host) -> None:
 
     def writes_nothing() -> bool:
         # What it has found out by now may still have to be written once.
-        seen.append((generation_of(status), generation_of(host.layout.record("gpu-2"))))
+        seen.append((stamp_at(status), stamp_at(host.layout.record("gpu-2"))))
         return len(seen) > 50 and len(set(seen[-50:])) == 1
 
     eventually(writes_nothing)

@@ -142,9 +142,10 @@ def test_limits_are_those_of_the_daemon_for_each_gpu(real_host: MpsHost, nvidia:
         others=(MpsMember("gpu-2", UUIDS[2], 40779),),
     )
     if nvidia.branch == "R470":
-        with pytest.raises(PermanentError, match='Unknown command "set_default_device_pinned_mem_limit"'):
+        with pytest.raises(RetryableError, match='Unknown command "set_default_device_pinned_mem_limit"'):
             supervisor.ensure(wanted, 20.0)
         assert (processes.users_of(real_host.pipe("gpu-1")), real_host.left()) == ((), [])
+        supervisor.stop("gpu-1", 20.0)
         wanted = replace(wanted, default_memory_limit_mib=None, others=())
     supervisor.ensure(wanted, 20.0)
     only_process(real_host, supervisor)
