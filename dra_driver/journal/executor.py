@@ -262,9 +262,12 @@ class StepDispatcher:
             self.runners[type(step)].do(step, plan)
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
-        """As the step's runner."""
+        """As the step's runner. Raises: RetryableError if there is none, such as in a command."""
         with self._timed(step, "undo"):
-            self.runners[type(step)].undo(step, record)
+            runner = self.runners.get(type(step))
+            if runner is None:
+                raise RetryableError("only gpu-dra-driver itself can do that; have it run on the node")
+            runner.undo(step, record)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """As the step's runner."""

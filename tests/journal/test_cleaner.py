@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from dra_driver.concurrency.backoff import Backoff
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.journal.cleaner import Cleaner
-from dra_driver.journal.executor import Executor
+from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks
@@ -487,6 +487,16 @@ def test_mps_daemon_of_a_mig_device_keeps_nobody_from_its_neighbours(bench: Benc
     bench.clean_before(MIXED.by_name[MIG_3G])
     with pytest.raises(RetryableError, match="stop the MPS daemon"):
         bench.clean_before(MIXED.by_name[MIG_1G])
+
+
+def test_command_says_what_it_leaves_to_the_daemon(bench: Bench) -> None:
+    """`cleanup --now` destroys no MIG devices."""
+    made = CreateMig("gpu-0-mig-1g-0", UUID_0, None, 19, "1g.10gb", Placement(0, 1))
+    bench.ledger.add(LedgerEntry(record().ref, BOOT, made))
+    with capture_logs() as logged:
+        [left] = Cleaner(bench.ledger, bench.lanes, StepDispatcher({})).clean_all()
+    assert left.cause == "only gpu-dra-driver itself can do that; have it run on the node"
+    assert [line for line in logged if line["log_level"] == "error"] == []
 
 
 def test_bug_in_one_undo_keeps_no_other_from_being_undone(
