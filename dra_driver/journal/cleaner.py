@@ -30,9 +30,11 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.rules.cleanups import (
     LedgerEntry,
     PendingCleanup,
+    Thing,
     by_gpus,
     gpus_of,
     record_of,
+    things,
     what,
     withholding,
     without,
@@ -211,7 +213,7 @@ class Cleaner(BackgroundWorker):
                     if not isinstance(step, SetTimeSlice) and not gpus_of(step).isdisjoint(gpu_uuids)
                 ),
             )
-            for one in self.ledger.pending()
+            for one in self.ledger.pending(gpu_uuids)
             if one.name not in besides
         ]
         return [one for one in found if one.steps]
@@ -319,15 +321,16 @@ class Cleaner(BackgroundWorker):
         """Undo what ended claims have in the ledgers of these GPUs; whether nothing is left, also to be written. What
         another claim has set too stays, and two of one thing are undone once. Raises: StateError if ledgers or records
         cannot be listed."""
-        missing = [entry for entry in self.ledger.missing() if gpus_of(entry.step) <= gpus]
-        left = [entry for entry in self.ledger.left() if gpus_of(entry.step) <= gpus]
-        ended = {entry.key for entry in left}
-        kept = [entry.step for entry in (*self.ledger.entries(), *missing) if entry.key not in ended]
-        gone = [entry for entry in self.ledger.stale() if gpus_of(entry.step) <= gpus]
+        left, needed, stale = self.ledger.look(gpus)
+        left, gone, missing = (
+            [entry for entry in found if gpus_of(entry.step) <= gpus]
+            for found in (left, stale, self.ledger.missing(gpus))
+        )
+        kept = things(entry.step for entry in (*needed, *missing))
         due, failed = list[LedgerEntry](), list[LedgerEntry]()
         for entry in left:
             (due if without([entry.step], kept) else gone).append(entry)
-            kept.append(entry.step)
+            kept |= things([entry.step])
         for entry in reversed(due):
             cause = self._undo(entry)
             if cause is None:
@@ -382,7 +385,8 @@ class Cleaner(BackgroundWorker):
         return _TOOLS_EVERY_S if works else _LOOK_EVERY_S
 
     def _to_do(self) -> list[LedgerEntry]:
-        return [*self.ledger.left(), *self.ledger.stale(), *self.ledger.missing()]
+        ended, _, stale = self.ledger.look()
+        return [*ended, *stale, *self.ledger.missing()]
 
     def _is_news(self, is_left: bool) -> bool:
         """Whether something has come to be left, or not to be left any more, or a tool is another than before. Nobody
@@ -415,9 +419,11 @@ class Cleaner(BackgroundWorker):
                 ours = self._ours.copy()
                 self._ours &= now.keys() | self._ending
             leads = self.leads()
-            for name in now.keys() - before.keys():
+            known = things(step for one in before.values() for step in one.steps)
+            for name in sorted(now.keys() - before.keys()):
                 if leads or name in ours:
-                    self._tell_pending(now[name], [step for one in before.values() for step in one.steps])
+                    self._tell_pending(now[name], known)
+                    known |= things(now[name].steps)
             for name in before.keys() - now.keys():
                 if leads or name in ours:
                     self._tell_done(before[name])
@@ -427,7 +433,7 @@ class Cleaner(BackgroundWorker):
         if is_changed:
             self.changed()
 
-    def _tell_pending(self, cleanup: PendingCleanup, known: Sequence[Step]) -> None:
+    def _tell_pending(self, cleanup: PendingCleanup, known: Collection[Thing]) -> None:
         ref = cleanup.record.ref
         _log.warning("cleanup_pending", claim=str(ref), claim_uid=ref.uid, reason=cleanup.text)
         # One event for one thing, also where a Prepare fails again and again.

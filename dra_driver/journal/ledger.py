@@ -42,6 +42,7 @@ from dra_driver.journal.rules.cleanups import (
     LedgerEntry,
     PendingCleanup,
     counts,
+    gpus_of,
     has_ended,
     is_undone_in_lane,
     pending_cleanups,
@@ -102,58 +103,62 @@ class Ledger:
             durable=True,
         )
 
-    def entries(self) -> list[LedgerEntry]:
+    # With `gpus` only what changes one of these GPUs.
+
+    def entries(self, gpus: Collection[str] | None = None) -> list[LedgerEntry]:
         """What counts of all ledgers, first what is of this boot. Raises: StateError if the directory cannot be
         listed."""
-        with self._guard:
-            gone = self._gone.copy()
-        found = [
-            entry
-            for entries in self._store.all().values()
-            for entry in entries
-            if entry.key not in gone and counts(entry, self.boot_id)
-        ]
-        return sorted(found, key=lambda entry: entry.boot_id != self.boot_id)
+        return self._counted(gpus)[0]
 
     def left(self) -> list[LedgerEntry]:
         """The entries of claims that have ended. Raises: StateError."""
-        return self._split()[0]
+        return self.look()[0]
 
-    def stale(self) -> list[LedgerEntry]:
-        """What is in the files and counts no more: a reboot has undone it, or the disk was full when it went. Raises:
-        StateError."""
-        counted = set(self.entries())
-        return [entry for entries in self._store.all().values() for entry in entries if entry not in counted]
-
-    def pending(self) -> list[PendingCleanup]:
-        """What is to be undone for claims that have ended, one for each claim. Raises: StateError."""
-        ended, needed = self._split()
-        if not ended:
-            return []
-        return pending_cleanups(ended, [entry.step for entry in needed], self._since)
-
-    def _split(self) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
-        """The entries of claims that have ended, and all others. Raises: StateError."""
-        entries = self.entries()
+    def look(
+        self, gpus: Collection[str] | None = None
+    ) -> tuple[list[LedgerEntry], list[LedgerEntry], list[LedgerEntry]]:
+        """The entries of claims that have ended; all others that count; and those that count no more, because a reboot
+        has undone them, or the disk was full when they went. Raises: StateError."""
+        entries, stale = self._counted(gpus)
         records = self.records.all() if entries else {}
         is_lost = any(entry.claim.uid not in records for entry in entries)
         without_record = self.without_record() if is_lost else ()
         split: tuple[list[LedgerEntry], list[LedgerEntry]] = [], []
         for entry in entries:
             split[not has_ended(entry, records, without_record)].append(entry)
-        return split
+        return *split, stale
 
-    def missing(self) -> list[LedgerEntry]:
+    def pending(self, gpus: Collection[str] | None = None) -> list[PendingCleanup]:
+        """What is to be undone for claims that have ended, one for each claim. Raises: StateError."""
+        ended, needed, _ = self.look(gpus)
+        if not ended:
+            return []
+        return pending_cleanups(ended, [entry.step for entry in needed], self._since)
+
+    def _counted(self, gpus: Collection[str] | None) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
+        """What is in the files and counts, as `entries`, and what does not. Raises: StateError."""
+        with self._guard:
+            gone = self._gone.copy()
+        counted, stale = list[LedgerEntry](), list[LedgerEntry]()
+        for entries in self._store.all().values():
+            for entry in entries:
+                if gpus is None or not gpus_of(entry.step).isdisjoint(gpus):
+                    is_stale = entry.key in gone or not counts(entry, self.boot_id)
+                    (stale if is_stale else counted).append(entry)
+        return sorted(counted, key=lambda entry: entry.boot_id != self.boot_id), stale
+
+    def missing(self, gpus: Collection[str] | None = None) -> list[LedgerEntry]:
         """The steps of prepared claims that are in no ledger: its file was damaged. Raises: StateError."""
         records = self.records.all().values()
-        known = {entry.key for entry in self.entries()}
+        known = {entry.key for entry in self.entries(gpus)}
         return [
-            entry
+            LedgerEntry(record.ref, record.boot_id, step)
             for record in records
             if record.phase == "prepared"
             for step in record.steps
             if is_undone_in_lane(step)
-            and (entry := LedgerEntry(record.ref, record.boot_id, step)).key not in known
+            and (gpus is None or not gpus_of(step).isdisjoint(gpus))
+            and (record.ref.uid, step) not in known
         ]
 
     def ended(self) -> list[ClaimRecord]:

@@ -21,6 +21,7 @@ from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
+from dra_driver.journal.rules import cleanups
 from dra_driver.journal.rules.cleanups import (
     LedgerEntry,
     PendingCleanup,
@@ -406,6 +407,33 @@ def test_prepare_that_fails_again_and_again_leaves_one(bench: Bench) -> None:
     assert bench.tools.undone == [MPS, SLICE]
 
 
+def test_many_cleanups_are_compared_with_each_other_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+    things_of = cleanups._things
+
+    def counted(step: Step) -> frozenset[cleanups.Thing]:
+        nonlocal asked
+        asked += 1
+        return things_of(step)
+
+    def cost(number: int) -> int:
+        nonlocal asked
+        bench = Bench(tmp_path / str(number))
+        refs = [claim(uid=f"uid-{one}").ref for one in range(number)]
+        bench.ledger.change([LedgerEntry(ref, BOOT, SLICE) for ref in refs], ())
+        kept = [bench.prepared(record(SetTimeSlice(UUID_1, 1), uid=f"kept-{one}")) for one in range(number)]
+        bench.tools.broken, asked = [SLICE], 0
+        bench.cleaner._turn()
+        eventually(lambda: not bench.lanes.under_way())
+        assert (len(bench.cleaner.outstanding()), len(kept)) == (1, number)
+        return asked
+
+    monkeypatch.setattr(cleanups, "_things", counted)
+    assert cost(80) < 5 * cost(20), "four times as many"
+
+
 def test_claims_that_end_together_forget_nothing_of_each_other(bench: Bench) -> None:
     bench.tools.broken = [MPS]
     both = [bench.prepared(record(MPS, uid=f"uid-{number}")) for number in range(2)]
@@ -417,6 +445,16 @@ def test_claims_that_end_together_forget_nothing_of_each_other(bench: Bench) -> 
     assert len(bench.cleaner.outstanding()) == 1, "one thing is undone once"
     bench.clean()
     assert bench.tools.undone == [CDI, CDI, MPS]
+
+
+def test_one_thing_that_two_claims_left_is_one_event(bench: Bench) -> None:
+    """The plugin was killed before it undid it."""
+    for one in [bench.prepared(record(MPS, uid=f"uid-{number}")) for number in range(2)]:
+        bench.leave(one)
+    after = bench.restarted()
+    after.cleaner._tell()
+    assert [line.split()[0] for line in after.told.lines] == ["pending"]
+    assert len(after.cleaner.outstanding()) == 2
 
 
 def test_cleanup_that_the_other_instance_has_finished_meanwhile_is_not_told(bench: Bench) -> None:

@@ -23,6 +23,8 @@ from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.steps import BindVfio, CreateMig, RunMps, SetTimeSlice, Step, writes_files
 
 CleanupKind = Literal["time-slice", "mps", "mig-device", "vfio"]
+Thing = tuple[str, str]
+"""What a step sets, such as the time slice of a GPU."""
 CLEANUP_KINDS: tuple[CleanupKind, ...] = ("time-slice", "mps", "mig-device", "vfio")
 
 
@@ -113,19 +115,20 @@ def pending_cleanups(
     ended: dict[str, list[LedgerEntry]] = {}
     for entry in entries:
         ended.setdefault(entry.claim.uid, []).append(entry)
-    found = (_pending(ended[uid], needed, since) for uid in sorted(ended))
+    kept = things(needed)
+    found = (_pending(ended[uid], kept, since) for uid in sorted(ended))
     return [one for one in found if one.steps]
 
 
 def _pending(
-    entries: Sequence[LedgerEntry], needed: Sequence[Step], since: Callable[[LedgerEntry], int]
+    entries: Sequence[LedgerEntry], kept: Collection[Thing], since: Callable[[LedgerEntry], int]
 ) -> PendingCleanup:
     causes = dict.fromkeys(entry.cause for entry in entries if entry.cause)
     record = record_of(entries)
     return PendingCleanup(
         record.ref.uid,
         record,
-        without(record.steps, needed),
+        without(record.steps, kept),
         min(map(since, entries)),
         "; ".join(causes) or None,
     )
@@ -152,10 +155,14 @@ def _devices(step: Step) -> list[HeldDevice]:
             return []
 
 
-def without(steps: Iterable[Step], others: Iterable[Step]) -> tuple[Step, ...]:
-    """The steps that set something of which none of the others sets anything: two of one thing are undone once."""
-    things = frozenset[tuple[str, str]]().union(*map(_things, others))
-    return tuple(step for step in steps if things.isdisjoint(_things(step)))
+def without(steps: Iterable[Step], kept: Collection[Thing]) -> tuple[Step, ...]:
+    """The steps that set nothing of what is kept: two of one thing are undone once."""
+    return tuple(step for step in steps if _things(step).isdisjoint(kept))
+
+
+def things(steps: Iterable[Step]) -> frozenset[Thing]:
+    """What the steps set."""
+    return frozenset[Thing]().union(*map(_things, steps))
 
 
 def gpus_of(step: Step) -> frozenset[str]:
@@ -219,7 +226,7 @@ def remedy(steps: Sequence[Step]) -> str:
     return "gpu-dra-driver retries; check that nvidia-smi works on the node"
 
 
-def _things(step: Step) -> frozenset[tuple[str, str]]:
+def _things(step: Step) -> frozenset[Thing]:
     """What a step sets; nothing if that is not known. Only one of the MPS daemons that share a device can be there."""
     match step:
         case SetTimeSlice(gpu_uuid=uuid):
