@@ -95,13 +95,18 @@ def only_writes() -> Iterator[None]:
     if operation is None:
         yield
         return
-    operation.only_writes = True
-    operation.show(operation.uses())
+
+    def turn(*, is_on: bool) -> None:
+        operation.only_writes = is_on
+        operation.show(operation.uses())
+
+    turn(is_on=True)
     try:
         yield
-    finally:
-        operation.only_writes = False
-        operation.show(operation.uses())
+    except Exception:
+        turn(is_on=False)
+        raise
+    turn(is_on=False)
 
 
 class Lanes:

@@ -235,9 +235,11 @@ class Machine(MachineBase):
             raise InvalidConfigError(f"there is no driver {driver!r} for a GPU; choose of {known}")
         with self._change() as state:
             gpu = self._find(state, selector)
-            loaded = state.system.get("vfio_loaded", [])
-            if module is not None and module not in loaded:
-                state.system["vfio_loaded"] = [*loaded, module]
+            if module is not None:
+                # modprobe loads what maps memory after it, where that is installed.
+                after = {pci.MAPS_MEMORY}.intersection(state.system.get("vfio_modules", []))
+                loaded = dict.fromkeys([*state.system.get("vfio_loaded", []), module, *after])
+                state.system["vfio_loaded"] = list(loaded)
             for item in pci.functions(state).values():
                 if pci.gpu_of(state, item.bus_id) is gpu:
                     item.boot_driver = (

@@ -283,7 +283,7 @@ def test_write_that_hangs_keeps_its_card_and_nothing_else(
     site.machine.clear_faults()
     eventually(lambda: not node.lanes.under_way())
     assert node.cleaner.clean_all() == []
-    node.collector.work_off()  # where NVML was closed just when the MIG device ended
+    node.work_off()  # where NVML was closed just when the MIG device ended
     assert node.state() == untouched
 
 
@@ -308,7 +308,7 @@ def test_return_that_hangs_holds_no_claim_up(
     site.machine.clear_faults()
     eventually(lambda: not node.lanes.under_way())
     assert node.cleaner.clean_all() == []
-    node.collector.work_off()  # where NVML was closed just when the MIG device ended
+    node.work_off()  # where NVML was closed just when the MIG device ended
     assert node.state() == untouched
 
 

@@ -107,7 +107,10 @@ def test_commands_speak_of_drivers_modules_and_writes(make: Callable[..., Machin
     ):
         machine.give_to("1", "nouveau")
     said = commands.vfio(machine, iommu=None, iommufd=True, installed=None, loaded=None)
-    assert said == "IOMMU: on; iommufd: there; modules: vfio_pci, vfio_iommu_type1; loaded: vfio_pci"
+    assert (
+        said
+        == "IOMMU: on; iommufd: there; modules: vfio_pci, vfio_iommu_type1; loaded: vfio_pci, vfio_iommu_type1"
+    )
     said = commands.vfio(machine, iommu=False, iommufd=None, installed="", loaded="")
     assert said == "IOMMU: off; iommufd: there; modules: none; loaded: none"
     with pytest.raises(
