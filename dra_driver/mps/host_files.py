@@ -6,7 +6,7 @@
 | `host.status/<device>.json` | the host | how the daemon is |
 | `<device>.json`, a directory | the host | what it made, and the compute modes from before (`daemon`) |
 | `host.lock` | the host, which holds its lock | a host runs, and the number of the format of these files |
-| `host.modes` | nobody; empty | an nvidia-smi that the host started holds a lock on a byte for each GPU |
+| `host.modes` | no one: it is empty | each nvidia-smi that the host started locks one byte of it, that of its GPU |
 | `host.alive` | the host, every ten seconds | it watches, and all status files say what it knows |
 
 A daemon shall run as long as its file is in `host.wanted`. The host makes that so, and tries again after pauses. The
