@@ -146,13 +146,15 @@ class Executor:
         """Do a step on a GPU, after it is in the ledger. Whoever ends the claim from then on undoes it."""
         entry = LedgerEntry(record.ref, record.boot_id, step)
         ledger = self.cleaner.ledger
-        is_new = is_undone_in_lane(step) and ledger.add(entry)
+        before = ledger.add(entry) if is_undone_in_lane(step) else entry
         try:
             self._refuse_changed(record)
             self.runner.do(step, plan)
         except DraDriverError as error:
-            if is_new and error.has_no_effect:
+            if error.has_no_effect and before is None:
                 ledger.change((), [entry])
+            elif error.has_no_effect and before is not None and before != entry:
+                ledger.change([before], ())  # such as that of an older boot
             raise
 
     def _tell_late(self, groups: Sequence[Collection[str]]) -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,9 +175,9 @@ class Ledger:
 
     # --- in the lane of the GPU ----------------------------------------------------------------
 
-    def add(self, entry: LedgerEntry) -> bool:
-        """Write an entry before its step is done; whether it is new. Raises: StateError."""
-        return self._change(entry.home, [entry], ())
+    def add(self, entry: LedgerEntry) -> LedgerEntry | None:
+        """Write an entry before its step is done; the one that it replaces, None if it is new. Raises: StateError."""
+        return self._change(entry.home, [entry], ()).get(entry.key)
 
     def change(self, changed: Iterable[LedgerEntry], gone: Iterable[LedgerEntry]) -> None:
         """Write changed entries, and remove others. What a full disk does not let go is remembered as gone. Raises:
@@ -195,8 +195,10 @@ class Ledger:
         if problem is not None:
             raise problem
 
-    def _change(self, home: str, changed: Sequence[LedgerEntry], gone: Sequence[LedgerEntry]) -> bool:
-        """Whether an entry was added. Raises: StateError."""
+    def _change(
+        self, home: str, changed: Sequence[LedgerEntry], gone: Sequence[LedgerEntry]
+    ) -> Mapping[tuple[str, Step], LedgerEntry]:
+        """What counted before, by its key. Raises: StateError."""
         before = self._store.get(home) or ()
         away, news = {entry.key for entry in gone}, {entry.key: entry for entry in changed}
         with self._guard:
@@ -208,7 +210,7 @@ class Ledger:
             self._write(home, after)
         with self._guard:
             self._gone -= {entry.key for entry in before}
-        return bool(news)
+        return {entry.key: entry for entry in left}
 
     def _write(self, home: str, entries: Sequence[LedgerEntry]) -> None:
         if not entries:

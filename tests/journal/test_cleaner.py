@@ -616,6 +616,27 @@ def test_daemon_of_this_boot_withholds_its_gpu_beside_what_the_claim_left_in_an_
     bench.clean_before(low)
 
 
+def test_daemon_that_was_not_started_after_a_reboot_withholds_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The MPS host comes up later than the plugin, and the daemon of the boot before is gone."""
+
+    def no_host(step: Step, plan: Plan) -> None:
+        absent = RetryableError("the MPS host is not running on this node")
+        absent.has_no_effect = True
+        raise absent
+
+    monkeypatch.setattr(bench.tools, "do", no_host)
+    wanted = replace(record(MPS), phase="preparing")
+    bench.ledger.add(LedgerEntry(wanted.ref, "boot-0", MPS))
+    with pytest.raises(RetryableError, match="not running"):
+        bench.prepared(wanted)
+    bench.tools.broken = [MPS]
+    bench.leave(wanted)
+    bench.executor.clean("uid-1")
+    assert (bench.told.lines, bench.files()) == ([], [])
+
+
 def test_daemon_of_an_older_boot_is_not_stopped_where_a_claim_has_one_with_other_gpus(bench: Bench) -> None:
     """It is gone with that boot, and a daemon of several GPUs has the name of the first one."""
     both = RunMps(replace(MPS.spec, others=(MpsMember(GPU_1, UUID_1),)))
