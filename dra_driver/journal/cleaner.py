@@ -127,8 +127,6 @@ class Cleaner(BackgroundWorker):
         self._guard, self._telling = threading.Lock(), threading.Lock()
         self._ending: set[str] = set()
         """UIDs of claims whose first undos are under way in this process: nobody is told of them yet."""
-        self._ours: set[str] = set()
-        """UIDs of claims that ended in this process."""
         self._why: dict[str, str] = {}
         """By GPU, why the last try did not come to its end."""
         self._unwritten: dict[frozenset[str], str] = {}
@@ -189,10 +187,7 @@ class Cleaner(BackgroundWorker):
         mine: list[LedgerEntry] = []
         try:
             mine = [entry for entry in self.ledger.left() if entry.claim.uid == uid]
-            if mine:
-                with self._guard:
-                    self._ours.add(uid)
-                self.clean(mine, wait_s)
+            self.clean(mine, wait_s)
         finally:
             with self._guard:
                 self._ending.discard(uid)
@@ -410,23 +405,17 @@ class Cleaner(BackgroundWorker):
                     self._pauses[gpu] = backoff, self.clock() + backoff.next()
 
     def _tell(self) -> None:
-        """Report what has come and gone since the last time. What this process did not end is the business of the
-        instance that leads. Raises: StateError."""
+        """Note what has come and gone since the last time. The instance that leads reports it, whoever ended the
+        claim. Raises: StateError."""
         with self._telling:
-            now = {one.name: one for one in self.outstanding()}
+            now, leads = {one.name: one for one in self.outstanding()}, self.leads()
             before, self._told = self._told, now
-            with self._guard:
-                ours = self._ours.copy()
-                self._ours &= now.keys() | self._ending
-            leads = self.leads()
             known = things(step for one in before.values() for step in one.steps)
-            for name in sorted(now.keys() - before.keys()):
-                if leads or name in ours:
-                    self._tell_pending(now[name], known)
-                    known |= things(now[name].steps)
-            for name in before.keys() - now.keys():
-                if leads or name in ours:
-                    self._tell_done(before[name])
+            for name in sorted(now.keys() - before.keys() if leads else ()):
+                self._tell_pending(now[name], known)
+                known |= things(now[name].steps)
+            for name in sorted(before.keys() - now.keys() if leads else ()):
+                self._tell_done(before[name])
             is_changed = {name: one.steps for name, one in before.items()} != {
                 name: one.steps for name, one in now.items()
             }

@@ -568,6 +568,32 @@ def test_leading_instance_hears_of_the_cleanups_that_the_other_one_makes(bench: 
     assert bench.changes > before
 
 
+def test_only_the_instance_that_leads_reports_what_becomes_of_a_cleanup(bench: Bench) -> None:
+    newer = bench.restarted()
+    bench.cleaner.leads = lambda: False
+    bench.fail(MPS)
+    newer.cleaner._tell()
+    newer.clean()
+    bench.cleaner._tell()
+    assert bench.told.lines == []
+    assert [line.split()[0] for line in newer.told.lines] == ["pending", "done"]
+
+
+def test_what_is_pending_is_told_although_it_was_not_known_for_a_moment_who_leads(bench: Bench) -> None:
+    bench.leave(bench.prepared(record(MPS)))
+    after = bench.restarted()
+
+    def unknown() -> bool:
+        raise StateError("publishers cannot be listed")
+
+    after.cleaner.leads = unknown
+    with pytest.raises(StateError, match="publishers"):
+        after.cleaner._tell()
+    after.cleaner.leads = lambda: True
+    after.cleaner._tell()
+    assert [line.split()[0] for line in after.told.lines] == ["pending"]
+
+
 # --- what others see -------------------------------------------------------------------------------
 
 
