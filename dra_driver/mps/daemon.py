@@ -198,11 +198,9 @@ class Daemon:
     # --- up ------------------------------------------------------------------------------------
 
     def _bring_up(self) -> None:
-        """Raises: what failed."""
+        """Raises: what failed; BrokenOffError."""
         try:
             self._start_or_adopt(time.monotonic() + self._tools.timings.start)
-        except BrokenOffError:
-            raise
         except DraDriverError:
             if not self._established:
                 with suppress(DraDriverError):
@@ -234,8 +232,6 @@ class Daemon:
                 process, partial(self._tools.layout.is_unwanted, self._record.spec.device)
             )
             self._control.apply_limits()
-        except BrokenOffError:
-            raise
         except DraDriverError:
             self._end_all()
             raise

@@ -95,8 +95,8 @@ class BusyError(RetryableError):
     """The daemon talked with another program at that moment."""
 
 
-class BrokenOffError(RetryableError):
-    """This process ends, or the daemon shall not run any more; what was done stays for whoever goes on."""
+class BrokenOffError(Exception):
+    """This process ends, or the daemon shall not run any more; what was done stays for whoever goes on. No failure."""
 
 
 @dataclass(eq=False)

@@ -59,12 +59,11 @@ class DaemonRecords(JsonStore[DaemonRecord]):
         self.write(record.spec.device, content, durable=True, whole=True)
 
     def forget(self, device: str) -> None:
-        """Forget the daemon for good, also what could not be read of it; nothing happens where nothing is. Raises:
-        StateError."""
-        for each in (self.path(device), *self._layout.records_aside(device)):
-            remove_file(each)
+        """Forget the daemon for good; nothing happens where nothing is. A record that could not be read stays aside.
+        Raises: StateError."""
+        self.remove(device, durable=False)
         self._clear(device)
-        # A record that came back after a power cut would start a daemon that no claim asked for.
+        # The directories that were removed before it must not come back without it.
         sync_removals(self.directory)
 
     def _clear(self, device: str) -> None:

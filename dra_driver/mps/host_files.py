@@ -57,7 +57,6 @@ import structlog
 
 from dra_driver.errors import PermanentError, RetryableError, StateError
 from dra_driver.files.atomic import (
-    QUARANTINE,
     Stamp,
     read_or_none,
     remove_file,
@@ -437,12 +436,6 @@ class MpsLayout:
     def record(self, device: str) -> Path:
         """The record of one daemon."""
         return self.root / f"{_checked(device)}{SUFFIX}"
-
-    def records_aside(self, device: str) -> list[Path]:
-        """Where records are that could not be read. A directory never was one."""
-        return [
-            path for path in self.root.glob(f"{_checked(device)}{SUFFIX}{QUARANTINE}*") if not path.is_dir()
-        ]
 
     def directory(self, device: str) -> Path:
         """Everything that exists as long as the daemon does.

@@ -17,6 +17,7 @@ import pytest
 import structlog
 from nvidia_programs import Programs
 
+from dra_driver.files.atomic import QUARANTINE
 from dra_driver.host.capability_nodes import CapabilityNodes
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.mig_caps import MigCaps
@@ -116,12 +117,13 @@ class MpsHost:
         )
 
     def left(self) -> list[str]:
-        """Everything that a daemon could leave behind, below the host's directory."""
+        """Everything that a daemon could leave behind, below the host's directory; not what a person has to look at."""
         own = {"host.alive", "host.lock", "host.lib", "host.modes", "host.wanted", "host.status"}
         running = (
             path for path in self.layout.statuses.iterdir() if '"state": "failed"' not in text_of(path)
         )
-        return sorted(path.name for path in (*self.layout.root.iterdir(), *running) if path.name not in own)
+        names = [path.name for path in (*self.layout.root.iterdir(), *running)]
+        return sorted(name for name in names if name not in own and QUARANTINE not in name)
 
     def close(self) -> None:
         for one in self._open:

@@ -461,20 +461,19 @@ def test_start_that_is_withdrawn_before_the_host_has_a_record_leaves_no_daemon(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plugin finds no trace, and forgets the daemon, while the host is about to write its record."""
-    supervisor, spec = host.supervisor(), host.spec()
-    save, files = DaemonRecords.save, MpsHostFiles(host.layout)
-    stopped: list[str] = []
+    supervisor, spec, save = host.supervisor(), host.spec(), DaemonRecords.save
+    withdrawn: list[str] = []
 
     def withdraw_and_save(records: DaemonRecords, record: DaemonRecord) -> None:
-        if not stopped:
-            files.stop("gpu-2", 5)
-            stopped.append(record.spec.device)
+        if not withdrawn:
+            host.layout.wanted("gpu-2").unlink()
+            withdrawn.append(record.spec.device)
         save(records, record)
 
     monkeypatch.setattr(DaemonRecords, "save", withdraw_and_save)
     with pytest.raises(RetryableError, match="has not made"):
         supervisor.ensure(spec, 1)
-    assert stopped == ["gpu-2"]
+    assert withdrawn == ["gpu-2"]
     eventually(lambda: not host.layout.has_traces("gpu-2"))
     host.assert_nothing_left()
 
