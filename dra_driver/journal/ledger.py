@@ -26,7 +26,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +91,8 @@ class Ledger:
         )
         self._gone: set[tuple[str, Step]] = set()
         """Keys of entries that are gone, and that a full disk may still have in their file."""
+        self._seen: dict[tuple[str, Step], int] = {}
+        """By the key of an entry, when this process first saw that its claim has ended."""
         self._guard = threading.Lock()
 
     def open(self) -> None:
@@ -166,12 +167,9 @@ class Ledger:
         return [one.record for one in self.pending()]
 
     def _since(self, entry: LedgerEntry) -> int:
-        """When its claim ended, in seconds since 1970; before the first try to undo it, when its file was written."""
-        if entry.ended is not None:
-            return entry.ended
-        with suppress(OSError):
-            return int(self._store.path(entry.home).stat().st_ctime)
-        return int(time.time())
+        """When its claim ended, in seconds since 1970; until the first try to undo it has ended, since when this
+        process knows that."""
+        return self._seen.setdefault(entry.key, int(time.time())) if entry.ended is None else entry.ended
 
     # --- in the lane of the GPU ----------------------------------------------------------------
 
@@ -202,6 +200,8 @@ class Ledger:
         before = self._store.get(home) or ()
         away, news = {entry.key for entry in gone}, {entry.key: entry for entry in changed}
         with self._guard:
+            for key in (*news, *away):
+                self._seen.pop(key, None)
             self._gone -= news.keys()
             self._gone |= away
             left = [entry for entry in before if entry.key not in self._gone and counts(entry, self.boot_id)]

@@ -262,6 +262,22 @@ def test_claim_ends_though_its_undo_hangs_and_the_gpu_stays_locked(
     assert bench.files() == []
 
 
+def test_cleanup_whose_first_try_hangs_is_not_as_old_as_its_claim(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.1)
+    made = bench.prepared(record(MPS))
+    days_later = int(time.time()) + 300_000
+    monkeypatch.setattr("time.time", lambda: days_later)
+    bench.tools.hanging = [MPS]
+    bench.leave(made)
+    bench.executor.clean("uid-1")
+    monkeypatch.setattr("time.time", lambda: days_later + 60)
+    assert [one.since for one in bench.cleaner.outstanding()] == [days_later]
+    bench.tools.let_on.set()
+    eventually(lambda: not bench.lanes.under_way())
+
+
 def test_step_is_not_done_that_the_ledger_does_not_take(bench: Bench) -> None:
     shutil.rmtree(bench.directory / "ledger")
     with pytest.raises(StateError, match="ledger"):
