@@ -38,10 +38,14 @@ class SlowMpsHost:
 @contextmanager
 def hanging_nvidia_smi(node: Node) -> Iterator[None]:
     program = node.machine.host_root / "usr/bin/nvidia-smi"
-    real = program.read_bytes()
-    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    real, hanging = program.with_name("real"), program.with_name("hanging")
+    hanging.write_text("#!/bin/sh\nexec sleep 600\n")
+    hanging.chmod(0o755)
+    # Renamed, since a program that starts at that moment cannot be written.
+    program.rename(real)
+    hanging.rename(program)
     yield
-    program.write_bytes(real)
+    real.replace(program)
 
 
 @pytest.fixture(params=[("dgx-h100", 8), ("dgx-2", 16)], ids=["eight", "sixteen"])
