@@ -76,7 +76,7 @@ class _Counted:
 
         def call(*args: Any, **options: Any) -> Any:
             answer = found(*args, **options)
-            if name != "add" or answer:
+            if name != "add" or answer != args[0]:
                 self._countdown.note(name)
             return answer
 
