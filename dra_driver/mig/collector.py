@@ -71,8 +71,8 @@ class MigCollector:
         return changed
 
     def _left_over(self) -> list[OwnedInstance]:
-        entries, users = self.context.ledger.all(), self.context.users.by_device()
-        boot_id = self.context.ledger.boot_id
+        entries, boot_id = self.context.ledger.all(), self.context.ledger.boot_id
+        users = self.context.users.by_device() if entries else {}
         return [entry for entry in entries.values() if is_left_over(entry, boot_id, users)]
 
     def _unneeded_modes(self) -> list[GpuAddress]:

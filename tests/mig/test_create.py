@@ -277,6 +277,16 @@ def test_own_instances_are_sorted_from_others(node: MigNode, small) -> None:
 # --- other claims ------------------------------------------------------------------------------
 
 
+def test_collector_reads_no_records_where_nothing_is_ours(node: MigNode) -> None:
+    """Every Unprepare that undoes something on a GPU asks it."""
+
+    def read() -> list[str]:
+        raise AssertionError("a thousand records are read for nothing")
+
+    node.users.lost_devices = read
+    assert node.collector.gpus() == set()
+
+
 def test_shared_device_goes_with_the_last_claim(node: MigNode, small) -> None:
     node.prepare(small)
     uuid = node.ledger.created_instance(small.name)
