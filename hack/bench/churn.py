@@ -37,15 +37,80 @@ class Life:
     kind: str
 
 
-class Churn:
+class Claims:
+    """Claims of kinds drawn by lot: how they are made, given devices and deleted."""
+
+    kinds: Sequence[str] = ("whole", "whole", "slices", "mig", "mig", "share", "mps")
+
+    def __init__(self, node: SoakNode, seed: int, prefix: str = "claim") -> None:
+        self._node = node
+        self._choose = random.Random(seed)
+        self._number = 0
+        self._prefix = prefix
+        self.counts: Counter[str] = Counter()
+
+    def _any(self) -> Life | None:
+        """As `_new`, of a kind drawn by lot."""
+        return self._new(self._choose.choice(self.kinds))
+
+    def _new(self, kind: str) -> Life | None:
+        """A claim that the scheduler gave devices; None if there was nothing left."""
+        self._number += 1
+        name = f"{self._prefix}-{self._number}"
+        stored = self._node.server.add(
+            "resourceclaims",
+            {"metadata": {"name": name, "namespace": "default"}, "spec": {"devices": self._request(kind)}},
+            group="resource.k8s.io",
+        )
+        ref = ClaimRef("default", name, stored["metadata"]["uid"])
+        try:
+            self._node.scheduler.allocate_claim("default", name)
+        except AllocationError:
+            self.counts["no device left"] += 1
+            self._delete(ref)
+            return None
+        return Life(ref, kind)
+
+    def _request(self, kind: str) -> JsonObject:
+        attributes = f"device.attributes['{DRIVER}']"
+        expression = f"{attributes}.type == 'gpu' && device.allowMultipleAllocations != true"
+        device_class, parameters = "gpu.nvidia.com", None
+        if kind.startswith("mig"):
+            device_class = "mig.nvidia.com"
+            expression = f"{attributes}.profile == '{self._choose.choice(_PROFILES)}'"
+        elif kind == "share":
+            expression = "device.allowMultipleAllocations == true"
+        elif kind == "vm":
+            device_class, expression = "vfio.gpu.nvidia.com", "true"
+        if kind == "slices":
+            interval = self._choose.choice(("Short", "Medium", "Long"))
+            parameters = {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": interval}}
+        elif kind.endswith("mps"):
+            parameters = {"strategy": "MPS", "mpsConfig": {"defaultActiveThreadPercentage": 50}}
+        exactly: JsonObject = {
+            "deviceClassName": device_class,
+            "selectors": [{"cel": {"expression": expression}}],
+        }
+        exactly |= {"count": 2} if kind.startswith("several") else {}
+        exactly |= {"adminAccess": True} if kind == "admin" else {}
+        request: JsonObject = {"requests": [{"name": "gpu", "exactly": exactly}]}
+        if parameters is not None:
+            of = "MigDeviceConfig" if kind.startswith("mig") else "GpuConfig"
+            body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": of, "sharing": parameters}
+            request["config"] = [{"opaque": {"driver": DRIVER, "parameters": body}}]
+        return request
+
+    def _delete(self, ref: ClaimRef) -> None:
+        server = self._node.server
+        server.operations.delete(server.resource("resourceclaims"), (ref.namespace, ref.name), {})
+
+
+class Churn(Claims):
     """Cycles of churn; the same seed makes the same choices, whatever the timing."""
 
     def __init__(self, node: SoakNode, seed: int) -> None:
-        self._node = node
-        self._choose = random.Random(seed)
+        super().__init__(node, seed)
         self._alive: list[Life] = []
-        self._number = 0
-        self.counts: Counter[str] = Counter()
         self.faults: list[str] = []
         self._broken: list[Callable[[], object]] = []
         self._setbacks: Counter[int] = Counter()  # how often each GPU was broken
@@ -78,7 +143,11 @@ class Churn:
     def cycle_of_claims(self) -> None:
         """Some claims come, some go."""
         choose = self._choose
-        fresh = [life for _ in range(choose.randint(1, 6)) if (life := self._new()) is not None]
+        fresh = [
+            life
+            for _ in range(choose.randint(1, 6))
+            if (life := self._new(self._choose.choice(self.kinds))) is not None
+        ]
         again = choose.sample(self._alive, min(len(self._alive), choose.randint(0, 3)))
         self._alive += fresh
         self._each(self._prepare, [*fresh, *again])
@@ -97,52 +166,6 @@ class Churn:
         self._mended = time.monotonic()
 
     # --- claims ----------------------------------------------------------------------------------
-
-    def _new(self) -> Life | None:
-        """A claim that the scheduler gave devices, of a kind drawn by lot; None if there was nothing left."""
-        self._number += 1
-        name = f"claim-{self._number}"
-        kind = self._choose.choice(("whole", "whole", "slices", "mig", "mig", "share", "mps"))
-        stored = self._node.server.add(
-            "resourceclaims",
-            {"metadata": {"name": name, "namespace": "default"}, "spec": {"devices": self._request(kind)}},
-            group="resource.k8s.io",
-        )
-        ref = ClaimRef("default", name, stored["metadata"]["uid"])
-        try:
-            self._node.scheduler.allocate_claim("default", name)
-        except AllocationError:
-            self.counts["no device left"] += 1
-            self._delete(ref)
-            return None
-        return Life(ref, kind)
-
-    def _request(self, kind: str) -> JsonObject:
-        attributes = f"device.attributes['{DRIVER}']"
-        shared = "device.allowMultipleAllocations == true"
-        expression = f"{attributes}.type == 'gpu'"
-        parameters: JsonObject | None = None
-        match kind:
-            case "mig":
-                expression = f"{attributes}.profile == '{self._choose.choice(_PROFILES)}'"
-            case "share":
-                expression = shared
-            case "slices":
-                interval = self._choose.choice(("Short", "Medium", "Long"))
-                parameters = {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": interval}}
-            case "mps":
-                parameters = {"strategy": "MPS", "mpsConfig": {"defaultActiveThreadPercentage": 50}}
-        if kind in ("whole", "slices", "mps"):
-            expression += " && device.allowMultipleAllocations != true"
-        exactly = {
-            "deviceClassName": "mig.nvidia.com" if kind == "mig" else "gpu.nvidia.com",
-            "selectors": [{"cel": {"expression": expression}}],
-        }
-        request: JsonObject = {"requests": [{"name": "gpu", "exactly": exactly}]}
-        if parameters is not None:
-            body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": parameters}
-            request["config"] = [{"opaque": {"driver": DRIVER, "parameters": body}}]
-        return request
 
     def _each(self, action: Callable[[Life], None], lives: Sequence[Life]) -> None:
         if lives:
@@ -179,10 +202,6 @@ class Churn:
         except KubeletError:
             return None
 
-    def _delete(self, ref: ClaimRef) -> None:
-        server = self._node.server
-        server.operations.delete(server.resource("resourceclaims"), (ref.namespace, ref.name), {})
-
     # --- trouble ---------------------------------------------------------------------------------
 
     def _restart(self) -> None:
@@ -196,7 +215,7 @@ class Churn:
     def _kill_amid_calls(self) -> None:
         """The daemon dies while the kubelet waits for its answers."""
         delay = self._choose.random() * 0.1
-        victims = [life for _ in range(4) if (life := self._new()) is not None]
+        victims = [life for _ in range(4) if (life := self._any()) is not None]
         self._alive += victims
         with ThreadPoolExecutor(8) as pool:
             calls = [pool.submit(self._ask, self._node.kubelet.prepare, life) for life in victims]

@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +20,7 @@ from playground.node import DRIVER, JsonObject, PlaygroundNode
 from processes import wait_for
 
 from dra_driver.model.claim import ClaimRef, Prepared
+from dra_driver.simulator.pci import functions
 
 GPUS = 8
 SHARED_GPUS, PARTITIONED_GPUS = (0, 1), (4, 5, 6, 7)
@@ -165,6 +167,9 @@ class Node(MeasuredNode, DaemonNode):
 class SoakNode(DaemonNode):
     """A node with GPUs that are shared, GPUs that are cut and whole ones, and a look at all that it holds."""
 
+    cards: Sequence[int] = ()
+    """Indices of the GPUs that virtual machines may get."""
+
     def __init__(self, root: Path) -> None:
         super().__init__(root, name="soak-node")
         self.log = (root / "driver.log").open("ab")
@@ -173,7 +178,11 @@ class SoakNode(DaemonNode):
             for indices in (SHARED_GPUS, PARTITIONED_GPUS)
         )
         rule = {"selector": shared, "mode": "shares", "shares": 4, "enforce": "mps"}
-        self.configure({"sharing": [rule], "dynamicMig": {"enabled": True, "gpus": partitioned}})
+        config: JsonObject = {"sharing": [rule], "dynamicMig": {"enabled": True, "gpus": partitioned}}
+        if self.cards:
+            cards = {"pciBusIDs": [self.machine.gpu(index).bus_id for index in self.cards]}
+            config |= {"passthrough": {"enabled": True, "gpus": cards}, "deviceMetadata": "both"}
+        self.configure(config)
 
     def start(self) -> None:
         """Start the MPS host, unless it runs, and the daemon."""
@@ -198,6 +207,7 @@ class SoakNode(DaemonNode):
         """Everything that claims, crashes and faults may have left."""
         claims, ledger, cdi = self.plugin_dir / "claims", self.plugin_dir / "mig", self.cdi
         gpus = [self.machine.gpu(index) for index in range(8)]
+        every_function = functions(self.machine.current())
         return {
             "records": sorted(path.name for path in claims.glob("*")),
             "ledgers": sorted(path.name for path in (self.plugin_dir / "ledger").glob("*.json*")),
@@ -207,7 +217,14 @@ class SoakNode(DaemonNode):
             "MIG modes": [bool(gpu.mig_mode) for gpu in gpus],
             "time slices": [self.machine.timeslice(index) for index in range(8)],
             "compute modes": [self.machine.compute_mode(gpu.uuid) for gpu in gpus],
+            "drivers": {name: (item.driver, item.override) for name, item in every_function.items()},
+            "persistence": [gpu.persistence for gpu in gpus],
+            "cards": sorted(path.name for path in (self.plugin_dir / "passthrough").glob("*.json*")),
+            "metadata": sorted(path.name for path in (self.plugin_dir / "dra-device-metadata").rglob("*")),
             "MPS daemons": self.mps_daemons(),
+            "MPS directories": sorted(
+                path.name for path in (self.plugin_dir / "mps").glob("*/*") if path.is_dir()
+            ),
             "slices": {
                 entry["name"]: entry
                 for one in self.server.objects("resourceslices")

@@ -8,6 +8,7 @@ a claim failed while nothing was broken.
     python hack/bench soak               about five minutes
     python hack/bench soak --minutes 60  longer
     python hack/bench soak --seed 7      the same choices again
+    python hack/bench soak --random 600  calls, kills and failing tools side by side, for ten minutes
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import random_churn
 from churn import Churn
 from node import SoakNode
 from processes import wait_for
+from random_churn import RandomNode
 
 _SETTLE_S = 150.0
 """Some taints stay for a minute after the last sign of trouble."""
@@ -44,18 +47,24 @@ def soak(node: SoakNode, minutes: float, seed: int) -> bool:
         churn.cycle()
         cycles += 1
     churn.calm()
-    left = differences(fresh, after := settled(node, like=fresh))
+    after = settled(node, like=fresh)
     print(f"\n{cycles} cycles with seed {seed}")
     for name, count in sorted(churn.counts.items()):
         print(f"  {count:>7}  {name}")
-    for fault in churn.faults[:_MOST_SHOWN]:
-        print(f"  failed while nothing was broken: {fault}")
+    return judged(fresh, after, [f"failed while nothing was broken: {fault}" for fault in churn.faults])
+
+
+def judged(fresh: dict[str, object], after: dict[str, object], faults: Sequence[str]) -> bool:
+    """Whether there are no faults, and nothing is left; what is wrong is printed."""
+    left = differences(fresh, after)
+    for fault in faults[:_MOST_SHOWN]:
+        print(f"  {fault}")
     for name in left:
         old, new = only_different(fresh[name], after[name])
         print(f"NOT AS ON A FRESH NODE: {name}\n  fresh: {shown(old)}\n  now:   {shown(new)}")
     if not left:
         print("records, CDI files, MIG, settings, MPS daemons and slices are those of a fresh node")
-    return not left and not churn.faults
+    return not left and not faults
 
 
 def settled(node: SoakNode, like: dict[str, object] | None = None) -> dict[str, object]:
@@ -91,14 +100,19 @@ def main(options: Sequence[str]) -> int:
     )
     parser.add_argument("--minutes", type=float, default=5.0, help="how long (default 5)")
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of an earlier run")
+    parser.add_argument("--random", type=float, metavar="SECONDS", help="all side by side, for so long")
     arguments = parser.parse_args(options)
     seed = arguments.seed if arguments.seed is not None else secrets.randbelow(1_000_000)
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="soak-") as scratch:
-        node = SoakNode(Path(scratch))
+        is_random = arguments.random is not None
+        node = RandomNode(Path(scratch)) if is_random else SoakNode(Path(scratch))
         try:
             node.start()
-            as_new = soak(node, arguments.minutes, seed)
+            if isinstance(node, RandomNode):
+                as_new = judged(*random_churn.churn(node, arguments.random, seed))
+            else:
+                as_new = soak(node, arguments.minutes, seed)
         except BaseException:
             print("the daemon's last words:", *node.last_log_lines(), sep="\n  ")
             raise
