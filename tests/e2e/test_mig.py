@@ -198,7 +198,7 @@ def test_creation_that_stays_refused_is_told_and_leaves_nothing_and_succeeds_lat
         wait_for(
             "the cause in the claim's events",
             lambda: any(
-                reason == "PrepareFailed" and "compute instance" in text and "refused" in text
+                reason == "PrepareFailed" and "compute instance" in text and "; waited " in text
                 for reason, text in events_of(mig, "late")
             ),
             timeout_s=120,
