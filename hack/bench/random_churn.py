@@ -53,7 +53,8 @@ class RandomNode(SoakNode):
 
     def start(self) -> None:
         """Start one more daemon, and wait until the kubelet has it."""
-        self.start_mps_host()
+        if not self._pods:  # later another thread ends and starts it
+            self.start_mps_host()
         self._pods += 1
         uid = f"pod-{self._pods}"
         self.process = self.start_daemon("--log-level", "warning", *self.more, "--pod-uid", uid, log=self.log)
