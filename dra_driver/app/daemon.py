@@ -100,7 +100,11 @@ class Driver:
         self._metadata_files = MetadataFiles(plugin_dir, settings.cdi_root, settings.driver_name)
         without_record = SpecsWithoutRecord(self.records, self._specs)
         self.ledger = Ledger(plugin_dir / LEDGER, self.records, self.boot_id, without_record.uids)
-        mps_files = MpsHostFiles(layout := mps_layout(plugin_dir), is_expected=settings.needs_mps)
+        mps_files = MpsHostFiles(
+            layout := mps_layout(plugin_dir),
+            is_expected=settings.needs_mps,
+            sees_daemons=lambda: sees_all_processes("/proc"),
+        )
         # The time at which it is made decides which instance is the newest.
         leadership = self.leadership = InstanceLeadership(
             plugin_dir / DIRECTORY_OF_INSTANCES, settings.pod_uid

@@ -154,7 +154,8 @@ class NoMpsHostError(RetryableError):
 
 class MpsHostFiles:
     """The plugin's side: for many threads and processes. `wait_s` is how long a host that restarts is waited for,
-    `is_expected` whether the node's configuration wants a host."""
+    `is_expected` whether the node's configuration wants a host. `sees_daemons` says whether this process sees those of
+    the host; one in a PID namespace of its own has only the status that the MPS host writes."""
 
     def __init__(
         self,
@@ -162,11 +163,13 @@ class MpsHostFiles:
         *,
         wait_s: float = 1.0,
         is_expected: bool = False,
+        sees_daemons: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._layout = layout
         self._wait_s = wait_s
         self._is_expected = is_expected
+        self._sees_daemons = sees_daemons
         self._clock = clock
         self._alive: tuple[Stamp | None, float] = (None, clock())
         self._missed_at = -math.inf
@@ -323,7 +326,9 @@ class MpsHostFiles:
         return status.problem if status is not None and has_none else None
 
     def _serves(self, status: MpsDaemonStatus) -> bool:
-        """Whether the process that is said to serve still runs."""
+        """Whether the process that is said to serve still runs, as far as this process can see."""
+        if status.pid is not None and not self._sees_daemons():
+            return True
         process = identify(status.pid) if status.pid is not None else None
         return process is not None and is_control_daemon(
             process, self._layout.directories(status.device).pipe

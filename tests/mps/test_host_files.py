@@ -159,6 +159,17 @@ def test_without_a_host_that_reads_it_nothing_is_written(
     fake.close()
 
 
+@pytest.mark.parametrize("sees", [True, False])
+def test_plugin_that_does_not_see_the_hosts_processes_believes_its_status(fake: FakeHost, sees: bool) -> None:
+    """A restricted pod has a PID namespace of its own: nobody has this process number there."""
+    fake.open()
+    files = MpsHostFiles(fake.layout, sees_daemons=lambda: sees)
+    fake.answer(SPEC, pid=2**22 + 1)
+    fake.layout.wanted("gpu-1").write_bytes(encode_wanted(SPEC))
+    assert files.runs(SPEC) == (not sees)
+    fake.close()
+
+
 class SteppedClock:
     """Seconds that only a test lets pass."""
 
