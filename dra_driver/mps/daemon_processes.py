@@ -169,22 +169,10 @@ def users_by_directory(pipe_directories: Iterable[str]) -> dict[str, set[int]]:
 
 
 def is_control_daemon(process: ProcessId, pipe_directory: str) -> bool:
-    """Whether this very process is a control daemon of the pipe directory. A plugin without privileges may not read the
-    environment of the MPS host's daemons; then any control daemon counts."""
+    """Whether this very process is a control daemon of the pipe directory."""
     pid = process.pid
-    is_daemon = _mps_program(pid) == "control" and (
-        _variable(pid, PIPE_VARIABLE) == pipe_directory or _is_hidden(pid)
-    )
+    is_daemon = _mps_program(pid) == "control" and _variable(pid, PIPE_VARIABLE) == pipe_directory
     return is_daemon and is_alive(process)
-
-
-def _is_hidden(pid: int) -> bool:
-    """Whether the rights of this process do not suffice to read the environment of another one."""
-    try:
-        open(f"{_PROC}/{pid}/environ", "rb").close()  # noqa: PTH123
-    except OSError as error:
-        return isinstance(error, PermissionError)
-    return False
 
 
 def _mps_program(pid: int) -> Literal["control", "server"] | None:

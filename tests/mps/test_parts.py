@@ -142,27 +142,6 @@ def test_a_zombie_is_gone():
     child.wait()
 
 
-@pytest.mark.parametrize(("error", "expected"), [(PermissionError, True), (FileNotFoundError, False)])
-def test_daemon_whose_environment_may_not_be_read_is_known_by_its_program(
-    monkeypatch: pytest.MonkeyPatch, error: type[OSError], expected: bool
-) -> None:
-    """A plugin without privileges, beside an MPS host with them."""
-
-    def guarded(path: str, *how: object) -> object:
-        if str(path).endswith("/environ"):
-            raise error(errno.EACCES, "not for you")
-        return open(path, *how)  # type: ignore[call-overload]  # noqa: PTH123
-
-    arguments = ["/usr/bin/nvidia-cuda-mps-control", "-c", "read line", "-f"]
-    with subprocess.Popen(arguments, executable="/bin/sh", stdin=subprocess.PIPE) as child:
-        process = processes.identify(child.pid)
-        assert process is not None
-        assert not processes.is_control_daemon(process, "/pipe"), "it serves another directory"
-        monkeypatch.setattr(processes, "open", guarded, raising=False)
-        assert processes.is_control_daemon(process, "/pipe") == expected
-        child.kill()
-
-
 @pytest.mark.parametrize(("script", "text"), [("exit 1", "exit code 1"), ("kill -9 $$", "signal 9, SIGKILL")])
 def test_child_that_ends_leaves_its_status_to_the_first_who_takes_it(script, text):
     pid = os.posix_spawn("/bin/sh", ["sh", "-c", script], {})
