@@ -161,8 +161,8 @@ class Cleaner(BackgroundWorker):
         return [replace(one, cause=_cause(one, why)) for one in found]
 
     def withheld(self) -> Callable[[OfferedDevice], PendingCleanup | None]:
-        """Which one keeps a device from being given out, as of now. If they cannot be listed, none does."""
-        found: list[PendingCleanup] = []
+        """Which one keeps a device from being given out, as of now; as of the last look if they cannot be listed."""
+        found: Collection[PendingCleanup] = self._told.values()
         with suppress(StateError):
             found = self.outstanding()
         return lambda device: withholding(found, device, self.ledger.boot_id or "")
@@ -439,8 +439,8 @@ class Cleaner(BackgroundWorker):
 def _cause(cleanup: PendingCleanup, why: Mapping[str, str]) -> str | None:
     """Why it is not undone: `why` says for a GPU why a try did not come to its end."""
     found = [why[gpu] for gpu in sorted(_gpus(cleanup)) if gpu in why]
-    told = [text for text in found if text != _NOT_IN_TIME]
-    return next(iter([*told, *([cleanup.cause] if cleanup.cause else []), *found]), None)
+    known = [text for text in found if text != _NOT_IN_TIME]
+    return next((text for text in (*known, cleanup.cause, *found) if text is not None), None)
 
 
 def _gpus(cleanup: PendingCleanup) -> frozenset[str]:

@@ -146,15 +146,15 @@ class Executor:
         """Do a step on a GPU, after it is in the ledger. Whoever ends the claim from then on undoes it."""
         entry = LedgerEntry(record.ref, record.boot_id, step)
         ledger = self.cleaner.ledger
-        before = ledger.add(entry) if is_undone_in_lane(step) else entry
+        is_kept = is_undone_in_lane(step)
+        before = ledger.add(entry) if is_kept else None
         try:
             self._refuse_changed(record)
             self.runner.do(step, plan)
         except DraDriverError as error:
-            if error.has_no_effect and before is None:
-                ledger.change((), [entry])
-            elif error.has_no_effect and before is not None and before != entry:
-                ledger.change([before], ())  # such as that of an older boot
+            if is_kept and error.has_no_effect and before != entry:
+                # The entry before may be that of an older boot.
+                ledger.change([before] if before is not None else [], [entry] if before is None else [])
             raise
 
     def _tell_late(self, groups: Sequence[Collection[str]]) -> None:

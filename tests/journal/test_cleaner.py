@@ -502,6 +502,21 @@ def test_what_is_published_shows_no_cleanup_that_is_just_being_undone(bench: Ben
     assert other.changes == 2
 
 
+def test_device_stays_withheld_while_the_ledgers_cannot_be_listed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.fail(MPS)
+
+    def unreadable() -> None:
+        raise StateError("too many open files")
+
+    monkeypatch.setattr(bench.ledger, "pending", unreadable)
+    found = bench.cleaner.withheld()(DEVICE_0)
+    assert found is not None
+    assert found.name == "uid-1"
+    assert bench.cleaner.withheld()(DEVICE_1) is None
+
+
 def test_instance_that_publishes_nothing_is_told_once(bench: Bench) -> None:
     bench.fail(MPS)
     assert bench.changes == 1
