@@ -127,7 +127,7 @@ class RecordedPods:
         """Write the pods, as just read from the API server, into the claim's record.
 
         `seen` is the record before the API server was asked. Nothing is written if the pods are not known, if `seen`
-        has the same pods, if there is no record any more, or if another call has written other pods meanwhile.
+        has the same pods, if there is no record any more, or if another call has written other pods since.
         """
         if pods is None or seen.claim.pods == pods:
             return

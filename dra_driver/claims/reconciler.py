@@ -26,9 +26,9 @@ soon after the start, every ten minutes, and when an attempt waits for a holder.
   taken back at once. That needs the host's process IDs, and pods that are known: those of the record, and those of the
   last answers of the API server. The kubelet's pod-resources would add nothing: the kubelet lists the pods that the
   API server has. A pod that was deleted by force is missing there at once, while its containers may still run.
-- A claim that is prepared meanwhile keeps its devices. Right before the reconciler takes a claim back, it asks the API
+- A claim that is prepared in between keeps its devices. Right before the reconciler takes a claim back, it asks the API
   server again, because the other instance of a rolling update may have prepared the claim; `reclaim` checks under the
-  claim's lock that this instance did not. The kubelet's own Unprepare may come before, after or meanwhile.
+  claim's lock that this instance did not. The kubelet's own Unprepare may come before, during or after that.
 - During a rolling update the old instance may write a record too late: the kubelet has cancelled its Prepare and has
   unprepared the claim by the new instance, and the old one learns of neither in time. The kubelet does not unprepare
   the claim again. Its devices stay with it until the claim is stale, which it is as soon as Kubernetes has removed its

@@ -88,7 +88,7 @@ class WaitTimeouts:
     While an attempt waits for a holder, it reads the holder's record every `poll_s`, and after `ask_again_s` it tries
     again, which asks the API server again. While a process uses the device or the NVIDIA driver refuses, it tries again
     every `again_s`. It waits until `last_s` are left of the kubelet's time: a try needs some time, and so does NVML to
-    say which process uses the device. `stop_s` is how long it still waits after the plugin was told to stop.
+    say which process uses the device. `stop_s` is how long it still waits after `stop`.
     """
 
     poll_s: float = 0.1
@@ -268,5 +268,5 @@ class Waiter:
 
 
 def _is_lost(holder: ClaimRecord) -> bool:
-    """Whether the record stands for a claim whose record on disk was lost."""
+    """Whether the record was made for a claim whose record on disk was lost."""
     return not holder.claim.results

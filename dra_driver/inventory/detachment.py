@@ -71,7 +71,7 @@ _TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _PAUSE_S = 10.0
 _CLOSING_S = 5.0
-"""How long the others may take to close NVML; meanwhile their claims wait."""
+"""How long the other processes may take to close NVML; their claims wait until then."""
 _UNSEEN_S = 60.0
 """How long the pause of a process that cannot be seen lasts at most: it is in another PID namespace."""
 _PROC = "/proc"
@@ -209,7 +209,9 @@ class Detachments:
         try:
             while True:
                 for one in marks:
-                    with suppress(StateError):  # a disk that does not take the lock keeps nobody from NVML
+                    with suppress(
+                        StateError
+                    ):  # a disk that does not take the lock keeps no process from NVML
                         one.hold()
                 error = self._refusal(of_all=True)
                 if error is None:
@@ -230,8 +232,8 @@ class Detachments:
         return pauses[0].problem if pauses else None
 
     def wait_until_idle(self, wait_s: float) -> None:
-        """Wait until no process of ours changes a GPU by NVML or runs nvidia-smi; nobody is kept from that. Raises:
-        NvmlInUseError if that takes longer; StateError."""
+        """Wait until no process of ours changes a GPU by NVML or runs nvidia-smi; both may begin while this waits.
+        Raises: NvmlInUseError if that takes longer; StateError."""
         until, busy = time.monotonic() + wait_s, self._open_mark().following()
         while busy.is_held():
             if time.monotonic() >= until:
@@ -243,7 +245,7 @@ class Detachments:
     @contextmanager
     def pause(self, what: str, wait_s: float = _CLOSING_S, own: UseMark | None = None) -> Iterator[None]:
         """No process of ours on this node has NVML open inside, this one included, unless `own` is the mark of its open
-        session. `what` says for people what the process does meanwhile.
+        session. `what` says for people what the process does during the pause.
 
         Raises: NvmlDetachedError; NvmlInUseError if another one has not closed it after so long; with `own`
         NvmlTransientError if another process was first to ask; StateError.

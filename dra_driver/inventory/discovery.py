@@ -158,13 +158,13 @@ class Discovery:
         self.nvml.session.close()
 
     def request_rescan(self) -> None:
-        """Have everything read anew soon."""
+        """Have everything read again soon."""
         with self._turn:
             self._want_scan()
 
     def health_polled(self, gpu_uuid: str, polled: PolledHealth) -> None:
         """A poll of health has read a GPU's NVLinks and fabric: if the inventory has them otherwise, have everything
-        read anew soon.
+        read again soon.
 
         It is compared with each poll, so that a change is found in whatever order looks and polls come.
         """

@@ -5,7 +5,7 @@
       └── an undo failed: again after a pause, as soon as a tool is back, or before a Prepare that wants the GPU
 
 Each GPU is cleaned in its lane and after pauses of its own, and the loop waits for no lane. So a GPU or tool that hangs
-holds up no other GPU. An undo reads ledger and records anew, so it takes back nothing that another claim has set too.
+holds up no other GPU. An undo reads ledger and records again, so it undoes nothing that another claim has set too.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Cleaner(BackgroundWorker):
 
     The thread asks the lanes when somebody calls, as soon as `tools` answers another value than before (a program, the
     MPS host or the NVIDIA driver came back), and else after pauses that grow, for each GPU by itself. The `keepers` put
-    right in the same lanes what is theirs, whoever leads. `changed` is called after what is pending has changed.
+    right in the same lanes what is theirs, in both instances. `changed` is called after what is pending has changed.
     """
 
     ledger: Ledger
@@ -126,7 +126,7 @@ class Cleaner(BackgroundWorker):
     def __post_init__(self) -> None:
         self._guard, self._telling = threading.Lock(), threading.Lock()
         self._ending: set[str] = set()
-        """UIDs of claims whose first undos are under way in this process: nobody is told of them yet."""
+        """UIDs of claims whose first undos are under way in this process; they are not reported yet."""
         self._why: dict[str, str] = {}
         """By GPU, why the last try did not come to its end."""
         self._unwritten: dict[frozenset[str], str] = {}
@@ -182,8 +182,8 @@ class Cleaner(BackgroundWorker):
             raise
 
     def finish(self, uid: str, wait_s: float) -> None:
-        """Undo what a claim that has just ended has set; wait that many seconds at most. What is left is told from then
-        on. Raises: StateError."""
+        """Undo what a claim that has just ended has set; wait that many seconds at most. What is left is reported from
+        then on. Raises: StateError."""
         mine: list[LedgerEntry] = []
         try:
             mine = [entry for entry in self.ledger.left() if entry.claim.uid == uid]
@@ -197,8 +197,8 @@ class Cleaner(BackgroundWorker):
     def pending_before(
         self, gpu_uuids: Collection[str], besides: Collection[str] = ()
     ) -> list[PendingCleanup]:
-        """What is to be undone on these GPUs before a claim gets a device there: all but time slices, for which nobody
-        waits, and the cleanups named `besides`. Raises: StateError."""
+        """What is to be undone on these GPUs before a claim gets a device there: all but time slices, for which no
+        claim waits, and the cleanups named `besides`. Raises: StateError."""
         found = [
             replace(
                 one,
@@ -217,7 +217,7 @@ class Cleaner(BackgroundWorker):
         """Have undone what `pending_before` found, before a claim gets these devices. What fails is tried again for a
         few seconds: the MPS host may just start.
 
-        Raises: RetryableError that tells what is pending, if that keeps one of the devices from being used; StateError.
+        Raises: RetryableError that names what is pending, if that keeps one of the devices from being used; StateError.
         """
         end = time.monotonic() + time_left(CLEAN_BEFORE_S)
         wanted = {(one.name, step) for one in pending for step in one.steps}
@@ -306,7 +306,7 @@ class Cleaner(BackgroundWorker):
             operation.turn_to(keeper.what)
             keeper.put_right(gpu)
             return gpu not in keeper.gpus()
-        except DraDriverError:  # the keeper tells why
+        except DraDriverError:  # the keeper logs why
             return False
         except Exception:  # noqa: BLE001  a bug of a keeper must not keep a claim from ending
             _log.exception("put_right_crashed", gpu_uuid=gpu, what=keeper.what)
@@ -405,8 +405,8 @@ class Cleaner(BackgroundWorker):
                     self._pauses[gpu] = backoff, self.clock() + backoff.next()
 
     def _tell(self) -> None:
-        """Note what has come and gone since the last time. The instance that leads reports it, whoever ended the
-        claim. Raises: StateError."""
+        """Note what has come and gone since the last time. The instance that leads reports it, whichever of
+        the two ended the claim. Raises: StateError."""
         with self._telling:
             now, leads = {one.name: one for one in self.outstanding()}, self.leads()
             before, self._told = self._told, now

@@ -2,7 +2,7 @@
 
 While the lock of a GPU is held, its file says for what: the other instance of a rolling update reads it. The programs
 that an operation starts hold the lock too, such as nvidia-smi or a write to the kernel: if the plugin is killed, the
-file tells its successor what is still at work on the GPU. What else a crash leaves in the file counts for nothing,
+file shows its successor what is still at work on the GPU. What else a crash leaves in the file counts for nothing,
 because no process holds the lock.
 
 The lock of a claim lets one call at a time work on the claim. It remembers in this process which calls prepared and
@@ -78,7 +78,7 @@ class GpuLocks:
         uses: Iterable[LockUse] = (),
     ) -> Iterator[Callable[[Iterable[LockUse]], None]]:
         """Hold the locks of all the GPUs. While the caller waits for one of them, it holds none of the others, so a GPU
-        that is busy delays nobody who wants other GPUs. The lock files show `uses` until the block ends, unless the
+        that is busy delays no caller that wants other GPUs. The lock files show `uses` until the block ends, unless the
         disk is full. It yields a function that shows other uses, for the thread that holds the locks.
 
         Programs that the block starts hold the locks too: if this process is killed, the GPUs are locked until the last

@@ -1,4 +1,4 @@
-"""MIG devices and modes of ours that nobody needs any more, such as after a crash, or once a process has let go."""
+"""MIG devices and modes of ours that are not needed any more, such as after a crash or after a process has ended."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _log = structlog.get_logger(__name__)
 @dataclass(eq=False)
 class MigCollector:
     """Destroys the devices that no claim and no layout uses, and leaves the MIG modes that no device needs; a `Keeper`
-    of the cleaner. It decides from the disk each time, because claims are prepared meanwhile, also by a second instance
-    of the plugin. `on_change` is called after something changed, or other devices are stuck than before."""
+    of the cleaner. It decides from the disk each time, because claims are prepared at the same time, also by a second
+    instance of the plugin. `on_change` is called after something changed, or other devices are stuck than before."""
 
     context: MigContext
     devices: MigDevices
     on_change: Callable[[], None]
-    what: str = "the destruction of MIG devices that nobody uses"
+    what: str = "the destruction of unused MIG devices"
 
     def __post_init__(self) -> None:
         self._stuck: dict[str, str] = {}  # why, by device, or by GPU for a mode

@@ -461,7 +461,7 @@ def remove_directory(tools: HostTools, device: str) -> None:
     try:
         if top.is_dir() and not top.is_symlink():
             shutil.rmtree(top)
-        else:  # rmtree would wait for whoever writes into a pipe
+        else:  # rmtree would wait for a writer of a pipe
             top.unlink()
     except FileNotFoundError:
         pass

@@ -96,7 +96,7 @@ class BusyError(RetryableError):
 
 
 class BrokenOffError(Exception):
-    """This process ends, or the daemon shall not run any more; what was done stays for whoever goes on. No failure."""
+    """This process ends, or the daemon shall not run any more; what was done stays for the next process. No failure."""
 
 
 @dataclass(eq=False)

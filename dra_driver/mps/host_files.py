@@ -17,7 +17,7 @@ plugin waits: for a start until the status says `ready` or why not, for a stop u
 The host changes none of these files. What it cannot read or list there, as that of another release, says nothing: a
 daemon runs on, and none is started. So it makes the directory only where it has no daemon.
 
-A file may come or go while the host looks, so whoever acts writes first and looks then. The host takes `ready` back,
+A file may come or go while the host looks, so each side writes first and looks then. The host takes `ready` back,
 looks whether the daemon is still unwanted, then stops it; the plugin writes what is wanted, then goes by `ready`. The
 host writes its record, and breaks the start off if the daemon is not wanted any more; the plugin removes what was
 wanted, then looks for the record.
@@ -27,7 +27,7 @@ wanted, then looks for the record.
 | the host dies | daemons run on; the next host takes them over, and makes true what is wanted then |
 | the plugin dies before it wrote or removed a file | nothing has changed; its ledger has the step or its undo |
 | the plugin dies after that | the host goes on; the next call of the plugin finds it done, or waits |
-| a stop while no host runs | the next host finds the file gone; the GPU is withheld meanwhile |
+| a stop while no host runs | the next host finds the file gone; the GPU is withheld until then |
 | a stop while the daemon starts | the start is broken off, and taken back |
 | wanted again while it stops | the host ends the stop, then starts the daemon |
 | wanted with another spec | the host stops it first; the plugin refuses that while a claim needs the daemon |
@@ -314,7 +314,7 @@ class MpsHostFiles:
                 "it is stopped when the claims that use it are gone"
             )
         if found != spec:
-            # What a power cut tears is written anew by the Prepare after it, which finds no daemon.
+            # What a power cut tears is written again by the Prepare after it, which finds no daemon.
             write_atomically(self._layout.wanted(device), encode_wanted(spec), durable=False)
 
     def _refusal(self, device: str) -> str | None:
@@ -353,12 +353,12 @@ class MpsHostFiles:
 def wanted_files(
     layout: MpsLayout, tell: Callable[[UnreadableFile], None] = lambda _file: None
 ) -> JsonStore[MpsDaemonSpec]:
-    """Which daemons shall run, by device, for whoever only reads that."""
+    """Which daemons shall run, by device, for a process that only reads."""
     return _files(layout.wishes, "wish for an MPS daemon", lambda body: SPEC.decode(body["spec"]), tell)
 
 
 def status_files(layout: MpsLayout) -> JsonStore[MpsDaemonStatus]:
-    """What the host says of the daemons, by device, for whoever only reads that."""
+    """What the host reports of the daemons, by device, for a process that only reads."""
     return _files(layout.statuses, "status", _STATUS.decode, lambda _file: None)
 
 

@@ -214,7 +214,7 @@ def read_nvml_fingerprint(
     """A cheap value that differs when a GPU came, was lost or changed its MIG mode; microseconds a GPU.
 
     One entry a GPU, None for one that NVML calls lost. A GPU that does not answer has the entry of before; one that
-    hangs is not lost, so that nobody opens NVML anew because of it.
+    hangs is not lost, so that NVML is not opened again because of it.
 
     Raises: NvmlUnavailableError if NVML itself does not answer.
     """

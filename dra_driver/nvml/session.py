@@ -61,7 +61,7 @@ class NvmlSession:
     thread-safe. A call is made inside `kept_open` (a look), or inside `operation` if a GPU would be left half changed.
 
     NVML is never shut down under a call, because that may hang, or end the process. Whoever wants it closed waits for
-    the calls; meanwhile operations begin as ever, and looks give way:
+    the calls; until then operations begin as usual, and looks give way:
 
         closed ──reopen──▶ opening ──▶ open ──a pause waits; no call is under way──▶ closing ──▶ paused
                               ▲          └── a call hangs, or the wait is too long: refused, all is as it was │

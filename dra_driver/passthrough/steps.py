@@ -81,8 +81,8 @@ class _Meeting:
 class VfioSteps:
     """Does and undoes `BindVfio`. Neither runs within an operation of NVML.
 
-    Within `pause` NVML is closed in every process of ours; it is asked with what is done meanwhile, for people, and
-    with what returns how many seconds it may wait for calls of NVML. `rescan` has discovery look again, and waits so
+    Within `pause` NVML is closed in every process of ours; its arguments are what is done during the pause, for people,
+    and what returns how many seconds it may wait for calls of NVML. `rescan` has discovery look again, and waits so
     many seconds for that, None: not at all. `detached` says why NVML is kept closed, None if it is not.
     `refuse_hanging` raises if another GPU than the one with this UUID hangs: closing NVML might hang with it.
     """
@@ -376,7 +376,7 @@ class VfioSteps:
         """Wait until a write that blocks has ended, however long it takes: meanwhile nobody else may touch the card.
 
         NVML is open again, and may itself be what the kernel waits for, at last if something else was it before. So it
-        is closed for a moment now and then, at a time when nobody else has the GPU open. Raises: the error.
+        is closed for a moment now and then, at a time when no other process has the GPU open. Raises: the error.
         """
         if stuck is None:
             return

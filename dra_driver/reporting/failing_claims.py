@@ -5,7 +5,7 @@
         ├── a call succeeds ─────────┤
         └── the API server says that no pod here can want the claim any more
 
-The kubelet repeats a failed Prepare every 60 to 90 seconds for as long as the pod exists, and does not tell the plugin
+The kubelet repeats a failed Prepare every 60 to 90 seconds for as long as the pod exists, and does not say
 when the pod is gone. So the plugin looks up a claim in the API server if the kubelet has not asked for longer.
 """
 

@@ -87,7 +87,7 @@ class TimeSliceSteps:
         return {step.gpu_uuid for _, step in self._lost.copy()}
 
     def put_right(self, gpu_uuid: str) -> None:
-        """Set the lost time slice of a GPU again; its lane runs it. A GPU that refuses is told once for each reason.
+        """Set the lost time slice of a GPU again; its lane runs it. A GPU that refuses is logged once for each reason.
         Raises: RetryableError, StateError; then it stays lost."""
         for lost, reason in self._lost.copy().items():
             (uid, step), reloads = lost, self._reloads

@@ -268,7 +268,7 @@ def _wire(state: State) -> None:
 
 
 def _switches(state: State) -> list[str]:
-    """The bus IDs that links tell of the switches at their ends; none if links join GPUs."""
+    """The bus IDs that links report of the switches at their ends; none if links join GPUs."""
     if state.nvlink.get("topology") != "switched":
         return []
     switches = [item.bus_id for item in state.functions if item.pci_class == 0x068000]

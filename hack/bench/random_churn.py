@@ -357,7 +357,7 @@ class Trouble:
 def churn(
     node: RandomNode, seconds: float, seed: int
 ) -> tuple[dict[str, object], dict[str, object], list[str]]:
-    """The node's state before and after it, and what was wrong meanwhile."""
+    """The node's state before and after it, and what was wrong in between."""
     wait_for(node.is_complete, what="all slices")
     fresh, holders, trouble, is_over = node.state(), Holders(node), Trouble(node, seed), threading.Event()
     pods = [Pods(node, seed * 100 + number, number, holders) for number in range(_PODS)]

@@ -80,7 +80,7 @@ class CommandMachine:
 
         by_minor = self.settings.device_names == "minor"
         lock = self.settings.plugin_directory / LOCK_FILE
-        mark = UseMark(lock) if lock.exists() else None  # where no plugin ever ran, nobody looks at it
+        mark = UseMark(lock) if lock.exists() else None  # where no plugin ever ran, no process reads it
         return NvmlReader(self.load_nvml, on_demand, mark=mark, kept_names=names if by_minor else None)
 
     def open_nvml(self, session: ExitStack) -> NvmlReader:

@@ -1,8 +1,8 @@
 """Pending cleanup: what the ledgers have and no claim needs any more. No I/O.
 
-| To be undone | The device meanwhile |
+| To be undone | The device until then |
 |---|---|
-| a time slice | is offered, and nobody waits for it |
+| a time slice | is offered, and no claim waits for it |
 | an MPS daemon, with its compute mode | is withheld; who wants the GPU has it undone first |
 | a MIG device, while the GPU is busy | is withheld; who wants the GPU has it destroyed first |
 | a card's return from vfio, while a virtual machine runs | is withheld in every view; the same |
