@@ -24,14 +24,14 @@ _COMMANDS = (
     "validate",
 )  # fmt: skip
 _PRELOADED = (
-    "cel_expr_python.cel", "dra_driver.app.commands.doctor", "dra_driver.app.commands.validate",
-    "dra_driver.claims.specs_without_record", "dra_driver.cli.commands",
+    "cel_expr_python.cel", "dra_driver.claims.specs_without_record", "dra_driver.cli.commands",
     *(f"dra_driver.cli.{name}" for name in _COMMANDS),
-    "dra_driver.diagnostics.cluster_lists", "dra_driver.diagnostics.doctor.checks", "dra_driver.diagnostics.snapshot",
-    "dra_driver.inventory.discovery", "dra_driver.kube.kubeconfig", "dra_driver.logs", "dra_driver.mps.host_files",
-    "dra_driver.nvml.mig_profiles", "dra_driver.nvml.scan", "dra_driver.nvml.session", "dra_driver.sharing.steps",
-    "dra_driver.simulator.commands", "dra_driver.slices.rules.diff", "dra_driver.validation.machine_fit",
-    "dra_driver.validation.manifest_check", "dra_driver.validation.server_trial", "google.protobuf.reflection",
+    "dra_driver.cli.cluster_lists", "dra_driver.cli.checks.checks", "dra_driver.cli.snapshot",
+    "dra_driver.inventory.discovery", "dra_driver.kube.kubeconfig", "dra_driver.app.logs",
+    "dra_driver.mps_host.host_files", "dra_driver.nvml.mig_profiles", "dra_driver.nvml.scan",
+    "dra_driver.nvml.session", "dra_driver.sharing.steps", "dra_driver.simulator.commands",
+    "dra_driver.slices.rules.diff", "dra_driver.cli.validation.machine_fit",
+    "dra_driver.cli.validation.manifest_check", "dra_driver.cli.validation.server_trial", "google.protobuf.reflection",
 )  # fmt: skip
 """What commands import when they are called. One that is missing here costs time, nothing else. None of them
 imports grpc, which has threads and must not be forked with."""

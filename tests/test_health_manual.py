@@ -13,6 +13,8 @@ import pynvml
 import pytest
 import yaml
 
+from dra_driver.app.settings import config_values
+from dra_driver.cli.validation.rules.manifests import object_faults
 from dra_driver.health import book, poller
 from dra_driver.health import kubelet_stream as healthstream
 from dra_driver.health.kubelet_stream import HealthStream
@@ -43,8 +45,6 @@ from dra_driver.model.health import (
 from dra_driver.model.inventory import WholeGpu
 from dra_driver.model.record import HeldDevice
 from dra_driver.reporting.claim_health import ClaimHealthReporter
-from dra_driver.settings import config_values
-from dra_driver.validation.rules.manifests import object_faults
 from tests.fakes.samples import DRIVER, GPU_0, h100, record, uuid
 
 MANUAL = Path(__file__).parents[1] / "docs/health.md"

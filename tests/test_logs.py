@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import structlog
 
+from dra_driver.app.logs import configure_logs
 from dra_driver.app.posix_signals import show_stacks
 from dra_driver.errors import DraDriverError, InvalidConfigError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.credentials import FileToken
 from dra_driver.kube.endpoint import Endpoint, load_endpoint
-from dra_driver.logs import configure_logs
 from tests.fakes.logevents import LEVELS, LogCall, log_calls
 from tests.fakes.tables import tabled
 

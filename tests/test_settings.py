@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from dra_driver.config_file import read_document
+from dra_driver.app.config_file import read_document
+from dra_driver.app.settings import Settings, config_values, resolve
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.gpu import Gpu
-from dra_driver.settings import Settings, config_values, resolve
 
 GPU = "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"
 FAULTS = Path(__file__).with_name("config_faults.yaml")

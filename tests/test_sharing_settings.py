@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dra_driver.app.settings import Settings, consumable_shares, resolve
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.sharing import (
     NO_SHARING,
@@ -16,7 +17,6 @@ from dra_driver.model.sharing import (
     SharingRule,
     share_all,
 )
-from dra_driver.settings import Settings, consumable_shares, resolve
 
 GPU = "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"
 MIG = "MIG-4cf8db2d-06c0-5d70-aa51-e59b25b2c16c"

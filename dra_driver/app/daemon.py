@@ -13,12 +13,16 @@ import structlog
 from dra_driver.app.change_table import Change, Changes
 from dra_driver.app.part import Part
 from dra_driver.app.platforms import Platform, platform_of
+from dra_driver.app.settings import Settings
 from dra_driver.app.wiring.claims import claim_parts
 from dra_driver.app.wiring.health import HealthParts
 from dra_driver.app.wiring.mig import MigParts
 from dra_driver.app.wiring.passthrough import PassthroughParts
 from dra_driver.app.wiring.reporting import ReportingParts
 from dra_driver.app.wiring.slices import PublishingParts
+from dra_driver.base.atomic import stamp_or_none, write_atomically
+from dra_driver.base.file_lock import UseMark
+from dra_driver.base.token_bucket import TokenBucket
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles
@@ -27,10 +31,7 @@ from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
-from dra_driver.concurrency.token_bucket import TokenBucket
 from dra_driver.errors import FatalError, StateError
-from dra_driver.files.atomic import stamp_or_none, write_atomically
-from dra_driver.files.file_lock import UseMark
 from dra_driver.host.dev_char import DevCharLinks
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.driver_root import DriverRoot
@@ -60,16 +61,15 @@ from dra_driver.model.driver_programs import IMEX_PROGRAM, SMI_PROGRAM
 from dra_driver.model.mig import GpuInstance
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
-from dra_driver.mps.host_files import MpsHostFiles, mps_layout
+from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
 from dra_driver.nvml.reader import NvmlReader
-from dra_driver.observability.http import HttpEndpoint, json_page, metrics_page, problems_page
-from dra_driver.observability.metrics import Metrics
-from dra_driver.observability.probes import Probes
-from dra_driver.observability.usage import Usage
 from dra_driver.reporting.disk_watch import DiskWatch
+from dra_driver.reporting.http import HttpEndpoint, json_page, metrics_page, problems_page
+from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.node_problems import NodeProblems
+from dra_driver.reporting.probes import Probes
 from dra_driver.reporting.unclaimed_memory import UnclaimedMemory
-from dra_driver.settings import Settings
+from dra_driver.reporting.usage import Usage
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.slices.leadership import DIRECTORY as DIRECTORY_OF_INSTANCES
 from dra_driver.slices.leadership import InstanceLeadership, living_instances

@@ -19,7 +19,7 @@ from typing import Any
 
 import structlog
 
-from dra_driver.logs import Logs
+from dra_driver.app.logs import Logs
 
 _log = structlog.get_logger(__name__)
 _MOST_FRAMES = 64

@@ -8,9 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dra_driver.cdi.rules.spec import COMMON, encode, encoded, file_stem, is_claim_uid
-from dra_driver.errors import StateError
-from dra_driver.files.atomic import (
+from dra_driver.base.atomic import (
     clear_abandoned,
     make_directory,
     read_or_none,
@@ -19,6 +17,8 @@ from dra_driver.files.atomic import (
     sync_removals,
     write_atomically,
 )
+from dra_driver.cdi.rules.spec import COMMON, encode, encoded, file_stem, is_claim_uid
+from dra_driver.errors import StateError
 
 _SUFFIX = ".yaml"
 """The incumbent's; monitoring agents open the file by its whole name. The content is JSON, which is YAML too."""

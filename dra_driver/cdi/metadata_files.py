@@ -16,6 +16,16 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from dra_driver.base.atomic import (
+    clear_abandoned,
+    is_abandoned,
+    make_directory,
+    read_or_none,
+    remove_file,
+    state_error,
+    sync_removals,
+    write_atomically,
+)
 from dra_driver.cdi.rules.metadata import (
     cdi_file,
     cdi_file_prefix,
@@ -28,16 +38,6 @@ from dra_driver.cdi.rules.metadata import (
 from dra_driver.cdi.rules.spec import checked_claim_uid
 from dra_driver.cdi.rules.spec import encode as encode_spec
 from dra_driver.errors import StateError
-from dra_driver.files.atomic import (
-    clear_abandoned,
-    is_abandoned,
-    make_directory,
-    read_or_none,
-    remove_file,
-    state_error,
-    sync_removals,
-    write_atomically,
-)
 from dra_driver.model.claim import AllocatedClaim
 
 DIRECTORY = "dra-device-metadata"

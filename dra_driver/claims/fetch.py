@@ -15,9 +15,9 @@ from dataclasses import replace
 
 import structlog
 
+from dra_driver.base.backoff import Backoff
 from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.claims.rules.plan import our_part
-from dra_driver.concurrency.backoff import Backoff
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, DraDriverError
 from dra_driver.journal.locks import ClaimLocks
 from dra_driver.journal.records import RecordStore

@@ -53,14 +53,14 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from dra_driver.base.backoff import Backoff
+from dra_driver.base.worker import BackgroundWorker
 from dra_driver.claims.fetch import RecordedPods
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.kubelet_call import Observer
 from dra_driver.claims.rules.release import staleness
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.unprepare import Unpreparer
-from dra_driver.concurrency.backoff import Backoff
-from dra_driver.concurrency.worker import BackgroundWorker
 from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient

@@ -12,13 +12,13 @@ from typing import TypeVar
 import structlog
 from structlog.contextvars import bound_contextvars
 
+from dra_driver.base.deadline import until
+from dra_driver.base.side_by_side import side_by_side
 from dra_driver.claims.fetch import ClaimFetch
 from dra_driver.claims.kubelet_call import CLAIMS_AT_ONCE, KubeletCall, Observer, failed
 from dra_driver.claims.prepare import Preparer
 from dra_driver.claims.unprepare import Unpreparer
 from dra_driver.claims.waiting import PrepareAttempt, Waiter
-from dra_driver.concurrency.deadline import until
-from dra_driver.concurrency.side_by_side import side_by_side
 from dra_driver.model.claim import ClaimRef, PrepareOutcome, UnprepareOutcome
 
 _log = structlog.get_logger(__name__)

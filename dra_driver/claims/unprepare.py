@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import structlog
 from structlog.contextvars import bound_contextvars
 
+from dra_driver.base.deadline import until
 from dra_driver.claims.kubelet_call import KubeletCall, Observer, failed
 from dra_driver.claims.waiting import Waiter
-from dra_driver.concurrency.deadline import until
 from dra_driver.errors import RetryableError
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.locks import ClaimGuard, ClaimLocks

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from dra_driver.cli.flags import of_run
 from dra_driver.cli.output import OUTPUT, answer
+from dra_driver.cli.rules.tables import hanging
 from dra_driver.cli.scratch import node_settings
-from dra_driver.diagnostics.rules.tables import hanging
 from dra_driver.model.units import named
 
 if TYPE_CHECKING:
-    from dra_driver.diagnostics.rules.prepared_claims import (
+    from dra_driver.cli.rules.prepared_claims import (
         ClaimDevice,
         NodeClaims,
         PreparedClaim,
@@ -50,7 +50,7 @@ def claims(given: Namespace) -> None:
     gpu-dra-driver does not run, and changes nothing. Use the same directory flags as for `run`. The pods of a shared
     claim are written down every ten minutes; json and yaml list all of them.
     """
-    from dra_driver.app.commands.node import prepared_claims
+    from dra_driver.cli.node import prepared_claims
 
     settings = node_settings(given)
     found = prepared_claims(settings)
@@ -73,7 +73,7 @@ def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
 
 def _failing(one: FailingClaim, width: int | None) -> str:
     """`team/train  PREPARE FAILING for 10m, 7 tries: why`."""
-    from dra_driver.diagnostics.rules.prepared_claims import age_text
+    from dra_driver.cli.rules.prepared_claims import age_text
 
     tries = "1 try" if one.count == 1 else f"{one.count} tries"
     lasted = age_text(max(0.0, time.time() - one.since))
@@ -91,7 +91,7 @@ def _head(claim: PreparedClaim, running: RunningStep | None) -> tuple[str, ...]:
 
 def _state(claim: PreparedClaim, running: RunningStep | None) -> Iterator[str]:
     """`Prepared 3s ago`, or what is being done for the claim, and then only what is wrong or unknown."""
-    from dra_driver.diagnostics.rules.prepared_claims import age_text
+    from dra_driver.cli.rules.prepared_claims import age_text
 
     if claim.phase == "prepared":
         yield "Prepared" if claim.age_s is None else f"Prepared {age_text(claim.age_s)} ago"

@@ -7,8 +7,8 @@ from dataclasses import asdict
 
 from dra_driver.cli.flags import of_run, switch
 from dra_driver.cli.output import OUTPUT, answer
+from dra_driver.cli.rules.tables import hanging
 from dra_driver.cli.scratch import node_settings
-from dra_driver.diagnostics.rules.tables import hanging
 
 FLAGS = (
     switch("now", "Try all pending cleanup now; as root on the node.", "--now"),
@@ -24,8 +24,8 @@ def cleanup(given: Namespace) -> int:
     nvidia-smi was broken. gpu-dra-driver tries again by itself. `--now` tries at once, also while gpu-dra-driver does
     not run. Exit code 0: no cleanup is pending, 1: something is left.
     """
-    from dra_driver.app.commands.node import pending_cleanup
-    from dra_driver.diagnostics.rules.prepared_claims import shown
+    from dra_driver.cli.node import pending_cleanup
+    from dra_driver.cli.rules.prepared_claims import shown
 
     left, problems = pending_cleanup(node_settings(given), now=given.now)
 

@@ -9,21 +9,21 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from dra_driver.app.settings import DEFAULT_DRIVER_NAME, Flag
 from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, switch, usual_kubeconfig
 from dra_driver.cli.output import OUTPUT, Output, answer
-from dra_driver.diagnostics.rules.tables import Column, hanging, table
+from dra_driver.cli.rules.tables import Column, hanging, table
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import is_dns_label, printable
 from dra_driver.model.shapes import Choice
 from dra_driver.model.units import counted
-from dra_driver.settings import DEFAULT_DRIVER_NAME, Flag
 
 if TYPE_CHECKING:
-    from dra_driver.diagnostics.cluster_lists import ClusterLists
-    from dra_driver.diagnostics.rules.cluster_usage import Used
-    from dra_driver.diagnostics.rules.cluster_view import Count, NodeRow, ProductRow, UserRow
-    from dra_driver.diagnostics.rules.waiting_pods import WaitingPod
-    from dra_driver.validation.pending_claims import PendingClaim
+    from dra_driver.cli.cluster_lists import ClusterLists
+    from dra_driver.cli.rules.cluster_usage import Used
+    from dra_driver.cli.rules.cluster_view import Count, NodeRow, ProductRow, UserRow
+    from dra_driver.cli.rules.waiting_pods import WaitingPod
+    from dra_driver.cli.validation.pending_claims import PendingClaim
 
 By = Literal["node", "product", "namespace", "workload", "pod", "claim"]
 
@@ -56,9 +56,9 @@ def cluster(given: Namespace) -> None:
     Needs the right to list resourceslices, resourceclaims, deviceclasses and pods. With --usage it reads the metrics of
     the plugins through the API server, which needs the right to get pods/proxy in their namespace.
     """
-    from dra_driver.diagnostics.cluster_lists import read_cluster
+    from dra_driver.app.logs import configure_logs
+    from dra_driver.cli.cluster_lists import read_cluster
     from dra_driver.kube.endpoint import load_endpoint
-    from dra_driver.logs import configure_logs
 
     configure_logs("critical", "console")
     namespace, output = given.namespace, given.output
@@ -91,9 +91,9 @@ class _Shown:
     """One look, counted."""
 
     def __init__(self, driver: str, lists: ClusterLists, by: By, namespace: str | None) -> None:
-        from dra_driver.diagnostics.rules import cluster_view, waiting_pods
-        from dra_driver.validation.pending_claims import pending_claims
-        from dra_driver.validation.rules.extended_resources import extended_claims
+        from dra_driver.cli.rules import cluster_view, waiting_pods
+        from dra_driver.cli.validation.pending_claims import pending_claims
+        from dra_driver.cli.validation.rules.extended_resources import extended_claims
 
         members, problems = cluster_view.pools_of(driver, lists.slices)
         holders = cluster_view.holders_of(driver, lists.claims)
@@ -174,7 +174,7 @@ def _counts(count: Count) -> tuple[str, ...]:
 
 
 def _node_table(rows: Sequence[NodeRow], width: int | None) -> str:
-    from dra_driver.diagnostics.rules.cluster_view import Count
+    from dra_driver.cli.rules.cluster_view import Count
 
     if not rows:
         return "no node publishes GPUs; run `gpu-dra-driver doctor` in its pod on a node that should\n"

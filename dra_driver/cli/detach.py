@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 
+from dra_driver.app.settings import Flag, Settings
 from dra_driver.cli.flags import of_run, switch
+from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.scratch import node_settings
-from dra_driver.errors import InvalidConfigError
-from dra_driver.settings import Flag
+from dra_driver.errors import InvalidConfigError, NvmlUnavailableError, StateError
+from dra_driver.inventory import detachment
+from dra_driver.inventory.rules.gpu_names import named_gpus
+from dra_driver.inventory.rules.nvlink import with_nvlink_domains
+from dra_driver.model.ids import gpu_device_names
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import RunMps
 
 _DURATION = re.compile(r"([0-9]{1,5})([smh])\Z")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -45,7 +54,6 @@ def detach(given: Namespace) -> None:
     NVML again, and sets time slices and compute modes again. Refused while claims use the GPUs. Run it as root on the
     node, or with kubectl exec in the pod of gpu-dra-driver.
     """
-    from dra_driver.app.commands.detach import attach_node, detach_node
 
     if given.end and (given.gpus or given.force or given.duration is not None):
         raise InvalidConfigError("--end ends all of it: leave out GPUs, --for and --force")
@@ -63,3 +71,71 @@ def _seconds(duration: str) -> int:
     if not _LEAST_S <= seconds <= _MOST_S:
         raise InvalidConfigError(f"--for {duration}: give a time from 10s to 24h, such as 90s, 5m or 2h")
     return seconds
+
+
+def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force: bool) -> str:
+    """Have every instance of gpu-dra-driver on this node close NVML for `seconds`; returns a text for the user. `gpus`
+    are those whose claims count, all if empty.
+
+    Raises: ClaimsInTheWayError, unless `force`; InvalidConfigError if there is no such GPU; NvmlInUseError if an
+    instance does not close it; StateError.
+    """
+    machine = CommandMachine(settings)
+    chosen = chosen_gpus(machine, gpus) if gpus and not force else None
+
+    def concerns(record: ClaimRecord) -> bool:
+        return chosen is None or not record.gpu_uuids.isdisjoint(chosen)
+
+    def claims() -> list[str]:
+        state = machine.state()
+        if state.faults:
+            raise StateError(f"not all claims are known: {state.faults[0]}")
+        found = [f"{one.ref.namespace}/{one.ref.name}" for one in state.records if concerns(one)]
+        pending = [
+            one.record.ref
+            for one in state.cleanups
+            if concerns(one.record) and any(isinstance(step, RunMps) for step in one.steps)
+        ]
+        return found + [f"{ref.namespace}/{ref.name} (ended, but its MPS daemon is left)" for ref in pending]
+
+    made = detachment.detach(machine.detachments, seconds, None if force else claims)
+    return (
+        f"no instance of gpu-dra-driver has NVML open; none opens it before {made.until}\n"
+        "no device of this node is offered meanwhile; `gpu-dra-driver detach --end` ends that"
+    )
+
+
+def chosen_gpus(machine: CommandMachine, names: Sequence[str]) -> frozenset[str]:
+    """The UUIDs of named GPUs, also of one that was lost, and while NVML is closed. Raises: InvalidConfigError."""
+    inventory = None
+    with suppress(NvmlUnavailableError), ExitStack() as session:
+        inventory = with_nvlink_domains(machine.open_nvml(session).read_inventory())
+    shown = {gpu.pci_bus_id for gpu in inventory.gpus} if inventory is not None else set()
+    is_whole = machine.sysfs.gpu_functions() <= shown
+    return named_gpus(names, inventory, known_gpus(machine), is_whole=is_whole)
+
+
+def known_gpus(machine: CommandMachine) -> Mapping[str, str]:
+    """The UUIDs that files of the plugin and of the NVIDIA driver know, by device name, PCI bus ID and UUID."""
+    known: dict[str, str] = {}
+    state = machine.state()
+    for record in state.records:
+        known |= {held.device: held.gpu_uuid for held in record.devices}
+        known |= {uuid: uuid for uuid in record.gpu_uuids}
+    for entry in state.health:
+        known[entry.target.gpu_uuid] = entry.target.gpu_uuid
+        if entry.pci_bus_id is not None:
+            known[entry.pci_bus_id] = entry.target.gpu_uuid
+    for bus_id, uuid in machine.sysfs.gpus_of_the_nvidia_driver().items():
+        if uuid is not None:
+            known |= {bus_id: uuid, uuid: uuid}
+    known |= {name: uuid for uuid, name in gpu_device_names(sorted(set(known.values()))).items()}
+    return known
+
+
+def attach_node(settings: Settings) -> str:
+    """End what `detach_node` began. Raises: StateError."""
+    detachments = CommandMachine(settings).detachments
+    was = detachments.now()
+    detachments.end()
+    return "the node was not detached" if was is None else "gpu-dra-driver opens NVML again"

@@ -26,9 +26,9 @@ def device_classes(given: Namespace) -> None:
     MIG devices of that profile, whoever made them, and lets pods ask for one by the extended resource
     nvidia.com/mig-PROFILE, without a claim.
     """
-    from dra_driver.app.commands.inspect import possible_profiles
+    from dra_driver.cli.inspect import possible_profiles
+    from dra_driver.cli.validation.rules.device_classes import mig_classes
     from dra_driver.errors import NotSupportedError
-    from dra_driver.validation.rules.device_classes import mig_classes
 
     names: set[str] = set()
     without: list[str] = []

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dra_driver.app.settings import FLAGS, Flag
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.shapes import Choice, Scalar
-from dra_driver.settings import FLAGS, Flag
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 _FALSE = ("0", "false", "f", "no", "n", "off")

@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dra_driver.app.settings import DEFAULT_DRIVER_NAME, DEFAULT_SIMULATOR_DIR, Flag
+from dra_driver.app.settings import FLAGS as SETTINGS
 from dra_driver.cli.flags import of_run
 from dra_driver.model.shapes import Scalar
-from dra_driver.settings import DEFAULT_DRIVER_NAME, DEFAULT_SIMULATOR_DIR, Flag
-from dra_driver.settings import FLAGS as SETTINGS
 
 if TYPE_CHECKING:
     from dra_driver.app.posix_signals import SignalWatch
     from dra_driver.host.device_nodes import DeviceNodeMaker
-    from dra_driver.mps.daemon import HostTools
+    from dra_driver.mps_host.daemon import HostTools
 
 _PLUGINS = "/var/lib/kubelet/plugins"
 _CONTAINER_ROOT = "/driver-root"
@@ -66,6 +66,7 @@ def mps_host(given: Namespace) -> None:
     container they end with the container, so its DaemonSet is updated on delete only. Needs root; in a pod
     also hostPID, privileged, and bidirectional mount propagation on the plugins directory.
     """
+    from dra_driver.app.logs import configure_logs
     from dra_driver.app.posix_signals import watch_signals
     from dra_driver.host.capability_nodes import CapabilityNodes
     from dra_driver.host.device_nodes import Mknod
@@ -73,12 +74,16 @@ def mps_host(given: Namespace) -> None:
     from dra_driver.host.mig_caps import MigCaps
     from dra_driver.host.sysfs import Sysfs
     from dra_driver.inventory.detachment import Detachments
-    from dra_driver.logs import configure_logs
-    from dra_driver.mps.daemon import HostTools
-    from dra_driver.mps.daemon_compute_mode import ComputeMode
-    from dra_driver.mps.daemon_control import Timings
-    from dra_driver.mps.daemon_mounts import KernelMounter, MountsWherePossible, SelinuxLabels, has_selinux
-    from dra_driver.mps.host_files import mps_layout
+    from dra_driver.mps_host.daemon import HostTools
+    from dra_driver.mps_host.daemon_compute_mode import ComputeMode
+    from dra_driver.mps_host.daemon_control import Timings
+    from dra_driver.mps_host.daemon_mounts import (
+        KernelMounter,
+        MountsWherePossible,
+        SelinuxLabels,
+        has_selinux,
+    )
+    from dra_driver.mps_host.host_files import mps_layout
 
     logs = configure_logs(given.log_level, given.log_format)
     logs.take_crashes()
@@ -114,7 +119,7 @@ def mps_host(given: Namespace) -> None:
 def _serve(tools: HostTools, watch: SignalWatch) -> None:
     import structlog
 
-    from dra_driver.mps.host_supervisor import Supervisor
+    from dra_driver.mps_host.host_supervisor import Supervisor
 
     log = structlog.get_logger(__name__)
     stopped = threading.Event()

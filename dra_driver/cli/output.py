@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import Any
 
+from dra_driver.app.settings import Flag
 from dra_driver.cli.tables import terminal_width
 from dra_driver.model.shapes import Choice
-from dra_driver.settings import Flag
 
 
 class Output(StrEnum):

@@ -7,9 +7,9 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from dra_driver.app.settings import FLAGS as SETTINGS
+from dra_driver.app.settings import GATES, Flag, resolve
 from dra_driver.model.shapes import Scalar
-from dra_driver.settings import FLAGS as SETTINGS
-from dra_driver.settings import GATES, Flag, resolve
 
 _IGNORED = ("namespace", "image_name", "image_pull_secrets", "image_pull_policy", "service_account_name")
 """Flags of NVIDIA's own DRA driver that have no meaning here; its manifests still start."""
@@ -34,8 +34,8 @@ def run(given: Namespace) -> None:
     """
     settings = resolve(vars(given), given.config)
     from dra_driver.app.daemon import Driver
+    from dra_driver.app.logs import configure_logs
     from dra_driver.app.posix_signals import watch_signals
-    from dra_driver.logs import configure_logs
 
     level = "debug" if given.log_level is None and (given.verbosity or 0) >= 5 else settings.log_level
     logs = configure_logs(level, settings.log_format)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dra_driver.errors import FatalError
 
 if TYPE_CHECKING:
-    from dra_driver.settings import Settings
+    from dra_driver.app.settings import Settings
 
 
 @contextmanager
@@ -38,8 +38,8 @@ def scratch_settings(
     """Logs for people, and settings as `resolve` makes them. The node has the name of this machine, and a simulated
     machine is kept in a fresh directory, unless something else is given; no driver keeps state for such a machine.
     Raises: as `resolve`, and FatalError."""
-    from dra_driver.logs import configure_logs
-    from dra_driver.settings import resolve
+    from dra_driver.app.logs import configure_logs
+    from dra_driver.app.settings import resolve
 
     configure_logs(log_level, "console")
     with scratch_directory(purpose) as scratch:
@@ -52,8 +52,8 @@ def scratch_settings(
 
 def node_settings(given: Namespace, node: str = "this-node") -> Settings:
     """What a command that looks at this node begins with: logs for people, and the settings. Raises: as `resolve`."""
-    from dra_driver.logs import configure_logs
-    from dra_driver.settings import resolve
+    from dra_driver.app.logs import configure_logs
+    from dra_driver.app.settings import resolve
 
     configure_logs("critical", "console")
     return resolve(vars(given), given.config, {"node_name": node})

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
+from collections.abc import Sequence
 
+from dra_driver.app.settings import Flag, Settings
+from dra_driver.cli.detach import chosen_gpus, known_gpus
 from dra_driver.cli.flags import of_run
+from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.scratch import node_settings
-from dra_driver.settings import Flag
+from dra_driver.errors import InvalidConfigError, PermanentError, RetryableError
+from dra_driver.health.rules.endings import waits_for_reset
+from dra_driver.health.serviced import ServicedGpus
+from dra_driver.inventory.rules.gpu_names import named_gpus
+from dra_driver.model.health import Reason
+from dra_driver.reporting.problems_file import read_problems
 
 FLAGS = (
     Flag("gpu", "The GPU: device name, UUID, index or PCI bus ID.", metavar="GPU", count="1"),
@@ -22,6 +32,62 @@ def serviced(given: Namespace) -> None:
     fails if no reason of the GPU waits for a reset. Run it as root on the node, or with kubectl exec in the pod of
     gpu-dra-driver.
     """
-    from dra_driver.app.commands.serviced import serviced_gpu
 
     print(serviced_gpu(node_settings(given), given.gpu))
+
+
+_TIMEOUT_S = 30.0
+"""The plugin reads the file every 5 s, and polls a GPU every 10 s."""
+_POLL_S = 0.1
+
+
+def serviced_gpu(settings: Settings, name: str) -> str:
+    """Have the plugin end the reasons of a GPU that wait for a reset, and wait for it; returns a text for the user.
+
+    Raises: InvalidConfigError if there is no such GPU; RetryableError if the plugin does not run, or does not end the
+    reasons; PermanentError if no reason waits for a reset; StateError.
+    """
+    machine = CommandMachine(settings)
+    [uuid] = _chosen(machine, name)
+    waiting = [reason for reason in _reasons(machine, uuid) if waits_for_reset(reason)]
+    if not waiting:
+        others = "; ".join(reason.text for reason in _reasons(machine, uuid))
+        raise PermanentError(
+            f"no reason of GPU {uuid} waits for a reset"
+            + (f"; it is not well because: {others}" if others else "; gpu-dra-driver reports it as well")
+        )
+    if not read_problems(settings.plugin_directory)[0]:
+        raise RetryableError("gpu-dra-driver is not running on this node; start it, then run this again")
+    serviced = ServicedGpus(settings.plugin_directory, machine.sysfs.this_boot())
+    # Times are whole seconds, and an event in the same second as `at` counts as later.
+    time.sleep(1 - time.time() % 1)
+    at = int(time.time())
+    serviced.add(uuid, at)
+    ended = {reason.name: reason.text for reason in waiting}
+    until = time.monotonic() + _TIMEOUT_S
+    while left := [r for r in _reasons(machine, uuid) if r.name in ended and r.last_at < at]:
+        if time.monotonic() >= until:
+            raise RetryableError(
+                f"the plugin still reports of GPU {uuid}: {'; '.join(reason.text for reason in left)}; they end when "
+                "the GPU answers, NVML requests no action, and no memory repair waits for a reset"
+            )
+        time.sleep(_POLL_S)
+    return f"GPU {uuid}: ended: {'; '.join(ended.values())}"
+
+
+def _chosen(machine: CommandMachine, name: str) -> frozenset[str]:
+    """NVML is only opened for a name that the files do not have: a GPU may hang. Raises: InvalidConfigError."""
+    try:
+        return named_gpus([name], None, known_gpus(machine), is_whole=True)
+    except InvalidConfigError:
+        return chosen_gpus(machine, [name])
+
+
+def _reasons(machine: CommandMachine, uuid: str) -> Sequence[Reason]:
+    """Those of the GPU and of its instances."""
+    return [
+        reason
+        for state in machine.state().health
+        if state.target.gpu_uuid == uuid
+        for reason in state.reasons
+    ]

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dra_driver.app.settings import DEFAULT_SIMULATOR_DIR, Flag
 from dra_driver.cli.flags import Command, switch
 from dra_driver.model.shapes import Scalar
-from dra_driver.settings import DEFAULT_SIMULATOR_DIR, Flag
 
 _LONGEST_S = 365 * 86400.0
 _DROPPED = ("uuid", "minor", "model")
@@ -73,8 +73,8 @@ def _calls(function: str, said: str = "", held_by: str = "", **fixed: Any) -> Ca
 
 
 def _print_table(rows: list[dict[str, str]]) -> None:
+    from dra_driver.cli.rules.tables import Column, hanging, table
     from dra_driver.cli.tables import terminal_width
-    from dra_driver.diagnostics.rules.tables import Column, hanging, table
 
     if rows and "description" in rows[0]:
         names = max(len(row["machine"]) for row in rows)

@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 
-from dra_driver.diagnostics.rules.tables import Column, table
+from dra_driver.cli.rules.tables import Column, table
 from dra_driver.model.json_object import JsonObject
 
 _DEVICE_COLUMNS = (

@@ -16,17 +16,17 @@ from dataclasses import asdict, replace
 from types import FrameType
 from typing import TYPE_CHECKING, get_args
 
+from dra_driver.app.settings import Flag
 from dra_driver.cli.flags import of_run, switch
 from dra_driver.cli.output import COLOR, OUTPUT, Color, Output, answer
+from dra_driver.cli.rules.top_screen import Order
 from dra_driver.cli.scratch import scratch_settings
-from dra_driver.diagnostics.rules.top_screen import Order
 from dra_driver.model.shapes import Choice, Scalar
-from dra_driver.settings import Flag
 
 if TYPE_CHECKING:
-    from dra_driver.diagnostics.rules.node_view import NodeView
-    from dra_driver.diagnostics.rules.top_screen import Line, Style
-    from dra_driver.diagnostics.snapshot import NodeSnapshot
+    from dra_driver.cli.rules.node_view import NodeView
+    from dra_driver.cli.rules.top_screen import Line, Style
+    from dra_driver.cli.snapshot import NodeSnapshot
 
 _LAST = 1 << 30
 _WAIT_ONCE_S = 25.0
@@ -88,8 +88,8 @@ def top(given: Namespace) -> None:
     gpu-dra-driver does not run; without NVML it shows what is written down on the node, and why NVML fails. Run it in
     the pod of gpu-dra-driver (`kubectl exec`), or on the node with the flags of `run`.
     """
-    from dra_driver.app.commands.machine import CommandMachine
-    from dra_driver.app.commands.node import node_snapshot
+    from dra_driver.cli.machine import CommandMachine
+    from dra_driver.cli.node import node_snapshot
 
     output, sort, color = given.output, given.sort, given.color
     with (
@@ -103,7 +103,7 @@ def top(given: Namespace) -> None:
 
 
 def _print(view: NodeView, output: Output, order: Order, color: Color) -> None:
-    from dra_driver.diagnostics.rules.top_screen import node_lines
+    from dra_driver.cli.rules.top_screen import node_lines
 
     def lines(width: int | None) -> Iterator[str]:
         return (drawn(line, is_coloured=color.is_on()) for line in node_lines(view, width or _WIDE, order))
@@ -117,7 +117,7 @@ def _is_screen() -> bool:
 
 def _run_live(snapshot: NodeSnapshot, interval_s: float, order: Order, *, is_coloured: bool) -> None:
     """Draw until q, Ctrl-C or SIGTERM; the terminal is left as it was found."""
-    from dra_driver.diagnostics.rules.top_screen import Span, node_lines
+    from dra_driver.cli.rules.top_screen import Span, node_lines
 
     first, explains, wait_nvml_s = 0, False, _WAIT_FIRST_S
     with suppress(KeyboardInterrupt), _own_screen() as keys:

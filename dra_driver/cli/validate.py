@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dra_driver.app.settings import DOCUMENT, Flag, Settings, config_values
 from dra_driver.cli.flags import (
     CLUSTER_KUBECONFIG,
     CONTEXT,
@@ -17,17 +18,21 @@ from dra_driver.cli.flags import (
     switch,
     usual_kubeconfig,
 )
+from dra_driver.cli.inspect import OwnershipUnknownError, slices_to_publish
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored
+from dra_driver.cli.rules.tables import hanging
 from dra_driver.cli.scratch import scratch_settings
-from dra_driver.diagnostics.rules.tables import hanging
+from dra_driver.cli.validation.documents import Document
+from dra_driver.cli.validation.machine_fit import MachineFit
+from dra_driver.errors import InvalidConfigError, NvmlUnavailableError
+from dra_driver.model.json_object import JsonObject
 from dra_driver.model.units import counted
-from dra_driver.settings import DOCUMENT, Flag
 
 if TYPE_CHECKING:
-    from dra_driver.validation.documents import Document
-    from dra_driver.validation.machine_fit import MachineFit
-    from dra_driver.validation.manifest_check import DocumentReport
-    from dra_driver.validation.server_trial import ServerFindings
+    from dra_driver.cli.validation.documents import Document
+    from dra_driver.cli.validation.machine_fit import MachineFit
+    from dra_driver.cli.validation.manifest_check import DocumentReport
+    from dra_driver.cli.validation.server_trial import ServerFindings
 
 EXIT_NOT_ASKED = 3
 """Nothing is wrong, but the API server could not be asked about every document."""
@@ -75,9 +80,9 @@ def validate(given: Namespace) -> int:
     configuration given by --config or among the files. Exit code 0: no fault, 1: faults, 2: wrong usage, 3: no fault
     known, but the API server could not be asked about all of it.
     """
+    from dra_driver.cli.validation.documents import read_documents
+    from dra_driver.cli.validation.manifest_check import DEFAULT_NAMESPACE, check_documents
     from dra_driver.errors import InvalidConfigError
-    from dra_driver.validation.documents import read_documents
-    from dra_driver.validation.manifest_check import DEFAULT_NAMESPACE, check_documents
 
     documents = list(read_documents(given.files, DOCUMENT.fields))
     if not documents:
@@ -107,7 +112,6 @@ def _machines(
     simulate: Sequence[str] | None,
 ) -> tuple[list[MachineFit], str, Mapping[int, Sequence[str]], str]:
     """The machines to try, the name of our DRA driver, faults of configuration files, a sentence on the machines."""
-    from dra_driver.app.commands.validate import configured_among, machine_to_try
     from dra_driver.errors import InvalidConfigError
 
     names: list[str | None] = [*simulate] if simulate else [None]
@@ -135,9 +139,9 @@ def _machines(
 def _findings(
     documents: Sequence[Document], kubeconfig: str | None, context: str | None, namespace: str | None
 ) -> tuple[ServerFindings, str]:
+    from dra_driver.cli.validation.manifest_check import references
+    from dra_driver.cli.validation.server_trial import ServerTrial
     from dra_driver.kube.endpoint import load_endpoint
-    from dra_driver.validation.manifest_check import references
-    from dra_driver.validation.server_trial import ServerTrial
 
     endpoint = load_endpoint(kubeconfig or usual_kubeconfig(), context=context)
     used = namespace or endpoint.namespace
@@ -182,3 +186,37 @@ def _server_line(reports: Sequence[DocumentReport], findings: ServerFindings) ->
         return f"the API server {findings.server} {said or 'was asked about nothing'}"
     rest = f"; before that it {said}" if said else ""
     return f"not asked: the API server {findings.server}: {findings.problem}{rest}"
+
+
+def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
+    """The machine on which `validate` tries claims, None if there is none; and why there is none, or how large it is.
+
+    Raises: NvmlUnavailableError if a simulated machine has no NVML.
+    """
+    name = settings.simulate or "this node"
+    try:
+        slices, _ = slices_to_publish(settings, is_empty=True)
+    except NvmlUnavailableError as error:
+        if settings.simulate is not None:
+            raise
+        reason = str(error).partition(";")[0]
+        return None, f"this one has no usable GPU ({reason}); name one with --simulate"
+    except OwnershipUnknownError as error:
+        return None, f"{error}; run this as root"
+    fit = MachineFit(name, settings.driver_name, slices, settings.extra_devices)
+    if settings.simulate is None and not fit.devices:
+        return None, "this one has no GPU; name one with --simulate"
+    return fit, counted(len(fit.devices), "device")
+
+
+def configured_among(documents: Sequence[Document]) -> tuple[JsonObject, Mapping[int, tuple[str, ...]]]:
+    """The settings in those of the documents that are configuration files, and the faults of these by their number."""
+    values: JsonObject = {}
+    faults: dict[int, tuple[str, ...]] = {}
+    for number, document in enumerate(documents):
+        if document.is_configuration:
+            try:
+                values |= config_values(document.content, Path(document.file))
+            except InvalidConfigError as error:
+                faults[number] = error.faults or (str(error),)
+    return values, faults

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dra_driver.base import formats
+from dra_driver.base.atomic import read_or_none, write_atomically
 from dra_driver.errors import StateError
-from dra_driver.files import formats
-from dra_driver.files.atomic import read_or_none, write_atomically
 from dra_driver.model.json_object import JsonObject
 
 FORMAT_VERSION = 1

@@ -9,11 +9,11 @@ from typing import Any
 
 import structlog
 
+from dra_driver.base import formats
+from dra_driver.base.fields import FLAG, NUMBER, TEXT, Kind, Shape, left_out, list_of, needed, one_of
+from dra_driver.base.formats import NewerFormatError
+from dra_driver.base.json_store import JsonStore, UnreadableFile
 from dra_driver.errors import StateError
-from dra_driver.files import formats
-from dra_driver.files.fields import FLAG, NUMBER, TEXT, Kind, Shape, left_out, list_of, needed, one_of
-from dra_driver.files.formats import NewerFormatError
-from dra_driver.files.json_store import JsonStore, UnreadableFile
 from dra_driver.health.rules.merge import merged
 from dra_driver.model.health import HealthState, HealthTarget, NvLinks, Reason, Severity
 from dra_driver.model.json_object import JsonObject

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from dra_driver.files.atomic import point_link
+from dra_driver.base.atomic import point_link
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
 from dra_driver.host.reading import names_in
 from dra_driver.host.rooted_tree import join_root

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from dra_driver.base.atomic import point_link, stamp_or_none
 from dra_driver.errors import StateError
-from dra_driver.files.atomic import point_link, stamp_or_none
 from dra_driver.host.libraries import scan_libraries
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.driver_programs import (

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.base.bounded_program import run_program
 from dra_driver.errors import RetryableError
 from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.reading import text_of

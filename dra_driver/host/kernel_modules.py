@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 
-from dra_driver.files.atomic import Stamp, stamp_or_none
+from dra_driver.base.atomic import Stamp, stamp_or_none
 from dra_driver.host.reading import names_in, text_of
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.passthrough import VFIO_PCI

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
-from dra_driver.concurrency.bounded_program import run_driver_program
+from dra_driver.base.bounded_program import run_driver_program
 from dra_driver.errors import NotSupportedError, NvmlDetachedError, NvmlUnavailableError, RetryableError
 from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms, exit_text
 

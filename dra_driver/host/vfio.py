@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
-from dra_driver.concurrency.bounded_call import bounded
-from dra_driver.concurrency.bounded_program import run_program, start_program
+from dra_driver.base.bounded_call import bounded
+from dra_driver.base.bounded_program import run_program, start_program
 from dra_driver.errors import DeviceBusyError, RetryableError
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
 from dra_driver.host.kernel_modules import VfioModules

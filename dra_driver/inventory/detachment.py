@@ -42,6 +42,10 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from dra_driver.base.atomic import make_directory, read_or_none, remove_file, state_error, write_atomically
+from dra_driver.base.fields import NUMBER, TEXT, Kind, Shape, needed
+from dra_driver.base.file_lock import UseMark
+from dra_driver.base.formats import encode, parse
 from dra_driver.errors import (
     ClaimsInTheWayError,
     NvmlDetachedError,
@@ -50,10 +54,6 @@ from dra_driver.errors import (
     NvmlTransientError,
     StateError,
 )
-from dra_driver.files.atomic import make_directory, read_or_none, remove_file, state_error, write_atomically
-from dra_driver.files.fields import NUMBER, TEXT, Kind, Shape, needed
-from dra_driver.files.file_lock import UseMark
-from dra_driver.files.formats import encode, parse
 from dra_driver.host.processes import pid_namespace, start_of_living
 from dra_driver.host.reading import names_in
 from dra_driver.model.units import named

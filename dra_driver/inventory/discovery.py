@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from dra_driver.concurrency.backoff import Backoff
-from dra_driver.concurrency.worker import BackgroundWorker
+from dra_driver.base.backoff import Backoff
+from dra_driver.base.worker import BackgroundWorker
 from dra_driver.errors import (
     DraDriverError,
     NvmlDetachedError,

@@ -21,9 +21,9 @@ from typing import Protocol
 
 import structlog
 
-from dra_driver.concurrency.backoff import Backoff
-from dra_driver.concurrency.deadline import at_most, time_left
-from dra_driver.concurrency.worker import BackgroundWorker
+from dra_driver.base.backoff import Backoff
+from dra_driver.base.deadline import at_most, time_left
+from dra_driver.base.worker import BackgroundWorker
 from dra_driver.errors import DraDriverError, RetryableError, StateError
 from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes, Operation
 from dra_driver.journal.ledger import Ledger

@@ -27,7 +27,7 @@ from typing import Literal, Protocol
 
 import structlog
 
-from dra_driver.concurrency.deadline import time_left
+from dra_driver.base.deadline import time_left
 from dra_driver.errors import DraDriverError, NvmlTransientError, RetryableError
 from dra_driver.journal.cleaner import Cleaner, StepRunner
 from dra_driver.journal.lanes import Lanes, Operation

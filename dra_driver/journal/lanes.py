@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from dra_driver.concurrency.deadline import time_left
+from dra_driver.base.deadline import time_left
 from dra_driver.errors import RetryableError
 from dra_driver.journal.locks import GpuLocks, LockUse
 

@@ -31,10 +31,10 @@ from pathlib import Path
 
 import structlog
 
+from dra_driver.base import formats
+from dra_driver.base.fields import NUMBER, TEXT, Shape, left_out, list_of, needed
+from dra_driver.base.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.errors import StateError
-from dra_driver.files import formats
-from dra_driver.files.fields import NUMBER, TEXT, Shape, left_out, list_of, needed
-from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.journal.record_codec import REF, STEP
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import (

@@ -32,10 +32,10 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
-from dra_driver.concurrency.bounded_program import inherited
+from dra_driver.base.atomic import make_directory, open_plain
+from dra_driver.base.bounded_program import inherited
+from dra_driver.base.file_lock import LockBusyError, byte_lock, hold_file, is_locked
 from dra_driver.errors import StateError
-from dra_driver.files.atomic import make_directory, open_plain
-from dra_driver.files.file_lock import LockBusyError, byte_lock, hold_file, is_locked
 
 _MOST_USE_BYTES = 4096
 _FILES = 64

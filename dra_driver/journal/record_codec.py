@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dra_driver.files import formats
-from dra_driver.files.fields import (
+from dra_driver.base import formats
+from dra_driver.base.fields import (
     FLAG,
     JSON,
     NUMBER,
@@ -45,7 +45,7 @@ from dra_driver.model.steps import (
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
-from dra_driver.mps.host_files import SPEC
+from dra_driver.mps_host.host_files import SPEC
 
 FORMAT_VERSION = 1
 

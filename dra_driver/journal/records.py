@@ -8,9 +8,9 @@ from pathlib import Path
 
 import structlog
 
+from dra_driver.base.atomic import state_error, sync_removals
+from dra_driver.base.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.errors import StateError
-from dra_driver.files.atomic import state_error, sync_removals
-from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.journal.record_codec import decode, encode
 from dra_driver.model.record import ClaimRecord
 

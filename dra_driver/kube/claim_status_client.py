@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import structlog
 
+from dra_driver.base.fields import NUMBER, TEXT, Kind, Shape, left_out
 from dra_driver.errors import ApiRejectedError
-from dra_driver.files.fields import NUMBER, TEXT, Kind, Shape, left_out
 from dra_driver.kube.claims import ClaimClient, reserved_pods
 from dra_driver.kube.client import is_not_found
 from dra_driver.kube.resource_api import ResourceApi

@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from dra_driver.base.atomic import Stamp, stamp_or_none
 from dra_driver.errors import InvalidConfigError
-from dra_driver.files.atomic import Stamp, stamp_or_none
 
 
 class TokenSource(Protocol):

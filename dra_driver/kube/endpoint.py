@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from dra_driver.base.atomic import Stamp, stamp_or_none
 from dra_driver.errors import InvalidConfigError
-from dra_driver.files.atomic import Stamp, stamp_or_none
 from dra_driver.kube.credentials import FileToken, NoToken, TokenSource
 from dra_driver.kube.proxies import Proxy, proxy_of_environment
 

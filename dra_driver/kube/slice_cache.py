@@ -9,7 +9,7 @@ from typing import Any
 
 import structlog
 
-from dra_driver.concurrency.backoff import Backoff
+from dra_driver.base.backoff import Backoff
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import WatchExpiredError
 from dra_driver.kube.slices import SliceClient

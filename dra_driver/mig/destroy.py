@@ -18,7 +18,7 @@ from typing import Literal
 
 import structlog
 
-from dra_driver.concurrency.backoff import Backoff
+from dra_driver.base.backoff import Backoff
 from dra_driver.errors import DeviceBusyError
 from dra_driver.mig.context import MigContext
 from dra_driver.mig.rules.ownership import at_slot, is_ours

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from dra_driver.base.atomic import read_plain, write_atomically
+from dra_driver.base.fields import NUMBER, TEXT, Shape, needed, one_of
+from dra_driver.base.formats import parse
 from dra_driver.errors import StateError
-from dra_driver.files.atomic import read_plain, write_atomically
-from dra_driver.files.fields import NUMBER, TEXT, Shape, needed, one_of
-from dra_driver.files.formats import parse
 from dra_driver.model.mig_layouts import LAYOUT_STATES, GpuLayout
 
 LAYOUT_FILE = "mig-layout.json"

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import structlog
 
-from dra_driver.files.fields import Shape
-from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
+from dra_driver.base.fields import Shape
+from dra_driver.base.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.mig.ledger_codec import ENTRY, MODE, OwnedMode, decode_entry, decode_mode, encode
 from dra_driver.mig.rules.ownership import Slot, instances_to_withhold
 from dra_driver.model.ids import is_dns_label

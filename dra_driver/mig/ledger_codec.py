@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dra_driver.base import formats
+from dra_driver.base.fields import FLAG, NUMBER, TEXT, Shape, left_out, needed, nullable, one_of
 from dra_driver.errors import StateError
-from dra_driver.files import formats
-from dra_driver.files.fields import FLAG, NUMBER, TEXT, Shape, left_out, needed, nullable, one_of
 from dra_driver.journal.record_codec import PLACEMENT
 from dra_driver.model.mig import OwnedInstance
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import structlog
 
-from dra_driver.concurrency.deadline import seconds_for
+from dra_driver.base.deadline import seconds_for
 from dra_driver.errors import (
     ClaimRefusedError,
     DraDriverError,

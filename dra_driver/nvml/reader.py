@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from dra_driver.files.file_lock import UseMark
+from dra_driver.base.file_lock import UseMark
 from dra_driver.model.fingerprint import NvmlFingerprint
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory

@@ -12,6 +12,7 @@ from pathlib import Path
 import pynvml
 import structlog
 
+from dra_driver.base.file_lock import UseMark
 from dra_driver.errors import (
     DraDriverError,
     NvmlDetachedError,
@@ -21,7 +22,6 @@ from dra_driver.errors import (
     NvmlUnavailableError,
     StateError,
 )
-from dra_driver.files.file_lock import UseMark
 from dra_driver.nvml.failures import nvml_errors
 
 _log = structlog.get_logger(__name__)

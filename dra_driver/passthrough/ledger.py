@@ -14,10 +14,10 @@ from pathlib import Path
 
 import structlog
 
+from dra_driver.base.fields import FLAG, TEXT, Shape, left_out, list_of, needed, nullable, or_null
+from dra_driver.base.formats import encode, parse
+from dra_driver.base.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.errors import StateError
-from dra_driver.files.fields import FLAG, TEXT, Shape, left_out, list_of, needed, nullable, or_null
-from dra_driver.files.formats import encode, parse
-from dra_driver.files.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.model.ids import is_dns_label
 
 _log = structlog.get_logger(__name__)

@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from dra_driver.concurrency.backoff import Backoff
+from dra_driver.base.backoff import Backoff
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, DraDriverError
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.events import EventWriter

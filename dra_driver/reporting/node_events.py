@@ -21,9 +21,9 @@ from dra_driver.model.events import (
 )
 from dra_driver.model.gpu import GpuProcess
 from dra_driver.model.mig_layouts import GpuLayout
-from dra_driver.observability.metrics import Metrics
-from dra_driver.observability.rules.usage import unclaimed_text
 from dra_driver.reporting.event_recorder import EventRecorder
+from dra_driver.reporting.metrics import Metrics
+from dra_driver.reporting.rules.usage import unclaimed_text
 
 
 @dataclass(eq=False)

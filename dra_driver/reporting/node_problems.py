@@ -17,11 +17,11 @@ from pathlib import Path
 
 import structlog
 
-from dra_driver.concurrency.bounded_call import BoundedCall
-from dra_driver.concurrency.worker import BackgroundWorker
+from dra_driver.base.atomic import remove_file, write_atomically
+from dra_driver.base.bounded_call import BoundedCall
+from dra_driver.base.file_lock import UseMark
+from dra_driver.base.worker import BackgroundWorker
 from dra_driver.errors import DraDriverError, StateError
-from dra_driver.files.atomic import remove_file, write_atomically
-from dra_driver.files.file_lock import UseMark
 from dra_driver.model.events import (
     DISK_NOT_WRITABLE,
     DISK_WRITABLE,
@@ -45,15 +45,15 @@ from dra_driver.model.events import (
     SLICES_PUBLISHED,
 )
 from dra_driver.model.problems import NodeProblem, ProblemCode, ShownProblem
-from dra_driver.observability.problems_file import (
+from dra_driver.reporting.event_recorder import EventRecorder
+from dra_driver.reporting.failing_claims import FailingClaims
+from dra_driver.reporting.problems_file import (
     PROBLEMS_FILE,
     RUNNING_LOCK,
     Reported,
     encode,
     read_problems,
 )
-from dra_driver.reporting.event_recorder import EventRecorder
-from dra_driver.reporting.failing_claims import FailingClaims
 
 _log = structlog.get_logger(__name__)
 

@@ -29,10 +29,10 @@ from dra_driver.model.events import (
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, RunMps
-from dra_driver.observability.metrics import Metrics
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.failing_claims import FailingClaims
+from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.mps_events import MpsEvents
 from dra_driver.sharing.rules.mps_requests import advice_on_requests
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from dra_driver.concurrency.deadline import seconds_for
+from dra_driver.base.deadline import seconds_for
 from dra_driver.errors import (
     ClaimRefusedError,
     DraDriverError,
@@ -21,7 +21,7 @@ from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, Step
-from dra_driver.mps.host_files import MpsHostFiles
+from dra_driver.mps_host.host_files import MpsHostFiles
 
 _log = structlog.get_logger(__name__)
 

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import structlog
 
+from dra_driver.base.atomic import TEMPORARY_SUFFIX, make_directory, state_error
+from dra_driver.base.file_lock import WHOLE_FILE_WRITE_LOCK, is_locked
 from dra_driver.errors import StateError
-from dra_driver.files.atomic import TEMPORARY_SUFFIX, make_directory, state_error
-from dra_driver.files.file_lock import WHOLE_FILE_WRITE_LOCK, is_locked
 
 _log = structlog.get_logger(__name__)
 

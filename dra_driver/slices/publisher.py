@@ -15,8 +15,8 @@ from typing import Protocol
 
 import structlog
 
-from dra_driver.concurrency.backoff import Backoff
-from dra_driver.concurrency.worker import BackgroundWorker
+from dra_driver.base.backoff import Backoff
+from dra_driver.base.worker import BackgroundWorker
 from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.kube.client import FIELD_MANAGER
 from dra_driver.kube.slice_cache import SliceCache

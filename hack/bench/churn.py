@@ -16,9 +16,9 @@ from playground.kubelet_client import KubeletError
 from playground.node import DRIVER
 from processes import wait_for
 
+from dra_driver.cli.validation.rules.allocator import AllocationError
 from dra_driver.health.rules.state import FLAPS
 from dra_driver.model.claim import ClaimRef, Prepared
-from dra_driver.validation.rules.allocator import AllocationError
 
 JsonObject = dict[str, Any]
 

@@ -13,7 +13,7 @@ from processes import Wear, threads_cpu_s, ticks_cpu_s, wait_for, wear
 from prometheus_client.exposition import generate_latest
 
 from dra_driver.app.daemon import Driver
-from dra_driver.logs import configure_logs
+from dra_driver.app.logs import configure_logs
 from dra_driver.model.claim import ClaimRef
 
 _PROFILE = "1g.10gb"

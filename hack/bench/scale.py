@@ -29,6 +29,7 @@ import structlog
 from processes import resident_mib
 
 from dra_driver.app.platforms import platform_of
+from dra_driver.app.settings import Settings
 from dra_driver.errors import ApiRejectedError
 from dra_driver.inventory.discovery import discover_once
 from dra_driver.inventory.host_facts import HostView
@@ -41,7 +42,6 @@ from dra_driver.kube.slices import SliceClient
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import NO_SHARING
 from dra_driver.nvml.reader import NvmlReader
-from dra_driver.settings import Settings
 from dra_driver.slices.api_support import ApiSupport, Support
 from dra_driver.slices.publisher import Publisher
 from dra_driver.slices.rules.build import build_pool, untainted

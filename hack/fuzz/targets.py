@@ -17,15 +17,19 @@ from unittest import mock
 
 from google.protobuf.message import DecodeError
 
-from dra_driver import logs
 from dra_driver.api.decode import decode as decode_parameters
 from dra_driver.api.resolve import config_for_result
+from dra_driver.app import logs
+from dra_driver.app.config_file import read_document
+from dra_driver.app.settings import config_values
+from dra_driver.base import bounded_program
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.rules.metadata import cdi_file, check_names, container_path, directory_name, requests_of
 from dra_driver.cdi.rules.spec import file_stem
-from dra_driver.concurrency import bounded_program
-from dra_driver.config_file import read_document
-from dra_driver.diagnostics.doctor.runtime import read_configs
+from dra_driver.cli.checks.runtime import read_configs
+from dra_driver.cli.validation.documents import read_documents
+from dra_driver.cli.validation.rules.selection import NotJudgedError, SelectorError, view
+from dra_driver.cli.validation.rules.selectors import compiled
 from dra_driver.errors import (
     ApiRejectedError,
     ApiUnavailableError,
@@ -54,13 +58,9 @@ from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.units import format_bytes, parse_quantity
-from dra_driver.mps import daemon_limits as limits
-from dra_driver.mps.daemon_records import DaemonRecords
-from dra_driver.mps.host_files import MpsLayout
-from dra_driver.settings import config_values
-from dra_driver.validation.documents import read_documents
-from dra_driver.validation.rules.selection import NotJudgedError, SelectorError, view
-from dra_driver.validation.rules.selectors import compiled
+from dra_driver.mps_host import daemon_limits as limits
+from dra_driver.mps_host.daemon_records import DaemonRecords
+from dra_driver.mps_host.host_files import MpsLayout
 
 DRIVER = "gpu.nvidia.com"
 UID = "6a1b2c3d-0000-4000-8000-000000000001"

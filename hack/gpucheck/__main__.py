@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
+from dra_driver.app.logs import configure_logs
+from dra_driver.app.settings import Settings
 from dra_driver.cli.tables import device_table, terminal_width
 from dra_driver.errors import DraDriverError
-from dra_driver.logs import configure_logs
-from dra_driver.settings import Settings
 from dra_driver.slices.rules.build import build_pool
 from gpucheck.compare import SPEC, check_smi, check_spec, spec_of_all
 from gpucheck.machine import Report, View, opened

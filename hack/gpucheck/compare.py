@@ -20,7 +20,7 @@ from dra_driver.inventory.rules.nvlink import nvlink_domains
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
-from dra_driver.mps.host_files import mps_layout
+from dra_driver.mps_host.host_files import mps_layout
 from gpucheck.machine import Report, View
 from gpucheck.smi import Facts, NvidiaSmi, SmiError, SmiGpu, bus_id
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dra_driver.app.platforms import Platform, platform_of
+from dra_driver.app.settings import Settings
 from dra_driver.errors import DraDriverError
 from dra_driver.inventory.discovery import discover_once
 from dra_driver.inventory.host_facts import HostView
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.units import counted
 from dra_driver.nvml.reader import NvmlReader
-from dra_driver.settings import Settings
 
 NO_PERMISSION = 4
 """NVML's return code for a caller without permission."""

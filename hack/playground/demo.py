@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from dra_driver.app.logs import configure_logs
+from dra_driver.cli.rules.tables import hanging
 from dra_driver.cli.scratch import scratch_directory
 from dra_driver.cli.tables import device_table, terminal_width
-from dra_driver.diagnostics.rules.tables import hanging
 from dra_driver.errors import FatalError, InvalidConfigError
-from dra_driver.logs import configure_logs
 from dra_driver.model.claim import ClaimRef, Failed
 from playground.node import DRIVER, JsonObject, PlaygroundNode
 

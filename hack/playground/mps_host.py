@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dra_driver.mps.host_files import MpsHostFiles, MpsLayout
+from dra_driver.mps_host.host_files import MpsHostFiles, MpsLayout
 
 _START_S = 10.0
 _STOP_S = 10.0

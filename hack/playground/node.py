@@ -17,10 +17,10 @@ from unittest import mock
 
 from dra_driver.app.daemon import Driver
 from dra_driver.app.platforms import Platform
-from dra_driver.mps.host_files import mps_layout
-from dra_driver.settings import Settings
+from dra_driver.app.settings import Settings
+from dra_driver.cli.validation.rules.standard_classes import standard_classes
+from dra_driver.mps_host.host_files import mps_layout
 from dra_driver.simulator import create_machine
-from dra_driver.validation.rules.standard_classes import standard_classes
 from playground.apiserver.server import PlaygroundApiServer
 from playground.kubelet import KubeletSettings, PlaygroundKubelet
 from playground.mps_host import MpsHostProcess

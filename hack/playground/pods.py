@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Self
 
+from dra_driver.cli.validation.rules.allocator import AllocationError
 from dra_driver.model.claim import ClaimRef, Failed
-from dra_driver.validation.rules.allocator import AllocationError
 from playground.apiserver.failure import ApiFailure
 from playground.apiserver.operations import now
 from playground.kubelet_client import KubeletError

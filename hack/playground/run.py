@@ -10,12 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from dra_driver.app.config_file import read_document
+from dra_driver.app.logs import configure_logs
 from dra_driver.app.posix_signals import SignalWatch
+from dra_driver.app.settings import config_values
 from dra_driver.cli.scratch import scratch_directory
-from dra_driver.config_file import read_document
-from dra_driver.logs import configure_logs
 from dra_driver.model.ids import gpu_device_names
-from dra_driver.settings import config_values
 from playground.node import DRIVER, PlaygroundNode
 from playground.pods import PodLoop
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from dra_driver.validation.rules.allocator import AllocationError, allocate, take_inventory
-from dra_driver.validation.rules.extended_resources import (
+from dra_driver.cli.validation.rules.allocator import AllocationError, allocate, take_inventory
+from dra_driver.cli.validation.rules.extended_resources import (
     asked_resources,
     extended_requests,
     served_resources,

@@ -19,7 +19,7 @@ from dra_driver.model.driver_files import (
     HostNode,
 )
 from dra_driver.model.host import DeviceNode, HostPaths
-from dra_driver.mps.host_files import mps_layout
+from dra_driver.mps_host.host_files import mps_layout
 from tests.fakes.preparing import no_programs
 
 UID = "dab5ab50-d59a-42a6-af16-cfd4628c0f7a"

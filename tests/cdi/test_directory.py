@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from dra_driver.base import atomic
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.rules.spec import claim_spec, common_edits, encode
 from dra_driver.errors import ClaimRefusedError, StateError
-from dra_driver.files import atomic
 from tests.cdi.cdi_samples import DRIVER, UID, driver, gpu
 
 FILE = f"k8s.{DRIVER}-claim_{UID}.yaml"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.files import atomic as files
+from dra_driver.base import atomic as files
 from dra_driver.model.claim import Failed, Prepared
 from tests.fakes.preparing import Crash, Node
 from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, MIXED, claim, result

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 
+from dra_driver.base.atomic import write_atomically
+from dra_driver.base.file_lock import hold_file
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.files.atomic import write_atomically
-from dra_driver.files.file_lock import hold_file
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.mig.context import MigContext
@@ -30,7 +30,7 @@ from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.model.steps import RunMps, SetTimeSlice
-from dra_driver.mps.host_files import (
+from dra_driver.mps_host.host_files import (
     MpsHostFiles,
     MpsLayout,
     encode_status,
@@ -175,7 +175,7 @@ def node(site: Site, memory_path: Path, kind: str, monkeypatch: pytest.MonkeyPat
     for name in ("TIME_SLICE", "MPS_START", "MPS_STOP"):
         monkeypatch.setattr(f"dra_driver.sharing.steps._{name}_S", 0.5)
     monkeypatch.setattr("dra_driver.journal.cleaner.UNDO_S", 0.5)
-    monkeypatch.setattr("dra_driver.mps.host_files.is_control_daemon", lambda *_: True)
+    monkeypatch.setattr("dra_driver.mps_host.host_files.is_control_daemon", lambda *_: True)
     site.reset()
     one = FaultyNode(site, memory_path / "node", metadata=KINDS[kind].metadata)
     for other in KINDS[kind].beside(site):

@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
+from dra_driver.base.atomic import make_directory, remove_file, sync_removals, write_atomically
 from dra_driver.cdi.metadata_step import MetadataSteps
 from dra_driver.claims.planner import Identity
-from dra_driver.files.atomic import make_directory, remove_file, sync_removals, write_atomically
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
-from dra_driver.mps.daemon_processes import ProcessId
-from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
-from dra_driver.mps.host_files import encode_wanted, mps_layout, wanted_files
+from dra_driver.mps_host.daemon_processes import ProcessId
+from dra_driver.mps_host.daemon_records import DaemonRecord, DaemonRecords
+from dra_driver.mps_host.host_files import encode_wanted, mps_layout, wanted_files
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.slices.leadership import InstanceLeadership
 from tests.fakes.powerloss import Disk, Tree, covering

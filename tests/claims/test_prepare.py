@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from structlog.contextvars import bound_contextvars, get_contextvars
 
+from dra_driver.base import atomic
 from dra_driver.errors import RetryableError, StateError
-from dra_driver.files import atomic
 from dra_driver.model.claim import (
     AllocatedClaim,
     ClaimRef,

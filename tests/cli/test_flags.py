@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from dra_driver.app.settings import FLAGS, Flag
 from dra_driver.cli.flags import Command, read, switch
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.shapes import Choice, Scalar
-from dra_driver.settings import FLAGS, Flag
 from tests.fakes.tables import tabled
 
 WHOLE = Scalar(int)

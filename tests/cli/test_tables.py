@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.cli.main import main
-from dra_driver.diagnostics.rules.tables import Column, hanging, table
+from dra_driver.cli.rules.tables import Column, hanging, table
 from tests.fakes.tables import tabled
 
 COLUMNS = (Column("NAME"), Column("BUS", drop=1), Column("UUID", drop=2), Column("PRODUCT", cut=16))

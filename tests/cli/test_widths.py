@@ -16,10 +16,10 @@ from tempfile import TemporaryDirectory
 import pynvml
 import pytest
 
+from dra_driver.app.logs import configure_logs
 from dra_driver.cli.commands import ROOT as ALL
 from dra_driver.cli.commands import call
 from dra_driver.cli.flags import Command, read
-from dra_driver.logs import configure_logs
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "hack"), str(ROOT / "hack/record")]

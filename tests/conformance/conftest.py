@@ -129,7 +129,7 @@ def other_driver() -> Iterator[Callable[[ConformanceNode, FakeClaims], KubeletPl
 HOLD_LOCK = """
 import fcntl, os, sys
 sys.path.insert(0, sys.argv[2])
-from dra_driver.files.file_lock import WHOLE_FILE_WRITE_LOCK
+from dra_driver.base.file_lock import WHOLE_FILE_WRITE_LOCK
 descriptor = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600)
 fcntl.fcntl(descriptor, fcntl.F_OFD_SETLKW, WHOLE_FILE_WRITE_LOCK)
 print("held", flush=True)

@@ -10,6 +10,7 @@ import pytest
 from playground.apiserver import Identity, PlaygroundApiServer
 from playground.kubelet_client import KubeletError
 
+from dra_driver.cli.validation.rules.allocator import AllocationError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.resource_api import ResourceApi
@@ -28,7 +29,6 @@ from dra_driver.slices.rules.api_limits import (
 )
 from dra_driver.slices.rules.build import Pool, SliceContent, build_pool
 from dra_driver.slices.rules.diff import Owner
-from dra_driver.validation.rules.allocator import AllocationError
 from tests.conformance.conftest import ConformanceNode, end, in_background
 from tests.fakes.samples import h100, inventory
 from tests.fakes.slices import publisher_of

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
+from dra_driver.app.settings import DEFAULT_DRIVER_NAME
 from dra_driver.cdi.rules.spec import spec_kind
-from dra_driver.settings import DEFAULT_DRIVER_NAME
 from dra_driver.slices.rules.build import build_pool
 from tests.fakes.samples import MIXED
 

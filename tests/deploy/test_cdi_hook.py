@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from dra_driver.app.settings import Settings
 from dra_driver.host.hook import HookFinder
 from dra_driver.model.host import HostPaths
-from dra_driver.settings import Settings
 from tests.deploy.test_daemonset import DAEMONSET, one, with_components
 from tests.host.trees import put_hook, put_program
 

@@ -170,7 +170,7 @@ def test_the_restricted_driver_sees_nvidia_imex(tree: Path) -> None:
 
 
 def test_what_claims_get_beside_their_gpus_is_what_the_driver_takes() -> None:
-    from dra_driver.settings import resolve
+    from dra_driver.app.settings import resolve
 
     def settings(values: Values) -> Any:
         [container] = one(template(values), "DaemonSet", NAME)["spec"]["template"]["spec"]["containers"]
@@ -555,7 +555,7 @@ def test_only_nodes_with_gpus_are_chosen_when_that_is_wanted() -> None:
 
 
 def test_the_configuration_file_is_one_that_the_driver_takes(tmp_path: Path) -> None:
-    from dra_driver.settings import resolve
+    from dra_driver.app.settings import resolve
 
     values = {
         "sharing": [{"selector": {"devices": "mig"}, "mode": "off"}, {"mode": "memory", "enforce": "mps"}],

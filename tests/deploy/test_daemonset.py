@@ -12,8 +12,8 @@ import pytest
 import yaml
 from cel_expr_python import cel
 
+from dra_driver.app.settings import resolve
 from dra_driver.kubelet.liveness import DIAL_TIMEOUT_S
-from dra_driver.settings import resolve
 from tests.fakes.tables import tabled
 
 DAEMONSET = Path(__file__).parents[2] / "daemonset"

@@ -21,7 +21,7 @@ from dra_driver.cli.commands import ROOT as COMMANDS
 from dra_driver.model import events
 from dra_driver.model.claim import ClaimRef, PodRef
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.observability.metrics import Metrics
+from dra_driver.reporting.metrics import Metrics
 from tests.deploy.test_daemonset import one, rendered, with_components
 from tests.fakes.logevents import PACKAGE
 from tests.fakes.samples import (

@@ -15,15 +15,15 @@ import pytest
 import structlog
 import yaml
 
+from dra_driver.app.settings import DEFAULT_DRIVER_NAME
+from dra_driver.cli.validation.documents import Document
+from dra_driver.cli.validation.manifest_check import check_documents
+from dra_driver.cli.validation.rules.selection import SelectorError, view
+from dra_driver.cli.validation.rules.selectors import compiled
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import SharingRule, share_all
-from dra_driver.settings import DEFAULT_DRIVER_NAME
 from dra_driver.slices.rules.build import Pool, build_pool
 from dra_driver.slices.rules.diff import Owner, slice_changes
-from dra_driver.validation.documents import Document
-from dra_driver.validation.manifest_check import check_documents
-from dra_driver.validation.rules.selection import SelectorError, view
-from dra_driver.validation.rules.selectors import compiled
 from tests.deploy.test_daemonset import with_components
 from tests.fakes.machines import SimulatedNode, read_inventory
 from tests.slices.test_golden_partitions import MODE_NEEDS_A_RESET, beside_what_exists

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from dra_driver.api.decode import MAX_BYTES
-from dra_driver.diagnostics.rules.admission import MARK_RESOURCE, MARK_VERB
+from dra_driver.cli.rules.admission import MARK_RESOURCE, MARK_VERB
 from dra_driver.kubelet import dra, health_port, serving
 from tests.deploy.test_daemonset import DAEMONSET, assert_has, one, rendered, with_components
 

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import pytest
 
+from dra_driver.base.atomic import TEMPORARY_SUFFIX
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles
@@ -22,7 +23,6 @@ from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.errors import NvmlInUseError, PermanentError, RetryableError
-from dra_driver.files.atomic import TEMPORARY_SUFFIX
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.vfio import VfioCards
@@ -49,10 +49,10 @@ from dra_driver.model.steps import (
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
-from dra_driver.mps.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS
-from dra_driver.mps.daemon_processes import ProcessId
-from dra_driver.mps.daemon_records import DaemonRecord, DaemonRecords
-from dra_driver.mps.host_files import mps_layout
+from dra_driver.mps_host.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS
+from dra_driver.mps_host.daemon_processes import ProcessId
+from dra_driver.mps_host.daemon_records import DaemonRecord, DaemonRecords
+from dra_driver.mps_host.host_files import mps_layout
 from dra_driver.nvml.mig_hardware import MigHardware
 from dra_driver.nvml.persistence import PersistenceModes
 from dra_driver.passthrough.cards import KnownCards

@@ -7,7 +7,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from dra_driver.logs import configure_logs
+from dra_driver.app.logs import configure_logs
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "hack"))
 

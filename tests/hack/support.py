@@ -9,8 +9,8 @@ from xml.sax.saxutils import escape
 
 from gpucheck.machine import View, opened
 
+from dra_driver.app.settings import Settings
 from dra_driver.model.gpu import Gpu
-from dra_driver.settings import Settings
 from dra_driver.simulator import open_machine
 from dra_driver.simulator.topology import nvlink_count
 

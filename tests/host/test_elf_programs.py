@@ -15,21 +15,21 @@ import libcs
 import pytest
 from nvidia_programs import Programs
 
-from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.base.bounded_program import run_program
 from dra_driver.errors import NvmlUnavailableError, RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.model.driver_programs import CONTROL_PROGRAM, SMI_PROGRAM, DriverPrograms, FindPrograms
 from dra_driver.model.mps import MpsDaemonSpec
-from dra_driver.mps.daemon import HostTools
-from dra_driver.mps.daemon_compute_mode import ComputeMode
-from dra_driver.mps.daemon_control import OUTPUT, DaemonControl, Timings
-from dra_driver.mps.daemon_mounts import MountsWherePossible, SelinuxLabels
-from dra_driver.mps.host_files import MpsLayout
+from dra_driver.mps_host.daemon import HostTools
+from dra_driver.mps_host.daemon_compute_mode import ComputeMode
+from dra_driver.mps_host.daemon_control import OUTPUT, DaemonControl, Timings
+from dra_driver.mps_host.daemon_mounts import MountsWherePossible, SelinuxLabels
+from dra_driver.mps_host.host_files import MpsLayout
 from tests.fakes import elfdriver
 from tests.fakes.elfdriver import LAYOUTS, LIBRARIES, loaded
-from tests.mps.conftest import Served
+from tests.mps_host.conftest import Served
 
 GPU = "GPU-1"
 SPEC = MpsDaemonSpec("gpu-1", GPU, "gpu", GPU, multi_user=False)
@@ -216,11 +216,11 @@ def test_programs_run_as_on_their_own_system_when_the_driver_root_is_ours(
 _IN_ROOT = """
 import os, sys
 from pathlib import Path
-from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.base.bounded_program import run_program
 from dra_driver.errors import NvmlUnavailableError
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
-from dra_driver.mps.daemon_compute_mode import ComputeMode
+from dra_driver.mps_host.daemon_compute_mode import ComputeMode
 
 os.chroot(sys.argv[1])
 find = InstalledPrograms("/", Path("/links"))

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from dra_driver.concurrency import bounded_program
+from dra_driver.base import bounded_program
 from dra_driver.errors import NotSupportedError, NvmlUnavailableError, RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi

@@ -13,12 +13,12 @@ from gpucheck.smi import NvidiaSmi as ForGpuCheck
 from gpucheck.smi import SmiGpu
 from nvidia_programs import Programs
 
-from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.base.bounded_program import run_program
 from dra_driver.errors import NotSupportedError, NvmlUnavailableError, RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
-from dra_driver.mps.daemon_compute_mode import ComputeMode
+from dra_driver.mps_host.daemon_compute_mode import ComputeMode
 from tests.fakes.tables import tabled
 
 UUID = "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"

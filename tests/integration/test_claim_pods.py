@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dra_driver.diagnostics.state_on_disk import read_state
+from dra_driver.cli.state_on_disk import read_state
 from tests.fakes.scrapes import labelled, scraped
 from tests.integration.conftest import NODE, Node
 

@@ -18,10 +18,10 @@ from urllib3 import HTTPResponse
 
 from dra_driver.cli.commands import call
 from dra_driver.cli.output import Output
+from dra_driver.cli.validation.rules.standard_classes import standard_classes
 from dra_driver.errors import DraDriverError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import Endpoint
-from dra_driver.validation.rules.standard_classes import standard_classes
 from tests.fakes.tables import data_of, tabled
 
 DATA = data_of(__file__)

@@ -16,7 +16,9 @@ import pytest
 import yaml
 
 from dra_driver.cli.claims import pods_text
-from dra_driver.diagnostics.rules.prepared_claims import age_text, usage_text
+from dra_driver.cli.rules.prepared_claims import age_text, usage_text
+from dra_driver.cli.validation.machine_fit import MachineFit
+from dra_driver.cli.validation.rules.standard_classes import standard_classes
 from dra_driver.health.store import KeptHealth, encode
 from dra_driver.journal.locks import GpuLocks, LockUse
 from dra_driver.journal.records import RecordStore
@@ -29,8 +31,6 @@ from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing_mode import LostMps, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, WriteCdiSpec
 from dra_driver.slices.rules.build import build_pool
-from dra_driver.validation.machine_fit import MachineFit
-from dra_driver.validation.rules.standard_classes import standard_classes
 from tests.api.parameter_table import parameters
 from tests.fakes.samples import MIXED, h100, inventory
 from tests.fakes.tables import data_of, tabled

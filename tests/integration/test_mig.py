@@ -20,7 +20,7 @@ from dra_driver.app.wiring import claims as wiring
 from dra_driver.app.wiring import mig as migparts
 from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.model.sharing import SharingRule, share_all
-from dra_driver.mps.host_files import mps_layout
+from dra_driver.mps_host.host_files import mps_layout
 from dra_driver.nvml.session import NvmlSession
 from dra_driver.simulator.catalogue import MACHINES
 from dra_driver.slices import api_support as partitionsupport

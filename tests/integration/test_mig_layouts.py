@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dra_driver.app.commands.inspect import slices_to_publish
 from dra_driver.app.wiring import mig as wiring
-from dra_driver.diagnostics.state_on_disk import read_state
+from dra_driver.cli.inspect import slices_to_publish
+from dra_driver.cli.state_on_disk import read_state
 from dra_driver.mig import layouts
 from dra_driver.model.mig_layouts import LAYOUT_LABEL, LAYOUT_STATE_LABEL, LayoutEntry, MigLayouts
 from tests.fakes.scrapes import by_label

@@ -14,8 +14,8 @@ from nvidia_programs import Programs
 
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.sharing import SharingRule, share_all
-from dra_driver.mps import daemon_processes as processes
-from dra_driver.mps.host_files import mps_layout
+from dra_driver.mps_host import daemon_processes as processes
+from dra_driver.mps_host.host_files import mps_layout
 from tests.integration.conftest import Node, parameters
 from tests.integration.test_process import call
 from tests.integration.test_sharing import snapshot

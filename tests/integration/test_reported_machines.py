@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.config_file import mig_layouts
-from dra_driver.validation.rules.allocator import AllocationError
+from dra_driver.app.config_file import mig_layouts
+from dra_driver.cli.validation.rules.allocator import AllocationError
 from tests.integration.conftest import Node
 from tests.integration.test_process import call
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from dra_driver.app.commands.serviced import serviced_gpu
+from dra_driver.cli.serviced import serviced_gpu
 from dra_driver.errors import StateError
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node, heard
@@ -70,7 +70,7 @@ def test_serviced_without_the_id_of_the_boot_says_so_and_writes_nothing(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plugin would take what is written for that of another boot."""
-    monkeypatch.setattr("dra_driver.app.commands.serviced._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("dra_driver.cli.serviced._TIMEOUT_S", 0.5)
     eventually(lambda: heard(node.driver) == 8)
     node.machine.raise_xid(2, 95)
     eventually(lambda: is_kept(node, 95))
@@ -83,7 +83,7 @@ def test_serviced_without_the_id_of_the_boot_says_so_and_writes_nothing(
 def test_serviced_says_what_keeps_a_reason_that_does_not_end(
     node: Node, serviced: Serviced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.app.commands.serviced._TIMEOUT_S", 0.5)
+    monkeypatch.setattr("dra_driver.cli.serviced._TIMEOUT_S", 0.5)
     eventually(lambda: heard(node.driver) == 8)
     node.machine.set_recovery_action(2, 1)
     node.machine.raise_xid(2, 95)

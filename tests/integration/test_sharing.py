@@ -14,7 +14,7 @@ import pytest
 
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.sharing import SharingRule, share_all
-from dra_driver.mps import host_files
+from dra_driver.mps_host import host_files
 from tests.fakes.mps_behaviour import behave, misbehave
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually

@@ -19,13 +19,13 @@ import forked_commands
 import pytest
 import yaml
 
+from dra_driver.base.file_lock import UseMark
+from dra_driver.cli.plugin_problems import plugin_problems
+from dra_driver.cli.rules.node_view import NodeView
+from dra_driver.cli.rules.top_screen import Line, Span
+from dra_driver.cli.snapshot import NodePaths, NodeSnapshot
 from dra_driver.cli.top import screen
-from dra_driver.diagnostics.plugin_problems import plugin_problems
-from dra_driver.diagnostics.rules.node_view import NodeView
-from dra_driver.diagnostics.rules.top_screen import Line, Span
-from dra_driver.diagnostics.snapshot import NodePaths, NodeSnapshot
 from dra_driver.errors import NvmlDetachedError, NvmlUnavailableError, StateError
-from dra_driver.files.file_lock import UseMark
 from dra_driver.health.store import KeptHealth, encode
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
@@ -37,9 +37,9 @@ from dra_driver.model.problems import NodeProblem, ProblemCode, ShownProblem
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.nvml import gpu_walk
 from dra_driver.nvml.reader import NvmlReader
-from dra_driver.observability.http import HttpEndpoint, json_page
-from dra_driver.observability.problems_file import Reported
-from dra_driver.observability.problems_file import encode as encode_problems
+from dra_driver.reporting.http import HttpEndpoint, json_page
+from dra_driver.reporting.problems_file import Reported
+from dra_driver.reporting.problems_file import encode as encode_problems
 from dra_driver.simulator import Machine, create_machine, nvml_library
 from tests.cli.test_tables import on_terminal
 from tests.fakes.machines import silence
@@ -576,7 +576,7 @@ def test_daemons_that_may_not_be_read_cost_only_their_part(
     def refuse(path: Path) -> bool:
         raise StateError(f"cannot open the lock file {path}: permission was denied")
 
-    monkeypatch.setattr("dra_driver.mps.host_files.is_locked", refuse)
+    monkeypatch.setattr("dra_driver.mps_host.host_files.is_locked", refuse)
     view = look_at(OddNvml(NvmlUnavailableError("no driver"))).view(20)
     [no_daemons] = view.notes
     assert nvml_problems(view) == ["no driver"]

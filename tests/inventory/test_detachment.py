@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from dra_driver.base.file_lock import UseMark
 from dra_driver.errors import (
     ClaimsInTheWayError,
     InvalidConfigError,
@@ -25,7 +26,6 @@ from dra_driver.errors import (
     RetryableError,
     StateError,
 )
-from dra_driver.files.file_lock import UseMark
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.inventory import discovery as discovery_module
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments, detach, nvml_pause
@@ -309,7 +309,7 @@ def instance(
 OTHER = """
 import json, structlog, sys
 from pathlib import Path
-from dra_driver.files.file_lock import UseMark
+from dra_driver.base.file_lock import UseMark
 from dra_driver.inventory import discovery as module
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.inventory.host_facts import HostView

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from dra_driver.concurrency.backoff import Backoff
+from dra_driver.base.backoff import Backoff
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor, StepDispatcher
@@ -297,7 +297,7 @@ def test_full_disk_keeps_no_claim_from_ending_and_nothing_is_undone_twice(
         raise StateError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dra_driver.files.json_store.write_atomically", full)
+        patch.setattr("dra_driver.base.json_store.write_atomically", full)
         bench.leave(made)
         bench.executor.clean("uid-1")
         assert bench.tools.undone == [CDI, MPS]

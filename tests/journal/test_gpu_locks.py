@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.concurrency import bounded_program
+from dra_driver.base import bounded_program
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.journal.locks import GpuLocks, LockUse
 from tests.fakes.directories import names
@@ -35,7 +35,7 @@ with locks.hold(sys.argv[2:], 5):
 STARTS_A_PROGRAM = """
 import socket, sys
 from pathlib import Path
-from dra_driver.concurrency.bounded_program import run_program
+from dra_driver.base.bounded_program import run_program
 from dra_driver.journal.locks import GpuLocks, LockUse
 server = socket.socket(socket.AF_UNIX)
 server.bind(sys.argv[2])

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.concurrency.deadline import time_left, until
-from dra_driver.files.file_lock import LockBusyError
+from dra_driver.base.deadline import time_left, until
+from dra_driver.base.file_lock import LockBusyError
 from dra_driver.journal import locks
 from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes, Operation, only_writes
 from dra_driver.journal.locks import ClaimLocks, GpuLocks

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dra_driver.base import json_store
+from dra_driver.base.atomic import read_plain
 from dra_driver.errors import StateError
-from dra_driver.files import json_store
-from dra_driver.files.atomic import read_plain
 from dra_driver.journal import records as module
 from dra_driver.journal.record_codec import encode
 from dra_driver.journal.records import RecordStore

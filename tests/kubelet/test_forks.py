@@ -3,7 +3,7 @@
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "dra_driver"
-BEFORE_GRPC = {"concurrency/forked.py", "simulator/scripts/nvidia-cuda-mps-control.py"}
+BEFORE_GRPC = {"simulator/scripts/nvidia-cuda-mps-control.py"}
 """They run before anything imports gRPC, or in programs that never do."""
 
 

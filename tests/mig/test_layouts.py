@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dra_driver.app.settings import config_values
 from dra_driver.mig.rules.layouts import (
     LayoutRefusedError,
     entry_for,
@@ -19,7 +20,6 @@ from dra_driver.mig.rules.layouts import (
 )
 from dra_driver.model.mig import GpuInstance, Placement
 from dra_driver.model.mig_layouts import LayoutEntry, MigLayouts
-from dra_driver.settings import config_values
 from tests.fakes.tables import tabled
 from tests.mig.migtables import MODELS, Silicon, table
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from dra_driver.base.json_store import UnreadableFile
 from dra_driver.errors import StateError
-from dra_driver.files.json_store import UnreadableFile
 from dra_driver.passthrough.ledger import FunctionBefore, OwnedCard, PassthroughLedger
 
 ENTRY = OwnedCard(

@@ -1,4 +1,4 @@
-"""The playground's scheduler: what it writes of what the allocator chooses (tests/validation/test_allocator.py)."""
+"""The playground's scheduler: what it writes of what the allocator chooses (tests/cli/validation/test_allocator.py)."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from dra_driver.base.atomic import remove_file, sync_removals, write_atomically
 from dra_driver.errors import StateError
-from dra_driver.files.atomic import remove_file, sync_removals, write_atomically
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.model.problems import NodeProblem
 from dra_driver.reporting import disk_watch

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from dra_driver.base.file_lock import UseMark
 from dra_driver.errors import StateError
-from dra_driver.files.file_lock import UseMark
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.problems import NodeProblem, ShownProblem
-from dra_driver.observability.problems_file import decode, read_problems
 from dra_driver.reporting import node_problems
 from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.node_problems import NodeProblems
+from dra_driver.reporting.problems_file import decode, read_problems
 from tests.fakes.waiting import eventually
 
 FOREIGN = NodeProblem("foreign-driver", "another driver listens on /a.sock; remove it", "/a.sock")

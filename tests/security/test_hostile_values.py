@@ -22,8 +22,8 @@ from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.record import ClaimRecord
-from dra_driver.mps.daemon_records import DaemonRecords
-from dra_driver.mps.host_files import MpsLayout
+from dra_driver.mps_host.daemon_records import DaemonRecords
+from dra_driver.mps_host.host_files import MpsLayout
 from tests.integration.test_process import call
 
 DRIVER = "gpu.nvidia.com"

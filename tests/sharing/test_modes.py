@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playground.apiserver.rules import slice_faults
 
+from dra_driver.cli.validation.rules.consumable import consumption
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import (
     MAX_SHARES,
@@ -28,7 +29,6 @@ from dra_driver.sharing.rules.shared_device import multiprocessor_step
 from dra_driver.simulator import machine_names
 from dra_driver.slices.rules.build import build_pool
 from dra_driver.slices.rules.diff import Owner, slice_changes
-from dra_driver.validation.rules.consumable import consumption
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.samples import DRIVER, MIG_1G, MIG_3G, MIXED, NODE, h100, inventory
 

@@ -10,13 +10,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dra_driver.cli.validation.rules.consumable import consumption, fits
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.inventory import OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.sharing import SharingRule
 from dra_driver.sharing.rules.share_limits import ShareLimits, limits_of
 from dra_driver.sharing.rules.shared_device import memory_mib_of, multiprocessors_of, shared_device
 from dra_driver.slices.rules.attributes import wire_device
-from dra_driver.validation.rules.consumable import consumption, fits
 from tests.fakes.samples import DRIVER, MIG_1G, MIXED, ONE_G, h100, inventory, mig, partitioned, result
 
 GPU = WholeGpu("gpu-0", h100(0, multiprocessors=132))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.concurrency.deadline import until
+from dra_driver.base.deadline import until
 from dra_driver.errors import RetryableError
 from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.journal.cleaner import Cleaner

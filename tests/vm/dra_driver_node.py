@@ -16,11 +16,11 @@ sys.path[:0] = [str(ROOT)]
 
 from dra_driver.app import daemon  # noqa: E402
 from dra_driver.app.platforms import Platform  # noqa: E402
+from dra_driver.app.settings import Settings  # noqa: E402
 from dra_driver.cli.main import main  # noqa: E402
 from dra_driver.host.device_nodes import LstatDeviceNodeReader  # noqa: E402
 from dra_driver.host.vfio import HostPciControl  # noqa: E402
 from dra_driver.model.host import HostPaths  # noqa: E402
-from dra_driver.settings import Settings  # noqa: E402
 from dra_driver.simulator import Machine, create_machine  # noqa: E402
 from dra_driver.simulator.library import SimulatedLibrary  # noqa: E402
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from dra_driver.app.change_table import Change
-from dra_driver.concurrency.deadline import seconds_for
+from dra_driver.base.deadline import seconds_for
 from dra_driver.errors import NvmlUnavailableError
 from dra_driver.inventory.detachment import Detachments, closed_elsewhere
 from dra_driver.journal.cleaner import StepRunner

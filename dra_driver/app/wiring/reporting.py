@@ -15,7 +15,7 @@ from dra_driver.kube.events import EventWriter
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.events import PREPARE_SLOW
-from dra_driver.mps.host_files import MpsHostFiles
+from dra_driver.mps_host.host_files import MpsHostFiles
 from dra_driver.reporting.claim_health import ClaimHealthReporter
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.event_recorder import EventRecorder

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from dra_driver.diagnostics.rules.prepared_claims import age_text
+from dra_driver.cli.rules.prepared_claims import age_text
 
 Object = dict[str, Any]
 Cell = Callable[[Object], Any]

@@ -1,0 +1,562 @@
+"""The settings of `run`: flags and environment variables win over a configuration file, which wins over defaults.
+
+All that is to be said of a setting stands beside its name in `Settings`. The command line reads flags and environment
+once and passes them on as one value; nothing else reads the environment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from dra_driver.app.config_file import (
+    GPUS,
+    IMEX_CHANNEL,
+    MIG_LAYOUTS,
+    SHARING,
+    TAINTS,
+    WORDS,
+    XIDS,
+    gpu_selector,
+    imex_channel,
+    mig_layouts,
+    read_document,
+    sharing_policy,
+    word,
+)
+from dra_driver.errors import InvalidConfigError
+from dra_driver.model.driver_files import NO_HOOK
+from dra_driver.model.extra_devices import (
+    HOST_DEVICES,
+    ExtraDevices,
+    HostDevice,
+    ImexChannels,
+    in_order,
+)
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.mig_layouts import MigLayouts
+from dra_driver.model.shapes import Choice, ListField, Object, Scalar, Shape, Words, faults
+from dra_driver.model.sharing import (
+    MAX_SHARES,
+    NO_SHARING,
+    GpuSelector,
+    SharingPolicy,
+    SharingRule,
+    share_all,
+)
+from dra_driver.model.steps import EVERY_METADATA_VERSION
+
+DEFAULT_DRIVER_NAME = "gpu.nvidia.com"
+DEFAULT_SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"
+ALL_GPUS = GpuSelector()
+METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
+    "off": (),
+    **dict.fromkeys(("v1alpha1", "v1beta1", "both"), EVERY_METADATA_VERSION),
+}
+"""The versions to write, newest first, for each value of `device_metadata`. Readers take the first that they know, and
+some know one version only, so there are always both."""
+DeviceNames = Literal["uuid", "minor"]
+UNHEALTHY_DEVICES = ("auto", "taint", "withdraw")
+TaintEffect = Literal["None", "NoSchedule", "NoExecute"]
+_TEXT: Final = Scalar(str)
+_FLAG_WORDS: Final = Words(must="expected", whole="a whole number", names_found=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One flag of a command, or an argument of it if it has a `count`: argparse's number of arguments.
+
+    `name` is that of its value; the spelling and the environment variable follow from it if none are given. The value
+    is of `shape`, or a text that `parsed` turns into the value, which raises InvalidConfigError; `to` makes of it what
+    the command wants. `default` is the value if nothing is given, `shown` what --help says of it. With `is_repeated`
+    the value is a list.
+
+    A setting is also in the configuration file: there it is of `shape` at the path `key`, with dots, and `of_file`
+    makes the value of it. Without `help` only the file has it. One that may be None is so if the flag's text is empty.
+    """
+
+    name: str
+    help: str | None = ""
+    shape: Shape = _TEXT
+    spelled: tuple[str, ...] = ()
+    env: tuple[str, ...] | None = None
+    metavar: str | None = None
+    hidden: bool = False
+    default: Any = None
+    shown: str | None = None
+    parsed: Callable[[str], Any] | None = None
+    to: Callable[[Any], Any] | None = None
+    count: str | None = None
+    is_repeated: bool = False
+    key: str = ""
+    of_file: Callable[[Any], Any] | None = None
+    is_required: bool = False
+    is_none_if_empty: bool = False
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """As on the command line."""
+        return self.spelled or (f"--{self.name.replace('_', '-')}",)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables that are asked in turn. An empty one counts as not set."""
+        return (self.name.upper(),) if self.env is None else self.env
+
+    @property
+    def kind(self) -> Shape:
+        """What is given on the command line."""
+        return self.shape if self.parsed is None else _TEXT
+
+    def fault(self, value: Any) -> str | None:
+        """What is wrong with a value; None if nothing."""
+        if value == "" and self.is_none_if_empty:
+            return None
+        if self.parsed is None:
+            return next((fault.text for fault in faults(value, self.shape, "", _FLAG_WORDS)), None)
+        try:
+            self.parsed(value)
+        except InvalidConfigError as error:
+            return str(error)
+        return None
+
+
+def _setting(default: Any, help: str | None, shape: Shape = _TEXT, *, flag: str = "", **more: Any) -> Any:
+    """A field of Settings; `flag` is the name of a flag that is called otherwise, `more` is of the Flag."""
+    shown = f"{default:g}" if isinstance(default, (int, float)) else default
+    more = {"shown": shown if isinstance(shown, str) else None, **more}
+    given = Flag(flag, help, shape, is_none_if_empty=default in (None, MISSING), **more)
+    return field(**{"default_factory" if default is dict else "default": default}, metadata={"flag": given})
+
+
+_DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+
+
+def _dns_name(longest: int) -> Scalar:
+    text = f"expected a DNS name of at most {longest} lower-case letters, digits, dots and dashes"
+    return Scalar(
+        str, lambda name: None if len(name) <= longest and _DNS_NAME.fullmatch(name) else text, least=1
+    )
+
+
+def _begins_with_slash(expected: str, *others: str) -> Scalar:
+    return Scalar(str, lambda path: None if path.startswith("/") or path in others else expected)
+
+
+def _address(text: str) -> str | None:
+    from dra_driver.reporting.http import split_address
+
+    try:
+        split_address(text or ":0")
+    except InvalidConfigError as error:
+        return str(error)
+    return None
+
+
+def consumable_shares(text: str) -> SharingPolicy:
+    """The policy of `--consumable-shares`: one rule for every device, counted by the scheduler only.
+
+    Raises: InvalidConfigError for anything but disabled, memory, unlimited or a number of shares.
+    """
+    match text.strip():
+        case "" | "disabled":
+            return NO_SHARING
+        case "memory":
+            return share_all(SharingRule("memory"))
+        case "unlimited":
+            return share_all(SharingRule("unlimited"))
+        case number if re.fullmatch(r"[1-9][0-9]{0,5}", number) and int(number) <= MAX_SHARES:
+            return share_all(SharingRule("shares", int(number)))
+    raise InvalidConfigError(f"expected disabled, memory, unlimited or a number from 1 to {MAX_SHARES}")
+
+
+def imex_channels(text: str) -> ImexChannels | None:
+    """The channels of `--imex-channel`: `off`, `all` or a number. Raises: InvalidConfigError."""
+    word = text.strip()
+    value = int(word) if re.fullmatch(r"[0-9]{1,7}", word) else word
+    for fault in faults(value, IMEX_CHANNEL, ""):
+        raise InvalidConfigError(fault.text)
+    return imex_channel(value)
+
+
+def host_device_list(text: str) -> tuple[HostDevice, ...]:
+    """The names of a flag: `"gds,mofed"`. Raises: InvalidConfigError."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not set(names) <= set(HOST_DEVICES):
+        raise InvalidConfigError(f"expected names with commas between them, of {', '.join(HOST_DEVICES)}")
+    return in_order(names)
+
+
+def xid_list(text: str) -> frozenset[int]:
+    """The numbers of `--additional-xids-to-ignore`: `"45, 63"`. Raises: InvalidConfigError."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(re.fullmatch(r"[0-9]{1,4}", part) for part in parts):
+        raise InvalidConfigError("expected Xid numbers with commas between them")
+    return frozenset(int(part) for part in parts)
+
+
+_PATH = _begins_with_slash("expected an absolute path")
+_SWITCH = Scalar(bool)
+
+
+def _host_devices(help: str) -> Any:
+    shape = ListField(Choice(HOST_DEVICES), None)
+    return _setting((), help, shape, of_file=in_order, parsed=host_device_list, shown="none")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of `run`, as they are used. Paths are as this process sees them unless the name says host.
+
+    `healthcheck_port` -1 and an empty `http_endpoint` switch the service off. `pod_uid` makes two instances of a
+    rolling update possible. `kube_api_qps` 0 is no limit. `ignored_xids` and `fatal_xids` come on top of those that are
+    known; `taint_effects` are by the key of the taint without its prefix. `imex_channel` is what claims on GPUs in a
+    fabric get, None for nothing.
+    """
+
+    node_name: str = _setting(MISSING, "Name of this node; also the pool's name.", _dns_name(253))
+    driver_name: str = _setting(DEFAULT_DRIVER_NAME, "DRA driver name.", _dns_name(63))
+    cdi_root: str = _setting("/etc/cdi", "Directory for CDI specs.", _PATH)
+    nvidia_driver_root: str = _setting(
+        "/",
+        "Driver root on the host.",
+        _PATH,
+        spelled=("--host_driver-root", "--nvidia-driver-root"),
+        env=("NVIDIA_DRIVER_ROOT", "HOST_DRIVER_ROOT"),
+    )
+    container_driver_root: str = _setting(
+        "/driver-root",
+        "Driver root as this process sees it, if that directory exists.",
+        _PATH,
+        env=("DRIVER_ROOT_CTR_PATH",),
+    )
+    host_root: str | None = _setting(
+        None,
+        "The host's / as this process sees it, if it is mounted; nvidia-cdi-hook is looked for there.",
+        _PATH,
+    )
+    nvidia_cdi_hook_path: str | None = _setting(
+        None,
+        "nvidia-cdi-hook on the host; none: containers get all files without hooks.",
+        _begins_with_slash("expected an absolute path or none", NO_HOOK),
+        key="nvidiaCDIHookPath",
+        shown="looked for on the host, in our own directory, in the driver root",
+    )
+    kubelet_registrar_directory_path: str = _setting(
+        "/var/lib/kubelet/plugins_registry", "The kubelet's plugin registry.", _PATH
+    )
+    kubelet_plugins_directory_path: str = _setting(
+        "/var/lib/kubelet/plugins", "The kubelet's plugin data directory.", _PATH
+    )
+    pod_uid: str | None = _setting(
+        None, "UID of this pod. Needed for rolling updates without downtime.", key="podUID"
+    )
+    kubeconfig: str | None = _setting(None, "", shown="in-cluster")
+    kube_api_qps: float = _setting(
+        20.0,
+        "Limit of API calls a second; 0: no limit.",
+        Scalar(float, least=0),
+        key="kubeAPIQPS",
+        of_file=float,
+    )
+    kube_api_burst: int = _setting(100, "Burst of API calls.", Scalar(int, least=1), key="kubeAPIBurst")
+    http_endpoint: str = _setting(
+        "", "host:port of metrics, /healthz, /readyz, /startupz.", Scalar(str, _address), shown="off"
+    )
+    metrics_path: str = _setting("/metrics", "", _begins_with_slash("expected a path that begins with /"))
+    usage_metrics: bool = _setting(
+        True,
+        "Measure how the devices of claims are used, at each scrape, and look for memory that no claim has.",
+        _SWITCH,
+        shown="on",
+    )
+    dev_char_links: bool = _setting(
+        True,
+        "Make links to the NVIDIA driver's device nodes in the host's /dev/char.",
+        _SWITCH,
+        shown="on",
+    )
+    healthcheck_port: int = _setting(
+        -1, "Port of the gRPC health service.", Scalar(int, least=-1, most=65535), shown="-1, off"
+    )
+    simulate: str | None = _setting(
+        None,
+        "Run on a simulated machine: a name from `gpu-dra-driver simulate list`, or a YAML file.",
+        metavar="MACHINE",
+    )
+    simulator_dir: str | None = _setting(None, "Where the simulated machine keeps its state.")
+    log_level: str = _setting("info", "", Choice(("debug", "info", "warning", "error")))
+    log_format: str = _setting("json", "", Choice(("json", "console")))
+    sharing: SharingPolicy = _setting(
+        NO_SHARING,
+        "Share every device: disabled, memory, unlimited, or a number of shares.",
+        SHARING,
+        of_file=sharing_policy,
+        flag="consumable_shares",
+        parsed=consumable_shares,
+        shown="disabled",
+    )
+    dynamic_mig: bool = _setting(
+        False,
+        "Create MIG devices on demand, on every GPU that supports MIG.",
+        _SWITCH,
+        key="dynamicMig.enabled",
+        is_required=True,
+        shown="off",
+    )
+    dynamic_mig_gpus: GpuSelector = _setting(
+        ALL_GPUS, None, GPUS, key="dynamicMig.gpus", of_file=gpu_selector
+    )
+    passthrough: bool = _setting(
+        False,
+        "Offer GPUs for virtual machines too: a claim binds them to vfio.",
+        _SWITCH,
+        key="passthrough.enabled",
+        is_required=True,
+        shown="off",
+    )
+    passthrough_gpus: GpuSelector = _setting(
+        ALL_GPUS, None, GPUS, key="passthrough.gpus", of_file=gpu_selector
+    )
+    mps: bool = _setting(
+        False,
+        "Expect an MPS host on this node, and report it as a problem if none runs.",
+        _SWITCH,
+        shown="off",
+    )
+    mig_layouts: MigLayouts = _setting(MigLayouts(), None, MIG_LAYOUTS, of_file=mig_layouts)
+    ignored_xids: frozenset[int] = _setting(
+        frozenset(),
+        "Xid errors that say nothing about a GPU's health, besides the known ones: 45,63.",
+        XIDS,
+        key="health.ignoredXids",
+        of_file=frozenset,
+        flag="additional_xids_to_ignore",
+        parsed=xid_list,
+    )
+    fatal_xids: frozenset[int] = _setting(frozenset(), None, XIDS, key="health.fatalXids", of_file=frozenset)
+    taint_effects: Mapping[str, TaintEffect] = _setting(dict, None, TAINTS, key="health.taints", of_file=dict)
+    device_names: DeviceNames = _setting(
+        "uuid",
+        "How devices are named: uuid (gpu-4cf8db2d), or minor (gpu-0) as NVIDIA's own driver names them. It can be "
+        "changed only on a node without claims.",
+        Choice(get_args(DeviceNames)),
+    )
+    device_metadata: str = _setting(
+        "off",
+        "Tell containers of their devices in files: off or both. v1alpha1 and v1beta1 mean both as well.",
+        Choice(tuple(METADATA_VERSIONS)),
+        of_file=word,
+    )
+    unhealthy_devices: str = _setting(
+        "auto",
+        "How to keep new pods off unhealthy devices: taint, withdraw (leave them out of the slices), or auto: "
+        "withdraw where the API server drops taints.",
+        Choice(UNHEALTHY_DEVICES),
+        key="health.unhealthyDevices",
+    )
+    imex_channel: ImexChannels | None = _setting(
+        None,
+        "The IMEX channel for claims on GPUs in a multi-node NVLink fabric: a number, all or off.",
+        IMEX_CHANNEL,
+        key="imex.channel",
+        of_file=imex_channel,
+        is_required=True,
+        parsed=imex_channels,
+        shown="off",
+    )
+    host_devices: tuple[HostDevice, ...] = _host_devices(
+        "Nodes of the host that every claim gets beside its GPUs: of gds, mofed, gdrcopy and nvswitch, with commas "
+        "between them."
+    )
+    claim_host_devices: tuple[HostDevice, ...] = _host_devices(
+        "Of these nodes, those that the author of any claim may ask for by parameters. DeviceClasses may have all of "
+        "them."
+    )
+
+    @property
+    def extra_devices(self) -> ExtraDevices:
+        """What claims get of the host beside their GPUs."""
+        return ExtraDevices(self.imex_channel, self.host_devices, self.claim_host_devices)
+
+    @property
+    def needs_mps(self) -> bool:
+        """Whether an MPS host should run: so it was said, or MPS enforces the limits of shares."""
+        rules = [entry.rule for entry in self.sharing.entries]
+        return self.mps or any(rule is not None and rule.enforce == "mps" for rule in rules)
+
+    @property
+    def on_demand(self) -> Callable[[Gpu], bool] | None:
+        """Which GPUs are to be cut into MIG devices on demand; None for none."""
+        return self.dynamic_mig_gpus.matches_gpu if self.dynamic_mig else None
+
+    @property
+    def for_virtual_machines(self) -> Callable[[Gpu], bool] | None:
+        """Which GPUs virtual machines may get; None for none."""
+        return self.passthrough_gpus.matches_gpu if self.passthrough else None
+
+    @property
+    def metadata_versions(self) -> tuple[str, ...]:
+        """The versions of the device metadata to write, newest first; none if that is off."""
+        return METADATA_VERSIONS[self.device_metadata]
+
+    @property
+    def plugin_directory(self) -> Path:
+        """Where sockets, records and locks of this plugin lie: below the kubelet's plugins directory."""
+        return Path(self.kubelet_plugins_directory_path) / self.driver_name
+
+
+def _named(name: str, flag: Flag) -> Flag:
+    first, *rest = name.split("_")
+    return replace(flag, name=flag.name or name, key=flag.key or first + "".join(map(str.capitalize, rest)))
+
+
+SETTINGS: Final[Mapping[str, Flag]] = {
+    entry.name: _named(entry.name, entry.metadata["flag"]) for entry in fields(Settings)
+}
+CONFIG: Final = Flag(
+    "config",
+    "YAML file with settings; flags and environment win.",
+    env=("CONFIG_FILE",),
+    metavar="FILE",
+    to=Path,
+)
+FLAGS: Final[Mapping[str, Flag]] = {
+    flag.name: flag for flag in (*SETTINGS.values(), CONFIG) if flag.help is not None
+}
+"""Of all settings, and of the file, by their names."""
+
+
+def _document() -> Object:
+    """The configuration file. Unknown keys are faults, because otherwise a misspelt key would silently mean the
+    default."""
+    top: dict[str, Shape] = {}
+    sections: dict[str, dict[str, Flag]] = {}
+    for setting in SETTINGS.values():
+        section, _, key = setting.key.rpartition(".")
+        if section:
+            sections.setdefault(section, {})[key] = setting
+        else:
+            top[key] = setting.shape
+    for name, within in sections.items():
+        required = tuple(key for key, setting in within.items() if setting.is_required)
+        top[name] = Object({key: setting.shape for key, setting in within.items()}, required)
+    return Object(top)
+
+
+DOCUMENT: Final = _document()
+GATES: Final = {"DynamicMIG": "dynamic_mig", "PassthroughSupport": "passthrough"}
+"""Settings by the gate of NVIDIA's own driver that switches them on."""
+_BY_FLAG: Final = {flag.name: name for name, flag in SETTINGS.items()}
+
+
+def resolve(
+    given: Mapping[str, Any], config_file: Path | None, defaults: Mapping[str, Any] | None = None
+) -> Settings:
+    """Settings from what was given on the command line and from a file.
+
+    In `given`, None means not given, and a name that is not of a setting has no effect, but for `faults`: what the
+    command line has found already, by the name of the flag. A setting may have its value or the text of its flag.
+    `defaults` are the command's own. Raises: InvalidConfigError that lists every fault of all of it.
+    """
+    told: Mapping[str, str] = given.get("faults", {})
+    wrong = [*told.values()]
+    values: dict[str, Any] = dict(defaults or {})
+    in_file: tuple[str, ...] = ()
+    is_read = True
+    if config_file is not None:
+        try:
+            found, in_file = _checked(read_document(config_file))
+            values |= found
+        except InvalidConfigError as error:
+            wrong.append(str(error))
+            is_read = False
+    shared = NO_SHARING
+    for name, raw in given.items():
+        target = _BY_FLAG.get(name, name)
+        if raw is None or target not in SETTINGS:
+            continue
+        value = _flag_value(raw, SETTINGS[target], wrong)
+        if name == "consumable_shares":
+            shared = value
+        elif name == "additional_xids_to_ignore":
+            values[target] = frozenset(values.get(target, ())) | frozenset(value)
+        else:
+            values[target] = value
+    if shared != NO_SHARING and "sharing" in values:
+        wrong.append(
+            f"--consumable-shares and the section sharing of {config_file} contradict each other; remove one of them"
+        )
+    elif shared != NO_SHARING:
+        values["sharing"] = shared
+    gates = given.get("feature_gates") or ""
+    values |= {
+        name: True for gate, name in GATES.items() if given.get(name) is None and has_gate(gates, gate)
+    }
+    is_told = "node_name" in told or any(fault.startswith("nodeName:") for fault in in_file)
+    if not values.get("node_name") and is_read and not is_told:
+        wrong.append(
+            "the node's name is missing; set --node-name or NODE_NAME (in a pod: fieldRef spec.nodeName)"
+        )
+    driver = values.get("driver_name", DEFAULT_DRIVER_NAME)
+    needs_letter = {
+        "--device-metadata": values.get("device_metadata", "off") != "off",
+        "--passthrough": bool(values.get("passthrough")),
+    }
+    wrong += [
+        f"{flag} needs a driver name that begins with a letter, because CDI does; {driver} does not"
+        for flag, is_on in needs_letter.items()
+        if is_on and driver[:1].isdecimal()
+    ]
+    _raise(wrong, in_file, config_file)
+    return Settings(**values)
+
+
+def _flag_value(raw: Any, flag: Flag, wrong: list[str]) -> Any:
+    """The value of a setting; a fault goes to `wrong`."""
+    value = str(raw) if isinstance(raw, Path) else raw
+    if flag.help is None or (flag.parsed is not None and not isinstance(value, str)):
+        return value  # checked already, as what a file says
+    text = flag.fault(value)
+    if text is not None:
+        wrong.append(f"{flag.spellings[-1]} {raw!r}: {text}")
+    return value if flag.parsed is None or text is not None else flag.parsed(value)
+
+
+def _raise(wrong: Sequence[str], in_file: Sequence[str], path: Path | None) -> None:
+    if wrong or in_file:
+        told = [f"configuration file {path}: {'; '.join(in_file)}"] if in_file else []
+        raise InvalidConfigError("; ".join([*told, *wrong]), faults=(*in_file, *wrong))
+
+
+def has_gate(text: str, name: str) -> bool:
+    """Whether `--feature-gates`, such as `A=true,B=false`, switches a gate on."""
+    return f"{name}=true" in text.replace(" ", "").split(",")
+
+
+def config_values(document: Any, path: Path) -> dict[str, Any]:
+    """The values of a configuration document by setting name; `path` is for error texts.
+
+    Raises: InvalidConfigError that lists every fault with its path in the file.
+    """
+    values, in_file = _checked(document)
+    _raise((), in_file, path)
+    return values
+
+
+def _checked(document: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The values of the settings without faults, and every fault."""
+    found = faults(document, DOCUMENT, "", WORDS)
+    wrong = {fault.path for fault in found}
+    values: dict[str, Any] = {}
+    for name, setting in SETTINGS.items():
+        value = document
+        for part in setting.key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None and not any(f"{path}.".startswith(f"{setting.key}.") for path in wrong):
+            values[name] = value if setting.of_file is None else setting.of_file(value)
+    told = (str(fault) if fault.path else f"(document): {fault}" for fault in found)
+    return values, tuple(" ".join(text.split()) for text in told)

@@ -1,0 +1,264 @@
+"""Writing a file so that a reader, a crash or a power cut sees the old content or the new, never a part."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from operator import attrgetter
+from pathlib import Path
+
+from dra_driver.base.write_outcomes import WRITES
+from dra_driver.errors import StateError
+
+TEMPORARY_SUFFIX = ".tmp"
+QUARANTINE = ".unreadable"
+# With these errors no later try can read the file either. Others, such as too many open files, pass.
+UNREADABLE = frozenset({errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENXIO})
+
+
+Stamp = tuple[int, int, int]
+"""Inode, size and time of the last change in nanoseconds: what differs when a file was written anew."""
+
+NO_STAMP: Stamp = (0, 0, 0)
+"""The stamp of no file."""
+
+_ABANDONED_AFTER_S = 60.0
+_CLOCK_OF_FILES = 5  # CLOCK_REALTIME_COARSE, which the module time does not name
+_SECOND_NS = 10**9
+
+_numbers = itertools.count(time.time_ns())
+"""Unique within the process; the clock keeps a later process of the same ID from an abandoned name."""
+
+_REMEDIES = {
+    errno.ENOSPC: "the disk is full; free some space",
+    errno.EDQUOT: "the disk quota is used up; raise it or free some space",
+    errno.EROFS: "the file system is read-only; remount it writable",
+    errno.EACCES: "permission was denied; run as root and check the directory's mode",
+    errno.EPERM: "permission was denied; run as root and check the directory's mode",
+    errno.ENOENT: "the directory does not exist; create it or check the mount",
+    errno.EEXIST: "a file is in its place; remove it",
+    errno.EISDIR: "what is in its place is not a regular file; remove it",
+    errno.ELOOP: "what is in its place is not a regular file; remove it",
+    errno.ENXIO: "what is in its place is not a regular file; remove it",
+    errno.ENOTDIR: "a part of the path is not a directory; remove what is in its place",
+}
+
+
+def state_error(action: str, path: Path, error: OSError) -> StateError:
+    """One sentence for a failed file operation: what, where, and what to do about it."""
+    remedy = _REMEDIES.get(error.errno or 0, error.strerror or str(error))
+    return StateError(f"cannot {action} {path}: {remedy}")
+
+
+def write_atomically(
+    path: Path,
+    content: bytes,
+    *,
+    mode: int = 0o600,
+    durable: bool = True,
+    whole: bool = True,
+    temporary: Path | None = None,
+) -> None:
+    """Replace `path` by `content`.
+
+    The temporary file lies in the same directory: a rename works only within one file system, and a watcher of the
+    directory sees it. `temporary` is its path where only one process ever writes; otherwise the name is unique.
+    `whole` syncs the content before the rename; without it a power cut may leave an empty file under the name.
+    `durable` also syncs the directory; without it a power cut may bring the old content back. Raises: StateError.
+    """
+    name = temporary or path.parent / f".{path.name}.{os.getpid()}-{next(_numbers)}{TEMPORARY_SUFFIX}"
+    with WRITES.writing(path.parent):
+        _write(path, name, content, mode, durable=durable, whole=whole)
+
+
+def _write(path: Path, name: Path, content: bytes, mode: int, *, durable: bool, whole: bool) -> None:
+    try:
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    except OSError as error:
+        raise state_error("write", path, error) from error
+    try:
+        try:
+            _write_all(descriptor, content)
+            os.fchmod(descriptor, mode)
+            if durable or whole:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        name.replace(path)
+        if durable:
+            sync_directory(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            Path(name).unlink()
+        raise state_error("write", path, error) from error
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def point_link(link: Path, target: str) -> None:
+    """Have a symbolic link that leads to `target`; readers see the old one or the new one. Raises: OSError."""
+    with suppress(OSError):
+        if str(link.readlink()) == target:
+            return
+    new = link.with_name(f".{link.name}.{os.getpid()}-{next(_numbers)}")
+    new.symlink_to(target)
+    try:
+        new.replace(link)
+    except OSError:
+        new.unlink()
+        raise
+
+
+def sync_directory(path: Path) -> None:
+    """Make the directory's own entries durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directory(path: Path, mode: int, *, durable: bool = False) -> None:
+    """Create the directory and its parents where they are missing.
+
+    Parents are readable for root's group too, as the kubelet's own are. `durable` makes the directory survive a power
+    cut; without it no file in the directory does. Raises: StateError.
+    """
+    try:
+        if not durable and path.is_dir():
+            return
+        missing = [parent for parent in path.parents if not parent.exists()]
+        for parent in reversed(missing):
+            parent.mkdir(mode=mode | 0o050, exist_ok=True)
+        path.mkdir(mode=mode, exist_ok=True)
+        if durable:
+            for made in (*missing, path):
+                sync_directory(made.parent)
+    except OSError as error:
+        raise state_error("create the directory", path, error) from error
+
+
+def sync_removals(directory: Path) -> None:
+    """Make removals from the directory survive a power cut. Raises: StateError."""
+    with WRITES.writing(directory, is_whole=False):
+        try:
+            sync_directory(directory)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise state_error("sync", directory, error) from error
+
+
+def clear_abandoned(directory: Path, prefix: str = "") -> None:
+    """Remove the temporary files that a killed writer left in the directory. Only names that begin with `prefix` count.
+
+    A file that cannot be removed stays; it does no harm. Raises: StateError if the directory cannot be listed.
+    """
+    try:
+        found = list(directory.glob(f"{prefix}*{TEMPORARY_SUFFIX}"))
+    except OSError as error:
+        raise state_error("clear up", directory, error) from error
+    for path in found:
+        # The other instance of a rolling update removed it, somebody else owns it, or the disk is read-only.
+        with suppress(OSError):
+            if is_abandoned(path):
+                path.unlink()
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether a temporary file, link or empty directory is so old that its writer must be dead. Raises: OSError."""
+    return path.lstat().st_mtime < time.time() - _ABANDONED_AFTER_S
+
+
+stamp_of: Callable[[os.stat_result], Stamp] = attrgetter("st_ino", "st_size", "st_ctime_ns")
+"""The stamp in a file's status."""
+
+
+def stamp_at(path: Path | str) -> Stamp:
+    """The stamp of what is at the path, a link itself. Raises: OSError."""
+    return stamp_of(os.lstat(path))
+
+
+def stamp_or_none(path: Path | str) -> Stamp | None:
+    """The stamp of the file to which the path leads; None while there is none."""
+    try:
+        return stamp_of(os.stat(path))  # noqa: PTH116
+    except OSError:
+        return None
+
+
+def is_settled(time_ns: int) -> bool:
+    """Whether a change from now on gives a file or directory another time than this one: it is older than a tick of the
+    clock that such times come from, or that clock was set back since. Some file systems keep whole seconds."""
+    tick_ns, now = 0 if time_ns % _SECOND_NS else _SECOND_NS, time.clock_gettime_ns(_CLOCK_OF_FILES)
+    # A newer kernel's times may be a tick of some milliseconds ahead of its clock.
+    return time_ns + tick_ns < now or time_ns > now + _SECOND_NS
+
+
+def set_aside(path: Path, what: str, stamp: Stamp) -> Path | None:
+    """Rename what cannot be read, so that a person can look at it; returns the new path.
+
+    None if it is not that of `stamp` any more: somebody wrote it anew or renamed it first. Raises: StateError that
+    names `what`.
+    """
+    aside = path.with_name(f"{path.name.removesuffix(QUARANTINE)}{QUARANTINE}-{time.time_ns()}")
+    try:
+        if stamp_at(path) != stamp:
+            return None
+        path.rename(aside)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise state_error(f"set aside the unreadable {what}", path, error) from error
+    return aside
+
+
+def open_plain(path: Path, flags: int, mode: int = 0o600) -> int:
+    """Open a regular file, as `os.open`. Nothing else that is in its place is read, written, followed or waited for.
+
+    Raises: OSError; one of UNREADABLE for what is not a regular file.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EISDIR, "it is not a regular file")
+    return descriptor
+
+
+def read_plain(path: Path) -> bytes:
+    """The content of a regular file. Raises: OSError, as `open_plain`."""
+    with open(open_plain(path, os.O_RDONLY), "rb", buffering=0) as file:
+        return file.read()
+
+
+def read_or_none(path: Path) -> bytes | None:
+    """The content of a regular file; None if there is none, or if no later try could read it. Raises: StateError."""
+    try:
+        return read_plain(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        if error.errno in UNREADABLE:
+            return None
+        raise state_error("read", path, error) from error
+
+
+def remove_file(path: Path) -> bool:
+    """Remove a file; returns whether there was one. Raises: StateError."""
+    with WRITES.writing(path.parent, is_whole=False):
+        try:
+            path.unlink()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise state_error("remove", path, error) from error
+    return True

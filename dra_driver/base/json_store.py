@@ -1,0 +1,247 @@
+"""JSON files of one kind in a directory, shared with a second instance of the plugin during a rolling update."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from dra_driver.base.atomic import (
+    NO_STAMP,
+    QUARANTINE,
+    UNREADABLE,
+    Stamp,
+    clear_abandoned,
+    is_settled,
+    make_directory,
+    read_plain,
+    remove_file,
+    set_aside,
+    stamp_at,
+    stamp_of,
+    state_error,
+    sync_removals,
+    write_atomically,
+)
+from dra_driver.base.boots import begin_boot
+from dra_driver.base.formats import NewerFormatError
+from dra_driver.errors import StateError
+
+T = TypeVar("T")
+
+_SUFFIX = ".json"
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableFile:
+    """A file that this release cannot read, as it is told once.
+
+    `name` is the file's name without its suffix. `kept_as` is where the file is now: under another name, or still in
+    its place if it is of a newer release, if the disk does not let it go, or if the store only reads.
+    """
+
+    name: str
+    kept_as: Path
+    reason: str
+    is_newer: bool
+
+
+@dataclass(eq=False)
+class JsonStore(Generic[T]):
+    """One value a file, by the file's name without its suffix. For many threads.
+
+    The disk is the truth, since a second instance may write it. A file is parsed again only when its stamp differs, and
+    the directory is listed again only when its own time differs. A file that cannot be read is set aside under another
+    name and told once, or stays where the disk does not let it go; it never keeps the others from being served. A file
+    of a newer release stays, has no value here, and is never written over.
+
+    `what` names one file in errors. `decode` makes a value of a name and a content; it raises NewerFormatError, or
+    StateError that says what is wrong. Files whose name `is_name` does not accept are somebody else's. A store that
+    `only_reads` sets nothing aside.
+    """
+
+    directory: Path
+    what: str
+    decode: Callable[[str, bytes], T]
+    tell: Callable[[UnreadableFile], None]
+    _: KW_ONLY
+    is_name: Callable[[str], bool]
+    only_reads: bool = False
+
+    def __post_init__(self) -> None:
+        self._parsed: dict[str, tuple[Stamp, T]] = {}
+        # Those that are in their place; the text says that one is newer.
+        self._unread: dict[str, tuple[Stamp, str | None]] = {}
+        self._listed: tuple[int, int] | None = None
+        self._values: dict[str, T] = {}  # these two as of the last listing
+        self._aside: list[Path] = []
+        self._lock = threading.RLock()
+
+    def path(self, name: str) -> Path:
+        """Where the value lies. Raises: StateError for a name that could lead out of the directory."""
+        if not self.is_name(name):
+            raise StateError(f"{name!r} is not usable as a file name; the {self.what} is refused")
+        return self.directory / f"{name}{_SUFFIX}"
+
+    def get(self, name: str) -> T | None:
+        """The value, None if there is none that can be read. Raises: StateError."""
+        with self._lock:
+            try:
+                stamp = stamp_at(self.path(name))
+            except FileNotFoundError:
+                self._forget(name)
+                return None
+            except OSError as error:
+                wrong = state_error(f"read the {self.what}", self.path(name), error)
+                if error.errno not in UNREADABLE:
+                    raise wrong from error
+                self._leave(name, NO_STAMP, str(wrong))
+                return None
+            parsed = self._parsed.get(name)
+            return parsed[1] if parsed is not None and parsed[0] == stamp else self._load(name, stamp)
+
+    def all(self) -> dict[str, T]:
+        """Every readable value by name. Raises: StateError if the directory cannot be listed."""
+        with self._lock:
+            self._list()
+            return self._values.copy()
+
+    def quarantined(self) -> list[Path]:
+        """Files that could not be read when `all` listed the directory, or `get` read them since: those that were set
+        aside, and those that are still in their place."""
+        with self._lock:
+            return sorted([*self._aside, *map(self.path, self._unread)])
+
+    def write(self, name: str, content: bytes, *, durable: bool, whole: bool) -> None:
+        """Replace the value's file, as `write_atomically`. Raises: StateError; also if `get` found there the file of a
+        newer release."""
+        with self._lock:
+            _, newer = self._unread.get(name, (NO_STAMP, None))
+            self._parsed.pop(name, None)
+        if newer is not None:
+            raise StateError(f"cannot write {self.path(name)}: {newer}")
+        write_atomically(self.path(name), content, durable=durable, whole=whole)
+
+    def remove(self, name: str, *, durable: bool) -> bool:
+        """Remove the value's file, whatever is in it; returns whether there was one.
+
+        `durable` has it stay removed after a power cut. Raises: StateError.
+        """
+        was_there = remove_file(self.path(name))
+        if was_there and durable:
+            sync_removals(self.directory)
+        return was_there
+
+    def _list(self) -> None:
+        """Have all values as they are now. Raises: StateError."""
+        try:
+            status = os.stat(self.directory)  # noqa: PTH116
+            listed = (status.st_ino, status.st_mtime_ns)
+            if listed == self._listed:
+                return
+            is_last = is_settled(status.st_mtime_ns)
+            found, aside = self._found()
+        except OSError as error:
+            raise state_error(f"list the {self.what}s in", self.directory, error) from error
+        self._aside = aside
+        for name in (self._parsed.keys() | self._unread.keys()) - found.keys():
+            self._forget(name)
+        self._values = {}
+        for name in sorted(found):
+            value = found[name]
+            if value is None and self.is_name(name):
+                value = self.get(name)
+            if value is not None:
+                self._values[name] = value
+        # What is in its place and cannot be read now may be readable the next time.
+        self._listed = listed if is_last and not self._unread else None
+
+    def _found(self) -> tuple[dict[str, T | None], list[Path]]:
+        """The name of each file, with the value if the file is still as it was parsed; and the files that were set
+        aside. Raises: OSError."""
+        found: dict[str, T | None] = {}
+        aside = []
+        # By its descriptor, since a look at each file of a path is a third of the cost.
+        descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with os.scandir(descriptor) as entries:
+                for entry in entries:
+                    file = entry.name
+                    if file.endswith(_SUFFIX):
+                        name = file.removesuffix(_SUFFIX)
+                        parsed = self._parsed.get(name)
+                        is_known = parsed is not None and _has_stamp(entry, parsed[0])
+                        found[name] = parsed[1] if parsed is not None and is_known else None
+                    elif f"{_SUFFIX}{QUARANTINE}" in file:
+                        aside.append(self.directory / file)
+        finally:
+            os.close(descriptor)
+        return found, aside
+
+    def _forget(self, name: str) -> None:
+        self._parsed.pop(name, None)
+        self._unread.pop(name, None)
+
+    def _load(self, name: str, stamp: Stamp) -> T | None:
+        path, is_last = self.path(name), is_settled(stamp[-1])
+        try:
+            value = self.decode(name, read_plain(path))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno not in UNREADABLE:
+                raise state_error(f"read the {self.what}", path, error) from error
+            reason = error.strerror or str(error)
+        except NewerFormatError as error:
+            self._leave(name, stamp, str(error), is_newer=True)
+            return None
+        except StateError as error:
+            reason = str(error)
+        else:
+            self._forget(name)
+            if is_last:
+                self._parsed[name] = (stamp, value)
+            return value
+        self._set_aside(name, path, stamp, reason)
+        return None
+
+    def _set_aside(self, name: str, path: Path, stamp: Stamp, reason: str) -> None:
+        """Keep the unreadable file for a person to look at, out of the way of the next value."""
+        if self.only_reads:
+            self._leave(name, stamp, reason)
+            return
+        try:
+            aside = set_aside(path, self.what, stamp)
+        except StateError as error:
+            self._leave(name, stamp, f"{reason}; {error}")
+            return
+        self._forget(name)
+        if aside is not None:
+            self._aside.append(aside)
+            self.tell(UnreadableFile(name, aside, reason, is_newer=False))
+
+    def _leave(self, name: str, stamp: Stamp, reason: str, *, is_newer: bool = False) -> None:
+        """The file stays in its place; report it once."""
+        is_news = self._unread.get(name, (None, None))[0] != stamp
+        self._forget(name)
+        self._unread[name] = (stamp, reason if is_newer else None)
+        if is_news:
+            self.tell(UnreadableFile(name, self.path(name), reason, is_newer=is_newer))
+
+
+def _has_stamp(entry: os.DirEntry[str], stamp: Stamp) -> bool:
+    try:
+        return stamp_of(entry.stat(follow_symlinks=False)) == stamp
+    except OSError:
+        return False  # it is gone, or `get` says what is wrong with it
+
+
+def open_directory(directory: Path, boot_id: str, torn: Callable[[str], None], *, durable: bool) -> None:
+    """Create the directory of stores, and clear away what a killed writer left, and what a power cut tore of files that
+    were not synced: their names go to `torn`. `durable` has the directory survive a power cut. Raises: StateError."""
+    make_directory(directory, 0o700, durable=durable)
+    clear_abandoned(directory)
+    begin_boot(directory, boot_id, torn)

@@ -1,0 +1,104 @@
+"""Do the admission policies refuse what a node must not do? Dry runs of such requests prove it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dra_driver.cli.rules.admission import EXEMPT_VERB, MARK_RESOURCE, MARK_VERB, refusal_finding
+from dra_driver.cli.rules.findings import Finding, skip, warn
+from dra_driver.errors import ApiRejectedError
+from dra_driver.kube.claims import ClaimClient
+from dra_driver.kube.client import MERGE_PATCH, ApiClient
+from dra_driver.kube.cluster import Permission, is_allowed
+from dra_driver.kube.resource_api import GROUP_VERSION, ResourceApi
+from dra_driver.model.claim import ClaimRef, allocation_results
+from dra_driver.model.json_object import JsonObject
+
+_FOREIGN = "not-this-node.invalid"
+_APPLY = "`kubectl apply -k daemonset` as an administrator"
+_SLICE: JsonObject = {
+    "apiVersion": GROUP_VERSION,
+    "kind": "ResourceSlice",
+    "metadata": {"generateName": "gpu-dra-driver-probe-"},
+}
+_CONSUMER = {"resource": "pods", "name": "gpu-dra-driver-probe", "uid": "gpu-dra-driver-probe"}
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionProof:
+    """Asks with the token of gpu-dra-driver; an account to which the policies do not apply proves nothing.
+
+    `claims` are those that gpu-dra-driver has prepared on this node. Raises from both: as ApiClient.
+    """
+
+    client: ApiClient
+    driver: str
+    claims: Callable[[], Sequence[ClaimRef]]
+
+    def slices(self) -> Finding:
+        """May gpu-dra-driver write a slice of another node?"""
+        if self._may(EXEMPT_VERB):
+            return self._exempt()
+        pool = {"name": _FOREIGN, "generation": 1, "resourceSliceCount": 1}
+        spec = {"driver": self.driver, "nodeName": _FOREIGN, "pool": pool, "devices": []}
+        try:
+            ResourceApi(self.client).call(
+                *("POST", "resourceslices"),
+                action="try a slice of another node",
+                query={"dryRun": "All"},
+                body=_SLICE | {"spec": spec},
+            )
+        except ApiRejectedError as error:
+            return refusal_finding(error, "a slice of another node")
+        return self._accepted("publish slices of other nodes")
+
+    def claim_status(self) -> Finding:
+        """May gpu-dra-driver change to whom a claim's devices are given?"""
+        if self._may(EXEMPT_VERB):
+            return self._exempt()
+        claim = self._allocated_claim()
+        if claim is None:
+            return skip("no claim with a device is known here, so there is none to try it on")
+        metadata, status = claim["metadata"], claim["status"]
+        try:
+            ResourceApi(self.client).call(
+                *("PATCH", "resourceclaims"),
+                action="try to take a claim for another pod",
+                namespace=metadata["namespace"],
+                name=metadata["name"],
+                subresource="status",
+                query={"dryRun": "All"},
+                body={"status": {"reservedFor": [*(status.get("reservedFor") or ()), _CONSUMER]}},
+                content_type=MERGE_PATCH,
+            )
+        except ApiRejectedError as error:
+            return refusal_finding(error, "a change of who uses a claim")
+        return self._accepted("change who gets which device")
+
+    def _accepted(self, what: str) -> Finding:
+        """The server took what it should refuse."""
+        why = "the policy is missing, not bound, or its binding does not deny"
+        if not self._may(MARK_VERB):
+            why = f"its role lacks the mark ({MARK_VERB} {MARK_RESOURCE}.{self.driver}) that the policies look for"
+        return warn(f"a node that was broken into could {what}: this account was not refused; {why}", _APPLY)
+
+    def _exempt(self) -> Finding:
+        return skip(
+            f"this account may {EXEMPT_VERB} {MARK_RESOURCE}.{self.driver}, so the policies do not apply to it; run "
+            "doctor in the pod of gpu-dra-driver"
+        )
+
+    def _may(self, verb: str) -> bool:
+        return is_allowed(self.client, Permission(verb, MARK_RESOURCE, self.driver))
+
+    def _allocated_claim(self) -> JsonObject | None:
+        """One that this node has prepared, with a device of gpu-dra-driver."""
+        lookup = ClaimClient(ResourceApi(self.client))
+        for ref in self.claims():
+            claim = lookup.find(ref)
+            if claim is not None and any(
+                result.get("driver") == self.driver for result in allocation_results(claim)
+            ):
+                return claim
+        return None

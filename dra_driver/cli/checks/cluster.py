@@ -1,0 +1,236 @@
+"""The cluster as gpu-dra-driver needs it: its API, permissions, the node, admission, classes, slices, feature gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dra_driver.cli.checks.admission import AdmissionProof
+from dra_driver.cli.checks.checks import Check, Shared
+from dra_driver.cli.rules.admission import MARK_RESOURCE, MARK_VERB
+from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError
+from dra_driver.kube.api_errors import PathNotFoundError
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.cluster import Permission, is_allowed, node_uid, read_node, server_version
+from dra_driver.kube.resource_api import GROUP, GROUP_VERSION, ResourceApi
+from dra_driver.model.claim import ClaimRef
+from dra_driver.model.json_object import JsonObject
+from dra_driver.model.units import counted, named
+from dra_driver.slices.api_support import Support, ask_support
+from dra_driver.slices.rules.diff import Owner
+from dra_driver.slices.rules.dropped_fields import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE
+
+_APPLY = "`kubectl apply -k daemonset` as an administrator"
+
+
+def needed_permissions(driver: str) -> tuple[Permission, ...]:
+    """What the ClusterRole of gpu-dra-driver gives."""
+    slices = ("list", "watch", "create", "update", "delete")
+    return (
+        Permission("get", "resourceclaims", GROUP),
+        *(Permission(verb, "resourceslices", GROUP) for verb in slices),
+        Permission(MARK_VERB, MARK_RESOURCE, driver, optional=True),
+        Permission("get", "nodes"),
+        Permission("patch", "resourceclaims", GROUP, subresource="status", optional=True),
+        Permission(
+            "associated-node:patch", "resourceclaims", GROUP, subresource="driver", name=driver, optional=True
+        ),
+        Permission("create", "events", optional=True),
+        Permission("patch", "events", optional=True),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterChecks:
+    """Checks against one API server. `client` raises what kept it from being made; `configured` says whether there
+    is anything to make it from."""
+
+    client: Shared[ApiClient]
+    driver: str
+    node: str
+    dynamic_mig: bool = False
+    sharing: bool = False
+    configured: bool = True
+    claims: Callable[[], Sequence[ClaimRef]] = tuple
+
+    def api_server(self) -> Finding:
+        """Does it answer, and does it serve the API?"""
+        if not self.configured:
+            return warn(
+                "not asked: this is not a pod, and no kubeconfig was given", "give one with --kubeconfig"
+            )
+        client = self.client.get()
+        ResourceApi(client).check()
+        release = server_version(client) or "unknown"
+        return ok(f"Kubernetes {release} at {client.endpoint.server}, {GROUP_VERSION} is used")
+
+    def permissions(self) -> Finding:
+        """Is gpu-dra-driver allowed what it needs?"""
+        needed = needed_permissions(self.driver)
+        client = self.client.get()
+        denied = [wanted for wanted in needed if not is_allowed(client, wanted)]
+        hard = [str(permission) for permission in denied if not permission.optional]
+        if hard:
+            return fail(
+                f"not allowed: {', '.join(hard)}", f"{_APPLY} (ClusterRole and binding gpu-dra-driver)"
+            )
+        if any(permission.verb == MARK_VERB for permission in denied):
+            return warn(
+                f"the role lacks the mark ({MARK_VERB} {MARK_RESOURCE}.{self.driver}), so the admission policies do "
+                "not confine this account to its node",
+                f"{_APPLY} (ClusterRole gpu-dra-driver)",
+            )
+        if denied:
+            return warn(
+                f"not allowed: {', '.join(map(str, denied))}; events or device states will be missing",
+                f"{_APPLY} (ClusterRole gpu-dra-driver)",
+            )
+        return ok(f"all {len(needed)} that gpu-dra-driver needs")
+
+    def node_object(self) -> Finding:
+        """Is there a node of this name, and does nobody else offer its GPUs?"""
+        try:
+            node = read_node(self.client.get(), self.node)
+        except ApiRejectedError as error:
+            if error.status != 404:
+                raise
+            return fail(
+                f"there is no node {self.node!r}",
+                "`kubectl get nodes`; set --node-name or NODE_NAME to its name",
+            )
+        status = node.get("status") or {}
+        old = [
+            f"{name} {amount}"
+            for name, amount in (status.get("allocatable") or {}).items()
+            if str(name).startswith(("nvidia.com/gpu", "nvidia.com/mig-")) and str(amount) != "0"
+        ]
+        if old:
+            return fail(
+                f"a device plugin offers the same GPUs of node {self.node}: {', '.join(old)}",
+                f"`kubectl label node {self.node} nvidia.com/gpu.deploy.device-plugin=false --overwrite`, or delete "
+                "its DaemonSet; pods may then ask for them through a DeviceClass with extendedResourceName",
+            )
+        info = status.get("nodeInfo") or {}
+        versions = ", ".join(
+            str(info[key]) for key in ("kubeletVersion", "containerRuntimeVersion") if info.get(key)
+        )
+        conditions = status.get("conditions") or ()
+        ready = next((c.get("status") for c in conditions if c.get("type") == "Ready"), None)
+        if ready not in (None, "True"):
+            return warn(f"node {self.node} is not ready", f"`kubectl describe node {self.node}`")
+        runtime = info.get("containerRuntimeVersion")
+        return ok(
+            f"node {self.node}{f' ({versions})' if versions else ''}",
+            None if runtime is None else str(runtime),
+        )
+
+    def _proof(self) -> AdmissionProof:
+        return AdmissionProof(self.client.get(), self.driver, self.claims)
+
+    def device_classes(self) -> Finding:
+        """Are there classes by which pods ask for devices?"""
+        listed = self._list("deviceclasses")
+        names = [str(item["metadata"]["name"]) for item in listed.get("items") or ()]
+        ours = [name for name in names if name.endswith("nvidia.com")]
+        missing = [name for name in ("gpu.nvidia.com", "mig.nvidia.com") if name not in names]
+        renamed = [other for other in names if any(_is_renamed(name, other) for name in missing)]
+        if missing:
+            why = f"; renamed, it seems, to {named(renamed)}, but claims ask by the name" if renamed else ""
+            return warn(
+                f"missing: {', '.join(missing)}{why}", "`kubectl apply -f daemonset/base/device-classes.yaml`"
+            )
+        return ok(named(ours))
+
+    def slices(self) -> Finding:
+        """What is published of this node?"""
+        query = {"fieldSelector": f"spec.driver={self.driver},spec.nodeName={self.node}"}
+        items = self._list("resourceslices", query=query).get("items") or []
+        foreign = sorted({item["spec"]["pool"]["name"] for item in items} - {self.node})
+        if foreign:
+            return warn(
+                f"pools that gpu-dra-driver did not make: {named(foreign)}",
+                f"another DRA driver publishes as {self.driver}: `kubectl get resourceslices --field-selector "
+                f"spec.nodeName={self.node} -o yaml | grep manager`",
+            )
+        count = sum(len(item["spec"].get("devices") or ()) for item in items)
+        if not items:
+            return warn(
+                "nothing is published of this node",
+                "start gpu-dra-driver; its /readyz and log say what is wrong",
+            )
+        tainted = sum(
+            1 for item in items for device in item["spec"].get("devices") or () if device.get("taints")
+        )
+        note = f", {tainted} of them tainted" if tainted else ""
+        return ok(f"{counted(count, 'device')} in {counted(len(items), 'slice')}{note}")
+
+    def feature_gates(self) -> Finding:
+        """Does the API server keep what gpu-dra-driver publishes as it is configured? Dry runs show it."""
+        client = self.client.get()
+        api = ResourceApi(client)
+        owner = Owner(self.driver, self.node, node_uid(client, self.node))
+        support = ask_support(api, owner, Support(), partitions=True)
+        problem = support.no_partitions
+        off = set(support.missing) | (set() if problem is None else {PARTITIONS_GATE})
+        if problem is not None and self.dynamic_mig:
+            why, _, remedy = problem.rpartition("; ")
+            return fail(f"--dynamic-mig does nothing: {why}", remedy)
+        if SHARES_GATE in off and self.sharing:
+            return fail(
+                f"{SHARES_GATE} is off: no device is shared by claims, as the configuration wants",
+                f"Kubernetes 1.36, or --feature-gates={SHARES_GATE}=true for API server, scheduler and kubelet",
+            )
+        if TAINTS_GATE in off:
+            return warn(
+                f"{TAINTS_GATE} is off: pods are put on GPUs that are broken",
+                f"Kubernetes 1.36, or --feature-gates={TAINTS_GATE}=true for API server, scheduler and controller "
+                "manager",
+            )
+        if off:
+            return ok(f"off, and not needed with this configuration: {', '.join(sorted(off))}")
+        return ok("partitions, shares and taints are kept")
+
+    def all(self) -> list[Check]:
+        """By name."""
+        return [
+            Check("API server", self.api_server),
+            Check("permissions", self._asked(self.permissions)),
+            Check("node", self._asked(self.node_object)),
+            Check("admission policy", self._asked(lambda: self._proof().slices())),
+            Check("claim policy", self._asked(lambda: self._proof().claim_status())),
+            Check("DeviceClasses", self._asked(self.device_classes)),
+            Check("slices", self._asked(self.slices)),
+            Check("feature gates", self._asked(self.feature_gates)),
+        ]
+
+    def _asked(self, ask: Callable[[], Finding]) -> Callable[[], Finding]:
+        """As `ask`, but SKIP if the API server is away or these credentials may not ask: the checks `API server` and
+        `permissions` report that, once."""
+
+        def looked() -> Finding:
+            try:
+                self.client.get()
+            except Exception:  # noqa: BLE001  reported by the check `API server`
+                return skip("the API server cannot be asked")
+            try:
+                return ask()
+            except ApiUnavailableError:
+                return skip("the API server cannot be asked")
+            except PathNotFoundError as error:
+                return skip(f"not checked: {error}")
+            except ApiRejectedError as error:
+                if error.status in (401, 403):
+                    return skip("these credentials may not ask; gpu-dra-driver itself does not need to")
+                raise
+
+        return looked
+
+    def _list(self, plural: str, query: Mapping[str, str] | None = None) -> JsonObject:
+        return ResourceApi(self.client.get()).call("GET", plural, action=f"list {plural}", query=query)
+
+
+def _is_renamed(name: str, other: str) -> bool:
+    """Whether a class looks like another one to whose name something was added, as kustomize does by namePrefix."""
+    before, found, behind = other.partition(name)
+    return bool(found and (before or behind)) and not before.endswith(".")

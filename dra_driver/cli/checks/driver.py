@@ -1,0 +1,476 @@
+"""The NVIDIA driver on the host: kernel module, files, NVML, device nodes, hook, MIG."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from dra_driver.cli.checks.checks import Check, Look, Shared
+from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
+from dra_driver.cli.rules.health_findings import health_findings
+from dra_driver.cli.rules.node_view import NodeView
+from dra_driver.errors import (
+    DraDriverError,
+    NvmlDetachedError,
+    NvmlLibraryError,
+    NvmlPausedError,
+    NvmlUnavailableError,
+    RetryableError,
+)
+from dra_driver.host.dev_char import DevCharLinks
+from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
+from dra_driver.host.driver_programs import InstalledPrograms
+from dra_driver.host.driver_root import find_nvml_library
+from dra_driver.host.fingerprint import driver_fingerprint
+from dra_driver.host.hook import HookFinder
+from dra_driver.host.host_devices import HostDeviceFinder
+from dra_driver.host.imex import ImexChannelNodes, ImexDaemon
+from dra_driver.host.libraries import note_of_left_out, scan_libraries
+from dra_driver.host.reading import names_in
+from dra_driver.host.rooted_tree import RootedTree, join_root
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.model.driver_programs import IMEX_PROGRAM
+from dra_driver.model.extra_devices import (
+    FABRIC_REMEDY,
+    MOST_IMEX_CHANNELS,
+    NO_EXTRA_DEVICES,
+    NODE_PATTERNS,
+    REMEDIES,
+    ExtraDevices,
+    ImexChannels,
+)
+from dra_driver.model.gpu import GpuProcess
+from dra_driver.model.host import HostPaths, PciFunction
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.passthrough import is_vfio
+from dra_driver.model.units import counted, named
+from dra_driver.reporting.rules.usage import unclaimed_text
+
+_KERNEL_VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
+_GPU_NODE = re.compile(r"nvidia(\d+)\Z")
+
+
+class _NotKnownError(Exception):
+    """What a check needs is not known without NVML; the check `NVML` says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverChecks:
+    """Checks of one host. `inventory` raises why NVML does not answer; `node_view` is what `top` shows too."""
+
+    paths: HostPaths
+    nodes: DeviceNodeReader
+    inventory: Shared[Inventory]
+    node_view: Callable[[], NodeView]
+    hook: str | None = None
+    dynamic_mig: bool = False
+    gpu_users: Callable[[], Sequence[str] | None] = lambda: None
+    """Programs besides gpu-dra-driver and the pods of claims that have a GPU open; None if that is not known."""
+    extra_devices: ExtraDevices = NO_EXTRA_DEVICES
+    passthrough: bool = False
+
+    def gpus_on_the_bus(self) -> Finding:
+        """Are there GPUs, and are they bound to the NVIDIA driver?"""
+        functions = self._sysfs.gpus()
+        if not functions:
+            return warn(
+                "no NVIDIA GPU on the PCI bus", "`lspci -d 10de:` on the node; expected on a node without GPU"
+            )
+        passed = self._under_vfio(functions)
+        unbound = [item.bus_id for item in functions if item.driver is None]
+        others = [
+            f"{item.bus_id} ({item.driver})"
+            for item in functions
+            if item.driver not in (None, "nvidia") and item.bus_id not in passed
+        ]
+        if others:
+            return fail(
+                f"bound to another driver: {named(others)}",
+                "`modprobe -r nouveau`, blacklist it, then reboot",
+            )
+        if unbound:
+            return fail(
+                f"bound to no driver: {named(unbound)}", "`modprobe nvidia`; then see `dmesg | grep -i nvrm`"
+            )
+        if passed and self.passthrough:
+            return ok(
+                f"{len(functions)} on the PCI bus, {len(passed)} of them under vfio for virtual machines"
+            )
+        if passed:
+            return warn(
+                f"bound to vfio-pci for virtual machines: {named(passed)}; containers do not get them",
+                f"if that is not wanted: `driverctl unset-override {passed[0]}`",
+            )
+        return ok(f"{len(functions)} on the PCI bus, all bound to nvidia")
+
+    def kernel_driver(self) -> Finding:
+        """Is the kernel module loaded?"""
+        version = self._loaded_version()
+        if version is None:
+            path = f"{self.paths.proc}/driver/nvidia/version"
+            return fail(
+                f"not loaded ({path} is not there)",
+                "`modprobe nvidia` on the node; see `dmesg | grep -i nvrm`",
+            )
+        return ok(f"{version} loaded", version)
+
+    def driver_root(self) -> Finding:
+        """Are the files of the NVIDIA driver below the driver root, of the version that is loaded?"""
+        root = self.paths.driver_root
+        where = (
+            "set --nvidia-driver-root (and --container-driver-root) to where the NVIDIA driver is installed"
+        )
+        if not Path(root).is_dir():
+            return fail(f"{root} is not a directory", where)
+        loaded = self._loaded_version()
+        libraries = scan_libraries(RootedTree(root), loaded)
+        try:
+            find_nvml_library(root)
+        except NvmlUnavailableError:
+            if libraries.left_out:
+                return fail(
+                    note_of_left_out(root, libraries.left_out),
+                    f"install the NVIDIA driver for this architecture, or {where}",
+                )
+            return fail(f"libnvidia-ml.so.1 is not below {root}", f"install the NVIDIA driver, or {where}")
+        if not libraries.versions:
+            return fail(
+                f"libcuda.so is not below {root}",
+                f"install the compute libraries of the NVIDIA driver, or {where}",
+            )
+        if loaded is not None and loaded not in libraries.versions:
+            return fail(
+                f"{loaded} is loaded, but the libraries below {root} are {', '.join(libraries.versions)}",
+                "reload the kernel modules (`rmmod nvidia_uvm nvidia && modprobe nvidia`) or reboot the node",
+            )
+        if len(libraries.versions) > 1:
+            return warn(
+                f"libraries of several versions below {root}: {', '.join(libraries.versions)}",
+                f"remove the packages of all but {loaded or libraries.versions[0]}",
+            )
+        found = (
+            f"{libraries.versions[0]}, {counted(len(libraries.files), 'library', 'libraries')} below {root}"
+        )
+        if libraries.left_out:
+            return ok(f"{found}; {note_of_left_out(root, libraries.left_out)}")
+        return ok(found)
+
+    def nvml(self) -> Finding:
+        """Does NVML answer, and for every GPU?"""
+        try:
+            inventory = self.inventory.get()
+        except NvmlDetachedError as error:
+            ends = "`gpu-dra-driver detach --end` if that is not wanted any more"
+            waits = "try again in some seconds; if that process hangs, drain and reboot the node"
+            remedy = waits if isinstance(error, NvmlPausedError) else ends
+            return warn(str(error).partition("; ")[0], remedy)
+        except NvmlLibraryError:
+            raise
+        except DraDriverError as error:
+            seen = str(error).partition("; ")[0]
+            return fail(seen, "`nvidia-smi` on the node; `dmesg | grep -i nvrm` says why it fails")
+        loaded = self._loaded_version()
+        version = inventory.versions.driver
+        if loaded is not None and version is not None and loaded != version:
+            return fail(
+                f"NVML is {version}, the kernel module {loaded}",
+                "reload the kernel modules or reboot the node",
+            )
+        silent = self._silent_gpus(inventory)
+        if silent:
+            total = len(inventory.gpus) + len(silent)
+            do = "does" if len(silent) == 1 else "do"
+            return warn(
+                f"{len(silent)} of {counted(total, 'GPU')} {do} not answer: {named(silent)}",
+                "do what the line `health` of the GPU says; `dmesg | grep -i xid` on the node says why",
+            )
+        if inventory.faults:
+            first = inventory.faults[0]
+            more = f" (and {len(inventory.faults) - 1} more)" if len(inventory.faults) > 1 else ""
+            return warn(
+                f"{counted(len(inventory.gpus), 'GPU answers', 'GPUs answer')}; {first.subject}: {first.text}{more}",
+                "`nvidia-smi -q` and `dmesg | grep -i xid` on the node; a GPU that was lost needs a reset",
+            )
+        cuda = inventory.versions.cuda
+        shown = f", CUDA {cuda[0]}.{cuda[1]}" if cuda is not None else ""
+        return ok(
+            f"{counted(len(inventory.gpus), 'GPU answers', 'GPUs answer')}, NVIDIA driver {version or 'unknown'}{shown}"
+        )
+
+    def health(self) -> list[Finding]:
+        """Is every GPU and every MIG device well?"""
+        return health_findings(self.node_view(), has_nvml=self.inventory.or_none() is not None)
+
+    def device_nodes(self) -> Finding:
+        """Are the nodes there through which containers reach the GPUs?"""
+        dev = DevRoot(self.paths, self.nodes)
+        if dev.node("/dev/nvidiactl") is None:
+            return fail(
+                "/dev/nvidiactl is missing", "`nvidia-modprobe` on the node, or start nvidia-persistenced"
+            )
+        if dev.node("/dev/nvidia-uvm") is None:
+            return fail("/dev/nvidia-uvm is missing, CUDA fails", "`nvidia-modprobe -u -c=0` on the node")
+        gpus = self.inventory.or_none()
+        if gpus is None:
+            return ok("/dev/nvidiactl, /dev/nvidia-uvm; without NVML those of the GPUs are not known")
+        minors = {gpu.minor for gpu in gpus.gpus if gpu.minor is not None}
+        missing = sorted(minor for minor in minors if dev.node(f"/dev/nvidia{minor}") is None)
+        if missing:
+            return fail(
+                f"missing: {named([f'/dev/nvidia{minor}' for minor in missing])}",
+                f"`nvidia-modprobe -c={missing[0]}` on the node, or start nvidia-persistenced",
+            )
+        strays = sorted(self._node_minors(dev) - minors)
+        functions = Sysfs(self.paths.sys, self.paths.proc).nvidia_functions()
+        # The NVIDIA driver leaves the node of such a GPU behind.
+        passed = self._under_vfio([item for item in functions if item.is_gpu])
+        unknown = [gpu for gpu in gpus.gpus if gpu.minor is None]
+        if len(strays) > len(passed) + len(unknown) and not self._silent_gpus(gpus):
+            return warn(
+                f"{named([f'/dev/nvidia{minor}' for minor in strays])} {'has' if len(strays) == 1 else 'have'} no GPU",
+                "`dmesg | grep -i xid`: a GPU may have been lost; remove the nodes if it was taken out",
+            )
+        return ok(f"/dev/nvidiactl, /dev/nvidia-uvm and those of {counted(len(minors), 'GPU')}")
+
+    def dev_char_links(self) -> Finding:
+        """Does systemd find the NVIDIA driver's device nodes, so that a reload of its units takes no GPU from a
+        container?"""
+        if DevRoot(self.paths, self.nodes).node("/dev/nvidiactl") is None:
+            return skip("there are no device nodes of the NVIDIA driver")
+        links = DevCharLinks(self.paths, self.nodes)
+        missing = sorted(links.missing())
+        if missing:
+            return warn(
+                f"{counted(len(missing), 'link')} missing or wrong in {links.directory}: {named(missing)}; with some "
+                "versions of runc and systemd, `systemctl daemon-reload` takes GPUs from running containers",
+                "set devCharLinks: true and mount the host's /dev writable, or run `nvidia-ctk system "
+                "create-dev-char-symlinks --create-all` on the node",
+            )
+        return ok("systemd finds the NVIDIA driver's device nodes")
+
+    def mig_mode(self) -> Finding:
+        """GPUs in MIG mode without a MIG device: they are offered neither whole nor in parts."""
+        inventory = self._known()
+        on = [gpu for gpu in inventory.gpus if gpu.mig_enabled]
+        empty = [gpu.pci_bus_id or gpu.uuid for gpu in on if not gpu.mig_devices]
+        if empty and not self.dynamic_mig:
+            return warn(
+                f"in MIG mode without MIG devices, so nothing of it is offered: {named(empty)}",
+                f"`nvidia-smi mig -i {empty[0]} -cgi 19 -C`, `nvidia-smi -i {empty[0]} -mig 0`, or --dynamic-mig",
+            )
+        return ok(f"{len(on)} of {counted(len(inventory.gpus), 'GPU')} in MIG mode")
+
+    def gpu_agents(self) -> Finding:
+        """Do other programs keep GPUs open, so that MIG mode cannot be switched, or no virtual machine can get one?"""
+        if not self.dynamic_mig and not self.passthrough:
+            return skip("MIG devices are not made on demand")
+        users = self.gpu_users()
+        if users is None:
+            return skip("not known without the processes of the host (hostPID)")
+        if users and not self.dynamic_mig:
+            return warn(
+                f"these programs keep GPUs open, so no virtual machine can get those: {named(users)}",
+                "keep them off nodes with virtual machines, or have them let go of the GPUs (docs/passthrough.md)",
+            )
+        if users:
+            return warn(
+                f"these programs keep GPUs open, so the NVIDIA driver refuses to switch MIG mode: {named(users)}",
+                "switch MIG mode on at boot, before they start, or have them let go of the GPUs (docs/mig.md)",
+            )
+        return ok("no other program keeps a GPU open")
+
+    def imex(self) -> Finding:
+        """Do claims on GPUs in a fabric get their IMEX channel?"""
+        wanted = self.extra_devices.imex
+        if wanted is None:
+            return skip("claims get no IMEX channels")
+        inventory = self._known()
+        unready = [
+            f"{gpu.pci_bus_id or gpu.uuid} ({gpu.unready_fabric.text})"
+            for gpu in inventory.gpus
+            if gpu.unready_fabric is not None
+        ]
+        if unready:
+            return fail(
+                f"claims for these GPUs wait until they are registered with their NVLink fabric: {named(unready)}",
+                FABRIC_REMEDY,
+            )
+        outside = [gpu.pci_bus_id or gpu.uuid for gpu in inventory.gpus if gpu.fabric is None]
+        if len(outside) == len(inventory.gpus):
+            return warn(
+                "no GPU is in a fabric, so no claim gets an IMEX channel",
+                "`nvidia-smi -q | grep -A4 Fabric` on the node: the state must be Completed, the ClusterUUID not zero",
+            )
+        channels = ImexChannelNodes(self.paths.proc)
+        count = channels.count()
+        if count is None:
+            return fail(
+                f"the NVIDIA driver has no IMEX channels ({self.paths.proc}/devices, driver/nvidia/params)",
+                "load the module nvidia with NVreg_ImexChannelCount=2048; an NVIDIA driver before 550 has none",
+            )
+        if wanted == "all" and count > MOST_IMEX_CHANNELS:
+            return fail(
+                f"the NVIDIA driver has {count} channels, too many for one container",
+                f"set imex.channel to a number, or load the module nvidia with {MOST_IMEX_CHANNELS} at most",
+            )
+        if wanted != "all" and wanted >= count:
+            return fail(
+                f"the configuration gives channel {wanted}, the NVIDIA driver has 0 to {count - 1}",
+                "set imex.channel to one of these, or load the module nvidia with a larger NVreg_ImexChannelCount",
+            )
+        try:
+            with TemporaryDirectory() as links:
+                programs = InstalledPrograms(
+                    self.paths.driver_root, Path(links) / "lib", names=(IMEX_PROGRAM,)
+                )
+                ImexDaemon(self.paths, programs).refuse_unready()
+        except DraDriverError as error:
+            seen, _, remedy = str(error).partition("; ")
+            return fail(seen, remedy or "install nvidia-imex on the node and start it")
+        if outside:
+            return warn(
+                f"nvidia-imex is ready, but these GPUs are in no fabric (yet): {named(outside)}",
+                "`nvidia-smi -q | grep -A4 Fabric` on the node",
+            )
+        return ok(f"nvidia-imex is ready, claims get {_channels(wanted)} of {count}")
+
+    def host_devices(self) -> Finding:
+        """Is there what every claim is to get beside its GPUs?"""
+        kinds = self.extra_devices.host_devices
+        finder = HostDeviceFinder(self.paths, nodes=self.nodes)
+        missing = [kind for kind in kinds if not finder.find(kind).nodes]
+        if missing:
+            return warn(
+                f"no nodes for {named(missing)} ({', '.join(NODE_PATTERNS[missing[0]])}), so claims go without",
+                f"{REMEDIES[missing[0]]}, or leave it out of --host-devices",
+            )
+        return ok(f"{named(kinds)}: their nodes are there")
+
+    def cdi_hook(self) -> Finding:
+        """Is nvidia-cdi-hook there, which makes the links to libraries in containers?"""
+        try:
+            hook = HookFinder(self.paths, self.hook).find()
+        except RetryableError as error:
+            seen, _, remedy = str(error).partition(": ")
+            return fail(seen, remedy)
+        if hook.host_path is None and not hook.notes:
+            return ok(
+                "not used, because nvidiaCDIHookPath is none; libraries are mounted under all their names"
+            )
+        if hook.host_path is None:
+            seen, _, remedy = hook.notes[0].partition("; ")
+            return warn(seen, remedy)
+        if hook.notes:
+            return warn(hook.notes[0], f"`{hook.host_path} --help` on the node")
+        return ok(f"{hook.host_path} ({', '.join(hook.verbs)})")
+
+    def gpu_processes(self) -> list[Finding]:
+        """Is there memory on GPUs that nobody claims?"""
+        self._known()
+        found = [one for one in self.node_view().processes if one.is_unclaimed]
+        texts = (unclaimed_text(one.gpu, GpuProcess(one.pid, one.name, one.memory_bytes)) for one in found)
+        findings = [warn(*text.split("; ", 1)) for text in texts]
+        return findings or [ok("NVML shows no process without a claim or a container")]
+
+    def persistence(self) -> Finding:
+        """Does something keep the state of the NVIDIA driver while nobody uses a GPU?"""
+        roots = dict.fromkeys(filter(None, (self.paths.driver_root, self.paths.host_root)))
+        for root in roots:
+            tree = RootedTree(root)
+            for place in ("/run/nvidia-persistenced/socket", "/var/run/nvidia-persistenced/socket"):
+                if tree.file_or_socket(place) is not None:
+                    return ok(f"nvidia-persistenced runs ({place})")
+        return warn(
+            f"nvidia-persistenced does not run: while gpu-dra-driver is away, GPUs {self._loss_at_the_end()}",
+            "`systemctl enable --now nvidia-persistenced` on the node",
+        )
+
+    def _loss_at_the_end(self) -> str:
+        """What a GPU without persistence mode loses with its last program."""
+        inventory = self.inventory.or_none()
+        if inventory is None or inventory.confidential_compute in (None, "off"):
+            return "lose their settings"
+        return "with confidential computing end with their last program, until they are reset"
+
+    def gpu_memory(self) -> Finding:
+        """Is the memory of GPUs memory of the host too?"""
+        gpus = self._known().gpus
+        nodes = [str(gpu.memory_numa_node) for gpu in gpus if gpu.memory_numa_node is not None]
+        if not nodes:
+            return ok("not memory of the host")
+        return warn(
+            f"NUMA nodes of the host ({named(nodes)}): the kubelet counts it as the node's memory, and pods without a "
+            "GPU may get it",
+            "CDMM (coherent driver-based memory management): `options nvidia NVreg_CoherentGPUMemoryMode=driver` in "
+            "/etc/modprobe.d on the node, then reboot",
+        )
+
+    def all(self) -> list[Check]:
+        """In the order in which one thing rests on another. On a node without GPU only the first can fail."""
+        looks: dict[str, Look | None] = {
+            "kernel driver": self.kernel_driver,
+            "driver root": self.driver_root,
+            "NVML": self.nvml,
+            "health": self.health,
+            "device nodes": self.device_nodes,
+            "links in /dev/char": self.dev_char_links,
+            "GPU processes": self.gpu_processes,
+            "MIG mode": self.mig_mode,
+            "GPU agents": self.gpu_agents,
+            "IMEX": None if self.extra_devices.imex is None else self.imex,
+            "host devices": self.host_devices if self.extra_devices.host_devices else None,
+            "nvidia-cdi-hook": self.cdi_hook,
+            "persistence": self.persistence,
+            "GPU memory": self.gpu_memory,
+        }
+        needed = (Check(name, self._if_needed(look)) for name, look in looks.items() if look is not None)
+        return [Check("GPUs", self.gpus_on_the_bus), *needed]
+
+    def _if_needed(self, look: Look) -> Look:
+        def looked() -> Finding | Sequence[Finding]:
+            try:
+                found = look()
+            except _NotKnownError:
+                found = skip("not known without NVML")
+            gpus = self._sysfs.gpus()
+            if self.passthrough and gpus and len(self._under_vfio(gpus)) == len(gpus):
+                return skip("every GPU of this node is under vfio")
+            is_ok = isinstance(found, Finding) and found.status == "OK"
+            return found if is_ok or gpus else skip("this node has no GPU")
+
+        return looked
+
+    @property
+    def _sysfs(self) -> Sysfs:
+        return Sysfs(self.paths.sys, self.paths.proc)
+
+    def _under_vfio(self, functions: Sequence[PciFunction]) -> list[str]:
+        return [item.bus_id for item in functions if is_vfio(item.driver)]
+
+    def _known(self) -> Inventory:
+        """Raises: _NotKnownError without NVML."""
+        inventory = self.inventory.or_none()
+        if inventory is None:
+            raise _NotKnownError
+        return inventory
+
+    def _silent_gpus(self, inventory: Inventory) -> list[str]:
+        """PCI bus IDs of the GPUs that the NVIDIA driver is bound to, and that NVML does not show."""
+        bound = self._sysfs.gpus_of_the_nvidia_driver()
+        return sorted(bound.keys() - {gpu.pci_bus_id for gpu in inventory.gpus})
+
+    def _loaded_version(self) -> str | None:
+        match = _KERNEL_VERSION.search(driver_fingerprint(self.paths.proc))
+        return match[1] if match is not None else None
+
+    def _node_minors(self, dev: DevRoot) -> set[int]:
+        matches = map(_GPU_NODE.match, names_in(join_root(dev.root, "/dev")))
+        found = {int(match[1]) for match in matches if match is not None}
+        return {minor for minor in found if dev.node(f"/dev/nvidia{minor}") is not None}
+
+
+def _channels(wanted: ImexChannels) -> str:
+    return "all" if wanted == "all" else f"channel {wanted}"

@@ -1,0 +1,171 @@
+"""The kubelet's directories on this node, the sockets in them, and the records of gpu-dra-driver."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dra_driver.cli.checks.checks import Check
+from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
+from dra_driver.cli.rules.node_state import BOOT_UNKNOWN, NodeState
+from dra_driver.cli.state_on_disk import set_aside_files
+from dra_driver.model.units import counted, named
+from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
+from dra_driver.sharing.rules.mps_notes import notes_of
+from dra_driver.slices.leadership import DIRECTORY as INSTANCES
+from dra_driver.slices.leadership import living_instances
+
+_LOOKS = 2
+"""A busy plugin may be late once."""
+
+
+@dataclass(frozen=True, slots=True)
+class KubeletChecks:
+    """`registry` is the kubelet's plugin registry, `plugins` its plugin directory, `driver` the name of our DRA driver.
+
+    `node_state` reads what gpu-dra-driver wrote down, `cdi` is the directory with CDI specs.
+    """
+
+    driver: str
+    registry: Path
+    plugins: Path
+    node_state: Callable[[], NodeState]
+    cdi: Path | None = None
+
+    @property
+    def state(self) -> Path:
+        """The directory of gpu-dra-driver."""
+        return self.plugins / self.driver
+
+    def directories(self) -> Finding:
+        """Are the kubelet's directories there, and writable?"""
+        # A pod without privileges has its own directory mounted, and not those of other plugins.
+        plugins = self.plugins
+        if self.state.is_dir() and not os.access(plugins, os.W_OK | os.X_OK):
+            plugins = self.state
+        for path, flag in (
+            (self.registry, "--kubelet-registrar-directory-path"),
+            (plugins, "--kubelet-plugins-directory-path"),
+        ):
+            if not path.is_dir():
+                return fail(
+                    f"{path} is not there",
+                    f"`ps -o args= -C kubelet` shows the kubelet's --root-dir; set {flag} (and the mount) to match",
+                )
+            if not os.access(path, os.W_OK | os.X_OK):
+                return fail(
+                    f"{path} is not writable",
+                    "mount it writable into the pod of gpu-dra-driver, which has to run as root",
+                )
+        return ok(f"{self.registry} and {plugins} are writable")
+
+    def sockets(self) -> Finding:
+        """Is one instance registered under our name, or two in a rolling update?"""
+        if not self.registry.is_dir():
+            return skip(f"{self.registry} is not there")
+        from dra_driver.kubelet.registry import SocketWatch  # gRPC takes a while to import
+
+        files = self.state / INSTANCES
+        watch = SocketWatch(self.driver, self.registry, self.state, lambda: living_instances(files))
+        for _ in range(_LOOKS):
+            watch.look()
+        alive, dead, strangers = watch.instances(), watch.dead(), watch.strangers()
+        if strangers:
+            more = f" (and {len(strangers) - 1} more)" if len(strangers) > 1 else ""
+            return fail(strangers[0].text + more, strangers[0].remedy)
+        if len(alive) > 2:
+            return warn(
+                f"{len(alive)} instances are registered", "`kubectl get pods -A -o wide`: delete the old ones"
+            )
+        if dead:
+            return warn(
+                f"dead sockets: {named(list(map(str, dead)))}",
+                f"`rm {dead[0]}`, if no instance of gpu-dra-driver is starting at this moment",
+            )
+        if not alive:
+            return warn(
+                f"no instance of {self.driver} is registered", "start gpu-dra-driver; see its log if it runs"
+            )
+        update = " (a rolling update is under way)" if len(alive) == 2 else ""
+        return ok(f"{named(alive)} answers{update}")
+
+    def records(self) -> Finding:
+        """Can the records be read?"""
+        state = self.node_state()
+        if state.faults:
+            more = f" (and {len(state.faults) - 1} more)" if len(state.faults) > 1 else ""
+            return fail(
+                state.faults[0] + more,
+                "`gpu-dra-driver claims` lists them; such files are set aside, except those of a newer release",
+            )
+        aside = set_aside_files(self.state, self.cdi, self.driver)
+        if aside:
+            places = sorted({str(path.parent) for path in aside})
+            return warn(
+                f"{len(aside)} set aside as unreadable: {named([path.name for path in aside])}",
+                f"look at them in {' and '.join(places)}, then remove them",
+            )
+        waiting = sum(1 for record in state.records if record.phase != "prepared")
+        if waiting:
+            return warn(
+                f"{counted(len(state.records), 'claim')}, {waiting} not prepared yet",
+                "`gpu-dra-driver claims` lists them",
+            )
+        if state.records and state.boot_id is None:
+            return warn(*BOOT_UNKNOWN.split("; "))
+        return ok(counted(len(state.records), "prepared claim"))
+
+    def cleanup(self) -> Finding:
+        """Is cleanup pending?"""
+        found = self.node_state().cleanups
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            pending, _, remedy = found[0].text.rpartition("; ")
+            return warn(pending + more, f"{remedy}; `gpu-dra-driver cleanup` lists all")
+        return ok("no cleanup is pending")
+
+    def mig_layout(self) -> Finding:
+        """Is the node's MIG layout on its GPUs?"""
+        found = self.node_state().layouts
+        if not found:
+            return ok("the node has no MIG layout")
+        for state in ("refused", "waiting"):
+            concerned = [one for one in found if one.state == state]
+            if concerned:
+                text = f"layout {concerned[0].layout} is {state} on {counted(len(concerned), 'GPU')}"
+                return warn(f"{text}: {concerned[0].gpu_uuid}: {concerned[0].text}", "docs/mig.md: Layouts")
+        return ok(f"layout {found[0].layout} is on {counted(len(found), 'GPU')}")
+
+    def mps_host(self) -> Finding:
+        """Does the MPS host run, and do what is wanted? Claims with MPS wait for it."""
+        layout = mps_layout(self.state)
+        if not layout.lock.exists():
+            return ok("no MPS host; only claims with MPS need one (daemonset/components/mps)")
+        files = MpsHostFiles(layout)
+        problem = files.host_problem()
+        if problem is not None:
+            return warn(problem, "claims with MPS wait until it runs")
+        waiting = files.unseen()
+        if waiting:
+            return warn(
+                f"the MPS host has not yet done what is wanted of {', '.join(waiting)}",
+                "ask again in 30 seconds; if it is the same then, `kubectl logs` of its pod",
+            )
+        daemons = files.statuses()
+        notes = [text for status in daemons for _, text in notes_of(status)]
+        if notes:
+            return warn("; ".join(notes), "docs/sharing.md: MPS")
+        return ok(f"the MPS host runs; it has {counted(len(daemons), 'daemon')}")
+
+    def all(self) -> list[Check]:
+        """By name."""
+        return [
+            Check("kubelet directories", self.directories),
+            Check("registration", self.sockets),
+            Check("records", self.records),
+            Check("cleanup", self.cleanup),
+            Check("MIG layout", self.mig_layout),
+            Check("MPS host", self.mps_host),
+        ]

@@ -1,0 +1,71 @@
+"""Whether GPUs can be given to virtual machines, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dra_driver.cli.checks.checks import Check
+from dra_driver.cli.rules.findings import Finding, fail, ok, warn
+from dra_driver.cli.rules.node_state import NodeState
+from dra_driver.host.vfio import VfioCards
+from dra_driver.model.passthrough import Card
+from dra_driver.model.record import bindings
+from dra_driver.model.steps import BindVfio
+from dra_driver.model.units import counted, named
+
+
+@dataclass(frozen=True, slots=True)
+class PassthroughChecks:
+    """Checks of one host. `cards` are the selected ones and those that gpu-dra-driver has bound; none is selected where
+    passthrough is off."""
+
+    host: VfioCards
+    cards: Callable[[], Sequence[Card]]
+    state: Callable[[], NodeState]
+    is_on: bool
+
+    def passthrough(self) -> list[Finding]:
+        """A finding for each card that no virtual machine can get, and for what is under vfio without a claim."""
+        cards = self.cards()
+        if not cards:
+            return [
+                warn("no GPU is selected for virtual machines", "see `passthrough.gpus` in the configuration")
+            ]
+        found = [_problem(card) for card in cards if card.problem is not None]
+        fit = [card for card in cards if card.problem is None]
+        if fit and self.host.vm_users(fit[0]) is None:
+            found.append(
+                fail(
+                    "no card can change drivers: which programs have it cannot be told here",
+                    "set hostPID: true for the pods of gpu-dra-driver, or run doctor on the node",
+                )
+            )
+        known = {step.pci_bus_id for step in self._steps()}
+        forgotten = [card.bus_id for card in fit if card.by_us and card.bus_id not in known]
+        if forgotten:
+            found.append(
+                warn(
+                    f"under vfio for a claim of which there is no record: {named(forgotten)}",
+                    "end the claim's pod; if there is none, reboot the node",
+                )
+            )
+        bound = [card for card in fit if card.is_bound]
+        theirs = [card.bus_id for card in bound if not card.by_us]
+        kept = f", {len(theirs)} of them by an administrator, which stay so" if theirs else ""
+        summary = f"{counted(len(fit), 'card')} for virtual machines, {len(bound)} under vfio now{kept}"
+        return [*found, ok(summary)] if fit else found
+
+    def all(self) -> list[Check]:
+        """None on a node where this is off and no card of gpu-dra-driver is under vfio."""
+        is_needed = self.is_on or bool(self._steps())
+        return [Check("passthrough", self.passthrough)] if is_needed else []
+
+    def _steps(self) -> Sequence[BindVfio]:
+        state = self.state()
+        return bindings(state.known_records, state.boot_id)
+
+
+def _problem(card: Card) -> Finding:
+    seen, _, remedy = (card.problem or "").rpartition("; ")
+    return warn(f"{card.bus_id} is not for virtual machines: {seen or remedy}", remedy)

@@ -1,0 +1,96 @@
+"""The machine of a command other than `run`: no daemon is needed, and nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+
+from dra_driver.app.platforms import platform_of
+from dra_driver.app.settings import Settings
+from dra_driver.base.file_lock import UseMark
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cli.rules.node_state import NodeState
+from dra_driver.cli.state_on_disk import read_state
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.host.vfio import VfioCards
+from dra_driver.inventory.detachment import LOCK_FILE, Detachments
+from dra_driver.inventory.rules.gpu_names import held_gpu_names
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.passthrough import Card, is_vfio
+from dra_driver.model.record import bindings
+from dra_driver.model.steps import BindVfio
+from dra_driver.nvml.reader import NvmlReader
+from dra_driver.passthrough.cards import KnownCards
+from dra_driver.passthrough.ledger import DIRECTORY, PassthroughLedger
+
+
+class CommandMachine:
+    """The machine that the settings name. Its NVML stays closed while the node is detached.
+
+    Raises: InvalidConfigError, StateError if a simulated machine cannot be made.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        platform = platform_of(settings)
+        self.paths = platform.paths
+        self.nodes = platform.nodes
+        self.vfio = VfioCards(platform.paths, platform.nodes, platform.pci)
+        self.sysfs = Sysfs(platform.paths.sys, platform.paths.proc)
+        self.boot_id = self.sysfs.boot_id()
+        self.detachments = Detachments(settings.plugin_directory, self.boot_id)
+        self.load_nvml = self.detachments.guarded(platform.load_nvml)
+
+    def is_on_demand(self, gpu: Gpu) -> bool:
+        """Whether MIG devices are made on demand on a GPU."""
+        return self.settings.on_demand is not None and self.settings.on_demand(gpu)
+
+    def state(self) -> NodeState:
+        """What gpu-dra-driver wrote down, read now."""
+        settings = self.settings
+        specs = CdiDirectory(settings.cdi_root, settings.driver_name)
+        return read_state(settings.plugin_directory, self.boot_id, specs)
+
+    def cards(self, gpus: Sequence[Gpu], selected: Callable[[Gpu], bool] | None = None) -> tuple[Card, ...]:
+        """The GPUs for virtual machines that the settings select, or `selected`, and those that gpu-dra-driver has
+        bound; `gpus` are those that NVML shows. Raises: StateError."""
+        wanted = selected or self.settings.for_virtual_machines
+        directory = self.settings.plugin_directory / DIRECTORY
+        if wanted is None and not directory.is_dir():
+            return ()
+        ledger = PassthroughLedger(directory, self.boot_id, reader=lambda _unread: None)
+
+        def recorded() -> list[BindVfio]:
+            return bindings(self.state().known_records, self.boot_id)
+
+        return KnownCards(self.vfio, ledger, wanted, recorded).read(gpus)
+
+    def cards_under_vfio(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
+        """Every card that a vfio driver has, whatever is selected. Raises: StateError."""
+        if not any(is_vfio(gpu.driver) for gpu in self.sysfs.gpus()):
+            return ()
+        return tuple(card for card in self.cards(gpus, lambda _gpu: True) if card.is_bound)
+
+    def nvml_reader(self, on_demand: Callable[[Gpu], bool]) -> NvmlReader:
+        """NVML, not opened yet. GPUs have the names that the plugin gives them."""
+
+        def names() -> Mapping[str, str]:
+            return held_gpu_names(self.state().known_records)
+
+        by_minor = self.settings.device_names == "minor"
+        lock = self.settings.plugin_directory / LOCK_FILE
+        mark = UseMark(lock) if lock.exists() else None  # where no plugin ever ran, no process reads it
+        return NvmlReader(self.load_nvml, on_demand, mark=mark, kept_names=names if by_minor else None)
+
+    def open_nvml(self, session: ExitStack) -> NvmlReader:
+        """NVML until the session is closed. Raises: NvmlUnavailableError."""
+        reader = self.nvml_reader(lambda gpu: gpu.mig_enabled or self.is_on_demand(gpu))
+        reader.reopen()
+        session.callback(reader.session.close)
+        return reader
+
+
+def unread(inventory: Inventory) -> list[str]:
+    """What could not be read of a machine."""
+    return [f"{fault.subject}: {fault.text}" for fault in inventory.faults]

@@ -1,0 +1,138 @@
+"""What `doctor` says of the health of a node's GPUs and MIG devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
+from dra_driver.cli.rules.node_view import NodeView, SeenGpu, SeenReason
+from dra_driver.cli.rules.prepared_claims import age_text
+from dra_driver.model.units import counted, named
+
+_RESET = (
+    "end its pods, then `gpu-dra-driver detach{gpu}` and `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot "
+    "the node"
+)
+_WAIT = (
+    f"wait: it ends by itself if NVML requests no action; if it stays, {_RESET}; if it stays after the reset, "
+    "`gpu-dra-driver serviced{gpu}`"
+)
+_REPLACE = "end its pods, then have the GPU replaced"
+_REBOOT = "`kubectl drain` the node, then reboot it"
+_RESTART = f"wait; if it stays, delete the plugin's pod on the node; if that does not help, {_REBOOT}"
+_FABRIC = "`nvidia-smi -q | grep -A9 Fabric` and `systemctl status nvidia-fabricmanager` on the node"
+_SLOW = "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {bus}`: look at the cooling and the power supply"
+_PCIE = (
+    "`nvidia-smi -q -i {bus} | grep -A9 'GPU Link Info'` on the node: check that the GPU sits firmly in its slot, and "
+    "the firmware's settings of the slot"
+)
+_REMEDIES: tuple[tuple[str, str], ...] = (
+    ("gpu-lost", "`gpu-dra-driver detach{gpu}`, then `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot the "
+                 "node; `dmesg | grep -i xid` says why it was lost"),
+    ("row-remap failure", _REPLACE),
+    ("recovery-action reboot", _REBOOT),
+    ("recovery-action system-reboot", _REBOOT),
+    ("recovery-action bus-reset", _REBOOT),
+    ("recovery-action drain-p2p", "end the pods that use the GPU together with others"),
+    ("recovery-action recover-imex-domain", "`nvidia-imex-ctl -N` on the node: repair the IMEX daemons of its domain"),
+    ("recovery-action", _RESET),
+    ("row-remap pending", _RESET),
+    ("page-retirement", _RESET),
+    ("memory", _REPLACE),
+    ("sram", _REPLACE),
+    ("bank-remap", _RESET),
+    ("repair", _RESET),
+    ("unresponsive no-answer", _RESET),
+    ("unresponsive", _RESTART),
+    ("xid", _WAIT),
+    ("ecc", _WAIT),
+    ("fabric pending", f"wait; if it stays, {_FABRIC}"),
+    ("fabric", _FABRIC),
+    ("nvlink", f"{_RESET}; `nvidia-smi nvlink -s -i {{bus}}` shows its links; if they stay down, have the GPU or its "
+               "board replaced"),
+    ("flapping", "have the GPU tested; the log event health_changed has its history"),
+    ("slowdown", _SLOW),
+    ("nvlink-errors", "`nvidia-smi nvlink -e -i {bus}` on the node; if the counts keep growing, have the GPU tested"),
+    ("pcie-width", _PCIE),
+    ("pcie-generation", _PCIE),
+    ("unmonitored", "gpu-dra-driver gets no Xids of this GPU; look for them with `dmesg | grep -i xid`"),
+)  # fmt: skip
+"""What to do, by how a reason begins. Of several reasons the first in this table counts."""
+_OTHER = "`nvidia-smi -q -i {bus}` and `dmesg | grep -i nvrm` on the node"
+_WORST_FIRST = ("lost", "unhealthy", "degraded", "information")
+_FAILING = ("lost", "unhealthy")
+
+
+def health_findings(found: NodeView, *, has_nvml: bool) -> list[Finding]:
+    """A line for each GPU and each MIG device that is not well, the worst first; one line if all are well. `has_nvml`
+    says whether NVML was asked. A reason that NVML does not show any more is over.
+    """
+    places = {gpu.name: gpu for gpu in found.gpus}
+    ill: dict[str, list[SeenReason]] = {}
+    for reason in found.health:
+        if not reason.is_over:
+            ill.setdefault(reason.subject, []).append(reason)
+    worst_first = sorted(ill.values(), key=lambda reasons: _WORST_FIRST.index(_worst(reasons)))
+    lines = [_finding(places[reasons[0].subject.partition(" ")[0]], reasons) for reasons in worst_first]
+    lines += [*_unknown(found.gpus if has_nvml else ()), *_problems(found.notes)]
+    return lines or [_all_well(found.gpus, has_nvml=has_nvml)]
+
+
+def _finding(gpu: SeenGpu, reasons: Sequence[SeenReason]) -> Finding:
+    worst = _worst(reasons)
+    texts = "; ".join(f"{reason.text}{_age(reason.since_s)}" for reason in reasons)
+    seen = f"{_name(gpu, reasons[0])} is {worst}: {texts}"
+    if worst == "information":
+        seen = f"{_name(gpu, reasons[0])}: {texts}"
+    return fail(seen, _remedy(gpu, reasons)) if worst in _FAILING else warn(seen, _remedy(gpu, reasons))
+
+
+def _worst(reasons: Iterable[SeenReason]) -> str:
+    return min((reason.severity for reason in reasons), key=_WORST_FIRST.index)
+
+
+def _name(gpu: SeenGpu, reason: SeenReason) -> str:
+    """`gpu-6b45fc99 (0000:1b:00.0)`, for an instance the names of its MIG devices."""
+    instance = reason.subject.partition(" ")[2]
+    names = named(reason.devices) or reason.subject
+    place = "" if gpu.pci_bus_id in (None, gpu.name) else f" ({gpu.pci_bus_id})"
+    if reason.devices:
+        place = f" ({gpu.pci_bus_id or gpu.name}, {instance})"
+    return f"{names}{place}"
+
+
+def _age(seconds: float | None) -> str:
+    return "" if seconds is None else f" (for {age_text(seconds)})"
+
+
+def _remedy(gpu: SeenGpu, reasons: Sequence[SeenReason]) -> str:
+    told = [f"{reason.reason} " for reason in reasons]
+    remedy = next(
+        (text for start, text in _REMEDIES if any(one.startswith(f"{start} ") for one in told)), _OTHER
+    )
+    place = gpu.pci_bus_id or gpu.uuid
+    # Without its UUID `detach` does not know which claims are on a GPU; without a GPU all claims count.
+    return remedy.format(gpu=f" {place}" if gpu.uuid else "", bus=place)
+
+
+def _unknown(gpus: Iterable[SeenGpu]) -> Iterator[Finding]:
+    unknown = [gpu.name for gpu in gpus if gpu.health == "unknown"]
+    if unknown:
+        yield warn(
+            f"the health of {named(unknown)} is not known",
+            "`nvidia-smi -q` on the node; then run doctor again",
+        )
+
+
+def _problems(problems: Iterable[str]) -> Iterator[Finding]:
+    for problem in problems:
+        seen, _, remedy = problem.rpartition("; ")
+        yield warn(seen, remedy)
+
+
+def _all_well(gpus: Sequence[SeenGpu], *, has_nvml: bool) -> Finding:
+    if not has_nvml:
+        return skip("not known without NVML")
+    if not gpus:
+        return skip("NVML shows no GPU")
+    return ok(f"{counted(len(gpus), 'GPU is', 'GPUs are')} well")

@@ -1,0 +1,102 @@
+"""What a container runtime's configuration says of CDI, and whether our specs are read with it."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dra_driver.cli.rules.findings import Finding, fail, ok, warn, worst
+
+DEFAULT_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
+_CRI_PLUGINS = ("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri", "cri")
+
+Toml = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeConfig:
+    """What a runtime's configuration says of CDI. `enabled` None: not said; `file` is a path on the host."""
+
+    runtime: str
+    file: str
+    enabled: bool | None = None
+    directories: tuple[str, ...] | None = None
+
+
+def containerd_config(path: str, document: Toml, imported: Iterable[tuple[str, Toml]]) -> RuntimeConfig:
+    """The main file with those that it imports, which win, as in containerd. What none of them says is left to the
+    default of containerd's version."""
+    config = RuntimeConfig("containerd", path)
+    for file, part in [(path, document), *imported]:
+        plugins = part.get("plugins") or {}
+        for name in _CRI_PLUGINS:
+            cri = plugins.get(name)
+            if isinstance(cri, dict):
+                enabled, directories = cri.get("enable_cdi"), _paths(cri.get("cdi_spec_dirs"))
+                if enabled is not None or directories is not None:
+                    config = RuntimeConfig(
+                        "containerd",
+                        file,
+                        config.enabled if enabled is None else bool(enabled),
+                        config.directories if directories is None else directories,
+                    )
+    if config.enabled is None and document.get("version") == 3:
+        # Only containerd 2 reads this version of the file, and there CDI is on.
+        return RuntimeConfig("containerd", config.file, True, config.directories)
+    return config
+
+
+def crio_config(documents: Sequence[tuple[str, Toml]]) -> RuntimeConfig | None:
+    """The main file and its drop-ins by path, in CRI-O's order: later ones win. None without any."""
+    if not documents:
+        return None
+    merged: dict[str, Any] = {}
+    for _, document in documents:
+        merged |= (document.get("crio") or {}).get("runtime") or {}
+    last = documents[-1][0]
+    return RuntimeConfig("crio", last, merged.get("enable_cdi", True), _paths(merged.get("cdi_spec_dirs")))
+
+
+def judge_runtimes(found: Sequence[RuntimeConfig], cdi_root: str) -> Finding:
+    """The worst that is to be said of the runtimes, if gpu-dra-driver writes its specs to `cdi_root`."""
+    if not found:
+        if not any(canonical(cdi_root) == canonical(path) for path in DEFAULT_DIRECTORIES):
+            return warn(
+                f"no configuration found; runtimes read {' and '.join(DEFAULT_DIRECTORIES)}, not {cdi_root}",
+                f"run gpu-dra-driver with --cdi-root {DEFAULT_DIRECTORIES[1]}",
+            )
+        return ok(f"no configuration found; {cdi_root} is read by default (containerd 2, CRI-O)")
+    return worst(_judged(config, cdi_root) for config in found)
+
+
+def _judged(config: RuntimeConfig, cdi_root: str) -> Finding:
+    directories = config.directories if config.directories is not None else DEFAULT_DIRECTORIES
+    if config.enabled is False:
+        return fail(
+            f"{config.runtime}: CDI is off ({config.file})",
+            f"set enable_cdi = true in {config.file}, then `systemctl restart {config.runtime}`",
+        )
+    if canonical(cdi_root) not in map(canonical, directories):
+        return fail(
+            f"{config.runtime} reads {', '.join(directories) or 'nothing'}, gpu-dra-driver writes to {cdi_root}",
+            f"run gpu-dra-driver with --cdi-root {directories[-1] if directories else DEFAULT_DIRECTORIES[1]}, or add "
+            f"{cdi_root} to cdi_spec_dirs in {config.file} and restart {config.runtime}",
+        )
+    if config.enabled is None and config.runtime == "containerd":
+        return warn(
+            f"containerd: enable_cdi is not set in {config.file}; off before 2.0, on since",
+            f"`containerd --version`; before 2.0 set enable_cdi = true in {config.file} and restart it",
+        )
+    return ok(f"{config.runtime} reads {', '.join(directories)} ({config.file})")
+
+
+def _paths(value: Any) -> tuple[str, ...] | None:
+    return tuple(str(path) for path in value) if isinstance(value, list) else None
+
+
+def canonical(path: str) -> str:
+    """`/var/run` is `/run` everywhere."""
+    clean = posixpath.normpath(path)
+    return clean.removeprefix("/var") if clean.startswith("/var/run/") else clean

@@ -1,0 +1,155 @@
+"""What the plugin wrote down on a node, read by another process: nothing is created, renamed or locked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from dra_driver.base.atomic import QUARANTINE, read_plain, state_error
+from dra_driver.base.json_store import UnreadableFile
+from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.metadata_files import DIRECTORY as METADATA
+from dra_driver.cli.rules.node_state import BOOT_UNKNOWN, NodeState
+from dra_driver.cli.rules.prepared_claims import NodeClaims, contradictions, prepared_claims, shown
+from dra_driver.errors import DraDriverError, StateError
+from dra_driver.health.rules.state import rebooted
+from dra_driver.health.store import decode
+from dra_driver.journal.ledger import DIRECTORY as LEDGER
+from dra_driver.journal.ledger import Ledger
+from dra_driver.journal.record_codec import step_kind
+from dra_driver.journal.records import RecordStore
+from dra_driver.mig.layout_file import LAYOUT_FILE
+from dra_driver.mig.layout_file import decode as decode_layouts
+from dra_driver.mig.ledger import MigLedger
+from dra_driver.model.health import HealthState
+from dra_driver.model.mig_layouts import GpuLayout
+
+Value = TypeVar("Value")
+
+
+HEALTH_FILE = "health.json"
+_REMEDY = "read it as root, or restart gpu-dra-driver, which replaces a damaged file"
+
+
+def read_state(
+    plugin_directory: Path, boot_id: str | None = None, specs: CdiDirectory | None = None
+) -> NodeState:
+    """All that can be read; a directory that is not there holds nothing. With `boot_id` None records are as they were
+    written, and all pending cleanups and all kept health count as of this boot. Without `specs` nothing is pending of a
+    claim whose record is unreadable."""
+    faults: list[str] = []
+    claims, mig, pending = (plugin_directory / name for name in ("claims", "mig", LEDGER))
+
+    def unread(what: str) -> Callable[[UnreadableFile], None]:
+        return lambda it: faults.append(f"{what} {it.kept_as} cannot be read: {it.reason}")
+
+    records = RecordStore(claims, boot_id, unread("the claim record"))
+    ledger = MigLedger(mig, boot_id, reader=unread("the MIG ledger file"))
+    without_record = partial(_without_record, records, specs)
+    gpus = Ledger(pending, records, boot_id, without_record, reader=unread("the ledger"))
+    of_claims = _read(records.all, claims, faults)
+    ledger_faults: list[str] = []
+    owned = _read(ledger.all, mig, ledger_faults)
+    modes = {} if ledger_faults else _read(ledger.owned_modes, mig, ledger_faults)
+    faults += ledger_faults
+    of_cleanups = _read(lambda: {one.name: one for one in gpus.pending()}, pending, faults)
+    health, notes = _read_health(plugin_directory / HEALTH_FILE, boot_id)
+    layouts = _read_layouts(plugin_directory / LAYOUT_FILE, faults)
+    return NodeState(
+        tuple(of_claims.values()),
+        tuple(owned.values()),
+        tuple(of_cleanups.values()),
+        tuple(health),
+        boot_id,
+        tuple(faults),
+        notes,
+        layouts,
+        frozenset(uuid for uuid, mode in modes.items() if mode.boot_id == boot_id),
+        next(iter(ledger_faults), None),
+    )
+
+
+def _without_record(records: RecordStore, specs: CdiDirectory | None) -> Collection[str]:
+    """UIDs of claims whose record is unreadable and that have not ended."""
+    if specs is None:
+        return {path.name.partition(".json")[0] for path in records.quarantined()}
+    return specs.uids() - records.all().keys()
+
+
+def _read_layouts(path: Path, faults: list[str]) -> Sequence[GpuLayout]:
+    try:
+        return decode_layouts(read_plain(path))
+    except FileNotFoundError:
+        return ()
+    except (OSError, StateError) as error:
+        faults.append(f"the state of the MIG layout {path} cannot be read: {error}")
+        return ()
+
+
+def _read_health(path: Path, boot_id: str | None) -> tuple[Iterable[HealthState], tuple[str, ...]]:
+    """What gpu-dra-driver wrote down of the GPUs, and what is wrong with that. The file is left as it is."""
+    try:
+        kept = decode(read_plain(path))
+    except FileNotFoundError:
+        return (), ()
+    except OSError as error:
+        return (), (f"cannot read the kept health {path}: {error.strerror or error}; {_REMEDY}",)
+    except StateError as error:
+        return (), (f"the kept health {path} cannot be read: {error}; {_REMEDY}",)
+    if boot_id is None or kept.boot_id == boot_id:
+        return kept.states, ()
+    note = "the kept health is from before the last boot, and nobody has watched the GPUs since; start gpu-dra-driver"
+    states = (state for state in kept.states if not state.target.is_instance)
+    return (rebooted(state, 0) for state in states), (note,)
+
+
+def read_claims(
+    state: NodeState, plugin_directory: Path, cdi_root: Path, driver: str, now: datetime
+) -> NodeClaims:
+    """What is prepared on this node, by its state, the CDI specs, and the files that were set aside."""
+    specs: Mapping[str, Sequence[str]] | None = None
+    problems = [*state.faults, *([BOOT_UNKNOWN] if state.records and state.boot_id is None else ())]
+    try:
+        specs = CdiDirectory(cdi_root, driver).list()
+    except (DraDriverError, OSError) as error:
+        problems.append(str(error))
+    claims = prepared_claims(state, specs, step_kind, now)
+    problems += [
+        f"{file} was set aside, because it is not a readable file of gpu-dra-driver; look at it, then remove it"
+        for file in set_aside_files(plugin_directory, cdi_root, driver)
+    ]
+    problems += contradictions(state, specs, claims)
+    return NodeClaims(claims, tuple(problems), tuple(map(shown, state.cleanups)))
+
+
+def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) -> list[Path]:
+    """The files that gpu-dra-driver renamed because it could not read them, or because they had the name of one of its
+    own files. A directory that cannot be read has none."""
+    found: list[Path] = []
+    places = ["", "claims", LEDGER, "mig", "passthrough", "locks", "mps", f"{METADATA}/*/*"]
+    globs = [(plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]
+    if cdi_root is not None:
+        globs.append((cdi_root, f"*{driver}*{QUARANTINE}-*"))  # others have files there
+    for directory, pattern in globs:
+        with suppress(OSError):
+            found += sorted(directory.glob(pattern))
+    return found
+
+
+def _read(
+    everything: Callable[[], Mapping[str, Value]], directory: Path, faults: list[str]
+) -> Mapping[str, Value]:
+    try:
+        directory.stat()
+        return everything()
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        faults.append(str(state_error("read", directory, error)))
+    except StateError as error:
+        faults.append(str(error))
+    return {}

@@ -1,0 +1,202 @@
+"""Would a claim fit on a machine? Decided as the scheduler does it, explained by `rules.explain`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dra_driver.api.config import DEFAULTS as KINDS
+from dra_driver.api.resolve import config_for_result
+from dra_driver.base.bounded_call import bounded
+from dra_driver.claims.rules.extra_devices import asked_host_devices
+from dra_driver.claims.rules.plan import is_for_virtual_machine
+from dra_driver.cli.validation.rules.allocator import (
+    AllocationError,
+    Wanted,
+    all_wanted,
+    allocate,
+    counters_of,
+    less,
+    take_inventory,
+)
+from dra_driver.cli.validation.rules.explain import Funnel, funnel, largest_group
+from dra_driver.errors import DraDriverError, RetryableError
+from dra_driver.kube.claims import parse_allocated_claim
+from dra_driver.model.claim import ClaimRef
+from dra_driver.model.extra_devices import NO_EXTRA_DEVICES, ExtraDevices
+from dra_driver.model.json_object import JsonObject
+from dra_driver.model.units import counted
+
+_PLAIN_STEPS = 2
+"""A request without selectors of its own has these: all devices, those of its class."""
+_BOUND_S = 5.0
+"""The search through partitions of GPUs can take longer than anybody waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The outcome for one claim.
+
+    `devices` are (request, device) of one way to serve it, empty if there is none; then `problem` says why.
+    `refusal` is what Prepare would say to the parameters for these devices. `allocation` is the claim's status.
+    """
+
+    funnels: tuple[Funnel, ...]
+    devices: tuple[tuple[str, str], ...] = ()
+    problem: str | None = None
+    refusal: str | None = None
+    allocation: JsonObject | None = None
+
+
+@dataclass(eq=False)
+class MachineFit:
+    """One empty machine: nothing of it is allocated yet. `extra_devices` are what the configuration of gpu-dra-driver
+    there gives to claims beside their GPUs."""
+
+    name: str
+    driver: str
+    slices: Sequence[JsonObject]
+    extra_devices: ExtraDevices = NO_EXTRA_DEVICES
+
+    def __post_init__(self) -> None:
+        self._node = str(self.slices[0]["spec"]["nodeName"]) if self.slices else self.name
+        # Pools are read in the order of the names of their slices.
+        named = [{**entry, "metadata": {"name": f"{number:04d}"}} for number, entry in enumerate(self.slices)]
+        self._empty = take_inventory(named, (), self._node)
+        self.devices = self._empty.candidates
+
+    def claim(
+        self, spec: JsonObject, classes: Mapping[str, JsonObject], others: Sequence[JsonObject] = ()
+    ) -> Fit:
+        """Whether a v1 claim spec fits beside the claims `others`, which hold devices already.
+
+        Raises: AllocationError for a class that is missing, InvalidConfigError and NotJudgedError for a selector.
+        """
+        devices = spec.get("devices") or {}
+        wanted = all_wanted(devices, classes)
+        funnels = tuple(funnel(entry, self.devices) for group in wanted for entry in group)
+        short = _first_short(wanted, funnels)
+        if short is not None:
+            return Fit(funnels, problem=short)
+        claim, left = {"metadata": {"name": "claim"}, "spec": spec}, less(self._empty, others)
+        try:
+            allocation = bounded("the search", lambda: allocate(left, claim, classes, self._node), _BOUND_S)
+        except RetryableError:
+            return Fit(funnels, problem=f"no choice of devices was found within {_BOUND_S:.0f} s")
+        except AllocationError as error:
+            return Fit(funnels, problem=self._no_choice(wanted, funnels, devices) or str(error))
+        results = tuple((entry["request"], entry["device"]) for entry in allocation["devices"]["results"])
+        return Fit(funnels, results, None, self._refusal(allocation), allocation)
+
+    def together(self, specs: Sequence[JsonObject], classes: Mapping[str, JsonObject]) -> str | None:
+        """Why claims with these v1 specs do not fit at one time, as the claims of one pod have to; None if they do."""
+        others: list[JsonObject] = []
+        for spec in specs:
+            fit = self.claim(spec, classes, others)
+            if fit.problem is not None:
+                alone = self.claim(spec, classes)
+                if alone.problem is not None:
+                    return alone.problem
+                text, free, matching = self.taken_away(alone, others)
+                return f"{text} ({free} of {matching} matching devices are free)"
+            others.append({"status": {"allocation": fit.allocation}})
+        return None
+
+    def taken_away(self, alone: Fit, others: Sequence[JsonObject]) -> tuple[str, int, int]:
+        """Why a claim that fits alone does not fit beside others; of the request that lacks most, how many devices are
+        free, in whole and with their part of the GPU, and how many match."""
+        left = less(self._empty, others)
+        free = {
+            one.name
+            for one in left.candidates
+            if one.id not in left.taken
+            and one.id not in left.shares
+            and all(left.counters.get(key, 0) >= least for key, least in counters_of(one).items())
+        }
+        wanted = Counter(request for request, _ in alone.devices)
+        matching = {found.request: found.matching for found in alone.funnels if found.request in wanted}
+        unused = {request: len(free.intersection(names)) for request, names in matching.items()}
+        request = min(matching, key=lambda name: unused[name] - wanted[name])
+        text = (
+            f"request {request} asks for {counted(wanted[request], 'device')}, but other claims hold too many"
+        )
+        return text, unused[request], len(matching[request])
+
+    def _no_choice(
+        self, wanted: list[list[Wanted]], funnels: tuple[Funnel, ...], devices: JsonObject
+    ) -> str | None:
+        """What to say where each request could be served by itself, but not all of the claim; None for one device."""
+        by_name = {found.request: found.matching for found in funnels}
+        entries = [entry for group in wanted for entry in group]
+        constraints = devices.get("constraints") or ()
+        matches = [one for one in constraints if one.get("matchAttribute")]
+        for constraint in matches if len(entries) == len(wanted) else ():  # there are no alternatives
+            attribute, names = constraint["matchAttribute"], constraint.get("requests") or by_name
+            chosen = [entry for entry in entries if entry.name in names]
+            count = sum(entry.count or len(by_name[entry.name]) for entry in chosen)
+            matching = {name for entry in chosen for name in by_name[entry.name]}
+            number, value = largest_group(attribute, self.devices, matching)
+            if number < count:
+                largest = (
+                    f"the largest group has {number} ({value})"
+                    if number
+                    else "no matching device has this attribute"
+                )
+                asks = f"the claim asks for {count} devices with one value"
+                return f"constraint matchAttribute {attribute}: {asks}, {largest}"
+        if len(entries) == 1 and entries[0].count == 1:
+            return None
+        text = "enough devices match, but no choice of them serves all requests at one time"
+        kinds = ("matchAttribute", "distinctAttribute")
+        attributes = ", ".join(
+            f"{kind} {one[kind]}" for one in constraints for kind in kinds if one.get(kind)
+        )
+        return f"{text} with {attributes}" if attributes else text
+
+    def _refusal(self, allocation: JsonObject) -> str | None:
+        """What Prepare would say to the parameters that the claim and its classes carry."""
+        kinds: dict[str, Any] = {
+            one.name: one.view.attributes.get(self.driver, {}).get("type") for one in self.devices
+        }
+        body = {"metadata": {"uid": "0"}, "status": {"allocation": allocation}}
+        try:
+            claim = parse_allocated_claim(body, ClaimRef("", "claim", "0"))
+            ours = [result for result in claim.results if result.driver == self.driver]
+            devices = [(result, kinds[result.device]) for result in ours if kinds.get(result.device) in KINDS]
+            is_for_virtual_machine(devices)
+            for result, kind in devices:
+                parameters = config_for_result(result, claim.configs, self.driver, kind)
+                asked_host_devices(claim, result, parameters, self.driver, self.extra_devices.askable)
+        except DraDriverError as error:
+            return f"allocated on {self.name}, Prepare would refuse it: {error}"
+        return None
+
+
+def _first_short(wanted: list[list[Wanted]], funnels: tuple[Funnel, ...]) -> str | None:
+    """Why a request cannot be served whatever the others get; None if each can."""
+    by_name = {found.request: found for found in funnels}
+    for group in wanted:
+        shorts = [_short_of(entry, by_name[entry.name]) for entry in group]
+        # An error in a selector ends the scheduler's search, also where another alternative would fit.
+        broken = [short for entry, short in zip(group, shorts, strict=True) if by_name[entry.name].error]
+        if broken or all(shorts):
+            return "; ".join(short for short in broken or shorts if short)
+    return None
+
+
+def _short_of(wanted: Wanted, found: Funnel) -> str | None:
+    """Why one request cannot be served by itself; None if it can."""
+    who = f"request {wanted.name}"
+    if found.error is not None:
+        return f"{who}: selector {found.error}"
+    if not found.matching:
+        return f"{who}: {found.sentence()}"
+    if wanted.count is not None and wanted.count > len(found.matching):
+        if wanted.capacity:
+            return None
+        asks = f"{who} asks for {counted(wanted.count, 'device')} of class {wanted.class_name}"
+        why = "" if len(found.steps) == _PLAIN_STEPS else f": {found.sentence()}"
+        return f"{asks}, but only {len(found.matching)} can serve it{why}"
+    return None

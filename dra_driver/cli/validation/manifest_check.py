@@ -1,0 +1,450 @@
+"""One report for each document: is it right, what is probably not meant, and would it fit the machines?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from difflib import get_close_matches
+
+from dra_driver.cli.validation.documents import Document
+from dra_driver.cli.validation.machine_fit import Fit, MachineFit
+from dra_driver.cli.validation.rules.device_classes import profile_of_class
+from dra_driver.cli.validation.rules.extended_resources import (
+    IMPLICIT,
+    asked_resources,
+    extended_requests,
+    served_resources,
+)
+from dra_driver.cli.validation.rules.manifests import (
+    KINDS,
+    alternative_hints,
+    as_v1,
+    bodies,
+    claim_spec,
+    class_names,
+    class_type,
+    hidden_volumes,
+    is_parameters,
+    object_faults,
+    parameter_faults,
+    pod_faults,
+    requests_of,
+    unused_claims,
+    uses_mps,
+)
+from dra_driver.cli.validation.rules.selection import NotJudgedError
+from dra_driver.cli.validation.rules.selectors import compiled, driver_asked_for
+from dra_driver.cli.validation.rules.server_answers import Answer
+from dra_driver.cli.validation.rules.standard_classes import standard_classes
+from dra_driver.cli.validation.rules.workloads import pod_specs
+from dra_driver.cli.validation.server_trial import Reference, ServerFindings
+from dra_driver.model.json_object import JsonObject
+from dra_driver.model.units import counted, named
+
+NOT_JUDGED = "not judged"
+DEFAULT_NAMESPACE = "default"
+_SHOWN_DEVICES = 4
+_ALIKE = 0.92
+"""How alike two names of classes are when one of them is a spelling mistake: a letter or so."""
+_ADMIN_LABEL = "resource.kubernetes.io/admin-access"
+_ADMIN_HINT = "adminAccess needs the label"
+
+
+@dataclass(slots=True)
+class DocumentReport:
+    """What is said about one document.
+
+    `verdict` is OK, FAULT, SKIP for what has nothing to do with gpu-dra-driver, or "not judged" where a selector, a
+    class or the claim of a pod is not known here. `server` is what the API server made of it, None if it was not to be
+    asked.
+    """
+
+    place: str
+    name: str
+    verdict: str = "OK"
+    faults: list[str] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    devices: list[dict[str, str]] = field(default_factory=list)
+    requests: list[JsonObject] = field(default_factory=list)
+    server: str | None = None
+
+
+def check_documents(
+    documents: Sequence[Document],
+    driver: str,
+    machines: Sequence[MachineFit] = (),
+    config_faults: Mapping[int, Sequence[str]] | None = None,
+    server: ServerFindings | None = None,
+    namespace: str = DEFAULT_NAMESPACE,
+) -> list[DocumentReport]:
+    """A report for each document, in their order. Claims are checked against the machines, if there are any.
+
+    `config_faults` are the faults of configuration files by the number of the document; `namespace` is that of
+    documents that name none.
+    """
+    check = ManifestCheck(documents, driver, machines, server, namespace)
+    reports = []
+    for number, document in enumerate(documents):
+        report = DocumentReport(
+            document.place, document.name, faults=list((config_faults or {}).get(number, ()))
+        )
+        try:
+            check.document(document, report)
+        except NotJudgedError as error:
+            report.verdict = NOT_JUDGED
+            report.notes.append(f"its selectors are not judged: {error}")
+        if server is not None:
+            _add_answer(server.answers.get(number), report)
+        report.verdict = "FAULT" if report.faults else report.verdict
+        reports.append(report)
+    return reports
+
+
+def references(documents: Sequence[Document], namespace: str) -> list[Reference]:
+    """The claims and templates that pods name and no document is."""
+    there = set()
+    wanted: dict[Reference, None] = {}
+    for document in documents:
+        content = document.content
+        if not isinstance(content, dict):
+            continue
+        own = str(_metadata(content).get("namespace") or namespace)
+        there.add((str(content.get("kind")), own, str(_metadata(content).get("name"))))
+        for path, spec in pod_specs(content):
+            if not pod_faults(spec, path):
+                wanted |= dict.fromkeys((kind, own, name) for _, kind, name in _claims_of(spec))
+    return [reference for reference in wanted if reference not in there]
+
+
+def _add_answer(answer: Answer | None, report: DocumentReport) -> None:
+    if answer is None:
+        return
+    report.server = answer.outcome
+    report.hints += [f"API server warns: {text}" for text in answer.warnings]
+    match answer.outcome:
+        case "accepted":
+            report.hints = [
+                hint for hint in report.hints if not hint.startswith(_ADMIN_HINT)
+            ]  # it has looked
+            report.notes.append(f"API server: accepts it{'; ' + answer.text if answer.text else ''}")
+        case "refused":
+            report.faults.append(f"API server: {answer.text}")
+        case "waits":
+            report.notes.append(f"API server: cannot check it yet: {answer.text}")
+        case "not asked":
+            report.notes.append(f"API server: not asked: {answer.text}")
+
+
+@dataclass(eq=False)
+class ManifestCheck:
+    """Looks at documents one by one, knowing all of them."""
+
+    documents: Sequence[Document]
+    driver: str
+    machines: Sequence[MachineFit]
+    server: ServerFindings | None
+    namespace: str
+
+    def __post_init__(self) -> None:
+        attributes = [
+            device.view.attributes.get(self.driver, {})
+            for machine in self.machines
+            for device in machine.devices
+        ]
+        self._has_mig = any("profile" in one for one in attributes) or not any(
+            one.get("migCapable") for one in attributes
+        )
+        self._has_vfio = any(one.get("type") == "vfio" for one in attributes)
+        profiles = {one.get("profile") for one in attributes}
+        self._faults: dict[int, list[str]] = {}
+        self._good: dict[Reference, JsonObject] = {}
+        self._places: dict[Reference, str] = {}
+        self._labels: dict[str, JsonObject] = {}
+        for document in self.documents:
+            content = document.content
+            kind = content.get("kind") if isinstance(content, dict) else None
+            if kind == "Namespace":
+                labels = _metadata(content).get("labels")
+                self._labels[str(_metadata(content).get("name"))] = labels if isinstance(labels, dict) else {}
+            if kind not in KINDS:
+                continue
+            faults = [str(fault) for fault in object_faults(content, self.driver)]
+            self._faults[id(document)] = faults
+            of_cluster = kind == "DeviceClass"
+            own = "" if of_cluster else self._namespace_of(content)
+            reference = (kind, own, str(_metadata(content).get("name")))
+            self._places[reference] = document.place
+            if not faults:
+                v1 = as_v1(content)
+                self._good[reference] = v1
+                profiles |= set() if of_cluster else set(map(profile_of_class, class_names(claim_spec(v1))))
+        known = self.server.classes if self.server is not None else None
+        self._cluster_classes = None if known is None else {one["metadata"]["name"]: one for one in known}
+        # Those that come with gpu-dra-driver, and those of MIG profiles that the machines or the documents name.
+        standard = standard_classes(self.driver, filter(None, profiles)) if known is None else {}
+        of_files = {name: entry for (kind, _, name), entry in self._good.items() if kind == "DeviceClass"}
+        self._classes: dict[str, JsonObject] = {**standard, **(self._cluster_classes or {}), **of_files}
+
+    def _namespace_of(self, content: JsonObject) -> str:
+        return str(_metadata(content).get("namespace") or self.namespace)
+
+    def document(self, document: Document, report: DocumentReport) -> None:
+        """Fill the report of one document."""
+        content = document.content
+        if document.problem is not None:
+            report.faults.append(document.problem)
+        elif not isinstance(content, dict):
+            report.faults.append("this document is not a Kubernetes object")
+        elif content.get("kind") in KINDS:
+            report.faults += self._faults[id(document)]
+            if not report.faults:
+                self._object(content, as_v1(content), report)
+        elif is_parameters(content):
+            report.faults += [str(fault) for fault in parameter_faults(content, "")]
+        elif pods := list(pod_specs(content)):
+            self._pods(pods, self._namespace_of(content), report)
+        elif not document.is_configuration:
+            report.verdict = "SKIP"
+            report.notes.append("skipped: not related to gpu-dra-driver")
+
+    def _object(self, content: JsonObject, v1: JsonObject, report: DocumentReport) -> None:
+        if content["apiVersion"] != v1["apiVersion"]:
+            report.hints.append(
+                f"{content['apiVersion']} goes away; write {v1['apiVersion']} (Kubernetes 1.34 and newer)"
+            )
+        self._judge_selectors(v1)
+        if v1["kind"] == "DeviceClass":
+            self._class(v1, report)
+            return
+        spec = claim_spec(v1)
+        self._admin_hint(spec, self._namespace_of(content), report)
+        path = "spec.spec.devices" if v1["kind"] == "ResourceClaimTemplate" else "spec.devices"
+        report.hints += alternative_hints(spec.get("devices") or {}, path, self.driver)
+        if self._knows_classes(sorted(set(class_names(spec))), report):
+            self._try_claim(spec, report)
+
+    def _class(self, v1: JsonObject, report: DocumentReport) -> None:
+        """A class matches devices, but wants none; on a machine without any it is still right."""
+        name = v1["metadata"]["name"]
+        other = self._other_driver(name)
+        if other is not None:
+            report.verdict = "SKIP"
+            report.notes.append(f"skipped: is for devices of {other}")
+            return
+        request = {"name": "device", "exactly": {"deviceClassName": name}}
+        errors: dict[str, None] = {}
+        for machine in self.machines:
+            found = machine.claim({"devices": {"requests": [request]}}, {name: v1}).funnels[0]
+            report.requests.append(asdict(found))
+            if found.error is not None:
+                errors[f"selector {found.error}"] = None
+            elif not found.matching:
+                report.notes.append(f"no device of {machine.name} matches")
+            else:
+                of = f" of {machine.name}" if len(self.machines) > 1 else ""
+                report.notes.append(
+                    f"{len(found.matching)} of {counted(len(machine.devices), 'device')}{of} match"
+                )
+        report.faults += errors
+
+    def _knows_classes(self, names: Sequence[str], report: DocumentReport) -> bool:
+        """Whether all classes are there, and for devices of gpu-dra-driver. One that is spelled nearly as a known one
+        is a fault; any other that is not among the files may be in the cluster."""
+        unjudged = []
+        for name in names:
+            if name in self._classes:
+                other = self._other_driver(name)
+                unjudged += [] if other is None else [f"DeviceClass {name} is for devices of {other}"]
+                continue
+            near = [
+                known
+                for known in get_close_matches(name, self._classes, 1, _ALIKE)
+                if not name.endswith(f".{known}")
+            ]
+            meant = f"; did you mean {near[0]}?" if near else ""
+            if self._cluster_classes is not None:
+                absent = f"DeviceClass {name} is not in the cluster and not in the files"
+                report.faults.append(f"{absent}: the claim gets no devices{meant}")
+            elif near:
+                report.faults.append(f"unknown DeviceClass {name}{meant}")
+            else:
+                unjudged.append(
+                    f"unknown DeviceClass {name}: it is not in the files, and gpu-dra-driver does not install it"
+                )
+        if unjudged:
+            report.verdict = NOT_JUDGED
+            report.notes += [f"{text}; fit not checked" for text in unjudged]
+        return not unjudged and not report.faults
+
+    def _other_driver(self, class_name: str) -> str | None:
+        """The DRA driver that a class asks for, if it is not gpu-dra-driver."""
+        selectors = self._classes[class_name]["spec"].get("selectors") or ()
+        drivers = (driver_asked_for(entry["cel"]["expression"]) for entry in selectors)
+        return next((name for name in drivers if name not in (None, self.driver)), None)
+
+    def _judge_selectors(self, v1: JsonObject) -> None:
+        """Raises: NotJudgedError if nobody can say what the API server makes of one."""
+        for body in _selecting(v1):
+            for selector in body.get("selectors") or ():
+                compiled(selector["cel"]["expression"])
+
+    def _admin_hint(self, spec: JsonObject, namespace: str, report: DocumentReport) -> None:
+        asks = any((one.get("exactly") or {}).get("adminAccess") for one in requests_of(spec))
+        if asks and str(self._labels.get(namespace, {}).get(_ADMIN_LABEL)) != "true":
+            report.hints.append(f'{_ADMIN_HINT} {_ADMIN_LABEL}: "true" on namespace {namespace}')
+
+    def _try_claim(self, spec: JsonObject, report: DocumentReport) -> bool:
+        """Try a claim on an empty machine of each sort; whether one of them can serve it, or there is none."""
+        fits = [(machine, machine.claim(spec, self._classes)) for machine in self.machines]
+        bad = [(machine, fit) for machine, fit in fits if fit.problem is not None or fit.refusal is not None]
+        good = [(machine, fit) for machine, fit in fits if fit.problem is None and fit.refusal is None]
+        against = [fit.refusal or f"does not fit {machine.name}: {fit.problem}" for machine, fit in bad]
+        if good:
+            self._tell_fit(*good[0], report)
+            report.notes += against
+            return True
+        for _, fit in bad[:1]:
+            report.requests += [asdict(found) for found in fit.funnels]
+        report.faults += against
+        kinds = {class_type(name) for name in class_names(spec)}
+        if against and not self._has_vfio and "vfio" in kinds:
+            report.hints.append(
+                "the machine offers no GPU to virtual machines; with --passthrough it does, if its GPUs can be "
+                "passed through"
+            )
+        if against and not self._has_mig and "mig" in kinds:
+            report.hints.append(
+                "the machine has no MIG devices; with --dynamic-mig they are created on demand"
+            )
+        return not against
+
+    def _tell_fit(self, machine: MachineFit, fit: Fit, report: DocumentReport) -> None:
+        report.requests += [asdict(found) for found in fit.funnels]
+        report.devices += [{"request": request, "device": device} for request, device in fit.devices]
+        matching = ", ".join(f"{found.request}: {found.sentence()}" for found in fit.funnels)
+        example = named([device for _, device in fit.devices], _SHOWN_DEVICES)
+        where = f" {machine.name}" if len(self.machines) > 1 else ""
+        taken = list(dict.fromkeys(request for request, _ in fit.devices if "/" in request))
+        where += f" by {', '.join(taken)}" if taken else ""
+        report.notes += [matching, f"fits{where}, for example: {example}"]
+
+    def _pods(self, pods: Sequence[tuple[str, JsonObject]], namespace: str, report: DocumentReport) -> None:
+        for path, spec in pods:
+            report.faults += [str(fault) for fault in pod_faults(spec, path)]
+        if report.faults:
+            return
+        for _, spec in pods:
+            report.hints += [
+                f"no container uses the claim {name}: its devices are allocated and not used; "
+                "list it under resources.claims of a container"
+                for name in unused_claims(spec)
+            ]
+            self._try_pod(spec, namespace, report)
+
+    def _try_pod(self, spec: JsonObject, namespace: str, report: DocumentReport) -> None:
+        """One pod: each of its claims, and all of them at one time."""
+        requests = self._extended(spec, report)
+        claims = [{"devices": {"requests": requests}}] if requests else []
+        all_fit = all([self._try_claim(claim, report) for claim in claims])
+        for entry, kind, name in _claims_of(spec):
+            found = self._claim(kind, namespace, name, report)
+            all_fit = all_fit and found is not None
+            if found is None:
+                continue
+            claims.append(found)
+            if uses_mps(found, self._classes, self.driver):
+                report.hints += [
+                    f"container {container}: the claim {entry} uses MPS, whose /dev/shm hides the volume {volume} that "
+                    "the container mounts there; leave the volume out"
+                    for container, volume in hidden_volumes(spec, entry)
+                ]
+        if claims and spec.get("hostUsers") is False:
+            report.hints.append(
+                "hostUsers is false: the NVIDIA driver's device nodes must be in the host's /dev; if a container does "
+                "not start because of a hook, set nvidiaCDIHookPath of the chart to none (docs/cdi.md)"
+            )
+        if len(claims) < 2 or not all_fit or not self.machines:
+            return
+        short = {machine.name: machine.together(claims, self._classes) for machine in self.machines}
+        if None in short.values():
+            report.notes.append(f"its {len(claims)} claims fit at one time")
+        else:
+            report.faults += [
+                f"its {len(claims)} claims do not fit on {name} at one time, though each does alone: {text}"
+                for name, text in short.items()
+            ]
+
+    def _claim(self, kind: str, namespace: str, name: str, report: DocumentReport) -> JsonObject | None:
+        """The spec of a claim that a pod names, if it is one that can be had from an empty machine."""
+        reference = (kind, namespace, name)
+        shown = f"{kind} {namespace}/{name}"
+        found, place = self._good.get(reference), self._places.get(reference)
+        if found is None and place is not None:
+            report.faults.append(f"{shown} ({place}) has faults")
+            return None
+        if found is None and self.server is not None and reference in self.server.found:
+            found = self.server.found[reference]
+            if found is None:
+                report.hints.append(
+                    f"{shown} is not in the files and not in the cluster: the pods wait for it"
+                )
+                return None
+        if found is None:
+            report.verdict = NOT_JUDGED
+            report.notes.append(f"{shown} is not among the files; fit not checked")
+            return None
+        spec, own = claim_spec(found), DocumentReport("", shown)
+        if self._knows_classes(sorted(set(class_names(spec))), own) and self._try_claim(spec, own):
+            return spec
+        if own.faults:
+            report.faults.append(
+                f"{shown} has faults: {own.faults[0]}" if place is None else f"{shown} ({place}) has faults"
+            )
+        else:
+            report.verdict = NOT_JUDGED
+            report.notes.append(f"{shown} is not judged")
+        return None
+
+    def _extended(self, spec: JsonObject, report: DocumentReport) -> list[JsonObject]:
+        """The requests of devices that are asked for the old way, as `nvidia.com/gpu: 1`."""
+        served = served_resources(self._classes.values())
+        asked = {
+            resource
+            for place in ("initContainers", "containers")
+            for container in spec.get(place) or ()
+            if isinstance(container, dict)
+            for resource in asked_resources(container)
+        }
+        for resource in sorted(asked - served.keys()):
+            if resource.startswith("nvidia.com/"):
+                report.hints.append(
+                    f"{resource} is served by gpu-dra-driver only if a DeviceClass has "
+                    f"extendedResourceName: {resource} (Kubernetes 1.36, or the gate DRAExtendedResource)"
+                )
+            elif resource.startswith(IMPLICIT):
+                self._knows_classes([resource.removeprefix(IMPLICIT)], report)
+        ours = {resource: name for resource, name in served.items() if self._other_driver(name) is None}
+        return extended_requests(spec, ours)
+
+
+def _metadata(content: JsonObject) -> JsonObject:
+    metadata = content.get("metadata")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def _claims_of(spec: JsonObject) -> list[tuple[str, str, str]]:
+    """The entry's name, and kind and name of the claim or template, for each that a pod names."""
+    return [
+        (str(entry["name"]), "ResourceClaim", str(entry["resourceClaimName"]))
+        if entry.get("resourceClaimName")
+        else (str(entry["name"]), "ResourceClaimTemplate", str(entry["resourceClaimTemplateName"]))
+        for entry in spec.get("resourceClaims") or ()
+    ]
+
+
+def _selecting(v1: JsonObject) -> list[JsonObject]:
+    """What has selectors: a class, or the requests of a claim and their alternatives."""
+    if v1["kind"] == "DeviceClass":
+        return [v1["spec"]]
+    return [body for request in requests_of(claim_spec(v1)) for body in bodies(request)]

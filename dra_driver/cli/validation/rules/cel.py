@@ -1,0 +1,246 @@
+"""CEL as Kubernetes has it in selectors: the official implementation, cel-expr-python, with quantities and versions.
+
+The image does not have the package. What of Kubernetes is not here: libraries for networks and URLs, some functions of
+lists, find(), and what the API server says of costs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+from dra_driver.cli.validation.rules.selection import DeviceView, NotJudgedError, SelectorError, Version
+from dra_driver.errors import InvalidConfigError
+from dra_driver.model.units import parse_quantity
+
+_LIBRARIES = """
+extensions:
+- {name: strings, version: 2}
+- {name: lists, version: 2}
+- name: sets
+- {name: optional, version: 2}
+- name: bindings
+- name: two-var-comprehensions
+"""
+_ONLY_KUBERNETES = frozenset(
+    {"authorizer", "cidr", "find", "findAll", "includes", "indexOf", "ip", "isCIDR", "isIP", "isSorted", "isURL",
+     "lastIndexOf", "max", "min", "named", "sum", "url"}
+)  # fmt: skip
+"""Functions that the API server has and the package has not, or has not for lists."""
+_SEMVER = re.compile(
+    r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)"
+    r"(?:-((?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*)(?:\.(?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*))*))?"
+    r"(?:\+[0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*)?\Z",
+    re.ASCII,
+)
+_FAULT = re.compile(r"^(?:\w+: )?ERROR: <input>:(\d+):(\d+): (.*)$", re.MULTILINE)
+_UNKNOWN = re.compile(r"(?:undeclared reference to|found no matching overload for) '([^']*)'")
+_CODE = re.compile(r"^[A-Z_]+: ")
+_MISSING = re.compile(r'Key not found in map : "?([^"]*)"?$')
+_INDEXED = re.compile(r"""device\.(?:attributes|capacity)\[\??(["'])([^"'\\]*)\1\]""")
+_ASKED = re.compile(r"""(["'])([^"'\\]*)\1\s+in\s+device\.(?:attributes|capacity)\b(?!\s*[.\[])""")
+_NOISE = re.compile(r" \(in container ''\)| expecting \{.*\}| \[[A-Z_]+\]$")
+_FIELDS = "device.driver, device.attributes, device.capacity and device.allowMultipleAllocations"
+_INT64 = 1 << 63
+
+
+def program(text: str) -> Callable[[DeviceView], bool]:
+    """What a selector says of a device; raises SelectorError when it is called.
+
+    Raises: ImportError without the package, InvalidConfigError for what does not compile, NotJudgedError.
+    """
+    try:
+        expression = _environment().compile(text)
+    except RuntimeError as error:
+        raise _refusal(str(error)) from None
+    kind = expression.return_type().name()
+    if kind not in ("BOOL", "DYN"):
+        raise InvalidConfigError(f"does not compile: it must evaluate to bool, not {kind.lower()}")
+    # A domain of which a device has nothing is empty, unless somebody asks whether it is there.
+    asked = {name for _, name in _ASKED.findall(text)}
+    domains = {name for _, name in _INDEXED.findall(text)} - asked
+
+    def matches(device: DeviceView) -> bool:
+        data = {
+            "device.driver": device.driver,
+            "device.allowMultipleAllocations": device.allow_multiple_allocations,
+            "device.attributes": _filled(domains, device.attributes, _value),
+            "device.capacity": _filled(domains, device.capacity, _quantity),
+        }
+        result = expression.eval(data=data)
+        if result.type().name() == "ERROR":
+            raise SelectorError(_MISSING.sub(r"no such key: \1", _CODE.sub("", str(result.value()))))
+        if result.type().name() != "BOOL":
+            raise SelectorError(f"the expression is a {result.type().name().lower()}, not a bool")
+        return bool(result.plain_value())
+
+    return matches
+
+
+def _refusal(message: str) -> InvalidConfigError | NotJudgedError:
+    faults = []
+    for line, column, text in _FAULT.findall(message):
+        unknown = _UNKNOWN.match(text)
+        if unknown is not None and unknown[1] in _ONLY_KUBERNETES:
+            return NotJudgedError(f"it uses {unknown[1]}(), which only the API server knows")
+        meant = f"; there are {_FIELDS}" if unknown is not None and unknown[1].startswith("device.") else ""
+        where = f"in line {line} at character {column}" if int(line) > 1 else f"at character {column}"
+        faults.append(f"{_NOISE.sub('', text)} {where}{meant}")
+    if not faults:  # it was not looked at, as where parts are nested deeper than the package follows
+        return NotJudgedError(f"it cannot be compiled here: {_NOISE.sub('', _CODE.sub('', message))}")
+    return InvalidConfigError(f"does not compile: {'; '.join(faults)}")
+
+
+def _filled(
+    domains: set[str], values: Mapping[str, Mapping[str, Any]], convert: Callable[[Any], Any]
+) -> dict[str, Any]:
+    own = {domain: {name: convert(one) for name, one in names.items()} for domain, names in values.items()}
+    return {domain: {} for domain in domains} | own
+
+
+def _value(value: Any) -> Any:
+    match value:
+        case Version():
+            return {"version": str(value).partition("+")[0]}
+        case list():
+            return [_value(item) for item in value]
+        case bool() | str():
+            return value
+        case int() if -_INT64 <= value < _INT64:
+            return value
+    raise SelectorError(
+        f"a device has the value {str(value)[:40]}, of a type that this version does not know"
+    )
+
+
+def _quantity(text: str) -> Any:
+    """A message, since equal ones are equal in CEL."""
+    return _messages()(amount=str(parse_quantity(text)))
+
+
+def _semver(text: str, normalize: bool = False) -> dict[str, str]:
+    """A map, for which CEL chooses other functions than for a message. Raises: ValueError."""
+    if normalize:
+        parts = [re.sub(r"^0+(?=\d)", "", part) for part in text.removeprefix("v").split(".", 2)]
+        text = ".".join([*parts, *["0"] * (3 - len(parts))])
+    if _SEMVER.match(text) is None:
+        raise ValueError(f"{text!r} is no semantic version such as 9.0.0")
+    return {"version": text.partition("+")[0]}
+
+
+def _order(version: Mapping[str, str]) -> tuple[Any, ...]:
+    match = _SEMVER.match(version["version"])
+    if match is None:
+        raise ValueError(f"{version['version']!r} is no semantic version such as 9.0.0")
+    numbers = tuple(int(part) for part in match.groups()[:3])
+    if match[4] is None:
+        return (*numbers, 1)
+    parts = tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in match[4].split("."))
+    return (*numbers, 0, parts)
+
+
+def _amount(value: Any) -> Any:
+    """Of a quantity, of a version what it is ordered by, of a number itself."""
+    if isinstance(value, int):
+        return value
+    return _order(value) if isinstance(value, Mapping) else Fraction(value.amount)
+
+
+def _integer(value: Any) -> int:
+    amount = Fraction(value.amount)
+    if amount.denominator != 1 or not -_INT64 <= amount < _INT64:
+        raise ValueError("cannot convert value to integer")
+    return int(amount)
+
+
+def _can(read: Callable[..., Any]) -> Callable[..., bool]:
+    def can(*arguments: Any) -> bool:
+        try:
+            read(*arguments)
+        except (ValueError, InvalidConfigError):
+            return False
+        return True
+
+    return can
+
+
+def _sum(one: Any, other: Any, sign: int = 1) -> Any:
+    return _messages()(amount=str(_amount(one) + sign * _amount(other)))
+
+
+_FUNCTIONS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    # name, with a dot for methods: what it does, and the types of result and parameters
+    "quantity": (_quantity, ("q string",)),
+    "isQuantity": (_can(_quantity), ("bool string",)),
+    "semver": (_semver, ("s string", "s string bool")),
+    "isSemver": (_can(_semver), ("bool string", "bool string bool")),
+    ".add": (_sum, ("q q q", "q q int")),
+    ".sub": (lambda one, other: _sum(one, other, -1), ("q q q", "q q int")),
+    # A function and no method, whatever the documentation of Kubernetes says.
+    "sign": (lambda one: int(_amount(one) > 0) - int(_amount(one) < 0), ("int q",)),
+    ".isInteger": (lambda one: _amount(one).denominator == 1, ("bool q",)),
+    ".asInteger": (_integer, ("int q",)),
+    # Kubernetes compares numbers of different types, the package only those whose type it does not know.
+    ".asApproximateFloat": (lambda one: float(_amount(one)), ("dyn q",)),
+    ".major": (lambda one: _order(one)[0], ("int s",)),
+    ".minor": (lambda one: _order(one)[1], ("int s",)),
+    ".patch": (lambda one: _order(one)[2], ("int s",)),
+    ".compareTo": (lambda a, b: int(_amount(a) > _amount(b)) - int(_amount(a) < _amount(b)), ("int q q", "int s s")),
+    ".isGreaterThan": (lambda one, other: _amount(one) > _amount(other), ("bool q q", "bool s s")),
+    ".isLessThan": (lambda one, other: _amount(one) < _amount(other), ("bool q q", "bool s s")),
+}  # fmt: skip
+
+
+@cache
+def _environment() -> Any:
+    from cel_expr_python import cel
+
+    kind = cel.Type
+    kinds = {
+        "q": kind("kubernetes.Quantity"), "s": kind.Map(kind.STRING, kind.STRING), "int": kind.INT, "bool": kind.BOOL,
+        "dyn": kind.DYN, "string": kind.STRING,
+    }  # fmt: skip
+    declared = []
+    for name, (implementation, signatures) in _FUNCTIONS.items():
+        overloads = []
+        for signature in signatures:
+            result, *parameters = signature.split()
+            overloads.append(
+                cel.Overload(
+                    "_".join((*parameters, name.removeprefix("."))),
+                    return_type=kinds[result],
+                    parameters=[kinds[part] for part in parameters],
+                    is_member=name.startswith("."),
+                    impl=implementation,
+                )
+            )
+        declared.append(cel.FunctionDecl(name.removeprefix("."), overloads))
+    variables = {
+        "device.driver": kind.STRING,
+        "device.allowMultipleAllocations": kind.BOOL,
+        "device.attributes": kind.Map(kind.STRING, kind.Map(kind.STRING, kind.DYN)),
+        "device.capacity": kind.Map(kind.STRING, kind.Map(kind.STRING, kinds["q"])),
+    }
+    config = cel.NewEnvConfigFromYaml(_LIBRARIES)
+    return cel.NewEnv(_pool(), config=config, variables=variables, functions=declared)
+
+
+@cache
+def _pool() -> Any:
+    from google.protobuf import descriptor_pb2, descriptor_pool
+
+    file = descriptor_pb2.FileDescriptorProto(name="kubernetes.proto", package="kubernetes", syntax="proto3")
+    file.message_type.add(name="Quantity").field.add(name="amount", number=1, type="TYPE_STRING")
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return pool
+
+
+@cache
+def _messages() -> Any:
+    from google.protobuf import message_factory
+
+    return message_factory.GetMessageClass(_pool().FindMessageTypeByName("kubernetes.Quantity"))

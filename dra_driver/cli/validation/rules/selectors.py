@@ -1,0 +1,49 @@
+"""Device selectors: compiled once, and asked of devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from dra_driver.cli.validation.rules.cel import program
+from dra_driver.cli.validation.rules.selection import DeviceView, NotJudgedError
+from dra_driver.cli.validation.rules.standard_classes import standard_selector
+from dra_driver.errors import InvalidConfigError
+
+MAX_EXPRESSION_BYTES = 10 * 1024
+NOT_INSTALLED = "the Python package cel-expr-python is not installed"
+
+_DRIVER = re.compile(r"""device\.driver\s*==\s*["']([^"']+)["']""")
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """A compiled expression. `matches` says whether a device does; it raises SelectorError."""
+
+    text: str
+    matches: Callable[[DeviceView], bool]
+
+
+@lru_cache(maxsize=2048)
+def compiled(text: str) -> Selector:
+    """Raises: InvalidConfigError for what does not compile, NotJudgedError where nobody here can say.
+
+    Without cel-expr-python the selectors of gpu-dra-driver's own classes are judged, and no others.
+    """
+    if len(text.encode()) > MAX_EXPRESSION_BYTES:
+        raise InvalidConfigError(f"is longer than {MAX_EXPRESSION_BYTES} bytes")
+    try:
+        return Selector(text, program(text))
+    except ImportError:
+        known = standard_selector(text)
+    if known is None:
+        raise NotJudgedError(NOT_INSTALLED)
+    return Selector(text, known)
+
+
+def driver_asked_for(text: str) -> str | None:
+    """The DRA driver that a selector names by `device.driver == "…"`; None if it names none, or several."""
+    found = set(_DRIVER.findall(text))
+    return found.pop() if len(found) == 1 else None

@@ -1,0 +1,89 @@
+"""The DeviceClasses that come with gpu-dra-driver, for where no API server can be asked for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+
+from dra_driver.api.config import GROUP_VERSION
+from dra_driver.cli.validation.rules.device_classes import mig_classes
+from dra_driver.cli.validation.rules.selection import DeviceView
+from dra_driver.model.json_object import JsonObject
+
+API_VERSION = "resource.k8s.io/v1"
+
+_BY_TYPE = re.compile(
+    r'device\.driver == "(?P<driver>[^"\\]+)" && '
+    r'"type" in (?P<own>device\.attributes\["(?P=driver)"\]) && (?P=own)\.type == "(?P<type>[^"\\]+)"'
+    r'(?: && "profile" in (?P=own) && (?P=own)\.profile == "(?P<profile>[^"\\]+)")?'
+)
+"""The selectors of classes for whole GPUs, MIG devices, and MIG devices of one profile."""
+
+
+def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, JsonObject]:
+    """By name: those that are installed with gpu-dra-driver, and one for each MIG profile. Who shares devices has
+    `shares.gpu.nvidia.com` as well, and who gives GPUs to virtual machines `vfio.gpu.nvidia.com`.
+
+    Raises: InvalidConfigError if two profiles would have the same name.
+    """
+    whole, mig = _of_type(driver, "gpu"), _of_type(driver, "mig")
+    classes = [
+        _class("gpu.nvidia.com", whole),
+        _class("mig.nvidia.com", mig),
+        _class("timeslice.gpu.nvidia.com", whole, _sharing(driver, "TimeSlicing")),
+        _class("mps.gpu.nvidia.com", whole, _sharing(driver, "MPS")),
+        _class("vfio.gpu.nvidia.com", _of_type(driver, "vfio")),
+        _class("shares.gpu.nvidia.com", _shareable(driver)),
+        *mig_classes(profiles, driver),
+    ]
+    return {entry["metadata"]["name"]: entry for entry in classes}
+
+
+def standard_selector(expression: str) -> Callable[[DeviceView], bool] | None:
+    """What the selector of one of these classes says of a device, for where there is no CEL; None for any other text.
+
+    Read from the text and not from a class's name: a cluster may have other selectors under the same names.
+    """
+    text = " ".join(expression.split())
+    match = _BY_TYPE.fullmatch(text)
+    if match is not None:
+        wanted = {name: match[name] for name in ("type", "profile") if match[name] is not None}
+        return lambda device: (
+            device.driver == match["driver"]
+            and (wanted.items() <= device.attributes.get(device.driver, {}).items())
+        )
+    driver = text.partition('"')[2].partition('"')[0]
+    if text == _shareable(driver):
+        return lambda device: (
+            device.driver == driver
+            and (
+                device.attributes.get(driver, {}).get("shareable") is True
+                or device.allow_multiple_allocations
+            )
+        )
+    return None
+
+
+def _shareable(driver: str) -> str:
+    attributes = f'device.attributes["{driver}"]'
+    return (
+        f'device.driver == "{driver}" && ("shareable" in {attributes} && {attributes}.shareable == true || '
+        "device.allowMultipleAllocations == true)"
+    )
+
+
+def _of_type(driver: str, kind: str) -> str:
+    attributes = f'device.attributes["{driver}"]'
+    return f'device.driver == "{driver}" && "type" in {attributes} && {attributes}.type == "{kind}"'
+
+
+def _class(name: str, expression: str, config: JsonObject | None = None) -> JsonObject:
+    spec: JsonObject = {"selectors": [{"cel": {"expression": expression}}]}
+    if config is not None:
+        spec["config"] = [config]
+    return {"apiVersion": API_VERSION, "kind": "DeviceClass", "metadata": {"name": name}, "spec": spec}
+
+
+def _sharing(driver: str, strategy: str) -> JsonObject:
+    parameters = {"apiVersion": GROUP_VERSION, "kind": "GpuConfig", "sharing": {"strategy": strategy}}
+    return {"opaque": {"driver": driver, "parameters": parameters}}

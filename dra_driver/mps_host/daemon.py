@@ -1,0 +1,481 @@
+"""One control daemon: brought up, kept up, taken down. Every step may be repeated from any point.
+
+| Step of a start | A crash after it leaves | The next host | A stop |
+|---|---|---|---|
+| record | a record | goes on | removes it |
+| directories, tmpfs | the same, and they | goes on | removes them too |
+| modes of all GPUs read and in the record | the same | goes on, and keeps what is in the record | the same |
+| GPUs exclusive, side by side | some GPUs exclusive | makes the others exclusive | puts each back that is exclusive |
+| daemon started | a daemon that no record names | finds it by its pipe directory | ends it |
+| process in the record, limits set | everything | finds it ready | ends it |
+
+| Step of a stop | A crash after it leaves | The next host finds it unwanted, and |
+|---|---|---|
+| processes ended | directories, modes | goes on |
+| GPUs as before, side by side | some GPUs exclusive | puts the others back |
+| directories removed | the record | removes it |
+| record removed | the status | removes it |
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from dra_driver.base.backoff import Backoff
+from dra_driver.base.side_by_side import side_by_side
+from dra_driver.errors import (
+    DraDriverError,
+    NotSupportedError,
+    NvmlDetachedError,
+    RetryableError,
+)
+from dra_driver.model.driver_programs import FindPrograms
+from dra_driver.model.mps import MpsDaemonStatus, MpsState
+from dra_driver.mps_host import daemon_processes as processes
+from dra_driver.mps_host.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
+from dra_driver.mps_host.daemon_control import (
+    OUTPUT,
+    BrokenOffError,
+    DaemonControl,
+    Timings,
+    bound_logs,
+    log_tail,
+    status_text,
+)
+from dra_driver.mps_host.daemon_limits import check_spec
+from dra_driver.mps_host.daemon_mounts import KernelMounter, SelinuxLabels
+from dra_driver.mps_host.daemon_processes import ProcessId
+from dra_driver.mps_host.daemon_records import DaemonRecord, DaemonRecords
+from dra_driver.mps_host.host_files import MpsLayout
+
+_log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+_UNANSWERED = 3
+"""A daemon that does not answer once may only be busy."""
+_GPUS_AT_ONCE = 16
+_STOP_AGAIN_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostTools:
+    """What daemons are made with; the same for all of a host. `make_capability_nodes` has a device node for each MIG
+    device, or raises RetryableError."""
+
+    layout: MpsLayout
+    programs: FindPrograms
+    mounter: KernelMounter
+    compute_mode: ComputeMode
+    make_capability_nodes: Callable[[], None]
+    labels: SelinuxLabels
+    timings: Timings
+    boot_id: str = field(default_factory=processes.boot_id)
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def records(self) -> DaemonRecords:
+        """The records of all daemons."""
+        return DaemonRecords(self.layout)
+
+
+class Daemon:
+    """The daemon of one device. Calls wait for each other; `status` never waits."""
+
+    def __init__(
+        self,
+        record: DaemonRecord,
+        tools: HostTools,
+        *,
+        recovered: bool = False,
+        refuse: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`recovered` is for a daemon that was there before this process: a failure takes nothing down then. `refuse`
+        raises RetryableError while it must not start."""
+        self._tools = tools
+        self._refuse = refuse
+        self._record = record
+        self._established = recovered
+        self._lock = threading.Lock()
+        self.directories = tools.layout.directories(record.spec.device)
+        self._control = DaemonControl(
+            tools.programs, record.spec, self.directories, tools.timings, tools.closing
+        )
+        self._backoff = Backoff(tools.timings.first_backoff, tools.timings.longest_backoff)
+        self._retry_at = 0.0
+        self.ending = False
+        """Whether it is being taken down, which cannot be called off."""
+        self.gone = False
+        """Whether it was taken down; such an object serves no more."""
+        self._unanswered = 0
+        self._look_at_gpu_at = 0.0
+        self._without_mode: set[str] = set(record.spec.gpu_uuids) if record.spec.kind == "mig" else set()
+        self.status = MpsDaemonStatus(
+            record.spec.device,
+            "starting",
+            record.spec,
+            since=int(time.time()),
+            directory=str(tools.layout.directory(record.spec.device)),
+        )
+
+    # --- what callers want ---------------------------------------------------------------------
+
+    def keep(self) -> None:
+        """Have it run, or go on with its end. Never raises, the status says it. What a first start that fails made is
+        taken back; later others may use the daemon."""
+        with self._lock:
+            if self.gone or self._tools.closing.is_set():
+                return
+            try:
+                if self.ending:
+                    self._end()
+                elif not self._is_up():
+                    self._bring_up()
+            except BrokenOffError:
+                pass  # the next host process goes on, or `stop`
+            except Exception as error:  # noqa: BLE001  it is tried again, and the status says it
+                if not isinstance(error, DraDriverError):
+                    _log.exception("mps_request_failed")
+                self._failed(error)
+
+    def stop(self, is_over: Callable[[], bool]) -> None:
+        """Nothing of it is left, nor anything that it made; or it runs on if it is not over after all. `is_over` is
+        asked after the status says that it serves no more. Never raises: `keep` goes on with what failed."""
+        with self._lock:
+            before = self.status
+            self._show("stopped")
+            try:
+                if not is_over():
+                    self.status = before
+                    return
+                self.ending = True
+                self._end()
+            except DraDriverError as error:
+                self._failed(error)
+
+    def needs_attention(self, now: float) -> bool:
+        """Whether `keep` has work to do now; notices a daemon that has ended."""
+        if self.gone or now < self._retry_at or self._lock.locked():
+            return False
+        if self.status.state not in ("ready", "fault"):
+            return True
+        if not self._is_up():
+            self._died(now)
+        return False
+
+    def probe(self, users: Collection[int] = ()) -> None:
+        """Ask for servers in FAULT and for the number of clients, keep the GPU exclusive, and cut what the daemon has
+        logged. Never raises.
+
+        `users` are the user IDs of the processes that have its pipe directory.
+        """
+        before = self.status
+        if before.state not in ("ready", "fault") or before.pid is None:
+            return
+        bound_logs(self.directories)
+        try:
+            problem, clients = self._control.ask_servers()
+            self._unanswered = 0
+        except RetryableError as error:
+            self._unanswered += 1
+            problem, clients = (str(error) if self._unanswered >= _UNANSWERED else before.problem), None
+        with self._lock:
+            if self.status.pid == before.pid and self.status.state in ("ready", "fault"):
+                self._probed(problem, clients, users)
+                if time.monotonic() >= self._look_at_gpu_at:
+                    self._keep_gpu()
+
+    # --- up ------------------------------------------------------------------------------------
+
+    def _bring_up(self) -> None:
+        """Raises: what failed; BrokenOffError."""
+        try:
+            self._start_or_adopt(time.monotonic() + self._tools.timings.start)
+        except DraDriverError:
+            if not self._established:
+                with suppress(DraDriverError):
+                    self._take_down()
+            raise
+
+    def _start_or_adopt(self, deadline: float) -> None:
+        check_spec(self._record.spec)
+        self._tools.layout.refuse_long_path(self._record.spec.device)
+        self._refuse()
+        started = time.monotonic()
+        self._show("starting", problem=self.status.problem)
+        self._write(self._record)
+        process = self._find_running()
+        adopted = process is not None
+        if adopted:
+            self._keep_gpu()
+        if process is None:
+            if self._record.spec.kind == "mig":
+                self._tools.make_capability_nodes()
+            self._make_directories()
+            self._take_gpu_in_time(deadline)
+            self._clear_pipes()
+            process = self._start()
+        if process != self._record.process or self._record.boot_id != self._tools.boot_id:
+            self._write(replace(self._record, process=process, boot_id=self._tools.boot_id))
+        try:
+            self._control.wait_ready(
+                process, partial(self._tools.layout.is_unwanted, self._record.spec.device)
+            )
+            self._control.apply_limits()
+        except DraDriverError:
+            self._end_all()
+            raise
+        self._established = True
+        self._show("ready", pid=process.pid)
+        _log.info(
+            "mps_daemon_adopted" if adopted else "mps_daemon_started",
+            device=self._record.spec.device,
+            pid=process.pid,
+            duration_s=round(time.monotonic() - started, 3),
+        )
+
+    def _find_running(self) -> ProcessId | None:
+        """A daemon that runs already: the recorded one, or one that was started and not recorded."""
+        recorded = self._recorded()
+        if recorded is not None and processes.is_control_daemon(recorded, self.directories.pipe):
+            return recorded
+        users = processes.users_of(self.directories.pipe)
+        return next(
+            (user for user in users if processes.is_control_daemon(user, self.directories.pipe)), None
+        )
+
+    def _recorded(self) -> ProcessId | None:
+        return self._record.process if self._record.boot_id == self._tools.boot_id else None
+
+    def _make_directories(self) -> None:
+        tools, paths = self._tools, self.directories
+        modes = {Path(paths.pipe).parent: 0o711, Path(paths.pipe): 0o755, Path(paths.log): 0o755}
+        shm = Path(paths.shm)
+        try:
+            for path, mode in modes.items():
+                path.mkdir(parents=True, exist_ok=True)
+                path.chmod(mode)
+            shm.mkdir(exist_ok=True)
+        except OSError as error:
+            raise RetryableError(
+                f"cannot make the directories of the MPS daemon: {error.filename}: {error.strerror}"
+            ) from error
+        tools.mounter.mount(shm)
+        with suppress(OSError):
+            shm.chmod(0o1777)
+        for shared in (Path(paths.pipe), Path(paths.log), shm):
+            tools.labels.label(shared)
+
+    def _take_gpu(self, *, again: bool = False) -> None:
+        """Each GPU is exclusive to MPS; what they were before is on disk before the first one changes.
+
+        `again` is for a daemon that runs: a reset of the GPU or a reload of the NVIDIA driver makes the mode the
+        default one, any other mode is somebody's wish. A GPU that does not answer keeps no other from being exclusive
+        then.
+        """
+        tools, spec = self._tools, self._record.spec
+        self._look_at_gpu_at = time.monotonic() + tools.timings.exclusive
+        asked = [uuid for uuid in spec.gpu_uuids if uuid not in self._without_mode]
+        found, unread = _on_each(partial(self._where_supported, tools.compute_mode.get), asked)
+        if unread is not None and not again:
+            raise unread
+        wrong = {
+            uuid: mode
+            for uuid, mode in found.items()
+            if mode is not None and mode != EXCLUSIVE_PROCESS and not (again and mode != DEFAULT)
+        }
+        known = self._record.modes_before
+        if not known.keys() >= wrong.keys():
+            self._write(replace(self._record, modes_before={**wrong, **known}))
+
+        def make_exclusive(uuid: str) -> None:
+            tools.compute_mode.set(uuid, EXCLUSIVE_PROCESS)
+
+        done, unset = _on_each(partial(self._where_supported, make_exclusive), wrong)
+        if again:
+            for uuid in sorted(done.keys() - self._without_mode):
+                _log.warning("compute_mode_set_again", device=spec.device, before=wrong[uuid])
+        problem = unread or unset
+        if problem is not None:
+            raise problem
+
+    def _take_gpu_in_time(self, deadline: float) -> None:
+        """As `_take_gpu`. Raises: RetryableError too if it leaves no time for the start of the daemon."""
+        began = time.monotonic()
+        self._take_gpu()
+        now = time.monotonic()
+        gpus = [uuid for uuid in self._record.spec.gpu_uuids if uuid not in self._without_mode]
+        if gpus and now >= deadline:
+            whose = f"modes of {len(gpus)} GPUs" if len(gpus) > 1 else f"mode of GPU {gpus[0]}"
+            raise RetryableError(
+                f"no time is left to start the MPS daemon of {self._record.spec.device}: reading and setting the "
+                f"compute {whose} took {now - began:.1f} s; switch on persistence mode on the node "
+                "(nvidia-persistenced, or `nvidia-smi -pm 1`), so that nvidia-smi does not initialise each GPU anew"
+            )
+
+    def _where_supported(self, ask: Callable[[str], T], gpu_uuid: str) -> T | None:
+        """What is asked of the GPU's compute mode. Where a GPU has no such setting, nothing keeps a program from going
+        past MPS: that is said once, and the mode is left alone. Raises: RetryableError."""
+        try:
+            return ask(gpu_uuid)
+        except NotSupportedError as error:
+            self._without_mode.add(gpu_uuid)
+            self.status = replace(self.status, not_exclusive=tuple(sorted(self._without_mode)))
+            _log.warning("compute_mode_not_supported", device=self._record.spec.device, error=str(error))
+            return None
+
+    def _keep_gpu(self) -> None:
+        """As `_take_gpu` for a daemon that runs. Never raises: it runs on, and the next look tries again."""
+        try:
+            self._take_gpu(again=True)
+        except NvmlDetachedError:
+            self._look_at_gpu_at = 0.0  # the first look after it, since the compute mode may be lost then
+        except DraDriverError as error:
+            self._look_at_gpu_at = time.monotonic() + self._tools.timings.exclusive
+            _log.warning("compute_mode_not_kept", device=self._record.spec.device, error=str(error))
+
+    def _clear_pipes(self) -> None:
+        """Servers of a daemon that died, and the files that would make a new one believe that it lives."""
+        processes.end(processes.users_of(self.directories.pipe), self._tools.timings.patience)
+        _clear_directory(Path(self.directories.pipe))
+
+    def _start(self) -> ProcessId:
+        bound_logs(self.directories)
+        with suppress(OSError):
+            Path(self.directories.log, OUTPUT).unlink(missing_ok=True)
+        return self._tools.mounter.within(Path(self.directories.shm), self._control.start)
+
+    # --- down ----------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        self._take_down()
+        self.gone = True
+        self._show("stopped")
+        _log.info("mps_daemon_stopped", device=self.status.device)
+
+    def _take_down(self) -> None:
+        spec = self._record.spec
+        self._end_all()
+        self._give_gpu_back()
+        remove_directory(self._tools, spec.device)
+        self._tools.records.forget(spec.device)
+        self._record = DaemonRecord(spec, self._tools.boot_id)
+
+    def _end_all(self) -> None:
+        recorded = self._recorded()
+        if recorded is not None and not processes.is_alive(recorded):
+            processes.reap(recorded.pid)
+        self._control.end_users()
+
+    def _give_gpu_back(self) -> None:
+        """A GPU that does not answer keeps no other from being put back. Raises: the first error, after all."""
+        mode, before = self._tools.compute_mode, self._record.modes_before
+
+        def put_back(uuid: str) -> None:
+            with suppress(NotSupportedError):
+                if mode.get(uuid) == EXCLUSIVE_PROCESS:
+                    mode.set(uuid, before[uuid])
+
+        _, problem = _on_each(put_back, before)
+        if problem is not None:
+            raise problem
+
+    # --- state ---------------------------------------------------------------------------------
+
+    def _is_up(self) -> bool:
+        """Whether a daemon that was ready still runs."""
+        process = self._record.process
+        return self.status.state in ("ready", "fault") and process is not None and processes.is_alive(process)
+
+    def _died(self, now: float) -> None:
+        process = self._record.process
+        code = None if process is None else processes.reap(process.pid)
+        if time.time() - self.status.since > self._tools.timings.calm:
+            self._backoff.reset()
+        problem = (
+            f"the control daemon ended with {status_text(code)}; {log_tail(self.directories) or 'no log'}"
+        )
+        self._show("failed", problem=problem)
+        self._retry_at = now + self._backoff.step()
+        _log.warning("mps_daemon_died", device=self.status.device, problem=problem)
+
+    def _failed(self, error: Exception) -> None:
+        self._show("failed", problem=" ".join(str(error).split()))
+        pause = self._backoff.step()
+        # The plugin keeps the GPU from others as long as something is left.
+        self._retry_at = time.monotonic() + (min(pause, _STOP_AGAIN_S) if self.ending else pause)
+        _log.warning("mps_daemon_failed", device=self.status.device, error=str(error))
+
+    def _probed(self, problem: str | None, clients: int | None, users: Collection[int]) -> None:
+        """In FAULT while there is a problem. Nothing is restarted: clients may still be at work, and MPS heals."""
+        if problem and self.status.problem != problem:
+            _log.warning("mps_fault", device=self.status.device, problem=problem)
+        if problem != self.status.problem:
+            self._show("fault" if problem else "ready", pid=self.status.pid, problem=problem)
+        self.status = replace(self.status, clients=clients, users=tuple(sorted(users)))
+
+    def _show(self, state: MpsState, *, pid: int | None = None, problem: str | None = None) -> None:
+        since = self.status.since if self.status.state == state else int(time.time())
+        self.status = replace(self.status, state=state, pid=pid, since=since, problem=problem, clients=None)
+
+    def _write(self, record: DaemonRecord) -> None:
+        if record != self._record or not self._tools.layout.record(record.spec.device).exists():
+            self._tools.records.save(record)
+            self._record = record
+
+
+def _on_each(
+    action: Callable[[str], T], gpu_uuids: Iterable[str]
+) -> tuple[dict[str, T], BaseException | None]:
+    """What the action returns for each GPU where it does not fail, and the first error.
+
+    All GPUs at the same time: without persistence mode nvidia-smi takes seconds for each.
+    """
+    uuids = list(gpu_uuids)
+    futures = side_by_side([partial(action, uuid) for uuid in uuids], _GPUS_AT_ONCE)
+    errors = [future.exception() for future in futures]
+    done = {
+        uuid: future.result()
+        for uuid, future, error in zip(uuids, futures, errors, strict=True)
+        if error is None
+    }
+    return done, next((error for error in errors if error is not None), None)
+
+
+def remove_directory(tools: HostTools, device: str) -> None:
+    """Remove a device's directory with what is mounted in it. Raises: RetryableError."""
+    top = tools.layout.directory(device)
+    if not os.path.lexists(top):
+        return
+    tools.mounter.unmount(Path(tools.layout.directories(device).shm))
+    try:
+        if top.is_dir() and not top.is_symlink():
+            shutil.rmtree(top)
+        else:  # rmtree would wait for a writer of a pipe
+            top.unlink()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise RetryableError(f"cannot remove {error.filename or top}: {error.strerror}") from error
+
+
+def _clear_directory(path: Path) -> None:
+    """Remove what is in it. Raises: RetryableError."""
+    try:
+        for entry in path.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    except OSError as error:
+        raise RetryableError(f"cannot clear {error.filename or path}: {error.strerror}") from error

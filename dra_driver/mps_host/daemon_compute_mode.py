@@ -1,0 +1,110 @@
+"""The compute mode of a GPU: exclusive while MPS runs on it, so that no process can go past MPS."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from dra_driver.base.bounded_program import inherited, run_driver_program
+from dra_driver.base.file_lock import LockBusyError, byte_lock, hold_file
+from dra_driver.errors import NotSupportedError, RetryableError
+from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms, exit_text
+
+DEFAULT = 0
+EXCLUSIVE_PROCESS = 3
+
+_NAMES = {0: "DEFAULT", 1: "EXCLUSIVE_THREAD", 2: "PROHIBITED", 3: "EXCLUSIVE_PROCESS"}
+_BY_NAME = {name: mode for mode, name in _NAMES.items()}
+_TIMEOUT_S = 30.0
+"""Without persistence mode the first call initialises the GPU, which takes seconds."""
+_OTHER_S = 5.0
+"""How long a call waits for an nvidia-smi that an earlier MPS host has started."""
+_DRIVER_NOT_LOADED = 9
+_ABSENT = (
+    "no devices were found",
+    "gpu is lost",
+    "not found",
+    "couldn't communicate with the nvidia driver",
+)
+_NO_SETTING = ("[N/A]", "N/A")
+_NOT_SUPPORTED = "not supported"
+_NOT_SET = ("unable to set", "treating as warning")
+"""nvidia-smi says these with exit code 0."""
+
+
+class ComputeMode:
+    """Reads and sets it through the NVIDIA driver's own nvidia-smi, as NVML's numbers: 0 default, 2 prohibited, 3
+    exclusive to one process. nvidia-smi opens NVML, so it runs only within `using_nvml`, which raises NvmlDetachedError
+    while NVML is to stay closed.
+
+    nvidia-smi holds a lock of its GPU in the file `locks`, also after this process is killed. So the next host does not
+    read or set a mode that an nvidia-smi of the last host is about to change."""
+
+    def __init__(
+        self,
+        find: FindPrograms,
+        using_nvml: Callable[[], AbstractContextManager[None]] = nullcontext,
+        locks: Path | None = None,
+    ) -> None:
+        self._find = find
+        self._using_nvml = using_nvml
+        self._locks = locks
+
+    def get(self, gpu_uuid: str) -> int | None:
+        """The mode; None where the GPU or the NVIDIA driver is gone.
+
+        Raises: NotSupportedError where the GPU has no such setting, RetryableError otherwise.
+        """
+        action = f"cannot read the compute mode of {gpu_uuid}"
+        code, text = self._run(action, gpu_uuid, "--query-gpu=compute_mode", "--format=csv,noheader")
+        name = text.splitlines()[-1].strip().upper() if text else ""
+        if code == 0 and name in _BY_NAME:
+            return _BY_NAME[name]
+        if _is_absent(code, text):
+            return None
+        raise _problem(action, code, text, is_unsupported=code == 0 and name in _NO_SETTING)
+
+    def set(self, gpu_uuid: str, mode: int) -> None:
+        """Raises: NotSupportedError where the GPU does not have it, RetryableError otherwise."""
+        action = f"cannot set the compute mode of {gpu_uuid} to {_NAMES[mode]}"
+        code, text = self._run(action, gpu_uuid, "-c", _NAMES[mode])
+        lowered = text.lower()
+        if code != 0 or any(part in lowered for part in (_NOT_SUPPORTED, *_NOT_SET)):
+            raise _problem(action, code, text)
+
+    def _run(self, action: str, gpu_uuid: str, *arguments: str) -> tuple[int, str]:
+        asked = (SMI_PROGRAM, "-i", gpu_uuid, *arguments)
+        with self._using_nvml(), self._alone(action, gpu_uuid):
+            code, text = run_driver_program(
+                self._find, *asked, action=action, timeout_s=_TIMEOUT_S, subject=gpu_uuid
+            )
+        return code, text.strip()
+
+    @contextmanager
+    def _alone(self, action: str, gpu_uuid: str) -> Iterator[None]:
+        if self._locks is None:
+            yield
+            return
+        lock, until = byte_lock(zlib.crc32(gpu_uuid.encode())), time.monotonic() + _OTHER_S
+        try:
+            held = hold_file(self._locks, threading.Lock(), until, f"GPU {gpu_uuid}", lock)
+            with held as descriptor, inherited([descriptor]):
+                yield
+        except LockBusyError as error:
+            raise RetryableError(f"{action}: an nvidia-smi that was started before has not ended") from error
+
+
+def _problem(action: str, code: int, text: str, *, is_unsupported: bool = False) -> Exception:
+    message = f"{action}: {' '.join(text.split()) or 'nvidia-smi printed nothing'} ({exit_text(code)})"
+    if is_unsupported or _NOT_SUPPORTED in text.lower():
+        return NotSupportedError(message)
+    return RetryableError(message)
+
+
+def _is_absent(code: int, text: str) -> bool:
+    lowered = text.lower()
+    return code == _DRIVER_NOT_LOADED or any(part in lowered for part in _ABSENT)

@@ -1,0 +1,331 @@
+"""The NVIDIA driver's `nvidia-cuda-mps-control`: one process of it is the daemon of a device, others pass it commands
+and end."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+import structlog
+
+from dra_driver.base.bounded_program import run_driver_program
+from dra_driver.errors import PermanentError, RetryableError
+from dra_driver.model.driver_programs import CONTROL_PROGRAM, FindPrograms, exit_text, not_run
+from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
+from dra_driver.mps_host import daemon_processes as processes
+from dra_driver.mps_host.daemon_limits import is_answer, is_number, limit_commands
+from dra_driver.mps_host.daemon_processes import PIPE_VARIABLE, ProcessId, spawn
+
+_log = structlog.get_logger(__name__)
+
+CONTROL_SOCKET = "control"
+"""What a daemon makes in its pipe directory when it is about to answer. The pid file is none of R470 and R535."""
+OUTPUT = "host.out"
+LOGS = ("control.log", OUTPUT)
+MULTI_USER = "-multiuser-server"
+"""The option that all programs from R555 on know; older ones have none for it."""
+
+SURELY_ANSWERED = "get_default_active_thread_percentage"
+
+_CUDA_ENDS: Mapping[int, str] = {
+    34: "CUDA error 802, system not ready: the NVLink fabric is not set up; `systemctl restart nvidia-fabricmanager` "
+    "on the node, and see `journalctl -u nvidia-fabricmanager`",
+    35: "CUDA error 803 or 35, driver mismatch: the libraries of the NVIDIA driver do not fit its kernel module; "
+    "finish the update of the NVIDIA driver, or reboot the node",
+    46: "CUDA error 46, device unavailable: another process has the GPU for itself; end the process that "
+    "`nvidia-smi -q -d COMPUTE,PIDS` on the node shows",
+    100: "CUDA error 100, no device: CUDA finds no GPU; check that `nvidia-smi -L` on the node lists the device, and "
+    "that its nodes are in /dev",
+    231: "CUDA error 999, unknown: `dmesg | grep -iE 'nvrm|xid'` on the node shows the cause; reset the GPU or reboot "
+    "the node",
+    244: "CUDA error 500, not found: CUDA's library libcuda.so.1 is missing; install the package of the NVIDIA driver "
+    "that has it, or set the driver root to where it is",
+}
+"""Control daemons of R580 and newer initialise CUDA before all else. If that fails they print nothing, and their exit
+code is the CUDA error modulo 256. Older ones end with 1."""
+
+_NO_SOCKET = (
+    "it has made no socket; from R580 on it initialises CUDA first, which takes seconds for each GPU unless "
+    "persistence mode is on: nvidia-persistenced, or `nvidia-smi -pm 1` on the node"
+)
+_NO_DAEMON = "Cannot find MPS control daemon"
+_BUSY = "cannot send command"
+_LARGEST_LOG, _KEPT_OF_LOG = 4 << 20, 1 << 20
+"""Bytes. The probes alone add 3 MB a day."""
+_BLOCK = 512
+_OF_QUESTIONS = ("Accepting connection", "NEW UI", "Cmd:", "UI closed")
+_TAIL_BYTES = 16384
+_TAIL_LINES = 4
+_POLL_S = 0.01
+_FIRST_ASK_S, _ASK_EVERY_S = 0.05, 0.5
+_BUSY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds. `patience` is how long a process may take to end after `quit`, and again after TERM. `start` includes
+    that of CUDA.
+
+    `look` is between two looks at what shall run, `idle` between two while nothing runs or shall run, `tick` between
+    two at the processes of daemons, `probe` between two at servers and clients, `sign` between two signs of life,
+    `exclusive` at least between two at the compute mode.
+    """
+
+    start: float = 20.0
+    answer: float = 5.0
+    patience: float = 3.0
+    first_backoff: float = 0.2
+    longest_backoff: float = 30.0
+    calm: float = 60.0
+    look: float = 0.04
+    idle: float = 0.25
+    tick: float = 0.5
+    sign: float = 10.0
+    probe: float = 10.0
+    exclusive: float = 30.0
+
+
+class BusyError(RetryableError):
+    """The daemon talked with another program at that moment."""
+
+
+class BrokenOffError(Exception):
+    """This process ends, or the daemon shall not run any more; what was done stays for the next process. No failure."""
+
+
+@dataclass(eq=False)
+class DaemonControl:
+    """The daemon of one device: started, asked, ended. `closing` is set when this process ends."""
+
+    find: FindPrograms
+    spec: MpsDaemonSpec
+    directories: MpsDirectories
+    timings: Timings = Timings()
+    closing: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._turn = threading.Lock()
+
+    def start(self) -> ProcessId:
+        """Start it in the foreground of a session of its own. Raises: RetryableError."""
+        programs = self.find()
+        arguments = [programs.path(CONTROL_PROGRAM), "-f"]
+        if self.spec.multi_user and os.geteuid() == 0:
+            arguments.append(MULTI_USER)
+        elif self.spec.multi_user:  # the program takes the option from root only
+            _tell_one_user(os.geteuid())
+        environment = {
+            **programs.environment(),
+            **self._variables,
+            "CUDA_VISIBLE_DEVICES": self.spec.visible,
+        }
+        try:
+            return spawn(arguments, environment, Path(self.directories.log, OUTPUT))
+        except OSError as error:
+            raise not_run(f"start the MPS daemon of {self.spec.device}", arguments[0], error) from error
+
+    def wait_ready(self, process: ProcessId, is_unwanted: Callable[[], bool]) -> None:
+        """Return when the daemon answers. Asking costs a process, so its socket is waited for before.
+
+        Raises: RetryableError with the end of its log, BrokenOffError.
+        """
+        control = Path(self.directories.pipe, CONTROL_SOCKET)
+        began = time.monotonic()
+        deadline = began + self.timings.start
+        ask_at, pause, reason = 0.0, _FIRST_ASK_S, _NO_SOCKET
+        ask_anyway_at = began + 2 * _ASK_EVERY_S
+        while not self.closing.is_set():
+            now = time.monotonic()
+            if not processes.is_alive(process):
+                raise self._not_ready(
+                    f"ended while it started with {status_text(processes.reap(process.pid))}"
+                )
+            if is_unwanted():
+                raise BrokenOffError("the daemon shall be stopped")
+            if now >= deadline:
+                raise self._not_ready(f"was not ready after {now - began:.1f} s ({reason})")
+            if now >= ask_at and (now >= ask_anyway_at or control.exists()):
+                try:
+                    self.ask(timeout_s=max(0.1, min(deadline - now, self.timings.answer)))
+                    return
+                except RetryableError as error:
+                    reason = str(error) if control.exists() else _NO_SOCKET
+                ask_at = time.monotonic() + pause
+                pause = min(2 * pause, _ASK_EVERY_S)
+            time.sleep(_POLL_S)
+        raise BrokenOffError("the MPS host is being stopped")
+
+    def apply_limits(self) -> None:
+        """Set the defaults and read them back. Raises: PermanentError if another value is read."""
+        for setter, getter, wanted in limit_commands(self.spec):
+            lines = self.ask(setter, getter)
+            if not lines or not is_answer(wanted, lines[-1]):
+                raise PermanentError(
+                    f"the MPS daemon of {self.spec.device} did not take {setter!r}: "
+                    f"{getter!r} says {' | '.join(lines) or 'nothing'}"
+                )
+
+    def ask_servers(self) -> tuple[str | None, int]:
+        """(what is wrong with the servers, clients of all servers). Raises: RetryableError."""
+        faulty, clients = [], 0
+        for server in filter(str.isdigit, self.ask("get_server_list")):
+            if "FAULT" in " ".join(self.ask(f"get_server_status {server}")).upper():
+                faulty.append(server)
+            clients += sum(map(str.isdigit, self.ask(f"get_client_list {server}")))
+        if not faulty:
+            return None, clients
+        return (
+            f"MPS server {', '.join(faulty)} is in state FAULT: a client failed and took all others along",
+            clients,
+        )
+
+    def ask(self, *commands: str, timeout_s: float | None = None) -> list[str]:
+        """The lines that the daemon answers. One question of ours at a time, and again while the daemon talks with
+        somebody else's program. Raises: as `ask_once`."""
+        deadline = time.monotonic() + (self.timings.answer if timeout_s is None else timeout_s)
+        if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise BusyError(f"the MPS daemon of {self.spec.device} is still being asked something else")
+        try:
+            while True:
+                left = max(0.1, deadline - time.monotonic())
+                try:
+                    return self.ask_once(*commands, timeout_s=left)
+                except BusyError:
+                    if time.monotonic() + _BUSY_S >= deadline or self.closing.wait(_BUSY_S):
+                        raise
+        finally:
+            self._turn.release()
+
+    def ask_once(self, *questions: str, timeout_s: float) -> list[str]:
+        """The lines that the daemon answers.
+
+        A daemon talks with one program at a time: another one gets no answer, and often exit code 0. So a question that
+        has an answer for sure comes last. Raises: BusyError if that answer is missing, RetryableError if there is no
+        daemon or it does not answer.
+        """
+        asked = (*questions, SURELY_ANSWERED)
+        lines = self._pass(asked, timeout_s)
+        if not lines or not is_number(lines[-1]):
+            raise BusyError(f"the MPS daemon did not answer {asked[0]!r}: it talked with another program")
+        return lines[:-1]
+
+    def end_users(self) -> None:
+        """End the control daemon and its servers: asked to quit, then by signal. Any number of times.
+
+        Raises: RetryableError.
+        """
+        users, patience_s = processes.users_of(self.directories.pipe), self.timings.patience
+        if not users:
+            return
+        if any(processes.is_control_daemon(user, self.directories.pipe) for user in users):
+            with suppress(RetryableError):
+                self._pass(("quit",), patience_s)
+                processes.wait_gone(users, patience_s)
+        processes.end(processes.users_of(self.directories.pipe), patience_s)
+        for user in users:
+            processes.reap(user.pid)
+        left = processes.users_of(self.directories.pipe)
+        if left:
+            numbers = ", ".join(str(process.pid) for process in left)
+            raise RetryableError(f"MPS processes of {self.directories.pipe} do not end: {numbers}")
+
+    def _pass(self, questions: Sequence[str], timeout_s: float) -> list[str]:
+        code, output = run_driver_program(
+            self.find,
+            CONTROL_PROGRAM,
+            action=f"ask the MPS daemon {questions[0]!r}",
+            timeout_s=timeout_s,
+            subject=self.directories.pipe,
+            variables=self._variables,
+            text="".join(f"{question}\n" for question in questions),
+        )
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
+        if code != 0 or any(_NO_DAEMON in line for line in lines):
+            reason = f"{lines[-1]} ({exit_text(code)})" if lines else exit_text(code)
+            if not lines or _BUSY in reason.lower():  # where there is no daemon, the program says so
+                raise BusyError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
+            raise RetryableError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
+        return lines
+
+    @property
+    def _variables(self) -> dict[str, str]:
+        return {PIPE_VARIABLE: self.directories.pipe, "CUDA_MPS_LOG_DIRECTORY": self.directories.log}
+
+    def _not_ready(self, what: str) -> RetryableError:
+        printed = log_tail(self.directories)
+        # Programs older than R555 say that to each option that they do not know.
+        is_too_old = self.spec.multi_user and _NO_DAEMON in printed
+        parts = (
+            f"the MPS daemon of {self.spec.device} ({self.spec.uuid}) {what}",
+            printed,
+            f"it was started with {MULTI_USER}, which needs NVIDIA driver R555 or newer"
+            if is_too_old
+            else "",
+        )
+        return RetryableError("; ".join(filter(None, parts)))
+
+
+@cache
+def _tell_one_user(uid: int) -> None:
+    """Once, not at each start of a daemon."""
+    _log.warning("mps_serves_one_user", uid=uid, reason="multi-user mode needs root")
+
+
+def status_text(code: int | None) -> str:
+    """How a control daemon ended, and what to do about it where its exit code says that CUDA does not start."""
+    if code is None:  # a former MPS host started it
+        return "an unknown exit status"
+    cause = _CUDA_ENDS.get(code)
+    if cause is None and code > 1:
+        cause = "from R580 on, that is a CUDA error modulo 256"
+    return exit_text(code) if cause is None else f"{exit_text(code)}: {cause}"
+
+
+def log_tail(directories: MpsDirectories) -> str:
+    """The last lines of the daemon's log and output, on one line; empty where there is nothing. What the daemon logs of
+    each question is left out: otherwise the probes would hide why it ended."""
+    parts = []
+    for name in LOGS:
+        with suppress(OSError), Path(directories.log, name).open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = map(str.strip, file.read().decode(errors="replace").splitlines())
+            kept = [line for line in lines if not _is_of_question(line)][-_TAIL_LINES:]
+            parts += [f"{name}: {' | '.join(kept)}"] if kept else []
+    return "; ".join(parts)
+
+
+def _is_of_question(line: str) -> bool:
+    """Whether a line is of a question or its answer, such as `[2026-11-27 04:42:31.798 Control  6833] Cmd:quit`."""
+    text = line.rpartition("] ")[2]
+    return text.startswith(_OF_QUESTIONS) or is_number(text)
+
+
+def bound_logs(directories: MpsDirectories) -> None:
+    """Cut each file that has grown too large to its last part, also while a daemon writes it.
+
+    A daemon appends, so it goes on after what is kept. One that did not append would leave a hole, which takes no space
+    and does not count here.
+    """
+    with suppress(OSError), os.scandir(directories.log) as entries:
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False):
+                size = entry.stat(follow_symlinks=False).st_blocks * _BLOCK
+                if size > _LARGEST_LOG:
+                    _keep_end(entry.path)
+
+
+def _keep_end(path: str) -> None:
+    """Raises: OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "r+b", buffering=0) as file:
+        file.seek(-_KEPT_OF_LOG, os.SEEK_END)
+        kept = file.read()
+        file.truncate(0)
+        file.write(kept.partition(b"\n")[2] or kept)

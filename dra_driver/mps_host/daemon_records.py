@@ -1,0 +1,86 @@
+"""What an MPS host must know after a crash or restart: one JSON file for each daemon, written before the host acts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import structlog
+
+from dra_driver.base.atomic import TEMPORARY_SUFFIX, remove_file, sync_removals
+from dra_driver.base.fields import NUMBER, TEXT, Kind, Shape, needed, nullable
+from dra_driver.base.formats import NewerFormatError, parse
+from dra_driver.base.json_store import JsonStore, UnreadableFile
+from dra_driver.errors import StateError
+from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.mps_host.daemon_processes import ProcessId
+from dra_driver.mps_host.host_files import SPEC, MpsLayout, is_device_name
+
+_log = structlog.get_logger(__name__)
+
+FORMAT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonRecord:
+    """`process` is the last one that was started, in boot `boot_id`. `modes_before` has the compute modes that this
+    daemon's start changes, by the UUID of the GPU: what to put back."""
+
+    spec: MpsDaemonSpec
+    boot_id: str
+    process: ProcessId | None = None
+    modes_before: Mapping[str, int] = field(default_factory=dict)
+
+
+_PROCESS = Shape(ProcessId, pid=needed(NUMBER), start_time=needed(NUMBER))
+_MODES = Kind(lambda name, modes: {uuid: NUMBER.read(name, mode) for uuid, mode in modes.items()}, dict)
+_RECORD = Shape(
+    DaemonRecord,
+    spec=needed(SPEC.kind),
+    boot_id=needed(TEXT),
+    process=nullable(_PROCESS.kind),
+    modes_before=needed(_MODES),
+)
+
+
+class DaemonRecords(JsonStore[DaemonRecord]):
+    """The record files of one layout, by device; only the host of the layout writes. A record of a newer release is set
+    aside too: the daemon is found again by its claims."""
+
+    def __init__(self, layout: MpsLayout) -> None:
+        super().__init__(layout.root, "MPS record", _decode, _tell, is_name=is_device_name)
+        self._layout = layout
+
+    def save(self, record: DaemonRecord) -> None:
+        """Replace the record, synced to disk. Raises: StateError."""
+        self._clear(record.spec.device)
+        content = json.dumps({"format": FORMAT, **_RECORD.encode(record)}, indent=1).encode()
+        self.write(record.spec.device, content, durable=True, whole=True)
+
+    def forget(self, device: str) -> None:
+        """Forget the daemon for good; nothing happens where nothing is. A record that could not be read stays aside.
+        Raises: StateError."""
+        self.remove(device, durable=False)
+        self._clear(device)
+        # The directories that were removed before it must not come back without it.
+        sync_removals(self.directory)
+
+    def _clear(self, device: str) -> None:
+        """Remove what a host that was killed was about to write."""
+        for path in self.directory.glob(f".{self.path(device).name}.*{TEMPORARY_SUFFIX}"):
+            remove_file(path)
+
+
+def _decode(device: str, content: bytes) -> DaemonRecord:
+    try:
+        record = parse(content, "MPS record", _RECORD.decode, known=FORMAT, field="format")
+    except NewerFormatError as error:
+        raise StateError(str(error)) from error  # so that the file is set aside
+    if record.spec.device != device:
+        raise StateError(f"it is the record of {record.spec.device}")
+    return record
+
+
+def _tell(found: UnreadableFile) -> None:
+    _log.error("mps_record_unreadable", fault=f"{found.kept_as}: {found.reason}")

@@ -1,0 +1,294 @@
+"""The MPS host: does what the plugin wants of the control daemons of a node, and says what runs (`host_files`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from dra_driver.base.atomic import (
+    clear_abandoned,
+    make_directory,
+    remove_file,
+    set_aside,
+    stamp_at,
+    write_atomically,
+)
+from dra_driver.base.file_lock import LockBusyError, hold_file
+from dra_driver.base.json_store import UnreadableFile
+from dra_driver.errors import FatalError, RetryableError, StateError
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.mps_host import daemon_processes as processes
+from dra_driver.mps_host import host_files
+from dra_driver.mps_host.daemon import Daemon, HostTools
+from dra_driver.mps_host.daemon_compute_mode import DEFAULT
+from dra_driver.mps_host.daemon_records import DaemonRecord
+from dra_driver.mps_host.host_files import SUFFIX, encode_status, is_device_name, status_files, wanted_files
+
+_log = structlog.get_logger(__name__)
+
+_LOCK_S = 1.0
+"""A predecessor may still be ending."""
+
+
+class Supervisor:
+    """One a directory. Daemons of different devices are started and stopped at the same time."""
+
+    def __init__(self, tools: HostTools) -> None:
+        self._tools = tools
+        self._layout = tools.layout
+        self._wanted = wanted_files(tools.layout, _tell)
+        self._daemons: dict[str, Daemon] = {}
+        self._published: dict[str, MpsDaemonStatus] = {}
+        self._blind: str | None = None
+        """Why what shall run cannot be listed."""
+        self._unwritten: set[str] = set()
+        self._publishing = threading.Lock()
+        self._workers: dict[str, threading.Thread] = {}
+        self._watch: threading.Thread | None = None
+        self._held = ExitStack()
+
+    def open(self) -> None:
+        """Take over what is there and start to watch.
+
+        Raises: FatalError if another process does that already, StateError if the directory cannot be used.
+        """
+        layout = self._layout
+        try:
+            layout.root.mkdir(parents=True, exist_ok=True)
+            layout.root.chmod(0o711)  # a server may run as the user of its client; all files are closed
+            for path in (layout.lock, layout.modes, layout.alive):
+                _free(path, Path.is_file)
+            for path in (layout.statuses, layout.libraries):
+                _free(path, Path.is_dir)
+            descriptor = self._held.enter_context(
+                hold_file(layout.lock, threading.Lock(), time.monotonic() + _LOCK_S, "the MPS host")
+            )
+            os.ftruncate(descriptor, 0)  # until all is taken over
+            self._take_over()
+            os.pwrite(descriptor, json.dumps({"format": host_files.FORMAT}).encode(), 0)
+        except LockBusyError as error:
+            raise FatalError(f"another MPS host serves {layout.root} already") from error
+        except OSError as error:
+            raise StateError(f"cannot use {layout.root} for MPS: {error.strerror or error}") from error
+        self._held.callback(os.ftruncate, descriptor, 0)
+        self._watch = threading.Thread(target=self._keep_watch, name="mps-watch")
+        self._watch.start()
+
+    def close(self) -> None:
+        """Stop watching. Daemons run on, and the next host process goes on with starts that are in progress."""
+        self._tools.closing.set()
+        if self._watch is not None:
+            self._watch.join()
+        for worker in list(self._workers.values()):
+            worker.join()
+        self._held.close()
+
+    def status(self) -> tuple[MpsDaemonStatus, ...]:
+        """All daemons, the oldest first."""
+        return tuple(daemon.status for daemon in [*self._daemons.values()] if not daemon.gone)
+
+    def _take_over(self) -> None:
+        layout = self._layout
+        make_directory(layout.statuses, 0o700)
+        clear_abandoned(layout.statuses)
+        for path in layout.statuses.glob(f"*{SUFFIX}"):
+            _free(path, Path.is_file)
+        records = self._tools.records
+        for device, record in records.all().items():
+            self._daemons[device] = Daemon(record, self._tools, recovered=True)
+        for spec in self._specs(path.name.partition(".")[0] for path in records.quarantined()):
+            if spec.device not in self._daemons and self._has_rests(spec.device):
+                self._daemons[spec.device] = self._without_record(spec)
+        if not self._daemons:
+            _free(layout.wishes, Path.is_dir)
+            make_directory(layout.wishes, 0o700)
+        clear_abandoned(layout.wishes)
+        for path in layout.statuses.glob(f"*{SUFFIX}"):
+            if path.name.removesuffix(SUFFIX) not in self._daemons:
+                remove_file(path)
+        for device in self._daemons:
+            self._publish(device)
+
+    def _specs(self, devices: Iterable[str]) -> Iterable[MpsDaemonSpec]:
+        """What is known, without the host's records, of these daemons and of all that have or had a file."""
+        found = {device: MpsDaemonSpec(device, "", "mig", "") for device in filter(is_device_name, devices)}
+        with suppress(StateError):
+            found |= self._wanted.all()
+        return (
+            found | {status.device: status.spec for status in status_files(self._layout).all().values()}
+        ).values()
+
+    def _has_rests(self, device: str) -> bool:
+        """Whether there is something of a daemon beside its record. A compute mode alone does not count: an
+        administrator may have set it."""
+        directory, pipe = self._layout.directory(device), self._layout.directories(device).pipe
+        return directory.exists() or bool(processes.users_of(pipe))
+
+    def _without_record(self, spec: MpsDaemonSpec) -> Daemon:
+        """For what a host left whose record is lost: its GPUs get the default compute mode back."""
+        gpus = spec.gpu_uuids if spec.kind == "gpu" else ()
+        modes_of = ", ".join(gpus) or None
+        _log.warning("mps_daemon_without_record", device=spec.device, compute_mode_of=modes_of)
+        record = DaemonRecord(spec, self._tools.boot_id, modes_before=dict.fromkeys(gpus, DEFAULT))
+        return Daemon(record, self._tools, recovered=True)
+
+    # --- what shall run ------------------------------------------------------------------------
+
+    def _keep_watch(self) -> None:
+        timings = self._tools.timings
+        probe_at, tick_at, sign_at = time.monotonic() + timings.probe, 0.0, 0.0
+        while not self._tools.closing.is_set():
+            now = time.monotonic()
+            self._look()
+            if now >= tick_at:
+                tick_at = now + timings.tick
+                self._tick(now)
+            if now >= sign_at and not self._unwritten:
+                sign_at = now + timings.sign
+                self._give_sign()
+            if now >= probe_at:
+                probe_at = now + timings.probe
+                self._work("probe", partial(_probe_all, [*self._daemons.values()]))
+            self._tools.closing.wait(timings.look if self._daemons or self._unwritten else timings.idle)
+
+    def _look(self) -> None:
+        """Begin with daemons that shall run, and end those that shall not, or not like that."""
+        for device, daemon in [*self._daemons.items()]:
+            if daemon.gone:
+                del self._daemons[device]
+        try:
+            wanted = self._wanted.all()
+        except StateError as error:
+            if self._blind != str(error):
+                self._blind = str(error)
+                _log.warning("mps_wanted_unreadable", path=str(self._layout.wishes), reason=str(error))
+            return
+        self._blind = None
+        for device, spec in wanted.items():
+            if device not in self._daemons and not self._is_busy(device):
+                record = DaemonRecord(spec, self._tools.boot_id)
+                daemon = Daemon(record, self._tools, refuse=partial(self._refuse_overlap, spec))
+                self._daemons[device] = daemon
+                self._attend(device, daemon.keep)
+        unread = {path.name.removesuffix(SUFFIX) for path in self._wanted.quarantined()}
+        for device, daemon in self._daemons.items():
+            if device not in unread and wanted.get(device) != daemon.status.spec and not daemon.ending:
+                self._attend(device, partial(daemon.stop, partial(self._is_over, daemon)))
+
+    def _is_over(self, daemon: Daemon) -> bool:
+        """Whether no status says any more that it serves, and after that it still shall not run. Raises: StateError."""
+        device = daemon.status.device
+        if not self._publish(device):
+            with self._publishing:
+                remove_file(self._layout.status(device))
+                self._published.pop(device, None)
+        is_other = self._wanted.get(device) not in (None, daemon.status.spec)
+        return is_other or self._layout.is_unwanted(device)
+
+    def _tick(self, now: float) -> None:
+        for device, daemon in self._daemons.items():
+            if daemon.needs_attention(now):
+                self._attend(device, daemon.keep)
+        for device in {*self._daemons, *self._unwritten}:
+            self._publish(device)
+
+    def _give_sign(self) -> None:
+        """Have the plugin see that this host watches. If that fails, the missing sign says so."""
+        with suppress(OSError):
+            self._layout.alive.touch(mode=0o600)
+
+    def _refuse_overlap(self, spec: MpsDaemonSpec) -> None:
+        """Two daemons on one GPU would put its compute mode back under each other. Raises: RetryableError while an
+        older one has it."""
+        for other in self.status():
+            if other.device == spec.device:
+                return
+            common = set(spec.gpu_uuids) & set(other.spec.gpu_uuids)
+            if common and spec.kind == other.spec.kind == "gpu":
+                theirs = ", ".join(other.spec.devices)
+                raise RetryableError(
+                    f"GPU {min(common)} has the MPS daemon of {theirs}, which has to stop before "
+                    f"{', '.join(spec.devices)} can have one; it stops when the claims that use it are gone"
+                )
+
+    # --- what runs -----------------------------------------------------------------------------
+
+    def _publish(self, device: str) -> bool:
+        """Have the device's status file right; if that fails, the next look tries again."""
+        with self._publishing:
+            daemon = self._daemons.get(device)
+            status = None if daemon is None or daemon.gone else daemon.status
+            try:
+                if status is None:
+                    remove_file(self._layout.status(device))
+                    self._published.pop(device, None)
+                elif status != self._published.get(device):
+                    content = encode_status(status)
+                    write_atomically(self._layout.status(device), content, durable=False, whole=False)
+                    self._published[device] = status
+            except StateError as error:
+                self._unwritten.add(device)
+                _log.warning("mps_status_not_written", device=device, reason=str(error))
+                return False
+            self._unwritten.discard(device)
+            return True
+
+    # --- threads -------------------------------------------------------------------------------
+
+    def _attend(self, device: str, act: Callable[[], None]) -> None:
+        """Have a thread do it, and say what has become of the device."""
+
+        def attend() -> None:
+            act()
+            self._publish(device)
+
+        self._work(device, attend)
+
+    def _is_busy(self, name: str) -> bool:
+        return name in self._workers and self._workers[name].is_alive()
+
+    def _work(self, name: str, action: Callable[[], object]) -> None:
+        """Run it in a thread of its own unless the last one of this name still runs."""
+        if self._is_busy(name):
+            return
+        thread = threading.Thread(target=_logged, args=(action,), name=f"mps-{name}")
+        try:
+            thread.start()
+            self._workers[name] = thread
+        except RuntimeError as error:  # the next look tries again
+            _log.warning("mps_look_delayed", thread=thread.name, reason=str(error))
+
+
+def _free(path: Path, is_right: Callable[[Path], bool]) -> None:
+    """Rename what is in the place of a file or directory of this host and cannot be one, which would else keep it from
+    serving any device. Raises: StateError."""
+    if os.path.lexists(path) and (path.is_symlink() or not is_right(path)):
+        kept = set_aside(path, "file of the MPS host", stamp_at(path))
+        _log.warning("mps_file_set_aside", path=str(path), kept_as=str(kept))
+
+
+def _tell(found: UnreadableFile) -> None:
+    _log.warning("mps_wanted_unreadable", path=str(found.kept_as), reason=found.reason)
+
+
+def _logged(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except Exception:  # noqa: BLE001  the watch starts it again
+        _log.exception("mps_watch_failed")
+
+
+def _probe_all(daemons: list[Daemon]) -> None:
+    users = processes.users_by_directory(
+        [daemon.directories.pipe for daemon in daemons if not daemon.status.spec.multi_user]
+    )
+    for daemon in daemons:
+        daemon.probe(users.get(daemon.directories.pipe, ()))

@@ -1,0 +1,383 @@
+"""What each scrape asks. Each view is registered when the part that it asks exists."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import get_args
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from dra_driver.health.monitor import Monitor
+from dra_driver.health.rules.taints import MadeInstance, device_reasons
+from dra_driver.journal.rules.cleanups import CLEANUP_KINDS, PendingCleanup, kind_of
+from dra_driver.model.claim import Pods
+from dra_driver.model.gpu import GpuLoad
+from dra_driver.model.health import UNRESPONSIVE, Condition, HealthState, HealthTarget, Severity, condition
+from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
+from dra_driver.model.mig_layouts import GpuLayout
+from dra_driver.model.mps import MPS_STATES
+from dra_driver.model.problems import FOUND_BY_TOP, ProblemCode
+from dra_driver.model.record import ClaimRecord
+from dra_driver.reporting.metrics.bounded_reads import Read, Readings
+from dra_driver.reporting.rules.usage import DeviceUse, NodeUse, mig_profile
+
+_PREPARED_TYPES = ("gpu", "mig", "vfio", "unknown")
+_OFFERED_TYPES = ("gpu", "mig", "possible_mig")
+_MOST_PODS = 16
+"""For one claim: a claim that hundreds of pods share must not fill the time series database."""
+_CONDITIONS: tuple[Condition, ...] = get_args(Condition)
+
+Instances = Mapping[str, MadeInstance]
+"""The made MIG devices on demand, by device name."""
+Samples = Mapping[tuple[str, ...], float]
+InventorySource = Callable[[], Inventory | None]
+
+
+def _busy(load: GpuLoad) -> float | None:
+    return None if load.utilisation_percent is None else load.utilisation_percent / 100
+
+
+_GAUGES: Mapping[str, tuple[str, ...]] = {
+    "claims_failing": ("Claims whose last Prepare or Unprepare failed.",),
+    "pending_cleanups": ("Pending cleanup: what an Unprepare or a failed Prepare could not undo yet.", "kind"),
+    "devices": ("Devices on offer; `possible_mig` are those that are made when a claim needs them.",
+                "device_type", "health"),
+    "discovery_faults": ("What discovery could not read: GPUs or single attributes of them.",),
+    "gpu_info": ("1 for each GPU that discovery found, also those in MIG mode; `product` is empty while unknown.",
+                 "uuid", "product"),
+    "gpu_monitored": ("1 while the health of the GPU is known, 0 once the last look at it is too old.", "uuid"),
+    "gpu_power_watts": ("Power of a physical GPU of which a prepared claim has a device.", "uuid"),
+    "gpu_reason": ("Severity of what is wrong with a GPU or an instance of it, by kind of reason.", "uuid", "reason"),
+    "gpu_severity": ("0 well, 1 information, 2 degraded, 3 unhealthy, 4 lost; not there while nothing is known of the "
+                     "GPU.", "uuid"),
+    "mig_devices": ("MIG devices that exist, whoever made them.", "uuid", "profile"),
+    "mig_devices_stuck": ("MIG devices that no claim uses and that cannot be destroyed.",),
+    "mig_layout": ("1 for each GPU that the node's MIG layout is for: `state` is applied, waiting or refused.",
+                   "uuid", "layout", "state"),
+    "mig_severity": ("As `nvidia_dra_gpu_severity`, of each MIG device with reasons of its own, whose UUID is `uuid` "
+                     "(`unknown` until it is read).", "parent_uuid", "uuid", "mig_instance"),
+    "mps_daemons": ("MPS control daemons of the node.", "state"),
+    "node_problem": ("1 while something is wrong with the node: all that /readyz says, also its notes.",),
+    "partitions_unsupported": ("1 where MIG devices on demand are wanted but the API server cannot count partitions.",),
+    "publish_problem": ("1 while the slices in the API server are not what they should be.",),
+    "problems": ("Problems of the node by kind, as on the page /problems.", "problem"),
+    "published_slices": ("Slices of this node in the API server.",),
+    "ready": ("1 while /readyz says that gpu-dra-driver is ready; its notes count in `nvidia_dra_node_problem`.",),
+    "unclaimed_memory_bytes": ("Memory that processes have on a GPU which belong to no prepared claim and no "
+                               "container.", "uuid"),
+    "withdrawn_devices": ("Devices left out of the slices because pods must not get them and taints would not keep "
+                          "them away.",),
+}  # fmt: skip
+"""Gauges of this node: by name, without `nvidia_dra_`, the help and the labels beside `driver`."""
+_OF_DEVICES: Mapping[str, tuple[str, Callable[[DeviceUse, GpuLoad], float | None]]] = {
+    "utilization_ratio": ("Part of the time in which a kernel ran on a device of a prepared claim; of a MIG device "
+                          "since the scrape before, from Hopper on.", lambda _, load: _busy(load)),
+    "memory_used_bytes": ("Memory in use on the device.", lambda _, load: load.memory_used_bytes),
+    "memory_total_bytes": ("Memory of the device.", lambda _, load: load.memory_total_bytes),
+    "processes": ("Processes on the device; MIG devices of one GPU instance have the same.",
+                  lambda device, _: device.processes),
+    "gpu_fraction": ("Part of its GPU that the device is, by memory.", lambda device, _: device.gpu_fraction),
+}  # fmt: skip
+"""Help and value of each gauge of a device. `shared` is true while several claims have the device, and nobody knows
+whose use it is."""
+
+
+class Views:
+    """Registers what a scrape asks for; each method once."""
+
+    def __init__(self, driver: str, node: str, readings: Readings, added: Callable[[str], None]) -> None:
+        """`added` is called with the name of each source."""
+        self._driver = driver
+        self._node = node
+        self._readings = readings
+        self._added = added
+
+    def prepared_devices(self, kinds: Callable[[], Iterable[str]]) -> None:
+        """The type of each device that is prepared. It comes from the records, so it is right after a restart too."""
+
+        def read() -> Iterator[Metric]:
+            tally = Tally(kind if kind in _PREPARED_TYPES else "unknown" for kind in kinds())
+            yield _gauge(
+                "nvidia_dra_prepared_devices",
+                "Devices that are prepared for claims.",
+                ("node", "driver", "device_type"),
+                {(self._node, self._driver, kind): tally[kind] for kind in _PREPARED_TYPES},
+            )
+
+        self._add("prepared", read, waits=True)
+
+    def claims(
+        self,
+        records: Callable[[], Iterable[ClaimRecord]],
+        made_uuid: Callable[[str], str | None],
+        pods: Callable[[ClaimRecord], Pods],
+        inventory: InventorySource,
+    ) -> None:
+        """Which claim has which device, for which pods. `made_uuid` returns the UUID that a MIG device on demand has
+        now, by the device's name. The labels that begin with `dra_` are those of the DCGM exporter."""
+
+        def read() -> Iterator[Metric]:
+            samples: dict[tuple[str, ...], float] = {}
+            found = inventory() or Inventory()
+            for record in records():
+                if record.phase != "prepared":
+                    continue
+                names = _names(pods(record))
+                for held in record.devices:
+                    uuid = held.uuid or made_uuid(held.device) or ""
+                    ref = record.ref
+                    kind = held.kind if held.kind in _PREPARED_TYPES else "unknown"
+                    claim = (self._driver, self._node, ref.namespace, ref.name, ref.uid)
+                    admin = "true" if held.admin_access else "false"
+                    is_mig = held.kind == "mig"
+                    profile = (mig_profile(held, found) or "") if is_mig else ""
+                    of_dcgm = (
+                        ref.namespace, ref.name, self._node, held.device, profile, uuid if is_mig else "",
+                    )  # fmt: skip
+                    for pod in names:
+                        samples[*claim, pod, held.device, kind, uuid, held.gpu_uuid, admin, *of_dcgm] = 1
+            yield _gauge(
+                "nvidia_dra_claim_info",
+                "1 for each prepared device of a claim and each of its pods; `parent_uuid` is the physical GPU's.",
+                (
+                    "driver", "node", "namespace", "claim", "claim_uid", "pod", "device", "device_type", "uuid",
+                    "parent_uuid", "admin_access", "dra_claim_namespace", "dra_claim_name", "dra_pool_name",
+                    "dra_device_name", "dra_mig_profile", "dra_mig_device_uuid",
+                ),
+                samples,
+            )  # fmt: skip
+
+        self._add("claims", read, waits=True)
+
+    def devices(
+        self, inventory: InventorySource, health: Monitor, instances: Callable[[], Instances]
+    ) -> None:
+        """The devices on offer. `instances` may read files."""
+
+        def read() -> Iterator[Metric]:
+            found, made = inventory(), instances()
+            tally: Tally[tuple[str, str]] = Tally()
+            for device in found.devices() if found else ():
+                tally[_type_of(device), _condition_of(device, health, made)] += 1
+            kinds = dict.fromkeys((*_OFFERED_TYPES, *(kind for kind, _ in tally)))
+            counts: Samples = {(kind, word): tally[kind, word] for kind in kinds for word in _CONDITIONS}
+            yield self._gauge("devices", counts)
+
+        self._add("devices", read, waits=True)
+
+    def usage(self, look: Callable[[], NodeUse]) -> None:
+        """How the devices of claims are used, and memory that no claim has. Each scrape asks NVML."""
+        self._add("usage", lambda: self._usage(look()), waits=True)
+
+    def inventory(self, inventory: InventorySource) -> None:
+        """What discovery found."""
+        self._add("inventory", partial(self._read_inventory, inventory))
+
+    def health(self, inventory: InventorySource, health: Monitor) -> None:
+        """The health of the physical GPUs, also of lost ones, which discovery does not show any more."""
+        self._add("health", partial(self._read_health, inventory, health))
+
+    def publishing(
+        self, problem: Callable[[], str | None], slices: Callable[[], int], withdrawn: Callable[[], int]
+    ) -> None:
+        """Whether the slices are up to date, how many slices of this node the API server has, and how many devices are
+        left out of them because they are not well."""
+
+        def read() -> Iterator[Metric]:
+            yield self._one("publish_problem", problem() is not None)
+            yield self._one("published_slices", slices())
+            yield self._one("withdrawn_devices", withdrawn())
+
+        self._add("publishing", read)
+
+    def mig_layouts(self, layouts: Callable[[], Mapping[str, GpuLayout]]) -> None:
+        """What became of the node's MIG layout."""
+
+        def read() -> Iterator[Metric]:
+            found = layouts().values()
+            yield self._gauge("mig_layout", {(one.gpu_uuid, one.layout, one.state): 1 for one in found})
+
+        self._add("mig_layout", read)
+
+    def cleanups(self, cleanups: Callable[[], Iterable[PendingCleanup]]) -> None:
+        """What an Unprepare or a failed Prepare could not undo yet."""
+
+        def kinds() -> Iterator[str]:
+            return (kind_of(step) for one in cleanups() for step in one.steps)
+
+        self._show_tally("cleanups", "pending_cleanups", CLEANUP_KINDS, kinds)
+
+    def value(self, source: str, name: str, read: Callable[[], float]) -> None:
+        """The gauge of this name has one value."""
+        self._add(source, lambda: (self._one(name, read()),))
+
+    def mps(self, states: Callable[[], Iterable[str]]) -> None:
+        """The state of each MPS daemon of the node."""
+        self._show_tally("mps", "mps_daemons", MPS_STATES, states, waits=True)
+
+    def problems(self, codes: Callable[[], Iterable[ProblemCode]]) -> None:
+        """How many problems of each kind the node has."""
+        kinds = [code for code in get_args(ProblemCode) if code not in FOUND_BY_TOP]
+        self._show_tally("problems", "problems", kinds, codes)
+
+    def reports(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Events and claim states, how many of them by what became of them."""
+
+        def read() -> Iterator[Metric]:
+            family = CounterMetricFamily(
+                "nvidia_dra_notices",
+                "Events and claim states for the API server: taken (`written`), refused (`failed`), or `dropped`.",
+                labels=("driver", "outcome"),
+            )
+            for outcome, count in counts().items():
+                family.add_metric((self._driver, outcome), count)
+            yield family
+
+        self._add("notices", read)
+
+    def _usage(self, node: NodeUse) -> Iterator[Metric]:
+        labels = ("driver", "device", "device_type", "uuid", "parent_uuid", "shared")
+        values = {
+            one: (self._driver, one.device, one.kind, one.uuid, one.gpu_uuid, str(one.is_shared).lower())
+            for one in node.devices
+            if one.uuid
+        }
+        for name, (text, value) in _OF_DEVICES.items():
+            found = ((key, value(one, one.load or GpuLoad())) for one, key in values.items())
+            samples: Samples = {key: number for key, number in found if number is not None}
+            yield _gauge(f"nvidia_dra_device_{name}", text, labels, samples)
+        claimed = {device.gpu_uuid for device in node.devices}
+        power = {uuid: use.load.power_w for uuid, use in node.gpus.items() if uuid in claimed}
+        watts: Samples = {(uuid,): value for uuid, value in power.items() if value is not None}
+        yield self._gauge("gpu_power_watts", watts)
+        unclaimed: Samples = {
+            (uuid,): sum(one.memory_bytes or 0 for one in processes)
+            for uuid, processes in node.unclaimed.items()
+        }
+        yield self._gauge("unclaimed_memory_bytes", unclaimed)
+
+    def _read_inventory(self, inventory: InventorySource) -> Iterator[Metric]:
+        found = inventory() or Inventory()
+        driver, cuda = found.versions.driver, found.versions.cuda
+        info = InfoMetricFamily(
+            "nvidia_dra_gpu_driver",
+            "Versions of the installed NVIDIA driver; empty while unknown.",
+            labels=("driver",),
+        )
+        version = {"version": driver or "", "cuda": ".".join(map(str, cuda or ()))}
+        info.add_metric((self._driver,), version)
+        yield info
+        yield self._one("discovery_faults", len(found.faults))
+        yield self._gauge("gpu_info", {(gpu.uuid, gpu.product_name or ""): 1 for gpu in found.gpus})
+        made: Tally[tuple[str, ...]] = Tally(
+            (gpu.uuid, mig.profile.name) for gpu in found.gpus for mig in gpu.mig_devices
+        )
+        yield self._gauge("mig_devices", made)
+
+    def _read_health(self, inventory: InventorySource, health: Monitor) -> Iterator[Metric]:
+        states = health.states()
+        found = inventory()
+        known = {gpu.uuid for gpu in found.gpus} if found else set()
+        known |= {target.gpu_uuid for target, state in states.items() if state.severity == Severity.LOST}
+        # Known without a look at the GPU, which may hang as well.
+        unresponsive = {target.gpu_uuid for target, state in states.items() if state.has(UNRESPONSIVE)}
+        known |= unresponsive
+        fresh = {uuid: health.is_fresh(uuid) for uuid in sorted(known)}
+        severities: dict[tuple[str, ...], float] = {
+            (uuid,): Severity.OK for uuid, is_fresh in fresh.items() if is_fresh or uuid in unresponsive
+        }
+        reasons: dict[tuple[str, ...], float] = {}
+        instances: dict[tuple[str, ...], float] = {}
+        for target, state in states.items():
+            uuid = target.gpu_uuid
+            if (uuid,) not in severities:
+                continue
+            if not target.is_instance:
+                severities[uuid,] = state.severity
+            else:
+                # An Xid may come before the instance was looked at: its severity counts from then on.
+                for mig in (state.identity or "unknown").split(","):
+                    instances[uuid, mig, _ids_of(target)] = state.severity
+            for reason in state.reasons:
+                reasons[uuid, reason.key] = max(reason.severity, reasons.get((uuid, reason.key), 0))
+        yield self._gauge("gpu_severity", severities)
+        yield self._gauge("mig_severity", instances)
+        yield self._gauge("gpu_reason", reasons)
+        yield self._gauge("gpu_monitored", {(uuid,): is_fresh for uuid, is_fresh in fresh.items()})
+        xids = CounterMetricFamily(
+            "nvidia_dra_gpu_xids",
+            "Xid errors that the GPU reported since the start of gpu-dra-driver.",
+            labels=("driver", "uuid", "xid"),
+        )
+        for (uuid, number), count in health.xid_counts().items():
+            xids.add_metric((self._driver, uuid, str(number)), count)
+        yield xids
+
+    def _add(self, source: str, read: Read, *, waits: bool = False) -> None:
+        self._added(source)
+        self._readings.add(source, read, waits=waits)
+
+    def _show_tally(
+        self,
+        source: str,
+        name: str,
+        values: Sequence[str],
+        found: Callable[[], Iterable[str]],
+        *,
+        waits: bool = False,
+    ) -> None:
+        """How often each of the values of a label is found."""
+
+        def read() -> Iterator[Metric]:
+            tally = Tally(found())
+            yield self._gauge(name, {(value,): tally[value] for value in values})
+
+        self._add(source, read, waits=waits)
+
+    def _one(self, name: str, value: float) -> Metric:
+        return self._gauge(name, {(): value})
+
+    def _gauge(self, name: str, samples: Samples) -> Metric:
+        """One of `_GAUGES`, with the name of our DRA driver as its first label."""
+        text, *labels = _GAUGES[name]
+        named = {(self._driver, *values): value for values, value in samples.items()}
+        return _gauge(f"nvidia_dra_{name}", text, ("driver", *labels), named)
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, value in samples.items():
+        family.add_metric(values, float(value))
+    return family
+
+
+def _names(pods: Pods) -> Sequence[str]:
+    """The names of the first pods of a claim; an empty name if none is known."""
+    return [pod.name for pod in (pods or ())[:_MOST_PODS]] or [""]
+
+
+def _type_of(device: OfferedDevice) -> str:
+    if isinstance(device, WholeGpu):
+        return "gpu"
+    if isinstance(device, VfioDevice):
+        return "vfio"
+    return "mig" if isinstance(device, StaticMigDevice) else "possible_mig"
+
+
+def _ids_of(instance: HealthTarget) -> str:
+    """`GPU instance ID/compute instance ID`; only the first ID for a whole GPU instance."""
+    ids = (instance.gpu_instance_id, instance.compute_instance_id)
+    return "/".join(str(number) for number in ids if number is not None)
+
+
+def _condition_of(device: OfferedDevice, health: Monitor, instances: Instances) -> Condition:
+    """One word for the health of a device, from its GPU and its instance."""
+    reasons = device_reasons(device, health.states(), instances)
+    state = HealthState(HealthTarget(device.gpu.uuid), reasons)
+    is_bound = (
+        isinstance(device, VfioDevice) and device.card.is_bound
+    )  # nobody looks at it, and that is no fault
+    return condition(state, is_fresh=is_bound or health.is_fresh(device.gpu.uuid))

@@ -1,0 +1,183 @@
+"""What the plugin counts and times when it happens. The metrics of the requests have the names and labels of NVIDIA's
+own driver, so one dashboard serves both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from typing import Literal, TypeVar, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, disable_created_metrics
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.process_collector import ProcessCollector
+
+from dra_driver import __version__
+from dra_driver.model.steps import Step
+from dra_driver.reporting.metrics.bounded_reads import CAUSES, Readings
+from dra_driver.reporting.metrics.collectors import Views
+from dra_driver.reporting.metrics.error_types import REASONS, reason_of
+
+_DURATION_BUCKETS = (0.002, 0.005, 0.01, 0.025, *(0.05 * 2**n for n in range(10)), 45.0)
+"""As NVIDIA's own driver has them, and to the end of the kubelet's patience."""
+_STEP_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0, 45.0)
+_WAIT_BUCKETS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0)
+_LAG_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+_OPERATIONS = ("prepare", "unprepare")
+_MIG_ACTIONS = ("create", "destroy")
+_STEP_ACTIONS = ("do", "undo")
+_NO_ANSWER = "none"
+_USUAL_ANSWERS = (("GET", 200), ("POST", 201), ("PUT", 200), ("PATCH", 200), ("DELETE", 200))
+
+StepAction = Literal["do", "undo"]
+_Shown = TypeVar("_Shown", Counter, Gauge, Histogram)
+
+
+def step_label(step: type[Step]) -> str:
+    """`write_cdi_spec` for `WriteCdiSpec`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", step.__name__).lower()
+
+
+_OPERATION = {"operation": _OPERATIONS}
+_STEP = {"step": [step_label(kind) for kind in get_args(Step)], "action": _STEP_ACTIONS}
+_Labels = Mapping[str, Sequence[str]]
+_COUNTERS: Mapping[str, tuple[str, _Labels]] = {
+    "requests": ("Claims prepared or unprepared with success.", _OPERATION),
+    "node_prepare_errors": ("Claims that could not be prepared, by cause.", {"error_type": REASONS}),
+    "node_unprepare_errors": ("Claims that could not be unprepared, by cause.", {"error_type": REASONS}),
+    "mig_errors": ("MIG devices that could not be made or destroyed, by cause.",
+                   {"operation": _MIG_ACTIONS, "error_type": REASONS}),
+    "step_errors": ("Steps that could not be done or undone.", _STEP),
+    "publish_errors": ("Failed attempts to bring the slices up to date, by cause.", {"error_type": REASONS}),
+    "api_requests": ("Requests to the API server by HTTP method and status code; `none` where no answer came.",
+                     {"method": [method for method, _ in _USUAL_ANSWERS], "code": [_NO_ANSWER]}),
+}  # fmt: skip
+"""By name, without `nvidia_dra_`: help, and the values of each label beside `driver`."""
+_HISTOGRAMS: Mapping[str, tuple[str, Sequence[float], _Labels]] = {
+    "request_duration_seconds": ("Time to prepare or unprepare one claim.", _DURATION_BUCKETS, _OPERATION),
+    "release_wait_seconds": ("Time that a Prepare waited for a device that was held, in use, or refused by NVML.",
+                             _WAIT_BUCKETS, {}),
+    "mig_duration_seconds": ("Time to make or destroy one MIG device on demand.", _DURATION_BUCKETS,
+                             {"operation": _MIG_ACTIONS}),
+    "step_duration_seconds": ("Time to do or undo one step of a claim, whether it succeeded or not.", _STEP_BUCKETS,
+                              _STEP),
+    "publish_lag_seconds": ("Time from a change on the node until the slices that tell of it were written.",
+                            _LAG_BUCKETS, {}),
+}  # fmt: skip
+
+
+class Metrics:
+    """All metrics of the process, in their own registry; all start at zero.
+
+    `prepared` yields the type (`gpu`, `mig`) of each device that is prepared now; each scrape calls it, like everything
+    that `show` registers.
+    """
+
+    def __init__(self, driver: str, node: str, prepared: Callable[[], Iterable[str]]) -> None:
+        # This would add a series to each counter and histogram that Prometheus does not use.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self._driver = driver
+        self._unread = Counter(
+            "nvidia_dra_scrape_errors",
+            "Sources of metrics that were left out of a scrape.",
+            ("driver", "source", "cause"),
+            registry=None,
+        )
+        readings = Readings(lambda source, cause: self._unread.labels(driver, source, cause).inc())
+        # First, so that a scrape shows its own errors.
+        self.registry.register(readings)
+        self.registry.register(self._unread)
+        self.show = Views(driver, node, readings, self._source_added)
+        self._counts = {
+            name: self._shown(Counter, name, text, labels) for name, (text, labels) in _COUNTERS.items()
+        }
+        self._durations = {
+            name: self._shown(partial(Histogram, buckets=buckets), name, text, labels)
+            for name, (text, buckets, labels) in _HISTOGRAMS.items()
+        }
+        inflight = "gRPC calls in progress."
+        self._inflight = self._shown(Gauge, "requests_inflight", inflight, {"operation": _OPERATIONS})
+        for method, code in _USUAL_ANSWERS:
+            self._counts["api_requests"].labels(driver, method, str(code))
+        Info("nvidia_dra_build", "Version of gpu-dra-driver.", registry=self.registry).info(
+            {"version": __version__}
+        )
+        ProcessCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        self.show.prepared_devices(prepared)
+
+    def prepared(self, duration_s: float, error: Exception | None) -> None:
+        """A claim's Prepare ended."""
+        self._ended("prepare", duration_s, error)
+
+    def unprepared(self, duration_s: float, error: Exception | None) -> None:
+        """A claim's Unprepare ended."""
+        self._ended("unprepare", duration_s, error)
+
+    def waited(self, duration_s: float) -> None:
+        """A Prepare has ended, with or without success, which waited for a device."""
+        self._durations["release_wait_seconds"].labels(self._driver).observe(duration_s)
+
+    def mig_changed(self, action: str, duration_s: float, error: Exception | None) -> None:
+        """A MIG device was made or destroyed, or could not be."""
+        if error is None:
+            self._durations["mig_duration_seconds"].labels(self._driver, action).observe(duration_s)
+        else:
+            self._counts["mig_errors"].labels(self._driver, action, reason_of(error)).inc()
+
+    def step_ended(
+        self, step: type[Step], action: StepAction, duration_s: float, error: Exception | None
+    ) -> None:
+        """A step was done or undone, or could not be."""
+        self._durations["step_duration_seconds"].labels(self._driver, step_label(step), action).observe(
+            duration_s
+        )
+        if error is not None:
+            self._counts["step_errors"].labels(self._driver, step_label(step), action).inc()
+
+    def published(self, lag_s: float) -> None:
+        """Slices were written, `lag_s` after the change that called for it."""
+        self._durations["publish_lag_seconds"].labels(self._driver).observe(lag_s)
+
+    def publish_failed(self, error: Exception) -> None:
+        """Slices could not be brought up to date; the publisher tries again."""
+        self._counts["publish_errors"].labels(self._driver, reason_of(error)).inc()
+
+    def api_answered(self, method: str, code: int | None) -> None:
+        """The API server answered a request with this status code; None if it did not answer."""
+        self._counts["api_requests"].labels(
+            self._driver, method, _NO_ANSWER if code is None else str(code)
+        ).inc()
+
+    @contextmanager
+    def in_flight(self, operation: str) -> Iterator[None]:
+        """Count a gRPC call from its arrival to its answer."""
+        gauge = self._inflight.labels(self._driver, operation)
+        gauge.inc()
+        try:
+            yield
+        finally:
+            gauge.dec()
+
+    def _ended(self, operation: str, duration_s: float, error: Exception | None) -> None:
+        self._durations["request_duration_seconds"].labels(self._driver, operation).observe(duration_s)
+        if error is None:
+            self._counts["requests"].labels(self._driver, operation).inc()
+        else:
+            self._counts[f"node_{operation}_errors"].labels(self._driver, reason_of(error)).inc()
+
+    def _source_added(self, source: str) -> None:
+        for cause in CAUSES:
+            self._unread.labels(self._driver, source, cause)
+
+    def _shown(
+        self, kind: Callable[..., _Shown], name: str, text: str, labels: Mapping[str, Sequence[str]]
+    ) -> _Shown:
+        """A metric with a series for each of the values of its labels; the name of our DRA driver comes first."""
+        metric = kind(f"nvidia_dra_{name}", text, ("driver", *labels), registry=self.registry)
+        for values in product(*labels.values()):
+            metric.labels(self._driver, *values)
+        return metric

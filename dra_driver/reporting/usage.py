@@ -1,0 +1,116 @@
+"""Looks at all GPUs in limited time, and puts together how the devices of claims are used."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+
+from dra_driver.base.bounded_call import BoundedCall
+from dra_driver.model.gpu import GpuProcess, GpuUse
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import GpuAddress, MigAddress
+from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.nvml.usage import UsageSource
+from dra_driver.reporting.rules.usage import (
+    Made,
+    NodeUse,
+    Origin,
+    device_uses,
+    held_devices,
+    mig_addresses,
+    unclaimed,
+)
+
+_WITHIN_S = 0.8
+"""Less than a scrape waits."""
+_APART_S = 0.02
+"""How long a GPU may keep the next one waiting: threads that read at the same time get in each other's way, which costs
+more processor time than the reading."""
+
+
+@dataclass(eq=False)
+class Usage:
+    """Reads nothing unless `look` is called; for many threads. A GPU whose read hangs is not read again until it ends,
+    and no later look waits for it. `source` is asked in a thread for each GPU. `within_s` is how long a look waits for
+    all GPUs together."""
+
+    source: UsageSource
+    inventory: Callable[[], Inventory | None]
+    records: Callable[[], Mapping[str, ClaimRecord]]
+    made: Made
+    origin: Callable[[int], Origin]
+    _: KW_ONLY
+    within_s: float = _WITHIN_S
+
+    def __post_init__(self) -> None:
+        self._turn = threading.Lock()
+        self._calls: dict[GpuAddress, BoundedCall[GpuUse]] = {}
+        self._reads: dict[GpuAddress, Callable[[], GpuUse]] = {}
+
+    def look(self) -> NodeUse:
+        """What all GPUs do now. Raises: StateError if the records cannot be read."""
+        inventory, records = self.inventory() or Inventory(), [*self.records().values()]
+        held = held_devices(records)
+        addresses = mig_addresses(held, inventory, self.made)
+        wanted: dict[str, list[MigAddress]] = {}
+        for name, mig in addresses.items():
+            wanted.setdefault(held[name].gpu_uuid, []).append(mig)
+        gpus = self._ask(
+            inventory, lambda gpu: partial(self.source.read, gpu, tuple(wanted.get(gpu.uuid, ())))
+        )
+        nobodys = self._unclaimed(gpus, held, addresses)
+        return NodeUse(device_uses(records, inventory, addresses, gpus), gpus, nobodys)
+
+    def unclaimed(self) -> Mapping[str, Sequence[GpuProcess]]:
+        """The processes that belong to nobody, by the UUID of each GPU that answers in time. Nothing else is read of a
+        GPU. Raises: as `look`."""
+        inventory, records = self.inventory() or Inventory(), [*self.records().values()]
+        held = held_devices(records)
+        gpus = self._ask(inventory, lambda gpu: partial(self.source.read_processes, gpu))
+        return self._unclaimed(gpus, held, mig_addresses(held, inventory, self.made))
+
+    def _unclaimed(
+        self,
+        gpus: Mapping[str, GpuUse],
+        held: Mapping[str, HeldDevice],
+        addresses: Mapping[str, MigAddress],
+    ) -> Mapping[str, Sequence[GpuProcess]]:
+        claimed = {
+            (one.gpu_uuid, addresses[name].gpu_instance_id if name in addresses else None)
+            for name, one in held.items()
+        }
+        return {
+            uuid: unclaimed(uuid, use.processes, claimed, self.origin)
+            for uuid, use in gpus.items()
+            if use.processes is not None
+        }
+
+    def _ask(
+        self, inventory: Inventory, read_of: Callable[[GpuAddress], Callable[[], GpuUse]]
+    ) -> Mapping[str, GpuUse]:
+        """What the GPUs that answer in time do, by UUID. `read_of` returns how a GPU is read."""
+        wanted = [GpuAddress(gpu.uuid, gpu.pci_bus_id) for gpu in inventory.gpus]
+        with self._turn:
+            end = time.monotonic() + self.within_s
+            calls = {gpu: call for gpu, call in self._calls.items() if gpu in wanted or call.is_asking}
+            asked: dict[str, BoundedCall[GpuUse]] = {}
+            for gpu in wanted:
+                call = calls.setdefault(
+                    gpu, BoundedCall(f"NVML about GPU {gpu.uuid}", partial(self._read_one, gpu))
+                )
+                if not call.is_asking:
+                    self._reads[gpu] = read_of(gpu)
+                    call.ask()
+                    call.answer(_APART_S)
+                    asked[gpu.uuid] = call
+            self._calls = calls
+            answers = {uuid: call.answer(max(0.0, end - time.monotonic()))[0] for uuid, call in asked.items()}
+            return {
+                uuid: use for uuid, use in answers.items() if use is not None and not asked[uuid].is_asking
+            }
+
+    def _read_one(self, gpu: GpuAddress) -> GpuUse:
+        return self._reads[gpu]()

@@ -1,0 +1,148 @@
+"""A file has one format number. What a newer release wrote is left alone and told, and its claim can still end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.base.formats import NewerFormatError, parse
+from dra_driver.errors import StateError
+from dra_driver.health.store import HealthStore
+from dra_driver.mig.ledger import MigLedger
+from dra_driver.model.claim import Failed, Prepared
+from dra_driver.model.mig import OwnedInstance, Placement
+from dra_driver.mps_host.daemon_records import DaemonRecords
+from dra_driver.mps_host.host_files import mps_layout
+from tests.fakes.preparing import Node
+from tests.fakes.samples import GPU_0, GPU_1, MIXED, claim
+
+WANTED, OTHER = claim(GPU_0), claim(GPU_1, uid="uid-2")
+GPU = "GPU-1"
+MADE = OwnedInstance("gpu-1-mig-1g10gb-19-0", GPU, None, 19, "1g.10gb", Placement(0, 1), "boot-1")
+
+
+def read(document: Any) -> Any:
+    return parse(json.dumps(document).encode(), "note", lambda body: body["text"], known=2)
+
+
+def refusal(answer: Any) -> str:
+    assert isinstance(answer, Failed), answer
+    return answer.error
+
+
+def as_newer(path: Path) -> str:
+    """Have the file as a newer release may write it; its content."""
+    content = json.dumps({"version": 2, "of a newer release": [1]})
+    path.write_text(content)
+    return content
+
+
+def test_file_with_the_number_of_its_kind_is_read() -> None:
+    assert read({"version": 2, "text": "a", "more": 1}) == "a"
+
+
+@pytest.mark.parametrize("number", [0, 1, -1, None, True, "2", 2.0, [2]])
+def test_any_other_number_is_unknown(number: object) -> None:
+    with pytest.raises(StateError, match="is unknown") as caught:
+        read({"version": number, "text": "a"})
+    assert not isinstance(caught.value, NewerFormatError)
+
+
+def test_higher_number_is_that_of_a_newer_release_whatever_else_is_in_the_file() -> None:
+    for document in ({"version": 3, "text": "a"}, {"version": 3}):
+        with pytest.raises(NewerFormatError) as caught:
+            read(document)
+        assert str(caught.value) == (
+            "the note has format version 3 of a newer release of gpu-dra-driver, and this one reads only version 2; "
+            "install that release again"
+        )
+
+
+@pytest.fixture
+def node(memory_path: Path) -> Node:
+    """Two claims are prepared, and a newer release has written the record of the first."""
+    made = Node(memory_path, MIXED, metadata=("v1beta1",))
+    made.prepare(WANTED)
+    made.prepare(OTHER)
+    as_newer(made.records.directory / "uid-1.json")
+    return made
+
+
+def test_claim_of_a_newer_release_is_refused_and_its_record_left_alone(node: Node, logs: list) -> None:
+    before = node.files()
+    for _ in range(2):
+        assert "has format version 2 of a newer release" in refusal(node.prepare(WANTED))
+    assert node.files() == before
+    [told] = [line for line in logs if line["event"] == "record_unreadable"]
+    assert (told["claim_uid"], told["kept_as"]) == ("uid-1", str(node.records.directory / "uid-1.json"))
+    assert isinstance(node.prepare(OTHER), Prepared)
+
+
+def test_devices_of_a_claim_of_a_newer_release_are_given_to_nobody_else(node: Node) -> None:
+    assert "is held by" in refusal(node.prepare(claim(GPU_0, uid="uid-3")))
+
+
+def test_claim_of_a_newer_release_ends_and_is_told(node: Node, logs: list) -> None:
+    assert node.unprepare(WANTED) is None
+    assert not [name for name in node.files() if "uid-1" in name]
+    assert [line["claim_uid"] for line in logs if line["event"] == "newer_record_removed"] == ["uid-1"]
+    assert node.unprepare(OTHER) is None
+    assert node.files() == {}
+    assert isinstance(node.prepare(WANTED), Prepared)
+
+
+def test_ending_a_claim_without_a_record_tells_of_none(node: Node, logs: list) -> None:
+    assert node.unprepare(claim(GPU_0, uid="uid-9")) is None
+    assert [line["event"] for line in logs if line["log_level"] == "warning"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "write"),
+    [
+        (MADE.device, lambda ledger: ledger.all(), lambda ledger: ledger.save(MADE)),
+        (f"mode-{GPU}", lambda ledger: ledger.owned_modes(), lambda ledger: ledger.own_mode(GPU, None)),
+    ],
+    ids=["device", "mode"],
+)
+def test_ledger_file_of_a_newer_release_is_no_instance_of_ours_and_is_not_written_over(
+    tmp_path: Path,
+    logs: list,
+    name: str,
+    read: Callable[[MigLedger], object],
+    write: Callable[[MigLedger], object],
+) -> None:
+    ledger = MigLedger(tmp_path, "boot-1")
+    other = replace(MADE, device="gpu-2-mig-1g10gb-19-0")
+    ledger.save(other)
+    content = as_newer(tmp_path / f"{name}.json")
+    for _ in range(2):
+        read(ledger)
+        assert ledger.all() == {other.device: other}
+        assert ledger.owned_modes() == {}
+        with pytest.raises(StateError, match="of a newer release"):
+            write(ledger)
+    assert (tmp_path / f"{name}.json").read_text() == content
+    assert [(line["event"], line["subject"]) for line in logs] == [("mig_ledger_unreadable", name)]
+
+
+def test_daemons_and_health_of_a_newer_release_are_set_aside(tmp_path: Path, logs: list) -> None:
+    """Both are found again without the file: daemons by their claims, health by looking."""
+    layout = mps_layout(tmp_path)
+    layout.root.mkdir()
+    (layout.root / "gpu-1.json").write_text('{"format": 3, "daemons": []}')
+    as_newer(tmp_path / "health.json")
+    assert DaemonRecords(layout).all() == {}
+    [fault] = [line["fault"] for line in logs]
+    assert fault.startswith(f"{layout.root}/gpu-1.json.unreadable-")
+    assert fault.endswith(
+        ": the MPS record has format version 3 of a newer release of gpu-dra-driver, and this one reads only version "
+        "2; install that release again"
+    )
+    assert HealthStore(tmp_path / "health.json").load() is None
+    assert [line["event"] for line in logs] == ["mps_record_unreadable", "health_unreadable"]
+    assert len(list(tmp_path.rglob("*.unreadable*"))) == 2

@@ -1,0 +1,840 @@
+"""Every check of `doctor`: fine, a warning, a failure with its remedy, or not to be asked."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
+from typing import Any
+
+import pytest
+import yaml
+from playground.apiserver.server import PlaygroundApiServer
+
+from dra_driver.base.file_lock import hold_file
+from dra_driver.cli.checks.checks import Check, Outcome, Shared, folded, run_checks
+from dra_driver.cli.checks.cluster import ClusterChecks, needed_permissions
+from dra_driver.cli.checks.driver import DriverChecks
+from dra_driver.cli.checks.kubelet import KubeletChecks
+from dra_driver.cli.checks.runtime import RuntimeChecks
+from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
+from dra_driver.cli.rules.node_view import NodeView, SeenGpu, SeenProcess
+from dra_driver.cli.state_on_disk import read_state
+from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
+from dra_driver.host import imex
+from dra_driver.host.dev_char import DevCharLinks
+from dra_driver.host.driver_root import find_nvml_library
+from dra_driver.journal.records import RecordStore
+from dra_driver.kube.api_errors import PathNotFoundError
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
+from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.extra_devices import ExtraDevices
+from dra_driver.model.gpu import UnreadyFabric
+from dra_driver.model.host import DeviceNode
+from dra_driver.model.inventory import DiscoveryFault, Inventory
+from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.record import ClaimRecord
+from dra_driver.mps_host.host_files import encode_wanted, mps_layout
+from dra_driver.simulator import device_node_reader
+from tests.fakes.machines import SimulatedNode
+from tests.fakes.tables import data_of, tabled
+
+ROOT = Path(__file__).parents[2]
+DRIVER, NODE = "gpu.nvidia.com", "node-a"
+Tells = Callable[[Finding], None]
+_DIFFERS = re.compile(
+    rf"{re.escape(gettempdir())}/(pytest-of-[^/]+/pytest-\d+/(popen-gw\d+/)?(memory\d+/)?[\w-]+|k-\w+)"
+    r"|/dev/shm/gpu-dra-\w+/\w+|(?<=127.0.0.1:)\d+"
+)
+"""Directories and ports."""
+Look = Callable[[], Finding | Sequence[Finding]]
+HEALTHY = NodeView(
+    NODE,
+    DRIVER,
+    "",
+    gpus=tuple(SeenGpu(f"gpu-{number}", f"GPU-{number}", health="ok") for number in range(8)),
+)
+
+
+def says(finding: Finding, status: str, *parts: str) -> None:
+    """The status, and all parts in what was seen and the remedy. What is not fine has a remedy."""
+    text = f"{finding.seen} -> {finding.remedy}"
+    assert finding.status == status, text
+    assert all(part in text for part in parts), text
+    assert "\n" not in text
+    assert (finding.remedy is not None) == (status in ("WARN", "FAIL"))
+
+
+@pytest.fixture
+def tells(request: pytest.FixtureRequest, is_golden: Callable[[Path, str], None]) -> Iterator[Tells]:
+    """Takes findings; all of a test are compared with a golden file, without what differs from run to run."""
+    found: list[str] = []
+
+    def tell(finding: Finding) -> None:
+        says(finding, finding.status)
+        text = f"{finding.status} {finding.seen}" + (f"\n  -> {finding.remedy}" if finding.remedy else "")
+        found.append(f"{_DIFFERS.sub('...', text)}\n")
+
+    yield tell
+    is_golden(Path(__file__).parent / "golden/doctor" / f"{request.node.originalname}.txt", "".join(found))
+
+
+# --- running them -------------------------------------------------------------------------------
+
+
+def test_a_check_that_hangs_holds_nothing_up(tells: Tells) -> None:
+    release = threading.Event()
+
+    def hang() -> Finding:
+        release.wait(30)
+        return ok("late")
+
+    (outcome,) = run_checks([Check("e", hang)], bound_s=0.05)
+    release.set()
+    tells(outcome.finding)
+
+
+def test_a_check_that_crashes_is_its_own_failure(tells: Tells) -> None:
+    def crash() -> Finding:
+        raise ZeroDivisionError("a\nb")
+
+    def refuse() -> Finding:
+        raise NvmlUnavailableError("NVML is away; load it")
+
+    def unreadable() -> Finding:
+        raise PermissionError(13, "Permission denied", "/etc/x")
+
+    looks: dict[str, Look] = {"a": crash, "b": refuse, "c": lambda: ok("fine"), "d": unreadable}
+    outcomes = run_checks([Check(name, look) for name, look in looks.items()])
+    found = {outcome.check: outcome.finding for outcome in outcomes}
+    assert list(found) == list(looks)
+    tells(found["a"])
+    tells(found["b"])
+    tells(found["c"])
+    tells(found["d"])
+
+
+def test_a_check_of_several_things_has_a_line_for_each() -> None:
+    outcomes = run_checks([Check("a", lambda: [ok("one"), ok("two")]), Check("b", lambda: ok("three"))])
+    assert outcomes == [Outcome("a", ok("one")), Outcome("a", ok("two")), Outcome("b", ok("three"))]
+
+
+def test_checks_that_cannot_run_for_one_cause_are_one_line() -> None:
+    away = skip("the API server cannot be asked")
+    outcomes = [
+        Outcome("API server", fail("it is away", "start it")),
+        Outcome("node", away),
+        Outcome("device plugin", skip("not visible from here")),
+        Outcome("clock", away),
+        Outcome("disk", ok("fine")),
+        Outcome("tape", ok("fine")),
+        Outcome("slices", away),
+    ]
+    assert folded(outcomes) == [
+        outcomes[0],
+        Outcome("3 checks", skip("the API server cannot be asked: node, clock, slices")),
+        outcomes[2],
+        outcomes[4],
+        outcomes[5],
+    ]
+
+
+def test_what_checks_share_is_read_once_and_its_error_is_everybodys() -> None:
+    calls: list[int] = []
+
+    def read() -> int:
+        calls.append(1)
+        raise NvmlUnavailableError("away")
+
+    shared = Shared(read)
+    for _ in range(3):
+        with pytest.raises(NvmlUnavailableError):
+            shared.get()
+    assert calls == [1]
+
+
+# --- the NVIDIA driver --------------------------------------------------------------------------
+
+
+class Hiding:
+    """Device nodes, some of which are gone or added."""
+
+    def __init__(self, reader: Any, gone: tuple[str, ...] = (), added: tuple[str, ...] = ()) -> None:
+        self._reader, self._gone, self._added = reader, gone, added
+
+    def read(self, path: str) -> DeviceNode | None:
+        name = path.rpartition("/")[2]
+        if name in self._added:
+            return DeviceNode(path, "c", 195, 99)
+        return None if name in self._gone else self._reader.read(path)
+
+
+@pytest.fixture(scope="module")
+def _dgx(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SimulatedNode, Inventory]]:
+    made = SimulatedNode("dgx-h100", tmp_path_factory.mktemp("dgx"))
+    yield made, made.read()
+    made.close()
+
+
+class Host:
+    """The checks of one machine, with parts to break."""
+
+    def __init__(self, node: SimulatedNode, inventory: Inventory) -> None:
+        self.node, self.inventory = node, inventory
+
+    def checks(self, inventory: Inventory | Exception | None = None, **more: Any) -> DriverChecks:
+        answer = self.inventory if inventory is None else inventory
+
+        def read() -> Inventory:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        nodes = more.pop("nodes", device_node_reader(self.node.machine))
+        paths = replace(self.node.paths, **more.pop("paths", {}))
+        node_view = more.pop("node_view", lambda: HEALTHY)
+        return DriverChecks(paths, nodes, Shared(read), node_view, **more)
+
+
+@pytest.fixture
+def host(_dgx: tuple[SimulatedNode, Inventory]) -> Host:
+    return Host(*_dgx)
+
+
+def pci(host: Host, tmp_path: Path, driver: str | None) -> dict[str, str]:
+    """The machine's /sys with its first GPU bound to another driver."""
+    sys = tmp_path / "sys"
+    shutil.copytree(host.node.paths.sys, sys, symlinks=True)
+    bus_id = host.inventory.gpus[0].pci_bus_id
+    link = sys / "bus/pci/devices" / str(bus_id) / "driver"
+    link.unlink()
+    if driver is not None:
+        (sys / "bus/pci/drivers" / driver).mkdir(parents=True, exist_ok=True)
+        link.symlink_to(sys / "bus/pci/drivers" / driver)
+    return {"sys": str(sys)}
+
+
+def test_links_in_dev_char_are_checked(host: Host, tmp_path: Path) -> None:
+    links = DevCharLinks(host.node.paths, device_node_reader(host.node.machine))
+    for link in Path(links.directory).iterdir():
+        link.unlink()
+    found = host.checks().dev_char_links()
+    assert (found.status, found.seen) == (
+        "WARN",
+        f"19 links missing or wrong in {links.directory}: 195:0, 195:1, 195:2, 195:254 and 15 more; with some versions "
+        "of runc and systemd, `systemctl daemon-reload` takes GPUs from running containers",
+    )
+    links.make()
+    assert host.checks().dev_char_links().status == "OK"
+    assert host.checks(paths={"dev_root": str(tmp_path)}).dev_char_links().status == "SKIP"
+
+
+def test_a_machine_in_order(tells: Tells, host: Host) -> None:
+    DevCharLinks(host.node.paths, device_node_reader(host.node.machine)).make()
+    found = {outcome.check: outcome.finding for outcome in run_checks(host.checks().all())}
+    statuses = {name: finding.status for name, finding in found.items()}
+    assert statuses == data_of(__file__)["a machine in order"]
+    assert found["NVML"].seen == "8 GPUs answer, NVIDIA driver 580.95.05, CUDA 13.0"
+    tells(found["nvidia-cdi-hook"])
+
+
+def test_memory_that_nobody_claims_is_a_warning_for_each_process(tells: Tells, host: Host) -> None:
+    stray = SeenProcess("gpu-6b45fc99", 4711, "train", 2 << 30, is_unclaimed=True)
+    zombie = SeenProcess("gpu-6b45fc99", 4712, "", is_unclaimed=True)
+    mine = SeenProcess("gpu-6b45fc99", 4713, "python3", 512 << 20, pod="ml/small-0")
+    health = replace(HEALTHY, processes=(stray, zombie, mine))
+    first, second = host.checks(node_view=lambda: health).gpu_processes()
+    tells(first)
+    tells(second)
+    tells(host.checks().gpu_processes()[0])
+
+
+def test_a_node_without_gpu_misses_nothing(tells: Tells, host: Host, tmp_path: Path) -> None:
+    nothing = {
+        "driver_root": str(tmp_path),
+        "sys": str(tmp_path),
+        "proc": str(tmp_path),
+        "dev_root": str(tmp_path),
+    }
+    away = NvmlUnavailableError("libnvidia-ml is away; x")
+    checks = host.checks(away, paths=nothing, node_view=lambda: replace(HEALTHY, gpus=()))
+    found = {outcome.check: outcome.finding for outcome in run_checks(checks.all())}
+    tells(found.pop("GPUs"))
+    assert {finding.status for finding in found.values()} == {"SKIP"}
+    tells(found["driver root"])
+
+
+@tabled("users", "on_demand", "status", "parts")
+def test_agents_that_keep_gpus_from_mig_mode(
+    host: Host, users: list[str] | None, on_demand: bool, status: str, parts: tuple[str, ...]
+) -> None:
+    checks = host.checks(dynamic_mig=on_demand, gpu_users=lambda: users)
+    says(checks.gpu_agents(), status, *parts)
+
+
+@pytest.fixture
+def tray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    monkeypatch.setattr(imex, "_TIMEOUT_S", 0.3)
+    made = SimulatedNode("gb200-nvl72-tray", tmp_path / "machine")
+    yield Host(made, made.discover())
+    made.close()
+
+
+def test_imex_in_order(tells: Tells, tray: Host) -> None:
+    def asked(**more: Any) -> Finding:
+        checks = tray.checks(extra_devices=ExtraDevices(imex=0), **more)
+        [look] = [check.look for check in checks.all() if check.name == "IMEX"]
+        return look()
+
+    tells(asked())
+    first, *others = tray.inventory.gpus
+    one_outside = replace(tray.inventory, gpus=(replace(first, fabric=None), *others))
+    tells(asked(inventory=one_outside))
+    tells(tray.checks(extra_devices=ExtraDevices(imex="all")).imex())
+    tray.node.machine.set_imex("ready", channels=5000)
+    tells(tray.checks(extra_devices=ExtraDevices(imex="all")).imex())
+    assert "IMEX" not in [check.name for check in tray.checks().all()]
+
+
+@tabled("state", "channels", "parts")
+def test_imex_that_claims_would_wait_for(
+    tray: Host, state: str, channels: int, parts: tuple[str, ...]
+) -> None:
+    tray.node.machine.set_imex(state, channels)
+    says(tray.checks(extra_devices=ExtraDevices(imex=2)).imex(), "FAIL", *parts)
+
+
+def test_imex_with_a_fabric_that_claims_would_wait_for(tells: Tells, tray: Host) -> None:
+    first, *others = tray.inventory.gpus
+    unready = replace(first, fabric=None, unready_fabric=UnreadyFabric("pending", "it is in progress"))
+    tells(
+        tray.checks(
+            extra_devices=ExtraDevices(imex=0), inventory=replace(tray.inventory, gpus=(unready, *others))
+        ).imex()
+    )
+
+
+def test_imex_without_a_fabric(tells: Tells, host: Host) -> None:
+    tells(host.checks(extra_devices=ExtraDevices(imex=0)).imex())
+
+
+def test_checks_that_need_nvml_are_skipped_without_it(host: Host) -> None:
+    checks = host.checks(NvmlUnavailableError("away; x"), extra_devices=ExtraDevices(imex=0))
+    names = ("GPU processes", "IMEX", "MIG mode", "GPU memory")
+    found = [one.finding for one in run_checks(checks.all()) if one.check in names]
+    assert found == [skip("not known without NVML")] * 4
+
+
+def test_host_devices_that_are_missing(tells: Tells, host: Host) -> None:
+    def asked(*kinds: Any) -> Finding:
+        [look] = [
+            check.look
+            for check in host.checks(extra_devices=ExtraDevices(host_devices=kinds)).all()
+            if check.name == "host devices"
+        ]
+        return look()
+
+    tells(asked("nvswitch"))
+    tells(asked("gds", "nvswitch", "mofed"))
+    assert "host devices" not in [check.name for check in host.checks().all()]
+
+
+def test_a_library_that_cannot_be_loaded_is_told_on_a_node_without_gpu(
+    tells: Tells, host: Host, tmp_path: Path
+) -> None:
+    nothing = {"sys": str(tmp_path), "proc": str(tmp_path), "dev_root": str(tmp_path)}
+    checks = host.checks(NvmlLibraryError("cannot load the NVML library; x"), paths=nothing)
+    found = {outcome.check: outcome.finding for outcome in run_checks(checks.all())}
+    tells(found["NVML"])
+
+
+@tabled("driver", "status", "parts")
+def test_gpus_that_are_bound_elsewhere(
+    host: Host, tmp_path: Path, driver: str | None, status: str, parts: tuple[str, ...]
+) -> None:
+    says(host.checks(paths=pci(host, tmp_path, driver)).gpus_on_the_bus(), status, *parts)
+
+
+def test_a_kernel_module_that_is_not_loaded(tells: Tells, host: Host, tmp_path: Path) -> None:
+    checks = host.checks(paths={"proc": str(tmp_path)})
+    tells(checks.kernel_driver())
+
+
+def test_a_driver_root_that_lacks_something(tells: Tells, host: Host, tmp_path: Path) -> None:
+    def at(root: Path) -> Finding:
+        return host.checks(paths={"driver_root": str(root)}).driver_root()
+
+    tells(at(tmp_path / "nope"))
+    tells(at(tmp_path))
+    library = tmp_path / "usr/lib/x86_64-linux-gnu"
+    library.mkdir(parents=True)
+    real = next(Path(host.node.paths.driver_root).rglob("libnvidia-ml.so.5*"))
+    (library / "libnvidia-ml.so.1").write_bytes(real.read_bytes())
+    tells(at(tmp_path))
+    cuda = next(Path(host.node.paths.driver_root).rglob("libcuda.so.5*"))
+    (library / "libcuda.so.570.1.1").write_bytes(cuda.read_bytes())
+    tells(at(tmp_path))
+    (library / "libcuda.so.580.95.05").write_bytes(cuda.read_bytes())
+    tells(at(tmp_path))
+    (library / "libcuda.so.570.1.1").unlink()
+    of_another_machine = b"\x7fELF\x02\x01\x01" + bytes(11) + b"\x16\x00"
+    (library / "libnvidia-ml.so.580.95.05").write_bytes(of_another_machine)
+    tells(at(tmp_path))
+    for name in ("libnvidia-ml.so.1", "libcuda.so.580.95.05"):
+        (library / name).write_bytes(of_another_machine)
+    tells(at(tmp_path))
+    nothing = {"sys": str(tmp_path), "proc": str(tmp_path), "dev_root": str(tmp_path)}
+    with pytest.raises(NvmlLibraryError) as caught:
+        find_nvml_library(str(tmp_path))
+    found = {one.check: one.finding for one in run_checks(host.checks(caught.value, paths=nothing).all())}
+    tells(found["NVML"])
+
+
+def test_nvml(tells: Tells, host: Host, tmp_path: Path) -> None:
+    gone = NvmlUnavailableError(
+        "libnvidia-ml.so.1 is not below the driver root /; looked in /usr and much else"
+    )
+    tells(host.checks(gone).nvml())
+    fault = DiscoveryFault("GPU with NVML index 3", "GPU is lost")
+    unread = replace(host.inventory, faults=(fault, fault))
+    tells(host.checks(unread).nvml())
+    _, second, *rest = host.inventory.gpus
+    hidden = replace(host.inventory, gpus=(second, *rest), faults=(fault,))
+    tells(host.checks(hidden).nvml())
+    two = replace(host.inventory, gpus=tuple(rest))
+    tells(host.checks(two).nvml())
+    version = tmp_path / "driver/nvidia/version"
+    version.parent.mkdir(parents=True)
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1.1  Tue\n")
+    other = host.checks(paths={"proc": str(tmp_path)}).nvml()
+    tells(other)
+
+
+@tabled("gone", "status", "parts")
+def test_device_nodes(host: Host, gone: tuple[str, ...], status: str, parts: tuple[str, ...]) -> None:
+    nodes = Hiding(device_node_reader(host.node.machine), gone)
+    says(host.checks(nodes=nodes).device_nodes(), status, *parts)
+
+
+def test_a_device_node_without_gpu(tells: Tells, host: Host, tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia42").write_text("")
+    names = ("nvidiactl", "nvidia-uvm", "nvidia42", *(f"nvidia{gpu.minor}" for gpu in host.inventory.gpus))
+    nodes = Hiding(device_node_reader(host.node.machine), added=names)
+    checks = host.checks(nodes=nodes, paths={"dev_root": str(tmp_path)})
+    tells(checks.device_nodes())
+    without_nvml = replace(checks, inventory=host.checks(NvmlUnavailableError("x")).inventory)
+    tells(without_nvml.device_nodes())
+    # A GPU under vfio leaves its node behind.
+    bound = {"dev_root": str(tmp_path), **pci(host, tmp_path, "vfio-pci")}
+    tells(host.checks(nodes=nodes, paths=bound).device_nodes())
+
+
+def test_gpu_without_minor_number_is_not_called_lost(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").write_text("")
+    first, *rest = host.inventory.gpus
+    names = ("nvidiactl", "nvidia-uvm", *(f"nvidia{gpu.minor}" for gpu in host.inventory.gpus))
+    nodes = Hiding(device_node_reader(host.node.machine), added=names)
+    assert first.minor == 0
+    fault = DiscoveryFault(f"GPU {first.uuid}", "it is not published: NVML reports no minor number")
+    found = replace(host.inventory, gpus=(replace(first, minor=None), *rest), faults=(fault,))
+    checks = host.checks(found, nodes=nodes, paths={"dev_root": str(tmp_path)})
+    says(checks.nvml(), "WARN", f"{fault.subject}: {fault.text}")
+    says(checks.device_nodes(), "OK", "and those of 7 GPUs")
+
+
+def test_mig_mode_without_devices(tells: Tells, host: Host) -> None:
+    first, *rest = host.inventory.gpus
+    empty = replace(host.inventory, gpus=(replace(first, mig_enabled=True), *rest))
+    checks = host.checks(empty)
+    tells(checks.mig_mode())
+    tells(replace(checks, dynamic_mig=True).mig_mode())
+
+
+def test_the_hook_that_was_asked_for(tells: Tells, host: Host, tmp_path: Path) -> None:
+    root = host.node.paths.driver_root
+    tells(host.checks(hook=f"{root}/opt/hook").cdi_hook())
+    (tmp_path / "usr/bin").mkdir(parents=True)
+    hook = tmp_path / "usr/bin/nvidia-cdi-hook"
+    hook.write_text("#!/bin/sh\nprintf 'COMMANDS:\\n   create-symlinks x\\n   enable-cuda-compat y\\n'\n")
+    hook.chmod(0o755)
+    paths = {"driver_root": str(tmp_path), "host_driver_root": "/"}
+    tells(host.checks(paths=paths).cdi_hook())
+    hook.write_text("#!/bin/sh\nexit 3\n")
+    tells(host.checks(paths=paths).cdi_hook())
+
+
+def test_no_persistence_daemon(tells: Tells, host: Host, tmp_path: Path) -> None:
+    checks = host.checks(paths={"driver_root": str(tmp_path)})
+    tells(checks.persistence())
+    confidential = replace(host.inventory, confidential_compute="ppcie")
+    checks = host.checks(confidential, paths={"driver_root": str(tmp_path)})
+    tells(checks.persistence())
+
+
+def test_memory_of_gpus_that_is_memory_of_the_host(tells: Tells, host: Host, tmp_path: Path) -> None:
+    tray = SimulatedNode("gb200-nvl72-tray", tmp_path)
+    try:
+        found = host.checks(tray.read()).gpu_memory()
+    finally:
+        tray.close()
+    tells(found)
+
+
+# --- the container runtime ----------------------------------------------------------------------
+
+
+@tabled("files", "cdi_root", "status", "parts")
+def test_what_the_runtime_reads(
+    tmp_path: Path, files: dict[str, str], cdi_root: str, status: str, parts: tuple[str, ...]
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    says(RuntimeChecks(cdi_root, str(tmp_path)).runtime(), status, *parts)
+    says(RuntimeChecks(cdi_root, None).runtime(), "SKIP", "--host-root")
+
+
+def test_the_directory_for_specs(tells: Tells, tmp_path: Path) -> None:
+    checks = RuntimeChecks(str(tmp_path / "cdi"), str(tmp_path))
+    tells(checks.directory())
+    (tmp_path / "cdi").mkdir()
+    tells(checks.directory())
+
+
+def test_a_file_in_the_place_of_the_cdi_directory(tells: Tells, tmp_path: Path) -> None:
+    (tmp_path / "cdi").write_text("")
+    tells(RuntimeChecks(str(tmp_path / "cdi"), None).directory())
+
+
+# --- the kubelet's directories ------------------------------------------------------------------
+
+
+def checks_of(root: Path) -> KubeletChecks:
+    state = root / "plugins" / DRIVER
+    return KubeletChecks(DRIVER, root / "reg", root / "plugins", lambda: read_state(state))
+
+
+@pytest.fixture
+def kubelet() -> Iterator[KubeletChecks]:
+    """Checks of empty directories, with paths that are short enough for sockets."""
+    with TemporaryDirectory(prefix="k-") as directory:
+        root = Path(directory)
+        (root / "reg").mkdir()
+        (root / "plugins" / DRIVER).mkdir(parents=True)
+        yield checks_of(root)
+
+
+def listen(stack: ExitStack, path: Path) -> None:
+    server = stack.enter_context(socket.socket(socket.AF_UNIX))
+    server.bind(str(path))
+    server.listen(8)
+
+
+def test_the_kubelets_directories(tells: Tells, kubelet: KubeletChecks) -> None:
+    tells(kubelet.directories())
+    away = replace(kubelet, registry=kubelet.registry / "x")
+    tells(away.directories())
+    tells(away.sockets())
+    tells(replace(kubelet, plugins=kubelet.plugins / "x").directories())
+
+
+class NoClaims:
+    def prepare(self, *_args: Any) -> Any:
+        return {}
+
+    unprepare = prepare
+
+
+def plugin(stack: ExitStack, checks: KubeletChecks, pod_uid: str | None, plugins: Path | None = None) -> None:
+    settings = PluginSettings(
+        driver=DRIVER, registry_dir=checks.registry, plugins_dir=plugins or checks.plugins, pod_uid=pod_uid,
+        health_address=None,
+    )  # fmt: skip
+    made = KubeletPlugin(settings, NoClaims(), ready=lambda: True)  # type: ignore[arg-type]
+    made.start()
+    stack.callback(made.stop)
+
+
+def test_who_is_registered(tells: Tells, kubelet: KubeletChecks) -> None:
+    tells(kubelet.sockets())
+    dead = kubelet.registry / f"{DRIVER}-reg.sock"
+    with ExitStack() as stack:
+        listen(stack, dead)
+        listen(stack, kubelet.registry / "other.example.com-reg.sock")
+    tells(kubelet.sockets())
+    dead.unlink()
+    dead = kubelet.state / "dra-uid-0.sock"
+    with ExitStack() as stack:
+        listen(stack, dead)
+    tells(kubelet.sockets())
+    dead.unlink()
+    with ExitStack() as stack:
+        plugin(stack, kubelet, "uid-1")
+        tells(kubelet.sockets())
+        plugin(stack, kubelet, "uid-2")
+        tells(kubelet.sockets())
+        plugin(stack, kubelet, "uid-3")
+        tells(kubelet.sockets())
+
+
+def test_another_driver_of_the_same_name(tells: Tells, kubelet: KubeletChecks) -> None:
+    elsewhere = kubelet.plugins.parent / "e"
+    elsewhere.mkdir()
+    with ExitStack() as stack:
+        plugin(stack, kubelet, None)
+        plugin(stack, kubelet, "u", elsewhere)
+        tells(kubelet.sockets())
+
+
+def test_records(tells: Tells, kubelet: KubeletChecks) -> None:
+    tells(kubelet.records())
+    store = RecordStore(kubelet.state / "claims")
+    store.open("boot-1")
+    for number, phase in enumerate(("prepared", "preparing")):
+        ref = ClaimRef("ns", f"c{number}", f"uid-{number}")
+        store.save(ClaimRecord(AllocatedClaim(ref, ()), phase, "boot", (), ()))  # type: ignore[arg-type]
+    tells(kubelet.records())
+    (kubelet.state / "claims/uid-9.json.unreadable-1").write_text("x")
+    tells(kubelet.records())
+    cdi = kubelet.plugins.parent / "cdi"
+    for place, name in (
+        (cdi, f"k8s.{DRIVER}-claim_uid-1.yaml"),
+        (cdi, "k8s.other.example.com-claim_uid-1.json"),
+        (kubelet.state, "health.json"),
+        (kubelet.state / "locks", "GPU-1.lock"),
+        (kubelet.state / "mig", "mode-GPU-1.json"),
+        (kubelet.state / "mps", "gpu-1.json"),
+        (kubelet.state / "dra-device-metadata/ns_c1/gpu", "metadata.json"),
+    ):
+        (place / f"{name}.unreadable-1").mkdir(parents=True)
+    kubelet = replace(kubelet, cdi=cdi)
+    tells(kubelet.records())
+    broken = kubelet.state / "claims/uid-8.json"
+    broken.write_text("x")
+    tells(kubelet.records())
+    assert broken.read_text() == "x"
+
+
+def test_records_of_a_boot_that_is_not_known_are_not_called_prepared(kubelet: KubeletChecks) -> None:
+    store = RecordStore(kubelet.state / "claims")
+    store.open("boot-1")
+    store.save(ClaimRecord(AllocatedClaim(ClaimRef("ns", "c", "uid-1"), ()), "prepared", "boot-1", (), ()))
+    assert kubelet.records() == warn(
+        "the ID of this boot cannot be read, so a claim that is shown as prepared may be of a boot before",
+        "mount the node's /proc",
+    )
+
+
+def test_the_mps_host(tells: Tells, kubelet: KubeletChecks) -> None:
+    tells(kubelet.mps_host())
+    layout = mps_layout(kubelet.state)
+    for directory in (layout.wishes, layout.statuses):
+        directory.mkdir(parents=True)
+    with hold_file(layout.lock, threading.Lock(), 0.0, "it"):
+        tells(kubelet.mps_host())
+        layout.lock.write_text('{"format": 4}')
+        tells(kubelet.mps_host())
+        layout.lock.write_text('{"format": 3}')
+        tells(kubelet.mps_host())
+        layout.wanted("gpu-1").write_bytes(encode_wanted(MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")))
+        tells(kubelet.mps_host())
+    tells(kubelet.mps_host())
+
+
+# --- the cluster --------------------------------------------------------------------------------
+
+
+class Answers:
+    """An API client with answers by method and path; what is not there is not served."""
+
+    def __init__(self, **answers: Any) -> None:
+        self.answers: dict[str, Any] = {"/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"}}
+        self.denied: set[str] = set()
+        self.asked: list[dict[str, Any]] = []
+
+    def request(
+        self, _method: str, path: str, *, action: str, body: Any = None, **_more: Any
+    ) -> dict[str, Any]:
+        if path.endswith("/selfsubjectaccessreviews"):
+            wanted = body["spec"]["resourceAttributes"]
+            self.asked.append(wanted)
+            name = f"{wanted['verb']} {wanted['resource']}"
+            return {"status": {"allowed": name not in self.denied}}
+        answer = self.answers.get(path)
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is None:
+            raise ApiRejectedError(f"{action}: not found (HTTP 404)", status=404)
+        return answer
+
+    endpoint = type("Endpoint", (), {"server": "https://api:6443"})
+
+
+@pytest.fixture
+def answers() -> Answers:
+    return Answers()
+
+
+@pytest.fixture
+def cluster(answers: Answers) -> ClusterChecks:
+    return ClusterChecks(Shared(lambda: answers), DRIVER, NODE)  # type: ignore[arg-type, return-value]
+
+
+@tabled("is_served", "status", "parts")
+def test_the_api_server(
+    cluster: ClusterChecks,
+    answers: Answers,
+    is_served: bool,
+    status: str,
+    parts: tuple[str, ...],
+) -> None:
+    missing = PathNotFoundError("the server could not find the requested resource (HTTP 404)", status=404)
+    answers.answers["/apis/resource.k8s.io/v1"] = {} if is_served else missing
+    [outcome] = run_checks([Check("API server", cluster.api_server)])
+    says(outcome.finding, status, *parts)
+
+
+def test_an_api_server_that_is_not_asked(tells: Tells, cluster: ClusterChecks) -> None:
+    tells(replace(cluster, configured=False).api_server())
+
+
+def test_permissions(tells: Tells, cluster: ClusterChecks, answers: Answers) -> None:
+    tells(cluster.permissions())
+    answers.denied = {"patch events", "create events"}
+    tells(cluster.permissions())
+    answers.denied = {"delete resourceslices", "create events"}
+    tells(cluster.permissions())
+    answers.denied = {"confine drivers"}
+    tells(cluster.permissions())
+
+
+def test_what_is_asked_is_exactly_what_the_cluster_role_gives(
+    cluster: ClusterChecks, answers: Answers
+) -> None:
+    cluster.permissions()
+    asked = {
+        (
+            a.get("group", ""),
+            "/".join(filter(None, (a["resource"], a.get("subresource")))),
+            a["verb"],
+            a.get("name"),
+        )
+        for a in answers.asked
+    }
+    documents = yaml.safe_load_all((ROOT / "daemonset/base/rbac.yaml").read_text())
+    role = next(item for item in documents if item["kind"] == "ClusterRole")
+    given = {
+        (group, resource, verb, name)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+        for name in rule.get("resourceNames", [None])
+    }
+    assert asked == given
+    assert len(asked) == len(needed_permissions(DRIVER))
+
+
+def node_with(**status: Any) -> dict[str, Any]:
+    return {"metadata": {"name": NODE, "uid": "u"}, "status": status}
+
+
+def test_the_node_and_what_a_device_plugin_offers_there(
+    tells: Tells, cluster: ClusterChecks, answers: Answers
+) -> None:
+    path = f"/api/v1/nodes/{NODE}"
+    tells(cluster.node_object())
+    answers.answers[path] = node_with(nodeInfo={"kubeletVersion": "v1.36.1"}, allocatable={"cpu": "8"})
+    tells(cluster.node_object())
+    info = {"kubeletVersion": "v1.36.1", "containerRuntimeVersion": "containerd://2.1.4"}
+    answers.answers[path] = node_with(nodeInfo=info)
+    assert cluster.node_object().version == "containerd://2.1.4"
+    ill = {"conditions": [{"type": "Ready", "status": "False"}]}
+    answers.answers[path] = node_with(**ill, allocatable={"nvidia.com/mig-x": "0"})
+    tells(cluster.node_object())
+    answers.answers[path] = node_with(**ill, allocatable={"nvidia.com/gpu": "8", "nvidia.com/mig-x": "0"})
+    tells(cluster.node_object())
+
+
+@pytest.fixture
+def server() -> Iterator[PlaygroundApiServer]:
+    with PlaygroundApiServer() as made:
+        made.add("nodes", {"metadata": {"name": NODE}})
+        yield made
+
+
+def against(server: PlaygroundApiServer, directory: Path, **more: Any) -> ClusterChecks:
+    server.write_kubeconfig(directory / "kubeconfig")
+    client = ApiClient(load_endpoint(directory / "kubeconfig"))
+    return ClusterChecks(Shared(lambda: client), DRIVER, NODE, **more)
+
+
+def test_classes_and_slices(tells: Tells, server: PlaygroundApiServer, tmp_path: Path) -> None:
+    checks = against(server, tmp_path)
+    tells(checks.api_server())
+    tells(checks.device_classes())
+    for name in ("gpu.nvidia.com", "mig.nvidia.com"):
+        for renamed in (f"timeslice.{name}", f"team-a-{name}-x"):
+            server.add("deviceclasses", {"metadata": {"name": renamed}, "spec": {}}, group="resource.k8s.io")
+    tells(checks.device_classes())
+    for name in ("gpu.nvidia.com", "mig.nvidia.com"):
+        server.add("deviceclasses", {"metadata": {"name": name}, "spec": {}}, group="resource.k8s.io")
+    tells(checks.device_classes())
+    tells(checks.slices())
+    taint = {"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}
+    for pool, devices in ((NODE, [{"name": "gpu-1", "taints": [taint]}, {"name": "gpu-2"}]), ("other", [])):
+        spec = {
+            "driver": DRIVER, "nodeName": NODE, "devices": devices,
+            "pool": {"name": pool, "generation": 1, "resourceSliceCount": 1},
+        }  # fmt: skip
+        server.add(
+            "resourceslices", {"metadata": {"name": f"s-{pool}"}, "spec": spec}, group="resource.k8s.io"
+        )
+        if pool == NODE:
+            tells(checks.slices())
+    tells(checks.slices())
+
+
+@tabled("off", "options", "status", "parts")
+def test_feature_gates(
+    tmp_path: Path, off: tuple[str, ...], options: dict[str, bool], status: str, parts: tuple[str, ...]
+) -> None:
+    with PlaygroundApiServer(gates=dict.fromkeys(off, False)) as server:
+        server.add("nodes", {"metadata": {"name": NODE}})
+        says(against(server, tmp_path, **options).feature_gates(), status, *parts)
+        assert server.writes() == []
+        assert server.objects("deviceclasses") == []
+
+
+def test_checks_are_one_line_when_the_api_server_has_no_access_reviews(
+    server: PlaygroundApiServer, tmp_path: Path
+) -> None:
+    checks = against(server, tmp_path, claims=lambda: [ClaimRef("default", "a", "u")])
+    lines = folded(run_checks(checks.all()))
+    why = "not checked: this API server has no access reviews"
+    assert [line for line in lines if line.finding.status == "SKIP"] == [
+        Outcome("3 checks", skip(f"{why}: permissions, admission policy, claim policy"))
+    ]
+
+
+def test_an_api_server_that_is_away_is_one_failure(
+    tells: Tells, server: PlaygroundApiServer, tmp_path: Path
+) -> None:
+    checks = against(server, tmp_path)
+    server.stop()
+    found = {o.check: o.finding for o in run_checks(checks.all())}
+    tells(found.pop("API server"))
+    assert {finding.status for finding in found.values()} == {"SKIP"}
+    (line,) = folded([Outcome(name, finding) for name, finding in found.items()])
+    assert line.check == "7 checks"
+    tells(line.finding)

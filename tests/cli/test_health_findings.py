@@ -1,0 +1,91 @@
+"""The lines of `doctor` on GPUs and MIG devices that are not well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from dra_driver.cli.rules.findings import Finding
+from dra_driver.cli.rules.health_findings import health_findings
+from dra_driver.cli.rules.node_view import NodeView, SeenGpu, SeenReason
+from tests.fakes.tables import tabled
+
+ONE = SeenGpu("gpu-1", "GPU-1", health="ok", pci_bus_id="0000:1b:00.0")
+TWO = SeenGpu("gpu-2", "GPU-2", health="ok", pci_bus_id="0000:43:00.0")
+RESET = (
+    "end its pods, then `gpu-dra-driver detach 0000:1b:00.0` and `nvidia-smi --gpu-reset -i 0000:1b:00.0` on the node; "
+    "or reboot the node"
+)
+
+
+def seen(severity: str, reason: str, subject: str = "gpu-1", **more: Any) -> SeenReason:
+    return SeenReason(subject, severity, reason, more.pop("since_s", 720.0), f"text of {reason}", **more)
+
+
+def of(*reasons: SeenReason, gpus: tuple[SeenGpu, ...] = (ONE, TWO), **more: Any) -> list[Finding]:
+    view = NodeView("node", "driver", "", gpus=gpus, health=reasons, notes=more.pop("problems", ()))
+    return health_findings(view, has_nvml=more.pop("has_nvml", True))
+
+
+def test_one_line_says_so_when_all_are_well() -> None:
+    assert of() == [Finding("OK", "2 GPUs are well")]
+    assert of(gpus=(ONE,)) == [Finding("OK", "1 GPU is well")]
+    assert of(gpus=()) == [Finding("SKIP", "NVML shows no GPU")]
+    assert of(has_nvml=False) == [Finding("SKIP", "not known without NVML")]
+
+
+def test_each_device_has_a_line_with_its_reasons_when_several_are_ill(
+    is_golden: Callable[[Path, str], None],
+) -> None:
+    found = of(
+        seen("information", "slowdown thermal", since_s=None),
+        seen("unhealthy", "xid 95", "gpu-2"),
+        seen("degraded", "row-remap pending", "gpu-2", since_s=5.0),
+        seen("unhealthy", "xid 62", "gpu-2 GI 7 CI 0", devices=("gpu-2-mig-1g10gb-19-0",)),
+        seen("degraded", "xid 94", "gpu-2 GI 1"),
+    )
+    lines = [f"{one.status} {one.seen}\n  {one.remedy}\n" for one in found]
+    is_golden(Path(__file__).with_name("golden") / "several-ill.txt", "".join(lines))
+
+
+def test_a_gpu_is_well_when_nvml_does_not_show_its_reasons_any_more() -> None:
+    over = seen("unhealthy", "xid 95", is_over=True)
+    assert of(over) == [Finding("OK", "2 GPUs are well")]
+    (left,) = of(over, seen("degraded", "row-remap pending"))
+    assert left == Finding(
+        "WARN", "gpu-1 (0000:1b:00.0) is degraded: text of row-remap pending (for 12m)", RESET
+    )
+
+
+@tabled("reasons", "status", "part")
+def test_the_remedy_is_that_of_the_reason_that_weighs_most(
+    reasons: list[str], status: str, part: str
+) -> None:
+    (found,) = of(*(seen(*reason.split(" ", 1)) for reason in reasons))
+    assert found.status == status
+    assert part in str(found.remedy)
+    assert (part == RESET) <= (found.remedy == RESET)
+    assert "{" not in str(found.remedy)
+
+
+def test_detach_names_no_gpu_when_its_uuid_is_not_known() -> None:
+    place = "0000:1b:00.0"
+    (found,) = of(
+        seen("lost", "gpu-lost", place), gpus=(SeenGpu(place, "", health="lost", pci_bus_id=place),)
+    )
+    assert (found.status, found.seen) == ("FAIL", "0000:1b:00.0 is lost: text of gpu-lost (for 12m)")
+    assert str(found.remedy).startswith(
+        "`gpu-dra-driver detach`, then `nvidia-smi --gpu-reset -i 0000:1b:00.0`"
+    )
+
+
+def test_what_is_not_known_is_a_warning() -> None:
+    unread = SeenGpu("gpu-3", "GPU-3", pci_bus_id="0000:52:00.0")
+    assert of(gpus=(ONE, unread), problems=("the file cannot be read: x; y; do it",)) == [
+        Finding(
+            "WARN", "the health of gpu-3 is not known", "`nvidia-smi -q` on the node; then run doctor again"
+        ),
+        Finding("WARN", "the file cannot be read: x; y", "do it"),
+    ]
+    assert of(gpus=(unread,), has_nvml=False) == [Finding("SKIP", "not known without NVML")]

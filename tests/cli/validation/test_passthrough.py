@@ -1,0 +1,96 @@
+"""Claims for virtual machines, tried on what a machine publishes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from dra_driver.cli.validation.documents import Document
+from dra_driver.cli.validation.machine_fit import MachineFit
+from dra_driver.cli.validation.manifest_check import DocumentReport, check_documents
+from dra_driver.model.inventory import Inventory
+from dra_driver.slices.rules.build import build_pool
+from tests.fakes.samples import DRIVER, GPU_0, GPU_1, NODE, VFIO_0, VFIO_1, bound, card, h100, inventory
+
+Json = dict[str, Any]
+MACHINE = inventory(h100(0), h100(1), cards=(card(0), card(1)))
+PARAMETERS = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "VfioDeviceConfig"}
+
+
+def slices_of(found: Inventory) -> list[Json]:
+    pool = build_pool(found, NODE)
+    place = {"name": NODE, "generation": 1, "resourceSliceCount": len(pool.slices)}
+    return [
+        {
+            "spec": {
+                "driver": DRIVER,
+                "nodeName": NODE,
+                "pool": place,
+                "devices": list(content.devices),
+                "sharedCounters": list(content.shared_counters),
+            }
+        }
+        for content in pool.slices
+    ]
+
+
+def report(found: Inventory, *classes: str, **devices: Any) -> DocumentReport:
+    requests = [
+        {"name": f"r{number}", "exactly": {"deviceClassName": f"{name}.nvidia.com"}}
+        for number, name in enumerate(classes)
+    ]
+    claim = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": "c"},
+        "spec": {"devices": {"requests": requests, **devices}},
+    }
+    document = Document("c.yaml", 1, yaml.safe_load(yaml.safe_dump(claim)))
+    (made,) = check_documents([document], DRIVER, [MachineFit("m", DRIVER, slices_of(found))])
+    return made
+
+
+def given(made: DocumentReport) -> list[str]:
+    assert made.faults == []
+    return [entry["device"] for entry in made.devices]
+
+
+def test_virtual_machine_gets_a_card() -> None:
+    config = [{"opaque": {"driver": DRIVER, "parameters": PARAMETERS}}]
+    assert given(report(MACHINE, "vfio.gpu", config=config)) == [VFIO_0]
+    assert given(report(MACHINE, "vfio.gpu", "vfio.gpu")) == [VFIO_0, VFIO_1]
+    assert given(report(inventory(h100(0), cards=(card(0), bound(1))), "gpu")) == [GPU_0]
+
+
+def test_claim_with_devices_of_both_sorts_is_refused_as_a_prepare_would() -> None:
+    made = report(MACHINE, "gpu", "vfio.gpu")
+    assert made.faults == [
+        f"allocated on m, Prepare would refuse it: requests r1 and r0: device {VFIO_1} is for a virtual machine, and "
+        f"device {GPU_0} is for containers, so one claim cannot have both; use two claims"
+    ]
+
+
+def test_one_card_is_not_given_out_twice() -> None:
+    made = report(inventory(h100(0), cards=(card(0),)), "gpu", "vfio.gpu")
+    assert "no choice of them serves all requests at one time" in made.faults[0]
+
+
+def test_what_a_machine_without_passthrough_lacks_is_said() -> None:
+    made = report(inventory(h100(0), h100(1)), "vfio.gpu")
+    assert "2 devices, 0 of class vfio.gpu.nvidia.com" in made.faults[0]
+    assert made.hints == [
+        "the machine offers no GPU to virtual machines; with --passthrough it does, if its GPUs can be "
+        "passed through"
+    ]
+    assert report(MACHINE, "vfio.gpu", "vfio.gpu", "vfio.gpu").hints == []
+
+
+def test_parameters_of_a_container_do_not_fit() -> None:
+    parameters = {**PARAMETERS, "kind": "GpuConfig"}
+    config = [{"requests": ["r0"], "opaque": {"driver": DRIVER, "parameters": parameters}}]
+    made = report(MACHINE, "vfio.gpu", config=config)
+    assert made.faults == [
+        "spec.devices.config[0].requests[0]: GpuConfig does not fit request 'r0' of class vfio.gpu.nvidia.com"
+    ]
+    assert GPU_1 not in str(made.devices)

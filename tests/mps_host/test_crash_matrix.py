@@ -1,0 +1,196 @@
+"""kill -9 of the host or the plugin after every step of a start and of a stop; the next one reaches the same end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dra_driver.mps_host import daemon as daemon_module
+from dra_driver.mps_host import host_files, host_supervisor
+from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
+from dra_driver.mps_host.daemon_control import DaemonControl
+from dra_driver.mps_host.daemon_mounts import KernelMounter, is_tmpfs
+from dra_driver.mps_host.daemon_records import DaemonRecords
+from dra_driver.mps_host.host_files import MpsHostFiles
+from tests.fakes.waiting import eventually
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting is one of the steps and needs root")
+
+STEPS = [
+    (DaemonRecords, "save"),
+    (DaemonRecords, "forget"),
+    (KernelMounter, "mount"),
+    (KernelMounter, "unmount"),
+    (ComputeMode, "set"),
+    (DaemonControl, "start"),
+    (DaemonControl, "_pass"),
+    (DaemonControl, "end_users"),
+    (daemon_module, "_clear_directory"),
+    (daemon_module, "remove_directory"),
+    (host_supervisor, "write_atomically"),
+    (host_supervisor, "remove_file"),
+]
+
+
+class Countdown:
+    """Kills this process when so many steps are done. Those that run at the same time run one after the other here, so
+    that each kill has its place."""
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+        self.armed = False
+        self.done: list[str] = []
+        self._turn = threading.RLock()
+        for owner, name in STEPS:
+            setattr(owner, name, self._counted(getattr(owner, name)))
+
+    def _counted(self, step):
+        def counted(*arguments, **named):
+            with self._turn:
+                result = step(*arguments, **named)
+                self.done.append(step.__name__)
+                if self.armed:
+                    self.left -= 1
+                    if self.left == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                return result
+
+        return counted
+
+    def wait_for(self, step, times):
+        """Whoever asked for a start or stop goes on before its last step is done."""
+        eventually(lambda: self.done.count(step) >= times)
+
+
+def killed_after(steps, host, body):
+    """Whether a host process that runs `body` was killed before it was done."""
+    child = os.fork()
+    if child == 0:
+        try:
+            body(host.supervisor(probe=60, tick=60), Countdown(steps))
+            os._exit(0)
+        except BaseException:
+            os._exit(9)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, -signal.SIGKILL)
+    return code != 0
+
+
+def start(supervisor, spec, countdown):
+    countdown.armed = True
+    supervisor.ensure(spec, 10)
+    countdown.wait_for("write_atomically", 1)
+
+
+def start_and_stop(supervisor, spec, countdown):
+    supervisor.ensure(spec, 10)
+    countdown.wait_for("write_atomically", 1)
+    countdown.armed = True
+    supervisor.stop(spec.device, 10)
+    countdown.wait_for("remove_file", 1)
+
+
+def spec_of(host, several):
+    return host.group_spec() if several else host.spec()
+
+
+@pytest.mark.parametrize(
+    ("several", "last", "steps"),
+    [(False, 10, steps) for steps in range(1, 12)] + [(True, 12, steps) for steps in range(1, 14)],
+)
+def test_a_start_that_was_cut_off_is_completed(host, several, last, steps):
+    spec = replace(spec_of(host, several), default_active_thread_percentage=50)
+    was_killed = killed_after(steps, host, lambda one, countdown: start(one, spec, countdown))
+    assert was_killed == (steps <= last), "the steps of a start changed; so must the range above"
+    new = host.supervisor()
+    status = new.ensure(spec, 10)
+    assert status.state == "ready"
+    assert [process.pid for process in host.daemons()] == [status.pid]
+    assert host.modes() == ([EXCLUSIVE_PROCESS] * 3 if several else [EXCLUSIVE_PROCESS, 0, 0])
+    assert is_tmpfs(Path(host.layout.directories("gpu-2").shm))
+    assert host.left() == ["gpu-2", "gpu-2.json", "gpu-2.json"]
+    new.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("several", "last", "steps"),
+    [(False, 8, steps) for steps in range(1, 10)] + [(True, 10, steps) for steps in range(1, 12)],
+)
+def test_a_stop_that_was_cut_off_is_completed(host, several, last, steps):
+    spec = spec_of(host, several)
+    was_killed = killed_after(steps, host, lambda one, countdown: start_and_stop(one, spec, countdown))
+    assert was_killed == (steps <= last), "the steps of a stop changed; so must the range above"
+    host.supervisor()
+    eventually(lambda: host.left() == [])
+    host.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("several", "steps"), [(False, 2), (False, 5), (False, 7), (True, 6), (True, 8)])
+def test_a_start_that_was_cut_off_can_be_stopped(host, several, steps):
+    spec = spec_of(host, several)
+    assert killed_after(steps, host, lambda one, countdown: start(one, spec, countdown))
+    host.supervisor(tick=60).stop("gpu-2", 20)
+    host.assert_nothing_left()
+
+
+class Killed(BaseException):
+    """The plugin is no more."""
+
+
+def dies_after(step, monkeypatch, call):
+    """Have the plugin die right after it has done this in its files."""
+    done = getattr(host_files, step)
+
+    def do(*arguments, **named):
+        done(*arguments, **named)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_files, step, do)
+        with pytest.raises(Killed):
+            call()
+
+
+@pytest.mark.parametrize("then", ["start", "stop"])
+def test_start_of_a_plugin_that_died_is_completed_or_taken_back(host, monkeypatch, then):
+    supervisor, spec = host.supervisor(), host.spec()
+    plugin, successor = MpsHostFiles(host.layout), MpsHostFiles(host.layout)
+    dies_after("write_atomically", monkeypatch, lambda: plugin.ensure(spec, 10))
+    if then == "start":
+        assert successor.ensure(spec, 10).state == "ready"
+        assert len(supervisor.status()) == 1
+    successor.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+@pytest.mark.parametrize("then", ["start", "stop", "nothing"])
+@pytest.mark.parametrize("step", ["remove_file", "sync_removals"])
+def test_stop_of_a_plugin_that_died_is_completed_and_the_device_free(host, monkeypatch, step, then):
+    host.supervisor()
+    spec, plugin, successor = host.spec(), MpsHostFiles(host.layout), MpsHostFiles(host.layout)
+    plugin.ensure(spec, 10)
+    dies_after(step, monkeypatch, lambda: plugin.stop("gpu-2", 10))
+    if then == "start":
+        assert successor.ensure(spec, 10).state == "ready"
+    if then != "nothing":
+        successor.stop("gpu-2", 10)
+    eventually(lambda: not host.layout.has_traces("gpu-2"))
+    host.assert_nothing_left()
+
+
+def test_stop_of_a_plugin_that_died_while_no_host_ran_is_done_by_the_next_host(host, monkeypatch):
+    first = host.supervisor()
+    plugin = MpsHostFiles(host.layout)
+    plugin.ensure(host.spec(), 10)
+    first.close()
+    dies_after("remove_file", monkeypatch, lambda: plugin.stop("gpu-2", 10))
+    host.supervisor()
+    eventually(lambda: not host.layout.has_traces("gpu-2"))
+    host.assert_nothing_left()

@@ -1,0 +1,206 @@
+"""One daemon of several GPUs: started, kept, taken down and recovered as one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dra_driver.errors import PermanentError, RetryableError
+from dra_driver.model.mps import MpsMember
+from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS
+from dra_driver.mps_host.daemon_control import DaemonControl
+from dra_driver.mps_host.daemon_limits import check_spec
+from dra_driver.mps_host.host_files import MpsHostFiles, NoMpsHostError
+from tests.fakes.waiting import eventually
+from tests.mps_host.conftest import GROUP, Host
+
+PROHIBITED = 2
+
+
+class Modes:
+    """The compute modes of a host. A GPU in `silent` does not answer; `slow_s` is what each answer takes."""
+
+    def __init__(self, host: Host) -> None:
+        self.silent: set[str] = set()
+        self.slow_s = 0.0
+        self.together: threading.Barrier | None = None
+        self._real = host.tools.compute_mode
+
+    def get(self, gpu_uuid: str) -> int | None:
+        self._wait(gpu_uuid)
+        return self._real.get(gpu_uuid)
+
+    def set(self, gpu_uuid: str, mode: int) -> None:
+        self._wait(gpu_uuid)
+        self._real.set(gpu_uuid, mode)
+
+    def _wait(self, gpu_uuid: str) -> None:
+        if gpu_uuid in self.silent:
+            raise RetryableError(f"nvidia-smi does not answer for {gpu_uuid}")
+        time.sleep(self.slow_s)
+        if self.together is not None:
+            self.together.wait(5)
+
+
+def test_one_daemon_serves_all_gpus_with_their_limits_by_number(host: Host) -> None:
+    spec = host.group_spec(limits=(4096, None, 1024))
+    status = host.supervisor().ensure(spec, 10)
+    assert (status.state, status.spec) == ("ready", spec)
+    assert [process.pid for process in host.daemons()] == [status.pid]
+    assert host.modes() == [EXCLUSIVE_PROCESS] * 3
+    assert host.client(CUDA_MPS_PINNED_DEVICE_MEM_LIMIT="1=512M,2=2048M") == [
+        "mps=connected",
+        f"device={','.join(host.machine.gpu(index).uuid for index in GROUP)}",
+        "active_thread_percentage=100",
+        "pinned_device_mem_limit_mib=4096,512,1024",
+    ]
+
+
+def test_each_gpu_gets_its_own_former_mode_back(host: Host) -> None:
+    host.machine.set_compute_mode(host.machine.gpu(3).uuid, PROHIBITED)
+    host.machine.set_compute_mode(host.machine.gpu(4).uuid, EXCLUSIVE_PROCESS)
+    supervisor = host.supervisor()
+    supervisor.ensure(host.group_spec(), 10)
+    assert host.modes() == [EXCLUSIVE_PROCESS] * 3
+    supervisor.stop("gpu-2", 10)
+    assert (host.left(), host.modes()) == ([], [0, PROHIBITED, EXCLUSIVE_PROCESS])
+
+
+@pytest.mark.parametrize("index", GROUP)
+def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_put_back(host: Host, index: int) -> None:
+    mode = Modes(host)
+    supervisor = host.supervisor(compute_mode=mode)
+    supervisor.ensure(host.group_spec(), 10)
+    silent = host.machine.gpu(index).uuid
+    mode.silent.add(silent)
+    with pytest.raises(RetryableError, match=f"nvidia-smi does not answer for {silent}"):
+        supervisor.stop("gpu-2", 10)
+    assert host.modes() == [EXCLUSIVE_PROCESS if one == index else 0 for one in GROUP]
+    [status] = supervisor.status()
+    assert (status.state, status.problem) == ("failed", f"nvidia-smi does not answer for {silent}")
+    mode.silent.clear()
+    eventually(lambda: host.left() == [])
+    host.assert_nothing_left()
+
+
+@pytest.mark.parametrize("index", GROUP)
+def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_exclusive_again(
+    host: Host, index: int
+) -> None:
+    mode = Modes(host)
+    supervisor = host.supervisor(compute_mode=mode)
+    supervisor.ensure(host.group_spec(), 10)
+    silent = host.machine.gpu(index).uuid
+    mode.silent.add(silent)
+    for one in GROUP:
+        host.machine.set_compute_mode(host.machine.gpu(one).uuid, 0)
+    assert supervisor.ensure(host.group_spec(), 10).state == "ready"
+    eventually(lambda: host.modes() == [0 if one == index else EXCLUSIVE_PROCESS for one in GROUP])
+    assert supervisor.status()[0].state == "ready"
+
+
+def test_all_gpus_are_read_and_set_at_the_same_time(host: Host) -> None:
+    mode = Modes(host)
+    mode.together = threading.Barrier(len(GROUP))
+    supervisor = host.supervisor(compute_mode=mode, probe=60)
+    supervisor.ensure(host.group_spec(), 10)
+    assert host.modes() == [EXCLUSIVE_PROCESS] * 3
+    supervisor.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_all_gpus_are_taken_and_given_back_when_not_all_threads_start(
+    host: Host, threads_that_start: Callable[[str, int], None], started: int
+) -> None:
+    supervisor = host.supervisor(probe=60)
+    threads_that_start("side-by-side", started)
+    assert supervisor.ensure(host.group_spec(), 10).state == "ready"
+    assert host.modes() == [EXCLUSIVE_PROCESS] * 3
+    supervisor.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+def test_the_compute_modes_are_blamed_when_they_leave_no_time_for_a_start(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(control: DaemonControl) -> None:
+        raise AssertionError(f"{control.spec.device} is started")
+
+    monkeypatch.setattr(DaemonControl, "start", start)
+    mode = Modes(host)
+    mode.slow_s = 0.3
+    supervisor = host.supervisor(compute_mode=mode, start=0.5)
+    with pytest.raises(RetryableError) as refused:
+        supervisor.ensure(host.group_spec(), 10)
+    said = str(refused.value)
+    assert (
+        "no time is left to start the MPS daemon of gpu-2: reading and setting the compute modes of 3 GPUs took"
+        in said
+    )
+    assert "switch on persistence mode on the node" in said
+    host.assert_nothing_left()
+
+
+def test_two_daemons_never_have_the_same_gpu(host: Host) -> None:
+    supervisor = host.supervisor(probe=60)
+    group = supervisor.ensure(host.group_spec(), 10)
+    with pytest.raises(RetryableError, match="has the MPS daemon of gpu-2, gpu-3, gpu-4, which has to stop"):
+        supervisor.ensure(host.spec(3), 10)
+    with pytest.raises(PermanentError, match="others: gpu-3, gpu-4, not none"):
+        supervisor.ensure(host.spec(2), 10)
+    supervisor.stop("gpu-3", 10)
+    assert (supervisor.status(), host.modes()) == ((group,), [EXCLUSIVE_PROCESS] * 3)
+    supervisor.stop("gpu-2", 10)
+    supervisor.ensure(host.spec(3), 10)
+    with pytest.raises(RetryableError, match="has the MPS daemon of gpu-3, which has to stop"):
+        supervisor.ensure(host.group_spec(), 10)
+    supervisor.stop("gpu-3", 10)
+    assert supervisor.ensure(host.group_spec(), 10).state == "ready", "it is tried again at once"
+    supervisor.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+@pytest.mark.parametrize("lost", [Path.unlink, lambda path: path.write_text("{")])
+def test_every_gpu_is_put_back_when_the_record_was_lost(host: Host, lost: Callable[[Path], object]) -> None:
+    """Its status says all its GPUs."""
+    first = host.supervisor()
+    first.ensure(host.group_spec(), 10)
+    first.close()
+    lost(host.layout.record("gpu-2"))
+    second = host.supervisor()
+    second.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+def test_every_gpu_is_put_back_when_an_ensure_found_no_record(host: Host) -> None:
+    first = host.supervisor()
+    spec = first.ensure(host.group_spec(), 10).spec
+    first.close()
+    host.layout.record("gpu-2").unlink()
+    second = host.supervisor()
+    second.ensure(spec, 10)
+    second.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+def test_the_next_host_stops_it_when_none_runs(host: Host) -> None:
+    first = host.supervisor()
+    first.ensure(host.group_spec(), 10)
+    first.close()
+    with pytest.raises(NoMpsHostError):
+        MpsHostFiles(host.layout, wait_s=0.0).stop("gpu-2", 1)
+    host.supervisor()
+    eventually(lambda: host.left() == [])
+    host.assert_nothing_left()
+
+
+def test_what_cannot_be_is_refused(host: Host) -> None:
+    spec = host.group_spec()
+    with pytest.raises(PermanentError, match="'x' is not the UUID of a GPU"):
+        check_spec(replace(spec, others=(MpsMember("gpu-9", "x"),)))

@@ -1,0 +1,677 @@
+"""What plugin and host write for each other: a host that is not there or another one, calls that cross, other people's
+files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import threading
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dra_driver.base.atomic import Stamp, stamp_at, write_atomically
+from dra_driver.base.file_lock import hold_file
+from dra_driver.base.json_store import UnreadableFile
+from dra_driver.errors import PermanentError, RetryableError, StateError
+from dra_driver.host.reading import text_of
+from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus, MpsMember
+from dra_driver.model.problems import NodeProblem
+from dra_driver.mps_host import daemon as daemon_module
+from dra_driver.mps_host import host_files, host_supervisor
+from dra_driver.mps_host.daemon_processes import end
+from dra_driver.mps_host.daemon_records import DaemonRecord, DaemonRecords
+from dra_driver.mps_host.host_files import (
+    MpsHostFiles,
+    MpsLayout,
+    NoMpsHostError,
+    encode_status,
+    encode_wanted,
+    status_files,
+    wanted_files,
+)
+from tests.fakes.waiting import eventually
+from tests.mps_host.conftest import Host
+
+SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1", default_memory_limit_mib=64)
+
+texts = st.text(max_size=20)
+numbers = st.none() | st.integers(-(2**40), 2**40)
+specs = st.builds(
+    MpsDaemonSpec,
+    texts, texts, st.sampled_from(["gpu", "mig"]), texts, st.booleans(), numbers, numbers,
+    st.lists(st.builds(MpsMember, texts, texts, numbers), max_size=2).map(tuple),
+)  # fmt: skip
+statuses = st.builds(
+    MpsDaemonStatus,
+    texts, st.sampled_from(MPS_STATES), specs, numbers, st.integers(0, 2**40), numbers, st.none() | texts,
+    st.lists(st.integers(0, 9), max_size=2).map(tuple), st.lists(texts, max_size=2).map(tuple), texts,
+)  # fmt: skip
+
+
+class FakeHost:
+    """Holds the lock of a layout, and answers as told."""
+
+    def __init__(self, top: Path) -> None:
+        self.layout = MpsLayout(top / "mps")
+        for directory in (self.layout.wishes, self.layout.statuses):
+            directory.mkdir(parents=True)
+        self.files = MpsHostFiles(self.layout, wait_s=0.0)
+        self._held = ExitStack()
+
+    def open(self, lock: bytes = b'{"format": 3}') -> None:
+        held = hold_file(self.layout.lock, threading.Lock(), 0.0, "it")
+        os.pwrite(self._held.enter_context(held), lock, 0)
+
+    def close(self) -> None:
+        self._held.close()
+
+    def answer(self, spec: MpsDaemonSpec, **changes: object) -> None:
+        """A daemon whose process is this one."""
+        status = replace(MpsDaemonStatus(spec.device, "ready", spec, pid=os.getpid()), **changes)
+        self.layout.status(spec.device).write_bytes(encode_status(status))
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    return FakeHost(tmp_path)
+
+
+# --- files there and back ------------------------------------------------------------------------
+
+
+@given(specs)
+def test_what_is_wanted_there_and_back(tmp_path_factory: pytest.TempPathFactory, spec: MpsDaemonSpec) -> None:
+    layout = MpsLayout(tmp_path_factory.mktemp("there"))
+    layout.wishes.mkdir()
+    layout.wanted("gpu-1").write_bytes(encode_wanted(spec))
+    assert wanted_files(layout).all() == {"gpu-1": spec}
+
+
+@given(statuses)
+def test_statuses_there_and_back(tmp_path_factory: pytest.TempPathFactory, status: MpsDaemonStatus) -> None:
+    layout = MpsLayout(tmp_path_factory.mktemp("there"))
+    layout.statuses.mkdir()
+    layout.status("gpu-1").write_bytes(encode_status(status))
+    assert status_files(layout).all() == {"gpu-1": status}
+
+
+@given(
+    st.binary(max_size=60) | st.builds(lambda body: json.dumps({"format": 3, "spec": body}).encode(), texts)
+)
+def test_anything_else_says_nothing_and_stays(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    layout = MpsLayout(tmp_path_factory.mktemp("anything"))
+    layout.wishes.mkdir()
+    layout.wanted("gpu-1").write_bytes(content)
+    told: list[UnreadableFile] = []
+    files = wanted_files(layout, told.append)
+    assert (files.all(), files.quarantined()) == ({}, [layout.wanted("gpu-1")])
+    assert (len(told), layout.wanted("gpu-1").read_bytes()) == (1, content)
+
+
+def test_differences_name_both_sides() -> None:
+    other = replace(SPEC, multi_user=True, default_memory_limit_mib=None)
+    assert SPEC.differences(other) == (
+        "multi_user: false, not true",
+        "default_memory_limit_mib: 64, not not set",
+    )
+    assert SPEC.differences(SPEC) == ()
+
+
+# --- a host that is not there, or another one ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lock", "text"),
+    [
+        (None, r"the MPS host is not running on this node; see .*helm upgrade .*--set mps\.enabled=true`"),
+        (b"", "the MPS host of this node is starting"),
+        (b'{"format": 4}', r"of another release than gpu-dra-driver: delete the pod of .*gpu-dra-driver-mps"),
+        (b'{"format": 2}', r"of another release than gpu-dra-driver: delete the pod of .*gpu-dra-driver-mps"),
+        (b"\0", "of another release than gpu-dra-driver: delete the pod"),
+    ],
+    ids=["absent", "starting", "newer", "older", "rubbish"],
+)
+def test_without_a_host_that_reads_it_nothing_is_written(
+    fake: FakeHost, lock: bytes | None, text: str
+) -> None:
+    if lock is not None:
+        fake.open(lock)
+    with pytest.raises(NoMpsHostError, match=text):
+        fake.files.ensure(SPEC)
+    fake.files.stop("gpu-1")
+    assert list(fake.layout.wishes.iterdir()) == []
+    fake.layout.wanted("gpu-1").write_bytes(encode_wanted(SPEC))
+    fake.answer(SPEC)
+    with pytest.raises(NoMpsHostError, match=text):
+        fake.files.ensure(SPEC)
+    with pytest.raises(NoMpsHostError, match=text):
+        fake.files.stop("gpu-1")
+    assert list(fake.layout.wishes.iterdir()) == [], "the next host stops it"
+    fake.close()
+
+
+@pytest.mark.parametrize("sees", [True, False])
+def test_plugin_that_does_not_see_the_hosts_processes_believes_its_status(fake: FakeHost, sees: bool) -> None:
+    """A restricted pod has a PID namespace of its own: nobody has this process number there."""
+    fake.open()
+    files = MpsHostFiles(fake.layout, sees_daemons=lambda: sees)
+    fake.answer(SPEC, pid=2**22 + 1)
+    fake.layout.wanted("gpu-1").write_bytes(encode_wanted(SPEC))
+    assert files.runs(SPEC) == (not sees)
+    fake.close()
+
+
+class SteppedClock:
+    """Seconds that only a test lets pass."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passed(self, seconds: float) -> None:
+        self.now += seconds
+
+
+SEE_PODS = "see its pod: `kubectl get pods -A -o wide -l app.kubernetes.io/component=mps`"
+ENABLE = "enable it: `helm upgrade RELEASE CHART -n NAMESPACE --reuse-values --set mps.enabled=true`"
+ABSENT = NodeProblem(
+    "mps-host-missing", f"The MPS host is not running on this node; {SEE_PODS}, or {ENABLE} if there are none"
+)
+
+
+@pytest.fixture
+def clock() -> SteppedClock:
+    return SteppedClock()
+
+
+def files_of(fake: FakeHost, clock: SteppedClock, *, is_expected: bool) -> MpsHostFiles:
+    return MpsHostFiles(fake.layout, wait_s=0.0, is_expected=is_expected, clock=clock)
+
+
+def test_absent_host_is_no_problem_where_nobody_needs_it(fake: FakeHost, clock: SteppedClock) -> None:
+    files = files_of(fake, clock, is_expected=False)
+    clock.passed(3600)
+    assert files.problems() == []
+
+
+def test_absent_host_is_a_problem_after_30_s_where_the_configuration_expects_it(
+    fake: FakeHost, clock: SteppedClock
+) -> None:
+    files = files_of(fake, clock, is_expected=True)
+    clock.passed(29)
+    assert files.problems() == []
+    clock.passed(1)
+    assert files.problems() == [ABSENT]
+    fake.open()
+    assert files.problems() != [], "it holds its lock, and has not reported yet"
+    fake.layout.alive.touch()
+    assert files.problems() == []
+    fake.close()
+
+
+def test_absent_host_is_a_problem_while_the_kubelet_asks_for_mps(fake: FakeHost, clock: SteppedClock) -> None:
+    files = files_of(fake, clock, is_expected=False)
+    for _ in range(3):
+        clock.passed(120)
+        with pytest.raises(NoMpsHostError):
+            files.ensure(SPEC)
+        assert files.problems() == [ABSENT]
+    clock.passed(600)
+    assert files.problems() == [], "the pod is gone"
+
+
+@pytest.mark.parametrize("place", ["wanted", "status"])
+def test_absent_host_is_a_problem_while_a_claim_has_or_had_a_daemon(
+    fake: FakeHost, clock: SteppedClock, place: str
+) -> None:
+    files, path = files_of(fake, clock, is_expected=False), getattr(fake.layout, place)("gpu-1")
+    path.touch()
+    path.with_name("README").touch()
+    clock.passed(30)
+    assert files.problems() == [ABSENT]
+    path.unlink()
+    assert files.problems() == []
+
+
+def test_host_that_goes_away_is_a_problem_within_30_s_for_a_claim_that_has_a_daemon_or_asks_for_one(
+    fake: FakeHost, clock: SteppedClock
+) -> None:
+    files = files_of(fake, clock, is_expected=False)
+    fake.open()
+    fake.layout.alive.touch()
+    assert files.problems() == []
+    fake.close()
+    with pytest.raises(NoMpsHostError):
+        files.ensure(SPEC)
+    clock.passed(29)
+    assert files.problems() == []
+    clock.passed(1)
+    assert files.problems() == [ABSENT]
+    fake.layout.wanted("gpu-1").touch()
+    clock.passed(3600)
+    assert files.problems() == [ABSENT], "the daemon of a claim is there as long as the claim"
+
+
+def test_host_that_reports_nothing_for_30_s_is_a_problem_until_its_next_sign(
+    fake: FakeHost, clock: SteppedClock
+) -> None:
+    files = files_of(fake, clock, is_expected=True)
+    fake.open()
+    for number in range(5):
+        os.utime(fake.layout.alive, (number, number)) if number else fake.layout.alive.touch()
+        clock.passed(10)
+        assert files.problems() == []
+    clock.passed(30)
+    [problem] = files.problems()
+    assert problem == NodeProblem(
+        "mps-host-missing",
+        "The MPS host of this node has not reported for more than 30 s: it hangs, or it cannot write its files below "
+        f"{fake.layout.root}; {SEE_PODS}, and its log",
+    )
+    os.utime(fake.layout.alive, (99, 99))
+    assert files.problems() == []
+    fake.close()
+
+
+def test_host_of_another_release_is_a_problem(fake: FakeHost, clock: SteppedClock) -> None:
+    files = files_of(fake, clock, is_expected=True)
+    fake.open(b'{"format": 1}')
+    fake.layout.alive.touch()
+    clock.passed(30)
+    [problem] = files.problems()
+    assert problem.text.startswith(
+        "The MPS host on this node is of another release than gpu-dra-driver: delete"
+    )
+    fake.close()
+
+
+def test_daemon_that_failed_is_a_problem_of_its_device_until_it_works(
+    fake: FakeHost, clock: SteppedClock
+) -> None:
+    files = files_of(fake, clock, is_expected=True)
+    fake.open()
+    failed = MpsDaemonStatus(
+        "gpu-1", "failed", SPEC, problem="it ended with exit code 46", directory="/m/gpu-1"
+    )
+    fake.layout.status("gpu-1").write_bytes(encode_status(failed))
+    for _ in range(2):
+        assert files.problems() == [
+            NodeProblem(
+                "mps-daemon-failed",
+                "The MPS daemon of gpu-1 does not work: it ended with exit code 46; its output is in /m/gpu-1/log on "
+                "the node",
+                "gpu-1",
+            )
+        ]
+    fake.answer(SPEC)
+    assert files.problems() == []
+    fake.close()
+
+
+def test_a_host_that_comes_late_is_waited_for(host: Host) -> None:
+    late = threading.Timer(0.3, host.supervisor)
+    late.start()
+    assert MpsHostFiles(host.layout, wait_s=20.0).ensure(host.spec()).state == "ready"
+    late.join()
+
+
+def test_daemons_are_known_while_a_host_runs(fake: FakeHost) -> None:
+    fake.layout.wanted("gpu-1").write_bytes(encode_wanted(SPEC))
+    fake.answer(SPEC, pid=7)
+    for name, content in (("gpu-2.json", "{"), ("gpu-3.json", '{"format": 9}'), ("FOREIGN", "")):
+        (fake.layout.statuses / name).write_text(content)
+    assert fake.files.statuses() == ()
+    fake.open()
+    assert fake.files.statuses() == (MpsDaemonStatus("gpu-1", "ready", SPEC, pid=7),)
+    assert fake.files.unseen() == []
+    two, other = replace(SPEC, device="gpu-2"), replace(SPEC, multi_user=True)
+    fake.layout.wanted("gpu-2").write_bytes(encode_wanted(two))
+    assert fake.files.unseen() == ["gpu-2"]
+    fake.answer(two)
+    fake.layout.wanted("gpu-1").write_bytes(encode_wanted(other))
+    assert fake.files.unseen() == ["gpu-1"]
+    fake.layout.wanted("gpu-1").unlink()
+    assert fake.files.unseen() == ["gpu-1"], "it shall stop"
+    fake.close()
+
+
+def test_a_host_that_does_nothing_is_named(fake: FakeHost) -> None:
+    fake.open()
+    with pytest.raises(
+        RetryableError, match=r"has not made .* gpu-1 ready within 0\.1 s; see `kubectl logs`"
+    ):
+        fake.files.ensure(SPEC, 0.1)
+    fake.answer(SPEC)
+    with pytest.raises(RetryableError, match=r"has not stopped the MPS daemon of gpu-1 within 0\.1 s"):
+        fake.files.stop("gpu-1", 0.1)
+    fake.close()
+    with pytest.raises(NoMpsHostError):
+        fake.files.ensure(SPEC, 0.1)
+
+
+@pytest.mark.parametrize("which", ["runs", "has ended", "is to stop", "has another spec"])
+def test_only_for_a_daemon_that_runs_as_wanted_nobody_waits(host: Host, fake: FakeHost, which: str) -> None:
+    """The host does nothing here, so whoever waits for it waits in vain."""
+    supervisor, spec = host.supervisor(probe=60), host.spec()
+    first = supervisor.ensure(spec, 10)
+    supervisor.close()
+    if which == "has ended":
+        end(host.daemons(), 2.0)
+    if which == "is to stop":
+        stopped = encode_status(replace(first, state="stopped", pid=None))
+        write_atomically(host.layout.status(spec.device), stopped)
+    if which == "has another spec":
+        host.layout.wanted(spec.device).unlink()
+        spec = replace(spec, multi_user=not spec.multi_user)
+    fake.layout, fake.files = host.layout, MpsHostFiles(host.layout, wait_s=0.0)
+    fake.open()
+    assert fake.files.runs(spec) == (which == "runs")
+    if which == "runs":
+        assert fake.files.ensure(spec, 0.0) == first
+    else:
+        with pytest.raises(RetryableError, match="the MPS host has not made the MPS daemon of gpu-2 ready"):
+            fake.files.ensure(spec, 0.0)
+    fake.close()
+
+
+def test_daemon_that_is_not_wanted_any_more_does_not_count_as_running(host: Host) -> None:
+    supervisor, spec = host.supervisor(), host.spec()
+    supervisor.ensure(spec, 10)
+    supervisor.close()
+    files = MpsHostFiles(host.layout)
+    assert files.runs(spec)
+    host.layout.wanted("gpu-2").unlink()
+    assert not files.runs(spec)
+
+
+# --- calls that cross ----------------------------------------------------------------------------
+
+
+def test_a_start_is_broken_off_when_the_daemon_shall_stop(host: Host) -> None:
+    host.behave(never_ready=True)
+    supervisor = host.supervisor(start=60)
+    with pytest.raises(RetryableError, match="has not made the MPS daemon of gpu-2 ready within"):
+        supervisor.ensure(host.spec(), 1)
+    assert host.daemons()
+    supervisor.stop("gpu-2", 20)
+    host.assert_nothing_left()
+
+
+def test_a_daemon_that_is_wanted_again_while_it_stops_is_made_anew(host: Host) -> None:
+    supervisor = host.supervisor(patience=0.5)
+    first = supervisor.ensure(host.spec(), 10)
+    os.kill(first.pid, 19)  # so that its end takes a while
+    with pytest.raises(RetryableError, match="has not stopped"):
+        supervisor.stop("gpu-2", 0.1)
+    second = supervisor.ensure(host.spec(), 20)
+    assert [daemon.pid for daemon in host.daemons()] == [second.pid]
+    assert second.pid != first.pid
+    supervisor.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+def test_daemon_that_is_wanted_again_before_the_host_stops_it_runs_on(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host has seen its file gone, and sees it come back after it has taken `ready` back."""
+    supervisor, spec = host.supervisor(probe=60), host.spec()
+    first = supervisor.ensure(spec, 10)
+    published: list[str] = []
+    write = host_supervisor.write_atomically
+
+    def write_and_want(path: Path, content: bytes, **how: bool) -> None:
+        write(path, content, **how)
+        published.append(json.loads(content)["state"])
+        if published == ["stopped"]:
+            write(host.layout.wanted("gpu-2"), encode_wanted(spec))
+
+    monkeypatch.setattr(host_supervisor, "write_atomically", write_and_want)
+    host.layout.wanted("gpu-2").unlink()
+    eventually(lambda: published == ["stopped", "ready"])
+    assert supervisor.ensure(spec, 10).pid == first.pid
+    supervisor.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+def test_daemon_is_not_stopped_while_its_status_says_that_it_serves(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk keeps the status as it is; then it is removed before the daemon is stopped."""
+    supervisor, spec = host.supervisor(probe=60), host.spec()
+    supervisor.ensure(spec, 10)
+    said: list[bool] = []
+    take_down = daemon_module.Daemon._take_down
+
+    def note(daemon: daemon_module.Daemon) -> None:
+        said.append(host.layout.status("gpu-2").exists())
+        take_down(daemon)
+
+    monkeypatch.setattr(daemon_module.Daemon, "_take_down", note)
+    monkeypatch.setattr(host_supervisor, "write_atomically", refuse_write)
+    supervisor.stop("gpu-2", 10)
+    assert said == [False]
+    host.assert_nothing_left()
+
+
+def refuse_write(path: Path, content: bytes, **how: bool) -> None:
+    raise StateError("the disk is full")
+
+
+def test_start_that_is_withdrawn_before_the_host_has_a_record_leaves_no_daemon(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin finds no trace, and forgets the daemon, while the host is about to write its record."""
+    supervisor, spec, save = host.supervisor(), host.spec(), DaemonRecords.save
+    withdrawn: list[str] = []
+
+    def withdraw_and_save(records: DaemonRecords, record: DaemonRecord) -> None:
+        if not withdrawn:
+            host.layout.wanted("gpu-2").unlink()
+            withdrawn.append(record.spec.device)
+        save(records, record)
+
+    monkeypatch.setattr(DaemonRecords, "save", withdraw_and_save)
+    with pytest.raises(RetryableError, match="has not made"):
+        supervisor.ensure(spec, 1)
+    assert withdrawn == ["gpu-2"]
+    eventually(lambda: not host.layout.has_traces("gpu-2"))
+    host.assert_nothing_left()
+
+
+def test_daemon_of_another_spec_than_wanted_is_stopped_first(host: Host) -> None:
+    """It was to stop while no host looked, and another claim has asked since."""
+    first, spec = host.supervisor(), host.spec()
+    before = first.ensure(spec, 10)
+    first.close()
+    host.layout.wanted("gpu-2").unlink()
+    other = replace(spec, default_active_thread_percentage=50)
+    host.layout.wanted("gpu-2").write_bytes(encode_wanted(other))
+    status = host.supervisor().ensure(other, 20)
+    assert (status.spec, status.pid != before.pid) == (other, True)
+    assert host.control().ask_once("get_default_active_thread_percentage", timeout_s=2) == ["50.0"]
+
+
+def test_failed_start_is_tried_again_at_once_when_it_is_asked_for_again(host: Host) -> None:
+    host.behave(fail_to_start="no")
+    supervisor = host.supervisor(first_backoff=600.0, longest_backoff=600.0)
+    for _ in range(2):
+        with pytest.raises(RetryableError, match="ended while it started"):
+            supervisor.ensure(host.spec(), 10)
+    host.behave()
+    assert supervisor.ensure(host.spec(), 10).state == "ready"
+
+
+def test_failed_start_is_tried_again_while_the_daemon_shall_run(host: Host) -> None:
+    host.behave(fail_to_start="no")
+    supervisor = host.supervisor()
+    with pytest.raises(RetryableError, match="ended while it started"):
+        supervisor.ensure(host.spec(), 10)
+    host.behave()
+    eventually(lambda: MpsHostFiles(host.layout).runs(host.spec()))
+    supervisor.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+def test_a_stop_needs_no_space_on_the_disk(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = host.supervisor()
+    supervisor.ensure(host.spec(), 10)
+
+    def write(descriptor: int, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", write)
+        with pytest.raises(StateError, match="the disk is full"):
+            supervisor.ensure(host.spec(3), 10)
+        supervisor.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"format": 4}', '{"format": 2, "spec": null}'])
+def test_what_is_wanted_and_cannot_be_read_ends_no_daemon_and_stays(host: Host, content: str, logs) -> None:
+    supervisor = host.supervisor()
+    first = supervisor.ensure(host.spec(), 10)
+    wanted = host.layout.wanted("gpu-2")
+    write_atomically(wanted, content.encode())
+    eventually(lambda: "mps_wanted_unreadable" in [line["event"] for line in logs])
+    supervisor.close()
+    supervisor = host.supervisor()
+    eventually(lambda: supervisor.status()[0].state == "ready")
+    assert (supervisor.status()[0].pid, wanted.read_text()) == (first.pid, content)
+    assert supervisor.ensure(host.spec(), 10).pid == first.pid, "it is written anew"
+    supervisor.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+def test_directory_that_is_gone_or_no_directory_ends_no_daemon(host: Host, logs) -> None:
+    supervisor = host.supervisor()
+    first = supervisor.ensure(host.spec(), 10)
+    kept = host.layout.wishes.rename(host.layout.root / "elsewhere")
+    eventually(lambda: "mps_wanted_unreadable" in [line["event"] for line in logs])
+    host.layout.wishes.touch()
+    supervisor.close()
+    supervisor = host.supervisor()
+    eventually(lambda: supervisor.status()[0].state == "ready")
+    assert supervisor.status()[0].pid == first.pid
+    with pytest.raises(StateError, match=r"host\.wanted"):
+        supervisor.ensure(host.spec(3), 10)
+    host.layout.wishes.unlink()
+    kept.rename(host.layout.wishes)
+    assert supervisor.ensure(host.spec(), 10).pid == first.pid
+    supervisor.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
+def test_foreign_files_are_left_alone(host: Host) -> None:
+    host.layout.wishes.mkdir(parents=True)
+    names = {"README", ".gpu-2.json.7-7.tmp", "GPU.json", "gpu-2.json.unreadable", "gpu-9.other"}
+    for name in names:
+        (host.layout.wishes / name).touch()
+    supervisor = host.supervisor()
+    supervisor.ensure(host.spec(), 10)
+    supervisor.stop("gpu-2", 10)
+    assert {path.name for path in host.layout.wishes.iterdir()} == names
+    assert supervisor.status() == ()
+
+
+def test_a_refused_spec_ends_no_daemon_that_runs_with_another(host: Host) -> None:
+    """Also not after the host was restarted."""
+    supervisor = host.supervisor()
+    first = supervisor.ensure(host.spec(default_active_thread_percentage=50), 10)
+    with pytest.raises(PermanentError, match="50, not 60"):
+        supervisor.ensure(host.spec(default_active_thread_percentage=60), 10)
+    supervisor.close()
+    second = host.supervisor()
+    with pytest.raises(PermanentError, match="50, not 60"):
+        second.ensure(host.spec(default_active_thread_percentage=60), 10)
+    assert second.ensure(first.spec, 10).pid == first.pid
+
+
+def test_a_status_that_could_not_be_written_is_written_later(
+    host: Host, monkeypatch: pytest.MonkeyPatch, logs: list
+) -> None:
+    failures = iter([StateError("the disk is full")] * 3)
+    written = host_files.encode_status
+
+    def encode(status: MpsDaemonStatus) -> bytes:
+        if (error := next(failures, None)) is not None:
+            raise error
+        return written(status)
+
+    monkeypatch.setattr("dra_driver.mps_host.host_supervisor.encode_status", encode)
+    assert host.supervisor().ensure(host.spec(), 10).state == "ready"
+    assert "mps_status_not_written" in [line["event"] for line in logs]
+
+
+def test_refusal_that_could_not_be_written_is_written_later(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no daemon that the host looks at again; and it gives signs of life again."""
+    supervisor, alive = host.supervisor(sign=0.01), host.layout.alive
+    host.behave(fail_to_start="no")
+
+    with monkeypatch.context() as full:
+        full.setattr(host_supervisor, "write_atomically", refuse_write)
+        with pytest.raises(RetryableError, match="has not made the MPS daemon of gpu-2 ready within"):
+            supervisor.ensure(host.spec(), 1.0)
+        eventually(lambda: "gpu-2" in supervisor._unwritten)
+    eventually(lambda: "ended while it started" in text_of(host.layout.status("gpu-2")))
+    before = stamp_at(alive)
+    eventually(lambda: stamp_at(alive) != before)
+
+
+def test_host_gives_signs_while_it_can_write_what_it_knows(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor, alive = host.supervisor(sign=0.01), host.layout.alive
+    supervisor.ensure(host.spec(), 10)
+    before = stamp_at(alive)
+    eventually(lambda: stamp_at(alive) != before)
+
+    with monkeypatch.context() as full:
+        full.setattr(host_supervisor, "write_atomically", refuse_write)
+        os.kill(host.daemons()[0].pid, 9)
+        eventually(lambda: "gpu-2" in supervisor._unwritten)
+        signs: list[Stamp] = []
+
+        def gives_none() -> bool:
+            signs.append(stamp_at(alive))
+            return len(signs) > 20 and len(set(signs[-20:])) == 1
+
+        eventually(gives_none)
+    before = stamp_at(alive)
+    eventually(lambda: stamp_at(alive) != before)
+    assert stat.S_IMODE(alive.stat().st_mode) == 0o600
+
+
+def test_a_host_at_rest_writes_nothing(host: Host) -> None:
+    supervisor = host.supervisor()
+    supervisor.ensure(host.spec(), 10)
+    status = host.layout.status("gpu-2")
+    eventually(lambda: supervisor.status()[0].clients == 0 and '"clients": 0' in status.read_text())
+    seen: list[tuple[object, object]] = []
+
+    def writes_nothing() -> bool:
+        # What it has found out by now may still have to be written once.
+        seen.append((stamp_at(status), stamp_at(host.layout.record("gpu-2"))))
+        return len(seen) > 50 and len(set(seen[-50:])) == 1
+
+    eventually(writes_nothing)
+
+
+def test_only_the_owner_reads_what_is_wanted_and_what_runs(host: Host) -> None:
+    host.supervisor().ensure(host.spec(), 10)
+    for directory in (host.layout.wishes, host.layout.statuses):
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+        assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import errno
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+import structlog
+
+from dra_driver.errors import FatalError, InvalidConfigError
+from dra_driver.reporting.http import HttpEndpoint, Response, problems_page, split_address
+from tests.fakes.tables import tabled
+
+
+def broken() -> Response:
+    raise ValueError("oops")
+
+
+@pytest.fixture(scope="module")
+def problems() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def endpoint(problems: list[str]) -> Iterator[HttpEndpoint]:
+    pages = {
+        "/readyz": problems_page(lambda: problems),
+        "/metrics": lambda: Response(200, "text/x", b"a 1\n"),
+        "/broken": broken,
+    }
+    made = HttpEndpoint("127.0.0.1:0", pages)
+    made.start()
+    yield made
+    made.stop()
+
+
+def get(endpoint: HttpEndpoint, path: str, method: str = "GET") -> tuple[int, str | None, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=20)
+    connection.request(method, path)
+    answer = connection.getresponse()
+    result = answer.status, answer.getheader("Content-Type"), answer.read()
+    connection.close()
+    return result
+
+
+def test_page_is_served_with_its_type_whatever_the_query(endpoint: HttpEndpoint) -> None:
+    assert get(endpoint, "/metrics") == get(endpoint, "/metrics?x=1") == (200, "text/x", b"a 1\n")
+
+
+def test_problems_are_told_line_by_line_until_they_are_gone(
+    endpoint: HttpEndpoint, problems: list[str]
+) -> None:
+    text = "text/plain; charset=utf-8"
+    assert get(endpoint, "/readyz") == (200, text, b"ok\n")
+    problems += ["no driver", "no kubelet"]
+    assert get(endpoint, "/readyz") == (503, text, b"no driver\nno kubelet\n")
+    problems.clear()
+
+
+def test_other_paths_and_methods_are_refused(endpoint: HttpEndpoint) -> None:
+    assert get(endpoint, "/../etc/passwd")[0] == 404
+    assert get(endpoint, "/metrics", "POST")[0] == 501
+
+
+def test_page_that_fails_is_told_in_the_log_and_not_in_the_answer(endpoint: HttpEndpoint) -> None:
+    with structlog.testing.capture_logs() as lines:
+        status, _, body = get(endpoint, "/broken")
+    assert (status, body) == (500, b"internal error; see the log of gpu-dra-driver\n")
+    assert [(line["event"], line["path"], line["exc_info"]) for line in lines] == [
+        ("page_failed", "/broken", True)
+    ]
+    assert get(endpoint, "/metrics")[0] == 200
+
+
+def test_client_that_hangs_up_leaves_no_traceback(
+    endpoint: HttpEndpoint, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with structlog.testing.capture_logs() as lines:
+        endpoint._server.handle_error(None, ("10.0.0.9", 4711))
+    assert [line["event"] for line in lines] == ["http_client_lost"]
+    assert capfd.readouterr().err == ""
+
+
+def test_clients_that_stay_without_a_word_cost_a_bounded_number_of_threads_and_keep_nobody_out(
+    endpoint: HttpEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.reporting.http._MOST_CONNECTIONS", 4)
+    before = threading.active_count()
+    silent = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=20) for _ in range(12)]
+    assert [one.recv(1) for one in silent[:8]] == [b""] * 8, "the oldest are cut off"
+    assert get(endpoint, "/metrics")[0] == 200
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before + 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for one in silent:
+        one.close()
+
+
+def test_pages_that_hang_cost_a_bounded_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is cut off does not wait any more, but the thread that makes his page still does."""
+    monkeypatch.setattr("dra_driver.reporting.http._MOST_CONNECTIONS", 4)
+    monkeypatch.setattr("dra_driver.reporting.http._MOST_THREADS", 8)
+    let = threading.Event()
+
+    def slow() -> Response:
+        assert let.wait(60)
+        return Response(200, "text/x", b"late\n")
+
+    one = HttpEndpoint("127.0.0.1:0", {"/slow": slow, "/fast": lambda: Response(200, "text/x", b"now\n")})
+    one.start()
+    before = threading.active_count()
+    callers = []
+    try:
+        for _ in range(20):
+            callers.append(socket.create_connection(("127.0.0.1", one.port), timeout=20))
+            callers[-1].sendall(b"GET /slow HTTP/1.0\r\n\r\n")
+        for caller in callers[8:]:
+            with suppress(ConnectionError):
+                assert caller.recv(1) == b"", "refused at once"
+        assert threading.active_count() - before <= 8
+    finally:
+        let.set()
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert get(one, "/fast")[0] == 200
+    one.stop()
+    for caller in callers:
+        caller.close()
+
+
+def test_start_does_not_wait_for_dns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: object) -> str:
+        raise AssertionError("DNS was asked")
+
+    monkeypatch.setattr(socket, "getfqdn", asked)
+    one = HttpEndpoint("127.0.0.1:0", {})
+    assert one.port
+    one.stop()
+
+
+def answers(host: str, port: int) -> bytes:
+    connection = http.client.HTTPConnection(host, port, timeout=20)
+    connection.request("GET", "/")
+    body = connection.getresponse().read()
+    connection.close()
+    return body
+
+
+@tabled("address", "hosts")
+def test_kubelet_is_answered_over_the_family_of_the_pods_address(address: str, hosts: list[str]) -> None:
+    """On a cluster with IPv6 only, a probe of an endpoint that listens on IPv4 fails for ever."""
+    one = HttpEndpoint(address, {"/": lambda: Response(200, "text/x", b"ok\n")})
+    one.start()
+    try:
+        assert [answers(host, one.port) for host in hosts] == [b"ok\n"] * len(hosts)
+    finally:
+        one.stop()
+
+
+@pytest.mark.parametrize("number", [errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL])
+def test_all_addresses_are_those_of_ipv4_where_the_kernel_has_no_ipv6(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    real = socket.socket
+
+    class Kernel(real):  # type: ignore[misc, valid-type]
+        def bind(self, address: tuple[object, ...]) -> None:
+            if self.family == socket.AF_INET6:
+                raise OSError(number, "no IPv6 here")
+            super().bind(address)
+
+    monkeypatch.setattr(socket, "socket", Kernel)
+    one = HttpEndpoint(":0", {"/": lambda: Response(200, "text/x", b"ok\n")})
+    one.start()
+    try:
+        assert answers("127.0.0.1", one.port) == b"ok\n"
+        with pytest.raises(FatalError, match=r"cannot serve HTTP on \[::1\]:0: no IPv6 here"):
+            HttpEndpoint("[::1]:0", {})
+    finally:
+        one.stop()
+
+
+def test_port_that_is_taken_is_fatal(endpoint: HttpEndpoint) -> None:
+    with pytest.raises(
+        FatalError, match=r"cannot serve HTTP on 127\.0\.0\.1:\d+: .*choose another --http-endpoint"
+    ):
+        HttpEndpoint(f"127.0.0.1:{endpoint.port}", {})
+
+
+@tabled("text", "expected")
+def test_address_is_split(text: str, expected: tuple[str, int]) -> None:
+    assert split_address(text) == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "8080", "host", ":", ":http", ":65536", ":-1", "::1:80", ":::80", "[h]:80", "[::1:80", "::1]:80"],
+)
+def test_address_is_refused_with_the_form(text: str) -> None:
+    if text == "8080":
+        assert split_address(text) == ("", 8080)
+        return
+    with pytest.raises(InvalidConfigError, match=r"expected host:port or :port, for example :8080.*brackets"):
+        split_address(text)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", ":0"])
+def test_a_server_at_rest_ends_when_it_is_stopped(address: str) -> None:
+    """It looks by itself only once a minute."""
+    endpoint = HttpEndpoint(address, {})
+    endpoint.start()
+    endpoint.stop()
+    assert not endpoint._thread.is_alive()

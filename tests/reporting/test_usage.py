@@ -1,0 +1,228 @@
+"""How the devices of claims are used, and whose memory it is that nobody has claimed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dra_driver.errors import DeviceLostError
+from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
+from dra_driver.model.mig import GpuAddress, MigAddress, OwnedInstance, Placement
+from dra_driver.model.record import ClaimRecord
+from dra_driver.reporting import usage
+from dra_driver.reporting.metrics import Metrics
+from dra_driver.reporting.rules.usage import Origin, unclaimed
+from dra_driver.reporting.usage import Usage
+from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, NODE, hold, record, uuid
+from tests.fakes.scrapes import by_label, scraped
+from tests.fakes.tables import tabled
+
+BUSY = GpuLoad(4 << 30, 80 << 30, 70, 40, 350.0, 700.0)
+IDLE = GpuLoad(0, 80 << 30, 0, 30, 70.0, 700.0)
+MIG_LOAD = GpuLoad(1 << 30, 10 << 30, 25)
+PART = MIG_1G.replace("-0", "-1")  # on demand, beside the static ones
+MADE = OwnedInstance(PART, uuid(2), None, 19, "1g.10gb", Placement(1, 1), "boot", "created", 9, 0, "MIG-9")
+
+
+class Node:
+    """Three GPUs, of which the third is cut; claims; and what NVML would return."""
+
+    def __init__(self, *records: ClaimRecord) -> None:
+        self.records = {one.ref.uid: one for one in records}
+        self.asked: list[tuple[GpuAddress, list[MigAddress]]] = []
+        self.processes_asked: list[str] = []
+        self.uses = {
+            uuid(0): GpuUse(BUSY, {}, (GpuProcess(1, "python3", 4 << 30),)),
+            uuid(1): GpuUse(IDLE),
+            uuid(2): GpuUse(replace(IDLE, utilisation_percent=None)),
+        }
+        self.hang: dict[str, threading.Event] = {}
+        self.fail: set[str] = set()
+        self.origins: dict[int, Origin] = {}
+        self.usage = Usage(
+            self,
+            lambda: MIXED,
+            lambda: self.records,
+            lambda device: MADE if device == PART else None,
+            lambda pid: self.origins.get(pid, "container"),
+            within_s=0.2,
+        )
+
+    def read(self, gpu: GpuAddress, devices: Collection[MigAddress]) -> GpuUse:
+        self.asked.append((gpu, sorted(devices)))
+        if gpu.uuid in self.hang:
+            assert self.hang[gpu.uuid].wait(20)
+        if gpu.uuid in self.fail:
+            raise DeviceLostError("it fell off the bus")
+        return self.uses[gpu.uuid]
+
+    def read_processes(self, gpu: GpuAddress) -> GpuUse:
+        self.processes_asked.append(gpu.uuid)
+        return GpuUse(GpuLoad(), {}, self.read(gpu, ()).processes)
+
+    def metrics(self) -> Metrics:
+        metrics = Metrics(DRIVER, NODE, list)
+        metrics.show.usage(self.usage.look)
+        return metrics
+
+    def values(self, name: str) -> dict[str, float]:
+        return {key[0]: value for key, value in by_label(self.metrics(), name, "device").items()}
+
+
+def test_nothing_is_read_unless_somebody_asks() -> None:
+    node = Node(record(hold(GPU_0)))
+    node.metrics()
+    assert node.asked == []
+
+
+def test_gpus_that_answer_soon_are_read_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "_APART_S", 20.0)
+    node = Node()
+    at_once: list[int] = []
+    reading: list[str] = []
+
+    def read(gpu: GpuAddress, _devices: Collection[MigAddress]) -> GpuUse:
+        reading.append(gpu.uuid)
+        at_once.append(len(reading))
+        time.sleep(0.01)
+        reading.remove(gpu.uuid)
+        return node.uses[gpu.uuid]
+
+    node.read = read  # type: ignore[method-assign]
+    assert node.usage.look().gpus.keys() == node.uses.keys()
+    assert at_once == [1, 1, 1]
+
+
+def test_each_device_of_a_prepared_claim_has_its_use_once() -> None:
+    twice = replace(hold(GPU_0), share_id="s-1"), replace(hold(GPU_0), share_id="s-2")
+    node = Node(
+        record(*twice, uid="a"),
+        record(hold(GPU_1), uid="b", phase="preparing"),
+        record(replace(hold(GPU_1), admin_access=True), uid="monitor"),
+    )
+    assert by_label(
+        node.metrics(),
+        "nvidia_dra_device_utilization_ratio",
+        "device",
+        "device_type",
+        "uuid",
+        "parent_uuid",
+        "shared",
+    ) == {(GPU_0, "gpu", uuid(0), uuid(0), "false"): 0.7}
+    assert node.values("nvidia_dra_device_memory_used_bytes") == {GPU_0: 4 << 30}
+    assert node.values("nvidia_dra_device_memory_total_bytes") == {GPU_0: 80 << 30}
+    assert node.values("nvidia_dra_device_processes") == {GPU_0: 1}
+    assert node.values("nvidia_dra_device_gpu_fraction") == {GPU_0: 1}
+    assert by_label(node.metrics(), "nvidia_dra_gpu_power_watts", "uuid") == {(uuid(0),): 350}
+
+
+def test_device_of_several_claims_says_that_its_use_is_shared() -> None:
+    node = Node(record(hold(GPU_0), uid="a"), record(hold(GPU_0), uid="b"), record(hold(GPU_1), uid="c"))
+    assert by_label(node.metrics(), "nvidia_dra_device_utilization_ratio", "device", "shared") == {
+        (GPU_0, "true"): 0.7, (GPU_1, "false"): 0,
+    }  # fmt: skip
+
+
+def test_mig_devices_have_their_own_use() -> None:
+    node = Node(record(hold(MIG_1G), hold(MIG_3G), hold(MIG_3G, uuid="", device=PART)))
+    first, other = hold(MIG_1G).uuid, hold(MIG_3G).uuid
+    node.uses[uuid(2)] = GpuUse(
+        replace(IDLE, utilisation_percent=None),
+        {first: MIG_LOAD, "MIG-9": replace(MIG_LOAD, utilisation_percent=None)},
+        (GpuProcess(1, "a", 1, 7), GpuProcess(2, "b", 1, 7), GpuProcess(3, "c", 1, 9)),
+    )
+    assert node.values("nvidia_dra_device_utilization_ratio") == {MIG_1G: 0.25}
+    assert node.values("nvidia_dra_device_memory_used_bytes") == {MIG_1G: 1 << 30, PART: 1 << 30}
+    assert node.values("nvidia_dra_device_processes") == {MIG_1G: 2, PART: 1}
+    fractions = node.values("nvidia_dra_device_gpu_fraction")
+    assert fractions == {MIG_1G: 9984 / 81559, MIG_3G: 40448 / 81559}
+    (devices,) = {tuple(devices) for gpu, devices in node.asked if gpu.uuid == uuid(2)}
+    assert devices == tuple(sorted([(first, 7, 0), (other, 2, 0), ("MIG-9", 9, 0)]))
+
+
+def test_gpu_that_hangs_is_left_out_and_not_read_again_until_it_ends() -> None:
+    node = Node(record(hold(GPU_0), hold(GPU_1)))
+    end = node.hang[uuid(0)] = threading.Event()
+    assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_1: 0}
+    del node.hang[uuid(0)]
+    for _ in range(3):
+        assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_1: 0}
+        assert node.values("nvidia_dra_device_gpu_fraction") == {GPU_0: 1, GPU_1: 1}
+    assert sum(gpu.uuid == uuid(0) for gpu, _ in node.asked) == 1
+    before = threading.active_count()
+    end.set()
+    for thread in threading.enumerate():
+        if thread.name == f"ask NVML about GPU {uuid(0)}":
+            thread.join(20)
+    assert threading.active_count() < before
+    assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_0: 0.7, GPU_1: 0}
+
+
+def test_gpu_that_fails_is_left_out() -> None:
+    node = Node(record(hold(GPU_0), hold(GPU_1)))
+    assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_0: 0.7, GPU_1: 0}
+    node.fail.add(uuid(0))
+    assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_1: 0}
+    errors = {key: value for key, value in scraped(node.metrics()).items() if "scrape_errors" in key[0]}
+    assert set(errors.values()) == {0}
+
+
+def test_memory_that_nobody_claims_is_counted_on_every_gpu() -> None:
+    node = Node(record(hold(GPU_0)))
+    node.uses[uuid(1)] = GpuUse(
+        IDLE, {}, (GpuProcess(5, "train", 3 << 30), GpuProcess(6, "x", 1 << 30), GpuProcess(7, "y"))
+    )
+    node.origins = {1: "unknown", 5: "host", 6: "unknown", 7: "unknown"}
+    assert by_label(node.metrics(), "nvidia_dra_unclaimed_memory_bytes", "uuid") == {
+        (uuid(0),): 0, (uuid(1),): 4 << 30, (uuid(2),): 0,
+    }  # fmt: skip
+
+
+def test_a_claim_that_only_looks_at_a_gpu_hides_no_memory_there() -> None:
+    """A monitor looks at every GPU (adminAccess); a process that has ended is still nobody's."""
+    for monitor, expected in ((replace(hold(GPU_0), admin_access=True), [1]), (hold(GPU_0), [])):
+        node = Node(record(monitor))
+        node.origins = {1: "unknown"}
+        assert [process.pid for process in node.usage.look().unclaimed[uuid(0)]] == expected
+
+
+def test_search_for_memory_that_nobody_claims_reads_processes_only() -> None:
+    node = Node(record(hold(GPU_0), hold(MIG_1G)))
+    node.uses[uuid(1)] = GpuUse(BUSY, {}, (GpuProcess(5, "train", 3 << 30),))
+    node.uses[uuid(2)] = GpuUse(BUSY, {}, None)
+    node.origins = {5: "host"}
+    node.fail.add(uuid(0))
+    assert node.usage.unclaimed() == {uuid(1): [GpuProcess(5, "train", 3 << 30)]}
+    assert sorted(node.processes_asked) == [uuid(0), uuid(1), uuid(2)]
+    assert len(node.asked) == 3
+
+
+def test_gpu_that_hangs_in_a_scrape_is_not_read_by_the_search_either() -> None:
+    node = Node(record(hold(GPU_0), hold(GPU_1)))
+    end = node.hang[uuid(0)] = threading.Event()
+    assert uuid(0) not in node.usage.look().unclaimed
+    del node.hang[uuid(0)]
+    assert node.usage.unclaimed().keys() == {uuid(1), uuid(2)}
+    assert uuid(0) not in node.processes_asked
+    end.set()
+
+
+def test_without_the_processes_of_the_host_none_are_told() -> None:
+    node = Node(record(hold(GPU_0)))
+    node.uses = {gpu: replace(use, processes=None) for gpu, use in node.uses.items()}
+    assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_0: 0.7}
+    assert node.values("nvidia_dra_device_processes") == {}
+    assert by_label(node.metrics(), "nvidia_dra_unclaimed_memory_bytes", "uuid") == {}
+
+
+PLACES = {(uuid(0), None), (uuid(2), 7)}
+
+
+@tabled("gpu", "process", "where", "expected")
+def test_a_process_belongs_to_nobody(gpu: int, process: list[Any], where: Origin, expected: bool) -> None:
+    assert bool(unclaimed(uuid(gpu), [GpuProcess(*process)], PLACES, lambda _: where)) is expected
