@@ -22,7 +22,7 @@ from dra_driver.slices.rules.build import build_pool
 from tests.fakes.samples import DRIVER, MIXED, NODE, h100
 from tests.fakes.tables import tabled
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DEVICE = view(
     DRIVER,
     {

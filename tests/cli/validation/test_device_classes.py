@@ -20,7 +20,7 @@ from tests.fakes.samples import DRIVER, MIXED, NODE, h100, inventory
 from tests.fakes.tables import tabled
 from tests.mig.migtables import MODELS, table
 
-FOLDER = Path(__file__).parents[2] / "daemonset/components/mig-classes"
+FOLDER = Path(__file__).parents[3] / "daemonset/components/mig-classes"
 PROFILES = sorted({row.name for model in MODELS.values() for row in model.mig})
 
 

@@ -19,7 +19,7 @@ from dra_driver.slices.rules.build import build_pool
 from tests.fakes.samples import DRIVER, MIXED, NODE, h100, inventory
 from tests.fakes.tables import tabled
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 A, C = f'device.attributes["{DRIVER}"]', f'device.capacity["{DRIVER}"]'
 CLASSES = standard_classes(DRIVER, ["1g.10gb"])
 

@@ -21,7 +21,7 @@ from dra_driver.cli.validation.rules.manifests import (
 from dra_driver.cli.validation.rules.workloads import pod_specs
 from tests.fakes.tables import data_of, tabled
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DRIVER = "gpu.nvidia.com"
 Json = dict[str, Any]
 

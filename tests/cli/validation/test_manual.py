@@ -12,7 +12,7 @@ from dra_driver.cli.validation.rules import cel
 from dra_driver.cli.validation.rules.selection import NotJudgedError
 from dra_driver.cli.validation.rules.selectors import NOT_INSTALLED, compiled
 
-PAGE = (Path(__file__).parents[2] / "docs/validate.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/validate.md").read_text()
 SECTION = PAGE.partition("## What is not judged")[2]
 ROWS = dict(re.findall(r"^\| `(.+?)`.* \| (.+) \|$", SECTION, re.MULTILINE))
 LONG = {"((((…true…))))": "(" * 500 + "true" + ")" * 500}
