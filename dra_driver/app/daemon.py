@@ -55,8 +55,8 @@ from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.resource_api import ResourceApi
+from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.kubelet.registration import RegistrationStatus
-from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
 from dra_driver.model.driver_programs import IMEX_PROGRAM, SMI_PROGRAM
 from dra_driver.model.mig import GpuInstance
 from dra_driver.model.record import ClaimRecord

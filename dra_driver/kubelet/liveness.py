@@ -1,9 +1,12 @@
-"""Whether our own two sockets answer, when they are dialled as the kubelet dials them.
+"""Whether our own two sockets answer when they are dialled as the kubelet dials them, and gRPC health for its probes.
 
 Liveness sees what the kubelet sees: it fails if a socket file was removed or a server is stuck. It does not fail for
 bad GPUs or an API server that does not answer, because a restart would not help: the call names no claim, so it needs
-neither.
-"""
+neither. The health service is on TCP; it answers checks, and has no watch and no list:
+
+""  "liveness"   our own two sockets answer
+"startup"        they have answered once
+"readiness"      what the application answers"""
 
 from __future__ import annotations
 
@@ -11,20 +14,35 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import structlog
+from grpc_health.v1 import health_pb2
 
+from dra_driver.errors import InvalidConfigError
 from dra_driver.kubelet import dra
+from dra_driver.kubelet.grpc_server import GrpcServer, Methods, RpcError, ask, error_text, unary
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
 from dra_driver.kubelet.registration import GET_INFO
-from dra_driver.kubelet.rpc import ask, error_text
 
 DIAL_TIMEOUT_S = 2.5
 CACHED_S = 1.0
 
 _log = structlog.get_logger(__name__)
 _PREPARE = dra.method_path(dra.V1, "NodePrepareResources")
+SERVICE = "grpc.health.v1.Health"
+MAX_PROBES = 64
+"""This port is open to the pod network."""
+MAX_PROBE_BYTES = 1024
+"""The name of a service."""
+
+_OPTIONS = (
+    ("grpc.max_allowed_incoming_connections", 256),  # more are turned away
+    ("grpc.max_connection_age_ms", 60_000),  # also of a caller that ends no request or reads no answer
+    ("grpc.max_connection_age_grace_ms", 5_000),
+)
+_Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
 def dial(registrar: Path, timeout_s: float = DIAL_TIMEOUT_S) -> str | None:
@@ -91,3 +109,46 @@ class Liveness:
         if fault is None:
             return None
         return f"{fault}; if that lasts, the kubelet restarts the plugin; SIGUSR2 shows what its threads wait for"
+
+
+class HealthServer:
+    """Serves grpc.health.v1 at a TCP address; `ready` says whether the plugin is ready."""
+
+    def __init__(self, address: str, liveness: Liveness, ready: Callable[[], bool]) -> None:
+        self._address = address
+        self._services: dict[str, Callable[[], bool]] = {
+            "": lambda: liveness.fault() is None,
+            "liveness": lambda: liveness.fault() is None,
+            "startup": lambda: liveness.start_fault() is None,
+            "readiness": ready,
+        }
+        self._server = GrpcServer(
+            "health", self._methods(), calls=MAX_PROBES, request_bytes=MAX_PROBE_BYTES, options=_OPTIONS
+        )
+        self.port = 0
+
+    def start(self) -> None:
+        """Raises: InvalidConfigError if the server cannot listen on the address."""
+        try:
+            self.port = self._server.bind(self._address)
+        except RuntimeError as error:
+            raise InvalidConfigError(
+                f"health service cannot listen on {self._address}: another process uses the address, or it is not an "
+                "address of this node; choose another --healthcheck-port"
+            ) from error
+        self._server.start()
+        _log.info("health_served", address=self._address, port=self.port)
+
+    def stop(self) -> None:
+        self._server.stop(0)
+
+    def _check(self, request: health_pb2.HealthCheckRequest, _context: Any) -> health_pb2.HealthCheckResponse:
+        check = self._services.get(request.service)
+        if check is None:
+            raise RpcError(grpc.StatusCode.NOT_FOUND, f"service {request.service!r} is not known")
+        return health_pb2.HealthCheckResponse(status=_Status.SERVING if check() else _Status.NOT_SERVING)
+
+    def _methods(self) -> Methods:
+        return {
+            f"/{SERVICE}/Check": unary("Check", self._check, health_pb2.HealthCheckRequest),
+        }

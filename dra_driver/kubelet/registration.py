@@ -1,25 +1,43 @@
-"""The registration service: tells the kubelet who we are, and keeps the kubelet's answer."""
+"""Registration with the kubelet, and which other drivers the kubelet can reach under our name on this node.
+
+The kubelet sends claims to the plugin of a name that registered last, whichever program that is. So each socket in its
+registry and in the driver's plugin directory is matched with this plugin. Our registration service names itself in the
+metadata of its answer, and its endpoint is in our plugin directory. Where a socket cannot be asked (SELinux keeps pods
+without privileges apart) or belongs to an older release, it is ours if a living instance has its pod UID. The form of
+the names proves nothing: NVIDIA's driver uses the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import stat
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import structlog
 
+from dra_driver.errors import DraDriverError
+from dra_driver.kubelet.grpc_server import Methods, RpcError, ask_with_metadata, error_text, unary
 from dra_driver.kubelet.pb import registration_pb2 as pb
-from dra_driver.kubelet.rpc import Methods, RpcError, unary
+from dra_driver.kubelet.sockets import identity, listening, socket_paths
+from dra_driver.model.problems import NodeProblem
 
 PLUGIN_TYPE = "DRAPlugin"
 GET_INFO = "/pluginregistration.Registration/GetInfo"
 NOTIFY = "/pluginregistration.Registration/NotifyRegistrationStatus"
 SERVED_BY_KEY, SERVED_BY = "served-by", "gpu-dra-driver"
 """Metadata of each answer to GetInfo. Other instances of this plugin recognise it by this; the kubelet ignores it."""
-
 _log = structlog.get_logger(__name__)
+
+_ASK_S = 1.0
+_SILENT_LOOKS = 2
+"""A busy instance may be late once."""
+
+Origin = Literal["ours", "foreign", "elsewhere", "silent", "dead"]
+"""Who listens on a socket: an instance of this plugin, another driver with our name, a plugin with another name, an
+unknown program, or no process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +92,183 @@ class Registrar:
         if not status.registered:
             raise RpcError(grpc.StatusCode.UNKNOWN, f"failed registration process: {status.error}")
         return pb.RegistrationStatusResponse()
+
+
+@dataclass(frozen=True, slots=True)
+class SocketOwner:
+    """Who listens on a socket. `endpoint` is where the plugin serves its calls, `reason` why the owner is unknown."""
+
+    origin: Origin
+    endpoint: Path | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Stranger:
+    """A socket through which another driver may serve our name: what is wrong, and the remedy."""
+
+    path: Path
+    text: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    file: tuple[int, int, int]
+    owner: SocketOwner
+    silent_looks: int
+
+
+class SocketWatch:
+    """Looks at the sockets in `registry_dir` and `plugin_dir` again and again. `living` returns the pod UIDs of the
+    living instances of this plugin.
+
+    `look` may take a second for each socket that does not answer, and is for one thread; everything else returns what
+    the last look found. A socket with a known owner costs no call until its file is replaced.
+    """
+
+    def __init__(
+        self, driver: str, registry_dir: Path, plugin_dir: Path, living: Callable[[], Collection[str]]
+    ) -> None:
+        self._driver = driver
+        self._registry_dir = registry_dir
+        self._plugin_dir = plugin_dir
+        self._living = living
+        self._seen: dict[Path, _Seen] = {}
+
+    def look(self) -> None:
+        """Find new sockets, and ask again those whose owner may be another one now."""
+        found: dict[Path, _Seen] = {}
+        for directory in (self._registry_dir, self._plugin_dir):
+            try:
+                files = sorted(_sockets(directory))
+            except OSError as error:
+                _log.debug("sockets_not_listed", directory=str(directory), reason=str(error))
+                found |= {path: seen for path, seen in self._seen.items() if path.parent == directory}
+                continue
+            # A socket that a registered plugin names as its endpoint has that plugin's owner.
+            endpoints = {seen.owner.endpoint for seen in found.values()}
+            found |= {path: self._seen_now(path, file) for path, file in files if path not in endpoints}
+        self._seen = found
+
+    def instances(self) -> list[str]:
+        """The names of the registration sockets on which instances of this plugin answer."""
+        return [
+            path.name
+            for path, seen in self._seen.items()
+            if seen.owner.origin == "ours" and path.parent == self._registry_dir
+        ]
+
+    def dead(self) -> list[Path]:
+        """Sockets under our name on which no process listens."""
+        return [
+            path
+            for path, seen in self._seen.items()
+            if seen.owner.origin == "dead" and self._may_be_ours(path)
+        ]
+
+    def strangers(self) -> list[Stranger]:
+        """Sockets on which another driver of our name answers, and those under our name that do not answer."""
+        return [
+            self._stranger(path, seen.owner)
+            for path, seen in self._seen.items()
+            if seen.owner.origin == "foreign"
+            or (
+                seen.owner.origin == "silent"
+                and seen.silent_looks >= _SILENT_LOOKS
+                and self._may_be_ours(path)
+            )
+        ]
+
+    def problems(self) -> Sequence[NodeProblem]:
+        """A problem for each stranger."""
+        return [
+            NodeProblem("foreign-driver", f"{found.text}. {found.remedy}", str(found.path))
+            for found in self.strangers()
+        ]
+
+    def _seen_now(self, path: Path, file: tuple[int, int, int]) -> _Seen:
+        before = self._seen.get(path)
+        if before is not None and before.file != file:
+            before = None
+        if before is not None and before.owner.origin in ("ours", "elsewhere"):
+            return before
+        owner = owner_of(path, self._driver, self._plugin_dir)
+        if owner.origin in ("foreign", "silent") and self._is_of_living(path):
+            owner = SocketOwner("ours")
+        elif owner.origin == "silent" and before is not None and before.owner.origin == "foreign":
+            owner = before.owner  # it hangs, and is still the same process
+        if before is None or before.owner != owner:
+            _log.info(
+                "socket_seen",
+                path=str(path),
+                origin=owner.origin,
+                endpoint=str(owner.endpoint or ""),
+                reason=owner.reason,
+            )
+        looks = 0 if before is None else before.silent_looks
+        return _Seen(file, owner, looks + 1 if owner.origin == "silent" else 0)
+
+    def _is_of_living(self, path: Path) -> bool:
+        """Whether a living instance of this plugin has its socket there."""
+        try:
+            places = [
+                socket_paths(
+                    self._driver, registry_dir=self._registry_dir, plugin_dir=self._plugin_dir, pod_uid=uid
+                )
+                for uid in self._living()
+            ]
+        except DraDriverError as error:
+            _log.debug("instances_unknown", reason=str(error))
+            return False
+        return any(path in (place.registrar, place.dra) for place in places)
+
+    def _may_be_ours(self, path: Path) -> bool:
+        """Whether a driver with our name would call its socket so; long names are hashed."""
+        return path.parent == self._plugin_dir or self._driver in path.name or path.name.startswith("dra-")
+
+    def _stranger(self, path: Path, owner: SocketOwner) -> Stranger:
+        if owner.origin == "foreign":
+            return Stranger(
+                path,
+                f"Another DRA driver named {self._driver} runs on this node, on the socket {path}; the kubelet may "
+                "send it claims that are meant for gpu-dra-driver",
+                "Find it with `kubectl get pods -A -o wide | grep -i dra`, and uninstall it",
+            )
+        return Stranger(
+            path,
+            f"The socket {path} does not answer, so it is not known which driver serves {self._driver} there "
+            f"({owner.reason})",
+            f"`ss -xlp | grep {path.parent}` on the node shows its process; stop that process, or remove the socket if "
+            "there is none",
+        )
+
+
+def owner_of(path: Path, driver: str, plugin_dir: Path) -> SocketOwner:
+    """Who listens on the socket now. In the plugin directory, a server that is not ours is another driver."""
+    if not listening(path):
+        return SocketOwner("dead")
+    try:
+        info, metadata = ask_with_metadata(path, GET_INFO, pb.InfoRequest(), pb.PluginInfo, _ASK_S)
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED and path.parent == plugin_dir:
+            return SocketOwner("foreign")
+        return SocketOwner("silent", reason=f"{error.code().name}: {error_text(error.details() or '')}")
+    if info.name != driver or info.type != PLUGIN_TYPE:
+        return SocketOwner("elsewhere")
+    endpoint = Path(info.endpoint or path)
+    is_ours = metadata.get(SERVED_BY_KEY) == SERVED_BY and endpoint.parent == plugin_dir
+    return SocketOwner("ours" if is_ours else "foreign", endpoint)
+
+
+def _sockets(directory: Path) -> Iterator[tuple[Path, tuple[int, int, int]]]:
+    """The sockets that the kubelet would see, and what identifies each file. Raises: OSError."""
+    try:
+        names = os.listdir(directory)  # noqa: PTH208  no Path objects wanted every few seconds
+    except FileNotFoundError:
+        return
+    for name in names:
+        path = directory / name
+        file = None if name.startswith(".") else identity(path)
+        if file is not None and stat.S_ISSOCK(path.lstat().st_mode):
+            yield path, file

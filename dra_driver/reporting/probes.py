@@ -19,7 +19,7 @@ import structlog
 from dra_driver.inventory.discovery import NOT_DISCOVERED, Discovery
 
 if TYPE_CHECKING:
-    from dra_driver.kubelet.server import KubeletPlugin
+    from dra_driver.kubelet.plugin import KubeletPlugin
     from dra_driver.slices.publisher import Publisher
 
 _log = structlog.get_logger(__name__)

@@ -34,7 +34,7 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
+from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.extra_devices import ExtraDevices
 from dra_driver.model.gpu import UnreadyFabric

@@ -17,7 +17,7 @@ from playground.kubelet import KubeletSettings, PlaygroundKubelet
 from playground.kubelet_client import KubeletError
 
 from dra_driver.app.daemon import Driver
-from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
+from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import ClaimRef
 from tests.e2e.conftest import _cluster, cluster, example
 from tests.fakes.waiting import eventually

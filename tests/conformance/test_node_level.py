@@ -14,7 +14,7 @@ from playground.kubelet_client import Instance, KubeletError
 from dra_driver.errors import FatalError, StateError
 from dra_driver.health.kubelet_stream import HealthStream
 from dra_driver.kubelet.pb import dra_health_v1_pb2
-from dra_driver.kubelet.server import KubeletPlugin
+from dra_driver.kubelet.plugin import KubeletPlugin
 from dra_driver.model.claim import Failed, Prepared, PreparedDevice
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.conformance.conftest import OTHER_DRIVER, SLOW_S, ConformanceNode, in_background

@@ -13,7 +13,7 @@ import pytest
 from playground.kubelet_client import KubeletError
 
 from dra_driver.journal.records import RecordStore
-from dra_driver.kubelet.server import KubeletPlugin
+from dra_driver.kubelet.plugin import KubeletPlugin
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from tests.conformance.conftest import (
     OTHER_DRIVER,

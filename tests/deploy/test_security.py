@@ -13,7 +13,7 @@ import yaml
 
 from dra_driver.api.decode import MAX_BYTES
 from dra_driver.cli.rules.admission import MARK_RESOURCE, MARK_VERB
-from dra_driver.kubelet import dra, health_port, serving
+from dra_driver.kubelet import dra, grpc_server, liveness
 from tests.deploy.test_daemonset import DAEMONSET, assert_has, one, rendered, with_components
 
 DOCUMENT = Path(__file__).parents[2] / "docs/security.md"
@@ -132,8 +132,8 @@ def test_privileges_are_explained_where_they_are_taken() -> None:
 
 def test_limits_are_those_of_the_table() -> None:
     assert [int(row[1]) for row in table("limits")] == [
-        serving.MAX_REQUEST_BYTES, dra.MAX_CLAIMS, serving.MAX_CALLS, health_port.MAX_CALLS,
-        health_port.MAX_REQUEST_BYTES, MAX_BYTES,
+        grpc_server.MAX_REQUEST_BYTES, dra.MAX_CLAIMS, grpc_server.MAX_CALLS, liveness.MAX_PROBES,
+        liveness.MAX_PROBE_BYTES, MAX_BYTES,
     ]  # fmt: skip
 
 

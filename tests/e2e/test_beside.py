@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
+from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import Prepared
 from tests.deploy.test_beside_compute_domains import CLASSES as COMPUTE_DOMAIN_CLASSES
 from tests.e2e.conftest import DAEMONSET, NAMESPACE, PLUGIN_DIR, Cluster, install, wait_for

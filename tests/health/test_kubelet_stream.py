@@ -14,7 +14,7 @@ from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import MadeInstance
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1
 from dra_driver.kubelet.pb import dra_health_v1alpha1_pb2 as v1alpha1
-from dra_driver.kubelet.server import KubeletPlugin
+from dra_driver.kubelet.plugin import KubeletPlugin
 from dra_driver.model.health import (
     HealthState,
     HealthStates,

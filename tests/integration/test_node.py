@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playground.node import DRIVER
 
-from dra_driver.kubelet.server import PluginSettings
+from dra_driver.kubelet.plugin import PluginSettings
 from dra_driver.model.claim import Failed
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node

@@ -12,9 +12,9 @@ from pathlib import Path
 import grpc
 from playground.kubelet import KubeletSettings, PlaygroundKubelet
 
+from dra_driver.kubelet.grpc_server import unix_target
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
-from dra_driver.kubelet.rpc import unix_target
-from dra_driver.kubelet.server import KubeletPlugin, PluginSettings
+from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import ClaimRef, Prepared, PreparedDevice
 
 DRIVER = "gpu.example.com"

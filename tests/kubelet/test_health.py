@@ -6,9 +6,8 @@ import pytest
 from grpc_health.v1 import health_pb2 as pb
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.kubelet import serving
-from dra_driver.kubelet.health_port import HealthServer
-from dra_driver.kubelet.liveness import DIAL_TIMEOUT_S, Liveness, dial
+from dra_driver.kubelet import grpc_server
+from dra_driver.kubelet.liveness import DIAL_TIMEOUT_S, HealthServer, Liveness, dial
 from dra_driver.kubelet.pb import dra_health_v1_pb2, dra_health_v1alpha1_pb2
 from tests.fakes.waiting import eventually
 from tests.kubelet.support import FakeClaims, Gate, ask, channel, claim, prepare
@@ -56,7 +55,7 @@ def test_dial_fails_when_a_socket_is_gone_and_names_it(node, which):
 
 
 def test_server_that_takes_no_calls_is_not_alive_until_it_does(node, monkeypatch):
-    monkeypatch.setattr(serving, "MAX_CALLS", 1)
+    monkeypatch.setattr(grpc_server, "MAX_CALLS", 1)
     claims, gate = FakeClaims(), Gate()
     claims.on_prepare = gate
     plugin = node.plugin(claims, settings=ON)

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from dra_driver.errors import FatalError, InvalidConfigError, StateError
-from dra_driver.kubelet.serving import SocketServer
+from dra_driver.kubelet.grpc_server import SocketServer
 from tests.fakes.waiting import eventually
 from tests.kubelet.support import DRIVER, FakeClaims, Gate, channel, claim, get_info, prepare
 

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from dra_driver.kubelet import health_port
+from dra_driver.kubelet import liveness
 from dra_driver.kubelet.dra import MAX_CLAIMS
 from dra_driver.kubelet.liveness import dial
 from dra_driver.kubelet.pb import dra_v1_pb2
@@ -55,7 +55,7 @@ def test_unprepare_and_probes_are_answered_when_hundreds_of_prepares_wait(node):
 
 
 def test_the_health_port_queues_no_more_than_its_limit(node, monkeypatch):
-    monkeypatch.setattr(health_port, "MAX_CALLS", 2)
+    monkeypatch.setattr(liveness, "MAX_PROBES", 2)
     entered, opened = [], threading.Event()
 
     def ready():

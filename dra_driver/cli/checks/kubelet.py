@@ -65,7 +65,7 @@ class KubeletChecks:
         """Is one instance registered under our name, or two in a rolling update?"""
         if not self.registry.is_dir():
             return skip(f"{self.registry} is not there")
-        from dra_driver.kubelet.registry import SocketWatch  # gRPC takes a while to import
+        from dra_driver.kubelet.registration import SocketWatch  # gRPC takes a while to import
 
         files = self.state / INSTANCES
         watch = SocketWatch(self.driver, self.registry, self.state, lambda: living_instances(files))

@@ -1,22 +1,23 @@
-"""The kubelet plugin: its sockets, registration and health, started and stopped in order."""
+"""The kubelet plugin: its sockets, registration, probes and the stream of device health, started and stopped in
+order."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 
 from dra_driver.errors import FatalError
-from dra_driver.kubelet import device_health, dra
-from dra_driver.kubelet.health_port import HealthServer
-from dra_driver.kubelet.liveness import Liveness, dial
-from dra_driver.kubelet.registration import Registrar, RegistrationStatus
-from dra_driver.kubelet.registry import SocketWatch
-from dra_driver.kubelet.serving import SocketServer
+from dra_driver.kubelet import dra
+from dra_driver.kubelet.grpc_server import Methods, SocketServer, streaming
+from dra_driver.kubelet.liveness import HealthServer, Liveness, dial
+from dra_driver.kubelet.pb import dra_health_v1_pb2 as pb
+from dra_driver.kubelet.registration import Registrar, RegistrationStatus, SocketWatch
 from dra_driver.kubelet.sockets import (
     PLUGINS_DIR,
     REGISTRY_DIR,
@@ -26,6 +27,13 @@ from dra_driver.kubelet.sockets import (
     socket_paths,
 )
 from dra_driver.model.problems import NodeProblem
+
+HEALTH_VERSIONS = ("v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
+"""Kubelet 1.36 opens the v1alpha1 stream to every DRA plugin, whether it is advertised or not, and tries again every
+five seconds while the answer is Unimplemented. Without a stream, that answer costs no thread. Kubelet 1.37 opens only
+an advertised stream, v1 if there is one."""
+DeviceHealthWatch = Callable[[Any, Any], Iterator[pb.NodeWatchResourcesResponse]]
+"""Gets the request and gRPC's context; yields the health of all devices after each change."""
 
 _log = structlog.get_logger(__name__)
 
@@ -76,7 +84,7 @@ class KubeletPlugin:
         ready: Callable[[], bool],
         on_status: Callable[[RegistrationStatus], None] | None = None,
         on_fatal: Callable[[FatalError], None] | None = None,
-        watch_device_health: device_health.Watch | None = None,
+        watch_device_health: DeviceHealthWatch | None = None,
         living: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         self.settings = settings
@@ -91,8 +99,8 @@ class KubeletPlugin:
         self._started_at: float | None = None
         self._others = SocketWatch(settings.driver, settings.registry_dir, settings.plugin_dir, living)
         if watch_device_health is not None:
-            versions += device_health.VERSIONS
-            methods |= device_health.health_methods(watch_device_health)
+            versions += HEALTH_VERSIONS
+            methods |= _health_methods(watch_device_health)
         self.registrar = Registrar(settings.driver, self.sockets.dra, versions, on_status)
         self._dra = SocketServer("dra", self.sockets.dra, methods | self.registrar.get_info())
         self._registration = SocketServer("registration", self.sockets.registrar, self.registrar.methods())
@@ -197,3 +205,9 @@ class KubeletPlugin:
             except Exception:  # noqa: BLE001  a dead thread would not notice that our own sockets are gone
                 _log.exception("socket_watch_failed")
             self.liveness.fault(_DIAL_EVERY_S)
+
+
+def _health_methods(watch: DeviceHealthWatch) -> Methods:
+    """Both versions, which are the same on the wire, by their paths."""
+    methods = [f"{version}/NodeWatchResources" for version in HEALTH_VERSIONS]
+    return {f"/{method}": streaming(method, watch, pb.NodeWatchResourcesRequest) for method in methods}

@@ -10,12 +10,18 @@ import grpc
 import pytest
 
 from dra_driver.errors import StateError
-from dra_driver.kubelet import health_port, serving
-from dra_driver.kubelet.health_port import HealthServer
-from dra_driver.kubelet.liveness import Liveness
+from dra_driver.kubelet import grpc_server, liveness
+from dra_driver.kubelet.grpc_server import (
+    MAX_CALLS,
+    GrpcServer,
+    RpcError,
+    SocketServer,
+    ask,
+    streaming,
+    unary,
+)
+from dra_driver.kubelet.liveness import HealthServer, Liveness
 from dra_driver.kubelet.pb import registration_pb2 as pb
-from dra_driver.kubelet.rpc import RpcError, ask, streaming, unary
-from dra_driver.kubelet.serving import MAX_CALLS, GrpcServer, SocketServer
 from dra_driver.kubelet.sockets import listening
 from tests.fakes.waiting import eventually
 from tests.kubelet.support import channel
@@ -104,8 +110,8 @@ def test_other_connections_are_served_when_somebody_sends_garbage(short_dir, qui
 
 
 def test_the_connection_lives_when_a_request_or_an_answer_is_too_large(short_dir, monkeypatch):
-    monkeypatch.setattr(serving, "MAX_REQUEST_BYTES", 100_000)
-    monkeypatch.setattr(serving, "MAX_ANSWER_BYTES", 300_000)
+    monkeypatch.setattr(grpc_server, "MAX_REQUEST_BYTES", 100_000)
+    monkeypatch.setattr(grpc_server, "MAX_ANSWER_BYTES", 300_000)
 
     def longer(request, _context):
         return named(request.name * 4)
@@ -120,7 +126,7 @@ def test_the_connection_lives_when_a_request_or_an_answer_is_too_large(short_dir
 
 def test_a_compressed_request_is_refused_when_it_would_grow_past_the_limit(short_dir):
     with served(short_dir, echo) as server, channel(server.path) as opened:
-        bomb = named("x" * (serving.MAX_REQUEST_BYTES * 8))
+        bomb = named("x" * (grpc_server.MAX_REQUEST_BYTES * 8))
         code, _ = code_of(method_of(opened), bomb, timeout=20, compression=grpc.Compression.Gzip)
         assert code is grpc.StatusCode.UNIMPLEMENTED
 
@@ -162,7 +168,7 @@ def test_the_handler_is_told_when_its_caller_vanishes(short_dir, quiet_logs, lea
 
 
 def test_calls_count_until_their_handlers_end_when_callers_take_them_back(short_dir, monkeypatch):
-    monkeypatch.setattr(serving, "MAX_CALLS", 4)
+    monkeypatch.setattr(grpc_server, "MAX_CALLS", 4)
     waiting = Waiting()
     with served(short_dir, waiting) as server, channel(server.path) as opened:
         for number in range(1, 5):
@@ -279,9 +285,9 @@ def test_the_address_is_named_when_it_cannot_be_bound(short_dir):
 def test_connections_end_when_they_grow_old_whatever_their_callers_do(monkeypatch):
     """A caller that ends no request, or reads no answer, holds a call only as long."""
     ages = {"grpc.max_connection_age_ms": 200, "grpc.max_connection_age_grace_ms": 100}
-    options = tuple((name, ages.get(name, value)) for name, value in health_port._OPTIONS)
+    options = tuple((name, ages.get(name, value)) for name, value in liveness._OPTIONS)
     assert ages.keys() <= dict(options).keys()
-    monkeypatch.setattr(health_port, "_OPTIONS", options)
+    monkeypatch.setattr(liveness, "_OPTIONS", options)
     server = HealthServer("127.0.0.1:0", Liveness(lambda: None), lambda: True)
     server.start()
     try:
@@ -297,7 +303,7 @@ def test_connections_end_when_they_grow_old_whatever_their_callers_do(monkeypatc
 
 def test_more_connections_than_the_limit_are_turned_away_when_all_are_taken():
     options = (("grpc.max_allowed_incoming_connections", 2),)
-    assert [name for name, _ in options] <= [name for name, _ in health_port._OPTIONS]
+    assert [name for name, _ in options] <= [name for name, _ in liveness._OPTIONS]
     server = GrpcServer("t", {}, calls=1, request_bytes=100, options=options)
     port = server.bind("127.0.0.1:0")
     server.start()
