@@ -244,6 +244,7 @@ def rounds(cluster: Cluster, runs: int) -> Iterator[tuple[str, float]]:
         control.stop()
         cpu_s = burst.cpu_s - control.cpu_s / control.took_s * burst.took_s
         yield "CPU of one Prepare and Unprepare, above rest", cpu_s / GPUS * 1000
+        yield "  idle share included", burst.cpu_s / GPUS * 1000
         mine, theirs = _replace(cluster, claims=True), _replace(cluster, claims=False)
         yield "eight force-deleted and replaced", mine
         yield "  eight replaced without claims", theirs
