@@ -99,7 +99,7 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
     programs = InstalledPrograms(machine.paths.driver_root, directory / "host.lib")
     smi = NvidiaSmi(programs, machine.detachments.using_nvml)
     without_record = SpecsWithoutRecord(records, CdiDirectory(Path(settings.cdi_root), settings.driver_name))
-    from dra_driver.nvml.persistence import PersistenceModes
+    from dra_driver.nvml.gpu_users import PersistenceModes
 
     nvml, lanes = machine.nvml_reader(machine.is_on_demand), Lanes(GpuLocks(directory / "locks"))
     vfio = VfioSteps(

@@ -9,7 +9,7 @@ from typing import Literal
 
 from dra_driver.mig.holders import MigHolders
 from dra_driver.mig.ledger import MigLedger
-from dra_driver.nvml.mig_hardware import MigHardware
+from dra_driver.nvml.mig_changes import MigHardware
 
 MigAction = Literal["create", "destroy", "mode-on", "mode-off"]
 MigObserver = Callable[[MigAction, str, float, Exception | None], None]

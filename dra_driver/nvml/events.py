@@ -15,9 +15,9 @@ import pynvml
 
 from dra_driver.errors import DraDriverError, NvmlUnavailableError
 from dra_driver.model.health import DoubleBitError, HealthEvent, PolledHealth, Xid
-from dra_driver.nvml.failures import nvml_errors, supported
+from dra_driver.nvml.calls import nvml_errors, supported
 from dra_driver.nvml.health import read_health, read_instances
-from dra_driver.nvml.mig_instances import gpu_handle
+from dra_driver.nvml.mig_reading import gpu_handle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

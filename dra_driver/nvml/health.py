@@ -12,13 +12,18 @@ import pynvml
 from dra_driver.errors import DeviceLostError, RetryableError
 from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.health import FabricState, NvLinks, PolledHealth
-from dra_driver.nvml.confidential import accepts_work
-from dra_driver.nvml.fabric import ABSENT, fabric_info, fabric_registration
-from dra_driver.nvml.failures import Handle, nvml_errors, supported
-from dra_driver.nvml.failures import ask as ask_nvml
-from dra_driver.nvml.load import temperature
-from dra_driver.nvml.mig_instances import gpu_handle
-from dra_driver.nvml.readings import FaultLog, link_states
+from dra_driver.nvml.calls import Handle, nvml_errors, supported
+from dra_driver.nvml.calls import ask as ask_nvml
+from dra_driver.nvml.mig_reading import gpu_handle
+from dra_driver.nvml.readings import (
+    ABSENT,
+    FaultLog,
+    accepts_work,
+    fabric_info,
+    fabric_registration,
+    link_states,
+)
+from dra_driver.nvml.usage import temperature
 
 T = TypeVar("T")
 _RECOVERY_ACTION_FIELD = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)

@@ -1,16 +1,22 @@
-"""Which GPUs can be cut into MIG devices on demand, and into which."""
+"""Into which MIG devices a GPU can be cut on demand, and every MIG profile that the GPUs of a machine have."""
 
 from __future__ import annotations
 
 import pynvml
 
+from dra_driver.errors import DraDriverError, NvmlUnavailableError
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
-from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile
-from dra_driver.nvml.failures import Handle, collected
-from dra_driver.nvml.mig_devices import Tables, read_placed_profiles
-from dra_driver.nvml.mig_instances import gpu_handle, mig_mode, read_gpu_instances
-from dra_driver.nvml.readings import FaultLog
+from dra_driver.model.mig import GpuInstance, MigProfile, Partitioning, PlacedProfile
+from dra_driver.nvml.calls import Handle, collected, nvml_errors
+from dra_driver.nvml.mig_reading import (
+    Tables,
+    gpu_handle,
+    mig_mode,
+    read_gpu_instances,
+    read_placed_profiles,
+)
+from dra_driver.nvml.readings import FaultLog, read_gpu
 
 _RESETLESS_MIG = getattr(pynvml, "NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED", 184)
 _VGPU_GUEST = pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU
@@ -105,3 +111,24 @@ def _mode_is_changeable(log: FaultLog, handle: Handle) -> bool:
         and architecture != _UNKNOWN_ARCHITECTURE
         and architecture >= _FIRST_RESETLESS_ARCHITECTURE
     )
+
+
+def read_machine_profiles() -> tuple[list[MigProfile], list[DiscoveryFault]]:
+    """The profiles of all GPUs that answer, each once, and what could not be read.
+
+    Raises: NvmlUnavailableError if NVML itself does not answer.
+    """
+    with nvml_errors("count the GPUs"):
+        count = pynvml.nvmlDeviceGetCount()
+    found: dict[MigProfile, None] = {}
+    faults: list[DiscoveryFault] = []
+    for index in range(count):
+        try:
+            handle, gpu, _ = read_gpu(index)
+            if gpu.mig_capable:
+                found |= dict.fromkeys(row.profile for row in read_placed_profiles(handle, gpu, faults))
+        except NvmlUnavailableError:
+            raise
+        except DraDriverError as error:
+            faults.append(DiscoveryFault(f"GPU with NVML index {index}", str(error)))
+    return list(found), faults

@@ -71,7 +71,7 @@ class NvmlReader:
 
     def processes(self, uuid: str) -> Mapping[int, str]:
         """As `read_processes`. Raises: NvmlUnavailableError too while NVML is not initialised."""
-        from dra_driver.nvml.processes import read_processes
+        from dra_driver.nvml.gpu_users import read_processes
 
         with self.session.kept_open():
             return read_processes(uuid)

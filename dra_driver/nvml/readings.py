@@ -1,18 +1,20 @@
-"""Reading the identity and the attributes of one physical GPU."""
+"""Reading the identity and the attributes of one physical GPU, with its NVLinks and its NVLink fabric; and confidential
+computing, which NVML reports for all GPUs of the machine at once."""
 
 from __future__ import annotations
 
+import uuid as uuidlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Final, TypeVar
 
 import pynvml
 
+from dra_driver.errors import DraDriverError, NotSupportedError
 from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
 from dra_driver.model.ids import pci_bus_id
-from dra_driver.model.inventory import DiscoveryFault
-from dra_driver.nvml.fabric import fabric_info, fabric_registration
-from dra_driver.nvml.failures import Handle, ask, nvml_errors
+from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault
+from dra_driver.nvml.calls import Handle, ask, nvml_errors, supported
 
 T = TypeVar("T")
 _BRANDS = {
@@ -35,6 +37,30 @@ _ADDRESSING_MODES = {0: "None", 1: "HMM", 2: "ATS"}
 _MAX_LINKS = pynvml.NVML_NVLINK_MAX_LINKS
 _NO_MORE_LINKS = -1
 _UP = frozenset({pynvml.NVML_FEATURE_ENABLED, getattr(pynvml, "NVML_NVLINK_STATE_SLEEP", 2)})
+ABSENT, NOT_STARTED, IN_PROGRESS, COMPLETED = range(4)
+"""NVML's states."""
+_PENDING: Final = {
+    NOT_STARTED: "the registration has not started",
+    IN_PROGRESS: "the registration is in progress",
+}
+
+_UNICAST: Final = (
+    pynvml.NVML_GPU_FABRIC_CLIQUE_TYPE_UNICAST_POINTER,
+    pynvml.NVML_GPU_FABRIC_CLIQUE_TYPE_UNICAST_LOGICAL_ENDPOINT,
+)
+
+_FORMS: Final = (
+    ("nvmlDeviceGetGpuFabricInfo_v4", pynvml.c_nvmlGpuFabricInfo_v4_t),
+    ("nvmlDeviceGetGpuFabricInfoV", pynvml.c_nvmlGpuFabricInfo_v3_t),
+    ("nvmlDeviceGetGpuFabricInfoV", pynvml.c_nvmlGpuFabricInfo_v2_t),
+    ("nvmlDeviceGetGpuFabricInfo", pynvml.c_nvmlGpuFabricInfo_t),
+)
+"""Newest first. R535 has the last one only, later branches have v2, newer ones of them v3, and R615 has v4."""
+_SETTINGS_ABSENT = (
+    pynvml.NVMLError_NotSupported,
+    pynvml.NVMLError_FunctionNotFound,
+    pynvml.NVMLError_ArgumentVersionMismatch,
+)
 
 
 @dataclass(slots=True)
@@ -191,3 +217,90 @@ def _fabric(log: FaultLog, handle: Handle) -> FabricRegistration:
     if len(log.faults) > known_faults:
         return UnreadyFabric("unknown", log.faults[-1].text)
     return None if info is None else fabric_registration(info)
+
+
+def fabric_info(handle: Handle) -> Any:
+    """NVML's structure: `state`, `status`, `clusterUuid`; from v2 on `healthMask`, from v3 on `healthSummary` too; in
+    v4 `cliques` and `numCliques`, before that `cliqueId`. None where the GPU has no fabric, or the library does not
+    know of any.
+
+    Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
+    """
+    for name, struct in _FORMS:
+        info = struct()
+        try:
+            with nvml_errors(name):
+                getattr(pynvml, name)(handle, pynvml.byref(info))
+            return info
+        except DraDriverError as error:
+            # The handle is good, so it is the version of the structure that the library does not know.
+            is_unknown = isinstance(error.__cause__, pynvml.NVMLError_InvalidArgument)
+            if not isinstance(error, NotSupportedError) and not is_unknown:
+                raise
+            # An older form says no more than this one. The newest one may not be supported on every GPU with a fabric.
+            if struct is not _FORMS[0][1] and isinstance(error.__cause__, pynvml.NVMLError_NotSupported):
+                return None
+    return None
+
+
+def fabric_registration(info: Any) -> FabricRegistration:
+    """What the structure of `fabric_info` says. A single board completes its registration too, but with a cluster UUID
+    of zeros; before that nobody can tell whether the fabric ends at the board."""
+    state, status = int(info.state), int(info.status)
+    if state == ABSENT:
+        return None
+    if state in _PENDING:
+        return UnreadyFabric("pending", _PENDING[state])
+    if state != COMPLETED:
+        return UnreadyFabric("unknown", f"NVML tells state {state}")
+    if status != pynvml.NVML_SUCCESS:
+        return UnreadyFabric("broken", f"registration ended with NVML error {status}")
+    cluster = uuidlib.UUID(bytes=bytes(info.clusterUuid))
+    return None if cluster.int == 0 else Fabric(str(cluster), *_unicast_cliques(info))
+
+
+def _unicast_cliques(info: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The cliques for pointers and those for logical endpoints. Before v4 NVML names the first one for pointers."""
+    if not hasattr(info, "cliques"):
+        return (int(info.cliqueId),), ()
+    found = [(int(one.type), int(one.id)) for one in info.cliques[: info.numCliques]]
+    pointers, endpoints = (
+        tuple(sorted({clique for kind, clique in found if kind == wanted})) for wanted in _UNICAST
+    )
+    return pointers, endpoints
+
+
+def confidential_mode() -> ConfidentialMode:
+    """How the GPUs are set. Raises: NVMLError; ValueError if NVML gives a mode that is not known."""
+    feature, has_tools, several_gpus = _settings()
+    if several_gpus == pynvml.NVML_CC_SYSTEM_MULTIGPU_PROTECTED_PCIE:
+        return "ppcie"  # the feature itself is off then
+    if feature == pynvml.NVML_CC_SYSTEM_FEATURE_DISABLED:
+        return "off"
+    if feature != pynvml.NVML_CC_SYSTEM_FEATURE_ENABLED:
+        raise ValueError(f"NVML gives the mode as {feature}, which is not known")
+    return "devtools" if has_tools else "on"
+
+
+def accepts_work() -> bool | None:
+    """Whether programs can use the GPUs: always without confidential computing, else once somebody has set the ready
+    state. None where NVML does not support the queries. Raises: the errors of `nvml_errors`; ValueError if NVML gives a
+    mode that is not known."""
+    mode = supported(confidential_mode)
+    # Without confidential computing the ready state means nothing, and libraries answer anything.
+    if mode is None or mode == "off":
+        return None if mode is None else True
+    ready = supported(pynvml.nvmlSystemGetConfComputeGpusReadyState)
+    return None if ready is None else ready == pynvml.NVML_CC_ACCEPTING_CLIENT_REQUESTS_TRUE
+
+
+def _settings() -> tuple[int, bool, int]:
+    """The feature, whether tools for developers are allowed, and the mode of several GPUs. Drivers before R550 and GPUs
+    before Hopper do not tell the last."""
+    settings = pynvml.c_nvmlSystemConfComputeSettings_v1_t()
+    try:
+        pynvml._nvmlCheckReturn(pynvml.nvmlSystemGetConfComputeSettings(pynvml.byref(settings)))
+    except _SETTINGS_ABSENT:
+        state = pynvml.nvmlSystemGetConfComputeState()
+        return int(state.ccFeature), bool(state.devToolsMode), pynvml.NVML_CC_SYSTEM_MULTIGPU_NONE
+    return int(settings.ccFeature), bool(settings.devToolsMode), int(settings.multiGpuMode)

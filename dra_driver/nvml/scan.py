@@ -20,12 +20,10 @@ from dra_driver.model.fingerprint import GpuFingerprint, NvmlFingerprint
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault, DriverVersions, Inventory
 from dra_driver.model.mig import GpuInstance, MigProfile
-from dra_driver.nvml.confidential import confidential_mode
-from dra_driver.nvml.failures import Handle, nvml_errors, supported
-from dra_driver.nvml.gpu_walk import NOT_ANSWERED, GpuWalk
-from dra_driver.nvml.mig_devices import Tables, read_mig_devices, read_profiles
+from dra_driver.nvml.calls import NOT_ANSWERED, GpuWalk, Handle, nvml_errors, supported
 from dra_driver.nvml.mig_partitions import PartitionReader
-from dra_driver.nvml.readings import NOT_GPUS, FaultLog, read_gpu
+from dra_driver.nvml.mig_reading import Tables, read_mig_devices, read_profiles
+from dra_driver.nvml.readings import NOT_GPUS, FaultLog, confidential_mode, read_gpu
 from dra_driver.nvml.topology import PeerMemory, read_reachable_pairs
 
 ForeignInstances = Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]]

@@ -22,7 +22,7 @@ from dra_driver.errors import (
     NvmlUnavailableError,
     StateError,
 )
-from dra_driver.nvml.failures import nvml_errors
+from dra_driver.nvml.calls import nvml_errors
 
 _log = structlog.get_logger(__name__)
 

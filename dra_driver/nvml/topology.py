@@ -13,9 +13,8 @@ from dra_driver.errors import DeviceLostError, DraDriverError
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.inventory import DiscoveryFault
-from dra_driver.nvml.failures import Handle, supported
-from dra_driver.nvml.gpu_walk import NOT_ANSWERED, GpuWalk
-from dra_driver.nvml.mig_instances import mig_mode
+from dra_driver.nvml.calls import NOT_ANSWERED, GpuWalk, Handle, supported
+from dra_driver.nvml.mig_reading import mig_mode
 from dra_driver.nvml.readings import FaultLog, link_states
 
 _SWITCH = "switch"

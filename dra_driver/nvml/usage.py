@@ -1,4 +1,4 @@
-"""How GPUs and MIG devices are used: one look at a GPU, for the metrics.
+"""How GPUs and MIG devices are used: one look at a GPU, for people and for the metrics, each value best effort.
 
 NVML has no utilisation for a MIG device, only samples of its GPU instance (GPM), from Hopper on: the utilisation lies
 between two of them. So the first look at a device has none, and each later look takes one sample.
@@ -10,19 +10,58 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import pynvml
 
 from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
 from dra_driver.model.mig import GpuAddress, MigAddress
-from dra_driver.nvml.failures import Handle, ask
-from dra_driver.nvml.load import read_load, read_memory
-from dra_driver.nvml.mig_instances import gpu_handle
-from dra_driver.nvml.processes import read_gpu_processes
+from dra_driver.nvml.calls import Handle, ask
+from dra_driver.nvml.gpu_users import read_gpu_processes
+from dra_driver.nvml.mig_reading import gpu_handle
 from dra_driver.nvml.session import NvmlSession
 
 _SHORTEST_S = 1.0
 """Between two samples of a device. A look that comes sooner, as of a second Prometheus, has the value of before."""
+
+
+def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
+    """What the GPU tells; what it does not tell, or fails to tell, is None. The caller may have a handle of this
+    session.
+
+    Raises: DeviceLostError if the GPU does not answer; NvmlUnavailableError; RetryableError if it cannot be found
+    for another reason.
+    """
+    handle = gpu_handle(uuid, None) if handle is None else handle
+    memory = ask(read_memory, handle)
+    rates = ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    power = ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+    limit = ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+    return GpuLoad(
+        memory_used_bytes=None if memory is None else int(memory.used),
+        memory_total_bytes=None if memory is None else int(memory.total),
+        utilisation_percent=None if rates is None else int(rates.gpu),
+        temperature_c=ask(temperature, handle),
+        power_w=None if power is None else power / 1000,
+        power_limit_w=None if limit is None else limit / 1000,
+    )
+
+
+def temperature(handle: Handle) -> int:
+    """In degrees Celsius; by the older call where the newer one is missing. Raises: pynvml.NVMLError."""
+    try:
+        return int(pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU))
+    except pynvml.NVMLError_FunctionNotFound:
+        return int(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU))
+
+
+def read_memory(handle: Handle) -> Any:
+    """NVML's struct, by the newer call, which does not count as used what the NVIDIA driver keeps for itself; by the
+    older one where that is missing. Raises: pynvml.NVMLError."""
+    try:
+        return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
+    except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported):
+        return pynvml.nvmlDeviceGetMemoryInfo(handle)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ from dra_driver.passthrough.ledger import FunctionBefore, OwnedCard, Passthrough
 from dra_driver.passthrough.rules.moves import Move, are_bound, back, to_vfio
 
 if TYPE_CHECKING:
-    from dra_driver.nvml.persistence import PersistenceModes
+    from dra_driver.nvml.gpu_users import PersistenceModes
 
 _log = structlog.get_logger(__name__)
 

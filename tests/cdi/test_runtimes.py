@@ -22,7 +22,7 @@ from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMi
 from dra_driver.model.mig import MigProfile, OwnedInstance
 from dra_driver.model.plan import Plan
 from dra_driver.model.sharing import SharingRule, kind_of, share_all
-from dra_driver.nvml.mig_hardware import MigHardware
+from dra_driver.nvml.mig_changes import MigHardware
 from dra_driver.simulator import device_node_reader, machine_names
 from tests.cdi.cdi_samples import steps_over
 from tests.cdi.cdi_schema import faults

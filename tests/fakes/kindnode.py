@@ -53,8 +53,8 @@ from dra_driver.mps_host.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS
 from dra_driver.mps_host.daemon_processes import ProcessId
 from dra_driver.mps_host.daemon_records import DaemonRecord, DaemonRecords
 from dra_driver.mps_host.host_files import mps_layout
-from dra_driver.nvml.mig_hardware import MigHardware
-from dra_driver.nvml.persistence import PersistenceModes
+from dra_driver.nvml.gpu_users import PersistenceModes
+from dra_driver.nvml.mig_changes import MigHardware
 from dra_driver.passthrough.cards import KnownCards
 from dra_driver.passthrough.ledger import PassthroughLedger
 from dra_driver.passthrough.steps import VfioSteps

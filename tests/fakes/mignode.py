@@ -24,7 +24,7 @@ from dra_driver.model.mig import GpuAddress, MigProfile, OwnedInstance, Placemen
 from dra_driver.model.plan import Plan, PlannedDevice
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, LeaveMigMode, Step
-from dra_driver.nvml.mig_hardware import MigHardware
+from dra_driver.nvml.mig_changes import MigHardware
 from tests.fakes.clock import Clock
 from tests.fakes.journal import Journaled
 from tests.fakes.machines import SimulatedNode

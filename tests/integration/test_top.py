@@ -35,7 +35,7 @@ from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import DriverVersions, Inventory
 from dra_driver.model.problems import NodeProblem, ProblemCode, ShownProblem
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.nvml import gpu_walk
+from dra_driver.nvml import calls
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.reporting.http import HttpEndpoint, json_page
 from dra_driver.reporting.problems_file import Reported
@@ -405,7 +405,7 @@ def test_gpu_that_hangs_hides_no_other(
     monkeypatch: pytest.MonkeyPatch,
     function: str,
 ) -> None:
-    monkeypatch.setattr(gpu_walk, "ANSWERS_WITHIN_S", 0.5)
+    monkeypatch.setattr(calls, "ANSWERS_WITHIN_S", 0.5)
     silent = machine.describe()[1]["uuid"]
     machine.set_fault(function, delay_s=60, gpu=1)
     look = look_at(NvmlReader(lambda: nvml_library(machine)))

@@ -13,7 +13,7 @@ from dra_driver.errors import NvmlUnavailableError
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.model.gpu import Fabric, Gpu, UnreadyFabric
 from dra_driver.model.mig import Placement
-from dra_driver.nvml.gpu_walk import GpuWalk
+from dra_driver.nvml.calls import GpuWalk
 from dra_driver.nvml.health import read_health
 from dra_driver.nvml.readings import read_gpu
 from dra_driver.nvml.scan import ScanMemory, read_nvml_fingerprint

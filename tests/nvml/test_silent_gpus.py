@@ -13,8 +13,8 @@ import pytest
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.model.fingerprint import GpuFingerprint
 from dra_driver.model.inventory import Inventory
-from dra_driver.nvml import gpu_walk
-from dra_driver.nvml.gpu_walk import NOT_ANSWERED, GpuWalk
+from dra_driver.nvml import calls
+from dra_driver.nvml.calls import NOT_ANSWERED, GpuWalk
 from dra_driver.nvml.scan import ScanMemory, read_nvml_fingerprint
 from tests.fakes.machines import SimulatedNode, read_inventory, silence
 from tests.fakes.waiting import eventually
@@ -25,8 +25,8 @@ THIRD = 3
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_walk, "ANSWERS_WITHIN_S", 0.5)
-    monkeypatch.setattr(gpu_walk, "_OTHERS_ANSWER_WITHIN_S", 0.2)
+    monkeypatch.setattr(calls, "ANSWERS_WITHIN_S", 0.5)
+    monkeypatch.setattr(calls, "_OTHERS_ANSWER_WITHIN_S", 0.2)
 
 
 @pytest.fixture

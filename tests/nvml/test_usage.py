@@ -1,4 +1,4 @@
-"""One look at how a GPU and its MIG devices are used."""
+"""How a GPU and its MIG devices are used: what each kind of GPU reports, and what a failing call costs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from dra_driver.errors import DeviceLostError, NvmlUnavailableError
 from dra_driver.model.gpu import GpuLoad, GpuProcess
 from dra_driver.model.mig import GpuAddress, MigAddress
-from dra_driver.nvml.usage import UsageSource
+from dra_driver.nvml.usage import UsageSource, read_load
 
 MEMORY = 9984 << 20
 
@@ -44,7 +44,7 @@ class Watched:
 
 
 @pytest.fixture
-def h100(machine):
+def watched(machine):
     return Watched(machine("hgx-h100-4"))
 
 
@@ -62,75 +62,75 @@ def test_whole_gpu_has_its_load_and_its_processes(machine):
         seen.source.read(seen.gpu, ())
 
 
-def test_mig_device_is_as_busy_as_between_two_looks(h100):
-    busy, idle = h100.cut(0), h100.cut(1)
-    h100.machine.hold_gpu(0, 4711, "python3", gpu_instance=busy.gpu_instance_id, utilisation=90)
+def test_mig_device_is_as_busy_as_between_two_looks(watched):
+    busy, idle = watched.cut(0), watched.cut(1)
+    watched.machine.hold_gpu(0, 4711, "python3", gpu_instance=busy.gpu_instance_id, utilisation=90)
     unknown = GpuLoad(512 << 20, MEMORY, None)
-    assert h100.look(busy, idle) == {busy.uuid: unknown, idle.uuid: GpuLoad(0, MEMORY, None)}
-    assert h100.look(busy, idle) == {
+    assert watched.look(busy, idle) == {busy.uuid: unknown, idle.uuid: GpuLoad(0, MEMORY, None)}
+    assert watched.look(busy, idle) == {
         busy.uuid: GpuLoad(512 << 20, MEMORY, 90), idle.uuid: GpuLoad(0, MEMORY, 0),
     }  # fmt: skip
-    h100.machine.release_gpu(0)
-    assert h100.percent(busy) == 45
+    watched.machine.release_gpu(0)
+    assert watched.percent(busy) == 45
 
 
-def test_two_looks_at_once_have_the_same_value(h100):
-    device = h100.cut()
-    h100.machine.hold_gpu(0, 1, "python3", gpu_instance=device.gpu_instance_id, utilisation=60)
-    assert [h100.percent(device), h100.percent(device)] == [None, 60]
-    h100.machine.release_gpu(0)
-    h100.now -= 29.5
-    assert h100.percent(device) == 60
+def test_two_looks_at_once_have_the_same_value(watched):
+    device = watched.cut()
+    watched.machine.hold_gpu(0, 1, "python3", gpu_instance=device.gpu_instance_id, utilisation=60)
+    assert [watched.percent(device), watched.percent(device)] == [None, 60]
+    watched.machine.release_gpu(0)
+    watched.now -= 29.5
+    assert watched.percent(device) == 60
 
 
-def test_instance_with_the_ids_of_an_earlier_one_begins_anew(h100):
-    first = h100.cut()
-    assert [h100.percent(first), h100.percent(first)] == [None, 0]
-    h100.machine.destroy_mig(0, first.gpu_instance_id)
-    second = h100.cut()
+def test_instance_with_the_ids_of_an_earlier_one_begins_anew(watched):
+    first = watched.cut()
+    assert [watched.percent(first), watched.percent(first)] == [None, 0]
+    watched.machine.destroy_mig(0, first.gpu_instance_id)
+    second = watched.cut()
     assert second[1:] == first[1:]
-    assert h100.look(first) == {}  # another one is in its place
-    assert [h100.percent(second), h100.percent(second)] == [None, 0]
+    assert watched.look(first) == {}  # another one is in its place
+    assert [watched.percent(second), watched.percent(second)] == [None, 0]
 
 
-def test_two_samples_that_do_not_belong_together_are_no_utilisation(h100):
-    device = h100.cut()
-    assert h100.percent(device) is None
+def test_two_samples_that_do_not_belong_together_are_no_utilisation(watched):
+    device = watched.cut()
+    assert watched.percent(device) is None
     # Made between the look at the UUID and the sample.
-    h100.machine.destroy_mig(0, device.gpu_instance_id)
-    other = h100.cut()
-    samples = h100.source._samples[h100.gpu.uuid]
+    watched.machine.destroy_mig(0, device.gpu_instance_id)
+    other = watched.cut()
+    samples = watched.source._samples[watched.gpu.uuid]
     samples[other.uuid] = samples.pop(device.uuid)
-    assert h100.percent(other) is None
+    assert watched.percent(other) is None
 
 
-def test_samples_of_devices_that_nobody_asks_for_are_freed(h100):
-    devices = [h100.cut(start) for start in range(3)]
+def test_samples_of_devices_that_nobody_asks_for_are_freed(watched):
+    devices = [watched.cut(start) for start in range(3)]
     for _ in range(4):
-        h100.look(*devices)
-    assert h100.samples() == 3
-    h100.machine.set_fault("nvmlGpmMigSampleGet", code="UNKNOWN")
-    h100.look(*devices)
-    assert h100.samples() == 3
-    h100.machine.clear_faults()
-    h100.look(devices[0])
-    assert h100.samples() == 1
+        watched.look(*devices)
+    assert watched.samples() == 3
+    watched.machine.set_fault("nvmlGpmMigSampleGet", code="UNKNOWN")
+    watched.look(*devices)
+    assert watched.samples() == 3
+    watched.machine.clear_faults()
+    watched.look(devices[0])
+    assert watched.samples() == 1
 
 
-def test_samples_of_an_earlier_session_are_not_used(h100):
-    device = h100.cut()
-    assert [h100.percent(device), h100.percent(device)] == [None, 0]
-    h100.node.session.reopen()
-    assert [h100.percent(device), h100.percent(device)] == [None, 0]
+def test_samples_of_an_earlier_session_are_not_used(watched):
+    device = watched.cut()
+    assert [watched.percent(device), watched.percent(device)] == [None, 0]
+    watched.node.session.reopen()
+    assert [watched.percent(device), watched.percent(device)] == [None, 0]
 
 
 @pytest.mark.parametrize(
     "fault", ["nvmlGpmQueryDeviceSupport", "nvmlGpmSampleAlloc", "nvmlGpmMigSampleGet", "nvmlGpmMetricsGet"]
 )
-def test_older_drivers_have_no_utilisation_of_mig_devices(h100, fault):
-    device = h100.cut()
-    h100.machine.set_fault(fault, code="FUNCTION_NOT_FOUND")
-    assert [h100.percent(device), h100.percent(device)] == [None, None]
+def test_older_drivers_have_no_utilisation_of_mig_devices(watched, fault):
+    device = watched.cut()
+    watched.machine.set_fault(fault, code="FUNCTION_NOT_FOUND")
+    assert [watched.percent(device), watched.percent(device)] == [None, None]
 
 
 def test_gpus_before_hopper_have_no_utilisation_of_mig_devices(machine):
@@ -143,19 +143,81 @@ def test_gpus_before_hopper_have_no_utilisation_of_mig_devices(machine):
     assert found == [GpuLoad(0, 4864 << 20)] * 2
 
 
-def test_processes_alone_are_read_without_loads_and_keep_the_samples(h100):
-    busy = h100.cut(0)
-    h100.machine.hold_gpu(0, 4711, "python3", gpu_instance=busy.gpu_instance_id, utilisation=90)
-    assert h100.percent(busy) is None
+def test_processes_alone_are_read_without_loads_and_keep_the_samples(watched):
+    busy = watched.cut(0)
+    watched.machine.hold_gpu(0, 4711, "python3", gpu_instance=busy.gpu_instance_id, utilisation=90)
+    assert watched.percent(busy) is None
     for refused in ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetPowerUsage", "nvmlGpmMigSampleGet"):
-        h100.machine.set_fault(refused, code="GPU_IS_LOST")
-    use = h100.source.read_processes(h100.gpu)
+        watched.machine.set_fault(refused, code="GPU_IS_LOST")
+    use = watched.source.read_processes(watched.gpu)
     assert (use.load, use.mig, [one.pid for one in use.processes]) == (GpuLoad(), {}, [4711])
-    h100.machine.clear_faults()
-    assert (h100.samples(), h100.percent(busy)) == (1, 90)
+    watched.machine.clear_faults()
+    assert (watched.samples(), watched.percent(busy)) == (1, 90)
 
 
-def test_closed_session_is_no_idle_gpu(h100):
-    h100.node.session.close()
+def test_closed_session_is_no_idle_gpu(watched):
+    watched.node.session.close()
     with pytest.raises(NvmlUnavailableError):
-        h100.source.read(h100.gpu, ())
+        watched.source.read(watched.gpu, ())
+
+
+@pytest.fixture
+def node(dgx):
+    dgx.session.reopen()
+    return dgx
+
+
+def test_busy_and_idle(machine):
+    node = machine("hgx-h100-4")
+    node.session.reopen()
+    busy, idle = (node.machine.gpu(index).uuid for index in (0, 1))
+    node.machine.hold_gpu(0, 4711, "python")
+    assert read_load(busy) == GpuLoad(512 << 20, 81559 << 20, 40, 30, 70.0, 700.0)
+    assert read_load(idle) == GpuLoad(0, 81559 << 20, 0, 31, 70.0, 700.0)
+    node.machine.set_mig_mode(1, on=True)
+    assert read_load(idle).utilisation_percent is None
+    node.machine.lose_gpu(1)
+    with pytest.raises(DeviceLostError):
+        read_load(idle)
+
+
+def test_shared_memory_is_nobodys(machine):
+    node = machine("gb10")
+    node.session.reopen()
+    load = read_load(node.machine.gpu(0).uuid)
+    assert (load.memory_used_bytes, load.memory_total_bytes) == (None, None)
+    assert load.temperature_c is not None
+
+
+@pytest.mark.parametrize(
+    ("function", "code", "missing"),
+    [
+        ("nvmlDeviceGetMemoryInfo*", "UNKNOWN", {"memory_used_bytes", "memory_total_bytes"}),
+        ("nvmlDeviceGetUtilizationRates", "NOT_SUPPORTED", {"utilisation_percent"}),
+        ("nvmlDeviceGetTemperature*", "UNKNOWN", {"temperature_c"}),
+        ("nvmlDeviceGetPowerUsage", "NO_PERMISSION", {"power_w"}),
+        ("nvmlDeviceGetEnforcedPowerLimit", "NOT_SUPPORTED", {"power_limit_w"}),
+    ],
+)
+def test_failing_call_costs_its_value_only(node, function, code, missing):
+    node.machine.set_fault(function, code=code)
+    load = read_load(node.machine.gpu(0).uuid)
+    assert {name for name in GpuLoad.__slots__ if getattr(load, name) is None} == missing
+
+
+def test_older_drivers_count_what_they_keep_for_themselves(node):
+    uuid = node.machine.gpu(0).uuid
+    newer = read_load(uuid)
+    node.machine.set_fault("nvmlDeviceGetMemoryInfo_v2", code="FUNCTION_NOT_FOUND")
+    older = read_load(uuid)
+    assert newer.memory_used_bytes == 0
+    assert older.memory_used_bytes is not None
+    assert older.memory_used_bytes > 0
+    assert older.memory_total_bytes == newer.memory_total_bytes
+
+
+def test_driver_that_goes_away_is_no_missing_value(node):
+    uuid = node.machine.gpu(0).uuid
+    node.machine.set_fault("nvmlDeviceGetTemperature*", code="UNINITIALIZED")
+    with pytest.raises(NvmlUnavailableError):
+        read_load(uuid)

@@ -27,7 +27,7 @@ from dra_driver.model.host import HostPaths
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.model.steps import CreateMig, LeaveMigMode
-from dra_driver.nvml.mig_hardware import MigHardware
+from dra_driver.nvml.mig_changes import MigHardware
 
 if TYPE_CHECKING:
     from dra_driver.app.daemon import Driver

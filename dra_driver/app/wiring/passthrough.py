@@ -18,7 +18,7 @@ from dra_driver.model.passthrough import Card
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import bindings
 from dra_driver.model.steps import BindVfio
-from dra_driver.nvml.persistence import PersistenceModes
+from dra_driver.nvml.gpu_users import PersistenceModes
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards
 from dra_driver.passthrough.ledger import DIRECTORY, PassthroughLedger

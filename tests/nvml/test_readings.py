@@ -1,18 +1,45 @@
-"""Confidential computing as NVML tells it, on GPUs and with drivers of all ages."""
+"""The attributes of a GPU that not every GPU and driver reports alike: multiprocessors and confidential computing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pynvml
 import pytest
 
-from dra_driver.nvml.confidential import accepts_work, confidential_mode
-from dra_driver.nvml.failures import supported
+from dra_driver.nvml.calls import supported
 from dra_driver.nvml.health import read_health
+from dra_driver.nvml.readings import accepts_work, confidential_mode
 from tests.fakes.machines import SimulatedNode, read_inventory
+from tests.fakes.tables import tabled
 
 Make = Callable[[str], SimulatedNode]
+
+
+@tabled("machine", "count")
+def test_multiprocessors_of_the_machines_gpus(machine: str, count: int, tmp_path: Path) -> None:
+    node = SimulatedNode(machine, tmp_path)
+    try:
+        assert {gpu.multiprocessors for gpu in node.read().gpus} == {count}
+    finally:
+        node.close()
+
+
+def test_multiprocessors_are_unknown_for_an_unknown_architecture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dra_driver.nvml import readings
+
+    node = SimulatedNode("t4-4", tmp_path)
+    try:
+        monkeypatch.setattr(readings, "_CORES_PER_MULTIPROCESSOR", {(7, 5): 63})
+        assert {gpu.multiprocessors for gpu in node.read().gpus} == {None}
+        monkeypatch.setattr(readings, "_CORES_PER_MULTIPROCESSOR", {})
+        assert {gpu.multiprocessors for gpu in node.read().gpus} == {None}
+        assert node.read().faults == ()
+    finally:
+        node.close()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ import pytest
 
 from dra_driver import errors
 from dra_driver.errors import DeviceLostError, RetryableError
-from dra_driver.nvml.failures import nvml_errors, supported, translated
+from dra_driver.nvml.calls import nvml_errors, supported, translated
 from tests.fakes.tables import data_of
 
 CODES = sorted(

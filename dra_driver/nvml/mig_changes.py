@@ -1,4 +1,4 @@
-"""Making, finding and destroying GPU instances and compute instances, and switching MIG mode."""
+"""Creating and destroying GPU instances and compute instances, and switching MIG mode."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from dra_driver.errors import (
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.model.mig import GpuInstance, MigProfile, PlacedProfile, Placement
-from dra_driver.nvml.busy_gpus import busy_error, holders_of
-from dra_driver.nvml.failures import Handle, nvml_errors, supported
-from dra_driver.nvml.mig_devices import Tables, read_placed_profiles, read_profiles
-from dra_driver.nvml.mig_instances import (
+from dra_driver.nvml.calls import Handle, nvml_errors, supported
+from dra_driver.nvml.gpu_users import busy_error, holders_of
+from dra_driver.nvml.mig_reading import (
+    Tables,
     compute_identity,
     compute_instance_handles,
     compute_profiles,
@@ -35,6 +35,8 @@ from dra_driver.nvml.mig_instances import (
     mig_mode,
     placement_of,
     read_gpu_instances,
+    read_placed_profiles,
+    read_profiles,
     whole_compute_profile,
 )
 

@@ -1,18 +1,24 @@
-"""Which processes use a GPU or a MIG device."""
+"""What keeps a GPU or a MIG device in use: its processes, and persistence mode.
+
+In persistence mode the NVIDIA driver keeps a GPU that no process has open. It must release the GPU before another
+driver gets it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import PurePosixPath
 from typing import Any
 
 import pynvml
 
-from dra_driver.errors import NotSupportedError, RetryableError
+from dra_driver.errors import DeviceBusyError, DraDriverError, NotSupportedError, RetryableError
 from dra_driver.model.gpu import GpuProcess
 from dra_driver.model.ids import quoted
-from dra_driver.nvml.failures import Handle, nvml_errors
-from dra_driver.nvml.mig_instances import gpu_handle
+from dra_driver.model.units import named
+from dra_driver.nvml.calls import Handle, nvml_errors, supported
+from dra_driver.nvml.mig_reading import gpu_handle
 
 # Compute, compute through MPS, graphics. Newest first; a driver has the first of each kind, or the second.
 PROCESS_LISTS = (
@@ -27,6 +33,7 @@ _NO_INSTANCE = 0xFFFFFFFF
 _NO_MEMORY = 0xFFFFFFFFFFFFFFFF
 # NVML never tells: the caller lacks the privilege, or the device has no such list.
 _REFUSALS = frozenset({pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_INVALID_ARGUMENT})
+_MOST_NAMED = 8
 
 
 def read_processes(uuid: str) -> Mapping[int, str]:
@@ -93,3 +100,53 @@ def listed(handle: Handle, uuid: str, versions: Sequence[str]) -> Sequence[Any]:
                 return ()
             raise
     return ()
+
+
+def holders_of(handles: Iterable[Handle]) -> list[str]:
+    """The processes that NVML shows on GPUs or MIG devices, as `process 4711 (python3)` in the order of their
+    IDs; those that it cannot tell are missing."""
+    pids: set[int] = set()
+    for handle in handles:
+        for versions in PROCESS_LISTS:
+            with suppress(DraDriverError):
+                pids |= {int(process.pid) for process in listed(handle, "the device", versions)}
+    return [process_text(pid, process_name(pid)) for pid in sorted(pids)]
+
+
+def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) -> DeviceBusyError:
+    """The error of an action that failed because `subject` is in use by `holders`; where none is known,
+    `look_at` is how to find out on the node."""
+    if not holders:
+        return DeviceBusyError(
+            f"{action}: {subject} is in use, but NVML shows no process on it; it may be a monitor such as DCGM "
+            f"or a process that has the device file open: look with {look_at}"
+        )
+    return DeviceBusyError(
+        f"{action}: {subject} is in use by {named(holders, _MOST_NAMED)}; stop the process, or wait "
+        "until it ends"
+    )
+
+
+class PersistenceModes:
+    """Reads and sets it, through NVML, which tells nvidia-persistenced where that runs.
+
+    Raises, all methods: DeviceLostError where the GPU is gone or another one stands at its address,
+    NvmlUnavailableError, RetryableError.
+    """
+
+    def __init__(self, operation: Callable[[], AbstractContextManager[object]]) -> None:
+        """`operation` keeps NVML initialised, and waits for it; calls within it may enter it again."""
+        self._operation = operation
+
+    def get(self, gpu_uuid: str, pci_bus_id: str | None) -> bool | None:
+        """Whether it is on; None where the GPU has none."""
+        with self._operation():
+            mode = supported(pynvml.nvmlDeviceGetPersistenceMode, gpu_handle(gpu_uuid, pci_bus_id))
+        return None if mode is None else bool(mode)
+
+    def set(self, gpu_uuid: str, pci_bus_id: str | None, on: bool) -> None:
+        """Switch it; nothing is done where it is so. Raises: NotSupportedError too."""
+        with self._operation():
+            if self.get(gpu_uuid, pci_bus_id) != on:
+                with nvml_errors(f"switch persistence mode of GPU {gpu_uuid} {'on' if on else 'off'}"):
+                    pynvml.nvmlDeviceSetPersistenceMode(gpu_handle(gpu_uuid, pci_bus_id), int(on))

@@ -23,8 +23,8 @@ from dra_driver.errors import (
     RetryableError,
 )
 from dra_driver.model.mig import GpuInstance, MigProfile, Placement
-from dra_driver.nvml.mig_hardware import MigHardware
-from dra_driver.nvml.mig_instances import whole_compute_profile
+from dra_driver.nvml.mig_changes import MigHardware
+from dra_driver.nvml.mig_reading import whole_compute_profile
 from dra_driver.simulator.state import Gpu
 from dra_driver.simulator.state import MigProfile as Row
 from tests.fakes.machines import SimulatedNode
