@@ -23,7 +23,7 @@ from dra_driver.app.wiring.slices import PublishingParts
 from dra_driver.base.atomic import stamp_or_none, write_atomically
 from dra_driver.base.file_lock import UseMark
 from dra_driver.base.token_bucket import TokenBucket
-from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.directory import CdiDirectory, temporary_files
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
@@ -191,6 +191,7 @@ class Driver:
             leadership.is_ours,
             partial(_tools_seen, programs, layout.lock, paths.proc, detachments),
             (time_slices, self.mig.collector),
+            temporary_files(plugin_dir, Path(settings.cdi_root), settings.driver_name),
         )
         self.claims = claim_parts(
             self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 import stat
@@ -27,7 +28,6 @@ Stamp = tuple[int, int, int]
 NO_STAMP: Stamp = (0, 0, 0)
 """The stamp of no file."""
 
-_ABANDONED_AFTER_S = 60.0
 _CLOCK_OF_FILES = 5  # CLOCK_REALTIME_COARSE, which the module time does not name
 _SECOND_NS = 10**9
 
@@ -62,23 +62,21 @@ def write_atomically(
     mode: int = 0o600,
     durable: bool = True,
     whole: bool = True,
-    temporary: Path | None = None,
 ) -> None:
     """Replace `path` by `content`.
 
     The temporary file lies in the same directory: a rename works only within one file system, and a watcher of the
-    directory sees it. `temporary` is its path where only one process ever writes; otherwise the name is unique.
+    directory sees it. Its writer holds a lock on it, which the kernel releases if the writer is killed.
     `whole` syncs the content before the rename; without it a power cut may leave an empty file under the name.
     `durable` also syncs the directory; without it a power cut may bring the old content back. Raises: StateError.
     """
-    name = temporary or path.parent / f".{path.name}.{os.getpid()}-{next(_numbers)}{TEMPORARY_SUFFIX}"
     with WRITES.writing(path.parent):
-        _write(path, name, content, mode, durable=durable, whole=whole)
+        _write(path, content, mode, durable=durable, whole=whole)
 
 
-def _write(path: Path, name: Path, content: bytes, mode: int, *, durable: bool, whole: bool) -> None:
+def _write(path: Path, content: bytes, mode: int, *, durable: bool, whole: bool) -> None:
     try:
-        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        name, descriptor = _locked_temporary(path, mode)
     except OSError as error:
         raise state_error("write", path, error) from error
     try:
@@ -87,15 +85,31 @@ def _write(path: Path, name: Path, content: bytes, mode: int, *, durable: bool, 
             os.fchmod(descriptor, mode)
             if durable or whole:
                 os.fsync(descriptor)
+            name.replace(path)
         finally:
-            os.close(descriptor)
-        name.replace(path)
+            os.close(descriptor)  # with the lock
         if durable:
             sync_directory(path.parent)
     except OSError as error:
         with suppress(OSError):
             Path(name).unlink()
         raise state_error("write", path, error) from error
+
+
+def _locked_temporary(path: Path, mode: int) -> tuple[Path, int]:
+    """A new file beside `path`, and its descriptor. Raises: OSError."""
+    while True:
+        name = path.parent / f".{path.name}.{os.getpid()}-{next(_numbers)}{TEMPORARY_SUFFIX}"
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            is_there = os.fstat(descriptor).st_nlink > 0
+        except BaseException:
+            os.close(descriptor)
+            raise
+        if is_there:
+            return name, descriptor
+        os.close(descriptor)  # `clear_abandoned` removed it before it was locked
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
@@ -158,25 +172,24 @@ def sync_removals(directory: Path) -> None:
             raise state_error("sync", directory, error) from error
 
 
-def clear_abandoned(directory: Path, prefix: str = "") -> None:
-    """Remove the temporary files that a killed writer left in the directory. Only names that begin with `prefix` count.
+def clear_abandoned(directory: Path, pattern: str = f".*{TEMPORARY_SUFFIX}") -> None:
+    """Remove the temporary files that killed writers left in the directory: those that match and that no process has
+    locked. A file that cannot be removed stays; it does no harm."""
+    with suppress(OSError):  # while the directory cannot be listed
+        for path in directory.glob(pattern):
+            with suppress(
+                OSError
+            ):  # it is being written, another instance removed it, or the disk is read-only
+                _clear(path)
 
-    A file that cannot be removed stays; it does no harm. Raises: StateError if the directory cannot be listed.
-    """
+
+def _clear(path: Path) -> None:
+    descriptor = open_plain(path, os.O_RDONLY)
     try:
-        found = list(directory.glob(f"{prefix}*{TEMPORARY_SUFFIX}"))
-    except OSError as error:
-        raise state_error("clear up", directory, error) from error
-    for path in found:
-        # The other instance of a rolling update removed it, somebody else owns it, or the disk is read-only.
-        with suppress(OSError):
-            if is_abandoned(path):
-                path.unlink()
-
-
-def is_abandoned(path: Path) -> bool:
-    """Whether a temporary file, link or empty directory is so old that its writer must be dead. Raises: OSError."""
-    return path.lstat().st_mtime < time.time() - _ABANDONED_AFTER_S
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    finally:
+        os.close(descriptor)
 
 
 stamp_of: Callable[[os.stat_result], Stamp] = attrgetter("st_ino", "st_size", "st_ctime_ns")

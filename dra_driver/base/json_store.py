@@ -14,7 +14,6 @@ from dra_driver.base.atomic import (
     QUARANTINE,
     UNREADABLE,
     Stamp,
-    clear_abandoned,
     is_settled,
     make_directory,
     read_plain,
@@ -240,8 +239,7 @@ def _has_stamp(entry: os.DirEntry[str], stamp: Stamp) -> bool:
 
 
 def open_directory(directory: Path, boot_id: str, torn: Callable[[str], None], *, durable: bool) -> None:
-    """Create the directory of stores, and clear away what a killed writer left, and what a power cut tore of files that
-    were not synced: their names go to `torn`. `durable` has the directory survive a power cut. Raises: StateError."""
+    """Create the directory of stores, and remove the files that a power cut tore because they were not synced: their
+    names go to `torn`. `durable` has the directory survive a power cut. Raises: StateError."""
     make_directory(directory, 0o700, durable=durable)
-    clear_abandoned(directory)
     begin_boot(directory, boot_id, torn)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dra_driver.base.atomic import (
-    clear_abandoned,
+    TEMPORARY_SUFFIX,
     make_directory,
     read_or_none,
     remove_file,
@@ -17,6 +18,8 @@ from dra_driver.base.atomic import (
     sync_removals,
     write_atomically,
 )
+from dra_driver.cdi.metadata_files import DIRECTORY as METADATA
+from dra_driver.cdi.rules.metadata import cdi_file_prefix
 from dra_driver.cdi.rules.spec import COMMON, encode, encoded, file_stem, is_claim_uid
 from dra_driver.errors import StateError
 
@@ -42,12 +45,11 @@ class CdiDirectory:
         self._common: tuple[Any, bytes] | None = None
 
     def create(self) -> None:
-        """Create the directory if it is missing, remove what killed writers left, and rename files of the former name.
+        """Create the directory if it is missing, and rename files of the former name.
 
         A file that cannot be renamed stays: the next write for its claim reports why. Raises: StateError.
         """
         make_directory(self._path, _DIRECTORY_MODE)
-        clear_abandoned(self._path, f".{_prefix(self._driver_name)}")
         for claim_uid in self.uids():
             with suppress(StateError):
                 _rename_former(self.file(claim_uid))
@@ -114,6 +116,18 @@ class CdiDirectory:
     def list(self) -> dict[str, tuple[str, ...]]:
         """The device names in each spec, by claim UID. Raises: StateError."""
         return {uid: self.devices(uid) for uid in sorted(self.uids())}
+
+
+def temporary_files(plugin_dir: Path, cdi_root: Path, driver_name: str) -> Sequence[tuple[Path, str]]:
+    """Where a killed plugin leaves files that it was about to rename: directories, each with a pattern."""
+    ours, specs = (
+        ("", "*/", "mps/*/", f"{METADATA}/*/*/"),
+        (_prefix(driver_name), cdi_file_prefix(driver_name)),
+    )
+    return (
+        *((plugin_dir, f"{place}.*{TEMPORARY_SUFFIX}") for place in ours),
+        *((cdi_root, f".{prefix}*{TEMPORARY_SUFFIX}") for prefix in specs),
+    )
 
 
 def _prefix(driver_name: str) -> str:

@@ -12,13 +12,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from dra_driver.base.atomic import (
-    clear_abandoned,
-    is_abandoned,
     make_directory,
     read_or_none,
     remove_file,
@@ -45,6 +44,7 @@ _FILE = "metadata.json"
 _SPEC_SUFFIX = ".json"
 _FILE_MODE = 0o644
 _DIRECTORY_MODE = 0o755
+_ABANDONED_AFTER_S = 60.0
 
 
 class MetadataFiles:
@@ -57,18 +57,14 @@ class MetadataFiles:
         self._driver_name = driver_name
 
     def create(self) -> None:
-        """Remove what killed writers left, and directories that a power cut left empty. A new directory is made with
-        its first file. Raises: StateError."""
+        """Remove directories that a power cut left empty. A new directory is made with its first file. Raises:
+        StateError."""
         for claim in _entries(self._directory):
             # List all of them first: removing one changes the time of the claim's directory.
-            abandoned = {path: _is_abandoned(path) for path in (*_readable_entries(claim), claim)}
-            for directory, is_old in abandoned.items():
-                with suppress(StateError):
-                    clear_abandoned(directory)
-                if is_old:
-                    with suppress(OSError):  # most are not empty
-                        directory.rmdir()
-        clear_abandoned(self._cdi, f".{cdi_file_prefix(self._driver_name)}")
+            abandoned = [path for path in (*_readable_entries(claim), claim) if _is_abandoned(path)]
+            for directory in abandoned:
+                with suppress(OSError):  # most are not empty
+                    directory.rmdir()
 
     def file(self, claim: AllocatedClaim, request: str) -> Path:
         """The file of a top-level request. Raises: ClaimRefusedError if a name cannot be part of a path."""
@@ -204,7 +200,8 @@ def _remove_if_empty(directory: Path) -> None:
 
 
 def _is_abandoned(directory: Path) -> bool:
+    """Whether it is so old that the process that made it for a file must be dead."""
     try:
-        return is_abandoned(directory)
+        return directory.lstat().st_mtime < time.time() - _ABANDONED_AFTER_S
     except OSError:
         return False

@@ -10,6 +10,7 @@ holds up no other GPU. An undo reads ledger and records again, so it undoes noth
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -17,10 +18,12 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import structlog
 
+from dra_driver.base.atomic import clear_abandoned
 from dra_driver.base.backoff import Backoff
 from dra_driver.base.deadline import at_most, time_left
 from dra_driver.base.worker import BackgroundWorker
@@ -60,6 +63,7 @@ _LOOK_EVERY_S = 5.0
 """How often the loop looks for what the other instance of a rolling update left."""
 _TOOLS_EVERY_S = 1.0
 """How often it looks while something is left."""
+_CLEAR_EVERY_S = 30.0
 _RETRY_FIRST_S = 0.5
 _RETRY_MOST_S = 30.0
 _NOT_IN_TIME = "it has not ended in time"
@@ -111,6 +115,7 @@ class Cleaner(BackgroundWorker):
     The thread asks the lanes when somebody calls, as soon as `tools` answers another value than before (a program, the
     MPS host or the NVIDIA driver came back), and else after pauses that grow, for each GPU by itself. The `keepers` put
     right in the same lanes what is theirs, in both instances. `changed` is called after what is pending has changed.
+    Twice a minute the thread removes `temporary` files of writers that were killed, given as directory and pattern.
     """
 
     ledger: Ledger
@@ -121,6 +126,7 @@ class Cleaner(BackgroundWorker):
     leads: Callable[[], bool] = lambda: True
     tools: Callable[[], Hashable] = lambda: None
     keepers: Sequence[Keeper] = ()
+    temporary: Sequence[tuple[Path, str]] = ()
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -135,6 +141,7 @@ class Cleaner(BackgroundWorker):
         self._seen: tuple[Hashable, bool] = (None, False)
         self._pauses: dict[str, tuple[Backoff, float]] = {}  # by GPU, with when it is due
         self._problem: str | None = None
+        self._cleared_at = -math.inf
         self._is_asked = threading.Event()
         super().__init__(
             "cleanup", self._turn, crash_event="cleanup_failed", on_crash=lambda _error: _LOOK_EVERY_S
@@ -361,6 +368,7 @@ class Cleaner(BackgroundWorker):
         """Ask the lanes of the GPUs that are due and idle."""
         is_asked = self._is_asked.is_set()
         self._is_asked.clear()
+        self.clear_temporary()
         try:
             self._tell()
             works = [*(_works(self._to_do()) if self.leads() else ()), *self._of_keepers()]
@@ -378,6 +386,13 @@ class Cleaner(BackgroundWorker):
             return _LOOK_EVERY_S
         self._problem = None
         return _TOOLS_EVERY_S if works else _LOOK_EVERY_S
+
+    def clear_temporary(self) -> None:
+        """Remove what killed writers left, unless that was done in the last half minute."""
+        if self.clock() - self._cleared_at >= _CLEAR_EVERY_S:
+            self._cleared_at = self.clock()
+            for directory, pattern in self.temporary:
+                clear_abandoned(directory, pattern)
 
     def _to_do(self) -> list[LedgerEntry]:
         ended, _, stale = self.ledger.look()

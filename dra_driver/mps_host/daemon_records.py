@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from dra_driver.base.atomic import TEMPORARY_SUFFIX, remove_file, sync_removals
+from dra_driver.base.atomic import sync_removals
 from dra_driver.base.fields import NUMBER, TEXT, Kind, Shape, needed, nullable
 from dra_driver.base.formats import NewerFormatError, parse
 from dra_driver.base.json_store import JsonStore, UnreadableFile
@@ -54,7 +54,6 @@ class DaemonRecords(JsonStore[DaemonRecord]):
 
     def save(self, record: DaemonRecord) -> None:
         """Replace the record, synced to disk. Raises: StateError."""
-        self._clear(record.spec.device)
         content = json.dumps({"format": FORMAT, **_RECORD.encode(record)}, indent=1).encode()
         self.write(record.spec.device, content, durable=True, whole=True)
 
@@ -62,14 +61,8 @@ class DaemonRecords(JsonStore[DaemonRecord]):
         """Forget the daemon for good; nothing happens where nothing is. A record that could not be read stays aside.
         Raises: StateError."""
         self.remove(device, durable=False)
-        self._clear(device)
         # The directories that were removed before it must not come back without it.
         sync_removals(self.directory)
-
-    def _clear(self, device: str) -> None:
-        """Remove what a host that was killed was about to write."""
-        for path in self.directory.glob(f".{self.path(device).name}.*{TEMPORARY_SUFFIX}"):
-            remove_file(path)
 
 
 def _decode(device: str, content: bytes) -> DaemonRecord:

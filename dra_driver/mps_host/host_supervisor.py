@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from dra_driver.base.atomic import (
+    TEMPORARY_SUFFIX,
     clear_abandoned,
     make_directory,
     remove_file,
@@ -98,7 +99,8 @@ class Supervisor:
     def _take_over(self) -> None:
         layout = self._layout
         make_directory(layout.statuses, 0o700)
-        clear_abandoned(layout.statuses)
+        for place in ("", "*/"):
+            clear_abandoned(layout.root, f"{place}.*{TEMPORARY_SUFFIX}")
         for path in layout.statuses.glob(f"*{SUFFIX}"):
             _free(path, Path.is_file)
         records = self._tools.records
@@ -110,7 +112,6 @@ class Supervisor:
         if not self._daemons:
             _free(layout.wishes, Path.is_dir)
             make_directory(layout.wishes, 0o700)
-        clear_abandoned(layout.wishes)
         for path in layout.statuses.glob(f"*{SUFFIX}"):
             if path.name.removesuffix(SUFFIX) not in self._daemons:
                 remove_file(path)

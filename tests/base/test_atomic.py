@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.base.atomic import make_directory, write_atomically
+from dra_driver.base.atomic import clear_abandoned, make_directory, write_atomically
 from dra_driver.errors import StateError
 from tests.fakes.directories import names
 
@@ -95,6 +95,52 @@ def test_directory_is_missing(tmp_path: Path) -> None:
         str(caught.value)
         == f"cannot write {file}: the directory does not exist; create it or check the mount"
     )
+
+
+def test_file_of_a_killed_writer_is_cleared_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".other").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", die)
+        with pytest.raises(Crash):
+            write_atomically(tmp_path / "a", b"x")
+    assert len(names(tmp_path)) == 2
+    clear_abandoned(tmp_path)
+    assert names(tmp_path) == [".other"]
+    clear_abandoned(tmp_path / "none")
+
+
+@pytest.mark.parametrize("place", ["os.write", "os.fsync", "pathlib.Path.replace"])
+def test_file_that_is_being_written_is_not_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    owner, name = (os, place[3:]) if place.startswith("os.") else (Path, "replace")
+    real = getattr(owner, name)
+
+    def meanwhile(*args: object) -> object:
+        clear_abandoned(tmp_path)
+        return real(*args)
+
+    monkeypatch.setattr(owner, name, meanwhile)
+    write_atomically(tmp_path / "a", b"x")
+    assert names(tmp_path) == ["a"]
+
+
+def test_file_that_is_cleared_before_its_lock_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, opened = os.open, []
+
+    def meanwhile(path: Path, flags: int, *rest: int) -> int:
+        descriptor = real(path, flags, *rest)
+        if flags & os.O_CREAT:
+            opened.append(path)
+            if len(opened) == 1:
+                clear_abandoned(tmp_path)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", meanwhile)
+    write_atomically(tmp_path / "a", b"x")
+    assert (names(tmp_path), len(opened)) == (["a"], 2)
 
 
 def test_directory_is_created_with_its_parents_and_once_more(tmp_path: Path) -> None:

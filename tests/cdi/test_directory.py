@@ -196,20 +196,6 @@ def test_removal_takes_the_files_of_both_names(tmp_path: Path, directory: CdiDir
     assert files(tmp_path) == {}
 
 
-def test_only_old_temporary_files_are_cleared_up_at_the_start(
-    tmp_path: Path, directory: CdiDirectory
-) -> None:
-    directory.create()
-    old, young = (tmp_path / "cdi" / f".{FILE}.{name}.tmp" for name in ("old", "young"))
-    foreign = tmp_path / "cdi" / ".spec.tmp"
-    for file in (old, young, foreign):
-        file.write_text("")
-    for file in (old, foreign):
-        os.utime(file, (1_700_000_000, 1_700_000_000))
-    directory.create()
-    assert sorted((tmp_path / "cdi").iterdir()) == sorted([young, foreign])
-
-
 def test_each_file_holds_its_spec_whatever_was_written_before(
     tmp_path: Path, directory: CdiDirectory
 ) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.base.atomic import clear_abandoned
+from dra_driver.cdi.directory import CdiDirectory, temporary_files
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.rules.metadata import encode
 from dra_driver.cdi.rules.spec import claim_spec
@@ -162,18 +163,24 @@ def test_metadata_specs_are_no_specs_of_claims(tmp_path: Path, files: MetadataFi
     assert tree(tmp_path) == {}
 
 
-def test_abandoned_temporary_files_are_cleared(tmp_path: Path, files: MetadataFiles) -> None:
-    write(files)
-    kept = tree(tmp_path)
-    old = [
-        tmp_path / f"cdi/.{DRIVER}_metadata_{UID}_gpu.json.1-2.tmp",
-        files.file(WANTED, "gpu").parent / ".metadata.json.1-2.tmp",
+def test_temporary_files_of_a_killed_plugin_are_found_in_all_its_places(tmp_path: Path) -> None:
+    plugin, cdi = tmp_path / "plugin", tmp_path / "cdi"
+    ours = [
+        cdi / f".k8s.{DRIVER}-claim_{UID}.yaml.1-2.tmp",
+        cdi / f".{DRIVER}_metadata_{UID}_gpu.json.1-2.tmp",
+        plugin / ".health.json.1-2.tmp",
+        plugin / "claims/.uid-1.json.1-2.tmp",
+        plugin / "mps/.gpu-2.json.1-2.tmp",
+        plugin / "mps/host.wanted/.gpu-2.json.1-2.tmp",
+        plugin / "dra-device-metadata/ml_train/gpu/.metadata.json.1-2.tmp",
     ]
-    for path in (*old, tmp_path / "cdi/.other.tmp"):
-        path.write_text("{")
-        os.utime(path, (1, 1))
-    files.create()
-    assert tree(tmp_path).keys() == kept.keys() | {"cdi/.other.tmp"}
+    others = [cdi / ".other.tmp", cdi / f"k8s.{DRIVER}-claim_{UID}.yaml", plugin / "mps/gpu-2/shm/.users.tmp"]
+    for path in (*ours, *others):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    for directory, pattern in temporary_files(plugin, cdi, DRIVER):
+        clear_abandoned(directory, pattern)
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(others)
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", ""])

@@ -14,8 +14,7 @@ from typing import Any, Self
 
 import pytest
 
-from dra_driver.base.atomic import TEMPORARY_SUFFIX
-from dra_driver.cdi.directory import CdiDirectory
+from dra_driver.cdi.directory import CdiDirectory, temporary_files
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.metadata_step import MetadataSteps
@@ -392,9 +391,8 @@ class KindNode(Journaled):
         self.cards = PassthroughLedger(plugin / "passthrough", boot_id)
         self.cards.open()
         runners = self._runners(context)
-        self.work_with(
-            StepDispatcher(runners),
-        )
+        self.work_with(StepDispatcher(runners))
+        self.cleaner.temporary = temporary_files(plugin, directory / "cdi", DRIVER)
         self.outcomes = Outcomes()
         self.service = claims_of(
             self, Identity(DRIVER, NODE, sharing(site), metadata), Devices(site.inventory), Users()
@@ -406,6 +404,7 @@ class KindNode(Journaled):
     def restarted(self, **options: Any) -> KindNode:
         """The next instance, after the look that each start begins with."""
         node = self.again(**options)
+        node.cleaner.clear_temporary()
         node.work_off()
         assert node.cleaner.clean_all() == []
         return node
@@ -431,8 +430,8 @@ class KindNode(Journaled):
             yield done
 
     def state(self) -> dict[str, object]:
-        """All that a claim may leave: files and directories without locks and what killed writers left, and the
-        GPUs. What is only called otherwise each time has the same name here."""
+        """All that a claim may leave: files and directories without locks, and the GPUs. What is only called otherwise
+        each time has the same name here."""
         names = {str(self.directory): "", **self.site.made_uuids()}
         kept = [
             path
@@ -442,7 +441,7 @@ class KindNode(Journaled):
         files = {
             str(path.relative_to(self.directory)): _renamed(path, names)
             for path in sorted(kept)
-            if not path.name.endswith(TEMPORARY_SUFFIX) and not _is_fixed(path.relative_to(self.directory))
+            if not _is_fixed(path.relative_to(self.directory))
         }
         return {**files, "GPUs": self.site.settings()}
 

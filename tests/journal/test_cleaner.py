@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -851,3 +852,20 @@ def test_process_that_dies_while_it_cleans_up(
     following = bench.restarted()
     assert following.cleaner.clean_all() == []
     assert following.files() == []
+
+
+def test_loop_removes_again_and_again_what_killed_writers_left(bench: Bench) -> None:
+    """The other instance of a rolling update may be killed while this one goes on."""
+    every = count(0.0, 30.0)
+    cleaner = Cleaner(
+        bench.ledger,
+        bench.lanes,
+        bench.tools,
+        temporary=[(bench.directory, "*/.*.tmp")],
+        clock=every.__next__,
+    )
+    left = bench.directory / "claims/.uid-1.json.1-2.tmp"
+    for _ in range(2):
+        left.touch()
+        cleaner._turn()
+        assert not left.exists()

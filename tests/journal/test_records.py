@@ -1,7 +1,6 @@
 import errno
 import os
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,32 +143,6 @@ def test_other_files_are_no_records(store: RecordStore) -> None:
     for name in ("README", ".hidden.json", "a b.json", "..json", "uid-1.json.tmp", "x.yaml"):
         (store.directory / name).write_text("{}")
     assert (store.all(), store.quarantined()) == ({}, [])
-
-
-def test_abandoned_temporary_files_are_cleared_away_at_the_start(store: RecordStore) -> None:
-    store.save(ONE)
-    old, young = store.directory / ".uid-1.json.aaaa.tmp", store.directory / ".uid-1.json.bbbb.tmp"
-    for path in (old, young):
-        path.touch()
-    hour_ago = time.time() - 3600
-    os.utime(old, (hour_ago, hour_ago))
-    other(store).open("boot-1")
-    assert names(store.directory) == [".uid-1.json.bbbb.tmp", "uid-1.json"]
-
-
-def test_start_succeeds_when_the_other_instance_is_writing(
-    store: RecordStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (store.directory / ".uid-1.json.aaaa.tmp").touch()
-    stat = Path.stat
-
-    def gone(path: Path, **options: bool) -> os.stat_result:
-        if path.suffix == ".tmp":
-            path.unlink(missing_ok=True)
-        return stat(path, **options)
-
-    monkeypatch.setattr(Path, "stat", gone)
-    other(store).open("boot-1")
 
 
 @pytest.mark.parametrize("uid", ["", "..", "../x", "/etc/passwd", "-a", "a\n", "a\0b", "ä", "x" * 300])
