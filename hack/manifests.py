@@ -121,7 +121,7 @@ def schema() -> str:
     """values.schema.json with the sections of the configuration file as the driver reads them."""
     document = json.loads((CHART / "values.schema.json").read_text())
     sections = DOCUMENT.fields
-    shared = ("sharing", "health", "migLayouts", "imex", "hostDevices", "claimHostDevices")
+    shared = ("sharing", "health", "migLayouts", "imex", "hostDevices")
     document["$defs"] = {
         "GpuSection": json_schema(GPUS),
         **{name: json_schema(sections[name]) for name in shared},

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dra_driver.model.extra_devices import HostDevice
-
 GROUP_VERSION = "resource.nvidia.com/v1beta1"
 
 DeviceType = Literal["gpu", "mig", "vfio"]
@@ -52,12 +50,10 @@ class Sharing:
 @dataclass(frozen=True, slots=True)
 class GpuConfig:
     """Parameters of whole GPUs. `management` gives a claim with adminAccess what agents such as DCGM need: all GPUs of
-    the node, and the capabilities to monitor and configure MIG. `host_devices` are what the containers get beside the
-    GPU."""
+    the node, and the capabilities to monitor and configure MIG."""
 
     sharing: Sharing | None = None
     management: bool = False
-    host_devices: tuple[HostDevice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,6 @@ class MigDeviceConfig:
 
     sharing: Sharing | None = None
     management: bool = False
-    host_devices: tuple[HostDevice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,14 +22,10 @@ _TYPE_NAMES: dict[DeviceType, str] = {"gpu": "a whole GPU", "mig": "a MIG device
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """Parameters and the entry they came from, as text for messages; None where the default applies.
-
-    `of_claim` says that the claim's author wrote them, not an administrator in a DeviceClass.
-    """
+    """Parameters and the entry they came from, as text for messages; None where the default applies."""
 
     config: OpaqueConfig
     entry: str | None = None
-    of_claim: bool = False
 
 
 def config_for_result(
@@ -60,7 +56,7 @@ def config_for_result(
         if config_type(config) == device_type:
             if manages(config) and not result.admin_access:
                 raise _refused(text, needs_admin_access(result.base_request))
-            resolved = ResolvedConfig(config, text, entry.source == "FromClaim")
+            resolved = ResolvedConfig(config, text)
         elif named:
             raise _refused(
                 text,

@@ -19,8 +19,7 @@ from dra_driver.api.config import (
     VfioDeviceConfig,
 )
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.extra_devices import HOST_DEVICES, in_order
-from dra_driver.model.shapes import Choice, ListField, MapField, Object, Scalar, Words, faults
+from dra_driver.model.shapes import Choice, MapField, Object, Scalar, Words, faults
 from dra_driver.model.units import quantity_bytes
 
 LEAST_MEMORY = 1024 * 1024
@@ -61,11 +60,9 @@ _MPS: Final = Object(
     }
 )
 _MANAGEMENT: Final = Scalar(bool)
-_HOST_DEVICES: Final = ListField(Choice(HOST_DEVICES), None)
 FIELDS: Final[Mapping[str, Object]] = {
     "GpuConfig": Object(
         {
-            "hostDevices": _HOST_DEVICES,
             "sharing": Object(
                 {
                     "strategy": _STRATEGY,
@@ -79,7 +76,6 @@ FIELDS: Final[Mapping[str, Object]] = {
     ),
     "MigDeviceConfig": Object(
         {
-            "hostDevices": _HOST_DEVICES,
             "sharing": Object({"strategy": _STRATEGY, "mpsConfig": _MPS}, ("strategy",)),
             "management": _MANAGEMENT,
         }
@@ -106,10 +102,10 @@ def config_of(kind: str, fields: Mapping[str, Any]) -> OpaqueConfig:
         )
     given = fields.get("sharing")
     sharing = None if given is None else _sharing(given)
-    management, beside = bool(fields.get("management")), in_order(fields.get("hostDevices") or ())
+    management = bool(fields.get("management"))
     if kind == "GpuConfig":
-        return GpuConfig(sharing, management, beside)
-    return MigDeviceConfig(sharing, management, beside)
+        return GpuConfig(sharing, management)
+    return MigDeviceConfig(sharing, management)
 
 
 def _sharing(given: Mapping[str, Any]) -> Sharing:

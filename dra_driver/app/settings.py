@@ -54,7 +54,7 @@ DEFAULT_SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"
 ALL_GPUS = GpuSelector()
 METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "off": (),
-    **dict.fromkeys(("v1alpha1", "v1beta1", "both"), EVERY_METADATA_VERSION),
+    "both": EVERY_METADATA_VERSION,
 }
 """The versions to write, newest first, for each value of `device_metadata`. Readers take the first that they know, and
 some know one version only, so there are always both."""
@@ -202,11 +202,6 @@ _PATH = _begins_with_slash("expected an absolute path")
 _SWITCH = Scalar(bool)
 
 
-def _host_devices(help: str) -> Any:
-    shape = ListField(Choice(HOST_DEVICES), None)
-    return _setting((), help, shape, of_file=in_order, parsed=host_device_list, shown="none")
-
-
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Settings of `run`, as they are used. Paths are as this process sees them unless the name says host.
@@ -347,7 +342,7 @@ class Settings:
     )
     device_metadata: str = _setting(
         "off",
-        "Tell containers of their devices in files: off or both. v1alpha1 and v1beta1 mean both as well.",
+        "Tell containers of their devices in files: off or both.",
         Choice(tuple(METADATA_VERSIONS)),
         of_file=word,
     )
@@ -368,19 +363,20 @@ class Settings:
         parsed=imex_channels,
         shown="off",
     )
-    host_devices: tuple[HostDevice, ...] = _host_devices(
+    host_devices: tuple[HostDevice, ...] = _setting(
+        (),
         "Nodes of the host that every claim gets beside its GPUs: of gds, mofed, gdrcopy and nvswitch, with commas "
-        "between them."
-    )
-    claim_host_devices: tuple[HostDevice, ...] = _host_devices(
-        "Of these nodes, those that the author of any claim may ask for by parameters. DeviceClasses may have all of "
-        "them."
+        "between them.",
+        ListField(Choice(HOST_DEVICES), None),
+        of_file=in_order,
+        parsed=host_device_list,
+        shown="none",
     )
 
     @property
     def extra_devices(self) -> ExtraDevices:
         """What claims get of the host beside their GPUs."""
-        return ExtraDevices(self.imex_channel, self.host_devices, self.claim_host_devices)
+        return ExtraDevices(self.imex_channel, self.host_devices)
 
     @property
     def needs_mps(self) -> bool:

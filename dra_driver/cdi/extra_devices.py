@@ -1,4 +1,4 @@
-"""Extra devices for a claim's containers: looked for before the first step, and again when the spec is written.
+"""Extra devices for a claim's containers. IMEX channels are looked for before the first step, and again for the spec.
 
 | A crash, or a node that vanishes | leaves | Undo |
 |---|---|---|
@@ -12,16 +12,17 @@ Nothing here changes the host, so there is nothing to undo.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 
 import structlog
 
-from dra_driver.cdi.rules.extra_devices import note, refused, with_host_devices
 from dra_driver.host.device_nodes import DeviceNodeReader
 from dra_driver.host.host_devices import HostDeviceFinder
 from dra_driver.host.imex import ImexChannelNodes, ImexDaemon
-from dra_driver.model.driver_files import CdiDevice, HostNode
+from dra_driver.model.driver_files import CdiDevice, CdiMount, HostNode
 from dra_driver.model.driver_programs import FindPrograms
-from dra_driver.model.extra_devices import HostDevice, ImexChannels
+from dra_driver.model.extra_devices import NODE_PATTERNS, REMEDIES, HostDevice, ImexChannels
 from dra_driver.model.host import HostPaths
 from dra_driver.model.plan import Plan, PlannedDevice
 
@@ -41,11 +42,7 @@ class ExtraDeviceFinder:
         self._told: set[HostDevice] = set()
 
     def check(self, plan: Plan) -> None:
-        """Raises: RetryableError if the node lacks what the claim cannot be prepared without."""
-        for planned in plan.devices:
-            for kind in planned.asked_host_devices:
-                if not self._finder.find(kind).nodes:
-                    raise refused(planned, kind)
+        """Raises: RetryableError if the NVIDIA driver has no channels for a claim that needs them."""
         channels = channels_of(plan)
         if channels is not None:
             self._channels.nodes(channels)
@@ -55,11 +52,9 @@ class ExtraDeviceFinder:
         self._daemon.refuse_unready(timeout_s)
 
     def added(self, device: CdiDevice, planned: PlannedDevice) -> CdiDevice:
-        """The device with the nodes of its extra devices. Raises: RetryableError as `check`."""
+        """The device with the nodes of its extra devices, as far as the host has them."""
         for kind in planned.host_devices:
             found = self._finder.find(kind)
-            if not found.nodes and kind in planned.asked_host_devices:
-                raise refused(planned, kind)
             self._tell(kind, is_there=bool(found.nodes))
             device = with_host_devices(device, found.nodes, found.mounts)
         return device
@@ -86,3 +81,19 @@ class ExtraDeviceFinder:
 def channels_of(plan: Plan) -> ImexChannels | None:
     """The channels of a plan: those of its devices, which come from one configuration."""
     return next((planned.imex for planned in plan.devices if planned.imex is not None), None)
+
+
+def with_host_devices(device: CdiDevice, nodes: Sequence[HostNode], mounts: Sequence[CdiMount]) -> CdiDevice:
+    """The device with nodes and mounts that the device does not have yet."""
+    here = {node.node.path for node in (*device.nodes, *device.drm)}
+    return replace(
+        device,
+        nodes=(*device.nodes, *(node for node in nodes if node.node.path not in here)),
+        mounts=(*device.mounts, *mounts),
+    )
+
+
+def note(kind: HostDevice) -> str:
+    """The sentence for a node that lacks what its configuration gives to claims."""
+    paths = NODE_PATTERNS[kind][-1:] if kind == "nvswitch" else NODE_PATTERNS[kind]
+    return f"hostDevices {kind} of the configuration: this node has no {' and no '.join(paths)}; {REMEDIES[kind]}"

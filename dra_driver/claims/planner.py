@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.claims.kubelet_call import KubeletCall
-from dra_driver.claims.rules.extra_devices import gets_channels
+from dra_driver.claims.rules.imex_channels import gets_channels
 from dra_driver.claims.rules.plan import answer, lost_claim, plan_claim
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.errors import NvmlUnavailableError

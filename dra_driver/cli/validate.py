@@ -203,7 +203,7 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
         return None, f"this one has no usable GPU ({reason}); name one with --simulate"
     except OwnershipUnknownError as error:
         return None, f"{error}; run this as root"
-    fit = MachineFit(name, settings.driver_name, slices, settings.extra_devices)
+    fit = MachineFit(name, settings.driver_name, slices)
     if settings.simulate is None and not fit.devices:
         return None, "this one has no GPU; name one with --simulate"
     return fit, counted(len(fit.devices), "device")

@@ -42,17 +42,10 @@ FABRIC_REMEDY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ExtraDevices:
-    """What the node's configuration gives to every claim: `imex` channels only to claims on GPUs in a fabric. For
-    `claim_host_devices` every author of a claim may ask."""
+    """What the node's configuration gives to every claim: `imex` channels only to claims on GPUs in a fabric."""
 
     imex: ImexChannels | None = None
     host_devices: tuple[HostDevice, ...] = ()
-    claim_host_devices: tuple[HostDevice, ...] = ()
-
-    @property
-    def askable(self) -> tuple[HostDevice, ...]:
-        """What the author of any claim may have in its parameters."""
-        return (*self.host_devices, *self.claim_host_devices)
 
 
 NO_EXTRA_DEVICES: Final = ExtraDevices()

@@ -22,9 +22,9 @@ class PlannedDevice:
     """One allocation result of ours, the device that it names, and how the claim uses the device. `managed` are the
     GPUs that containers get beside it, for a claim that manages the node.
 
-    `imex` and `host_devices` are what its containers get beside it. The claim itself asked for `asked_host_devices`,
-    and cannot be prepared without. A device for a virtual machine goes by the kernel's iommufd if the claim
-    `prefers_iommufd` and the host has it; its containers get the node of the interface too if `has_api_device`.
+    `imex` and `host_devices` are what its containers get beside it. A device for a virtual machine goes by the kernel's
+    iommufd if the claim `prefers_iommufd` and the host has it; its containers get the node of the interface too if
+    `has_api_device`.
     """
 
     result: DeviceResult
@@ -33,7 +33,6 @@ class PlannedDevice:
     managed: tuple[Gpu, ...] = ()
     imex: ImexChannels | None = None
     host_devices: tuple[HostDevice, ...] = ()
-    asked_host_devices: tuple[HostDevice, ...] = ()
     prefers_iommufd: bool = False
     has_api_device: bool = False
 

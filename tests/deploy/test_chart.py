@@ -176,16 +176,14 @@ def test_what_claims_get_beside_their_gpus_is_what_the_driver_takes() -> None:
         [container] = one(template(values), "DaemonSet", NAME)["spec"]["template"]["spec"]["containers"]
         given = {entry["name"].lower(): entry["value"] for entry in container["env"] if "value" in entry}
         return resolve(
-            {"node_name": "n"}
-            | {name: given.get(name) for name in ("imex_channel", "host_devices", "claim_host_devices")},
+            {"node_name": "n"} | {name: given.get(name) for name in ("imex_channel", "host_devices")},
             None,
         )
 
     for channel in (0, 7, "all"):
         given = {"imex": {"channel": channel}, "hostDevices": ["nvswitch", "gds"]}
-        found = settings(given | {"claimHostDevices": ["mofed"]})
+        found = settings(given)
         assert (found.imex_channel, found.extra_devices.host_devices) == (channel, ("gds", "nvswitch"))
-        assert found.extra_devices.claim_host_devices == ("mofed",)
     for off in ("off", False):
         assert settings({"imex": {"channel": off}}).extra_devices == settings({}).extra_devices
 

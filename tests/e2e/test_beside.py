@@ -15,6 +15,7 @@ from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import Prepared
 from tests.deploy.test_beside_compute_domains import CLASSES as COMPUTE_DOMAIN_CLASSES
 from tests.e2e.conftest import DAEMONSET, NAMESPACE, PLUGIN_DIR, Cluster, install, wait_for
+from tests.e2e.test_metadata import roll_out
 from tests.kubelet.support import FakeClaims, OtherDriver
 
 pytestmark = pytest.mark.cluster
@@ -240,33 +241,28 @@ def test_the_job_over_two_trays_is_what_the_server_takes(cluster: Cluster) -> No
 
 @pytest.fixture
 def storage(cluster: Cluster) -> Iterator[None]:
-    """A node whose modules for GPUDirect Storage and GDRCopy are loaded."""
+    """A node whose modules for GPUDirect Storage and GDRCopy are loaded, and whose plugin gives claims their nodes."""
     cluster.simulate("host-devices", "gds", "gdrcopy")
     try:
+        roll_out(cluster, "HOST_DEVICES=gds,gdrcopy")
         yield
     finally:
         cluster.simulate("host-devices")
+        roll_out(cluster, "HOST_DEVICES-")
 
 
-def test_a_container_gets_the_nodes_of_the_host_that_it_asks_for(
+def test_container_on_a_node_with_host_devices_gets_their_nodes_and_files(
     cluster: Cluster, storage: None, example: Callable[..., None]
 ) -> None:
-    example("host-devices")
-    cluster.wait_running("host-devices")
-    assert len(cluster.seen_by("host-devices")) == 1
+    example("one-gpu")
+    cluster.wait_running("one-gpu")
     command = (
         "ls -d /dev/nvidia-fs* /dev/gdrdrv /run/udev; cat /etc/cufile.json; [ -c /dev/gdrdrv ] && echo node"
     )
-    told = cluster.kubectl("exec", "host-devices", "--", "sh", "-c", command).split()
+    told = cluster.kubectl("exec", "one-gpu", "--", "sh", "-c", command).split()
     assert told[:10] == [
         *sorted(["/dev/gdrdrv", *(f"/dev/nvidia-fs{number}" for number in range(8))]),
         "/run/udev",
     ]
     assert told[-1] == "node"
     assert "logging" in " ".join(told)
-
-
-def test_a_pod_is_told_which_module_its_node_lacks(cluster: Cluster, example: Callable[..., None]) -> None:
-    example("host-devices")
-    wait_for("the pod to be told", lambda: "hostDevices gds" in cluster.told_of("host-devices", "default"))
-    assert "modprobe nvidia-fs" in cluster.told_of("host-devices", "default")

@@ -31,7 +31,6 @@ from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.sharing_mode import LostMps, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, WriteCdiSpec
 from dra_driver.slices.rules.build import build_pool
-from tests.api.parameter_table import parameters
 from tests.fakes.samples import MIXED, h100, inventory
 from tests.fakes.tables import data_of, tabled
 from tests.fakes.waiting import eventually
@@ -476,7 +475,7 @@ def section(name: str) -> str:
 
 
 WHOLE = (
-    "admin-access", "cuda-job", "extended-resource", "gpu-feature-discovery", "host-devices", "jobset", "kai",
+    "admin-access", "cuda-job", "extended-resource", "gpu-feature-discovery", "jobset", "kai",
     "kueue", "monitoring-daemonset", "mps-shared-claim", "nvlink-domain", "one-gpu", "pytorch-ddp", "selectors",
     "shared-claim", "time-slicing", "two-claims", "volcano",
 )  # fmt: skip
@@ -499,22 +498,6 @@ def test_all_examples_are_right() -> None:
     assert [
         hint for report in reports for hint in report["hints"] if "extendedResourceName" not in hint
     ] == []
-
-
-@tabled("configuration", "code")
-def test_nodes_of_the_host_that_the_configuration_does_not_allow_are_a_fault(
-    tmp_path: Path, configuration: str, code: int
-) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text(configuration)
-    opaque = {"driver": DRIVER, "parameters": parameters(hostDevices=["gds"])}
-    asking = claim("training", request() | {"config": [{"opaque": opaque}]})
-    arguments = ("-", "--simulate", "dgx-h100", "--config", str(config))
-    exit_code, [report], _ = validate(*arguments, stdin=yaml.safe_dump(asking))
-    assert exit_code == code
-    assert [("hostDevices gds" in fault, "claimHostDevices" in fault) for fault in report["faults"]] == [
-        (True, True)
-    ] * code
 
 
 @pytest.mark.parametrize("machine", ["dgx-h100", "h100-mig-static"])

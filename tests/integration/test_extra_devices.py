@@ -15,9 +15,7 @@ import structlog
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.host import imex
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
-from dra_driver.model.extra_devices import HOST_DEVICES
 from dra_driver.model.plan import Plan
-from tests.api.parameter_table import parameters
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import DRIVER, Node
 
@@ -56,12 +54,6 @@ def beside(node: Node, ref: ClaimRef) -> dict[str, list[str]]:
         ]
         for device in spec_of(node, ref)["devices"]
     }
-
-
-def asking(node: Node, name: str, *kinds: str, request: str = "gpu", count: int = 1) -> ClaimRef:
-    opaque = {"driver": DRIVER, "parameters": parameters(hostDevices=list(kinds))}
-    asked = {"name": request, "exactly": {"deviceClassName": "gpu.nvidia.com", "count": count}}
-    return node.claim(name, {"requests": [asked], "config": [{"requests": [request], "opaque": opaque}]})
 
 
 # --- IMEX channels ------------------------------------------------------------------------------
@@ -205,6 +197,9 @@ def test_by_configuration_every_claim_gets_what_is_there(make_node: Make) -> Non
         *(f"/dev/nvidia-nvswitch{number}" for number in range(4)),
     ]
     [device] = spec_of(node, first)["devices"]
+    # The simulated storage nodes belong to root only; one of another group would not open for other users.
+    nodes = device["containerEdits"]["deviceNodes"]
+    assert {one["fileMode"] for one in nodes if "nvidia-fs" in one["path"]} == {0o660}
     mounts = {one["containerPath"]: one["hostPath"] for one in device["containerEdits"]["mounts"]}
     root = str(node.machine.host_root)
     assert mounts == {"/run/udev": f"{root}/run/udev", "/etc/cufile.json": f"{root}/etc/cufile.json"}
@@ -212,91 +207,6 @@ def test_by_configuration_every_claim_gets_what_is_there(make_node: Make) -> Non
     assert told["notes"] == [
         "hostDevices gdrcopy of the configuration: this node has no /dev/gdrdrv; `modprobe gdrdrv` on the node, and "
         "start the service gdrcopy"
-    ]
-
-
-def test_by_parameters_the_devices_of_a_request_get_them(make_node: Make) -> None:
-    node = make_node()
-    node.machine.set_host_devices(["gdrcopy"])
-    node.running(claim_host_devices=HOST_DEVICES)
-    opaque = {"driver": DRIVER, "parameters": parameters(hostDevices=["gdrcopy", "nvswitch", "gdrcopy"])}
-    one = {"deviceClassName": "gpu.nvidia.com"}
-    ref = node.claim(
-        "training",
-        {
-            "requests": [{"name": "with", "exactly": one}, {"name": "without", "exactly": one}],
-            "config": [{"requests": ["with"], "opaque": opaque}],
-        },
-    )
-    outcome = node.ready(ref)
-    by_request = {device.requests[0]: device.device for device in outcome.devices}
-    found = beside(node, ref)
-    assert found[by_request["without"]] == []
-    assert found[by_request["with"]] == [
-        "/dev/gdrdrv", "/dev/nvidia-nvswitchctl", *(f"/dev/nvidia-nvswitch{number}" for number in range(4)),
-    ]  # fmt: skip
-
-
-def test_what_a_claim_asks_for_and_the_node_lacks(make_node: Make) -> None:
-    node = make_node()
-    node.machine.set_host_devices(["gds"])
-    node.running(claim_host_devices=HOST_DEVICES)
-    lacking, fine = asking(node, "lacking", "gds", "mofed"), asking(node, "fine", "gds")
-    outcomes = node.prepare(lacking, fine)
-    assert isinstance(outcomes[fine.uid], Prepared)
-    assert outcomes[lacking.uid].error.endswith(
-        "request gpu: its parameters ask for hostDevices mofed, but this node has no /dev/infiniband/uverbs* and no "
-        "/dev/infiniband/rdma_cm; load the RDMA drivers on the node (`modprobe ib_uverbs rdma_ucm`), or remove mofed "
-        "from the parameters"
-    )
-    assert node.records() == [f"{fine.uid}.json"]
-    # The simulated storage nodes belong to root only; one of another group would not open for other users.
-    [device] = spec_of(node, fine)["devices"]
-    modes = {one["fileMode"] for one in device["containerEdits"]["deviceNodes"] if "nvidia-fs" in one["path"]}
-    assert modes == {0o660}
-    node.machine.set_host_devices(["gds", "mofed"])
-    node.ready(lacking)
-
-
-def test_nodes_that_vanish_before_the_spec_is_written(
-    make_node: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node = make_node()
-    node.machine.set_host_devices(["gds"])
-    node.running(claim_host_devices=HOST_DEVICES)
-    other = node.claim("other")
-    node.ready(other)
-    spec = spec_of(node, other)
-    check = ExtraDeviceFinder.check
-
-    def then_gone(self: ExtraDeviceFinder, plan: Plan) -> None:
-        check(self, plan)
-        node.machine.set_host_devices([])
-
-    monkeypatch.setattr(ExtraDeviceFinder, "check", then_gone)
-    node.refused(asking(node, "training", "gds"), "hostDevices gds", "/dev/nvidia-fs*", "modprobe nvidia-fs")
-    assert spec_of(node, other) == spec
-
-
-def test_no_mig_device_is_made_for_a_claim_that_lacks_something(make_node: Make) -> None:
-    node = make_node("h100-mig-empty")
-    node.start_driver(dynamic_mig=True, claim_host_devices=HOST_DEVICES)
-    devices = eventually(node.devices)
-    name = next(device["name"] for device in devices if "1g10gb" in device["name"])
-    opaque = {"driver": DRIVER, "parameters": parameters("MigDeviceConfig", hostDevices=["gds"])}
-    config = [{"source": "FromClaim", "requests": [], "opaque": opaque}]
-    ref = node.allocated_by_hand("training", name, config=config)
-    before = node.machine.current().by_uuid
-    node.refused(ref, "hostDevices gds")
-    assert all(not gpu.instances for gpu in node.machine.current().present)
-    assert {uuid: gpu.mig_serial for uuid, gpu in node.machine.current().by_uuid.items()} == {
-        uuid: gpu.mig_serial for uuid, gpu in before.items()
-    }
-    node.machine.set_host_devices(["gds"])
-    node.ready(ref)
-    [paths] = beside(node, ref).values()
-    assert [path for path in paths if "nvidia-cap" not in path] == [
-        f"/dev/nvidia-fs{number}" for number in range(8)
     ]
 
 

@@ -22,10 +22,10 @@ from dra_driver.cdi.rules.metadata import cdi_id as metadata_cdi_id
 from dra_driver.cdi.rules.metadata import check_names
 from dra_driver.cdi.rules.spec import cdi_id
 from dra_driver.cdi.rules.spec_devices import SpecDevice
-from dra_driver.claims.rules.extra_devices import asked_host_devices, imex_of
+from dra_driver.claims.rules.imex_channels import imex_of
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError, RetryableError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
-from dra_driver.model.extra_devices import HOST_DEVICES, NO_EXTRA_DEVICES, ExtraDevices, in_order
+from dra_driver.model.extra_devices import NO_EXTRA_DEVICES, ExtraDevices
 from dra_driver.model.ids import gpu_of_device
 from dra_driver.model.inventory import (
     DynamicMigDevice,
@@ -105,9 +105,9 @@ def plan_claim(
         _planned(result, offered, usage, resolved, inventory)
         for (result, offered), usage, resolved in zip(found, usages, parameters, strict=True)
     )
-    if extra_devices != NO_EXTRA_DEVICES or claim.configs or kept is not None:
+    if extra_devices != NO_EXTRA_DEVICES or kept is not None:
         held = known.devices if known is not None and kept is not None else None
-        devices = _with_extra_devices(claim, devices, parameters, driver, extra_devices, inventory, held)
+        devices = _with_extra_devices(devices, extra_devices, inventory, held)
     if kept is None:
         wanted = [(device.result.request, device.held()) for device in devices]
         records = list(others)
@@ -224,29 +224,21 @@ def _manages(result: DeviceResult, resolved: ResolvedConfig) -> bool:
 
 
 def _with_extra_devices(
-    claim: AllocatedClaim,
     devices: Sequence[PlannedDevice],
-    parameters: Sequence[ResolvedConfig],
-    driver: str,
     extra_devices: ExtraDevices,
     inventory: Inventory,
     held: Sequence[HeldDevice] | None,
 ) -> tuple[PlannedDevice, ...]:
     """The devices with what comes beside them. A prepared claim keeps what it `held`, whatever the node gives now."""
     planned = []
-    allowed = extra_devices.askable if held is None else HOST_DEVICES
-    for number, (device, resolved) in enumerate(zip(devices, parameters, strict=True)):
+    for number, device in enumerate(devices):
         if isinstance(device.offered, VfioDevice):
             planned.append(device)
-            continue
-        asked = asked_host_devices(claim, device.result, resolved, driver, allowed)
-        if held is not None:
-            # An older release that served in between may have dropped from the record what the claim asked for.
-            imex, given = held[number].imex, in_order((*held[number].host_devices, *asked))
+        elif held is not None:
+            planned.append(replace(device, imex=held[number].imex, host_devices=held[number].host_devices))
         else:
             imex = imex_of(device.result, device.offered, extra_devices.imex, inventory)
-            given = in_order((*extra_devices.host_devices, *asked))
-        planned.append(replace(device, imex=imex, host_devices=given, asked_host_devices=asked))
+            planned.append(replace(device, imex=imex, host_devices=extra_devices.host_devices))
     return tuple(planned)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from dra_driver.api.config import DEFAULTS as KINDS
 from dra_driver.api.resolve import config_for_result
 from dra_driver.base.bounded_call import bounded
-from dra_driver.claims.rules.extra_devices import asked_host_devices
 from dra_driver.claims.rules.plan import is_for_virtual_machine
 from dra_driver.cli.validation.rules.allocator import (
     AllocationError,
@@ -25,7 +24,6 @@ from dra_driver.cli.validation.rules.explain import Funnel, funnel, largest_grou
 from dra_driver.errors import DraDriverError, RetryableError
 from dra_driver.kube.claims import parse_allocated_claim
 from dra_driver.model.claim import ClaimRef
-from dra_driver.model.extra_devices import NO_EXTRA_DEVICES, ExtraDevices
 from dra_driver.model.json_object import JsonObject
 from dra_driver.model.units import counted
 
@@ -52,13 +50,11 @@ class Fit:
 
 @dataclass(eq=False)
 class MachineFit:
-    """One empty machine: nothing of it is allocated yet. `extra_devices` are what the configuration of gpu-dra-driver
-    there gives to claims beside their GPUs."""
+    """One empty machine: nothing of it is allocated yet."""
 
     name: str
     driver: str
     slices: Sequence[JsonObject]
-    extra_devices: ExtraDevices = NO_EXTRA_DEVICES
 
     def __post_init__(self) -> None:
         self._node = str(self.slices[0]["spec"]["nodeName"]) if self.slices else self.name
@@ -167,8 +163,7 @@ class MachineFit:
             devices = [(result, kinds[result.device]) for result in ours if kinds.get(result.device) in KINDS]
             is_for_virtual_machine(devices)
             for result, kind in devices:
-                parameters = config_for_result(result, claim.configs, self.driver, kind)
-                asked_host_devices(claim, result, parameters, self.driver, self.extra_devices.askable)
+                config_for_result(result, claim.configs, self.driver, kind)
         except DraDriverError as error:
             return f"allocated on {self.name}, Prepare would refuse it: {error}"
         return None

@@ -1,15 +1,12 @@
-"""Decides the extra devices of a claim's devices: by the node's configuration and the claim's parameters."""
+"""Decides which IMEX channels come with a device of a claim, by the node's configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Final
 
-from dra_driver.api.config import GpuConfig, MigDeviceConfig, OpaqueConfig, config_type
-from dra_driver.api.resolve import ResolvedConfig, config_for_result
 from dra_driver.errors import ClaimRefusedError, RetryableError
-from dra_driver.model.claim import AllocatedClaim, DeviceResult
-from dra_driver.model.extra_devices import FABRIC_REMEDY, MOST_IMEX_CHANNELS, HostDevice, ImexChannels
+from dra_driver.model.claim import DeviceResult
+from dra_driver.model.extra_devices import FABRIC_REMEDY, MOST_IMEX_CHANNELS, ImexChannels
 from dra_driver.model.inventory import Inventory, OfferedDevice, WholeGpu
 
 _UNREADY: Final = {
@@ -17,38 +14,6 @@ _UNREADY: Final = {
     "broken": "could not be registered with its NVLink fabric",
     "unknown": "does not tell whether it is registered with an NVLink fabric",
 }
-
-
-def asked_host_devices(
-    claim: AllocatedClaim,
-    result: DeviceResult,
-    parameters: ResolvedConfig,
-    driver: str,
-    allowed: Collection[HostDevice],
-) -> tuple[HostDevice, ...]:
-    """What the `parameters` of a device ask for beside it.
-
-    Administrators ask in a DeviceClass, or with adminAccess. The author of a claim may ask for what is `allowed`, and
-    for what the class gives: its entry is not merged with that of the claim. Raises: InvalidConfigError;
-    ClaimRefusedError if they ask for more.
-    """
-    asked = _of(parameters.config)
-    if not asked or not parameters.of_claim or result.admin_access:
-        return asked
-    of_class = [entry for entry in claim.configs if entry.source == "FromClass"]
-    given = _of(config_for_result(result, of_class, driver, config_type(parameters.config)).config)
-    more = [one for one in asked if one not in allowed and one not in given]
-    if more:
-        raise ClaimRefusedError(
-            f"request {result.request}: its parameters ask for hostDevices {', '.join(more)}, which this node gives "
-            "to no claim that asks for it; use a DeviceClass that has these parameters, or have an administrator add "
-            "it to claimHostDevices (--claim-host-devices) of gpu-dra-driver"
-        )
-    return asked
-
-
-def _of(config: OpaqueConfig) -> tuple[HostDevice, ...]:
-    return config.host_devices if isinstance(config, GpuConfig | MigDeviceConfig) else ()
 
 
 def imex_of(

@@ -1,4 +1,4 @@
-"""What comes beside a device: by the node's configuration, by the claim's parameters, and kept once it was given."""
+"""What comes beside a device: by the node's configuration, and kept once it was given."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import pytest
 
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError, RetryableError
-from dra_driver.model.claim import DeviceConfig
 from dra_driver.model.extra_devices import FABRIC_REMEDY, ExtraDevices
 from dra_driver.model.gpu import Fabric, UnreadyFabric
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
-from tests.api.parameter_table import parameters
 from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, claim, h100, inventory, result
 
 INSIDE = h100(0, fabric=Fabric("7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11", (3,)))
@@ -25,13 +23,8 @@ IN, OUT = NODES.by_name
 
 
 def planned(*results: Any, node: Inventory = NODES, known: ClaimRecord | None = None, **more: Any) -> Plan:
-    configs = more.pop("configs", ())
-    wanted = replace(claim(), results=tuple(results), configs=configs)
+    wanted = replace(claim(), results=tuple(results))
     return plan_claim(wanted, node, NODE, DRIVER, (), known=known, extra_devices=ExtraDevices(**more))
-
-
-def config(source: Any, requests: tuple[str, ...], *kinds: str) -> DeviceConfig:
-    return DeviceConfig(source, requests, DRIVER, parameters(hostDevices=list(kinds)))
 
 
 def test_only_devices_in_a_fabric_that_are_used_get_the_channel() -> None:
@@ -87,44 +80,6 @@ def test_channels_that_the_driver_does_not_have(
     with pytest.raises(error, match=said):
         planned(result(IN), node=replace(NODES, imex_channels=count), imex=channels)
     assert not planned(result(OUT), node=replace(NODES, imex_channels=count), imex=channels).has_extra_devices
-
-
-def test_the_claim_asks_in_addition_to_the_node() -> None:
-    configs = (config("FromClass", (), "nvswitch"), config("FromClaim", ("a",), "mofed", "gds"))
-    plan = planned(
-        *(result(IN, "a"), result(OUT, "b")),
-        configs=configs,
-        host_devices=("gdrcopy", "gds"),
-        claim_host_devices=("gds", "mofed"),
-    )
-    assert [device.host_devices for device in plan.devices] == [
-        ("gds", "mofed", "gdrcopy"),
-        ("gds", "gdrcopy", "nvswitch"),
-    ]
-    assert [device.asked_host_devices for device in plan.devices] == [("gds", "mofed"), ("nvswitch",)]
-
-
-def test_an_author_of_claims_may_ask_for_what_the_node_allows() -> None:
-    configs = (config("FromClaim", ("a",), "mofed", "gds"),)
-    for allowed in ((), ("gds",), ("nvswitch", "gds")):
-        with pytest.raises(
-            ClaimRefusedError, match=r"request a: its parameters ask for hostDevices .*mofed, which this"
-        ):
-            planned(result(IN, "a"), configs=configs, claim_host_devices=allowed, host_devices=("gdrcopy",))
-    of_class = config("FromClass", ("a",), "gds", "mofed", "nvswitch")
-    for granted in (
-        planned(result(IN, "a"), configs=configs, claim_host_devices=("mofed", "gds")),
-        planned(result(IN, "a", admin_access=True), configs=configs),
-        planned(result(IN, "a"), configs=(config("FromClass", ("a",), "mofed", "gds"),)),
-        planned(result(IN, "a"), configs=configs, host_devices=("mofed",), claim_host_devices=("gds",)),
-        planned(result(IN, "a"), configs=(of_class, *configs)),
-    ):
-        assert granted.devices[0].host_devices == ("gds", "mofed")
-    first = planned(result(IN, "a"), configs=configs, claim_host_devices=("mofed", "gds"))
-    record = ClaimRecord(first.claim, "prepared", "boot", first.held_devices(), first.steps)
-    assert planned(result(IN, "a"), configs=configs, known=record).devices == first.devices
-    forgot = replace(record, devices=tuple(replace(one, host_devices=()) for one in record.devices))
-    assert planned(result(IN, "a"), configs=configs, known=forgot).devices == first.devices
 
 
 def test_a_prepared_claim_keeps_it_and_a_half_prepared_one_does_not() -> None:
