@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from playground.apiserver.json_copy import copy_json
+from playground.apiserver.store import copy_json
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import FIELD_MANAGER

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from playground.apiserver.names import is_label_key, is_label_value
+from playground.apiserver.rules import is_label_key, is_label_value
 
 from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from playground.apiserver.names import generated_name
-from playground.apiserver.rules import claim_faults, default_claim_spec, slice_faults
+from playground.apiserver.rules import claim_faults, default_claim_spec, generated_name, slice_faults
 
 _POOL = {"name": "n", "generation": 1, "resourceSliceCount": 1}
 _TAINT = {"key": "a/b", "value": "c", "effect": "NoSchedule"}

@@ -8,12 +8,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 from playground.apiserver.failure import Cause, already_exists, bad_request, conflict, invalid, not_found
-from playground.apiserver.gates import drop_disabled
-from playground.apiserver.json_copy import copy_json
-from playground.apiserver.names import generated_name, is_subdomain
 from playground.apiserver.resources import BY_PLURAL, Resource
-from playground.apiserver.rules import CHECKS, default_claim_spec, drop_deallocated, slice_faults
-from playground.apiserver.store import Key, Object, Store
+from playground.apiserver.rules import (
+    CHECKS,
+    default_claim_spec,
+    drop_deallocated,
+    drop_disabled,
+    generated_name,
+    is_subdomain,
+    slice_faults,
+)
+from playground.apiserver.store import Key, Object, Store, copy_json
 
 _KEPT = ("uid", "creationTimestamp", "deletionTimestamp", "namespace", "generateName")
 _MODIFIED = "the object has been modified; please apply your changes to the latest version and try again"
@@ -131,19 +136,6 @@ class Operations:
 def now() -> str:
     """The time as the API writes it, in whole seconds."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def merge_patch(target: Any, patch: Any) -> Any:
-    """JSON merge patch, RFC 7386; nothing is modified in place."""
-    if not isinstance(patch, dict):
-        return patch
-    result = dict(target) if isinstance(target, dict) else {}
-    for key, value in patch.items():
-        if value is None:
-            result.pop(key, None)
-        else:
-            result[key] = merge_patch(result.get(key), value)
-    return result
 
 
 def _metadata(obj: Object) -> Object:

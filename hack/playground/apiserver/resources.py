@@ -1,14 +1,19 @@
-"""The resources that the playground's API server knows, and the parts of a request path."""
+"""The resources that the playground's API server knows: the parts of a request path, and the discovery documents."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 from urllib.parse import unquote
 
 from playground.apiserver.failure import path_not_found
 
 RESOURCE_GROUP = "resource.k8s.io"
-RESOURCE_VERSIONS = ("v1", "v1beta2", "v1beta1")
+RESOURCE_VERSIONS = ("v1",)
+_VERSION_INFO = {
+    "major": "1", "gitCommit": "", "gitTreeState": "", "buildDate": "", "goVersion": "", "compiler": "",
+    "platform": "linux/amd64",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +27,6 @@ class Resource:
     has_status: bool = False
     short_names: tuple[str, ...] = ()
     version: str = "v1"  # of its group, where only one is served
-
-    @property
-    def verbs(self) -> tuple[str, ...]:
-        """What discovery announces."""
-        return ("create", "delete", "get", "list", "patch", "update", "watch")
 
 
 RESOURCES = (
@@ -55,6 +55,16 @@ class Route:
     name: str | None = None
     subresource: str | None = None
 
+    @property
+    def api_version(self) -> str:
+        """`apiVersion` of its objects."""
+        return f"{self.resource.group}/{self.version}" if self.resource.group else self.version
+
+    def shown(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """A stored object as an answer has it; not a copy. The versions of a group differ in nothing else here."""
+        shown = {"kind": self.resource.kind, "apiVersion": self.api_version}
+        return shown | {key: value for key, value in stored.items() if key not in shown}
+
 
 def parse_path(path: str, served: tuple[str, ...]) -> Route:
     """The route of an API path, its segments still quoted. Raises: ApiFailure 404 if this server does not serve it."""
@@ -82,3 +92,81 @@ def parse_path(path: str, served: tuple[str, ...]) -> Route:
     if resource.namespaced and route.name is not None and namespace is None:
         raise path_not_found()
     return route
+
+
+def document(path: str, served: tuple[str, ...], minor: int) -> dict[str, Any] | None:
+    """The discovery document at a path of Kubernetes 1.`minor`, None if there is none there."""
+    groups = {one.group: served if one.group == RESOURCE_GROUP else ("v1",) for one in RESOURCES if one.group}
+    groups = {name: versions for name, versions in groups.items() if versions}
+    match [part for part in path.split("/") if part]:
+        case ["version"]:
+            return {**_VERSION_INFO, "minor": str(minor), "gitVersion": f"v1.{minor}.0-playground"}
+        case ["api"]:
+            return {"kind": "APIVersions", "apiVersion": "v1", "versions": ["v1"]}
+        case ["api", "v1"]:
+            return _resource_list("", "v1")
+        case ["apis"]:
+            listed = [_group(*entry) for entry in groups.items()]
+            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": listed}
+        case ["apis", group] if group in groups:
+            return {"kind": "APIGroup", "apiVersion": "v1"} | _group(group, groups[group])
+        case ["apis", group, version] if version in groups.get(group, ()):
+            return _resource_list(group, version)
+        case ["openapi", "v3"]:
+            paths = [
+                "api/v1",
+                *(f"apis/{name}/{one}" for name, versions in groups.items() for one in versions),
+            ]
+            return {"paths": {entry: {"serverRelativeURL": f"/openapi/v3/{entry}"} for entry in paths}}
+        case ["openapi", "v3", "api", "v1"]:
+            return _schema("", "v1")
+        case ["openapi", "v3", "apis", group, version] if group in groups:
+            return _schema(group, version)
+    return None
+
+
+def _schema(group: str, version: str) -> dict[str, Any]:
+    """As much of an OpenAPI document as `kubectl apply` looks for: it leaves validation to this server."""
+    patches = {
+        f"/{resource.plural}/{{name}}": {
+            "patch": {
+                "x-kubernetes-group-version-kind": {
+                    "group": group,
+                    "version": version,
+                    "kind": resource.kind,
+                },
+                "parameters": [{"name": "fieldValidation", "in": "query"}],
+            }
+        }
+        for resource in RESOURCES
+        if resource.group == group
+    }
+    return {"openapi": "3.0.0", "info": {"title": "playground", "version": version}, "paths": patches}
+
+
+def _group(name: str, served: tuple[str, ...]) -> dict[str, Any]:
+    versions = [{"groupVersion": f"{name}/{version}", "version": version} for version in served]
+    return {"name": name, "versions": versions, "preferredVersion": versions[0]}
+
+
+def _resource_list(group: str, version: str) -> dict[str, Any]:
+    found = [entry for resource in RESOURCES if resource.group == group for entry in _entries(resource)]
+    full = f"{group}/{version}" if group else version
+    return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": full, "resources": found}
+
+
+def _entries(resource: Resource) -> list[dict[str, Any]]:
+    main: dict[str, Any] = {
+        "name": resource.plural,
+        "singularName": resource.kind.lower(),
+        "namespaced": resource.namespaced,
+        "kind": resource.kind,
+        "verbs": ["create", "delete", "get", "list", "patch", "update", "watch"],
+    }
+    if resource.short_names:
+        main["shortNames"] = list(resource.short_names)
+    if not resource.has_status:
+        return [main]
+    status = main | {"name": f"{resource.plural}/status", "singularName": ""}
+    status.pop("shortNames", None)
+    return [main, status | {"verbs": ["get", "patch", "update"]}]

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
-from playground.apiserver.apply import APPLY_TYPE, applied_status
-from playground.apiserver.convert import api_version, decode, encode
+from playground.apiserver.apply import APPLY_TYPE, applied_status, check_manager, merge_patch
 from playground.apiserver.failure import ApiFailure, Cause, bad_request, invalid, not_found
-from playground.apiserver.json_copy import copy_json
-from playground.apiserver.operations import Operations, merge_patch
+from playground.apiserver.operations import Operations
 from playground.apiserver.resources import Resource, Route
-from playground.apiserver.selectors import selector
-from playground.apiserver.store import Key, Object
+from playground.apiserver.store import Key, Object, copy_json, selector
 from playground.apiserver.tables import ACCEPTED, table
 
 _METADATA_LIST = "as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
@@ -42,39 +39,30 @@ class Call:
     accept: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """HTTP code and JSON document."""
-
-    code: int
-    document: dict[str, Any]
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-
 class Rest:
     """Serves everything but watches and discovery."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
 
-    def handle(self, call: Call) -> Answer:
-        """Raises: ApiFailure."""
+    def handle(self, call: Call) -> tuple[int, dict[str, Any]]:
+        """HTTP code and JSON document. Raises: ApiFailure."""
         named = call.route.name is not None
         match call.method:
             case "GET" if named:
-                shown = self._shown(call.route, self._existing(call.route))
+                shown = call.route.shown(self._existing(call.route))
                 is_table = ACCEPTED in call.accept and call.route.subresource is None
-                return Answer(200, table([shown], {}) if is_table else shown)
+                return 200, table([shown], {}) if is_table else shown
             case "GET":
-                return Answer(200, self._list(call))
+                return 200, self._list(call)
             case "POST" if not named:
-                return Answer(201, self._create(call))
+                return 201, self._create(call)
             case "PUT" if named:
-                return Answer(200, self._update(call, _decoded(call)))
+                return 200, self._update(call, _decoded(call))
             case "PATCH" if named:
-                return Answer(200, self._patch(call))
+                return 200, self._patch(call)
             case "DELETE" if named and call.route.subresource is None:
-                return Answer(200, self._delete(call))
+                return 200, self._delete(call)
         text = "the server does not allow this method on the requested resource"
         raise ApiFailure(405, "MethodNotAllowed", text, details={})
 
@@ -103,7 +91,7 @@ class Rest:
         stored = self._operations.create(
             call.route.resource, call.route.namespace, obj, dry_run=_is_dry_run(call, "CreateOptions")
         )
-        return self._shown(call.route, stored)
+        return call.route.shown(stored)
 
     def _update(self, call: Call, obj: Object) -> dict[str, Any]:
         route = call.route
@@ -117,7 +105,7 @@ class Rest:
             status=route.subresource == "status",
             dry_run=_is_dry_run(call, "UpdateOptions"),
         )
-        return self._shown(route, stored)
+        return route.shown(stored)
 
     def _patch(self, call: Call) -> dict[str, Any]:
         if call.content_type == APPLY_TYPE and _is_claim_status(call.route):
@@ -129,13 +117,13 @@ class Rest:
             raise ApiFailure(415, "UnsupportedMediaType", text)
         route, patch = call.route, _json(call.body)
         with self._operations.store.changed:
-            current = self._shown(route, self._existing(route))
+            current = route.shown(self._existing(route))
             patched = merge_patch(current, patch)
             if not (patch.get("metadata") or {}).get("resourceVersion"):
                 # A new dict: without metadata in the patch, this one is still the stored object's own.
                 metadata = {k: v for k, v in patched["metadata"].items() if k != "resourceVersion"}
                 patched["metadata"] = metadata
-            return self._update(call, decode(route.resource, route.version, patched))
+            return self._update(call, _stored(route, patched))
 
     def _apply(self, call: Call) -> dict[str, Any]:
         route, patch = call.route, _decoded(call)
@@ -153,11 +141,7 @@ class Rest:
     def _apply_whole(self, call: Call) -> dict[str, Any]:
         """As one manager alone sees it: what is applied is laid over what is there, and lists are replaced."""
         route, patch = call.route, _decoded(call)
-        if not call.query.get("fieldManager"):
-            missing = Cause(
-                "fieldManager", "Required value: is required for apply patch", "FieldValueRequired"
-            )
-            raise invalid("meta.k8s.io", "PatchOptions", "", [missing])
+        check_manager(call.query.get("fieldManager", ""))
         with self._operations.store.changed:
             existing = self._operations.store.get(route.resource, _key(route))
             if existing is None:
@@ -179,18 +163,15 @@ class Rest:
         )
         return _deleted(route.resource, gone)
 
-    def _shown(self, route: Route, stored: Object) -> dict[str, Any]:
-        return encode(route.resource, route.version, stored)
-
 
 def _list_document(route: Route, items: list[Object], version: int) -> dict[str, Any]:
     """As the API server does, the items of a list carry no kind."""
-    shown = [encode(route.resource, route.version, item) for item in items]
+    shown = [route.shown(item) for item in items]
     for item in shown:
         item.pop("kind"), item.pop("apiVersion")
     return {
         "kind": f"{route.resource.kind}List",
-        "apiVersion": api_version(route.resource, route.version),
+        "apiVersion": route.api_version,
         "metadata": {"resourceVersion": str(version)},
         "items": shown,
     }
@@ -272,11 +253,16 @@ def _is_dry_run(call: Call, kind: str, options: Mapping[str, Any] | None = None)
 
 def _decoded(call: Call) -> Object:
     route, obj = call.route, _json(call.body)
-    wanted = api_version(route.resource, route.version)
+    wanted = route.api_version
     if obj.get("apiVersion", wanted) != wanted or obj.get("kind", route.resource.kind) != route.resource.kind:
         sent = f"{obj.get('kind')} in version {obj.get('apiVersion')}"
         raise bad_request(f"{sent} cannot be handled as a {route.resource.kind} in version {wanted}")
-    return decode(route.resource, route.version, obj)
+    return _stored(route, obj)
+
+
+def _stored(route: Route, obj: Object) -> Object:
+    """A copy as it is kept: in version v1."""
+    return copy_json(replace(route, version="v1").shown(obj))
 
 
 def _json(body: bytes) -> dict[str, Any]:

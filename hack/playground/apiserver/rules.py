@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
@@ -26,15 +27,32 @@ from dra_driver.model.shapes import (
     faults,
 )
 from playground.apiserver.failure import Cause, bad_request
-from playground.apiserver.names import (
-    is_attribute_name,
-    is_label_key,
-    is_label_value,
-    is_pool_name,
-    is_subdomain,
-)
+from playground.apiserver.store import at, copy_json
 
 Json = dict[str, Any]
+
+_LABEL_PART = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_QUALIFIED = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+_RANDOM = "bcdfghjklmnpqrstvwxz2456789"  # no vowels: no words by accident
+_PREFIX_MAX = 58
+
+_GATED: Mapping[str, tuple[str, ...]] = {
+    "DRADeviceTaints": ("spec.devices.taints",),
+    "DRAPartitionableDevices": ("spec.sharedCounters", "spec.devices.consumesCounters"),
+    "DRAConsumableCapacity": (
+        "spec.devices.allowMultipleAllocations",
+        "spec.devices.capacity.*.requestPolicy",
+        "spec.devices.requests.exactly.capacity",
+        "spec.devices.requests.firstAvailable.capacity",
+        "status.allocation.devices.results.shareID",
+        "status.allocation.devices.results.consumedCapacity",
+    ),
+    "DRAResourceClaimDeviceStatus": ("status.devices",),
+    "DRADeviceCompatibilityGroups": ("spec.devices.consumesCounters.compatibilityGroups",),
+}
+"""The fields of slices and claims that belong to a gate; a step into a list goes into each of its items."""
+
 
 _MANY_TAINTS = 35
 """Before, a device has fewer taints, each with an effect."""
@@ -55,6 +73,79 @@ _NOT_DECODED = ("must be an object", "must be a list")
 
 _KINDS = {"items, at most": "Too many", "may not be more than": "Too long", "is required": "Required value"}
 """By a part of a fault's text: how the API server begins."""
+
+
+def generated_name(prefix: str) -> str:
+    """A name from `generateName`: the prefix cut to 58 characters and five random ones."""
+    return prefix[:_PREFIX_MAX] + "".join(secrets.choice(_RANDOM) for _ in range(5))
+
+
+def is_subdomain(text: object, most: int = 253) -> bool:
+    """DNS subdomain of at most `most` characters."""
+    if not isinstance(text, str) or not text or len(text) > most:
+        return False
+    return all(_LABEL_PART.fullmatch(part) for part in text.split("."))
+
+
+def is_pool_name(text: object) -> bool:
+    """Subdomains joined by slashes, at most 253."""
+    if not isinstance(text, str) or not text or len(text) > 253:
+        return False
+    return all(is_subdomain(part) for part in text.split("/"))
+
+
+def is_attribute_name(text: object) -> bool:
+    """`[domain/]id` with a C identifier of at most 32 and a domain of at most 63."""
+    if not isinstance(text, str):
+        return False
+    domain, slash, identifier = text.rpartition("/")
+    if slash and not is_subdomain(domain, 63):
+        return False
+    return len(identifier) <= 32 and bool(_IDENTIFIER.fullmatch(identifier))
+
+
+def is_label_key(text: object) -> bool:
+    """`[prefix/]name` of labels and taints."""
+    if not isinstance(text, str):
+        return False
+    prefix, slash, name = text.rpartition("/")
+    if slash and not is_subdomain(prefix):
+        return False
+    return 0 < len(name) <= 63 and bool(_QUALIFIED.fullmatch(name))
+
+
+def is_label_value(text: object) -> bool:
+    """At most 63 characters; may be empty."""
+    return isinstance(text, str) and (text == "" or (len(text) <= 63 and bool(_QUALIFIED.fullmatch(text))))
+
+
+def default_gates(minor: int) -> dict[str, bool]:
+    """The gates of Kubernetes 1.`minor`, as they are if nobody sets them; from 1.34 on."""
+    new = "DRADeviceCompatibilityGroups"
+    return {gate: gate != new and (minor > 35 or gate == "DRAResourceClaimDeviceStatus") for gate in _GATED}
+
+
+def drop_disabled(obj: Json, gates: Mapping[str, bool], before: Json | None) -> None:
+    """Remove the fields of disabled gates from a slice or claim, in place; groups stay where `before` had some."""
+    for gate, paths in _GATED.items():
+        for path in paths:
+            steps = path.split(".")
+            if not gates[gate] and not (
+                steps[-1] == "compatibilityGroups" and _drop(copy_json(before), steps)
+            ):
+                _drop(obj, steps)
+
+
+def _drop(value: Any, steps: list[str]) -> bool:
+    """Whether there was a field to remove."""
+    if isinstance(value, list):
+        return any([_drop(item, steps) for item in value])
+    if not isinstance(value, dict):
+        return False
+    if len(steps) == 1:
+        return value.pop(steps[0], None) is not None
+    inner = list(value.values()) if steps[0] == "*" else [value.get(steps[0])]
+    return any([_drop(item, steps[1:]) for item in inner])
 
 
 def _is_quantity(value: object) -> bool:
@@ -221,15 +312,9 @@ def slice_faults(obj: Json, before: Json | None, minor: int = 37) -> list[Cause]
         if len(device.get("attributes") or {}) + len(device.get("capacity") or {}) > _MOST_NAMES:
             found.append(Cause(path, f"Too many: at most {_MOST_NAMES} attributes and capacities"))
     for field in ("driver", "nodeName", "pool.name"):
-        if before is not None and _at(spec, field) != _at(before["spec"], field):
+        if before is not None and at(spec, field) != at(before["spec"], field):
             found.append(Cause(f"spec.{field}", "Invalid value: field is immutable"))
     return found
-
-
-def _at(spec: Json, path: str) -> Any:
-    for name in path.split("."):
-        spec = (spec or {}).get(name) or {}
-    return spec
 
 
 def claim_faults(obj: Json, before: Json | None) -> list[Cause]:

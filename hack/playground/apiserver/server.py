@@ -23,13 +23,12 @@ from typing import Any
 from dra_driver.errors import InvalidConfigError
 from dra_driver.kube.endpoint import SERVICE_ACCOUNT_VARIABLE
 from playground.apiserver.faults import Faults
-from playground.apiserver.gates import default_gates
 from playground.apiserver.handler import Handler
-from playground.apiserver.json_copy import copy_json
 from playground.apiserver.operations import Operations
 from playground.apiserver.resources import BY_PLURAL, RESOURCE_VERSIONS, Resource
 from playground.apiserver.rest import Identity, Rest
-from playground.apiserver.store import Store
+from playground.apiserver.rules import default_gates
+from playground.apiserver.store import Store, copy_json
 
 __all__ = ["PlaygroundApiServer", "Identity", "RecordedRequest", "self_signed"]
 

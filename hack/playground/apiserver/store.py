@@ -1,21 +1,32 @@
-"""Objects, resource versions and the history that watches read; everything in stored form."""
+"""Objects, resource versions, the history that watches read, and the selectors of lists and watches."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
-from playground.apiserver.failure import expired
-from playground.apiserver.json_copy import copy_json
+from playground.apiserver.failure import bad_request, expired
 from playground.apiserver.resources import Resource
-from playground.apiserver.selectors import Predicate
 
 Object = dict[str, Any]
 Key = tuple[str, str]  # (namespace or "", name)
+Predicate = Callable[[Object], bool]
+_T = TypeVar("_T")
+
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "resourceslices": ("spec.driver", "spec.nodeName", "spec.pool.name"),
+    "pods": ("spec.nodeName", "status.phase", "spec.schedulerName"),
+    "events": (
+        *(f"involvedObject.{one}" for one in ("name", "namespace", "uid", "kind", "apiVersion", "fieldPath")),
+        *("reason", "type", "reportingComponent", "source"),
+    ),
+}
+"""By plural: the fields by which objects can be selected, besides their name and namespace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +125,55 @@ class Store:
             self._version += 1
             self._forgotten = self._version
             self.changed.notify_all()
+
+
+def copy_json(value: _T) -> _T:
+    """A deep copy, as if the value had gone over the wire."""
+    return json.loads(json.dumps(value))  # type: ignore[no-any-return]
+
+
+def selector(resource: Resource, query: Mapping[str, str], namespace: str | None) -> Predicate:
+    """One predicate for the namespace, `fieldSelector` and `labelSelector` of a request.
+
+    Raises: ApiFailure 400 for a field that this resource cannot be selected by.
+    """
+    known = ("metadata.name", *_FIELDS.get(resource.plural, ()))
+    fields = list(_terms(query.get("fieldSelector", "")))
+    for field, wanted, _ in fields:
+        if wanted is None:
+            raise bad_request(f'invalid selector: "{field}"; can\'t understand it')
+        if field not in known and not (field == "metadata.namespace" and resource.namespaced):
+            raise bad_request(f'field label not supported: "{field}"')
+    labels = list(_terms(query.get("labelSelector", "")))
+
+    def selected(obj: Object) -> bool:
+        metadata = obj["metadata"]
+        has = metadata.get("labels") or {}
+        return (
+            (namespace is None or metadata.get("namespace") == namespace)
+            and all((str(at(obj, field) or "") == wanted) != negated for field, wanted, negated in fields)
+            and all(
+                (key in has if wanted is None else has.get(key) == wanted) != negated
+                for key, wanted, negated in labels
+            )
+        )
+
+    return selected
+
+
+def _terms(text: str) -> Iterator[tuple[str, str | None, bool]]:
+    """(key, value, negated) of `k=v`, `k==v`, `k!=v`, and, with no value, of `k` and `!k`."""
+    for term in filter(None, text.split(",")):
+        key, separator, value = term.partition("=")
+        if separator:
+            yield key.removesuffix("!").strip(), value.removeprefix("=").strip(), key.endswith("!")
+        else:
+            yield term.lstrip("!"), None, term.startswith("!")
+
+
+def at(obj: Object, path: str) -> Any:
+    """The value at a path with dots; None if there is none."""
+    value: Any = obj
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
