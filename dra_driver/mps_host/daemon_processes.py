@@ -176,9 +176,10 @@ def is_control_daemon(process: ProcessId, pipe_directory: str) -> bool:
 
 
 def _mps_program(pid: int) -> Literal["control", "server"] | None:
-    """Whether the process is a control daemon or a server; None for every other, also for a question to a daemon."""
+    """Whether the process is a control daemon or a server, or a script that is about to run one; None for every other,
+    also for a question to a daemon."""
     arguments = _read(f"{_PROC}/{pid}/cmdline").split(b"\0")
-    names = {argument.rpartition(b"/")[2] for argument in arguments[:3]}
+    names = {argument.rpartition(b"/")[2] for argument in arguments}
     if b"nvidia-cuda-mps-server" in names:
         return "server"
     is_daemon = b"-f" in arguments or b"-d" in arguments

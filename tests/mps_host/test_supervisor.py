@@ -771,3 +771,25 @@ def test_daemon_that_talks_with_another_program_is_ready_and_asked_again_later(h
     finally:
         other.communicate()
     eventually(lambda: supervisor._daemons["gpu-2"]._control.ask_servers() == (None, 0))
+
+
+@pytest.mark.parametrize("way", ["by the same host", "by the next host"])
+def test_daemon_that_a_wrapper_starts_slowly_is_ended_while_it_starts(host, tmp_path, way):
+    """Such as a version manager's or a distribution's: until it runs NVIDIA's program, the command line is its own."""
+    program = tmp_path / "nvidia-cuda-mps-control"
+    program.write_text("#!/usr/bin/env -S python3 -I -S -B -u\nimport time\ntime.sleep(600)\n")
+    program.chmod(0o755)
+    installed = host.tools.programs()
+    slow = replace(installed, paths={**installed.paths, "nvidia-cuda-mps-control": str(program)})
+    host.tools = replace(host.tools, programs=lambda: slow)
+    first = host.supervisor()
+    with pytest.raises(RetryableError, match="has not made"):
+        first.ensure(host.spec(), 0.1)
+    eventually(lambda: '"pid"' in text_of(host.layout.record("gpu-2")))
+    found = host.tools.records.get("gpu-2").process
+    if way == "by the next host":
+        first.close()
+        host.supervisor()
+    MpsHostFiles(host.layout).stop("gpu-2", 10)
+    assert not processes.is_alive(found)
+    host.assert_nothing_left()
