@@ -1,36 +1,40 @@
-"""The HTTP endpoint: metrics, and health with its reasons in the body."""
+"""The HTTP endpoint: metrics, and health with its reasons in the body.
+
+prometheus_client's WSGI server serves it, with a thread for each connection. Three limits keep one client or one page
+from blocking the others:
+
+- A connection that sends nothing for ten seconds is closed.
+- The number of connections is small: one connection too many closes the oldest. If the newest were refused instead, a
+  client that sends a byte now and then could keep the probes out.
+- A few threads at most make one page. A page that hangs answers 503 from then on, and the other pages answer as before.
+"""
 
 from __future__ import annotations
 
 import errno
 import socket
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socketserver import TCPServer
-from typing import Any, NamedTuple
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, NamedTuple
+from wsgiref.simple_server import WSGIRequestHandler
 
 import structlog
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import ThreadingWSGIServer, choose_encoder
 
 from dra_driver.errors import FatalError, InvalidConfigError
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 _log = structlog.get_logger(__name__)
 
 Page = Callable[[], "Response"]
 
 _MOST_CONNECTIONS = 64
-_MOST_THREADS = 2 * _MOST_CONNECTIONS
-"""A thread counts until it has made its page, also after its connection was closed."""
-
-_LOOK_FOR_STOP_EVERY_S = 60.0
-_STOP_S = 5.0
-_NO_IPV6 = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT})
-"""The errors if the kernel has no IPv6, or no interface has it."""
+_MOST_AT_ONE_PAGE = 16
 
 
 class Response(NamedTuple):
@@ -69,106 +73,68 @@ def metrics_page(registry: CollectorRegistry) -> Page:
 
 _TEXT = "text/plain; charset=utf-8"
 _NOT_FOUND = Response(404, _TEXT, b"not found\n")
+_ONLY_GET = Response(405, _TEXT, b"use GET\n")
 _FAILED = Response(500, _TEXT, b"internal error; see the log of gpu-dra-driver\n")
+_BUSY = Response(503, _TEXT, b"too many requests for this page have no answer yet\n")
 
 
 class HttpEndpoint:
     """Serves GET on `pages` by path, at `address` in the form `host:port`, `[IPv6]:port` or `:port`.
 
     Without a host, and with `[::]`, it serves IPv4 and IPv6 clients on one port: the kubelet probes a pod at its first
-    address, which is an IPv6 address in many clusters.
+    address, which is an IPv6 address in many clusters. Raises: InvalidConfigError; FatalError if it cannot listen.
     """
 
     def __init__(self, address: str, pages: Mapping[str, Page]) -> None:
         host, port = split_address(address)
         try:
-            self._server = _listen(host, port, _handler(pages))
+            self._server = _Server(_listen(host, port), _application(pages))
         except OSError as error:
+            reason = str(error.strerror).partition(" (while")[0]
             raise FatalError(
-                f"cannot serve HTTP on {address}: {error.strerror}; choose another --http-endpoint"
+                f"cannot serve HTTP on {address}: {reason}; choose another --http-endpoint"
             ) from error
-        serve = partial(self._server.serve_forever, _LOOK_FOR_STOP_EVERY_S)
-        self._thread = threading.Thread(target=serve, name="http", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
 
     @property
     def port(self) -> int:
         """The port in use; it differs from the wanted port if that was 0."""
-        return int(self._server.server_address[1])
+        return self._server.server_port
 
     def start(self) -> None:
         """Begin serving."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop serving and close the socket."""
+        """Stop serving and close the socket; takes half a second at most."""
         if self._thread.ident is not None:
-            ending = threading.Thread(target=self._server.shutdown, daemon=True)
-            ending.start()
-            deadline = time.monotonic() + _STOP_S
-            while ending.is_alive() and time.monotonic() < deadline:
-                # The server looks seldom whether it shall stop: it costs nothing at rest. This ends its wait.
-                with suppress(OSError):
-                    self._server.socket.shutdown(socket.SHUT_RDWR)
-                ending.join(timeout=0.05)
+            self._server.shutdown()
         self._server.server_close()
 
 
-class _Server(ThreadingHTTPServer):
-    """A thread for each connection. The number of connections is small: one connection too many closes the oldest.
-
-    If the newest were refused instead, a client that sends a byte now and then could keep the probes out. The newest is
-    refused only while too many threads still make pages for closed connections.
-    """
-
-    daemon_threads = True
-
-    def __init__(
-        self, family: socket.AddressFamily, address: Any, handler: type[BaseHTTPRequestHandler]
-    ) -> None:
-        self.address_family = family
+class _Server(ThreadingWSGIServer):
+    def __init__(self, listening: socket.socket, application: WSGIApplication) -> None:
+        """`listening` is bound already: the library would ask DNS for the name of this host, and DNS may not answer."""
+        address = listening.getsockname()[:2]
+        super().__init__(address, _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening
+        self.server_name, self.server_port = address
+        self.setup_environ()
+        self.set_app(application)
         self._open: dict[Any, None] = {}  # oldest first
-        self._at_work = 0
         self._open_lock = threading.Lock()
-        super().__init__(address, handler)
-
-    def server_bind(self) -> None:
-        """Bind, but do not ask DNS for the name of this host: DNS may not answer, and the name is not needed."""
-        if self.address_family == socket.AF_INET6:
-            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread of its own."""
-        if not self._take_in(request):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # out of threads; the caller closes the connection
-            with self._open_lock:
-                self._at_work -= 1
-            raise
-
-    def _take_in(self, request: Any) -> bool:
         with self._open_lock:
-            if self._at_work >= _MOST_THREADS:
-                return False
-            self._at_work += 1
             if len(self._open) >= _MOST_CONNECTIONS:
                 oldest = next(iter(self._open))
                 del self._open[oldest]
                 with suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes up and closes it
             self._open[request] = None
-            return True
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve the connection, in its thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            with self._open_lock:
-                self._at_work -= 1
+        super().process_request(request, client_address)
 
     def close_request(self, request: Any) -> None:
         """Close a connection; the client may have closed it already."""
@@ -179,6 +145,13 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log no traceback for a client that hangs up."""
         _log.debug("http_client_lost", client=str(client_address), exc_info=True)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 10
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log no line for each request."""
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -193,43 +166,42 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _listen(host: str, port: int, handler: type[BaseHTTPRequestHandler]) -> _Server:
-    """A server at the first address of `host`; at all addresses of both families where it is empty. Raises: OSError."""
-    if not host:
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket at the first address of `host`; at all addresses of both families where it is empty. Raises: OSError."""
+    if host not in ("", "::"):
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family)
+    if socket.has_dualstack_ipv6():
         try:
-            return _Server(socket.AF_INET6, ("::", port), handler)
+            return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
         except OSError as error:
-            if error.errno not in _NO_IPV6:
+            if host or error.errno != errno.EADDRNOTAVAIL:  # the kernel has IPv6, but no interface has it
                 raise
-            return _Server(socket.AF_INET, ("", port), handler)
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    return _Server(family, address, handler)
+    return socket.create_server((host, port))
 
 
-def _handler(pages: Mapping[str, Page]) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        timeout = 10
+def _application(pages: Mapping[str, Page]) -> WSGIApplication:
+    free = {path: threading.BoundedSemaphore(_MOST_AT_ONE_PAGE) for path in pages}
 
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
-            answer = _answer(path, pages.get(path))
-            self.send_response(answer.status)
-            self.send_header("Content-Type", answer.content_type)
-            self.send_header("Content-Length", str(len(answer.body)))
-            self.end_headers()
-            self.wfile.write(answer.body)
+    def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ["PATH_INFO"]
+        if environ["REQUEST_METHOD"] != "GET":
+            answer = _ONLY_GET
+        elif path not in pages:
+            answer = _NOT_FOUND
+        elif not free[path].acquire(blocking=False):
+            answer = _BUSY
+        else:
+            try:
+                answer = pages[path]()
+            except Exception:  # noqa: BLE001  goes to the log; the other pages stay up
+                _log.exception("page_failed", path=path)
+                answer = _FAILED
+            finally:
+                free[path].release()
+        start_response(
+            f"{answer.status} {HTTPStatus(answer.status).phrase}", [("Content-Type", answer.content_type)]
+        )
+        return [answer.body]
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Log no line for each request."""
-
-    return Handler
-
-
-def _answer(path: str, page: Page | None) -> Response:
-    if page is None:
-        return _NOT_FOUND
-    try:
-        return page()
-    except Exception:  # noqa: BLE001  goes to the log; the other pages stay up
-        _log.exception("page_failed", path=path)
-        return _FAILED
+    return application
