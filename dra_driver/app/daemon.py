@@ -25,24 +25,21 @@ from dra_driver.base.file_lock import UseMark
 from dra_driver.base.token_bucket import TokenBucket
 from dra_driver.cdi.directory import CdiDirectory, temporary_files
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
-from dra_driver.cdi.metadata_files import MetadataFiles
-from dra_driver.cdi.metadata_step import MetadataSteps
+from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.errors import FatalError, StateError
-from dra_driver.host.dev_char import DevCharLinks
-from dra_driver.host.driver_programs import InstalledPrograms
+from dra_driver.host.device_nodes import DevCharLinks
+from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
 from dra_driver.host.driver_root import DriverRoot
-from dra_driver.host.fingerprint import driver_fingerprint
 from dra_driver.host.gpu_nodes import GpuNodes
-from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.processes import any_runs, is_of_the_host, origin, sees_all_processes
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.inventory.discovery import Discovery
-from dra_driver.inventory.host_facts import HostView
 from dra_driver.inventory.rules.gpu_names import held_gpu_names, refuse_other_names
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor, StepDispatcher
@@ -123,7 +120,7 @@ class Driver:
         # The node's GPUs.
         dev_char = DevCharLinks(paths, platform.nodes) if settings.dev_char_links else None
         files = DriverRoot(paths, nodes=platform.nodes, hook=settings.nvidia_cdi_hook_path)
-        host = HostView(paths, imex=settings.imex_channel is not None, files=files)
+        host = Sysfs(paths.sys, paths.proc)
         programs = InstalledPrograms(paths.driver_root, plugin_dir / "host.lib")
         detachments = Detachments(plugin_dir, self.boot_id)
         smi = NvidiaSmi(programs, detachments.using_nvml)
@@ -149,6 +146,8 @@ class Driver:
             detachments.now,
             detachments.paused,
             self.passthrough.cards,
+            files,
+            None if settings.imex_channel is None else ImexChannelNodes(paths.proc),
         )
         self.health = HealthParts(self, nvml.health_source(), host)
 
@@ -217,7 +216,7 @@ class Driver:
                 self.records.all,
                 self.boot_id,
                 is_of_the_host=partial(is_of_the_host, paths.proc),
-                driver_is_gone=lambda: not driver_fingerprint(paths.proc),
+                driver_is_gone=lambda: not host.loaded_driver(),
             ),
             pods_run=lambda record: any_runs("/proc", self.reporting.claim_pods.known_pods(record)),
             extra_devices=extra_devices,
@@ -457,4 +456,4 @@ def _tools_seen(programs: InstalledPrograms, mps_lock: Path, proc: str, detachme
     except StateError:
         smi = None
     stamp = None if smi is None else stamp_or_none(smi)
-    return stamp, stamp_or_none(mps_lock), driver_fingerprint(proc), detachments.now() is None
+    return stamp, stamp_or_none(mps_lock), Sysfs(proc=proc).loaded_driver(), detachments.now() is None

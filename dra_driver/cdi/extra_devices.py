@@ -17,8 +17,7 @@ from dataclasses import replace
 
 import structlog
 
-from dra_driver.host.device_nodes import DeviceNodeReader
-from dra_driver.host.host_devices import HostDeviceFinder
+from dra_driver.host.device_nodes import DeviceNodeReader, HostDeviceFinder
 from dra_driver.host.imex import ImexChannelNodes, ImexDaemon
 from dra_driver.model.driver_files import CdiDevice, CdiMount, HostNode
 from dra_driver.model.driver_programs import FindPrograms

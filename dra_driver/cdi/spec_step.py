@@ -11,10 +11,9 @@ import structlog
 
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
-from dra_driver.cdi.rules.mps_edits import with_mps
-from dra_driver.cdi.rules.spec import claim_spec, common_edits, node_paths, vfio_spec, with_nodes
+from dra_driver.cdi.rules.spec import claim_spec, common_edits, node_paths, vfio_spec, with_mps, with_nodes
 from dra_driver.errors import RetryableError, StateError
-from dra_driver.host.dev_char import DevCharLinks
+from dra_driver.host.device_nodes import DevCharLinks
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.vfio import CONTAINER_NODE, IOMMU_NODE, VfioCards

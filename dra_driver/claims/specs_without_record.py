@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.rules.spec_devices import SpecDevice, devices_of
+from dra_driver.cdi.rules.spec import SpecDevice, devices_of
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.record import ClaimRecord
 

@@ -22,8 +22,9 @@ from dra_driver.cli.tables import device_table, terminal_width, value_of
 from dra_driver.errors import StateError
 from dra_driver.health.rules.taints import TaintPolicy, device_taints, instances_by_device, withdrawals
 from dra_driver.host.driver_root import DriverRoot
+from dra_driver.host.imex import ImexChannelNodes
+from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import discover_once
-from dra_driver.inventory.host_facts import HostView
 from dra_driver.journal.rules.cleanups import withholding
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import printable
@@ -156,8 +157,9 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
     reader = machine.nvml_reader(on_demand)
     with closing(reader.session):
         files = DriverRoot(machine.paths, nodes=machine.nodes)
-        host = HostView(machine.paths, imex=settings.imex_channel is not None, files=files)
-        inventory = discover_once(reader, host, ownership, machine.cards)
+        host = Sysfs(machine.paths.sys, machine.paths.proc)
+        imex = None if settings.imex_channel is None else ImexChannelNodes(machine.paths.proc)
+        inventory = discover_once(reader, host, ownership, machine.cards, files=files, imex=imex)
     if is_empty and state.ledger_fault is not None and any(gpu.mig_enabled for gpu in inventory.gpus):
         raise OwnershipUnknownError(
             f"which MIG devices gpu-dra-driver made is not known: {state.ledger_fault}"

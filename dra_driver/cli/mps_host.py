@@ -68,10 +68,9 @@ def mps_host(given: Namespace) -> None:
     """
     from dra_driver.app.logs import configure_logs
     from dra_driver.app.posix_signals import watch_signals
-    from dra_driver.host.capability_nodes import CapabilityNodes
+    from dra_driver.host.capability_nodes import CapabilityNodes, MigCaps
     from dra_driver.host.device_nodes import Mknod
     from dra_driver.host.driver_programs import InstalledPrograms
-    from dra_driver.host.mig_caps import MigCaps
     from dra_driver.host.sysfs import Sysfs
     from dra_driver.inventory.detachment import Detachments
     from dra_driver.mps_host.daemon import HostTools

@@ -19,8 +19,7 @@ from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.rules.prepared_claims import NodeClaims, RunningStep
 from dra_driver.cli.snapshot import NodePaths, NodeSnapshot
 from dra_driver.cli.state_on_disk import read_claims, read_state
-from dra_driver.host.driver_programs import InstalledPrograms
-from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.detachment import nvml_pause
 from dra_driver.journal.cleaner import Cleaner

@@ -1,17 +1,35 @@
-"""Device nodes of the host, and the directory in which the NVIDIA nodes lie."""
+"""Device nodes of the host: the directory in which the NVIDIA nodes lie, links to them in /dev/char, and the nodes that
+serve containers beside a GPU (RDMA, GPUDirect Storage, GDRCopy, NVSwitches).
+
+systemd looks a device up by `/dev/char/<major>:<minor>` when it sets which devices a container may open. udev makes
+these links, but not for the NVIDIA driver's nodes. Without them, `systemctl daemon-reload` takes GPUs from running
+containers: with runc 1.1.3 to 1.1.6, and with systemd before 240.
+"""
 
 from __future__ import annotations
 
 import os
 import stat
-from dataclasses import replace
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
 
-from dra_driver.host.reading import names_in
-from dra_driver.host.rooted_tree import join_root
-from dra_driver.model.driver_files import HostNode
+import structlog
+
+from dra_driver.base.atomic import point_link
+from dra_driver.host.rooted_tree import RootedTree, join_root, names_in
+from dra_driver.model.driver_files import CdiMount, HostNode
+from dra_driver.model.extra_devices import FILES, NODE_PATTERNS, HostDevice
 from dra_driver.model.host import DeviceNode, HostPaths, NodeType
+
+_log = structlog.get_logger(__name__)
+
+_DIRECTORIES = ("/dev", "/dev/nvidia-caps", "/dev/nvidia-caps-imex-channels")
+_PREFIX = "/dev/nvidia"
+_MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 
 
 class DeviceNodeReader(Protocol):
@@ -118,3 +136,122 @@ class DevRoot:
         if root != driver_root and not root.startswith(driver_root + "/"):
             return "/"
         return join_root(self._paths.host_driver_root, root[len(driver_root) :])
+
+
+class DevCharLinks:
+    """The links of one host. Only names of device nodes of the NVIDIA driver are ever written."""
+
+    def __init__(self, paths: HostPaths, nodes: DeviceNodeReader) -> None:
+        self._dev = DevRoot(paths, nodes)
+        self._nodes = nodes
+        self._root = paths.dev_root or "/"
+        self.directory = join_root(self._root, "/dev/char")
+        self._reported: str | None = None
+        self._lock = threading.Lock()
+
+    def missing(self, paths: Iterable[str] | None = None) -> dict[str, str]:
+        """What each link that is missing or wrong must lead to, by its name such as `195:0`; for the nodes at `paths`
+        (as containers see them), or for all nodes of the NVIDIA driver. A link that leads to the right node in another
+        way is right, and what is not a link is left alone."""
+        found = {}
+        for path in self._all() if paths is None else paths:
+            node = self._dev.node(path) if path.startswith(_PREFIX) else None
+            if node is not None and node.node.type == "c":
+                name = f"{node.node.major}:{node.node.minor}"
+                if not self._is_right(name, node):
+                    found[name] = self._target(node)
+        return found
+
+    def make(self, paths: Iterable[str] | None = None) -> None:
+        """Make the links that are missing, and replace wrong ones. `paths` as for `missing`. A failure is logged once,
+        and again when its reason changes: containers work without the links."""
+        made, problem = [], None
+        for name, target in self.missing(paths).items():
+            try:
+                point_link(Path(self.directory, name), target)
+                made.append(name)
+            except OSError as error:
+                problem = f"cannot make links in {self.directory}: {error.strerror or error}"
+                break
+        with self._lock:
+            is_news = problem not in (None, self._reported)
+            if paths is None or problem is not None:
+                self._reported = problem
+        if made:
+            _log.info("dev_char_links_made", links=made)
+        if is_news:
+            _log.warning("dev_char_links_failed", reason=problem)
+
+    def _all(self) -> Iterator[str]:
+        root = self._dev.root
+        for directory in _DIRECTORIES:
+            for name in names_in(join_root(root, directory)):
+                yield f"{directory}/{name}"
+
+    def _is_right(self, name: str, wanted: HostNode) -> bool:
+        link = os.path.join(self.directory, name)  # noqa: PTH118  in each Prepare
+        try:
+            target = os.readlink(link)  # noqa: PTH115
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True  # not a link, or not readable: not ours to change
+        if target == self._target(wanted):
+            return True
+        there = self._nodes.read(os.path.normpath(os.path.join(self.directory, target)))  # noqa: PTH118
+        return there is not None and (there.major, there.minor) == (wanted.node.major, wanted.node.minor)
+
+    def _target(self, node: HostNode) -> str:
+        """Relative for a node in the host's own /dev, as udev does it."""
+        own = f"{join_root(self._root, '/dev')}/"
+        return f"../{node.host_path.removeprefix(own)}" if node.host_path.startswith(own) else node.host_path
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHostDevice:
+    """What the host has of one kind: no nodes, then nothing at all."""
+
+    nodes: tuple[HostNode, ...] = ()
+    mounts: tuple[CdiMount, ...] = ()
+
+
+class HostDeviceFinder:
+    """Looks at the host at each call: kernel modules are loaded and unloaded while pods come and go."""
+
+    def __init__(self, paths: HostPaths, *, nodes: DeviceNodeReader | None = None) -> None:
+        reader = nodes or LstatDeviceNodeReader()
+        # Kernel modules of others make their nodes in the host's /dev, whatever the driver root has.
+        host = DevRoot(replace(paths, dev_root=paths.dev_root or "/"), reader)
+        self._dev = (host, DevRoot(paths, reader))
+        self._paths = paths
+
+    def find(self, kind: HostDevice) -> FoundHostDevice:
+        """The nodes of a kind that exist, and the files that go with them."""
+        for dev in self._dev:
+            paths = dict.fromkeys(
+                path for pattern in NODE_PATTERNS[kind] for path in _matches(dev.root, pattern)
+            )
+            nodes = tuple(node for path in paths if (node := dev.node(path)) is not None)
+            if nodes:
+                return FoundHostDevice(nodes, tuple(self._mounts(kind)))
+        return FoundHostDevice()
+
+    def _mounts(self, kind: HostDevice) -> Iterator[CdiMount]:
+        paths = self._paths
+        root, on_host = (
+            (paths.host_root, "/")
+            if paths.host_root is not None
+            else (paths.driver_root, paths.host_driver_root)
+        )
+        tree = RootedTree(root)
+        for path in FILES.get(kind, ()):
+            found = tree.directory(path) or tree.file(path)
+            if found is not None:
+                yield CdiMount(join_root(on_host, found), path, _MOUNT_OPTIONS)
+
+
+def _matches(root: str, pattern: str) -> list[str]:
+    directory, _, name = pattern.rpartition("/")
+    if "*" not in name:
+        return [pattern]
+    return [f"{directory}/{one}" for one in names_in(join_root(root, directory)) if fnmatchcase(one, name)]

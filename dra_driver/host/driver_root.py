@@ -27,8 +27,7 @@ from dra_driver.host.libraries import (
     scan_libraries,
     versioned_nvml_libraries,
 )
-from dra_driver.host.reading import text_of
-from dra_driver.host.rooted_tree import RootedTree, join_root
+from dra_driver.host.rooted_tree import RootedTree, join_root, text_of
 from dra_driver.model.driver_files import DriverFile, DriverFiles, DriverLink, HostNode
 from dra_driver.model.host import HostPaths
 

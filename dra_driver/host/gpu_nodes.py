@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dra_driver.errors import RetryableError
+from dra_driver.host.capability_nodes import MigCaps
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
-from dra_driver.host.mig_caps import MigCaps
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import CdiDevice, HostNode
 from dra_driver.model.host import HostPaths

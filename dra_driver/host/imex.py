@@ -15,9 +15,8 @@ from pathlib import Path
 
 from dra_driver.base.bounded_program import run_program
 from dra_driver.errors import RetryableError
-from dra_driver.host.mig_caps import MigCaps
-from dra_driver.host.reading import text_of
-from dra_driver.host.rooted_tree import RootedTree
+from dra_driver.host.capability_nodes import MigCaps
+from dra_driver.host.rooted_tree import RootedTree, text_of
 from dra_driver.model.driver_programs import (
     IMEX_PROGRAM,
     FindPrograms,

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal
 
-from dra_driver.host.reading import names_in, text_of
+from dra_driver.host.rooted_tree import names_in, text_of
 
 # `…/kubepods-burstable-pod0a1b2c3d_….slice/…` or `…/burstable/pod0a1b2c3d-…/…`
 _POD = re.compile(r"[/-]pod[0-9a-f]{8}([-_]?[0-9a-f]{4}){3}[-_]?[0-9a-f]{12}(?=[/.]|$)")

@@ -1,4 +1,5 @@
-"""A directory tree whose symbolic links are followed as if the tree were the whole file system."""
+"""Reading the host's files: those that come and go, and trees whose symbolic links are followed as if the tree were the
+whole file system."""
 
 from __future__ import annotations
 
@@ -9,6 +10,22 @@ from pathlib import Path
 
 _MOST_LINKS = 40
 _MAY_RUN = 0o111
+
+
+def text_of(path: Path | str) -> str:
+    """The content of a text file; empty if it cannot be read."""
+    try:
+        return Path(path).read_text("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def names_in(directory: Path | str) -> tuple[str, ...]:
+    """The names in a directory, sorted; none if it cannot be read."""
+    try:
+        return tuple(sorted(os.listdir(directory)))  # noqa: PTH208  no Path objects wanted every second
+    except OSError:
+        return ()
 
 
 def join_root(root: str, path: str) -> str:

@@ -55,7 +55,7 @@ from dra_driver.errors import (
     StateError,
 )
 from dra_driver.host.processes import pid_namespace, start_of_living
-from dra_driver.host.reading import names_in
+from dra_driver.host.rooted_tree import names_in
 from dra_driver.model.units import named
 
 if TYPE_CHECKING:

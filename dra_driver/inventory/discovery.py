@@ -26,15 +26,19 @@ from dra_driver.errors import (
     NvmlUnavailableError,
     StateError,
 )
+from dra_driver.host.driver_root import DriverRoot
+from dra_driver.host.imex import ImexChannelNodes
+from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.detachment import Detachment
-from dra_driver.inventory.host_facts import HostView
-from dra_driver.inventory.rules.assemble import assembled, unanswering, with_unready_since
-from dra_driver.inventory.rules.hardware_changes import (
+from dra_driver.inventory.rules.assembly import (
     HardwareFingerprint,
+    assembled,
     differs,
     is_other_hardware,
     is_other_nvlink,
     repartitioned_gpus,
+    unanswering,
+    with_unready_since,
 )
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.mig.offer import MigOffer, MigOwnership
@@ -70,11 +74,12 @@ class Discovery:
 
     Without an `ownership` every MIG device is somebody else's. While `detached` returns something, NVML is kept closed;
     while `paused` does, too, but then devices stay on offer. `cards` returns the GPUs for virtual machines, those
-    beside the ones that NVML shows too.
+    beside the ones that NVML shows too. Without `files` the NVIDIA driver's files are not checked, without `imex` its
+    channels are not counted.
     """
 
     nvml: NvmlReader
-    host: HostView
+    host: Sysfs
     on_change: Callable[[], None]
     on_reload: Callable[[], None]
     ownership: MigOwnership | None
@@ -82,6 +87,8 @@ class Discovery:
     detached: Callable[[], Detachment | None] = lambda: None
     paused: Callable[[], str | None] = lambda: None
     cards: Callable[[Sequence[Gpu]], tuple[Card, ...]] = lambda _gpus: ()
+    files: DriverRoot | None = None
+    imex: ImexChannelNodes | None = None
 
     def __post_init__(self) -> None:
         self._pauses = 0  # of NVML, at the last look
@@ -310,7 +317,7 @@ class Discovery:
                 host = replace(host, hardware=before.host.hardware, driver=before.host.driver)
             elif not self._has_nvml:
                 # Initialising NVML may have loaded the NVIDIA driver.
-                host = replace(host, driver=self.host.driver())
+                host = replace(host, driver=self.host.loaded_driver())
             with self.nvml.session.kept_open():
                 seen = HardwareFingerprint(host, self.nvml.nvml_fingerprint())
                 read = self.nvml.read_inventory()
@@ -400,11 +407,11 @@ class Discovery:
         # No container can get a GPU without a minor number. NVML's part of the scan reports the fault.
         usable = tuple(gpu for gpu in found.gpus if gpu.minor is not None)
         found = replace(found, cards=cards, gpus=usable)
-        problem = self.host.files_problem(read.versions.driver) if found.gpus else None
+        problem = self.files.problem(read.versions.driver) if self.files is not None and found.gpus else None
         if problem is not None:
             fault = DiscoveryFault(_DRIVER_FILES, f"no claim can be prepared: {problem}")
             found = replace(found, faults=(*found.faults, fault))
-        channels = self.host.imex_channels()
+        channels = None if self.imex is None else self.imex.count()
         return found if channels is None else replace(found, imex_channels=channels)
 
     def _located(self, gpu: Gpu) -> Gpu:
@@ -481,15 +488,20 @@ class Discovery:
 
 def discover_once(
     nvml: NvmlReader,
-    host: HostView,
+    host: Sysfs,
     ownership: MigOwnership | None,
     cards: Callable[[Sequence[Gpu]], tuple[Card, ...]] = lambda _gpus: (),
+    *,
+    files: DriverRoot | None = None,
+    imex: ImexChannelNodes | None = None,
 ) -> Inventory:
     """What the daemon would know of a node, for callers that look once. NVML stays open.
 
     Raises: NvmlUnavailableError.
     """
-    discovery = Discovery(nvml, host, _ignored, _ignored, ownership, _ignored, cards=cards)
+    discovery = Discovery(
+        nvml, host, _ignored, _ignored, ownership, _ignored, cards=cards, files=files, imex=imex
+    )
     discovery.scan_now(0)
     if discovery.inventory is None or discovery.unavailable() is not None:
         raise NvmlUnavailableError(discovery.unavailable() or "devices were not discovered")

@@ -10,7 +10,7 @@ from dra_driver.errors import (
     DraDriverError,
     NotSupportedError,
 )
-from dra_driver.host.mig_caps import MigCaps
+from dra_driver.host.capability_nodes import MigCaps
 from dra_driver.mig.context import MigContext
 from dra_driver.mig.create import MigDevices
 from dra_driver.model.plan import Plan

@@ -15,7 +15,7 @@ from dra_driver.errors import (
     NvmlUnavailableError,
     StateError,
 )
-from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.plan import Plan

@@ -31,8 +31,8 @@ from processes import resident_mib
 from dra_driver.app.platforms import platform_of
 from dra_driver.app.settings import Settings
 from dra_driver.errors import ApiRejectedError
+from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import discover_once
-from dra_driver.inventory.host_facts import HostView
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
@@ -78,7 +78,7 @@ def inventory_of(machine: str, *, dynamic_mig: bool) -> Inventory:
         platform = platform_of(settings)
         reader = NvmlReader(platform.load_nvml, settings.on_demand)
         try:
-            return discover_once(reader, HostView(platform.paths), None)
+            return discover_once(reader, Sysfs(platform.paths.sys, platform.paths.proc), None)
         finally:
             reader.session.close()
 

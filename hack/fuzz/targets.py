@@ -39,10 +39,10 @@ from dra_driver.errors import (
     PermanentError,
     StateError,
 )
+from dra_driver.host.capability_nodes import MigCaps
+from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.imex import settings as imex_settings
-from dra_driver.host.mig_caps import MigCaps
-from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.journal import record_codec as codec
 from dra_driver.journal.locks import GpuLocks

@@ -13,8 +13,8 @@ from typing import Any
 from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.app.settings import Settings
 from dra_driver.errors import DraDriverError
+from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import discover_once
-from dra_driver.inventory.host_facts import HostView
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.units import counted
 from dra_driver.nvml.reader import NvmlReader
@@ -74,7 +74,7 @@ def opened(settings: Settings) -> Iterator[View]:
         reader = NvmlReader(load)
         try:
             reader.session.reopen()
-            inventory = discover_once(reader, HostView(platform.paths), None)
+            inventory = discover_once(reader, Sysfs(platform.paths.sys, platform.paths.proc), None)
             yield View(settings, platform, library[-1], inventory)
         finally:
             reader.session.close()

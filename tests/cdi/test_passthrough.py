@@ -11,8 +11,7 @@ import pytest
 
 from dra_driver.api.config import GROUP_VERSION
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.metadata_files import MetadataFiles
-from dra_driver.cdi.metadata_step import MetadataSteps
+from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
 from dra_driver.cdi.rules.metadata import container_path
 from dra_driver.cdi.rules.spec import encode
 from dra_driver.claims.rules.plan import answer, plan_claim

@@ -14,8 +14,8 @@ from dra_driver.api.config import GROUP_VERSION
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.rules.metadata import cdi_spec, requests_of
 from dra_driver.claims.rules.plan import plan_claim
+from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.inventory.discovery import discover_once
-from dra_driver.inventory.host_facts import HostView
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig
 from dra_driver.model.extra_devices import HOST_DEVICES, NO_EXTRA_DEVICES, ExtraDevices, in_order
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, WholeGpu
@@ -47,7 +47,9 @@ class Bench:
 
     def __init__(self, directory: Path, machine: str, *, on_demand: bool) -> None:
         self.node = SimulatedNode(machine, directory / "machine", lambda gpu: on_demand)
-        self.inventory = discover_once(self.node.nvml, HostView(self.node.paths, imex=True), None)
+        self.inventory = discover_once(
+            self.node.nvml, self.node.host, None, imex=ImexChannelNodes(self.node.paths.proc)
+        )
         self._hardware = MigHardware(nullcontext)
         self._steps = steps_over(
             directory,

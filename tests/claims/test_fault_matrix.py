@@ -23,8 +23,7 @@ import pytest
 from dra_driver.base.atomic import write_atomically
 from dra_driver.base.file_lock import hold_file
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.host.driver_programs import InstalledPrograms
-from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
 from dra_driver.mig.context import MigContext
 from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.driver_programs import DriverPrograms

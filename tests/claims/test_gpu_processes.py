@@ -18,8 +18,8 @@ from dra_driver.errors import (
     RetryableError,
     StateError,
 )
-from dra_driver.host.fingerprint import driver_fingerprint
 from dra_driver.host.processes import is_of_the_host
+from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.mig import Placement
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.nvml.reader import NvmlReader
@@ -233,7 +233,7 @@ def test_on_a_machine(simulated: SimulatedNode) -> None:
         dict,
         "boot-1",
         is_of_the_host=lambda pid: is_of_the_host(proc, pid),
-        driver_is_gone=lambda: not driver_fingerprint(proc),
+        driver_is_gone=lambda: not Sysfs(proc=proc).loaded_driver(),
         wait_s=20.0,
     )
     machine.hold_gpu(0, 99, "Xorg")

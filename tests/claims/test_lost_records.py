@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.cdi.rules.spec_devices import SpecDevice, devices_of
+from dra_driver.cdi.rules.spec import SpecDevice, devices_of
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
 from dra_driver.model.steps import RunMps
 from tests.fakes.kindnode import KINDS, KindNode, Site, share

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dra_driver.cdi.rules.spec_devices import SpecDevice
+from dra_driver.cdi.rules.spec import SpecDevice
 from dra_driver.claims.rules.plan import lost_claim, plan_claim
 from dra_driver.errors import ClaimRefusedError, DeviceLostError
 from dra_driver.mig.rules.counters import partitioned

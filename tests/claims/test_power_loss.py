@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dra_driver.base.atomic import make_directory, remove_file, sync_removals, write_atomically
-from dra_driver.cdi.metadata_step import MetadataSteps
+from dra_driver.cdi.metadata_files import MetadataSteps
 from dra_driver.claims.planner import Identity
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.journal.executor import StepDispatcher

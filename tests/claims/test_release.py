@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from dra_driver.cdi.rules.spec_devices import SpecDevice
+from dra_driver.cdi.rules.spec import SpecDevice
 from dra_driver.claims.rules.plan import lost_claim
 from dra_driver.claims.rules.release import ReleaseReason, release_reason, staleness
 from dra_driver.model.claim import AllocatedClaim, ClaimNow

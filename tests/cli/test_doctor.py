@@ -28,7 +28,7 @@ from dra_driver.cli.rules.node_view import NodeView, SeenGpu, SeenProcess
 from dra_driver.cli.state_on_disk import read_state
 from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
 from dra_driver.host import imex
-from dra_driver.host.dev_char import DevCharLinks
+from dra_driver.host.device_nodes import DevCharLinks
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.api_errors import PathNotFoundError

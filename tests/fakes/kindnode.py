@@ -16,8 +16,7 @@ import pytest
 
 from dra_driver.cdi.directory import CdiDirectory, temporary_files
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
-from dra_driver.cdi.metadata_files import MetadataFiles
-from dra_driver.cdi.metadata_step import MetadataSteps
+from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord

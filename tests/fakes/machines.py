@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pynvml
 
+from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import Discovery, discover_once
-from dra_driver.inventory.host_facts import HostView
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.host import HostPaths
@@ -53,6 +53,7 @@ class SimulatedNode:
             proc=str(root / "proc"),
             sys=str(root / "sys"),
         )
+        self.host = Sysfs(self.paths.sys, self.paths.proc)
         self.nvml = NvmlReader(lambda: nvml_library(self.machine), on_demand)
         self.session = self.nvml.session
         self.changes = 0
@@ -63,14 +64,13 @@ class SimulatedNode:
         return read_inventory()
 
     def discovery(self) -> Discovery:
-        return Discovery(self.nvml, HostView(self.paths), self._changed, list, None, list)
+        return Discovery(self.nvml, self.host, self._changed, list, None, list)
 
     def discover(self, cards: KnownCards | None = None) -> Inventory:
         """NVML's part and the host's part."""
-        view = HostView(self.paths)
         if cards is None:
-            return discover_once(self.nvml, view, None)
-        return discover_once(self.nvml, view, None, cards.read)
+            return discover_once(self.nvml, self.host, None)
+        return discover_once(self.nvml, self.host, None, cards.read)
 
     def close(self) -> None:
         self.session.close()

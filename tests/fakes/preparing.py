@@ -14,8 +14,7 @@ from typing import Any
 from dra_driver.app.wiring.claims import ClaimParts, claim_parts
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
-from dra_driver.cdi.metadata_files import MetadataFiles
-from dra_driver.cdi.metadata_step import MetadataSteps
+from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
 from dra_driver.claims.fetch import RecordedPods
 from dra_driver.claims.gpu_processes import InUse
 from dra_driver.claims.planner import Identity

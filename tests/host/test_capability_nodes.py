@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from dra_driver.errors import RetryableError
-from dra_driver.host.capability_nodes import CapabilityNodes
+from dra_driver.host.capability_nodes import CapabilityNodes, MigCaps
 from dra_driver.host.device_nodes import Mknod
-from dra_driver.host.mig_caps import MigCaps
 from dra_driver.model.host import DeviceNode
 
 CAPS = "driver/nvidia/capabilities"

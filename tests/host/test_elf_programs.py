@@ -17,9 +17,8 @@ from nvidia_programs import Programs
 
 from dra_driver.base.bounded_program import run_program
 from dra_driver.errors import NvmlUnavailableError, RetryableError
-from dra_driver.host.driver_programs import InstalledPrograms
+from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
 from dra_driver.host.driver_root import find_nvml_library
-from dra_driver.host.nvidia_smi import NvidiaSmi
 from dra_driver.model.driver_programs import CONTROL_PROGRAM, SMI_PROGRAM, DriverPrograms, FindPrograms
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps_host.daemon import HostTools
@@ -219,7 +218,7 @@ from pathlib import Path
 from dra_driver.base.bounded_program import run_program
 from dra_driver.errors import NvmlUnavailableError
 from dra_driver.host.driver_programs import InstalledPrograms
-from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.mps_host.daemon_compute_mode import ComputeMode
 
 os.chroot(sys.argv[1])

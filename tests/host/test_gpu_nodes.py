@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from dra_driver.errors import RetryableError
+from dra_driver.host.capability_nodes import MigCaps
 from dra_driver.host.device_nodes import LstatDeviceNodeReader
 from dra_driver.host.gpu_nodes import GpuNodes
-from dra_driver.host.mig_caps import MigCaps
 from dra_driver.model.driver_files import HostNode
 from dra_driver.model.host import DeviceNode, HostPaths
 from tests.host.trees import FakeNodes, driver_root, pci_function, put

@@ -18,8 +18,7 @@ import pytest
 from dra_driver.base.bounded_call import NotAnsweredError, bounded
 from dra_driver.base.file_lock import LockBusyError
 from dra_driver.errors import DeviceBusyError, RetryableError
-from dra_driver.host.kernel_modules import VfioModules
-from dra_driver.host.vfio import _NO_IOMMU, HostPciControl, VfioCards
+from dra_driver.host.vfio import _NO_IOMMU, HostPciControl, VfioCards, VfioModules
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.model.host import DeviceNode, HostPaths
 from dra_driver.model.passthrough import Card, uuid_of_bus_id

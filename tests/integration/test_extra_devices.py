@@ -81,7 +81,7 @@ def test_off_costs_nothing_and_gives_nothing(tray: Node, monkeypatch: pytest.Mon
     for name in ("count", "nodes", "major"):
         monkeypatch.setattr(imex.ImexChannelNodes, name, asked)
     monkeypatch.setattr(imex.ImexDaemon, "refuse_unready", asked)
-    monkeypatch.setattr("dra_driver.host.host_devices.HostDeviceFinder.find", asked)
+    monkeypatch.setattr("dra_driver.host.device_nodes.HostDeviceFinder.find", asked)
     for name in ("check", "added", "channel_nodes", "refuse_unready_imex"):
         monkeypatch.setattr(ExtraDeviceFinder, name, asked)
     tray.start_driver()
@@ -212,7 +212,7 @@ def test_by_configuration_every_claim_gets_what_is_there(make_node: Make) -> Non
 
 def test_paths_of_a_real_host(tmp_path: Path) -> None:
     """A driver container has its own /dev, without the nodes of other modules: those are the host's."""
-    from dra_driver.host.host_devices import HostDeviceFinder
+    from dra_driver.host.device_nodes import HostDeviceFinder
     from dra_driver.model.host import DeviceNode, HostPaths
 
     class Reader:

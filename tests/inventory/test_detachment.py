@@ -26,11 +26,10 @@ from dra_driver.errors import (
     RetryableError,
     StateError,
 )
-from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.inventory import discovery as discovery_module
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments, detach, nvml_pause
 from dra_driver.inventory.discovery import Discovery
-from dra_driver.inventory.host_facts import HostView
 from dra_driver.inventory.rules.gpu_names import named_gpus
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import nvml_library
@@ -252,7 +251,7 @@ def test_discovery_lets_go_and_comes_back(
     mark = UseMark(tmp_path / LOCK_FILE)
     reader = NvmlReader(lambda: nvml_library(node.machine), mark=mark)
     discovery = Discovery(
-        reader, HostView(node.paths), hear("change"), hear("reload"), None, hear("hardware"), detachments.now
+        reader, node.host, hear("change"), hear("reload"), None, hear("hardware"), detachments.now
     )
     discovery.scan_now(5)
     assert (detachments.is_nvml_open(), heard) == (True, ["change", "reload"])
@@ -292,10 +291,9 @@ def instance(
 
     load = detachments.guarded(lambda: nvml_library(node.machine))
     reader = NvmlReader(load, mark=UseMark(directory / LOCK_FILE))
-    host = HostView(node.paths)
     discovery = Discovery(
         reader,
-        host,
+        node.host,
         hear("change"),
         hear("reload"),
         None,
@@ -310,10 +308,9 @@ OTHER = """
 import json, structlog, sys
 from pathlib import Path
 from dra_driver.base.file_lock import UseMark
+from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory import discovery as module
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments
-from dra_driver.inventory.host_facts import HostView
-from dra_driver.model.host import HostPaths
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import nvml_library, open_machine
 
@@ -323,7 +320,7 @@ directory, machine = Path(sys.argv[1]), open_machine(Path(sys.argv[2]))
 root, heard = str(machine.host_root), []
 detachments = Detachments(directory, "boot-1")
 reader = NvmlReader(detachments.guarded(lambda: nvml_library(machine)), mark=UseMark(directory / LOCK_FILE))
-view = HostView(HostPaths(root, root, root, f"{root}/proc", f"{root}/sys"))
+view = Sysfs(f"{root}/sys", f"{root}/proc")
 tells = [lambda what=what: heard.append(what) for what in ("change", "reload", "hardware")]
 discovery = module.Discovery(
     reader, view, tells[0], tells[1], None, tells[2], detachments.now, detachments.paused

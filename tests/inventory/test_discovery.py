@@ -18,13 +18,12 @@ from dra_driver.errors import (
     StateError,
 )
 from dra_driver.host.driver_root import find_nvml_library
+from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory import discovery as module
 from dra_driver.inventory.discovery import NOT_DISCOVERED, Discovery
-from dra_driver.inventory.host_facts import HostView
 from dra_driver.model.fingerprint import GpuFingerprint, HostFingerprint, NvmlFingerprint
 from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
 from dra_driver.model.health import NvLinks, PolledHealth
-from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
 from dra_driver.model.passthrough import Card
@@ -90,7 +89,7 @@ class Nvml:
 
 
 class Host:
-    """A host whose sysfs has a place for every GPU."""
+    """A host whose sysfs has a place for every GPU, and the NVIDIA driver's files but those that it `lacks`."""
 
     def __init__(self) -> None:
         self.functions = {gpu.pci_bus_id or "" for gpu in BARE}
@@ -101,16 +100,13 @@ class Host:
         self.shown: dict[int, Hashable] = {}
         self.surprises: list[Exception] = []
 
-    def imex_channels(self) -> int | None:
-        return None
-
     def pcie_root(self, bus_id: str) -> str | None:
         return f"pci0000:{int(bus_id[5:7], 16) - 1:02x}"
 
     def numa_node(self, bus_id: str) -> int | None:
         return 0
 
-    def files_problem(self, nvml_version: str | None) -> str | None:
+    def problem(self, nvml_version: str | None) -> str | None:
         return self.lacks
 
     def gpu_functions(self) -> frozenset[str]:
@@ -124,7 +120,7 @@ class Host:
             raise self.surprises.pop()
         return HostFingerprint(self.hardware, self.version, dict(self.shown))
 
-    def driver(self) -> str:
+    def loaded_driver(self) -> str:
         return self.version
 
 
@@ -155,6 +151,7 @@ class Bench:
             lambda: self.told.append("driver"),
             self.ours,
             lambda: self.told.append("hardware"),
+            files=self.host,
         )
 
     def scan(self) -> Inventory | None:
@@ -427,7 +424,7 @@ def test_a_library_of_another_architecture_alone_is_told_where_the_bus_shows_no_
     driver_root(tmp_path)
     put_elf_libraries(tmp_path, "/usr/lib/x86_64-linux-gnu", other)
     reader = NvmlReader(lambda: find_nvml_library(str(tmp_path), machine))
-    host = HostView(HostPaths(str(tmp_path), "/", proc=str(tmp_path / "proc"), sys=str(tmp_path / "sys")))
+    host = Sysfs(str(tmp_path / "sys"), str(tmp_path / "proc"))
     discovery = Discovery(reader, host, list, list, None, list)
     for _ in range(2):
         discovery.scan_now(5)
@@ -793,11 +790,11 @@ def test_virtual_functions_of_a_gpu_are_no_hidden_gpus(tmp_path: Path) -> None:
     """SR-IOV: NVML shows the physical functions alone; that virtual ones come is no reason to open NVML anew."""
     node = SimulatedNode("l40s-8", tmp_path)
     try:
-        before = HostView(node.paths).fingerprint()
+        before = node.host.fingerprint()
         node.machine.set_virtual_functions(0, 4)
         found = node.discover()
         assert (len(found.gpus), found.faults) == (8, ())
-        assert HostView(node.paths).fingerprint() == before
+        assert node.host.fingerprint() == before
         assert len(list((node.machine.host_root / "sys/bus/pci/devices").glob("*/physfn"))) == 4
     finally:
         node.close()

@@ -19,7 +19,7 @@ from dra_driver.errors import (
     RetryableError,
     StateError,
 )
-from dra_driver.host.mig_caps import MigCaps
+from dra_driver.host.capability_nodes import MigCaps
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.model.mig import GpuInstance, Placement
 from dra_driver.model.plan import Plan

@@ -18,10 +18,9 @@ import structlog
 from nvidia_programs import Programs
 
 from dra_driver.base.atomic import QUARANTINE
-from dra_driver.host.capability_nodes import CapabilityNodes
+from dra_driver.host.capability_nodes import CapabilityNodes, MigCaps
 from dra_driver.host.driver_programs import InstalledPrograms
-from dra_driver.host.mig_caps import MigCaps
-from dra_driver.host.reading import text_of
+from dra_driver.host.rooted_tree import text_of
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories, MpsMember
 from dra_driver.mps_host import daemon_processes as processes
 from dra_driver.mps_host.daemon import HostTools

@@ -20,7 +20,7 @@ from dra_driver.base.atomic import Stamp, stamp_at, write_atomically
 from dra_driver.base.file_lock import hold_file
 from dra_driver.base.json_store import UnreadableFile
 from dra_driver.errors import PermanentError, RetryableError, StateError
-from dra_driver.host.reading import text_of
+from dra_driver.host.rooted_tree import text_of
 from dra_driver.model.mps import MPS_STATES, MpsDaemonSpec, MpsDaemonStatus, MpsMember
 from dra_driver.model.problems import NodeProblem
 from dra_driver.mps_host import daemon as daemon_module

@@ -19,7 +19,7 @@ import pytest
 from dra_driver.base.atomic import write_atomically
 from dra_driver.errors import FatalError, PermanentError, RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms
-from dra_driver.host.reading import text_of
+from dra_driver.host.rooted_tree import text_of
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.model.driver_programs import DriverPrograms
 from dra_driver.mps_host import daemon_control

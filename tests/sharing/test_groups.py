@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.cdi.rules.mps_edits import with_mps
+from dra_driver.cdi.rules.spec import with_mps
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.journal.rules.cleanups import PendingCleanup, by_gpus, gpus_of, what, withholding

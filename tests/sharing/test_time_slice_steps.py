@@ -8,7 +8,7 @@ import pytest
 
 from dra_driver.base.deadline import until
 from dra_driver.errors import RetryableError
-from dra_driver.host.nvidia_smi import NvidiaSmi
+from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.journal.lanes import Lanes

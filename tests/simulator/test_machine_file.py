@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from dra_driver.app.platforms import simulated_platform
+from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import discover_once
-from dra_driver.inventory.host_facts import HostView
 from dra_driver.nvml.reader import NvmlReader
 
 MACHINE = Path(__file__).with_suffix(".yaml")
@@ -18,7 +18,7 @@ def test_what_a_static_layout_cannot_say_is_discovered(tmp_path: Path) -> None:
     reader = NvmlReader(platform.load_nvml)
     try:
         reader.session.reopen()
-        found = discover_once(reader, HostView(platform.paths), None)
+        found = discover_once(reader, Sysfs(platform.paths.sys, platform.paths.proc), None)
     finally:
         reader.session.close()
     assert [(mig.uuid[-1], mig.profile.name) for mig in found.gpus[0].mig_devices] == [

@@ -14,7 +14,7 @@ from dra_driver.health.rules.taints import MadeInstance, TaintPolicy, device_tai
 from dra_driver.health.rules.xids import XidPolicy
 from dra_driver.health.serviced import ServicedGpus
 from dra_driver.health.store import HealthStore
-from dra_driver.inventory.host_facts import HostView
+from dra_driver.host.sysfs import Sysfs
 from dra_driver.mig.context import MigAction
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.problems import NodeProblem
@@ -32,7 +32,7 @@ class HealthParts:
     Another instance of the plugin writes the file while it speaks for the node. `cleanups` are made later.
     """
 
-    def __init__(self, driver: Driver, source: HealthSource, host: HostView) -> None:
+    def __init__(self, driver: Driver, source: HealthSource, host: Sysfs) -> None:
         settings, changes = driver.settings, driver.changes
         self._driver = driver
         self.taint_policy = TaintPolicy(dict(settings.taint_effects))

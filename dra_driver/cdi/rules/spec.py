@@ -1,15 +1,20 @@
-"""CDI specs: one for each claim, with the NVIDIA driver's files once and the nodes of each device."""
+"""CDI specs: one for each claim, with the NVIDIA driver's files once and the nodes of each device; what its
+containers need to work through an MPS daemon; and what a spec says of its claim, which is all that is known if the
+record is lost."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.driver_files import CdiDevice, CdiMount, DriverFile, DriverFiles, HostNode
+from dra_driver.model.mps import MpsDirectories
+from dra_driver.model.plan import device_of_cdi_name, share_of_cdi_name
+from dra_driver.model.sharing_mode import MpsShared
 
 CLASS = "claim"
 COMMON = "containerEdits"
@@ -32,6 +37,9 @@ _NO_SECOND_INJECTION = "NVIDIA_VISIBLE_DEVICES=void"
 _NO_INJECTION_BY_MOUNT = CdiMount(
     "/dev/null", "/var/run/nvidia-container-devices/void", ("ro", "nosuid", "nodev", "bind")
 )
+PIPE_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108  where CUDA looks by itself, inside the container
+_SHM_DIRECTORY = "/dev/shm"  # noqa: S108
+_MOUNT_OPTIONS = ("rw", "nosuid", "nodev", "bind")
 
 
 def is_claim_uid(text: str) -> bool:
@@ -313,3 +321,62 @@ def _hook(hook: str, verb: str, args: Sequence[str]) -> dict[str, Any]:
         "args": [*command, *args],
         "env": ["NVIDIA_CTK_DEBUG=false"],
     }
+
+
+def with_mps(device: CdiDevice, usage: MpsShared, directories: MpsDirectories) -> CdiDevice:
+    """The device with the daemon's pipe and shared memory, and the claim's limits.
+
+    The limits are in the environment, because they belong to the claim, and several claims may share the daemon. CUDA
+    can only tighten the daemon's own limits. A device goes by its number in the daemon. Each device of a daemon of
+    several GPUs brings the limits of all: the runtime keeps one of the variables.
+    """
+    env = [f"CUDA_MPS_PIPE_DIRECTORY={PIPE_DIRECTORY}"]
+    limits = usage.memory_limits_mib or (usage.memory_limit_mib,)
+    by_number = [f"{number}={limit}M" for number, limit in enumerate(limits) if limit is not None]
+    if by_number:
+        env.append(f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={','.join(by_number)}")
+    if usage.active_thread_percentage is not None:
+        env.append(f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={usage.active_thread_percentage}")
+    mounts = (
+        CdiMount(directories.pipe, PIPE_DIRECTORY, _MOUNT_OPTIONS),
+        CdiMount(directories.shm, _SHM_DIRECTORY, _MOUNT_OPTIONS),
+    )
+    return replace(device, env=(*device.env, *env), mounts=(*device.mounts, *mounts))
+
+
+def uses_mps(spec: Mapping[str, Any] | None) -> bool:
+    """Whether a device of a CDI spec works through MPS."""
+    devices = (spec or {}).get("devices") or []
+    mounts = [mount for device in devices for mount in device.get("containerEdits", {}).get("mounts") or []]
+    return any(mount.get("containerPath") == PIPE_DIRECTORY for mount in mounts)
+
+
+@dataclass(frozen=True, slots=True)
+class SpecDevice:
+    """One device of a spec. `share_id` is None for a device that the claim has to itself."""
+
+    device: str
+    share_id: str | None = None
+    admin_access: bool = False
+    uses_mps: bool = False
+
+
+def devices_of(claim_uid: str, spec: Mapping[str, Any] | None) -> tuple[SpecDevice, ...]:
+    """The devices of a claim's spec, as far as it can be read."""
+    devices = (spec or {}).get("devices")
+    return tuple(
+        _device(str(entry["name"]).removeprefix(f"{claim_uid}-"), entry)
+        for entry in (devices if isinstance(devices, list) else ())
+        if isinstance(entry, dict) and "name" in entry
+    )
+
+
+def _device(name: str, entry: Mapping[str, Any]) -> SpecDevice:
+    edits = entry.get("containerEdits")
+    env = edits.get("env") if isinstance(edits, dict) else None
+    return SpecDevice(
+        device_of_cdi_name(name),
+        share_of_cdi_name(name),
+        ADMIN_ACCESS in (env or ()),
+        isinstance(edits, dict) and uses_mps({"devices": [entry]}),
+    )

@@ -20,8 +20,7 @@ from dra_driver.api.config import DEFAULTS, VfioDeviceConfig
 from dra_driver.api.resolve import ResolvedConfig, config_for_result, manages
 from dra_driver.cdi.rules.metadata import cdi_id as metadata_cdi_id
 from dra_driver.cdi.rules.metadata import check_names
-from dra_driver.cdi.rules.spec import cdi_id
-from dra_driver.cdi.rules.spec_devices import SpecDevice
+from dra_driver.cdi.rules.spec import SpecDevice, cdi_id
 from dra_driver.claims.rules.imex_channels import imex_of
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError, RetryableError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice

@@ -20,17 +20,13 @@ from dra_driver.errors import (
     NvmlUnavailableError,
     RetryableError,
 )
-from dra_driver.host.dev_char import DevCharLinks
-from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
+from dra_driver.host.device_nodes import DevCharLinks, DeviceNodeReader, DevRoot, HostDeviceFinder
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.driver_root import find_nvml_library
-from dra_driver.host.fingerprint import driver_fingerprint
 from dra_driver.host.hook import HookFinder
-from dra_driver.host.host_devices import HostDeviceFinder
 from dra_driver.host.imex import ImexChannelNodes, ImexDaemon
 from dra_driver.host.libraries import note_of_left_out, scan_libraries
-from dra_driver.host.reading import names_in
-from dra_driver.host.rooted_tree import RootedTree, join_root
+from dra_driver.host.rooted_tree import RootedTree, join_root, names_in
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_programs import IMEX_PROGRAM
 from dra_driver.model.extra_devices import (
@@ -463,7 +459,7 @@ class DriverChecks:
         return sorted(bound.keys() - {gpu.pci_bus_id for gpu in inventory.gpus})
 
     def _loaded_version(self) -> str | None:
-        match = _KERNEL_VERSION.search(driver_fingerprint(self.paths.proc))
+        match = _KERNEL_VERSION.search(self._sysfs.loaded_driver())
         return match[1] if match is not None else None
 
     def _node_minors(self, dev: DevRoot) -> set[int]:

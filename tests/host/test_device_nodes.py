@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.host.dev_char import DevCharLinks
+from dra_driver.host.device_nodes import DevCharLinks
 from dra_driver.model.host import HostPaths
 from tests.fakes.fixtures import logs
 from tests.host.trees import COMMON_NODES, FakeNodes
