@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -100,10 +101,10 @@ class Report:
 
     @contextmanager
     def trying(self, topic: str) -> Iterator[None]:
-        """What cannot be compared, because somebody does not answer, is no difference."""
+        """What cannot be compared, because a program answers nothing that is understood, is no difference."""
         try:
             yield
-        except (OSError, ValueError, DraDriverError) as error:
+        except (OSError, ValueError, SyntaxError, subprocess.SubprocessError, DraDriverError) as error:
             self.findings.append(("not checked", topic, " ".join(str(error).split())[:300]))
 
     @property

@@ -37,37 +37,23 @@ def script(path: Path, cases: dict[str, str]) -> str:
 def full_smi(path: Path, view: View, replace: dict[str, str] | None = None) -> str:
     """An nvidia-smi with the forms of a real one. `replace` changes texts in all its answers."""
     gpus = view.inventory.gpus
+    version = f"<driver_version>{view.inventory.versions.driver}</driver_version>"
     cases = {
-        "-L": "".join(f"{_line(gpu)}\n" + _migs(gpu) for gpu in gpus),
-        "--query-gpu=*": "".join(_row(gpu, view) for gpu in gpus),
-        "'-q -x'": f"<nvidia_smi_log>{''.join(map(_xml, gpus))}</nvidia_smi_log>\n",
-        "'nvlink -s'": "".join(f"{_line(gpu)}\n" + _links(gpu) for gpu in gpus),
+        "-L": "".join(map(_listed, gpus)),
+        "'-q -x'": f"<nvidia_smi_log>{version}{''.join(map(_xml, gpus))}</nvidia_smi_log>\n",
         "'topo -m'": _topology(view),
-        "'mig -lgi'": "".join(map(_instances, gpus)),
     }
     for old, new in (replace or {}).items():
         cases = {arguments: text.replace(old, new) for arguments, text in cases.items()}
     return script(path, cases)
 
 
-def _line(gpu: Gpu) -> str:
-    return f"GPU {gpu.index}: {gpu.product_name} (UUID: {gpu.uuid})"
-
-
-def _migs(gpu: Gpu) -> str:
-    return "".join(
+def _listed(gpu: Gpu) -> str:
+    migs = (
         f"  MIG {mig.profile.name:<12}Device {number:2d}: (UUID: {mig.uuid})\n"
         for number, mig in enumerate(gpu.mig_devices)
     )
-
-
-def _row(gpu: Gpu, view: View) -> str:
-    memory = "[N/A]" if gpu.memory_bytes is None else gpu.memory_bytes >> 20
-    major, minor = gpu.cuda_compute_capability or (0, 0)
-    mode = "[N/A]" if not gpu.mig_capable else "Enabled" if gpu.mig_enabled else "Disabled"
-    bus = f"0000{gpu.pci_bus_id}".upper()
-    version = view.inventory.versions.driver
-    return f"{gpu.uuid}, {gpu.product_name}, {bus}, {memory}, {version}, {mode}, {major}.{minor}\n"
+    return f"GPU {gpu.index}: {gpu.product_name} (UUID: {gpu.uuid})\n{''.join(migs)}"
 
 
 def _xml(gpu: Gpu) -> str:
@@ -75,18 +61,18 @@ def _xml(gpu: Gpu) -> str:
     if gpu.fabric is not None:
         fabric = ("Completed", gpu.fabric.cluster_uuid, str(gpu.fabric.clique_id))
     bus = f"0000{gpu.pci_bus_id}".upper()
+    memory = "[N/A]" if gpu.memory_bytes is None else f"{gpu.memory_bytes >> 20} MiB"
+    mode = "[N/A]" if not gpu.mig_capable else "Enabled" if gpu.mig_enabled else "Disabled"
     return (
         f'<gpu id="{bus}"><product_name>{escape(gpu.product_name or "")}</product_name>'
         f"<product_brand>{(gpu.brand or '').upper()}</product_brand>"
         f"<product_architecture>{gpu.architecture}</product_architecture><uuid>{gpu.uuid}</uuid>"
+        f"<mig_mode><current_mig>{mode}</current_mig></mig_mode>"
+        f"<fb_memory_usage><total>{memory}</total></fb_memory_usage>"
         f"<minor_number>{gpu.minor}</minor_number><addressing_mode>{gpu.addressing_mode or 'N/A'}</addressing_mode>"
         f"<fabric><state>{fabric[0]}</state><status>Success</status><cliqueId>{fabric[2]}</cliqueId>"
         f"<clusterUUID>{fabric[1]}</clusterUUID></fabric><pci><pci_bus_id>{bus}</pci_bus_id></pci></gpu>"
     )
-
-
-def _links(gpu: Gpu) -> str:
-    return "".join(f"\t Link {link}: 26.562 GB/s\n" for link in range(gpu.nvlink_links or 0))
 
 
 def _topology(view: View) -> str:
@@ -104,11 +90,3 @@ def _topology(view: View) -> str:
         numa = "N/A" if gpu.numa_node is None else gpu.numa_node
         lines.append("\t".join([name, *cells, "0-7", str(numa), "", "N/A"]))
     return "\n".join([*lines, "", "Legend:", "", "  X    = Self", ""])
-
-
-def _instances(gpu: Gpu) -> str:
-    return "".join(
-        f"|   {gpu.index}  MIG {mig.profile.name:<12} {mig.profile.profile_id:>6} {mig.gpu_instance_id:>8}"
-        f"   {mig.placement.start:>6}:{mig.placement.size} |\n"
-        for mig in gpu.mig_devices
-    )
