@@ -12,8 +12,7 @@ from pathlib import Path
 
 from dra_driver.base.bounded_call import BoundedCall
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cli.rules.node_view import NodeView
-from dra_driver.cli.rules.top_data import NvmlFacts, node_view
+from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
 from dra_driver.cli.state_on_disk import read_claims, read_state
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, StateError
 from dra_driver.host.processes import origin, pod_uid

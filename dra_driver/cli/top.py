@@ -2,74 +2,93 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import select
-import shutil
 import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from dra_driver.app.settings import Flag
 from dra_driver.cli.flags import of_run, switch
-from dra_driver.cli.output import COLOR, OUTPUT, Color, Output, answer
-from dra_driver.cli.rules.top_screen import Order
+from dra_driver.cli.output import COLOR, OUTPUT, Output, answer
+from dra_driver.cli.rules.prepared_claims import age_text
+from dra_driver.cli.rules.tables import ascii_only
 from dra_driver.cli.scratch import scratch_settings
+from dra_driver.model.gpu import GpuLoad
 from dra_driver.model.shapes import Choice, Scalar
 
 if TYPE_CHECKING:
-    from dra_driver.cli.rules.node_view import NodeView
-    from dra_driver.cli.rules.top_screen import Line, Style
+    from rich.console import Console, Group, RenderableType
+
+    from dra_driver.cli.rules.node_view import Holding, NodeView, SeenGpu, SeenProcess
     from dra_driver.cli.snapshot import NodeSnapshot
+
+Order = Literal["index", "memory", "utilisation", "health"]
 
 _LAST = 1 << 30
 _WAIT_ONCE_S = 25.0
 """Without another client NVML wakes every GPU first, which takes seconds each. A GPU that hangs takes 15 s."""
 _WAIT_LIVE_S = 2.0
-_WAIT_FIRST_S = 0.5
+_WAIT_FIRST_S = 0.3
 """The first screen appears after this time even if NVML hangs or still wakes GPUs."""
-_ENTER = "\x1b[?1049h\x1b[?25l"
-_LEAVE = "\x1b[?25h\x1b[?1049l"
-_FROM_TOP = "\x1b[H"
-_CLEAR_LINE = "\x1b[K"
-_CLEAR_REST = "\x1b[J"
-_WIDE = 1 << 20
-_PLAIN = "\x1b[0m"
-_BOLD = "\x1b[1m"
-_COLORS: Mapping[Style, str] = {
-    "title": _BOLD,
-    "good": "\x1b[32m",
-    "notice": "\x1b[36m",
-    "warning": "\x1b[33m",
-    "bad": "\x1b[1;31m",
-    "dim": "\x1b[2m",
+_WIDE = 1 << 12
+_NARROWEST = 60
+_LEAST_TEXT = 24
+"""What the last column of a table keeps before other columns go."""
+_MIB = 1 << 20
+_SAMPLES = 12
+_LEVELS = " .:-=+*#%@"
+_BAR = 10
+_MOST_PODS = 28
+_POD_TAIL = 8
+_STYLES = {
+    "ok": "green", "information": "cyan", "degraded": "yellow", "unhealthy": "bold red", "lost": "bold red",
+    "unknown": "bold red", "ready": "green", "starting": "cyan", "failed": "bold red", "fault": "bold red",
+}  # fmt: skip
+_STATES = ("HEALTH", "SEVERITY", "STATE", "USE")
+"""Columns whose cells begin with a word that has a style."""
+_SEVERITY = ("ok", "information", "unknown", "degraded", "unhealthy", "lost")
+_ORDERS: Mapping[str, Callable[[SeenGpu], float]] = {
+    "index": lambda _: 0,
+    "memory": lambda gpu: -(_fraction(gpu.load) or 0),
+    "utilisation": lambda gpu: -((gpu.load and gpu.load.utilisation_percent) or 0),
+    "health": lambda gpu: -(_SEVERITY.index(gpu.health) if gpu.health in _SEVERITY else 0),
 }
-_ORDERS: Mapping[str, Order] = {"i": "index", "m": "memory", "u": "utilisation", "h": "health"}
+_ORDER_KEYS: Mapping[str, Order] = {"i": "index", "m": "memory", "u": "utilisation", "h": "health"}
 _KEYS = re.compile(r"\x1b(?:\[|O)[A-Z]|\x1b\[[0-9]+~|.", re.S)
 _MOVES = {"j": 1, "\x1b[B": 1, "\x1bOB": 1, "k": -1, "\x1b[A": -1, "\x1bOA": -1}
 _PAGES = {" ": 1, "\x1b[6~": 1, "b": -1, "\x1b[5~": -1}
-_HELP = (
-    "i m u h            sort by index, memory, utilisation, health",
-    "j k, arrows        one line down, up",
-    "space b, Page keys one page down, up",
-    "g G, Home End      to the first, the last line",
-    "q, Ctrl-C          quit",
-    "?                  this text; any key shows the node again",
-)
 _ENDS = {"g": 0, "\x1b[H": 0, "\x1b[1~": 0, "G": _LAST, "\x1b[F": _LAST, "\x1b[4~": _LAST}
-
+_HELP = """\
+/ TEXT Enter       only GPUs, claims and pods with this text; one of a kind with its details
+Esc                everything again
+i m u h            sort by index, memory, utilisation, health
+j k, arrows        one line down, up
+space b, Page keys one page down, up
+g G, Home End      to the first, the last line
+q, Ctrl-C          quit
+?                  this text; any key shows the node again"""
 
 FLAGS = (
     Flag("interval", "Seconds between two looks.", Scalar(float, least=0.2, most=86400), env=(), default=2.0),
     switch("once", "Print one look and end, also on a terminal."),
     replace(OUTPUT, help="How to print; wide, json and yaml print one look."),
     Flag("sort", "Which GPUs come first.", Choice(get_args(Order)), env=(), default="index"),
+    Flag(
+        "filter",
+        "Only GPUs, claims and pods with this text; one of a kind with its details.",
+        env=(),
+        default="",
+    ),
     COLOR,
     *of_run("node_name", "driver_name", "config", "cdi_root", "nvidia_driver_root", "container_driver_root"),
     *of_run("kubelet_plugins_directory_path", "simulate", "simulator_dir", "dynamic_mig", "device_names"),
@@ -78,6 +97,7 @@ FLAGS = (
 EXAMPLES = (
     "",
     "--once --sort health",
+    "--once --filter gpu-6b45fc99",
     "-o json",
 )
 
@@ -90,86 +110,408 @@ def top(given: Namespace) -> None:
     """
     from dra_driver.cli.machine import CommandMachine
     from dra_driver.cli.node import node_snapshot
+    from dra_driver.cli.rules.node_view import searched
 
-    output, sort, color = given.output, given.sort, given.color
     with (
         scratch_settings("top", vars(given), given.config) as settings,
         closing(node_snapshot(CommandMachine(settings))) as snapshot,
     ):
-        if given.once or output is not Output.table or not _is_screen():
-            _print(snapshot.view(_WAIT_ONCE_S), output, sort, color)
-        else:
-            _run_live(snapshot, given.interval, sort, is_coloured=color.is_on())
+        is_colored = given.color.is_on()
+        if (
+            sys.stdout.isatty()
+            and os.environ.get("TERM") != "dumb"
+            and not given.once
+            and given.output is Output.table
+        ):
+            _run_live(snapshot, given.interval, Screen(given.sort, given.filter), is_colored=is_colored)
+            return
+        view = searched(snapshot.view(_WAIT_ONCE_S), given.filter)
+
+        def lines(width: int | None) -> Iterator[str]:
+            return drawn(
+                node_picture(view, width or _WIDE, given.sort, given.filter), width, is_colored=is_colored
+            )
+
+        answer(given.output, lines, lambda: asdict(view))
 
 
-def _print(view: NodeView, output: Output, order: Order, color: Color) -> None:
-    from dra_driver.cli.rules.top_screen import node_lines
-
-    def lines(width: int | None) -> Iterator[str]:
-        return (drawn(line, is_coloured=color.is_on()) for line in node_lines(view, width or _WIDE, order))
-
-    answer(output, lines, lambda: asdict(view))
+def drawn(picture: RenderableType, width: int | None, *, is_colored: bool) -> Iterator[str]:
+    """The lines of a picture for a terminal of so many columns, None for a pipe."""
+    text = io.StringIO()
+    _console(text, max(width or _WIDE, _NARROWEST), is_colored=is_colored).print(picture)
+    return (line.rstrip() for line in text.getvalue().splitlines())
 
 
-def _is_screen() -> bool:
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+def _console(file: io.TextIOBase | None, width: int | None, *, is_colored: bool) -> Console:
+    from rich.console import Console
 
-
-def _run_live(snapshot: NodeSnapshot, interval_s: float, order: Order, *, is_coloured: bool) -> None:
-    """Draw until q, Ctrl-C or SIGTERM; the terminal is left as it was found."""
-    from dra_driver.cli.rules.top_screen import Span, node_lines
-
-    first, explains, wait_nvml_s = 0, False, _WAIT_FIRST_S
-    with suppress(KeyboardInterrupt), _own_screen() as keys:
-        while True:
-            view, wait_nvml_s = snapshot.view(wait_nvml_s), _WAIT_LIVE_S
-            next_look = time.monotonic() + interval_s
-            while (wait_s := next_look - time.monotonic()) > 0:
-                size = shutil.get_terminal_size()
-                lines = (
-                    [(Span(text),) for text in _HELP] if explains else node_lines(view, size.columns, order)
-                )
-                first = max(0, min(first, len(lines) - (size.lines - 1)))
-                sys.stdout.write(screen(lines, first, size, order, is_coloured=is_coloured))
-                sys.stdout.flush()
-                typed = _typed(keys, max(0.0, wait_s))
-                if typed is None:
-                    break
-                for key in _KEYS.findall(typed):
-                    if key in "qQ":
-                        return
-                    explains = key == "?" and not explains
-                    order = _ORDERS.get(key, order)
-                    first += _MOVES.get(key, 0) + _PAGES.get(key, 0) * (size.lines - 2)
-                    first = _ENDS.get(key, max(0, first))
-
-
-def screen(
-    lines: Sequence[Line], first: int, size: os.terminal_size, order: Order, *, is_coloured: bool
-) -> str:
-    """What a terminal of that size is sent: the lines from `first` on, and below them the keys."""
-    room = max(0, size.lines - 1)
-    shown = [drawn(line, is_coloured=is_coloured) for line in lines[first : first + room]]
-    last = first + len(shown)
-    where = f"  lines {first + 1}-{last} of {len(lines)}" if len(lines) > room else ""
-    keys = f"q quits  ? explains keys  sorted by {order}{where}"
-    shown += [""] * (room - len(shown)) + [keys[: max(1, size.columns)]]
-    return _FROM_TOP + "\r\n".join(text + _CLEAR_LINE for text in shown) + _CLEAR_REST
-
-
-def drawn(line: Line, *, is_coloured: bool) -> str:
-    """A line as text, with the codes of a terminal if it is coloured."""
-    if not is_coloured:
-        return "".join(span.text for span in line).rstrip()
-    codes = (_COLORS.get(span.style, "") if span.text.strip() else "" for span in line)
-    return "".join(
-        f"{code}{span.text}{_PLAIN}" if code else span.text for code, span in zip(codes, line, strict=True)
+    return Console(
+        file=file,  # type: ignore[arg-type]
+        width=width,
+        force_terminal=True,
+        color_system="standard" if is_colored else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        legacy_windows=False,
     )
 
 
+# --- the picture --------------------------------------------------------------------------------
+
+
+def node_picture(
+    view: NodeView,
+    width: int,
+    order: Order = "index",
+    text: str = "",
+    history: Mapping[str, Sequence[int]] | None = None,
+) -> Group:
+    """The whole view: GPUs with their MIG devices, what is wrong, claims, pods, MPS daemons, NVLink domains.
+
+    `order` is that of GPUs and processes: by memory or utilisation the busiest come first, by health the worst.
+    `text` is what was searched: a GPU or claim that is the only one left has its details. `history` are the
+    utilisations of each GPU in percent, by device name, the newest last.
+    """
+    from rich.console import Group
+
+    sections = [
+        [_head(view), *_problems(view)],
+        _gpus(view, width, order, history or {}),
+        _instances(view, width),
+        [*_details(view)] if text else [],
+        _health(view, width),
+        _claims(view, width),
+        _pods(view, width, order),
+        _mps(view, width),
+        _domains(view, width),
+        [_text(f"note: {note}", "yellow") for note in view.notes],
+    ]
+    parts: list[RenderableType] = []
+    for section in filter(None, sections):
+        parts += ["", *section] if parts else section
+    return Group(*parts)
+
+
+def _text(text: str, style: str = "") -> RenderableType:
+    from rich.text import Text
+
+    return Text(ascii_only(text), style)
+
+
+def _head(view: NodeView) -> RenderableType:
+    nvidia = f"NVIDIA driver {view.nvidia_version or 'unknown'}"
+    cuda = f"CUDA {view.cuda_version}" if view.cuda_version else None
+    return _text("  ".join(filter(None, [view.node, nvidia, cuda, view.driver, view.taken_at])))
+
+
+def _problems(view: NodeView) -> Iterator[RenderableType]:
+    for problem in view.problems:
+        lasted = "" if problem.since_s is None else f" for {age_text(problem.since_s)}"
+        yield _text(f"PROBLEM{lasted}: {problem.text}", "bold red")
+
+
+def _table(columns: Mapping[str, int], rows: Iterable[Sequence[object]], width: int) -> list[RenderableType]:
+    """A row a line, nothing without rows. Where there is too little room, the columns with the highest number go first,
+    and 0 stays; one with `?` also goes if nothing stands in it. What still does not fit goes on below itself."""
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [["-" if cell is None else ascii_only(str(cell)) for cell in row] for row in rows]
+    if not cells:
+        return []
+    titles = [*columns]
+    sizes = {title: max(len(title), *(len(row[at]) for row in cells)) for at, title in enumerate(titles)}
+    sizes[titles[-1]] = min(sizes[titles[-1]], _LEAST_TEXT)
+    for at, title in enumerate(titles):
+        if title[-1] == "?" and all(row[at] == "-" for row in cells):
+            del sizes[title]
+    for title in sorted(columns, key=lambda title: -columns[title]):
+        if columns[title] and sum(sizes.values()) + 2 * len(sizes) - 2 > width:
+            sizes.pop(title, None)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title in sizes:
+        table.add_column(title.rstrip("?"), no_wrap=title != titles[-1], overflow="fold")
+    for row in cells:
+        shown = [(cell, title in _STATES) for cell, title in zip(row, titles, strict=True) if title in sizes]
+        words = [cell.partition(";")[0].lower() if is_state else "" for cell, is_state in shown]
+        table.add_row(
+            *(Text(cell, _STYLES.get(word, "")) for (cell, _), word in zip(shown, words, strict=True))
+        )
+    return [table]
+
+
+def _gpus(
+    view: NodeView, width: int, order: Order, history: Mapping[str, Sequence[int]]
+) -> list[RenderableType]:
+    columns = {
+        "#": 0, "GPU": 0, "PRODUCT": 5, "PCI BUS ID": 6, "MIG?": 3, "MEMORY": 2, "USED MiB": 0, "UTIL": 4, "%": 0,
+        "TEMP": 1, "POWER W": 1, "HEALTH": 0,
+    }  # fmt: skip
+    rows = [_gpu(gpu, history.get(gpu.name, ())) for gpu in sorted(view.gpus, key=_ORDERS[order])]
+    return _table(columns, rows, width) or [_text("no GPU is known", "bold")]
+
+
+def _gpu(gpu: SeenGpu, history: Sequence[int]) -> list[object]:
+    load = gpu.load or GpuLoad()
+    used, total, percent = load.memory_used_bytes, load.memory_total_bytes, load.utilisation_percent
+    watts = [None if value is None else f"{value:.0f}" for value in (load.power_w, load.power_limit_w)]
+    return [
+        gpu.index,
+        gpu.name,
+        gpu.product,
+        gpu.pci_bus_id,
+        gpu.mode,
+        _bar(_fraction(load)),
+        total and f"{'-' if used is None else used // _MIB}/{total // _MIB}",
+        "".join(_LEVELS[min(value, 99) // 10] for value in history) or _bar(percent and percent / 100),
+        percent,
+        load.temperature_c and f"{load.temperature_c}C",
+        watts[0] if watts[1] is None else f"{watts[0] or '-'}/{watts[1]}",
+        _word(gpu.health),
+    ]
+
+
+def _fraction(load: GpuLoad | None) -> float | None:
+    """How much of the memory is in use."""
+    if load is None or load.memory_used_bytes is None or not load.memory_total_bytes:
+        return None
+    return load.memory_used_bytes / load.memory_total_bytes
+
+
+def _bar(fraction: float | None) -> str | None:
+    """`[|||       ]`; what is used at all shows."""
+    if fraction is None:
+        return None
+    return f"[{'|' * min(_BAR, max(round(fraction * _BAR), int(fraction > 0))):<{_BAR}}]"
+
+
+def _word(severity: str) -> str:
+    """What needs a person is in capitals, so that it stands out without colours."""
+    return severity.upper() if severity in ("degraded", "unhealthy", "lost", "unknown") else severity
+
+
+def _instances(view: NodeView, width: int) -> list[RenderableType]:
+    columns = {"MIG INSTANCE": 0, "ON": 1, "SLICES": 2, "IDS": 3, "HOLDER": 0}
+    return _table(
+        columns, [(one.profile, one.gpu, one.slices, one.ids, one.holder) for one in view.instances], width
+    )
+
+
+def _details(view: NodeView) -> Iterator[RenderableType]:
+    """Of a GPU that was searched and is the only one, and of a claim."""
+    if len(view.gpus) == 1:
+        gpu = view.gpus[0]
+        shown = [gpu.name, gpu.uuid, gpu.product, gpu.pci_bus_id, f"MIG {gpu.mode}" if gpu.mode else None]
+        yield _text("  ".join(filter(None, shown)))
+    if len({one.uid for one in view.holdings}) == 1:
+        first = view.holdings[0]
+        pods = "unknown" if first.pods is None else ", ".join(first.pods) or "none"
+        yield _text(f"claim {first.claim}  uid {first.uid}  pods: {pods}")
+        for one in view.holdings:
+            yield _text(f"  {one.device}  {one.kind}  {one.uuid or '-'}")
+
+
+def _health(view: NodeView, width: int) -> list[RenderableType]:
+    columns = {"HEALTH": 0, "SEVERITY": 0, "REASON": 0, "SINCE": 1, "TEXT": 0}
+    rows = [
+        (one.subject, _word(one.severity), one.reason, _since(one.since_s, "now"), one.text)
+        for one in view.health
+    ]
+    unknown = [gpu.name for gpu in view.gpus if gpu.health == "unknown"]
+    title = [] if rows else [_text("HEALTH", "bold")]
+    if unknown or not view.gpus:
+        whose = "" if len(unknown) == len(view.gpus) else f" of {', '.join(unknown)}"
+        return [
+            *title,
+            *_table(columns, rows, width),
+            _text(f"Health{whose} unknown: {_why(view, unknown)}", "bold red"),
+        ]
+    return _table(columns, rows, width) or [*title, _text("All GPUs are well.", "green")]
+
+
+def _why(view: NodeView, unknown: Sequence[str]) -> str:
+    """Why the health of GPUs is not known."""
+    for problem in view.problems:
+        if problem.problem == "nvml-unavailable" or problem.subject in unknown:
+            return problem.text
+    return "NVML did not report it."
+
+
+def _claims(view: NodeView, width: int) -> list[RenderableType]:
+    columns = {"CLAIM": 0, "POD?": 1, "SINCE": 2, "DEVICE": 0, "USE": 0}
+    rows = [
+        (one.claim, _names(one.pods), _since(one.since_s), one.device, "; ".join(_how(one)) or None)
+        for one in view.holdings
+    ]
+    return _table(columns, rows, width) or [_text("CLAIM", "bold"), _text("no claim is prepared")]
+
+
+def _names(pods: Sequence[str] | None) -> str | None:
+    """The first of the pods, and how many more there are; the end of a name tells pods apart."""
+    if not pods:
+        return None if pods is None else "none"
+    more = f" +{len(pods) - 1}" if len(pods) > 1 else ""
+    name, left = pods[0], _MOST_PODS - len(more)
+    return (name if len(name) <= left else f"{name[: left - _POD_TAIL - 2]}..{name[-_POD_TAIL:]}") + more
+
+
+def _how(held: Holding) -> Iterator[str]:
+    if held.trouble:
+        yield _word(held.trouble)
+    if held.phase != "prepared":
+        yield held.phase.upper()
+    if held.boot != "this":
+        yield f"{held.boot.upper()} BOOT"
+    yield from filter(None, [held.usage, held.share_id and f"share {held.share_id[:8]}"])
+    yield from filter(None, ["admin access" if held.admin_access else None, held.mig])
+
+
+def _since(seconds: float | None, unknown: str = "unknown") -> str:
+    return unknown if seconds is None else age_text(seconds)
+
+
+def _pods(view: NodeView, width: int, order: Order) -> list[RenderableType]:
+    """The memory of each pod, and of each process that is not in one."""
+    of_pods: dict[object, list[SeenProcess]] = {}
+    for process in view.processes:
+        of_pods.setdefault(process.pod or process.pid, []).append(process)
+
+    def memory(processes: Iterable[SeenProcess]) -> int:
+        return sum(one.memory_bytes or 0 for one in processes)
+
+    rows = [
+        (
+            mine[0].pod or ("NO CLAIM" if mine[0].is_unclaimed else None),
+            None if all(one.memory_bytes is None for one in mine) else memory(mine) // _MIB,
+            ", ".join(dict.fromkeys(_place(one) for one in mine)),
+            ", ".join(f"{one.pid} {one.name}".rstrip() for one in mine),
+        )
+        for mine in sorted(of_pods.values(), key=lambda mine: -memory(mine) if order == "memory" else 0)
+    ]
+    return _table({"POD": 0, "MEMORY MiB": 0, "GPU": 1, "PROCESSES": 0}, rows, width)
+
+
+def _place(process: SeenProcess) -> str:
+    gi = process.gpu_instance_id
+    return process.gpu if gi is None else f"{process.gpu} GI {gi}"
+
+
+def _mps(view: NodeView, width: int) -> list[RenderableType]:
+    columns = {"MPS DAEMON": 0, "STATE": 0, "SINCE": 1, "CLIENTS": 2, "PID": 3, "PROBLEM": 0}
+    rows = [
+        (
+            one.device,
+            one.state if one.state in ("ready", "starting") else one.state.upper(),
+            age_text(one.since_s),
+            one.clients,
+            one.pid,
+            one.problem,
+        )
+        for one in view.mps
+    ]
+    return _table(columns, rows, width)
+
+
+def _domains(view: NodeView, width: int) -> list[RenderableType]:
+    numbers = {gpu.name: str(gpu.index) for gpu in view.gpus if gpu.index is not None}
+    rows = [
+        (domain, len(names), " ".join(numbers.get(name, name) for name in names))
+        for domain, names in view.domains
+    ]
+    return _table({"NVLINK DOMAIN": 0, "GPUS": 0, "#": 0}, rows, width)
+
+
+# --- the screen ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Screen:
+    """What a person sees of a node, and how the keys change it. `first` is the line at the top; `typing` says that keys
+    make up the text that is searched."""
+
+    order: Order = "index"
+    text: str = ""
+    first: int = 0
+    explains: bool = False
+    typing: bool = False
+
+    def press(self, key: str, height: int) -> bool:
+        """Whether the screen stays."""
+        if self.typing:
+            self.typing = key not in "\r\n\x1b"
+            self.text = "" if key == "\x1b" else self.text[:-1] if key in "\x7f\b" else self.text + key
+            self.text = self.text.strip("\r\n")
+            return True
+        if key in "qQ":
+            return False
+        self.explains = key == "?" and not self.explains
+        self.typing = key == "/"
+        self.text = "" if key in "/\x1b" else self.text
+        self.order = _ORDER_KEYS.get(key, self.order)
+        self.first += _MOVES.get(key, 0) + _PAGES.get(key, 0) * (height - 2)
+        self.first = _ENDS.get(key, max(0, self.first))
+        return True
+
+    def picture(
+        self, view: NodeView, console: Console, history: Mapping[str, Sequence[int]]
+    ) -> RenderableType:
+        """The lines from `first` on, and below them the keys; as large as the terminal."""
+        from rich.segment import Segment, Segments
+
+        from dra_driver.cli.rules.node_view import searched
+
+        width, room = console.width, max(0, console.height - 1)
+        shown = (
+            _HELP
+            if self.explains
+            else node_picture(searched(view, self.text), width, self.order, self.text, history)
+        )
+        lines = console.render_lines(shown, console.options.update(height=None), pad=False)
+        self.first = max(0, min(self.first, len(lines) - room))
+        window = lines[self.first : self.first + room]
+        where = (
+            f"  lines {self.first + 1}-{self.first + len(window)} of {len(lines)}"
+            if len(lines) > room
+            else ""
+        )
+        keys = f"q quits  ? explains keys  / searches  sorted by {self.order}{where}"
+        if self.typing or self.text:
+            keys = f"/{self.text}{'_' if self.typing else '  Esc shows all'}{where}"
+        window += [[] for _ in range(room - len(window))]
+        segments = [segment for line in window for segment in (*line, Segment.line())]
+        return Segments([*segments, Segment(ascii_only(keys)[:width])])
+
+
+def _run_live(snapshot: NodeSnapshot, interval_s: float, screen: Screen, *, is_colored: bool) -> None:
+    """Draw until q, Ctrl-C or SIGTERM; the terminal is left as it was found."""
+    from rich.live import Live
+
+    console, wait_nvml_s = _console(None, None, is_colored=is_colored), _WAIT_FIRST_S
+    history: dict[str, deque[int]] = {}
+    with (
+        suppress(KeyboardInterrupt),
+        _keys() as keys,
+        Live(console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while True:
+            view, wait_nvml_s = snapshot.view(wait_nvml_s), _WAIT_LIVE_S
+            for gpu in view.gpus:
+                if gpu.load is not None and gpu.load.utilisation_percent is not None:
+                    history.setdefault(gpu.name, deque(maxlen=_SAMPLES)).append(gpu.load.utilisation_percent)
+            next_look = time.monotonic() + interval_s
+            while (wait_s := next_look - time.monotonic()) > 0:
+                live.update(screen.picture(view, console, history), refresh=True)
+                typed = _typed(keys, max(0.0, wait_s))
+                if typed is None:
+                    break
+                if not all(screen.press(key, console.height) for key in _KEYS.findall(typed)):
+                    return
+
+
 @contextmanager
-def _own_screen() -> Iterator[int | None]:
-    """The terminal's second screen, without cursor; keys come at once and unseen. Yields where to read keys from."""
+def _keys() -> Iterator[int | None]:
+    """Where to read keys from: they come at once and unseen. SIGTERM ends as Ctrl-C does."""
     import termios
     import tty
 
@@ -179,11 +521,8 @@ def _own_screen() -> Iterator[int | None]:
     try:
         if keys is not None:
             tty.setcbreak(keys)
-        sys.stdout.write(_ENTER)
         yield keys
     finally:
-        sys.stdout.write(_LEAVE)
-        sys.stdout.flush()
         if keys is not None and before is not None:
             termios.tcsetattr(keys, termios.TCSADRAIN, before)
         signal.signal(signal.SIGTERM, former)

@@ -12,10 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dra_driver.cli.rules.mig_holders import gpu_maps, room_beside
-from dra_driver.cli.rules.mig_map import WIDTH, GpuMap, draw_gpu, draw_gpus
+from dra_driver.cli.rules.mig_map import (
+    WIDTH,
+    GpuMap,
+    SeenInstance,
+    draw_gpu,
+    draw_gpus,
+    gpu_maps,
+    room_beside,
+)
 from dra_driver.cli.rules.node_state import NodeState
-from dra_driver.cli.rules.node_view import SeenInstance
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.mig import GpuInstance, OwnedInstance

@@ -13,9 +13,8 @@ from dra_driver.cli.checks.driver import DriverChecks
 from dra_driver.cli.checks.passthrough import PassthroughChecks
 from dra_driver.cli.rules.findings import Finding
 from dra_driver.cli.rules.node_state import NodeState
-from dra_driver.cli.rules.node_view import NodeView, SeenGpu
-from dra_driver.cli.rules.top_data import NvmlFacts, node_view
-from dra_driver.cli.rules.top_screen import node_lines
+from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, SeenGpu, node_view
+from dra_driver.cli.top import drawn, node_picture
 from dra_driver.host.vfio import VfioCards
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import BindVfio
@@ -176,6 +175,6 @@ def test_top_shows_a_card_under_vfio_as_neither_lost_nor_unknown(host: Host) -> 
         inventory.gpu_names[step.gpu_uuid], step.gpu_uuid, None, health="vfio", pci_bus_id=step.pci_bus_id
     )
     assert len(view.gpus) == 8
-    text = ["".join(span.text for span in line) for line in node_lines(view, 160)]
+    text = drawn(node_picture(view, 160), 160, is_colored=False)
     [row] = [line for line in text if step.pci_bus_id in line]
     assert row.rstrip().endswith("vfio")

@@ -11,15 +11,57 @@ ASCII only, at most `WIDTH` columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dra_driver.cli.rules.node_view import SeenInstance
+from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.rules.tables import ascii_only, folded
+from dra_driver.mig.rules.counters import partitioned
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.ids import mig_device_name, mig_slot_name
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mig import (
+    GpuInstance,
+    MigDevice,
+    MigProfile,
+    OwnedInstance,
+    Partitioning,
+    PlacedProfile,
+    Placement,
+)
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig
 
 WIDTH = 100
 _WIDEST_CELL = 18
 _MOST_SLICES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SeenInstance:
+    """A GPU instance on the GPU with the device name `gpu`; its ID is None if it is held but not there. `holder` says
+    in words who holds it."""
+
+    gpu: str
+    profile: str
+    start: int
+    size: int
+    gpu_instance_id: int | None
+    compute_instance_ids: tuple[int, ...]
+    holder: str
+
+    @property
+    def slices(self) -> str:
+        """The memory slices: `3` or `0-3`."""
+        return str(self.start) if self.size == 1 else f"{self.start}-{self.start + self.size - 1}"
+
+    @property
+    def ids(self) -> str:
+        """`GI 7 CI 0`."""
+        if self.gpu_instance_id is None:
+            return "not there"
+        compute = ",".join(str(number) for number in sorted(self.compute_instance_ids))
+        return f"GI {self.gpu_instance_id}" + (f" CI {compute}" if compute else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +160,174 @@ def _title(seen: SeenInstance) -> str:
     lacks = seen.gpu_instance_id is not None and not seen.compute_instance_ids
     ids = seen.ids + (" without compute instance" if lacks else "")
     return f"{'slice' if seen.size == 1 else 'slices'} {seen.slices}, {seen.profile}, {ids}"
+
+
+_OURS = {
+    "creating": "being made by gpu-dra-driver",
+    "created": "made by gpu-dra-driver, held by no claim",
+    "orphan": "made by gpu-dra-driver, held by no claim, to be destroyed",
+}
+
+
+def gpu_maps(inventory: Inventory, known: NodeState, on_demand: Callable[[Gpu], bool]) -> list[GpuMap]:
+    """A drawing's content for each GPU that is in MIG mode or whose MIG devices are made on demand.
+
+    `inventory` is NVML's own: `partitioning` on every GPU that has profiles, with all GPU instances in
+    `withheld`, whoever made them.
+    """
+    return [
+        _map_of(inventory.gpu_names[gpu.uuid], gpu, gpu.partitioning, known, on_demand(gpu))
+        for gpu in inventory.gpus
+        if gpu.partitioning is not None and (gpu.mig_enabled or on_demand(gpu))
+    ]
+
+
+def waiting_for_mig_mode(inventory: Inventory, on_demand: Callable[[Gpu], bool]) -> Iterator[str]:
+    """A sentence for each GPU on which MIG devices cannot be made on demand until somebody resets it."""
+    for gpu in inventory.gpus:
+        if on_demand(gpu) and gpu.mig_capable and gpu.partitioning is None and not gpu.mig_enabled:
+            yield (
+                f"GPU {gpu.uuid}: MIG devices cannot be made on demand, because its MIG mode is off and takes effect "
+                "only after a reset: run nvidia-smi -mig 1, then reset the GPU or reboot the node"
+            )
+
+
+def room_beside(table: Partitioning, taken: Sequence[GpuInstance]) -> tuple[tuple[str, int], ...]:
+    """How many instances of each profile fit beside those of `taken`, in publishing order; those with room only."""
+    possible = partitioned(table, taken, offers_whole=False).possible
+    profiles = {profile.profile_id: profile for profile, _ in possible}
+    return tuple((profile.name, _how_many(table, taken, profile)) for profile in profiles.values())
+
+
+def _how_many(table: Partitioning, taken: Sequence[GpuInstance], profile: MigProfile) -> int:
+    """One after the other where it ends first, which is the most that fits: placements are intervals."""
+    chosen: list[GpuInstance] = []
+    while True:
+        left = partitioned(table, [*taken, *chosen], offers_whole=False).possible
+        ends = [(place.start + place.size, place) for other, place in left if other == profile]
+        if not ends:
+            return len(chosen)
+        chosen.append(GpuInstance(-1, profile.profile_id, min(ends)[1]))
+
+
+def _memory_slices(profiles: Iterable[PlacedProfile]) -> int:
+    """Up to where the placements reach; 0 without any."""
+    return max((place.start + place.size for row in profiles for place in row.placements), default=0)
+
+
+def _map_of(name: str, gpu: Gpu, table: Partitioning, known: NodeState, on_demand: bool) -> GpuMap:
+    profiles = {placed.profile.profile_id: placed.profile for placed in table.profiles}
+    holders = _holders(gpu, known.records, "mig")
+    there = [
+        _existing(name, gpu, instance, profiles.get(instance.profile_id), holders, known, on_demand)
+        for instance in table.withheld
+    ]
+    missing = _missing(gpu, table.withheld, known.records)
+    absent = [
+        _seen(name, step.profile_name, step.placement, ", ".join(holders.get(step.device, ())))
+        for step in missing
+    ]
+    taken = [*table.withheld, *(GpuInstance(-1, step.profile_id, step.placement) for step in missing)]
+    of_whole = _holders(gpu, known.records, "gpu").values()
+    whole = ", ".join(sorted({claim for claims in of_whole for claim in claims})) or None
+    return GpuMap(
+        name=name,
+        product=gpu.product_name,
+        mode=("on" if gpu.mig_enabled else "off") + (", MIG devices on demand" if on_demand else ""),
+        memory_slices=_memory_slices(table.profiles),
+        instances=(*there, *absent),
+        room=() if whole else room_beside(table, taken),
+        whole_owner=whole,
+        called=frozenset(map(str, (name, gpu.uuid, gpu.index, gpu.pci_bus_id))),
+    )
+
+
+def _existing(
+    name: str,
+    gpu: Gpu,
+    instance: GpuInstance,
+    profile: MigProfile | None,
+    holders: Mapping[str, Sequence[str]],
+    known: NodeState,
+    on_demand: bool,
+) -> SeenInstance:
+    devices = [mig for mig in gpu.mig_devices if mig.gpu_instance_id == instance.gpu_instance_id]
+    called = {mig_device_name(name, mig) for mig in devices}
+    if profile is not None:
+        called.add(mig_slot_name(name, profile, instance.placement))
+    claims = [holder for device in sorted(called) for holder in holders.get(device, ())]
+    return _seen(
+        name,
+        f"profile {instance.profile_id}" if profile is None else profile.name,
+        instance.placement,
+        ", ".join(claims) or _without_claim(gpu, instance, devices, known, on_demand),
+        instance.gpu_instance_id,
+        tuple(sorted(mig.compute_instance_id for mig in devices)),
+    )
+
+
+def _seen(
+    gpu: str,
+    profile: str,
+    place: Placement,
+    holder: str,
+    gpu_instance_id: int | None = None,
+    compute_instance_ids: tuple[int, ...] = (),
+) -> SeenInstance:
+    return SeenInstance(gpu, profile, place.start, place.size, gpu_instance_id, compute_instance_ids, holder)
+
+
+def _without_claim(
+    gpu: Gpu, instance: GpuInstance, devices: Sequence[MigDevice], known: NodeState, on_demand: bool
+) -> str:
+    if known.faults:
+        return "unknown, since the records of gpu-dra-driver could not be read"
+    for owned in known.owned:
+        if owned.gpu_uuid == gpu.uuid and _is_same(owned, instance, devices, known.boot_id):
+            of_layout = owned.is_of_layout and owned.phase == "created"
+            return "free, of the node's MIG layout" if of_layout else _OURS[owned.phase]
+    if on_demand:
+        return "not ours"
+    return "free" if devices else "not offered"
+
+
+def _is_same(
+    owned: OwnedInstance, instance: GpuInstance, devices: Iterable[MigDevice], boot_id: str | None
+) -> bool:
+    """Whether the ledger means this very instance, and not one that is in its place now."""
+    return (
+        owned.slot == instance.slot
+        and boot_id in (None, owned.boot_id)
+        and owned.gpu_instance_id in (None, instance.gpu_instance_id)
+        and all(owned.uuid in (None, mig.uuid) for mig in devices)
+    )
+
+
+def _holders(gpu: Gpu, records: Iterable[ClaimRecord], kind: str) -> Mapping[str, list[str]]:
+    """Claims by the name of the device of a kind that they hold on a GPU; with adminAccess a claim holds nothing."""
+    holders: dict[str, set[str]] = {}
+    for record in records:
+        for held in record.devices:
+            if (held.gpu_uuid, held.kind, held.admin_access) == (gpu.uuid, kind, False):
+                holders.setdefault(held.device, set()).add(_claim(record))
+    return {device: sorted(claims) for device, claims in holders.items()}
+
+
+def _missing(
+    gpu: Gpu, existing: Iterable[GpuInstance], records: Iterable[ClaimRecord]
+) -> Sequence[CreateMig]:
+    """Creations for claims whose GPU instance is not there, one a place: not made yet, or gone with a reboot."""
+    there = {(instance.profile_id, instance.placement) for instance in existing}
+    wanted = {
+        (step.profile_id, step.placement): step
+        for record in records
+        for step in record.steps
+        if isinstance(step, CreateMig) and step.gpu_uuid == gpu.uuid
+    }
+    return [step for place, step in wanted.items() if place not in there]
+
+
+def _claim(record: ClaimRecord) -> str:
+    return f"claim {record.ref.namespace}/{record.ref.name}" + (
+        " (preparing)" if record.phase == "preparing" else ""
+    )

@@ -1,10 +1,54 @@
-"""A node at one moment, as people are shown it; `top -o json` prints it as it is."""
+"""A node at one moment: what NVML, the files of gpu-dra-driver and the MPS host say of it, put together.
+
+`top` draws it, `top -o json` prints it as it is, and `doctor` reads the health of the GPUs from it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 
-from dra_driver.model.gpu import GpuLoad
+from dra_driver.cli.rules.mig_map import SeenInstance, gpu_maps
+from dra_driver.cli.rules.node_state import NodeState
+from dra_driver.cli.rules.prepared_claims import PreparedClaim
+from dra_driver.health.rules.nvlinks import compared
+from dra_driver.health.rules.polling import FABRIC
+from dra_driver.health.rules.state import observe
+from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
+from dra_driver.model.health import (
+    HealthState,
+    HealthTarget,
+    PolledHealth,
+    PollResult,
+    Severity,
+    Unreachable,
+    targets_of_instance,
+)
+from dra_driver.model.ids import gpu_device_names
+from dra_driver.model.inventory import Inventory
+from dra_driver.model.mps import MpsDaemonStatus
+from dra_driver.model.problems import ShownProblem
+from dra_driver.reporting.rules.usage import Origin, unclaimed
+
+InstanceIds = Mapping[str, tuple[str, int, int]]
+"""The GPU's UUID, GPU and compute instance ID of each MIG device, by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlFacts:
+    """What NVML reports now, by UUID. `lost` are the GPUs that stopped answering between two calls. `hidden` are those
+    that the NVIDIA driver is bound to and NVML does not show: their UUIDs, None where unknown, by PCI bus ID. `pods`
+    are the UIDs of the pods that processes belong to, and `origins` says where processes run, by process ID."""
+
+    inventory: Inventory = field(default_factory=Inventory)
+    loads: Mapping[str, GpuLoad] = field(default_factory=dict)
+    polled: Mapping[str, PolledHealth] = field(default_factory=dict)
+    lost: frozenset[str] = frozenset()
+    hidden: Mapping[str, str | None] = field(default_factory=dict)
+    processes: Mapping[str, Sequence[GpuProcess]] = field(default_factory=dict)
+    pods: Mapping[int, str] = field(default_factory=dict)
+    origins: Mapping[int, Origin] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,33 +89,6 @@ class Holding:
     boot: str = "this"
     trouble: str | None = None
     pods: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SeenInstance:
-    """A GPU instance on the GPU with the device name `gpu`; its ID is None if it is held but not there. `holder` says
-    in words who holds it."""
-
-    gpu: str
-    profile: str
-    start: int
-    size: int
-    gpu_instance_id: int | None
-    compute_instance_ids: tuple[int, ...]
-    holder: str
-
-    @property
-    def slices(self) -> str:
-        """The memory slices: `3` or `0-3`."""
-        return str(self.start) if self.size == 1 else f"{self.start}-{self.start + self.size - 1}"
-
-    @property
-    def ids(self) -> str:
-        """`GI 7 CI 0`."""
-        if self.gpu_instance_id is None:
-            return "not there"
-        compute = ",".join(str(number) for number in sorted(self.compute_instance_ids))
-        return f"GI {self.gpu_instance_id}" + (f" CI {compute}" if compute else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +163,257 @@ class NodeView:
     mps: tuple[SeenDaemon, ...] = ()
     processes: tuple[SeenProcess, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def node_view(
+    node: str,
+    driver: str,
+    now: datetime,
+    nvml: NvmlFacts,
+    claims: Sequence[PreparedClaim],
+    state: NodeState,
+    daemons: Sequence[MpsDaemonStatus],
+    notes: Iterable[str],
+    on_demand: Callable[[Gpu], bool],
+    problems: Iterable[ShownProblem] = (),
+) -> NodeView:
+    """The view. `notes` are sentences, each shown once; `on_demand` says of a GPU whether its MIG devices are made on
+    demand. `problems` are those of the node."""
+    inventory, at = nvml.inventory, now.timestamp()
+    ids = state.instance_ids(inventory)
+    names, places, hidden = _names_and_places(nvml, state)
+    # NVML lists a GPU that answers nothing from the start, so it is not lost.
+    facts = replace(nvml, lost=nvml.lost | (hidden - inventory.unread))
+    reasons = [*_reasons(facts, state.health, names, ids, int(at))]
+    of = inventory.nvlink_domains
+    domains = {
+        domain: tuple(names[gpu.uuid] for gpu in inventory.gpus if of.get(gpu.uuid) == domain)
+        for domain in dict.fromkeys(of[gpu.uuid] for gpu in inventory.gpus if gpu.uuid in of)
+    }
+    cuda = inventory.versions.cuda
+    return NodeView(
+        node=node,
+        driver=driver,
+        taken_at=f"{now:%Y-%m-%d %H:%M:%S} UTC",
+        nvidia_version=inventory.versions.driver,
+        cuda_version=None if cuda is None else f"{cuda[0]}.{cuda[1]}",
+        problems=tuple(_problem(shown, at) for shown in problems),
+        gpus=tuple(_gpus(nvml, names, places, reasons)),
+        domains=tuple(domains.items()),
+        holdings=tuple(holding for claim in claims for holding in _holdings(claim, reasons, ids)),
+        instances=tuple(
+            instance
+            for drawn in gpu_maps(inventory, state, on_demand)
+            for instance in sorted(drawn.instances, key=lambda one: (one.start, one.size))
+        ),
+        health=tuple(shown for _, _, _, shown in reasons),
+        mps=tuple(
+            SeenDaemon(
+                device, one.state, max(0.0, at - one.since), one.clients, one.pid, one.problem, one.directory
+            )
+            for one in daemons
+            for device in one.spec.devices
+        ),
+        processes=tuple(_processes(nvml, claims, state, names, ids)),
+        notes=tuple(dict.fromkeys(notes)),
+    )
+
+
+def searched(view: NodeView, text: str) -> NodeView:
+    """Only what has the text in a name: GPUs, claims and pods, each with what concerns it; all without a text."""
+    wanted = text.lower()
+    if not wanted:
+        return view
+
+    def hit(*names: object) -> bool:
+        return wanted in " ".join(map(str, names)).lower()
+
+    holdings = [
+        one for one in view.holdings if hit(one.claim, one.uid, one.device, one.uuid, *one.pods or ())
+    ]
+    pods = {f"{one.claim.partition('/')[0]}/{pod}" for one in holdings for pod in one.pods or ()}
+    processes = [one for one in view.processes if one.pod in pods or hit(one.pod, one.pid, one.name, one.gpu)]
+    used = {one.device for one in holdings} | {one.gpu for one in processes}
+    gpus = [
+        gpu
+        for gpu in view.gpus
+        if hit(gpu.name, gpu.uuid, gpu.product, gpu.pci_bus_id, gpu.health)
+        or any(device.startswith(gpu.name) for device in used)
+    ]
+    named = {gpu.name for gpu in gpus}
+    return replace(
+        view,
+        gpus=tuple(gpus),
+        holdings=tuple(holdings),
+        processes=tuple(processes),
+        instances=tuple(one for one in view.instances if one.gpu in named),
+        health=tuple(one for one in view.health if one.subject.partition(" ")[0] in named),
+        mps=tuple(one for one in view.mps if one.device in used | named),
+        domains=tuple((name, gpus) for name, gpus in view.domains if named & {*gpus}),
+    )
+
+
+def _names_and_places(
+    facts: NvmlFacts, state: NodeState
+) -> tuple[Mapping[str, str], Mapping[str, str], Set[str]]:
+    """Device names and PCI bus IDs by UUID: GPUs that NVML shows in PCI order, then those that only files know, or that
+    NVML lists without saying what they are; and the UUIDs of those that NVML hides. A GPU whose UUID is not known goes
+    by its PCI bus ID."""
+    inventory = facts.inventory
+    shown = {gpu.uuid: gpu.pci_bus_id for gpu in inventory.gpus}
+    kept = {one.target.gpu_uuid: one.pci_bus_id for one in state.health if not one.target.is_instance}
+    known = {place: uuid for uuid, place in kept.items() if uuid not in shown}
+    hidden = {uuid or known.get(place) or place: place for place, uuid in facts.hidden.items()}
+    others = {one.target.gpu_uuid for one in state.health} | inventory.unread
+    others |= {uuid for record in state.records for uuid in record.gpu_uuids if uuid}
+    others |= {uuid for uuid, place in hidden.items() if uuid != place}
+    names = gpu_device_names(dict.fromkeys([*shown, *sorted(others - set(shown))]))
+    unnamed = {place: place for uuid, place in hidden.items() if uuid == place}
+    places = {uuid: place for uuid, place in {**kept, **hidden, **shown}.items() if place is not None}
+    return {**names, **(inventory.kept_names or {}), **inventory.gpu_names, **unnamed}, places, hidden.keys()
+
+
+_Found = tuple[HealthTarget, tuple[str, str], Severity, SeenReason]
+"""What is not well, the name of the reason, how bad it is, and how it is shown."""
+
+
+def _reasons(
+    facts: NvmlFacts, states: Iterable[HealthState], names: Mapping[str, str], ids: InstanceIds, now: int
+) -> Iterator[_Found]:
+    """By device, the worst first: what gpu-dra-driver wrote down, then what only NVML says now."""
+    kept = {HealthTarget(uuid): HealthState(HealthTarget(uuid)) for uuid in names}
+    kept |= {state.target: state for state in states}
+    for uuid, name in names.items():
+        found = [
+            reason
+            for state in kept.values()
+            if state.target.gpu_uuid == uuid
+            for reason in _of_target(state, name, facts, ids, now)
+        ]
+        yield from sorted(found, key=lambda one: (one[0].order, -one[2], one[1]))
+
+
+def _of_target(
+    state: HealthState, gpu: str, facts: NvmlFacts, ids: InstanceIds, now: int
+) -> Iterator[_Found]:
+    target = state.target
+    uuid, gi, ci = target.gpu_uuid, target.gpu_instance_id, target.compute_instance_id
+    # What a running plugin would find now; where none runs, nobody has taken back what is over.
+    after = state
+    if uuid in facts.lost:
+        after = observe(state, Unreachable(), now)
+    elif uuid in facts.polled:
+        others = (polled.nvlinks for other, polled in facts.polled.items() if other != uuid)
+        after = observe(state, PollResult(compared(facts.polled[uuid], others)), now)
+    known = {reason.name for reason in state.reasons}
+    active = {reason.name for reason in after.reasons}
+    devices = (
+        name
+        for name, (on, *instance) in sorted(ids.items())
+        if target.is_instance and on == uuid and instance[0] == gi and ci in (None, instance[1])
+    )
+    subject = " ".join([gpu, *([] if gi is None else [f"GI {gi}"]), *([] if ci is None else [f"CI {ci}"])])
+    of = tuple(devices)
+    for reason in (*state.reasons, *(one for one in after.reasons if one.name not in known)):
+        is_over = reason.name not in active
+        yield (
+            target,
+            reason.name,
+            reason.severity,
+            SeenReason(
+                subject,
+                reason.severity.name.lower(),
+                " ".join(filter(None, reason.name)),
+                float(max(0, now - reason.since)) if reason.name in known else None,
+                reason.text + ("; NVML does not show it any more" if is_over else ""),
+                of,
+                is_over,
+            ),
+        )
+
+
+def _gpus(
+    facts: NvmlFacts, names: Mapping[str, str], places: Mapping[str, str], reasons: Sequence[_Found]
+) -> Iterator[SeenGpu]:
+    shown = {gpu.uuid: gpu for gpu in facts.inventory.gpus}
+    for uuid, name in names.items():
+        severity = max((how for target, _, how, _ in reasons if target.gpu_uuid == uuid), default=Severity.OK)
+        polled, place = facts.polled.get(uuid), places.get(uuid)
+        is_known = (polled is not None and polled.answered) or severity >= Severity.DEGRADED
+        health = severity.name.lower() if is_known else "unknown"
+        card, gpu = facts.inventory.under_vfio.get(uuid), shown.get(uuid)
+        if card is not None:
+            yield SeenGpu(name, uuid, card.product_name, health="vfio", pci_bus_id=card.bus_id)
+        elif gpu is None:
+            yield SeenGpu(name, "" if uuid == place else uuid, health=health, pci_bus_id=place)
+        else:
+            mode = None if not gpu.mig_capable else "on" if gpu.mig_enabled else "off"
+            load = facts.loads.get(uuid)
+            yield SeenGpu(name, uuid, gpu.product_name, mode, load, health, gpu.index, gpu.pci_bus_id)
+
+
+def _processes(
+    facts: NvmlFacts,
+    claims: Iterable[PreparedClaim],
+    state: NodeState,
+    names: Mapping[str, str],
+    ids: InstanceIds,
+) -> Iterator[SeenProcess]:
+    pods = {pod.uid: f"{claim.namespace}/{pod.name}" for claim in claims for pod in claim.pods or ()}
+    claimed = {
+        (held.gpu_uuid, ids[held.device][1] if held.device in ids else None)
+        for record in state.records
+        for held in record.devices
+    }
+    for uuid, processes in facts.processes.items():
+        stray = unclaimed(uuid, processes, claimed, lambda pid: facts.origins.get(pid, "unknown"))
+        for process in processes:
+            uid = facts.pods.get(process.pid)
+            pod = None if uid is None else pods.get(uid, f"pod {uid}")
+            program, blank, rest = process.name.partition(" ")
+            yield SeenProcess(
+                names[uuid],
+                process.pid,
+                f"{program.rpartition('/')[2]}{blank}{rest}",
+                process.memory_bytes,
+                process.gpu_instance_id,
+                pod,
+                process in stray,
+            )
+
+
+def _holdings(claim: PreparedClaim, reasons: Sequence[_Found], ids: InstanceIds) -> Iterator[Holding]:
+    for device in claim.devices:
+        targets: tuple[HealthTarget, ...] = (HealthTarget(device.gpu_uuid),)
+        if device.device in ids:
+            targets = targets_of_instance(*ids[device.device])
+        # MIG devices have no NVLink.
+        severity = max(
+            (
+                how
+                for target, name, how, _ in reasons
+                if target in targets and not (device.kind == "mig" and name[0] == FABRIC)
+            ),
+            default=Severity.OK,
+        )
+        yield Holding(
+            claim=f"{claim.namespace}/{claim.name}",
+            uid=claim.uid,
+            phase=claim.phase,
+            since_s=claim.age_s,
+            device=device.device,
+            kind=device.kind,
+            uuid=device.uuid,
+            usage=device.usage,
+            share_id=device.share_id,
+            admin_access=device.admin_access,
+            mig=device.mig,
+            boot=claim.boot,
+            trouble=severity.name.lower() if severity >= Severity.DEGRADED else None,
+            pods=None if claim.pods is None else tuple(pod.name for pod in claim.pods),
+        )
+
+
+def _problem(shown: ShownProblem, now: float) -> SeenProblem:
+    problem, lasted_s = shown.problem, max(0.0, now - shown.since)
+    return SeenProblem(problem.code, problem.subject, problem.text, lasted_s if lasted_s >= 1 else None)
