@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dra_driver.base.atomic import (
+    clear_abandoned,
     make_directory,
     read_or_none,
     remove_file,
@@ -73,6 +74,7 @@ class MetadataFiles:
             # List all of them first: removing one changes the time of the claim's directory.
             abandoned = [path for path in (*_readable_entries(claim), claim) if _is_abandoned(path)]
             for directory in abandoned:
+                clear_abandoned(directory)
                 with suppress(OSError):  # most are not empty
                     directory.rmdir()
 

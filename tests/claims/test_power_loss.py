@@ -15,7 +15,13 @@ from typing import Any
 
 import pytest
 
-from dra_driver.base.atomic import make_directory, remove_file, sync_removals, write_atomically
+from dra_driver.base.atomic import (
+    make_directory,
+    remove_file,
+    sync_removals,
+    write_atomically,
+)
+from dra_driver.cdi.directory import temporary_files
 from dra_driver.cdi.metadata_files import MetadataSteps
 from dra_driver.claims.planner import Identity
 from dra_driver.health.store import HealthStore, KeptHealth
@@ -114,8 +120,6 @@ class MpsHost:
                 self._run(record.spec)
         for spec in wanted_files(self.layout).all().values():
             self._run(spec)
-        for path in self.layout.wishes.glob("*.tmp"):
-            path.unlink()
 
     def ensure(self, spec: MpsDaemonSpec, timeout_s: float) -> MpsDaemonStatus:
         if wanted_files(self.layout).get(spec.device) != spec:
@@ -167,6 +171,9 @@ class PoweredNode(Node):
         })  # fmt: skip
         self.work_with(runner)
         self.serve(Identity(DRIVER, NODE, kind.sharing, kind.metadata))
+        for top in (directory, directory / "plugin"):
+            self.cleaner.temporary += temporary_files(top, directory / "cdi", DRIVER)
+        self.cleaner.clear_temporary()
         assert self.cleaner.clean_all() == []
 
     def shape(self) -> tuple[Shape, dict[str, int], set[str]]:

@@ -117,6 +117,7 @@ class MigNode(Journaled):
         self.devices = MigDevices(self.context)
         self.steps = MigSteps(self.context, self.devices, simulated.paths.proc)
         self.work_with(StepDispatcher({CreateMig: self.steps, LeaveMigMode: self.steps}))
+        self.cleaner.temporary = [(directory, "*/.*.tmp")]
         self.collector = MigCollector(self.context, self.devices, self._changed)
 
     def loop(self) -> Cleaner:
@@ -197,6 +198,7 @@ class MigNode(Journaled):
 
     def settle(self) -> None:
         """What a start does with what an earlier instance has left."""
+        self.cleaner.clear_temporary()
         assert self.cleaner.clean_all() == []
         self.work_off()
 
