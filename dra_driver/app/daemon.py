@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
 from dra_driver.app.change_table import Change, Changes
-from dra_driver.app.part import Part
 from dra_driver.app.platforms import Platform, platform_of
+from dra_driver.app.publishing import Publishing
 from dra_driver.app.settings import Settings
-from dra_driver.app.wiring.claims import claim_parts
-from dra_driver.app.wiring.health import HealthParts
 from dra_driver.app.wiring.mig import MigParts
 from dra_driver.app.wiring.passthrough import PassthroughParts
-from dra_driver.app.wiring.reporting import ReportingParts
-from dra_driver.app.wiring.slices import PublishingParts
 from dra_driver.base.atomic import stamp_or_none, write_atomically
 from dra_driver.base.file_lock import UseMark
 from dra_driver.base.token_bucket import TokenBucket
@@ -28,9 +25,13 @@ from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
 from dra_driver.claims.gpu_processes import GpuProcesses
+from dra_driver.claims.lifecycle import ClaimLifecycle
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.errors import FatalError, StateError
+from dra_driver.health.gpu_health import GpuHealth
+from dra_driver.health.rules.taints import TaintPolicy
+from dra_driver.health.rules.xids import XidPolicy
 from dra_driver.host.device_nodes import DevCharLinks
 from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
 from dra_driver.host.driver_root import DriverRoot
@@ -50,11 +51,13 @@ from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
+from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.model.driver_programs import IMEX_PROGRAM, SMI_PROGRAM
+from dra_driver.model.health import LOST
 from dra_driver.model.mig import GpuInstance
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
@@ -65,6 +68,7 @@ from dra_driver.reporting.http import HttpEndpoint, json_page, metrics_page, pro
 from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.node_problems import NodeProblems
 from dra_driver.reporting.probes import Probes
+from dra_driver.reporting.reports import Reports
 from dra_driver.reporting.unclaimed_memory import UnclaimedMemory
 from dra_driver.reporting.usage import Usage
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
@@ -72,6 +76,15 @@ from dra_driver.slices.leadership import DIRECTORY as DIRECTORY_OF_INSTANCES
 from dra_driver.slices.leadership import InstanceLeadership, living_instances
 
 _log = structlog.get_logger(__name__)
+
+
+class Part(NamedTuple):
+    """A part of the daemon that runs. The daemon starts its parts in the order of its list, and stops them in the
+    reverse order. A function is None if there is nothing to do."""
+
+    name: str
+    start: Callable[[], object] | None = None
+    stop: Callable[[], object] | None = None
 
 
 class Driver:
@@ -149,10 +162,40 @@ class Driver:
             files,
             None if settings.imex_channel is None else ImexChannelNodes(paths.proc),
         )
-        self.health = HealthParts(self, nvml.health_source(), host)
+        self.health = GpuHealth(
+            nvml.health_source(),
+            node_name=settings.node_name,
+            plugin_directory=plugin_dir,
+            boot_id=self.boot_id,
+            xids=XidPolicy(settings.ignored_xids, settings.fatal_xids),
+            taint_policy=TaintPolicy(dict(settings.taint_effects)),
+            discovery=self.discovery,
+            host=host,
+            lanes=self.lanes,
+            under_vfio=self.passthrough.taken,
+            made=lambda: self.mig.ledger.all().values(),
+            speaks_for_node=leadership.speaks_for_node,
+            on_shown=partial(changes.tell, Change.HEALTH_SHOWN),
+            on_transition=partial(changes.tell, Change.HEALTH),
+            on_polled=partial(changes.tell, Change.POLLED),
+        )
 
         # What users are told.
-        self.reporting: ReportingParts = ReportingParts(self, api, mps_files)
+        self.reporting = Reports(
+            settings.driver_name,
+            settings.node_name,
+            api=api,
+            metrics=self.metrics,
+            records=self.records,
+            known_records=self.known_records,
+            lanes=self.lanes,
+            inventory=self.discovery.latest,
+            created_instance=self.mig.created_instance,
+            monitor=self.health.monitor,
+            mps_files=mps_files,
+            speaks_for_node=leadership.speaks_for_node,
+            on_release=partial(changes.tell, Change.CLAIM_RELEASED),
+        )
 
         # Claims, and what they leave to be undone.
         time_slices = TimeSliceSteps(smi, self.records)
@@ -181,7 +224,7 @@ class Driver:
             self.metrics,
         )
 
-        self.cleaner: Cleaner = Cleaner(
+        self.cleaner = Cleaner(
             self.ledger,
             self.lanes,
             steps,
@@ -192,8 +235,7 @@ class Driver:
             (time_slices, self.mig.collector),
             temporary_files(plugin_dir, Path(settings.cdi_root), settings.driver_name),
         )
-        self.claims = claim_parts(
-            self,
+        self.claims = ClaimLifecycle(
             Identity(
                 settings.driver_name,
                 settings.node_name,
@@ -201,15 +243,14 @@ class Driver:
                 settings.metadata_versions,
                 settings.extra_devices,
             ),
-            lookup=ClaimClient(api, self.reporting.claim_pods.note),
+            discovery=self.discovery,
+            records=self.records,
+            locks=self.claim_locks,
+            planning=self.planning,
             without_record=without_record,
-            executor=Executor(
-                self.records,
-                self.cleaner,
-                steps,
-                self.lanes,
-                self.boot_id,
-            ),
+            executor=Executor(self.records, self.cleaner, steps, self.lanes, self.boot_id),
+            cleaner=self.cleaner,
+            lookup=ClaimClient(api, self.reporting.claim_pods.note),
             users=GpuProcesses(
                 nvml.processes,
                 self.mig.uuid_of,
@@ -218,12 +259,26 @@ class Driver:
                 is_of_the_host=partial(is_of_the_host, paths.proc),
                 driver_is_gone=lambda: not host.loaded_driver(),
             ),
-            pods_run=lambda record: any_runs("/proc", self.reporting.claim_pods.known_pods(record)),
             extra_devices=extra_devices,
+            observer=self.reporting.reporter,
+            pods_run=lambda record: any_runs("/proc", self.reporting.claim_pods.known_pods(record)),
+            find_node=partial(node_uid, self.client, settings.node_name),
+            setting_for_lost=lambda: self.publishing.missing_setting(LOST),
+            refuse_changing=self.mig.refuse_changing(),
         )
 
         # The cluster and the kubelet.
-        self.publishing: PublishingParts = PublishingParts(self, api)
+        self.publishing = Publishing(
+            settings,
+            api=api,
+            discovery=self.discovery,
+            records=self.records,
+            health=self.health,
+            cleaner=self.cleaner,
+            layouts=self.mig.layouts,
+            reports=self.reporting,
+            leads=leadership.is_ours,
+        )
         self.node_problems = NodeProblems(
             (
                 lambda: self._plugin.problems(),  # noqa: PLW0108  made later
@@ -341,14 +396,19 @@ class Driver:
         """Everything that runs, in the order of starts."""
         yield Part("api_client", stop=self.client.close)
         yield Part("state", self._open_state)
-        yield from self.reporting.parts()
+        yield Part("event_recorder", self.reporting.recorder.start, self.reporting.recorder.stop)
+        yield Part("claim_health", self.reporting.claims.start, self.reporting.claims.stop)
+        yield Part("mps_events", self.reporting.mps.start, self.reporting.mps.stop)
+        yield Part("failing_claims", self.reporting.failing.start, self.reporting.failing.stop)
         yield Part("discovery", self.discovery.start, self.discovery.stop)
         yield Part("mig_layouts", self.mig.start, self.mig.stop)
         yield Part("health", self.health.monitor.start, self.health.monitor.stop)
         yield Part("kubelet_plugin", self._plugin.start)
         yield Part("cleanup", self.cleaner.start, self.cleaner.stop)
         yield Part("reconciler", self.claims.reconciler.start, self.claims.reconciler.stop)
-        yield from self.publishing.parts()
+        yield Part("leadership", stop=self.leadership.withdraw)
+        yield Part("slice_cache", self.publishing.cache.start, self.publishing.cache.stop)
+        yield Part("publisher", self.publishing.publisher.start, self.publishing.publisher.stop)
         yield Part("node_problems", self.node_problems.start, self.node_problems.stop)
         if self._unclaimed_memory is not None:
             yield Part("unclaimed_memory", self._unclaimed_memory.start, self._unclaimed_memory.stop)

@@ -11,12 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dra_driver.app.wiring.claims import ClaimParts, claim_parts
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
 from dra_driver.claims.fetch import RecordedPods
 from dra_driver.claims.gpu_processes import InUse
+from dra_driver.claims.lifecycle import ClaimLifecycle
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.reconciler import Reconciler, Rhythm
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
@@ -192,29 +192,25 @@ def claims_of(
     devices: Any,
     users: Any,
     timeouts: WaitTimeouts = WaitTimeouts(),  # noqa: B008
-) -> ClaimParts:
+) -> ClaimLifecycle:
     """Prepare and Unprepare over the records, locks, specs and executor of a node."""
-    driver: Any = SimpleNamespace(
-        records=node.records,
-        discovery=devices,
-        claim_locks=node.claim_locks,
-        planning=node.planning,
-        cleaner=node.cleaner,
-        client=None,
-        settings=SimpleNamespace(node_name=NODE),
-        mig=SimpleNamespace(refuse_changing=lambda: None),
-        publishing=SimpleNamespace(missing_setting=lambda _key: None),
-        reporting=SimpleNamespace(reporter=node.outcomes),
-    )
-    return claim_parts(
-        driver,
+    return ClaimLifecycle(
         identity,
-        lookup=node.claims,
+        discovery=devices,
+        records=node.records,
+        locks=node.claim_locks,
+        planning=node.planning,
         without_record=SpecsWithoutRecord(node.records, node.specs),
         executor=node.executor,
+        cleaner=node.cleaner,
+        lookup=node.claims,
         users=users,
-        pods_run=lambda _record: None,
         extra_devices=ExtraDeviceFinder(HostPaths(), no_programs),
+        observer=node.outcomes,
+        pods_run=lambda _record: None,
+        find_node=lambda: None,
+        setting_for_lost=lambda: None,
+        refuse_changing=None,
         timeouts=timeouts,
     )
 

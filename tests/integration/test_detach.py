@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.app.wiring import claims as wiring
+from dra_driver.claims import lifecycle
 from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.inventory.detachment import Detachments
 from tests.fakes.waiting import eventually
@@ -151,7 +151,7 @@ def test_an_agent_that_keeps_nvml_open_keeps_a_gpu_from_mig_mode(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first MIG device of a GPU needs the mode; with the agent gone, or the mode on, it works."""
-    monkeypatch.setattr(wiring, "WaitTimeouts", partial(WaitTimeouts, last_s=42.4))
+    monkeypatch.setattr(lifecycle, "WaitTimeouts", partial(WaitTimeouts, last_s=42.4))
     node = make_node()
     node.start_driver(dynamic_mig=True)
     eventually(lambda: len(node.devices()) > 8)

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from dra_driver.app.wiring import claims as wiring
 from dra_driver.app.wiring import mig as migparts
+from dra_driver.claims import lifecycle
 from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.mps_host.host_files import mps_layout
@@ -219,7 +219,7 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
 def test_creation_that_is_refused_is_tried_again_and_told_if_that_lasts(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wiring, "WaitTimeouts", partial(WaitTimeouts, again_s=0.05, last_s=40.0))
+    monkeypatch.setattr(lifecycle, "WaitTimeouts", partial(WaitTimeouts, again_s=0.05, last_s=40.0))
     node = make_node().running(8 * PER_GPU, dynamic_mig=True)
     refused = "nvmlGpuInstanceCreateComputeInstance"
     node.machine.set_fault(refused, code="insufficient-resources", count=1)

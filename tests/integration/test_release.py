@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playground.apiserver.server import PlaygroundApiServer
 
-from dra_driver.app.wiring import claims as wiring
+from dra_driver.claims import lifecycle
 from dra_driver.claims.reconciler import Rhythm
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
@@ -221,7 +221,7 @@ def test_claim_that_nobody_unprepares_is_taken_back_and_told(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the whole driver, which stops at once though somebody waits."""
-    monkeypatch.setattr(wiring, "Rhythm", lambda: Rhythm(first_s=0.2, grace_s=0.3, every_s=0.5))
+    monkeypatch.setattr(lifecycle, "Rhythm", lambda: Rhythm(first_s=0.2, grace_s=0.3, every_s=0.5))
     node = make_node().running()
     old, kept = node.claim("old"), node.claim("kept")
     node.prepare(old, kept)
@@ -240,7 +240,9 @@ def test_claim_that_nobody_unprepares_is_taken_back_and_told(
 def test_stale_claim_stays_while_a_process_computes_on_its_device(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(wiring, "Rhythm", lambda: Rhythm(first_s=0.2, grace_s=0.2, every_s=0.3, retry_s=0.1))
+    monkeypatch.setattr(
+        lifecycle, "Rhythm", lambda: Rhythm(first_s=0.2, grace_s=0.2, every_s=0.3, retry_s=0.1)
+    )
     node = make_node()
     node.start_driver(dynamic_mig=kind == "mig on demand")
     wanted = {

@@ -52,7 +52,7 @@ def test_the_role_has_what_the_daemon_asks_for_and_nothing_else(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     soon = partial(EventRecorder, limits=ReportLimits(again_s=0.1))
-    monkeypatch.setattr("dra_driver.app.wiring.reporting.EventRecorder", soon)
+    monkeypatch.setattr("dra_driver.reporting.reports.EventRecorder", soon)
     node = make_node().running()
     ref = node.claim("one")
     node.prepare(ref)

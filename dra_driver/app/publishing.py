@@ -1,0 +1,113 @@
+"""Publishing: the slices of this node, with the taints of its devices and without the devices that are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from dra_driver.app.settings import Settings
+from dra_driver.health.gpu_health import GpuHealth
+from dra_driver.health.rules.taints import withdrawals
+from dra_driver.inventory.discovery import Discovery
+from dra_driver.journal.cleaner import Cleaner
+from dra_driver.journal.records import RecordStore
+from dra_driver.kube.cluster import node_uid
+from dra_driver.kube.resource_api import ResourceApi
+from dra_driver.kube.slice_cache import SliceCache
+from dra_driver.kube.slices import SliceClient
+from dra_driver.model.inventory import Inventory, OfferedDevice
+from dra_driver.model.mig_layouts import GpuLayout
+from dra_driver.reporting.reports import Reports
+from dra_driver.slices.api_support import ApiSupport, ask_support, shares_counters, sharing_caution
+from dra_driver.slices.publisher import Publisher
+from dra_driver.slices.rules.build import Taints
+from dra_driver.slices.rules.diff import Owner
+from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, TaintLimits
+
+
+class Publishing:
+    """`cache` follows the slices on the API server, `publisher` writes them, and `support` knows what the API server
+    keeps of them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        api: ResourceApi,
+        discovery: Discovery,
+        records: RecordStore,
+        health: GpuHealth,
+        cleaner: Cleaner,
+        layouts: Callable[[], Mapping[str, GpuLayout]],
+        reports: Reports,
+        leads: Callable[[], bool],
+    ) -> None:
+        """`layouts` returns what became of the MIG layout on each GPU, by UUID. While `leads` says no, another instance
+        of the plugin publishes."""
+        client = api.client
+        self._settings, self._records = settings, records
+        self._health, self._cleaner, self._layouts = health, cleaner, layouts
+        self._withdraws = False
+
+        def owner() -> Owner:
+            return Owner(settings.driver_name, settings.node_name, node_uid(client, settings.node_name))
+
+        def caution(found: Inventory) -> str | None:
+            return sharing_caution(client) if shares_counters(found, settings.sharing) else None
+
+        self.support = ApiSupport(
+            lambda known, partitions: ask_support(api, owner(), known, partitions=partitions),
+            reports.reporter.partitions_missing,
+            caution=caution,
+            warn=reports.reporter.scheduler_outdated,
+        )
+        self.cache = SliceCache(SliceClient(api, settings.driver_name, settings.node_name), self._dirty)
+        self.publisher = Publisher(
+            discovery.latest,
+            self.cache,
+            owner,
+            settings.sharing,
+            may_publish=leads,
+            support=self.support,
+            taints=self._taints,
+            left_out=self._left_out,
+            observer=reports.node,
+        )
+
+    def slice_count(self) -> int:
+        """Slices of ours that the API server has."""
+        return self.cache.count
+
+    def withdrawn_count(self) -> int:
+        """Devices that are left out of the slices now."""
+        return len(self.publisher.withheld)
+
+    def claim_released(self) -> None:
+        """A claim was unprepared; its device may have been left in the slices for its sake."""
+        if self._withdraws:
+            self._dirty()
+
+    def missing_setting(self, key: str) -> str | None:
+        """What to set so that new pods stay away from devices with this reason; None if they do."""
+        if self._health.taint_policy.effects.get(key) == "None":
+            return f"health.taints.{key} to NoSchedule"
+        if self._settings.unhealthy_devices == "taint" and self.support.drops_taints:
+            return "health.unhealthyDevices to auto"
+        return None
+
+    def _taints(self, limits: TaintLimits = NEWEST_TAINTS) -> Taints:
+        return self._health.taints(self._cleaner.withheld(), self._layouts(), limits)
+
+    def _left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
+        """Which devices are left out of the slices, as of now; for the publisher. Pending cleanup is
+        always in the way of a Prepare, so what the setting says of health does not matter to it."""
+        mode = self._settings.unhealthy_devices
+        # Before the records are read: a claim that is released from now on makes another round.
+        self._withdraws = mode == "withdraw" or (mode == "auto" and dropped)
+        pending = self._cleaner.withheld() if dropped or self._withdraws else lambda _device: None
+        if not self._withdraws:
+            return lambda device: pending(device) is not None
+        withdrawn = withdrawals(self._taints(), self._records.all().values(), self._settings.sharing)
+        return lambda device: pending(device) is not None or withdrawn(device)
+
+    def _dirty(self) -> None:
+        self.publisher.mark_dirty()

@@ -1,0 +1,126 @@
+"""The health of the node's GPUs: which GPUs are watched, what the kubelet hears, and which taints devices get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dra_driver.health.kubelet_stream import HealthStream
+from dra_driver.health.monitor import Monitor
+from dra_driver.health.rules.taints import MadeInstance, TaintPolicy, device_taints, instances_by_device
+from dra_driver.health.rules.xids import XidPolicy
+from dra_driver.health.serviced import ServicedGpus
+from dra_driver.health.store import HealthStore
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.inventory.discovery import Discovery
+from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.rules.cleanups import PendingCleanup
+from dra_driver.mig.context import MigAction
+from dra_driver.model.health import HealthChange, PolledHealth
+from dra_driver.model.inventory import OfferedDevice
+from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.mig_layouts import GpuLayout
+from dra_driver.model.problems import NodeProblem
+from dra_driver.nvml.events import HealthSource
+from dra_driver.slices.rules.build import Taints
+from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, TaintLimits
+
+
+class GpuHealth:
+    """`monitor` watches the GPUs, `stream` reports their health to the kubelet.
+
+    `under_vfio` returns the UUIDs of the GPUs that are bound to vfio, or are about to be: NVML need not show them.
+    `made` returns the MIG devices made on demand. `speaks_for_node` says whether this instance writes the file; another
+    instance of the plugin may do it. `on_shown`, `on_transition` and `on_polled` are called by several threads: when
+    others can see a change, for each change of a state, and for each poll.
+    """
+
+    def __init__(
+        self,
+        source: HealthSource,
+        *,
+        node_name: str,
+        plugin_directory: Path,
+        boot_id: str,
+        xids: XidPolicy,
+        taint_policy: TaintPolicy,
+        discovery: Discovery,
+        host: Sysfs,
+        lanes: Lanes,
+        under_vfio: Callable[[], Collection[str]],
+        made: Callable[[], Iterable[OwnedInstance]],
+        speaks_for_node: Callable[[], bool],
+        on_shown: Callable[[], object],
+        on_transition: Callable[[HealthChange], None],
+        on_polled: Callable[[str, PolledHealth], None],
+    ) -> None:
+        self._discovery, self._under_vfio, self._made = discovery, under_vfio, made
+        self._on_shown = on_shown
+        self.taint_policy = taint_policy
+        self.monitor = Monitor(
+            source,
+            self._gpus,
+            host.is_bound,
+            HealthStore(plugin_directory / "health.json", speaks_for_node),
+            boot_id,
+            on_change=self._changed,
+            on_transition=on_transition,
+            on_polled=on_polled,
+            hanging=lanes.hanging,
+            serviced=ServicedGpus(plugin_directory, boot_id).times,
+            policy=xids,
+        )
+        self.stream = HealthStream(node_name, self._devices, self.monitor, self.instances)
+
+    def problems(self) -> Sequence[NodeProblem]:
+        """GPUs whose health is not known, and GPUs that do not respond."""
+        inventory = self._discovery.latest()
+        return self.monitor.problems({} if inventory is None else inventory.gpu_names)
+
+    def devices_changed(self) -> None:
+        """The inventory has changed."""
+        self.monitor.devices_changed()
+        self.stream.changed()
+
+    def mig_changed(self, action: MigAction, *_: object) -> None:
+        """A MIG device was made or destroyed on demand, so the known health may be that of an instance that is gone; or
+        a MIG mode was switched, which ends NVML's registrations of the GPU's events."""
+        if action in ("mode-on", "mode-off"):
+            self.monitor.devices_changed()
+        if any(target.is_instance for target in self.monitor.states()):
+            self._changed()
+
+    def instances(self) -> Mapping[str, MadeInstance]:
+        """The made MIG devices on demand, by device name."""
+        return instances_by_device(self._made())
+
+    def taints(
+        self,
+        pending: Callable[[OfferedDevice], PendingCleanup | None],
+        layouts: Mapping[str, GpuLayout],
+        limits: TaintLimits = NEWEST_TAINTS,
+    ) -> Taints:
+        """How devices are tainted at the moment, within what the API server takes. `pending` returns the cleanup that
+        withholds a device, `layouts` are those of GPUs by UUID."""
+        states, instances = self.monitor.states(), self.instances()
+        policy = replace(self.taint_policy, limits=limits)
+        return lambda device: device_taints(
+            device, states, instances, policy, pending(device), layouts.get(device.gpu.uuid)
+        )
+
+    def _changed(self) -> None:
+        self.stream.changed()
+        self._on_shown()
+
+    def _gpus(self) -> Mapping[str, str | None] | None:
+        """While NVML is away the inventory is empty, and says nothing about the GPUs."""
+        inventory = self._discovery.latest()
+        if inventory is None or (not inventory.every_gpu and self._discovery.unavailable() is not None):
+            return None
+        taken = self._under_vfio()
+        return {gpu.uuid: gpu.pci_bus_id for gpu in inventory.every_gpu if gpu.uuid not in taken}
+
+    def _devices(self) -> Collection[OfferedDevice]:
+        inventory = self._discovery.latest()
+        return () if inventory is None else inventory.by_name.values()
