@@ -16,7 +16,9 @@ from dra_driver.model.claim import ClaimRef, Prepared
 
 NODE = "gpu-node-1"
 MACHINE = "dgx-h100"
+_GROUP = "resource.k8s.io"
 _NAMESPACE = "ml"
+_ONE_SHARE = {"consumedCapacity": {"shares": "1"}}
 _WAIT_S = 30.0
 _BROKEN = 3
 _UNCONTAINED_MEMORY_ERROR = 95
@@ -62,65 +64,39 @@ class RecordedNode(PlaygroundNode):
 
     def _begin(self) -> None:
         self.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
-        gpus = [str(row["uuid"]) for row in self.machine.describe()]
-        names = [f"gpu-{uuid[4:12]}" for uuid in gpus]
+        names = [f"gpu-{str(row['uuid'])[4:12]}" for row in self.machine.describe()]
         small, large = f"{names[7]}-mig-1g10gb-19-0", f"{names[7]}-mig-3g40gb-9-4"
-        self._wait("the devices", lambda: {*names[:7], small, large} <= self._names())
+        published = {*names[:7], small, large}
+        self._wait("the devices", lambda: published <= {device["name"] for device in self.devices()})
         self._prepare("training", names[2], names[_BROKEN], pods=("training-0", "training-1"))
         self._prepare("embedding", small, pods=("embedding-7d9c5b8f64-x2k9q",))
         self._prepare("inference", large, pods=("inference-0",))
         for number in (1, 2):
-            share = {
-                "shareID": f"0000000{number}-1111-4222-8333-444444444444",
-                "consumedCapacity": {"shares": "1"},
-            }
-            self._prepare(f"notebook-{number}", names[6], pods=(f"notebook-{number}",), **share)
+            share = {"shareID": f"0000000{number}-1111-4222-8333-444444444444"}
+            self._prepare(f"notebook-{number}", names[6], pods=(f"notebook-{number}",), **share, **_ONE_SHARE)
         self.machine.set_remapped_rows(_BROKEN, uncorrectable=1, pending=True)
         self.machine.raise_xid(_BROKEN, _UNCONTAINED_MEMORY_ERROR)
         self.machine.hold_gpu(2, 4711, "python")
-        wanted = {"xid", "row-remap"}
-        self._wait("the broken GPU's taints", lambda: self._taints(names[_BROKEN]) >= wanted)
-        # It is written after they are published, and not again until something changes.
-        self._wait(
-            "the kept health", lambda: {reason["key"] for reason in _reasons(self._health())} >= wanted
-        )
-        self._add_waiting("tuning", 7)
+        # The kept health is written after the taints are published, and not again until something changes.
+        self._wait("health", lambda: {reason["key"] for reason in self._reasons()} >= {"xid", "row-remap"})
+        self._add("resourceclaims", "tuning", _GROUP, spec=_claim_spec(allocationMode="ExactCount", count=7))
+        says = "0/1 nodes are available: 1 cannot allocate all claims. still not schedulable, preemption: not helpful."
+        waits = {"type": "PodScheduled", "status": "False", "message": says}
+        pod = {"resourceClaims": [{"name": "gpus", "resourceClaimName": "tuning"}]}
+        self._add("pods", "tuning-0", "", spec=pod, status={"phase": "Pending", "conditions": [waits]})
         self.grow_old()
 
-    def _add_waiting(self, name: str, gpus: int) -> None:
-        """A pod for whose claim too few GPUs are free."""
-        exactly = {"deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": gpus}
-        spec = {"devices": {"requests": [{"name": "gpus", "exactly": exactly}]}}
+    def _add(self, plural: str, name: str, group: str, **parts: Any) -> JsonObject:
         metadata = {"name": name, "namespace": _NAMESPACE}
-        self.server.add("resourceclaims", {"metadata": metadata, "spec": spec}, group="resource.k8s.io")
-        says = "0/1 nodes are available: 1 cannot allocate all claims. still not schedulable, preemption: not helpful."
-        self.server.add(
-            "pods",
-            {
-                "metadata": {"name": f"{name}-0", "namespace": _NAMESPACE},
-                "spec": {"resourceClaims": [{"name": "gpus", "resourceClaimName": name}]},
-                "status": {
-                    "phase": "Pending",
-                    "conditions": [{"type": "PodScheduled", "status": "False", "message": says}],
-                },
-            },
-        )
+        return self.server.add(plural, {"metadata": metadata, **parts}, group=group)
 
     def _prepare(self, name: str, *devices: str, pods: Sequence[str], **more: Any) -> None:
-        results = [
-            {"request": "gpu", "driver": DRIVER, "pool": NODE, "device": device, **more} for device in devices
-        ]
-        reserved = [{"resource": "pods", "name": pod, "uid": f"uid-of-{pod}"} for pod in pods]
-        one = {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}
-        stored = self.server.add(
-            "resourceclaims",
-            {
-                "metadata": {"name": name, "namespace": _NAMESPACE},
-                "spec": {"devices": one},
-                "status": {"allocation": {"devices": {"results": results}}, "reservedFor": reserved},
-            },
-            group="resource.k8s.io",
-        )
+        place = {"request": "gpu", "driver": DRIVER, "pool": NODE, **more}
+        status = {
+            "allocation": {"devices": {"results": [{**place, "device": device} for device in devices]}},
+            "reservedFor": [{"resource": "pods", "name": pod, "uid": f"uid-of-{pod}"} for pod in pods],
+        }
+        stored = self._add("resourceclaims", name, _GROUP, spec=_claim_spec(), status=status)
         ref = ClaimRef(_NAMESPACE, name, stored["metadata"]["uid"])
         self.uids.append(ref.uid)
         outcome = self.kubelet.prepare(DRIVER, [ref])[ref.uid]
@@ -130,29 +106,24 @@ class RecordedNode(PlaygroundNode):
     def grow_old(self) -> None:
         """Let everything be some hours old, so that for 58 s ages do not depend on how fast this machine is."""
         now = datetime.now(UTC)
-        ages = (timedelta(days=2, hours=5), timedelta(hours=26), timedelta(hours=7, minutes=30, seconds=2))
-        directory = self.plugin_dir
         for number, uid in enumerate(self.uids):
-            age = ages[number] if number < len(ages) else timedelta(minutes=50 - number, seconds=2)
-            file = directory / "claims" / f"{uid}.json"
-            record = json.loads(file.read_text())
-            record["preparedAt"] = (now - age).isoformat(timespec="milliseconds")
+            file = self.plugin_dir / f"claims/{uid}.json"
+            age = timedelta(hours=53 - 13 * number, minutes=30, seconds=2)
+            record = json.loads(file.read_text()) | {
+                "preparedAt": (now - age).isoformat(timespec="milliseconds")
+            }
             file.write_text(json.dumps(record))
-        health = self._health()
-        for reason in _reasons(health):
-            reason["since"] = int(now.timestamp()) - 12 * 60 - 2
-        (directory / "health.json").write_text(json.dumps(health))
-
-    def _health(self) -> JsonObject:
         file = self.plugin_dir / "health.json"
-        return dict(json.loads(file.read_text())) if file.exists() else {}
+        health = json.loads(file.read_text())
+        for state in health["states"]:
+            for reason in state.get("reasons", ()):
+                reason["since"] = int(now.timestamp()) - 12 * 60 - 2
+        file.write_text(json.dumps(health))
 
-    def _names(self) -> set[str]:
-        return {device["name"] for device in self.devices()}
-
-    def _taints(self, name: str) -> set[str]:
-        found = (device for device in self.devices() if device["name"] == name)
-        return {taint["key"].partition("/")[2] for device in found for taint in device.get("taints", ())}
+    def _reasons(self) -> list[JsonObject]:
+        file = self.plugin_dir / "health.json"
+        health = json.loads(file.read_text()) if file.exists() else {}
+        return [reason for state in health.get("states", ()) for reason in state.get("reasons", ())]
 
     def _wait(self, what: str, done: Callable[[], object]) -> None:
         deadline = time.monotonic() + _WAIT_S
@@ -172,5 +143,7 @@ class RecordedNode(PlaygroundNode):
             super().stop()
 
 
-def _reasons(health: JsonObject) -> list[JsonObject]:
-    return [reason for state in health.get("states", ()) for reason in state.get("reasons", ())]
+def _claim_spec(**more: Any) -> JsonObject:
+    return {
+        "devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com", **more}}]}
+    }
