@@ -87,6 +87,7 @@ check: $(STAMP) ## Format, lint, types, layers, generated code
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python hack/proto/generate.py --check
+	@$(BIN)/python hack/manifests.py --check >/dev/null || { echo "run 'make manifests'"; exit 1; }
 
 fix: $(STAMP) ## Format and mend what can be mended
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .

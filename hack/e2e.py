@@ -43,7 +43,7 @@ QUICK = ["--sync-frequency", "10s"]
 """A kubelet that tries a Prepare that failed again after 10 to 15 s, not 60 to 90 s. Where a test asks that the first
 one works, it looks at the pod's events instead of the time."""
 SIMULATOR_STATE = Path("/var/lib/gpu-dra-simulator")
-INSTALL = [sys.executable, "hack/cluster/install.py", "--overlay", "e2e"]
+INSTALL = [sys.executable, "hack/cluster/install.py"]
 MACHINE = [sys.executable, "-m", "dra_driver.cli.main", "simulate", "create", "dgx-h100"]
 HOOK = [sys.executable, "hack/cdi_hook.py", str(SIMULATOR_STATE / "root")]
 MATRIX = (

@@ -1,23 +1,21 @@
-"""`make manifests`: what follows from the chart in daemonset/chart, which is where the manifests are changed.
+"""`make manifests`: what follows from the chart in daemonset/chart, and from what it is made of.
 
 It writes
 
-- the objects of daemonset/base and of the components that add objects (those that only change some are patches, written
-  by hand; tests hold each of them equal to the chart with the values of that name);
+- daemonset/install.yaml, the chart's objects with its default values (Helm renders them);
 - the admission policy for parameters, from their fields in dra_driver/api;
 - the parts of values.schema.json that the driver's configuration file decides, and that each value may be null;
 - files/defaults.json, with which the templates complete the values;
 - the table of values in daemonset/README.md.
 
-python hack/manifests.py --check    writes nothing; fails if something would change
+python hack/manifests.py --check    writes nothing, and needs no Helm; fails if something would change
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,51 +37,14 @@ CHART = DAEMONSET / "chart"
 
 Json = Any
 
-NAME = "gpu-dra-driver"
-"""Of release and namespace: with it the objects have the names that kustomize installs."""
-_TABLE: dict[str, Json] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
-RENDERED: dict[str, tuple[str, Json]] = {
-    file: (entry["template"], entry["values"]) for file, entry in _TABLE["rendered"].items()
-}
-WITHOUT_EXTENDED_RESOURCE: Json = RENDERED["base/device-classes.yaml"][1]
-COPIED: dict[str, str] = _TABLE["copied"]
-OF_OTHER_VALUES = frozenset(_TABLE["of_other_values"])
+INSTALL = DAEMONSET / "install.yaml"
+OF_OTHER_VALUES = frozenset(yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()))
 NOTHING = "Null: none."
 """At the end of a comment in values.yaml: null means nothing at all there, and not the default."""
-GENERATED = "# Written by `make manifests` from daemonset/chart/{}.\n"
-_HELMS_LABELS = re.compile(
-    r"^    (app\.kubernetes\.io/(instance|version|managed-by)|helm\.sh/chart): .*\n", re.M
-)
-
-
-def helm_template(
-    values: Json,
-    *arguments: str,
-    name: str = NAME,
-    namespace: str = NAME,
-    chart: Path = CHART,
-    major: int = 3,
-) -> str:
-    """What `helm template` of Helm 3 or 4 prints. Raises: CalledProcessError with helm's words in `stderr`."""
-    import localcluster
-
-    command = [
-        str(localcluster.helm(major)), "template", name, str(chart), "--namespace", namespace, "-f", "-",
-        *arguments,
-    ]  # fmt: skip
-    done = subprocess.run(command, input=json.dumps(values), capture_output=True, text=True, check=True)
-    return done.stdout
-
-
-def rendered(template: str, values: Json) -> str:
-    """The objects of a template as kustomize takes them: without the labels that are Helm's."""
-    text = helm_template(values, "--show-only", f"templates/{template}.yaml")
-    documents = []
-    for document in re.split(r"^---\n", text, flags=re.M):
-        body = _HELMS_LABELS.sub("", re.sub(r"^# Source: .*\n", "", document)).strip("\n")
-        if body:
-            documents.append(body + "\n")
-    return GENERATED.format(f"templates/{template}.yaml") + "---\n".join(documents)
+_HEAD = """\
+# The chart with its default values, for `kubectl apply --filename`. `make manifests` writes this file.
+# SHA-256 of the chart: {}
+"""
 
 
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -209,10 +170,22 @@ def written() -> Iterator[tuple[Path, str]]:
     readme = DAEMONSET / "README.md"
     yield readme, between(readme.read_text(), "values", values_table())
     yield CHART / "files/parameters-policy.yaml", parameters_policy.policy()
-    for place, name in COPIED.items():
-        yield DAEMONSET / place, (CHART / "files" / name).read_text()
-    for place, (template, values) in RENDERED.items():
-        yield DAEMONSET / place, rendered(template, values)
+
+
+def install_head() -> str:
+    """The first lines of install.yaml, with the digest of what Helm renders it from."""
+    rendered_from = [*(CHART / "templates").iterdir(), *(CHART / "files").iterdir()]
+    total = hashlib.sha256()
+    for path in sorted([*rendered_from, CHART / "Chart.yaml", CHART / "values.yaml"]):
+        total.update(f"{path.relative_to(CHART)}\0{path.read_text()}\0".encode())
+    return _HEAD.format(total.hexdigest())
+
+
+def install() -> str:
+    """install.yaml."""
+    import localcluster
+
+    return install_head() + localcluster.manifests()
 
 
 def main() -> int:
@@ -228,6 +201,12 @@ def main() -> int:
             changed.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(text)
+    # Last, because the others are files of the chart.
+    found = INSTALL.read_text() if INSTALL.exists() else ""
+    if not found.startswith(install_head()) or (not check and found != install()):
+        changed.append(str(INSTALL.relative_to(ROOT)))
+        if not check:
+            INSTALL.write_text(install())
     print("\n".join(changed) or "nothing changes")
     if check and changed:
         print("run `make manifests`")

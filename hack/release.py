@@ -30,10 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "hack" / name) for name in ("cluster", "image")]
 
 import audit  # noqa: E402
-import localcluster  # noqa: E402
 from imagebuild import archives, image, wheels  # noqa: E402
 from imagebuild.architectures import ARCHITECTURES, own  # noqa: E402
-from localcluster import progress, shell  # noqa: E402
+from localcluster import progress  # noqa: E402
 from localcluster.errors import ClusterError  # noqa: E402
 
 NAME = "gpu-dra-driver"
@@ -135,10 +134,8 @@ def release(root: Path, version: str, image_name: str, source: str) -> Path:
         folder.mkdir()
         packages(folder, version, epoch)
         (folder / f"{NAME}-{version}.tgz").write_bytes(chart(root, epoch))
-        for part, place in {"": "daemonset", "-base": "daemonset/base"}.items():
-            (folder / f"{NAME}-{version}-manifests{part}.yaml").write_text(
-                rendered(root / place, image_name, version)
-            )
+        text = (root / "daemonset" / "install.yaml").read_text()
+        (folder / f"{NAME}-{version}-install.yaml").write_text(with_image(text, image_name, version))
         images(folder, version, image_name, epoch, origin(root, source))
         (folder / "RELEASE_NOTES.md").write_text(notes((root / "CHANGELOG.md").read_text(), version) + "\n")
         (folder / "SHA256SUMS").write_text("".join(f"{line}\n" for line in checksums(folder)))
@@ -206,14 +203,9 @@ def chart(root: Path, epoch: int) -> bytes:
         return file.read_bytes()
 
 
-def rendered(folder: Path, image_name: str, version: str) -> str:
-    """What `kubectl apply -k` would send, with the image under its name in a registry."""
-    built = localcluster.kubectl()
-    kubectl = built if built.exists() else shell.find_program("kubectl")
-    if kubectl is None:
-        raise RefusedError("kubectl is missing: install it, or run `hack/cluster/cluster.py build`.")
-    text = shell.run([kubectl, "kustomize", folder])
-    return re.sub(rf"(?m)(image: ){NAME}:{re.escape(version)}$", rf"\g<1>{image_name}:{version}", text)
+def with_image(manifests: str, image_name: str, version: str) -> str:
+    """Manifests that name the image as it is called in a registry."""
+    return re.sub(rf"(?m)(image: ){NAME}:{re.escape(version)}$", rf"\g<1>{image_name}:{version}", manifests)
 
 
 def checksums(folder: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""nvidia-cdi-hook: where the container toolkit or components/cdi-hook has installed it, and which verbs it knows."""
+"""nvidia-cdi-hook: where the container toolkit or the chart (`cdiHook.enabled`) installed it, and its verbs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _SINCE = {"update-application-profile": (1, 20, 1)}
 _CHROOT_FAILED, _CANNOT_RUN = 125, 126
 _NONE = (
     "nvidia-cdi-hook was not found on the host, so each library is mounted under every name in every usual "
-    "directory; install the NVIDIA container toolkit, add components/cdi-hook, or set --nvidia-cdi-hook-path (and "
-    "--host-root in a pod)"
+    "directory; install the NVIDIA container toolkit, set cdiHook.enabled in the chart, or set "
+    "--nvidia-cdi-hook-path (and --host-root in a pod)"
 )
 
 
@@ -72,8 +72,8 @@ class _View:
 
 
 class HookFinder:
-    """Looks for the hook in the usual places below the host's `/`, then in this plugin's own directory, where
-    components/cdi-hook installs one, then in the driver root. The hook runs on the host with the host's libraries, so a
+    """Looks for the hook in the usual places below the host's `/`, then in this plugin's own directory, where the chart
+    installs one (`cdiHook.enabled`), then in the driver root. The hook runs on the host with the host's libraries, so a
     copy in a driver container is only the last choice."""
 
     def __init__(self, paths: HostPaths, configured: str | None) -> None:
@@ -179,8 +179,8 @@ class HookFinder:
         It is run as it is, which works for static programs and most others. If that fails, it is run with its root as
         `/`: toolkits of operators are scripts that call a program by its host path.
 
-        The program of components/cdi-hook comes from an image, so what counts is whether the host can run it: whether
-        it has the loader and the libraries, and whether the directory is not mounted noexec.
+        The program that `cdiHook.enabled` installs comes from an image, so what counts is whether the host can run
+        it: whether it has the loader and the libraries, and whether the directory is not mounted noexec.
         """
         arguments = ["hook", "--help"] if host_path.endswith("/nvidia-ctk") else ["--help"]
         local = [join_root(view.root, resolved), *arguments]

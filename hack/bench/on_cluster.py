@@ -203,7 +203,7 @@ def prepare_cluster() -> Cluster:
     for command in (
         ["hack/image/build.py"],
         ["hack/cluster/cluster.py", "up"],
-        ["hack/cluster/install.py", "--overlay", "e2e"],
+        ["hack/cluster/install.py"],
     ):
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=sys.stderr)
     cluster = Cluster()

@@ -1,4 +1,4 @@
-"""Load the driver's image into the cluster of hack/cluster and install `daemonset/` by `kubectl apply -k`.
+"""Load the driver's image into the cluster of hack/cluster and install the chart with the values of `values/e2e.yaml`.
 
 Waits until the driver is ready and its slices are there, and says how to look at them.
 """
@@ -23,11 +23,13 @@ from imagebuild import image  # noqa: E402
 _READY_S = 600
 
 
-def kubectl(*arguments: str) -> str:
+def kubectl(*arguments: str, stdin: str | None = None) -> str:
     """What kubectl prints; its error message ends the program."""
     command = [str(localcluster.kubectl()), *arguments]
     environment = {**os.environ, "KUBECONFIG": str(localcluster.kubeconfig())}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, input=stdin, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         sys.exit(f"kubectl {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout
@@ -41,12 +43,10 @@ def device_count() -> int:
 
 def main() -> int:
     """Install and wait."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--overlay", default="e2e", help="folder below daemonset/overlays")
-    overlay = parser.parse_args().overlay
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(f"loaded image: {', '.join(localcluster.load_image(image.archive()))}")
     was_there = "gpu-dra-driver" in kubectl("get", "daemonsets", "-A", "-o", "name")
-    print(kubectl("apply", "-k", f"daemonset/overlays/{overlay}"), end="")
+    print(kubectl("apply", "--filename", "-", stdin=localcluster.manifests("e2e")), end="")
     if was_there:
         # The image's name stays the same when its content changes, and so does the manifest.
         kubectl("-n", "gpu-dra-driver", "rollout", "restart", "daemonset/gpu-dra-driver")

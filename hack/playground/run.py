@@ -15,6 +15,7 @@ from dra_driver.app.logs import configure_logs
 from dra_driver.app.posix_signals import SignalWatch
 from dra_driver.app.settings import config_values
 from dra_driver.cli.scratch import scratch_directory
+from dra_driver.cli.validation.rules.standard_classes import standard_classes
 from dra_driver.model.ids import gpu_device_names
 from playground.node import DRIVER, PlaygroundNode
 from playground.pods import PodLoop
@@ -52,19 +53,15 @@ def run(machine: str, config: Path | None, log_level: str) -> None:
 
 
 def _installed_classes() -> Iterator[dict[str, Any]]:
-    """Those of the manifests, with the extended resources that they serve."""
+    """Those of the chart, with the extended resources that they serve."""
     import yaml
 
     directory = Path(__file__).resolve().parents[2] / "daemonset"
-    for file in (
-        "base/device-classes",
-        "components/shares/device-class",
-        "components/mig-classes/device-classes",
-    ):
-        for entry in yaml.safe_load_all((directory / f"{file}.yaml").read_text()):
-            if entry["metadata"]["name"] == "gpu.nvidia.com":
-                entry["spec"]["extendedResourceName"] = "nvidia.com/gpu"
-            yield entry
+    for file in ("install.yaml", "chart/files/mig-classes.yaml"):
+        for entry in yaml.safe_load_all((directory / file).read_text()):
+            if entry["kind"] == "DeviceClass":
+                yield entry
+    yield standard_classes(DRIVER)["shares.gpu.nvidia.com"]
 
 
 def _tell(line: str) -> None:

@@ -731,7 +731,7 @@ def test_what_is_asked_is_exactly_what_the_cluster_role_gives(
         )
         for a in answers.asked
     }
-    documents = yaml.safe_load_all((ROOT / "daemonset/base/rbac.yaml").read_text())
+    documents = yaml.safe_load_all((ROOT / "daemonset/install.yaml").read_text())
     role = next(item for item in documents if item["kind"] == "ClusterRole")
     given = {
         (group, resource, verb, name)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import yaml
-
 from dra_driver.app.settings import DEFAULT_DRIVER_NAME
 from dra_driver.cdi.rules.spec import spec_kind
+from dra_driver.cli.validation.rules.standard_classes import standard_classes
 from dra_driver.slices.rules.build import build_pool
+from tests.deploy.test_daemonset import installed, of_kind
 from tests.fakes.samples import MIXED
 
 ROOT = Path(__file__).parents[2]
@@ -20,9 +20,7 @@ CDI_KIND = "k8s.compute-domain.nvidia.com/claim"
 
 
 def own_classes() -> set[str]:
-    files = [*ROOT.glob("daemonset/base/*.yaml"), *ROOT.glob("daemonset/components/*/device-class*.yaml")]
-    documents = (document for path in files for document in yaml.safe_load_all(path.read_text()))
-    return {one["metadata"]["name"] for one in documents if one and one.get("kind") == "DeviceClass"}
+    return {one["metadata"]["name"] for one in of_kind(installed(), "DeviceClass")} | {*standard_classes("")}
 
 
 def test_drivers_classes_and_cdi_kinds_differ() -> None:

@@ -1,29 +1,21 @@
-"""components/cdi-hook: the step that installs nvidia-cdi-hook on the host, run as the pod runs it."""
+"""`cdiHook.enabled`: the step that installs nvidia-cdi-hook on the host, run as the pod runs it."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from dra_driver.app.settings import Settings
 from dra_driver.host.hook import HookFinder
 from dra_driver.model.host import HostPaths
-from tests.deploy.test_daemonset import DAEMONSET, one, with_components
+from tests.deploy.test_daemonset import DAEMONSET
 from tests.host.trees import put_hook, put_program
 
-Manifest = dict[str, Any]
+CHART = DAEMONSET / "chart"
 NAME = "nvidia-cdi-hook"
-
-
-@pytest.fixture(scope="module")
-def pod(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    manifests = with_components(tmp_path_factory.mktemp("overlay"), "cdi-hook")
-    return one(manifests, "DaemonSet", "gpu-dra-driver")["spec"]["template"]["spec"]
 
 
 @pytest.fixture
@@ -35,41 +27,20 @@ def host(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def install(pod: Manifest, host: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def install(host: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the step with an image of which `tmp_path / "image"` is the root, and first in PATH `programs`."""
-    (step,) = pod["initContainers"]
-    env = {entry["name"]: entry.get("value", "") for entry in step["env"]}
-    assert env["HOOK_DIRECTORY"] == step["volumeMounts"][0]["mountPath"]
-    image = tmp_path / "image"
-    sources = " ".join(f"{image}{source}" for source in env["HOOK_SOURCES"].split())
+    step = (CHART / "templates/daemonset.yaml").read_text().partition("name: HOOK_SOURCES")[2]
+    named = re.findall(rf"^ +(/\S+/{NAME})$", step, re.MULTILINE)
+    assert "/usr/bin/nvidia-cdi-hook" in named
+    sources = " ".join(f"{tmp_path}/image{source}" for source in named)
+    script = (CHART / "files/install-cdi-hook.sh").read_text()
 
     def run(programs: Path | None = None) -> subprocess.CompletedProcess[str]:
         env = {"HOOK_DIRECTORY": str(host), "HOOK_SOURCES": sources, "POD_UID": "a-pod"}
         env["PATH"] = f"{programs}:/usr/bin:/bin" if programs else "/usr/bin:/bin"
-        return subprocess.run(
-            [*step["command"], *step["args"]], env=env, capture_output=True, text=True, check=False
-        )
+        return subprocess.run(["sh", "-c", script], env=env, capture_output=True, text=True, check=False)
 
     return run
-
-
-def test_the_driver_looks_where_the_step_installs(pod: Manifest) -> None:
-    env = {entry["name"]: entry.get("value", "") for entry in pod["containers"][0]["env"]}
-    settings = Settings(
-        node_name="n",
-        driver_name=env["DRIVER_NAME"],
-        kubelet_plugins_directory_path=env["KUBELET_PLUGINS_DIRECTORY_PATH"],
-    )
-    (volume,) = (volume for volume in pod["volumes"] if volume["name"] == "cdi-hook")
-    assert volume["hostPath"]["path"] == str(settings.plugin_directory)
-
-
-def test_the_manual_sets_the_image_that_the_step_has(pod: Manifest) -> None:
-    manual = (DAEMONSET.parent / "docs/cdi.md").read_text().partition("```yaml\n")[2].partition("```")[0]
-    named = {entry["name"] for entry in yaml.safe_load(manual)["images"]}
-    assert named == {
-        entry["image"].partition(":")[0] for entry in (*pod["initContainers"], *pod["containers"])
-    }
 
 
 @pytest.mark.parametrize("place", ["/artifacts/rpm/usr/bin", "/artifacts/deb/usr/bin", "/usr/bin"])

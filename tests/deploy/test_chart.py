@@ -1,4 +1,4 @@
-"""The chart: the same objects as kustomize for the same choices, names, values that are refused or mean nothing here.
+"""The chart: what it makes of values, names, values that are refused or mean nothing here.
 
 Helm renders, so these tests run in `make e2e`, which builds it; they need no cluster.
 """
@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import json
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.deploy.test_daemonset import DAEMONSET, Manifest, assert_has, kubectl, one, rendered
+from dra_driver.app.settings import Settings
+from dra_driver.cli.validation.rules.standard_classes import standard_classes
+from tests.deploy.test_daemonset import DAEMONSET, Manifest, assert_has, mounts_of, of_kind, one
 
 ROOT = DAEMONSET.parent
 sys.path.insert(0, str(ROOT / "hack"))
 import manifests as hack  # noqa: E402
+from localcluster import chart  # noqa: E402
 
 from tests.fakes.tables import tabled  # noqa: E402
 
@@ -33,18 +35,13 @@ pytestmark = pytest.mark.cluster
 
 CHART = DAEMONSET / "chart"
 DATA = Path(__file__).with_name("values")
-NAME = hack.NAME
+NAME = chart.NAME
 VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 Values = dict[str, Any]
 
-TABLES = yaml.safe_load((DATA / "components.yaml").read_text())
-VALUES: dict[str, Values] = TABLES["components"]
-REFUSED = {frozenset(row["pair"]): row["says"] for row in TABLES["refused"]}
-IN_AN_OVERLAY = set(map(frozenset, TABLES["in an overlay"]))
-OVERLAYS: dict[str, Values] = TABLES["overlays"]
-OVERLAYS["e2e-sharing"] |= {
-    "sharing": yaml.safe_load((DAEMONSET / "overlays/e2e-sharing/config.yaml").read_text())["sharing"]
-}
+CHOICES = yaml.safe_load((DATA / "choices.yaml").read_text())
+VALUES: dict[str, Values] = CHOICES["choices"]
+REFUSED = {frozenset(row["pair"]): row["says"] for row in CHOICES["refused"]}
 
 
 def merged(*parts: Values) -> Values:
@@ -57,7 +54,7 @@ def merged(*parts: Values) -> Values:
 
 
 def template(values: Values, *arguments: str, **chosen: Any) -> list[Manifest]:
-    text = hack.helm_template(values, *arguments, **chosen)
+    text = chart.template(values, *arguments, **chosen)
     return [entry for entry in yaml.load_all(text, Loader=yaml.CSafeLoader) if entry]
 
 
@@ -68,105 +65,10 @@ def refusal(values: Values, *arguments: str, **names: str) -> str:
     return caught.value.stderr
 
 
-def canonical(manifests: Iterable[Manifest]) -> dict[tuple[str, str], Manifest]:
-    """Objects by kind and name, without what only one of kustomize and Helm has, lists in an order of their own."""
-    made = {}
-    for given in manifests:
-        text = json.dumps(given)
-        # The hash in the name is kustomize's way to roll out another configuration, the annotation Helm's.
-        entry = json.loads(re.sub(r"gpu-dra-driver-config-[0-9a-z]{10}", "gpu-dra-driver-config", text))
-        metadata = entry["metadata"]
-        metadata["labels"] = {
-            key: value
-            for key, value in metadata.get("labels", {}).items()
-            if not key.startswith(("app.kubernetes.io/", "helm.sh/"))
-        }
-        if entry["kind"] == "DaemonSet":
-            entry["spec"]["template"]["metadata"].pop("annotations", None)
-            pod = entry["spec"]["template"]["spec"]
-            pod["volumes"].sort(key=lambda volume: volume["name"])
-            for container in (*pod["containers"], *pod.get("initContainers", ())):
-                container["env"].sort(key=lambda variable: variable["name"])
-                container["volumeMounts"].sort(key=lambda mount: mount["mountPath"])
-        if entry["kind"] == "ConfigMap":
-            entry["data"] = {name: yaml.safe_load(text) for name, text in entry["data"].items()}
-        if entry["kind"] != "Namespace":
-            made[entry["kind"], metadata["name"]] = entry
-    return made
-
-
-def built(folder: Path, *components: str) -> dict[tuple[str, str], Manifest]:
-    """What kustomize builds of daemonset/base with components, in this order."""
-    folder.mkdir(parents=True)
-    base = folder / "../../base"
-    assert base.is_dir()
-    places = [f"../../components/{name}" for name in components]
-    (folder / "kustomization.yaml").write_text(
-        yaml.safe_dump({"resources": ["../../base"], "components": places})
-    )
-    return canonical(rendered(folder))
-
-
-@pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of daemonset/, since kustomize takes nothing from outside the folder above."""
-    place = tmp_path_factory.mktemp("tree") / "daemonset"
-    shutil.copytree(DAEMONSET, place)
-    return place / "tried"
-
-
-def test_every_component_has_its_values() -> None:
-    assert set(VALUES) == {path.name for path in (DAEMONSET / "components").iterdir()}
-
-
 def test_what_follows_from_the_chart_is_up_to_date() -> None:
     """`make manifests` writes it."""
     assert [str(path) for path, text in hack.written() if path.read_text() != text] == []
-
-
-def test_the_base_is_the_chart(tree: Path) -> None:
-    assert built(tree / "none") == canonical(template(hack.WITHOUT_EXTENDED_RESOURCE))
-    assert canonical(rendered(DAEMONSET)) == canonical(template({}))
-
-
-@pytest.mark.parametrize("component", VALUES)
-def test_a_component_is_the_values_of_its_name(component: str, tree: Path) -> None:
-    values = merged(hack.WITHOUT_EXTENDED_RESOURCE, VALUES[component])
-    assert built(tree / component, component) == canonical(template(values))
-
-
-def largest_sets() -> list[tuple[str, ...]]:
-    """Components that may all be combined; every pair that may be is in one of them."""
-    apart = [*REFUSED, *IN_AN_OVERLAY]
-    choices = itertools.product(*(sorted(pair) for pair in apart))
-    kept = {tuple(name for name in VALUES if name not in left_out) for left_out in choices}
-    return sorted(one for one in kept if not any(set(one) < set(other) for other in kept))
-
-
-def test_every_pair_that_may_be_combined_is_tried() -> None:
-    tried = {pair for one in largest_sets() for pair in itertools.combinations(one, 2)}
-    allowed = {
-        pair
-        for pair in itertools.combinations(VALUES, 2)
-        if frozenset(pair) not in REFUSED and frozenset(pair) not in IN_AN_OVERLAY
-    }
-    assert tried == allowed
-
-
-@pytest.mark.parametrize("components", largest_sets(), ids=lambda components: f"{len(components)}")
-def test_the_order_of_components_does_not_matter(components: tuple[str, ...], tree: Path) -> None:
-    """One way and the other way round: so each two of them are there in both orders."""
-    name = "-".join(components)
-    one_way = built(tree / name, *components)
-    assert one_way == built(tree / f"{name}-turned", *reversed(components))
-    values = merged(hack.WITHOUT_EXTENDED_RESOURCE, *(VALUES[component] for component in components))
-    assert one_way == canonical(template(values))
-
-
-def test_the_restricted_driver_sees_nvidia_imex(tree: Path) -> None:
-    made = built(tree / "imex-restricted", "restricted", "imex", "imex/restricted")
-    values = merged(hack.WITHOUT_EXTENDED_RESOURCE, VALUES["restricted"], VALUES["imex"])
-    assert made == canonical(template(values))
+    assert hack.INSTALL.read_text() == hack.install()
 
 
 def test_what_claims_get_beside_their_gpus_is_what_the_driver_takes() -> None:
@@ -193,15 +95,10 @@ def test_choices_that_exclude_each_other_are_refused(pair: frozenset[str]) -> No
     assert REFUSED[pair] in refusal(merged(*(VALUES[name] for name in sorted(pair))))
 
 
-@pytest.mark.parametrize(
-    "order", [*itertools.permutations(["mps", "driver-root-operator", "driver-upgrades"])]
-)
-def test_the_mps_host_is_where_the_driver_is_and_has_its_driver_root(
-    order: tuple[str, ...], tree: Path
-) -> None:
-    """Whatever the order: findings were an MPS host that looked for the NVIDIA driver in /, and one on other nodes."""
-    made = built(tree / "-".join(("three", *order)), *order)
-    driver, mps = (made["DaemonSet", name]["spec"]["template"]["spec"] for name in (NAME, f"{NAME}-mps"))
+def test_the_mps_host_is_where_the_driver_is_and_has_its_driver_root() -> None:
+    """Findings were an MPS host that looked for the NVIDIA driver in /, and one on other nodes."""
+    chosen = merged(*(VALUES[name] for name in ("mps", "driver-root-operator", "driver-upgrades")))
+    driver, mps = (pod["spec"]["template"]["spec"] for pod in of_kind(template(chosen), "DaemonSet"))
     roots = [
         variable["value"]
         for pod in (driver, mps)
@@ -210,21 +107,64 @@ def test_the_mps_host_is_where_the_driver_is_and_has_its_driver_root(
     ]
     assert roots == ["/run/nvidia/driver"] * 2
     assert mps["nodeSelector"] == driver["nodeSelector"]
-    assert made == canonical(
-        template(merged(hack.WITHOUT_EXTENDED_RESOURCE, *(VALUES[name] for name in order)))
+
+
+@pytest.mark.parametrize("choice", ["none", *VALUES])
+def test_no_pod_shares_more_of_the_host_than_its_work_needs(choice: str) -> None:
+    for daemonset in of_kind(template(VALUES.get(choice, {})), "DaemonSet"):
+        name, pod = daemonset["metadata"]["name"], daemonset["spec"]["template"]["spec"]
+        assert not any(pod.get(key) for key in ("hostNetwork", "hostIPC", "shareProcessNamespace"))
+        assert bool(pod.get("hostPID")) == (name.endswith("-mps") or choice != "restricted"), name
+        assert pod["securityContext"] == {"seccompProfile": {"type": "RuntimeDefault"}}
+        assert pod["automountServiceAccountToken"] is False
+        (container,) = pod["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert not any("hostPort" in port for port in container.get("ports", ()))
+        assert bool(pod.get("initContainers")) == (choice == "cdi-hook")
+        for place, (source, is_read_only) in mounts_of(pod).items():
+            assert is_read_only or source not in ("/", "/etc", "/usr", "/run", "/var", "/var/run"), place
+            assert not source.endswith(".sock"), place
+        # An upgrade of the manifests must not take the driver from a node with claims.
+        assert (pod["nodeSelector"] == {"kubernetes.io/os": "linux"}) == (choice != "driver-upgrades")
+
+
+def test_the_step_that_installs_the_hook_changes_nothing_of_the_driver() -> None:
+    (plain,), (made,) = (of_kind(template(values), "DaemonSet") for values in ({}, VALUES["cdi-hook"]))
+    assert made["spec"]["template"]["spec"]["containers"] == plain["spec"]["template"]["spec"]["containers"]
+    pod = made["spec"]["template"]["spec"]
+    env = {entry["name"]: entry.get("value", "") for entry in pod["containers"][0]["env"]}
+    settings = Settings(
+        node_name="n",
+        driver_name=env["DRIVER_NAME"],
+        kubelet_plugins_directory_path=env["KUBELET_PLUGINS_DIRECTORY_PATH"],
     )
+    (volume,) = (volume for volume in pod["volumes"] if volume["name"] == "cdi-hook")
+    assert volume["hostPath"]["path"] == str(settings.plugin_directory), "the driver looks there"
 
 
-@pytest.mark.parametrize("overlay", OVERLAYS)
-def test_an_overlay_is_the_chart_with_its_values(overlay: str) -> None:
-    values = merged(TABLES["every overlay"], OVERLAYS[overlay])
-    made = canonical(rendered(DAEMONSET / "overlays" / overlay))
-    made.pop(("RuntimeClass", "nvidia"), None)
-    assert made == canonical(template(values))
+def test_standard_classes_of_validate_are_those_that_are_shipped() -> None:
+    shipped = of_kind(template(ALL), "DeviceClass")
+    own = standard_classes("gpu.nvidia.com")
+    assert own.keys() <= {entry["metadata"]["name"] for entry in shipped}
+    for entry in shipped:
+        if entry["metadata"]["name"] in own:
+            specs = [one["spec"] for one in (entry, own[entry["metadata"]["name"]])]
+            texts = [
+                [" ".join(one["cel"]["expression"].split()) for one in spec["selectors"]] for spec in specs
+            ]
+            assert texts[0] == texts[1]
+            assert specs[0].get("config") == specs[1].get("config")
 
 
-def test_every_overlay_is_compared() -> None:
-    assert set(OVERLAYS) == {path.name for path in (DAEMONSET / "overlays").iterdir()}
+def test_the_mps_host_outlives_updates_and_shows_its_mounts_to_the_host() -> None:
+    spec = one(template(VALUES["mps"]), "DaemonSet", f"{NAME}-mps")["spec"]
+    assert spec["updateStrategy"] == {"type": "OnDelete"}
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (pod["automountServiceAccountToken"], container["args"]) == (False, ["mps-host"])
+    (plugins,) = (mount for mount in container["volumeMounts"] if mount["name"] == "plugins")
+    assert plugins["mountPropagation"] == "Bidirectional"
+    assert "livenessProbe" not in container
 
 
 def test_the_charts_version_is_the_drivers() -> None:
@@ -467,7 +407,7 @@ def notes(chart_with_notes: Path) -> Callable[..., str]:
 
     def printed(values: Values, *arguments: str) -> str:
         only = ("--show-only", "templates/notes.yaml", *arguments)
-        text = hack.helm_template(values, *only, chart=chart_with_notes)
+        text = chart.template(values, *only, chart=chart_with_notes)
         return str(yaml.safe_load(text)["notes"])
 
     return printed
@@ -635,4 +575,3 @@ def test_helm_finds_nothing_to_say_against_the_chart() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert kubectl()

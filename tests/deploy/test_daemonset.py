@@ -1,59 +1,39 @@
-"""The manifests of daemonset/: what depends on each other changes together, and nothing is granted for later."""
+"""daemonset/install.yaml: what depends on each other changes together, and nothing is granted for later."""
 
 from __future__ import annotations
 
 import functools
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from cel_expr_python import cel
 
-from dra_driver.app.settings import resolve
 from dra_driver.kubelet.liveness import DIAL_TIMEOUT_S
 from tests.fakes.tables import tabled
 
 DAEMONSET = Path(__file__).parents[2] / "daemonset"
-CACHED = Path.home() / ".cache/gpu-dra-driver/cluster/bin"
 Manifest = dict[str, Any]
 
 
-def kubectl() -> str:
-    cached = next(iter(sorted(CACHED.glob("*/kubectl"))), None)
-    program = shutil.which("kubectl") or (str(cached) if cached else None)
-    if program is None:
-        pytest.skip("kubectl is not there to render manifests")
-    return program
-
-
-def rendered(folder: Path) -> list[Manifest]:
-    text = _kept(folder) if folder.is_relative_to(DAEMONSET) else _kustomized(folder)
-    return list(yaml.load_all(text, Loader=yaml.CSafeLoader))
-
-
-def _kustomized(folder: Path) -> str:
-    done = subprocess.run([kubectl(), "kustomize", str(folder)], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
-
-
 @functools.cache
-def _kept(folder: Path) -> str:
-    """Of the repository, in which no test writes."""
-    return _kustomized(folder)
+def installed() -> list[Manifest]:
+    """The objects of daemonset/install.yaml; they are shared, so nobody may change them."""
+    return list(yaml.load_all((DAEMONSET / "install.yaml").read_text(), Loader=yaml.CSafeLoader))
 
 
-def with_components(tmp_path: Path, *components: str) -> list[Manifest]:
-    shutil.copytree(DAEMONSET, tmp_path / "daemonset")
-    overlay = tmp_path / "overlay"
-    overlay.mkdir()
-    places = [f"../daemonset/components/{name}" for name in components]
-    text = yaml.safe_dump({"resources": ["../daemonset"], "components": places})
-    (overlay / "kustomization.yaml").write_text(text)
-    return rendered(overlay)
+def of_kind(manifests: list[Manifest], kind: str) -> list[Manifest]:
+    return [entry for entry in manifests if entry["kind"] == kind]
+
+
+def mounts_of(pod: Manifest) -> dict[str, tuple[str, bool]]:
+    """(host path, read only) by the place in the container."""
+    (container,) = pod["containers"]
+    volumes = {entry["name"]: entry.get("hostPath", {}).get("path", "") for entry in pod["volumes"]}
+    return {
+        entry["mountPath"]: (volumes[entry["name"]], entry.get("readOnly", False))
+        for entry in container["volumeMounts"]
+    }
 
 
 def one(manifests: list[Manifest], kind: str, name: str) -> Manifest:
@@ -86,15 +66,8 @@ def assert_has(manifests: list[Manifest], expected: dict[str, list[Any]]) -> Non
     assert {path: found(made, path) for path in expected} == expected
 
 
-@pytest.mark.parametrize(
-    "folder", ["", "base", *(f"overlays/{path.name}" for path in (DAEMONSET / "overlays").iterdir())]
-)
-def test_every_folder_is_rendered(folder: str) -> None:
-    assert rendered(DAEMONSET / folder)
-
-
 def test_probes_ask_services_that_are_there_and_wait_for_a_dial_to_fail() -> None:
-    pod = one(rendered(DAEMONSET), "DaemonSet", "gpu-dra-driver")["spec"]["template"]["spec"]
+    pod = one(installed(), "DaemonSet", "gpu-dra-driver")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     probes = {name: container[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
     env = {entry["name"]: entry.get("value") for entry in container["env"]}
@@ -116,7 +89,7 @@ def test_probes_ask_services_that_are_there_and_wait_for_a_dial_to_fail() -> Non
 
 
 def test_the_role_and_the_policy_name_the_same_driver() -> None:
-    manifests = rendered(DAEMONSET)
+    manifests = installed()
     rules = one(manifests, "ClusterRole", "gpu-dra-driver")["rules"]
     named = {rule["resources"][0]: rule["resourceNames"] for rule in rules if "resourceNames" in rule}
     spec = one(manifests, "ValidatingAdmissionPolicy", "gpu-dra-driver-own-node")["spec"]
@@ -129,7 +102,7 @@ def test_the_role_and_the_policy_name_the_same_driver() -> None:
 def test_a_stray_slice_of_the_own_node_can_only_be_removed(
     operation: str, pool: str, driver: str, allowed: bool
 ) -> None:
-    spec = one(rendered(DAEMONSET), "ValidatingAdmissionPolicy", "gpu-dra-driver-own-node")["spec"]
+    spec = one(installed(), "ValidatingAdmissionPolicy", "gpu-dra-driver-own-node")["spec"]
     texts = [entry["expression"] for entry in spec["validations"]]
     # The others ask for optional fields; the cluster's tests have them.
     texts = [text for text in texts if ".?" not in text]
@@ -142,53 +115,8 @@ def test_a_stray_slice_of_the_own_node_can_only_be_removed(
     assert all(verdicts) == allowed
 
 
-def policies_of(manifests: list[Manifest], daemonset: str) -> dict[str, Manifest]:
-    """The network policies that select the pods of a DaemonSet, by name."""
-    labels = one(manifests, "DaemonSet", daemonset)["spec"]["template"]["metadata"]["labels"]
-    return {
-        entry["metadata"]["name"]: entry["spec"]
-        for entry in manifests
-        if entry["kind"] == "NetworkPolicy"
-        and entry["metadata"]["namespace"] == "gpu-dra-driver"
-        and entry["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
-    }
-
-
-def test_the_manuals_patch_chooses_other_namespaces(tmp_path: Path) -> None:
-    manual = (DAEMONSET / "README.md").read_text().partition("## Network policy")[2]
-    text = manual.partition("```yaml\n")[2].partition("```")[0]
-    shutil.copytree(DAEMONSET, tmp_path / "gpu-dra-driver/daemonset")
-    overlay = tmp_path / "overlay"
-    overlay.mkdir()
-    (overlay / "kustomization.yaml").write_text(f"resources: [../gpu-dra-driver/daemonset]\n{text}")
-    [rule] = policies_of(rendered(overlay), "gpu-dra-driver")["gpu-dra-driver-metrics"]["ingress"]
-    [monitoring] = rule["from"]
-    assert monitoring == {
-        "namespaceSelector": {"matchLabels": {"network.openshift.io/policy-group": "monitoring"}}
-    }
-
-
-def test_configuration_of_the_component_for_shares_is_valid() -> None:
-    path = DAEMONSET / "components/shares/config.yaml"
-    assert len(resolve({"node_name": "node"}, path).sharing.entries) == 1
-
-
-def test_mig_classes_come_with_extended_resources_of_their_own(tmp_path: Path) -> None:
-    classes = [entry for entry in with_components(tmp_path, "mig-classes") if entry["kind"] == "DeviceClass"]
-    made = {
-        entry["metadata"]["name"]: entry["spec"].get("extendedResourceName")
-        for entry in classes
-        if entry["metadata"]["name"].startswith("mig-")
-    }
+def test_mig_classes_come_with_extended_resources_of_their_own() -> None:
+    classes = list(yaml.safe_load_all((DAEMONSET / "chart/files/mig-classes.yaml").read_text()))
+    made = {entry["metadata"]["name"]: entry["spec"].get("extendedResourceName") for entry in classes}
     assert made["mig-1g.10gb.me.nvidia.com"] == "nvidia.com/mig-1g.10gb.me"
     assert len({name for name in made.values() if name}) == len(made) > 30
-    assert len(classes) > len(made)
-
-
-def test_no_other_component_chooses_nodes_by_a_label(tmp_path: Path) -> None:
-    """An upgrade of the manifests must not take the driver from a node with claims."""
-    others = {path.name for path in (DAEMONSET / "components").iterdir()} - {"driver-upgrades", "simulator"}
-    for name in sorted(others):
-        for entry in with_components(tmp_path / name, name):
-            if entry["kind"] == "DaemonSet":
-                assert entry["spec"]["template"]["spec"]["nodeSelector"] == {"kubernetes.io/os": "linux"}

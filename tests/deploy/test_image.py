@@ -29,7 +29,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import dra_driver
-from tests.deploy.test_daemonset import DAEMONSET, rendered
+from tests.deploy.test_daemonset import DAEMONSET, installed
 
 ROOT = Path(__file__).parents[2]
 DECLARED = [
@@ -131,7 +131,7 @@ def test_manifests_name_the_version_as_tag() -> None:
         line.partition("image: ")[2] for text in texts for line in text.splitlines() if "image: " in line
     }
     assert {name for name in named if "gpu-dra-driver" in name} == {tagged}
-    [driver] = [entry for entry in rendered(DAEMONSET) if entry["kind"] == "DaemonSet"]
+    [driver] = [entry for entry in installed() if entry["kind"] == "DaemonSet"]
     [container] = driver["spec"]["template"]["spec"]["containers"]
     assert (container["image"], container["imagePullPolicy"]) == (tagged, "IfNotPresent")
 

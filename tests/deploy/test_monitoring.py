@@ -1,4 +1,4 @@
-"""Dashboard and alerts of daemonset/components/monitoring: they use only metrics, labels and names that exist.
+"""Dashboard and alerts of the chart: they use only metrics, labels and names that exist.
 
 Prometheus' own engine answers the queries, over what a scrape of the driver has."""
 
@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from dra_driver.model import events
 from dra_driver.model.claim import ClaimRef, PodRef
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.reporting.metrics import Metrics
-from tests.deploy.test_daemonset import one, rendered, with_components
+from tests.deploy.test_daemonset import one
 from tests.fakes.logevents import PACKAGE
 from tests.fakes.samples import (
     DRIVER,
@@ -43,10 +42,12 @@ from tests.fakes.scrapes import BUSY, Samples, complete_metrics, node_use, scrap
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "hack/cluster"))
 import localcluster  # noqa: E402
+from localcluster import chart  # noqa: E402
 
-MONITORING = ROOT / "daemonset/components/monitoring"
-RULES = yaml.safe_load((MONITORING / "prometheus/rules.yaml").read_text())
-BOARD = json.loads((MONITORING / "dashboard/dashboard.json").read_text())
+FILES = ROOT / "daemonset/chart/files"
+MANUAL = (ROOT / "docs/monitoring.md").read_text()
+RULES = yaml.safe_load((FILES / "rules.yaml").read_text())
+BOARD = json.loads((FILES / "dashboard.json").read_text())
 ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
 RECORDS = {
     rule["record"]: rule["expr"] for group in RULES["groups"] for rule in group["rules"] if "record" in rule
@@ -146,12 +147,18 @@ def test_board_shows_every_metric_and_hangs_together() -> None:
     assert node["query"]["query"] == "label_values(nvidia_dra_ready, node)"
 
 
-def test_both_forms_of_the_rules_and_of_the_scrape_say_the_same(tmp_path: Path) -> None:
-    manifests = with_components(tmp_path, "monitoring")
+@pytest.mark.cluster
+def test_both_forms_of_the_rules_and_of_the_scrape_say_the_same() -> None:
+    names = ("podMonitor", "prometheusRule", "dashboard")
+    text = chart.template({"monitoring": {name: {"enabled": True} for name in names}})
+    manifests = [entry for entry in yaml.load_all(text, Loader=yaml.CSafeLoader) if entry]
+    config = one(manifests, "ConfigMap", "gpu-dra-driver-dashboard")
+    assert config["metadata"]["labels"]["grafana_dashboard"] == "1", "Grafana's sidecar looks for it"
+    assert json.loads(config["data"]["gpu-dra-driver.json"]) == BOARD
     assert one(manifests, "PrometheusRule", "gpu-dra-driver")["spec"] == RULES
     monitor = one(manifests, "PodMonitor", "gpu-dra-driver")["spec"]
     (endpoint,) = monitor["podMetricsEndpoints"]
-    (scrape,) = yaml.safe_load((MONITORING / "prometheus/scrape.yaml").read_text())
+    (scrape,) = yaml.safe_load(MANUAL.partition("```yaml\n")[2].partition("```")[0])
     assert endpoint["honorLabels"]
     assert scrape["honor_labels"]
     assert (endpoint["interval"], endpoint["path"]) == (scrape["scrape_interval"], scrape["metrics_path"])
@@ -170,42 +177,9 @@ def test_both_forms_of_the_rules_and_of_the_scrape_say_the_same(tmp_path: Path) 
     assert endpoint["port"] in [port["name"] for port in container["ports"]]
 
 
-def test_kustomize_puts_an_address_before_the_links_as_the_readme_says(tmp_path: Path) -> None:
-    (example,) = re.findall(
-        r"```yaml\n(replacements:.*?)```", (MONITORING / "README.md").read_text(), re.DOTALL
-    )
-    folder = tmp_path / "with-address"
-    folder.mkdir()
-    copied = tmp_path / "monitoring"
-    shutil.copytree(MONITORING, copied)
-    head = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "components": ["../monitoring"],
-    }
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump(head) + example)
-    group, _ = one(rendered(folder), "PrometheusRule", "gpu-dra-driver")["spec"]["groups"]
-    urls = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in group["rules"]}
-    assert urls == {
-        name: f"https://git.example.com/gpu-dra-driver/{rule['annotations']['runbook_url']}"
-        for name, rule in ALERTS.items()
-    }
-
-
-def test_dashboard_alone_is_a_config_map_that_grafana_picks_up(tmp_path: Path) -> None:
-    without = {(entry["kind"], entry["metadata"]["name"]) for entry in rendered(MONITORING.parents[1])}
-    manifests = with_components(tmp_path, "monitoring/dashboard")
-    added = [entry for entry in manifests if (entry["kind"], entry["metadata"]["name"]) not in without]
-    (config,) = added
-    assert (config["kind"], config["metadata"]["namespace"]) == ("ConfigMap", "gpu-dra-driver")
-    assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert json.loads(config["data"]["gpu-dra-driver.json"]) == BOARD
-
-
-def test_readme_lists_every_alert_and_every_record() -> None:
-    text = (MONITORING / "README.md").read_text()
-    assert re.findall(r"^\| `(\w+:\w+:\w+)` \|", text, re.MULTILINE) == list(RECORDS)
-    listed = re.findall(r"^\| `(\w+)` \| (\w+) \|", text, re.MULTILINE)
+def test_manual_lists_every_alert_and_every_record() -> None:
+    assert re.findall(r"^\| `(\w+:\w+:\w+)` \|", MANUAL, re.MULTILINE) == list(RECORDS)
+    listed = re.findall(r"^\| `(\w+)` \| (\w+) \|", MANUAL, re.MULTILINE)
     assert listed == [(name, rule["labels"]["severity"]) for name, rule in ALERTS.items()]
 
 

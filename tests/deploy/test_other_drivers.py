@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import manifests as hack
 import pytest
 import yaml
+from localcluster import chart
 
 from tests.deploy.test_chart import chart_with_notes
 
@@ -162,7 +162,7 @@ def render(request: pytest.FixtureRequest, cluster: Cluster) -> Callable[..., st
         )
         found = ("--dry-run=server", "--kubeconfig", str(cluster.kubeconfig), known, *arguments)
         try:
-            return hack.helm_template(values, *found, major=request.param, **more)
+            return chart.template(values, *found, major=request.param, **more)
         except subprocess.CalledProcessError as error:
             return str(error.stderr)
 

@@ -37,7 +37,7 @@ def repository(tmp_path: Path) -> Path:
     for name, text in {
         "pyproject.toml": '[project]\nversion = "1.2.3"\n',
         "dra_driver/__init__.py": '"""The driver."""\n\n__version__ = "1.2.3"\n',
-        "daemonset/base/daemonset.yaml": MANIFEST,
+        "daemonset/install.yaml": MANIFEST,
         "daemonset/chart/Chart.yaml": "name: gpu-dra-driver\nversion: 1.2.3\nappVersion: 1.2.3\n",
         "daemonset/chart/templates/one.yaml": "kind: One\n",
         "CHANGELOG.md": "# Changelog\n\n## 1.2.3 - 2026-01-02\n\n### Fixed\n- One.\n\n## 1.2.2\n\n- Two.\n",
@@ -151,10 +151,10 @@ def test_image_is_called_as_runtimes_call_it(name: str, full: str) -> None:
     assert release.full_name(name, "1.2.3") == full
 
 
-@pytest.mark.parametrize("folder", ["daemonset", "daemonset/base"])
-def test_rendered_manifests_ask_for_the_released_image(folder: str) -> None:
+def test_manifests_ask_for_the_released_image() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    text = release.rendered(ROOT / folder, "registry.example.com/gpu/driver", version)
+    installed = (ROOT / "daemonset/install.yaml").read_text()
+    text = release.with_image(installed, "registry.example.com/gpu/driver", version)
     images = [
         container["image"]
         for entry in yaml.safe_load_all(text)

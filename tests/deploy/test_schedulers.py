@@ -20,11 +20,12 @@ from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.manifest_check import check_documents
 from dra_driver.cli.validation.rules.selection import SelectorError, view
 from dra_driver.cli.validation.rules.selectors import compiled
+from dra_driver.cli.validation.rules.standard_classes import standard_classes
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.slices.rules.build import Pool, build_pool
 from dra_driver.slices.rules.diff import Owner, slice_changes
-from tests.deploy.test_daemonset import with_components
+from tests.deploy.test_daemonset import DAEMONSET, installed, of_kind
 from tests.fakes.machines import SimulatedNode, read_inventory
 from tests.slices.test_golden_partitions import MODE_NEEDS_A_RESET, beside_what_exists
 
@@ -43,10 +44,13 @@ def names_for(who: str, kind: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def classes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Json]:
-    """Every DeviceClass of daemonset/, by name."""
-    found = with_components(tmp_path_factory.mktemp("classes"), "extended-resource", "mig-classes", "shares")
-    return {entry["metadata"]["name"]: entry for entry in found if entry["kind"] == "DeviceClass"}
+def classes() -> dict[str, Json]:
+    """Every DeviceClass of the chart, by name."""
+    mig = yaml.safe_load_all((DAEMONSET / "chart/files/mig-classes.yaml").read_text())
+    shares = standard_classes("gpu.nvidia.com")["shares.gpu.nvidia.com"]
+    return {
+        entry["metadata"]["name"]: entry for entry in (*of_kind(installed(), "DeviceClass"), *mig, shares)
+    }
 
 
 def inventory_of(machine: str, directory: Path, *, on_demand: bool = False) -> Inventory:

@@ -376,9 +376,9 @@ class Cluster:
         return done.stdout or done.stderr
 
 
-def install(cluster: Cluster, overlay: str) -> None:
-    """Apply an overlay of `daemonset/overlays` over what is installed, and see it rolled out and the old one gone."""
-    applied = cluster.kubectl("apply", "-k", f"daemonset/overlays/{overlay}")
+def install(cluster: Cluster, values: str = "e2e") -> None:
+    """Apply the chart with values of `hack/cluster/values` over what is installed, and wait until the old is gone."""
+    applied = cluster.kubectl("apply", "--filename", "-", stdin=rendered(cluster, values))
     cluster.rolled_out()
     if "daemonset.apps/gpu-dra-driver-mps" in applied:
         # A moment later there may be no pod of it yet, and the others are all ready.
@@ -386,10 +386,15 @@ def install(cluster: Cluster, overlay: str) -> None:
     wait_for("the driver to have settled", cluster.driver_has_settled)
 
 
+def uninstall(cluster: Cluster, *more: str) -> None:
+    """Delete what `install` made, with further arguments for kubectl."""
+    cluster.kubectl("delete", "--filename", "-", "--timeout=300s", *more, stdin=rendered(cluster, "e2e"))
+
+
 def install_plain(cluster: Cluster, instead_of: str) -> None:
-    """The overlay `e2e` again, and nothing left of what only the other overlay has."""
-    plain = {_identity(one) for one in _rendered(cluster, "e2e")}
-    more = [one for one in _rendered(cluster, instead_of) if _identity(one) not in plain]
+    """The values `e2e` again, and nothing left of what only the other values have."""
+    plain = {_identity(one) for one in objects(cluster, "e2e")}
+    more = [one for one in objects(cluster, instead_of) if _identity(one) not in plain]
     if more:
         # With its pods: an MPS host that ends later would take the socket of the next one away.
         cluster.kubectl(
@@ -397,22 +402,26 @@ def install_plain(cluster: Cluster, instead_of: str) -> None:
             stdin=yaml.safe_dump_all(more),
         )
         wait_for("the MPS host's pod to be gone", lambda: not _mps_pods(cluster))
-    install(cluster, "e2e")
+    install(cluster)
 
 
 @contextmanager
-def installed(cluster: Cluster, overlay: str, is_there: Callable[[], Any]) -> Iterator[Cluster]:
-    """The driver of another overlay, by which something is published; afterwards the plain one again."""
-    install(cluster, overlay)
-    wait_for(f"what {overlay} publishes", lambda: is_there() and cluster.pool_is_whole())
+def installed(cluster: Cluster, values: str, is_there: Callable[[], Any]) -> Iterator[Cluster]:
+    """The driver with other values, by which something is published; afterwards the plain one again."""
+    install(cluster, values)
+    wait_for(f"what {values} publishes", lambda: is_there() and cluster.pool_is_whole())
     yield cluster
-    install_plain(cluster, instead_of=overlay)
+    install_plain(cluster, instead_of=values)
     wait_for("plain devices", lambda: cluster.devices() and not is_there() and cluster.pool_is_whole())
 
 
-def _rendered(cluster: Cluster, overlay: str) -> list[Json]:
-    text = cluster.kubectl("kustomize", f"daemonset/overlays/{overlay}")
-    return [one for one in yaml.safe_load_all(text) if one]
+def rendered(cluster: Cluster, values: str) -> str:
+    """The chart's objects with the values `e2e`, and others of `hack/cluster/values` on top of them."""
+    return cluster.local.manifests(*dict.fromkeys(("e2e", values)))
+
+
+def objects(cluster: Cluster, values: str) -> list[Json]:
+    return [one for one in yaml.safe_load_all(rendered(cluster, values)) if one]
 
 
 def _identity(one: Json) -> tuple[str, str]:

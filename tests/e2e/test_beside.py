@@ -14,7 +14,7 @@ import yaml
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import Prepared
 from tests.deploy.test_beside_compute_domains import CLASSES as COMPUTE_DOMAIN_CLASSES
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, PLUGIN_DIR, Cluster, install, wait_for
+from tests.e2e.conftest import DAEMONSET, NAMESPACE, PLUGIN_DIR, Cluster, install, uninstall, wait_for
 from tests.e2e.test_metadata import roll_out
 from tests.kubelet.support import FakeClaims, OtherDriver
 
@@ -151,8 +151,7 @@ def test_nvidias_compute_domains_are_installed_beside_it(cluster: Cluster, nvidi
 def test_nvidias_gpu_plugin_gives_way_as_the_manual_says(cluster: Cluster, nvidias: NvidiasChart) -> None:
     """The steps of docs/migration.md for a cluster with one node, as far as they need no program of NVIDIA's."""
     ours = cluster.get("deviceclass", "gpu.nvidia.com")["spec"]
-    overlay = ("-k", "daemonset/overlays/e2e")
-    cluster.kubectl("delete", *overlay, "--timeout=300s")
+    uninstall(cluster)
     moved = {"matchExpressions": [{"key": "gpus-by", "operator": "NotIn", "values": ["dra"]}]}
     affinity = {
         "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [moved]}}
@@ -178,18 +177,18 @@ def test_nvidias_gpu_plugin_gives_way_as_the_manual_says(cluster: Cluster, nvidi
         assert taken.returncode == 0, taken.stderr
         cluster.kubectl("label", "node", cluster.node, "gpus-by=dra")
         wait_for("NVIDIA's plugin to be off the node", lambda: wanted() == 0)
-        install(cluster, "e2e")
+        install(cluster)
         assert cluster.get("deviceclass", "gpu.nvidia.com")["spec"] == {**theirs, **ours}
         cluster.start("moved")
         nvidias.uninstall()  # that takes its classes away, which are ours too
         assert not cluster.kubectl("get", "deviceclass", "gpu.nvidia.com", "-o", "name", "--ignore-not-found")
-        install(cluster, "e2e")
+        install(cluster)
         assert cluster.get("deviceclass", "gpu.nvidia.com")["spec"] == ours
         assert len(cluster.seen_by("moved")) == 1
         cluster.kubectl("delete", "pod/moved", "resourceclaim/moved", "--timeout=300s")
     finally:
         cluster.kubectl("label", "node", cluster.node, "gpus-by-")
-        install(cluster, "e2e")
+        install(cluster)
 
 
 def node_events(cluster: Cluster, reason: str) -> str:

@@ -15,7 +15,17 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.conftest import CDI_DIR, DAEMONSET, NAMESPACE, PLUGIN_DIR, ROOT, Cluster, install, wait_for
+from tests.e2e.conftest import (
+    CDI_DIR,
+    DAEMONSET,
+    NAMESPACE,
+    PLUGIN_DIR,
+    ROOT,
+    Cluster,
+    install,
+    uninstall,
+    wait_for,
+)
 from tests.e2e.test_permissions import a_slice, refusal
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -93,7 +103,7 @@ class Chart:
         return {variable["name"]: variable.get("value", "") for variable in container["env"]}
 
     def objects(self) -> list[str]:
-        """What is there of any release or overlay of this driver, as KIND/NAME."""
+        """What is there of any release of this driver, as KIND/NAME."""
         found = self.cluster.kubectl(
             "get",
             KINDS,
@@ -307,7 +317,7 @@ def test_it_takes_over_from_nvidias_chart(released: Chart, cluster: Cluster, tmp
     if released.release_is_there():
         released.uninstall()
     else:
-        cluster.kubectl("delete", "-k", "daemonset/overlays/e2e", "--ignore-not-found", "--timeout=300s")
+        uninstall(cluster, "--ignore-not-found")
     page = (ROOT / "docs/migration.md").read_text().partition("\n### With Helm\n")[2]
     install_ours, end_theirs = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)[:2]
     programs = tmp_path / "bin"

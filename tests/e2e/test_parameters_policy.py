@@ -13,6 +13,7 @@ from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import MERGE_PATCH, ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from tests.api.parameter_table import CLAIMS, PARAMETERS, Claim, Json, Parameters, mps, parameters
+from tests.deploy.test_daemonset import installed, one
 from tests.e2e.conftest import RESOURCE_VERSIONS, Cluster, wait_for
 
 pytestmark = pytest.mark.cluster
@@ -210,7 +211,7 @@ def test_what_was_stored_before_can_still_change_and_end(cluster: Cluster, serve
                 lambda kind=kind: server.refusal(kind, bad, dry_run=False) is None,  # type: ignore[misc]
             )
     finally:
-        cluster.kubectl("apply", "-f", "daemonset/base/parameters-policy-binding.yaml")
+        cluster.apply([one(installed(), "ValidatingAdmissionPolicyBinding", POLICY)])
     try:
         wait_for(
             "the policy to be back",

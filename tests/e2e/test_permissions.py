@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
 import ssl
 import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from localcluster import chart
 
-from tests.e2e.conftest import NAMESPACE, RESOURCE_VERSIONS, ROOT, Cluster, claim, container, pod, wait_for
+from tests.e2e.conftest import NAMESPACE, RESOURCE_VERSIONS, Cluster, claim, container, pod, wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -344,17 +343,14 @@ def of_account(name: str, account: str, namespace: str) -> Json:
 
 
 @pytest.fixture
-def renamed(cluster: Cluster, tmp_path: Path) -> Iterator[str]:
-    """A token of the driver as kustomize renames it, in another namespace; only its policies are there meanwhile."""
+def renamed(cluster: Cluster) -> Iterator[str]:
+    """A token of a driver with another name and namespace; only the policies of that one are there until it ends."""
     namespace, account = RENAMED
-    shutil.copytree(ROOT / "daemonset", tmp_path / "daemonset")
-    (tmp_path / "overlay").mkdir()
-    names = {"namePrefix": "team-a-", "nameSuffix": "-x", "namespace": namespace}
-    overlay = yaml.safe_dump({**names, "resources": ["../daemonset/base"]})
-    (tmp_path / "overlay/kustomization.yaml").write_text(overlay)
-    manifests = list(yaml.safe_load_all(cluster.kubectl("kustomize", str(tmp_path / "overlay"))))
+    text = chart.template({"fullnameOverride": account}, namespace=namespace)
     # Two drivers of one name on a node is another story.
-    manifests = [entry for entry in manifests if entry["kind"] not in ("DaemonSet", "DeviceClass")]
+    left_out = ("DaemonSet", "DeviceClass")
+    manifests = [entry for entry in yaml.safe_load_all(text) if entry and entry["kind"] not in left_out]
+    cluster.kubectl("create", "namespace", namespace)
     policies = ("validatingadmissionpolicies,validatingadmissionpolicybindings", "-l", LABEL)
     before = cluster.get(*policies)
     for entry in before["items"]:
@@ -384,7 +380,7 @@ def test_a_renamed_driver_is_confined_all_the_same(
     slices = "/apis/resource.k8s.io/v1/resourceslices"
     other = a_slice("v1", "permission-test", pool="other-node", where={"nodeName": "other-node"})
     mine = a_slice("v1", "permission-test", pool=cluster.node, where={"nodeName": cluster.node})
-    by_name = "'team-a-gpu-dra-driver-own-{}-x' denied request"
+    by_name = f"'{RENAMED[1]}-own-{{}}' denied request"
     wait_for(
         "the renamed policy to refuse",
         lambda: api.ask("POST", slices, other).refused_by(by_name.format("node")),

@@ -30,6 +30,7 @@ from tests.e2e.conftest import (
     claim,
     container,
     install,
+    uninstall,
     wait_for,
 )
 
@@ -103,7 +104,7 @@ def reader(cluster: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
     (programs / "helm").symlink_to(cluster.local.helm())
     yield with_kubectl(cluster, programs)
     cluster.kubectl("delete", "-f", "examples/one-gpu", "--ignore-not-found", "--timeout=300s")
-    install(cluster, "e2e")
+    install(cluster)
 
 
 def with_kubectl(cluster: Cluster, programs: Path) -> dict[str, str]:
@@ -163,7 +164,7 @@ def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, st
     with_helm, on_a_simulated_machine = printed_blocks("docs/install.md", "Install the chart")
     look, examine = printed_blocks("docs/install.md", "Check it")
     [first_workload] = printed_blocks("docs/install.md", "Run a first workload")
-    [with_kustomize] = printed_blocks("daemonset/README.md", "With kustomize")
+    [without_helm] = printed_blocks("daemonset/README.md", "Without Helm")
 
     def finds_no_fault() -> bool:
         done = subprocess.run(
@@ -172,7 +173,7 @@ def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, st
         return done.returncode == 0 and " 0 FAIL" in done.stdout
 
     run(build)
-    cluster.kubectl("delete", "-k", "daemonset/overlays/e2e", "--ignore-not-found", "--timeout=300s")
+    uninstall(cluster, "--ignore-not-found")
     run(with_helm)
     is_installed()
     run(on_a_simulated_machine)
@@ -185,7 +186,7 @@ def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, st
     run("kubectl delete -f examples/one-gpu")
     run("helm uninstall gpu-dra-driver --namespace gpu-dra-driver --wait")
     wait_for("the driver's pods to be gone", lambda: not cluster.driver_pods())
-    run(with_kustomize)
+    run(without_helm)
     is_installed()
 
 
@@ -210,13 +211,14 @@ def administrator(cluster: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
     cluster.apply([DEVICE_PLUGIN])
     programs = tmp_path / "bin"
     programs.mkdir()
+    (programs / "helm").symlink_to(cluster.local.helm())
     yield with_kubectl(cluster, programs) | {"NODE": cluster.node}
     cluster.kubectl("uncordon", cluster.node)
     cluster.kubectl("label", "node", cluster.node, "gpus-by-")
     cluster.kubectl(
         "delete", "daemonset", "nvidia-device-plugin-daemonset", "-n", "kube-system", "--timeout=300s"
     )
-    install(cluster, "e2e")
+    install(cluster)
 
 
 def test_manual_moves_a_node_there_and_back_and_uninstalls_without_a_trace(
@@ -246,6 +248,7 @@ def test_manual_moves_a_node_there_and_back_and_uninstalls_without_a_trace(
     wait_for("the claim to end", lambda: not cluster.leftovers())
     assert run(claims) == ""
 
+    uninstall(cluster)
     # The node is the device plugin's until it has the label, then the driver's, and the device plugin's again.
     run(exclude)
     run(restrict)

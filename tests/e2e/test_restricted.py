@@ -16,8 +16,9 @@ from typing import Any
 
 import cdi_hook
 import pytest
-import yaml
 
+from tests.deploy.test_daemonset import installed as manifests_installed
+from tests.deploy.test_daemonset import of_kind
 from tests.e2e.conftest import (
     DAEMONSET,
     NAMESPACE,
@@ -30,6 +31,7 @@ from tests.e2e.conftest import (
     gpu_config,
     installed,
     pod,
+    rendered,
     wait_for,
 )
 
@@ -43,6 +45,12 @@ CAP_SYS_ADMIN = 21
 HOST_NODE = Path("/dev/gpu-dra-driver-e2e")
 NVIDIA_MAJOR = 195
 """Of the nodes of GPUs; without NVIDIA's module in the kernel nobody answers at it."""
+RUNTIME_CLASS = {
+    "apiVersion": "node.k8s.io/v1",
+    "kind": "RuntimeClass",
+    "metadata": {"name": "nvidia"},
+    "handler": "runc",
+}
 LONG_SLICES = gpu_config(sharing={"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}})
 
 
@@ -53,6 +61,8 @@ def _restricted(_cluster: Cluster) -> Iterator[Cluster]:
     shutil.rmtree(MACHINE, ignore_errors=True)
     _cluster.simulate("create", "dgx-h100", "--device-nodes", "described", directory=MACHINE)
     cdi_hook.put_cdi_hook(MACHINE / "root")
+    # The simulated machine has no device to open, so the plain runtime takes the place of NVIDIA's.
+    _cluster.apply([RUNTIME_CLASS])
     with installed(_cluster, "e2e-restricted", lambda: len(_cluster.devices()) > GPUS) as cluster:
         yield cluster
     _cluster.kubectl("delete", "runtimeclass", "nvidia", "--ignore-not-found")
@@ -168,9 +178,8 @@ def driver_name(volume: str) -> str:
 
 @pytest.fixture
 def as_installed(cluster: Cluster) -> Iterator[Json]:
-    """A pod as `daemonset/base` makes it, with the simulated driver root as the host's; nothing of it stays."""
-    rendered = yaml.safe_load_all(cluster.kubectl("kustomize", "daemonset/base"))
-    [daemonset] = [one for one in rendered if one["kind"] == "DaemonSet"]
+    """A pod of `daemonset/install.yaml`, with the simulated driver root as the host's; nothing of it stays."""
+    [daemonset] = copy.deepcopy(of_kind(manifests_installed(), "DaemonSet"))
     spec = daemonset["spec"]["template"]["spec"]
     [container] = spec["containers"]
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
@@ -205,7 +214,7 @@ def tells(cluster: Cluster, volume: str, command: str, words: str) -> bool:
 
 
 def test_each_mount_is_needed(cluster: Cluster, as_installed: Json) -> None:
-    """The daemon of `daemonset/base` runs; without any one of its mounts it does not, or a command does not."""
+    """The daemon of `daemonset/install.yaml` runs; without any one of its mounts it does not, or a command does not."""
     assert {one["name"] for one in as_installed["spec"]["volumes"]} == {*WITHOUT, "dev"}, "dev is below"
     pods = [without(as_installed, volume) for volume in ("nothing", *WITHOUT)]
     cluster.apply(pods)
@@ -227,7 +236,7 @@ def opener(name: str, security: Json, **more: Any) -> Json:
 DEV = {"volumeMounts": [{"name": "dev", "mountPath": "/dev", "mountPropagation": "HostToContainer"}]}
 OPENERS = pod(
     "openers",
-    opener("as-in-base", {"privileged": True}, **DEV),
+    opener("as-installed", {"privileged": True}, **DEV),
     opener("without-mount", {"privileged": True, "capabilities": {"drop": ["ALL"]}}),
     opener("without-privileges", {"capabilities": {"add": ["ALL"]}}, **DEV),
     volumes=[{"name": "dev", "hostPath": {"path": "/dev"}}],
@@ -247,7 +256,7 @@ def test_nodes_of_gpus_that_come_later_are_opened_with_privileges_only(cluster: 
             return cluster.kubectl("exec", "openers", "-c", container, *read)
 
         # The kernel looked for the driver of the device, which this machine does not have.
-        assert "No such device or address" in opened("as-in-base")
+        assert "No such device or address" in opened("as-installed")
         assert "No such file or directory" in opened("without-mount")
         assert "Operation not permitted" in opened("without-privileges")
     finally:
@@ -260,7 +269,7 @@ def test_nodes_of_gpus_that_come_later_are_opened_with_privileges_only(cluster: 
 
 def test_the_mps_host_may_not_mount_for_the_node_without_privileges(cluster: Cluster) -> None:
     """Its tmpfs has to reach the host, which the API server allows to privileged containers only."""
-    made = cluster.kubectl("kustomize", "daemonset/overlays/e2e-sharing")
+    made = rendered(cluster, "e2e-sharing")
     [daemonset] = [text for text in made.split("---\n") if "mountPropagation: Bidirectional" in text]
     assert daemonset.count("privileged: true") == 1
     daemonset = daemonset.replace("name: gpu-dra-driver-mps\n", "name: dry-run\n")

@@ -424,7 +424,7 @@ def test_libraries_get_all_their_names_again_when_the_installed_hook_disappears(
     installed.unlink()
     files = root.files(VERSION)
     assert files.hook is None
-    assert "add components/cdi-hook" in files.notes[0]
+    assert "set cdiHook.enabled in the chart" in files.notes[0]
 
 
 @pytest.mark.usefixtures("no_bursts")

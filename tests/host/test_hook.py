@@ -95,7 +95,7 @@ def test_no_hook_is_used_where_the_configuration_says_none(driver: Path, host: P
 def test_none_is_found_where_there_is_none(driver: Path, host: Path) -> None:
     hook = finder(driver, host).find()
     assert (hook.host_path, hook.verbs) == (None, ())
-    assert "add components/cdi-hook" in hook.notes[0]
+    assert "set cdiHook.enabled in the chart" in hook.notes[0]
 
 
 @pytest.mark.parametrize(

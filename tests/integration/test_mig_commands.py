@@ -20,7 +20,7 @@ from dra_driver.simulator import create_machine
 from tests.integration.conftest import DRIVER
 from tests.integration.test_process import call
 
-SHIPPED = Path(__file__).parents[2] / "daemonset/components/mig-classes/device-classes.yaml"
+SHIPPED = Path(__file__).parents[2] / "daemonset/chart/files/mig-classes.yaml"
 
 
 def test_shipped_classes_are_what_the_command_in_their_head_prints() -> None:

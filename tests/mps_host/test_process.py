@@ -82,24 +82,6 @@ def test_a_killed_host_is_replaced(host, command, layout, tmp_path):
     second.stop()
 
 
-def test_the_daemonset_outlives_updates_and_shows_its_mounts_to_the_host():
-    import yaml
-
-    path = Path(__file__).parents[2] / "daemonset/components/mps/daemonset.yaml"
-    spec = yaml.safe_load(path.read_text())["spec"]
-    assert spec["updateStrategy"] == {"type": "OnDelete"}
-    pod = spec["template"]["spec"]
-    container = pod["containers"][0]
-    assert (pod["hostPID"], pod["automountServiceAccountToken"], container["args"]) == (
-        True,
-        False,
-        ["mps-host"],
-    )
-    plugins = next(mount for mount in container["volumeMounts"] if mount["name"] == "plugins")
-    assert plugins["mountPropagation"] == "Bidirectional"
-    assert "livenessProbe" not in container
-
-
 def test_help_says_what_happens_to_daemons(command):
     shown = subprocess.run([*command[:4], "--help"], capture_output=True, text=True, check=True).stdout
     assert "run on when" in shown

@@ -208,7 +208,7 @@ STARTED = {
     ("dgx-h100", LAYOUT): ("mixed-inference",),
     ("dgx-h100", "passthrough: {enabled: true}\n"): ("vm-gpu", "one-gpu"),
     ("dgx-h100", CONFIG): (
-        "admin-access", "extended-resource", "first-available", "gpu-memory", "gpu-shares", "host-devices",
+        "admin-access", "extended-resource", "first-available", "gpu-memory", "gpu-shares",
         "mig-extended-resource", "mig-mps", "mig-on-demand", "mig-same-gpu", "mps-shared-claim", "selectors",
         "shared-claim", "time-slicing", "two-claims",
     ),
@@ -226,11 +226,6 @@ def test_examples_start(start: Callable[..., Playground], tmp_path: Path, machin
     file = tmp_path / "config.yaml"
     file.write_text(config)
     playground = start(machine, *(["--config", str(file)] if config else []))
-    program = Path(sys.executable).parent / "gpu-dra-driver"
-    subprocess.run(
-        [program, "simulate", "host-devices", "gds", "gdrcopy"],
-        env=os.environ | playground.variables, check=True, capture_output=True,
-    )  # fmt: skip
     eventually(playground.devices)
     for example in STARTED[machine, config]:
         playground.apply(example)

@@ -73,7 +73,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 
 {{/*
 By what pods of the plugin are found. A DaemonSet's selector cannot be changed: a release with the name of the chart
-has the selector of daemonset/base, and any other one is told apart by its name.
+has the selector of daemonset/install.yaml, and any other one is told apart by its name.
 */}}
 {{- define "gpu-dra-driver.selectorLabels" -}}
 {{- if .Values.selectorLabelsOverride -}}

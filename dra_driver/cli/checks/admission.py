@@ -16,7 +16,7 @@ from dra_driver.model.claim import ClaimRef, allocation_results
 from dra_driver.model.json_object import JsonObject
 
 _FOREIGN = "not-this-node.invalid"
-_APPLY = "`kubectl apply -k daemonset` as an administrator"
+_APPLY = "upgrade gpu-dra-driver with its chart (`helm upgrade`) as an administrator"
 _SLICE: JsonObject = {
     "apiVersion": GROUP_VERSION,
     "kind": "ResourceSlice",

@@ -21,7 +21,7 @@ from dra_driver.slices.api_support import Support, ask_support
 from dra_driver.slices.rules.diff import Owner
 from dra_driver.slices.rules.dropped_fields import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE
 
-_APPLY = "`kubectl apply -k daemonset` as an administrator"
+_APPLY = "upgrade gpu-dra-driver with its chart (`helm upgrade`) as an administrator"
 
 
 def needed_permissions(driver: str) -> tuple[Permission, ...]:
@@ -138,7 +138,8 @@ class ClusterChecks:
         if missing:
             why = f"; renamed, it seems, to {named(renamed)}, but claims ask by the name" if renamed else ""
             return warn(
-                f"missing: {', '.join(missing)}{why}", "`kubectl apply -f daemonset/base/device-classes.yaml`"
+                f"missing: {', '.join(missing)}{why}",
+                "run `helm upgrade` with `--set deviceClasses.create=true`",
             )
         return ok(named(ours))
 
@@ -231,6 +232,6 @@ class ClusterChecks:
 
 
 def _is_renamed(name: str, other: str) -> bool:
-    """Whether a class looks like another one to whose name something was added, as kustomize does by namePrefix."""
+    """Whether a class looks like another one to whose name something was added."""
     before, found, behind = other.partition(name)
     return bool(found and (before or behind)) and not before.endswith(".")

@@ -142,7 +142,7 @@ class KubeletChecks:
         """Does the MPS host run, and do what is wanted? Claims with MPS wait for it."""
         layout = mps_layout(self.state)
         if not layout.lock.exists():
-            return ok("no MPS host; only claims with MPS need one (daemonset/components/mps)")
+            return ok("no MPS host; only claims with MPS need one (mps.enabled of the chart)")
         files = MpsHostFiles(layout)
         problem = files.host_problem()
         if problem is not None:

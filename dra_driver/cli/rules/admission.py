@@ -49,7 +49,7 @@ def refusal_finding(error: ApiRejectedError, what: str) -> Finding:
     if is_ours and _NO_NODE in text:
         return fail(
             f"{name} refused this account: its token names no node, so gpu-dra-driver can publish nothing",
-            "mount a token of the pod, as daemonset/base does (volume api-token), and restart the pod",
+            "mount a token of the pod, as the chart does (volume api-token), and restart the pod",
         )
     if is_ours:
         return ok(f"{name} refused this account {what}")

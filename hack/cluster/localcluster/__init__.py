@@ -10,6 +10,7 @@ from pathlib import Path
 
 from localcluster import binaries, debian, images, lifecycle
 from localcluster import status as _status
+from localcluster.chart import helm, manifests
 from localcluster.components import NAMES as COMPONENTS
 from localcluster.components import Options
 from localcluster.errors import ClusterError
@@ -20,7 +21,7 @@ from localcluster.status import ComponentStatus
 __all__ = [
     "COMPONENTS", "NODE_NAME", "WORKLOAD_IMAGE", "ClusterError", "ComponentStatus", "Options", "addresses",
     "build", "cdi_hook", "compute_domains_chart", "down", "fetch", "helm", "is_up", "kubeconfig", "kubectl",
-    "load_image", "metadata_reader", "program", "promql", "restart", "start", "state", "stop", "up",
+    "load_image", "manifests", "metadata_reader", "program", "promql", "restart", "start", "state", "stop", "up",
 ]  # fmt: skip
 
 
@@ -98,11 +99,6 @@ def program(name: str) -> Path:
 def kubectl() -> Path:
     """The kubectl of the cluster's own version."""
     return program("kubectl")
-
-
-def helm(major: int = 3) -> Path:
-    """Helm 3 or 4 of a pinned version, built first if it is not there."""
-    return binaries.build(_layout(), binaries.HELM[major]) / "helm"
 
 
 def promql() -> Path:

@@ -101,10 +101,11 @@ def test_classes_of_the_driver_choose_the_same_devices_without_the_package() -> 
     views = [view(driver, device) for device in devices for driver in (DRIVER, "gpu.example.com")]
     shipped = [
         entry
-        for file in ("base/device-classes", "components/shares/device-class", "components/mig-classes/device-classes")
-        for entry in yaml.safe_load_all((ROOT / f"daemonset/{file}.yaml").read_text())
+        for file in ("install.yaml", "chart/files/mig-classes.yaml")
+        for entry in yaml.safe_load_all((ROOT / "daemonset" / file).read_text())
+        if entry["kind"] == "DeviceClass"
     ]  # fmt: skip
-    for entry in shipped:
+    for entry in (*shipped, *standard_classes.standard_classes(DRIVER).values()):
         (selector,) = entry["spec"]["selectors"]
         text = selector["cel"]["expression"]
         meaning = standard_classes.standard_selector(text)

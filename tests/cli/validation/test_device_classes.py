@@ -20,7 +20,7 @@ from tests.fakes.samples import DRIVER, MIXED, NODE, h100, inventory
 from tests.fakes.tables import tabled
 from tests.mig.migtables import MODELS, table
 
-FOLDER = Path(__file__).parents[3] / "daemonset/components/mig-classes"
+SHIPPED = Path(__file__).parents[3] / "daemonset/chart/files/mig-classes.yaml"
 PROFILES = sorted({row.name for model in MODELS.values() for row in model.mig})
 
 
@@ -89,7 +89,7 @@ def test_other_devices_are_passed_over_without_an_error(device: dict[str, Any], 
 
 
 def test_shipped_classes_are_those_of_all_products_of_the_catalogue() -> None:
-    shipped = list(yaml.safe_load_all((FOLDER / "device-classes.yaml").read_text()))
+    shipped = list(yaml.safe_load_all(SHIPPED.read_text()))
     assert shipped == mig_classes({row.name for model in MODELS.values() for row in model.mig}, DRIVER)
     assert {"mig-1g.6gb.nvidia.com", "mig-7g.40gb.nvidia.com", "mig-1g.10gb.me.nvidia.com"} <= {
         entry["metadata"]["name"] for entry in shipped
