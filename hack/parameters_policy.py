@@ -12,10 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from dra_driver.api.config import GROUP_VERSION, KINDS, DeviceType
-from dra_driver.api.decode import STRATEGY_PARTS
-from dra_driver.api.resolve import needs_admin_access
-from dra_driver.api.schema import DEVICE_KEY, FIELDS, LEAST_MEMORY, MEMORY
+from dra_driver.api.config import DEVICE_KEY, FIELDS, GROUP_VERSION, KINDS, LEAST_MEMORY, MEMORY, DeviceType
+from dra_driver.api.resolve import STRATEGY_PARTS, needs_admin_access
 from dra_driver.cli.validation.rules.manifests import CLASS_TYPES, PROFILE_CLASS
 from dra_driver.model.ids import PLAIN_NAME
 from dra_driver.model.shapes import Choice, ListField, MapField, Object, Scalar, Shape, either

@@ -1,13 +1,18 @@
-"""The opaque parameters of a claim or class as plain values: `resource.nvidia.com/v1beta1`.
+"""The opaque parameters of a claim or class, `resource.nvidia.com/v1beta1`: as plain values, and their fields as data.
 
-These carry no checks; `decode` makes them.
+The values carry no checks; `resolve.decode` makes them.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, Literal, get_args
+
+from dra_driver.errors import InvalidConfigError
+from dra_driver.model.shapes import Choice, MapField, Object, Scalar, Words, faults
+from dra_driver.model.units import quantity_bytes
 
 GROUP_VERSION = "resource.nvidia.com/v1beta1"
 
@@ -86,3 +91,107 @@ DEFAULTS: Mapping[DeviceType, OpaqueConfig] = {
 def config_type(config: OpaqueConfig) -> DeviceType:
     """The type of device that the parameters are for."""
     return KINDS[type(config).__name__]
+
+
+LEAST_MEMORY = 1024 * 1024
+DEVICE_KEY = r"[0-9]{1,4}|(?:GPU|MIG)-[0-9A-Za-z-]{4,}"
+"""What a UUID or an index looks like, for Python and for RE2."""
+
+
+def _memory_fault(value: Any) -> str | None:
+    """MPS takes whole MiB."""
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return "must be a quantity such as 10Gi"
+    try:
+        is_enough = _memory(value) >= LEAST_MEMORY
+    except InvalidConfigError as error:
+        return str(error)
+    return None if is_enough else f"{value} is below the least limit, 1Mi"
+
+
+def _memory(value: Any) -> int:
+    """Bytes."""
+    return quantity_bytes(str(value))
+
+
+def _is_device(key: Any) -> bool:
+    return isinstance(key, str) and re.fullmatch(DEVICE_KEY, key) is not None
+
+
+MEMORY: Final = Scalar(object, _memory_fault)
+_STRATEGY: Final = Choice(get_args(Strategy))
+_MPS: Final = Object(
+    {
+        "defaultActiveThreadPercentage": Scalar(int, least=1, most=100, says="a whole number from 1 to 100"),
+        "defaultPinnedDeviceMemoryLimit": MEMORY,
+        "defaultPerDevicePinnedMemoryLimit": MapField(
+            MEMORY, _is_device, "{} is not a device UUID or an index"
+        ),
+        "multiUser": Scalar(bool),
+    }
+)
+_MANAGEMENT: Final = Scalar(bool)
+FIELDS: Final[Mapping[str, Object]] = {
+    "GpuConfig": Object(
+        {
+            "sharing": Object(
+                {
+                    "strategy": _STRATEGY,
+                    "mpsConfig": _MPS,
+                    "timeSlicingConfig": Object({"interval": Choice(get_args(Interval))}),
+                },
+                ("strategy",),
+            ),
+            "management": _MANAGEMENT,
+        }
+    ),
+    "MigDeviceConfig": Object(
+        {
+            "sharing": Object({"strategy": _STRATEGY, "mpsConfig": _MPS}, ("strategy",)),
+            "management": _MANAGEMENT,
+        }
+    ),
+    "VfioDeviceConfig": Object(
+        {"iommu": Object({"backendPolicy": Choice(get_args(IommuBackend)), "enableAPIDevice": Scalar(bool)})}
+    ),
+}
+"""The fields of each kind, without apiVersion and kind."""
+_WORDS: Final = Words(unknown="unknown field", null_is_absent=True, names_found=False)
+
+
+def field_faults(kind: str, fields: Mapping[str, Any]) -> list[str]:
+    """Every fault of the fields of a known kind, each in one line with its path."""
+    return [" ".join(str(fault).split()) for fault in faults(fields, FIELDS[kind], "", _WORDS)]
+
+
+def config_of(kind: str, fields: Mapping[str, Any]) -> OpaqueConfig:
+    """The value of fields without faults. `null` means that a field was not given, as it does in Kubernetes."""
+    if kind == "VfioDeviceConfig":
+        iommu = fields.get("iommu") or {}
+        return VfioDeviceConfig(
+            iommu.get("backendPolicy") or "LegacyOnly", bool(iommu.get("enableAPIDevice"))
+        )
+    given = fields.get("sharing")
+    sharing = None if given is None else _sharing(given)
+    management = bool(fields.get("management"))
+    if kind == "GpuConfig":
+        return GpuConfig(sharing, management)
+    return MigDeviceConfig(sharing, management)
+
+
+def _sharing(given: Mapping[str, Any]) -> Sharing:
+    if given["strategy"] == "MPS":
+        mps = given.get("mpsConfig") or {}
+        limit = mps.get("defaultPinnedDeviceMemoryLimit")
+        by_device = mps.get("defaultPerDevicePinnedMemoryLimit") or {}
+        return Sharing(
+            "MPS",
+            mps=MpsConfig(
+                mps.get("defaultActiveThreadPercentage"),
+                None if limit is None else _memory(limit),
+                {key: _memory(one) for key, one in by_device.items()},
+                mps.get("multiUser"),
+            ),
+        )
+    interval = (given.get("timeSlicingConfig") or {}).get("interval")
+    return Sharing("TimeSlicing", time_slicing=TimeSlicingConfig(interval))

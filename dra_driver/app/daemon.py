@@ -18,8 +18,8 @@ from dra_driver.app.settings import Settings
 from dra_driver.app.wiring.mig import MigParts
 from dra_driver.app.wiring.passthrough import PassthroughParts
 from dra_driver.base.atomic import stamp_or_none, write_atomically
+from dra_driver.base.backoff import TokenBucket
 from dra_driver.base.file_lock import UseMark
-from dra_driver.base.token_bucket import TokenBucket
 from dra_driver.cdi.directory import CdiDirectory, temporary_files
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps

@@ -1,9 +1,12 @@
-"""Waits between tries that fail: each twice as long as the one before, and spread by chance."""
+"""How often something is tried: waits that grow between tries that fail, and a limit on how often it happens at all."""
 
 from __future__ import annotations
 
 import math
 import random
+import threading
+import time
+from collections.abc import Callable
 
 _jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
 
@@ -39,3 +42,58 @@ class Backoff:
         """
         if lasted_s >= self._most_s:
             self._step_s = self._first_s
+
+
+_ROUNDING = 1e-9
+
+
+class TokenBucket:
+    """`burst` tokens at once, then `qps` a second on average.
+
+    `acquire` takes a token and sleeps until it is due; safe for many threads. A caller that does not want to sleep asks
+    `ready_at` and then calls `take`. Both get a moment of a monotonic clock in seconds; their callers lock.
+    """
+
+    def __init__(
+        self,
+        qps: float,
+        burst: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if qps <= 0 or burst < 1:
+            raise ValueError("qps must be positive and burst at least 1")
+        self._qps, self._burst = qps, float(burst)
+        self._clock, self._sleep = clock, sleep
+        self._tokens = self._burst
+        self._filled_at: float | None = None
+        self._lock = threading.Lock()
+
+    def acquire(self, most_s: float = math.inf) -> float:
+        """Wait for a token; the seconds waited. Threads are served in the order of their arrival. Raises: TimeoutError
+        at once if that would take longer than `most_s`."""
+        with self._lock:
+            now = self._clock()
+            if self.ready_at(now) - now > most_s:
+                raise TimeoutError(
+                    f"gpu-dra-driver's own limit of {self._qps:g} requests a second is used up; raise kubeAPIQPS"
+                )
+            wait_s = self.take(now)
+        if wait_s:
+            self._sleep(wait_s)
+        return wait_s
+
+    def ready_at(self, now: float) -> float:
+        """When the next token is there."""
+        tokens = self._tokens_at(now)
+        return now if tokens >= 1 - _ROUNDING else now + (1 - tokens) / self._qps
+
+    def take(self, now: float) -> float:
+        """Take a token, in advance if there is none; in how many seconds it is due."""
+        self._tokens, self._filled_at = self._tokens_at(now) - 1, now
+        return max(0.0, -self._tokens / self._qps)
+
+    def _tokens_at(self, now: float) -> float:
+        passed = 0.0 if self._filled_at is None else max(0.0, now - self._filled_at)
+        return min(self._burst, self._tokens + passed * self._qps)

@@ -1,7 +1,12 @@
-"""Dataclasses as JSON objects, by tables of their fields. Whoever decodes gets what is wrong as a sentence."""
+"""Dataclasses as JSON objects in files: tables of fields, and the format number of a file.
+
+A file of ours has the number of its kind. Any other number is refused; a higher number is that of a newer release,
+whose file is left alone. What is wrong with a file is a sentence in the error.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -156,3 +161,39 @@ class Tagged(Generic[T]):
 def _in_json(attribute: str) -> str:
     first, *rest = attribute.split("_")
     return first + "".join(_SPELLED.get(word, word.capitalize()) for word in rest)
+
+
+class NewerFormatError(StateError):
+    """The file has the format number of a newer release."""
+
+
+def parse_file(
+    content: bytes, what: str, decode: Callable[[JsonObject], T], *, known: int, field: str = "version"
+) -> T:
+    """What `decode` makes of the JSON object in a file, whose format number in `field` has to be `known`.
+
+    `decode` may raise what looking into a document raises. Raises: NewerFormatError; StateError that says what is wrong
+    with `what`.
+    """
+    try:
+        document = json.loads(content)
+        if not isinstance(document, dict):
+            raise StateError("not a JSON object")
+        number = document.get(field)
+        if type(number) is int and number > known:
+            raise NewerFormatError(
+                f"the {what} has format version {number} of a newer release of gpu-dra-driver, and this one reads only "
+                f"version {known}; install that release again"
+            )
+        if type(number) is not int or number != known:
+            raise StateError(f"format version {number!r} is unknown")
+        return decode(document)
+    except KeyError as error:
+        raise StateError(f"field {error.args[0]!r} is missing") from error
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise StateError(f"not a {what}: {error}") from error
+
+
+def encode_file(fields: JsonObject, number: int) -> bytes:
+    """A file with this format number in `version`, which `parse_file` reads; equal fields give equal bytes."""
+    return json.dumps({"version": number, **fields}, separators=(",", ":"), sort_keys=True).encode()

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dra_driver.base.atomic import UNREADABLE, open_plain, state_error
-from dra_driver.base.write_outcomes import WRITES
+from dra_driver.base.atomic import UNREADABLE, WRITES, open_plain, state_error
 from dra_driver.errors import RetryableError
 
 _POLL_S = 0.005

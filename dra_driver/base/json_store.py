@@ -1,10 +1,16 @@
-"""JSON files of one kind in a directory, shared with a second instance of the plugin during a rolling update."""
+"""JSON files of one kind in a directory, shared with a second instance of the plugin during a rolling update.
+
+A store may hold files that are not synced, because what they describe ends with the boot. A power cut may tear them;
+the first start of the next boot removes those.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -16,6 +22,7 @@ from dra_driver.base.atomic import (
     Stamp,
     is_settled,
     make_directory,
+    read_or_none,
     read_plain,
     remove_file,
     set_aside,
@@ -25,8 +32,7 @@ from dra_driver.base.atomic import (
     sync_removals,
     write_atomically,
 )
-from dra_driver.base.boots import begin_boot
-from dra_driver.base.formats import NewerFormatError
+from dra_driver.base.fields import NewerFormatError
 from dra_driver.errors import StateError
 
 T = TypeVar("T")
@@ -243,3 +249,43 @@ def open_directory(directory: Path, boot_id: str, torn: Callable[[str], None], *
     names go to `torn`. `durable` has the directory survive a power cut. Raises: StateError."""
     make_directory(directory, 0o700, durable=durable)
     begin_boot(directory, boot_id, torn)
+
+
+_MARKER = ".boot"
+"""The boot in which files of the directory were written last."""
+
+
+def begin_boot(directory: Path, boot_id: str, torn: Callable[[str], None]) -> None:
+    """Remove the files that are not JSON, and call `torn` with their names without the suffix.
+
+    That happens once a boot, before anything is written: later in the boot a power cut cannot be the cause, and such a
+    file stays.
+
+    Raises: StateError.
+    """
+    marker = directory / _MARKER
+    before = read_or_none(marker)
+    if before == boot_id.encode():
+        return
+    if before is not None:
+        _clear_torn(directory, torn)
+    with suppress(StateError):  # a disk that is full or read-only must not keep the plugin from serving
+        write_atomically(marker, boot_id.encode())
+
+
+def _clear_torn(directory: Path, torn: Callable[[str], None]) -> None:
+    for path in sorted(directory.glob(f"*{_SUFFIX}")):
+        # What cannot be read or removed stays, and is told when it is looked for.
+        with suppress(OSError, RecursionError):
+            if _is_torn(path):
+                path.unlink()
+                torn(path.name.removesuffix(_SUFFIX))
+
+
+def _is_torn(path: Path) -> bool:
+    """Raises: OSError, RecursionError."""
+    try:
+        json.loads(read_plain(path))
+    except ValueError:
+        return True
+    return False

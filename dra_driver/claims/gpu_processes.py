@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
-from dra_driver.base.bounded_call import BoundedCall
+from dra_driver.base.threads import BoundedCall
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, RetryableError
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.units import named

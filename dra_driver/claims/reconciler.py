@@ -54,7 +54,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from dra_driver.base.backoff import Backoff
-from dra_driver.base.worker import BackgroundWorker
+from dra_driver.base.threads import BackgroundWorker
 from dra_driver.claims.fetch import RecordedPods
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.kubelet_call import Observer

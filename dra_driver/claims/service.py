@@ -13,7 +13,7 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from dra_driver.base.deadline import until
-from dra_driver.base.side_by_side import side_by_side
+from dra_driver.base.threads import side_by_side
 from dra_driver.claims.fetch import ClaimFetch
 from dra_driver.claims.kubelet_call import CLAIMS_AT_ONCE, KubeletCall, Observer, failed
 from dra_driver.claims.prepare import Preparer

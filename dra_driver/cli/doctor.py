@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dra_driver.app.settings import Settings
-from dra_driver.base.bounded_call import bounded
+from dra_driver.base.threads import bounded
 from dra_driver.cli.checks.checks import Check, Shared
 from dra_driver.cli.checks.cluster import ClusterChecks
 from dra_driver.cli.checks.driver import DriverChecks

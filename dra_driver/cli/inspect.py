@@ -68,7 +68,7 @@ def inspect(given: Namespace) -> None:
     is room for. GPUs that differ in nothing share rows and drawings. Changes nothing. What could not be read is printed
     on standard error.
     """
-    from dra_driver.base.bounded_call import bounded
+    from dra_driver.base.threads import bounded
     from dra_driver.errors import InvalidConfigError, NotSupportedError, NvmlUnavailableError
 
     output, mig = given.output, given.mig

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 
-from dra_driver.base.side_by_side import side_by_side
+from dra_driver.base.threads import side_by_side
 from dra_driver.cli.rules.cluster_usage import PluginPod, loads_of
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import ApiClient

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from dra_driver.base.bounded_call import BoundedCall
+from dra_driver.base.threads import BoundedCall
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
 from dra_driver.cli.state_on_disk import read_claims, read_state

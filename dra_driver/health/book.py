@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 import structlog
 
-from dra_driver.base.worker import BackgroundWorker
+from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import StateError
 from dra_driver.health.history import HealthHistory, change_between
 from dra_driver.health.rules.endings import waits_for_reset

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dra_driver.base import formats
 from dra_driver.base.atomic import read_or_none, write_atomically
+from dra_driver.base.fields import encode_file, parse_file
 from dra_driver.errors import StateError
 from dra_driver.model.json_object import JsonObject
 
@@ -39,7 +39,7 @@ class ServicedGpus:
         content = read_or_none(self._path)
         if content is None:
             return {}
-        found = formats.parse(content, "file of serviced GPUs", _decoded, known=FORMAT_VERSION)
+        found = parse_file(content, "file of serviced GPUs", _decoded, known=FORMAT_VERSION)
         return found.gpus if found.boot_id == self._boot_id else {}
 
     def add(self, gpu_uuid: str, at: int) -> None:
@@ -49,7 +49,7 @@ class ServicedGpus:
         except StateError:
             known = {}  # a damaged file is replaced
         document = {"bootID": self._boot_id, "gpus": {**known, gpu_uuid: at}}
-        write_atomically(self._path, formats.encode(document, FORMAT_VERSION), durable=False)
+        write_atomically(self._path, encode_file(document, FORMAT_VERSION), durable=False)
 
 
 def _decoded(fields: JsonObject) -> _Serviced:

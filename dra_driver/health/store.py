@@ -9,9 +9,20 @@ from typing import Any
 
 import structlog
 
-from dra_driver.base import formats
-from dra_driver.base.fields import FLAG, NUMBER, TEXT, Kind, Shape, left_out, list_of, needed, one_of
-from dra_driver.base.formats import NewerFormatError
+from dra_driver.base.fields import (
+    FLAG,
+    NUMBER,
+    TEXT,
+    Kind,
+    NewerFormatError,
+    Shape,
+    encode_file,
+    left_out,
+    list_of,
+    needed,
+    one_of,
+    parse_file,
+)
 from dra_driver.base.json_store import JsonStore, UnreadableFile
 from dra_driver.errors import StateError
 from dra_driver.health.rules.merge import merged
@@ -99,13 +110,13 @@ def _tell(found: UnreadableFile) -> None:
 def encode(kept: KeptHealth) -> bytes:
     """The file's content. States in which nothing is remembered are left out."""
     ordered = replace(kept, states=tuple(_ordered(kept.states)))
-    return formats.encode(_KEPT.encode(ordered), FORMAT_VERSION)
+    return encode_file(_KEPT.encode(ordered), FORMAT_VERSION)
 
 
 def decode(content: bytes) -> KeptHealth:
     """The kept health in a JSON document. Raises: StateError that says what is wrong with it."""
     try:
-        return formats.parse(content, "health file", _KEPT.decode, known=FORMAT_VERSION)
+        return parse_file(content, "health file", _KEPT.decode, known=FORMAT_VERSION)
     except NewerFormatError as error:
         raise StateError(str(error)) from error  # so that the file is set aside
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Protocol
 
 from dra_driver.base.atomic import Stamp, stamp_or_none
-from dra_driver.base.bounded_call import bounded
 from dra_driver.base.bounded_program import run_program, start_program
+from dra_driver.base.threads import bounded
 from dra_driver.errors import DeviceBusyError, RetryableError
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
 from dra_driver.host.processes import users_of

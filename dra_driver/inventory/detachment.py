@@ -43,9 +43,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from dra_driver.base.atomic import make_directory, read_or_none, remove_file, state_error, write_atomically
-from dra_driver.base.fields import NUMBER, TEXT, Kind, Shape, needed
+from dra_driver.base.fields import NUMBER, TEXT, Kind, Shape, encode_file, needed, parse_file
 from dra_driver.base.file_lock import UseMark
-from dra_driver.base.formats import encode, parse
 from dra_driver.errors import (
     ClaimsInTheWayError,
     NvmlDetachedError,
@@ -164,7 +163,7 @@ class Detachments:
         if content is None:
             return None
         try:
-            found = parse(content, "detach file", _SHAPE.decode, known=FORMAT_VERSION)
+            found = parse_file(content, "detach file", _SHAPE.decode, known=FORMAT_VERSION)
         except StateError:
             return None
         is_of_this_boot = self._boot_id in (None, found.boot_id)
@@ -293,7 +292,9 @@ class Detachments:
             for name in names_in(self._pauses):
                 if (left := self._read(name)) is not None and not self._lasts(left):
                     remove_file(self._pauses / name)
-            write_atomically(self._own_file, encode(_PAUSE_SHAPE.encode(own), FORMAT_VERSION), durable=False)
+            write_atomically(
+                self._own_file, encode_file(_PAUSE_SHAPE.encode(own), FORMAT_VERSION), durable=False
+            )
         except StateError:
             self._own = None
             raise
@@ -309,7 +310,7 @@ class Detachments:
         """A pause by the name of its file; None where that has none, or cannot be read."""
         with suppress(StateError):
             if name.endswith(".json") and (content := read_or_none(self._pauses / name)) is not None:
-                return parse(content, "pause", _PAUSE_SHAPE.decode, known=FORMAT_VERSION)
+                return parse_file(content, "pause", _PAUSE_SHAPE.decode, known=FORMAT_VERSION)
         return None
 
     def _lasts(self, pause: Pause) -> bool:
@@ -327,7 +328,7 @@ class Detachments:
         made = Detachment(
             self._boot_id, self._clock() + seconds, until.isoformat(sep=" ", timespec="seconds")
         )
-        write_atomically(self._path, encode(_SHAPE.encode(made), FORMAT_VERSION), durable=False)
+        write_atomically(self._path, encode_file(_SHAPE.encode(made), FORMAT_VERSION), durable=False)
         return made
 
     def is_nvml_open(self, besides: UseMark | None = None) -> bool:

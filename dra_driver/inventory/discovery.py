@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from dra_driver.base.backoff import Backoff
-from dra_driver.base.worker import BackgroundWorker
+from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import (
     DraDriverError,
     NvmlDetachedError,

@@ -26,7 +26,7 @@ import structlog
 from dra_driver.base.atomic import clear_abandoned
 from dra_driver.base.backoff import Backoff
 from dra_driver.base.deadline import at_most, time_left
-from dra_driver.base.worker import BackgroundWorker
+from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import DraDriverError, RetryableError, StateError
 from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes, Operation
 from dra_driver.journal.ledger import Ledger

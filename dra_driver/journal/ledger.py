@@ -31,8 +31,7 @@ from pathlib import Path
 
 import structlog
 
-from dra_driver.base import formats
-from dra_driver.base.fields import NUMBER, TEXT, Shape, left_out, list_of, needed
+from dra_driver.base.fields import NUMBER, TEXT, Shape, encode_file, left_out, list_of, needed, parse_file
 from dra_driver.base.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.errors import StateError
 from dra_driver.journal.record_codec import REF, STEP
@@ -216,14 +215,14 @@ class Ledger:
         if not entries:
             self._store.remove(home, durable=False)
             return
-        content = formats.encode({"entries": _ENTRIES.write(entries)}, _FORMAT_VERSION)
+        content = encode_file({"entries": _ENTRIES.write(entries)}, _FORMAT_VERSION)
         # What a reboot undoes needs no sync.
         lasts = any(isinstance(entry.step, RunMps) for entry in entries)
         self._store.write(home, content, durable=lasts, whole=lasts)
 
 
 def _decode(content: bytes) -> tuple[LedgerEntry, ...]:
-    return formats.parse(
+    return parse_file(
         content,
         "ledger",
         lambda document: tuple(_ENTRIES.read("entries", document["entries"])),

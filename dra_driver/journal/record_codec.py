@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dra_driver.base import formats
 from dra_driver.base.fields import (
     FLAG,
     JSON,
@@ -14,12 +13,14 @@ from dra_driver.base.fields import (
     Kind,
     Shape,
     Tagged,
+    encode_file,
     left_out,
     list_of,
     needed,
     nullable,
     one_of,
     or_null,
+    parse_file,
 )
 from dra_driver.model.claim import (
     AllocatedClaim,
@@ -52,7 +53,7 @@ FORMAT_VERSION = 1
 
 def encode(record: ClaimRecord) -> bytes:
     """The record as one JSON document."""
-    return formats.encode(_RECORD.encode(record), FORMAT_VERSION)
+    return encode_file(_RECORD.encode(record), FORMAT_VERSION)
 
 
 def decode(content: bytes) -> ClaimRecord:
@@ -60,7 +61,7 @@ def decode(content: bytes) -> ClaimRecord:
 
     Raises: NewerFormatError, and StateError that says what is wrong with it.
     """
-    return formats.parse(content, "claim record", _RECORD.decode, known=FORMAT_VERSION)
+    return parse_file(content, "claim record", _RECORD.decode, known=FORMAT_VERSION)
 
 
 def step_kind(step: Step) -> str:

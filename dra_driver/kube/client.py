@@ -23,7 +23,7 @@ from urllib3.connection import HTTPConnection
 from urllib3.exceptions import ProtocolError, ReadTimeoutError
 
 import dra_driver
-from dra_driver.base.token_bucket import TokenBucket
+from dra_driver.base.backoff import TokenBucket
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import api_errors, check_status, decoded_json
 from dra_driver.kube.endpoint import Endpoint

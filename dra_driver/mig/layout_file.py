@@ -8,8 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dra_driver.base.atomic import read_plain, write_atomically
-from dra_driver.base.fields import NUMBER, TEXT, Shape, needed, one_of
-from dra_driver.base.formats import parse
+from dra_driver.base.fields import NUMBER, TEXT, Shape, needed, one_of, parse_file
 from dra_driver.errors import StateError
 from dra_driver.model.mig_layouts import LAYOUT_STATES, GpuLayout
 
@@ -55,7 +54,7 @@ class LayoutFile:
 
 def decode(content: bytes) -> tuple[GpuLayout, ...]:
     """What the file holds. Raises: NewerFormatError, StateError."""
-    return parse(
+    return parse_file(
         content,
         "MIG layout file",
         lambda document: tuple(map(_SHAPE.decode, document["gpus"])),

@@ -33,7 +33,7 @@ from dataclasses import KW_ONLY, dataclass
 import structlog
 
 from dra_driver.base.file_lock import LockBusyError
-from dra_driver.base.worker import BackgroundWorker
+from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import ClaimRefusedError, DraDriverError, NvmlTransientError, RetryableError
 from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.journal.locks import GpuLocks

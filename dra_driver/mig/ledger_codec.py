@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dra_driver.base import formats
-from dra_driver.base.fields import FLAG, NUMBER, TEXT, Shape, left_out, needed, nullable, one_of
+from dra_driver.base.fields import (
+    FLAG,
+    NUMBER,
+    TEXT,
+    Shape,
+    encode_file,
+    left_out,
+    needed,
+    nullable,
+    one_of,
+    parse_file,
+)
 from dra_driver.errors import StateError
 from dra_driver.journal.record_codec import PLACEMENT
 from dra_driver.model.mig import OwnedInstance
@@ -46,17 +56,17 @@ MODE = Shape(OwnedMode, gpu_uuid=needed(TEXT), pci_bus_id=nullable(TEXT), boot_i
 
 def encode(shape: Shape[T], value: T) -> bytes:
     """An entry, or the note of a mode, as its file has it."""
-    return formats.encode(shape.encode(value), FORMAT_VERSION)
+    return encode_file(shape.encode(value), FORMAT_VERSION)
 
 
 def decode_mode(_name: str, content: bytes) -> OwnedMode:
     """The note of a mode. Raises: NewerFormatError, StateError."""
-    return formats.parse(content, "MIG ledger file", MODE.decode, known=FORMAT_VERSION)
+    return parse_file(content, "MIG ledger file", MODE.decode, known=FORMAT_VERSION)
 
 
 def decode_entry(device: str, content: bytes) -> OwnedInstance:
     """The entry of a device in its file. Raises: NewerFormatError, StateError."""
-    entry = formats.parse(content, "MIG ledger file", ENTRY.decode, known=FORMAT_VERSION)
+    entry = parse_file(content, "MIG ledger file", ENTRY.decode, known=FORMAT_VERSION)
     if entry.device != device:
         raise StateError(f"it is the entry of device {entry.device}")
     return entry

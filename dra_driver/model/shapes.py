@@ -1,6 +1,6 @@
 """What a document may hold, as data, and everything in which a document differs from that, each with its path.
 
-The parameters of claims (`api.schema`), the configuration file (`config_file`), flags, manifests and objects of the API
+The parameters of claims (`api.config`), the configuration file (`config_file`), flags, manifests and objects of the API
 are described so.
 """
 

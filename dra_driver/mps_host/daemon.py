@@ -33,7 +33,7 @@ from typing import TypeVar
 import structlog
 
 from dra_driver.base.backoff import Backoff
-from dra_driver.base.side_by_side import side_by_side
+from dra_driver.base.threads import side_by_side
 from dra_driver.errors import (
     DraDriverError,
     NotSupportedError,

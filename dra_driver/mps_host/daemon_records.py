@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from dra_driver.base.atomic import sync_removals
-from dra_driver.base.fields import NUMBER, TEXT, Kind, Shape, needed, nullable
-from dra_driver.base.formats import NewerFormatError, parse
+from dra_driver.base.fields import NUMBER, TEXT, Kind, NewerFormatError, Shape, needed, nullable, parse_file
 from dra_driver.base.json_store import JsonStore, UnreadableFile
 from dra_driver.errors import StateError
 from dra_driver.model.mps import MpsDaemonSpec
@@ -67,7 +66,7 @@ class DaemonRecords(JsonStore[DaemonRecord]):
 
 def _decode(device: str, content: bytes) -> DaemonRecord:
     try:
-        record = parse(content, "MPS record", _RECORD.decode, known=FORMAT, field="format")
+        record = parse_file(content, "MPS record", _RECORD.decode, known=FORMAT, field="format")
     except NewerFormatError as error:
         raise StateError(str(error)) from error  # so that the file is set aside
     if record.spec.device != device:

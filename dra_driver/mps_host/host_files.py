@@ -76,9 +76,9 @@ from dra_driver.base.fields import (
     nullable,
     one_of,
     or_null,
+    parse_file,
 )
 from dra_driver.base.file_lock import is_locked
-from dra_driver.base.formats import parse
 from dra_driver.base.json_store import JsonStore, UnreadableFile
 from dra_driver.errors import PermanentError, RetryableError, StateError
 from dra_driver.model.json_object import JsonObject
@@ -298,7 +298,7 @@ class MpsHostFiles:
         if not content:
             return f"the MPS host of this node is starting; {_SEE_PODS}, and its log"
         with suppress(StateError):
-            parse(content, "lock file", dict, known=FORMAT, field="format")
+            parse_file(content, "lock file", dict, known=FORMAT, field="format")
             return None
         return f"the MPS host on this node is of another release than gpu-dra-driver: {_REPLACE}"
 
@@ -366,7 +366,7 @@ def _files(
     directory: Path, what: str, decode: Callable[[JsonObject], T], tell: Callable[[UnreadableFile], None]
 ) -> JsonStore[T]:
     def read(_device: str, content: bytes) -> T:
-        return parse(content, what, decode, known=FORMAT, field="format")
+        return parse_file(content, what, decode, known=FORMAT, field="format")
 
     return JsonStore(directory, what, read, tell, is_name=is_device_name, only_reads=True)
 

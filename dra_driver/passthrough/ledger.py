@@ -14,8 +14,18 @@ from pathlib import Path
 
 import structlog
 
-from dra_driver.base.fields import FLAG, TEXT, Shape, left_out, list_of, needed, nullable, or_null
-from dra_driver.base.formats import encode, parse
+from dra_driver.base.fields import (
+    FLAG,
+    TEXT,
+    Shape,
+    encode_file,
+    left_out,
+    list_of,
+    needed,
+    nullable,
+    or_null,
+    parse_file,
+)
 from dra_driver.base.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.errors import StateError
 from dra_driver.model.ids import is_dns_label
@@ -124,7 +134,7 @@ class PassthroughLedger:
 
     def save(self, entry: OwnedCard) -> None:
         """Write the entry. Raises: StateError."""
-        content = encode(_SHAPE.encode(entry), _FORMAT_VERSION)
+        content = encode_file(_SHAPE.encode(entry), _FORMAT_VERSION)
         self._store.write(entry.device, content, durable=False, whole=False)
 
     def delete(self, device: str) -> None:
@@ -134,7 +144,7 @@ class PassthroughLedger:
 
     def _decode(self, device: str, content: bytes) -> OwnedCard:
         path = self._directory / f"{device}.json"
-        entry = parse(content, f"{_WHAT} {path}", _SHAPE.decode, known=_FORMAT_VERSION)
+        entry = parse_file(content, f"{_WHAT} {path}", _SHAPE.decode, known=_FORMAT_VERSION)
         if entry.device != device:
             raise StateError(f"it is the entry of device {entry.device}")
         return entry

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 import structlog
 
 from dra_driver.base.backoff import Backoff
-from dra_driver.base.bounded_call import NotAnsweredError
 from dra_driver.base.deadline import seconds_for, until
+from dra_driver.base.threads import NotAnsweredError
 from dra_driver.errors import (
     ClaimRefusedError,
     DeviceBusyError,

@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import structlog
 
-from dra_driver.base.worker import BackgroundWorker
+from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import DraDriverError
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.health import HealthChange, HealthTarget

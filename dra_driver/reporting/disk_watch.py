@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dra_driver.base.atomic import state_error
-from dra_driver.base.bounded_call import BoundedCall
-from dra_driver.base.write_outcomes import WRITES, WriteOutcomes
+from dra_driver.base.atomic import WRITES, WriteOutcomes, state_error
+from dra_driver.base.threads import BoundedCall
 from dra_driver.model.problems import NodeProblem
 
 _HANGS_AFTER_S = 30.0

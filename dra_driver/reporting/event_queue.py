@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from dra_driver.base.token_bucket import TokenBucket
+from dra_driver.base.backoff import TokenBucket
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.device_status import DeviceStatus
 from dra_driver.model.events import EventObject

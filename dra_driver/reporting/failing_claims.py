@@ -23,7 +23,7 @@ from typing import Literal
 
 import structlog
 
-from dra_driver.base.worker import BackgroundWorker
+from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import DraDriverError
 from dra_driver.model.claim import ClaimNow, ClaimRef
 from dra_driver.model.problems import FailingClaim, NodeProblem

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from dra_driver.base.worker import BackgroundWorker
+from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import DraDriverError
 from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.model.record import ClaimRecord

@@ -18,9 +18,8 @@ from pathlib import Path
 import structlog
 
 from dra_driver.base.atomic import remove_file, write_atomically
-from dra_driver.base.bounded_call import BoundedCall
 from dra_driver.base.file_lock import UseMark
-from dra_driver.base.worker import BackgroundWorker
+from dra_driver.base.threads import BackgroundWorker, BoundedCall
 from dra_driver.errors import DraDriverError, StateError
 from dra_driver.model.events import (
     DISK_NOT_WRITABLE,

@@ -6,9 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from dra_driver.base import formats
 from dra_driver.base.atomic import read_or_none
-from dra_driver.base.fields import NUMBER, TEXT, Shape, needed, one_of
+from dra_driver.base.fields import NUMBER, TEXT, Shape, encode_file, needed, one_of, parse_file
 from dra_driver.base.file_lock import UseMark
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.json_object import JsonObject
@@ -38,12 +37,12 @@ def encode(reported: Reported, at: int) -> bytes:
         for one in reported.problems
     ]
     failing = [_FAILING.encode(one) for one in reported.failing]
-    return formats.encode({"at": at, "problems": listed, "failingClaims": failing}, _FORMAT)
+    return encode_file({"at": at, "problems": listed, "failingClaims": failing}, _FORMAT)
 
 
 def decode(content: bytes) -> Reported:
     """What `encode` wrote. Raises: StateError that says what is wrong with it."""
-    return formats.parse(content, "list of problems", _decoded, known=_FORMAT)
+    return parse_file(content, "list of problems", _decoded, known=_FORMAT)
 
 
 def read_problems(directory: Path) -> tuple[bool, Reported]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
-from dra_driver.base.bounded_call import BoundedCall
+from dra_driver.base.threads import BoundedCall
 from dra_driver.model.gpu import GpuProcess, GpuUse
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuAddress, MigAddress

@@ -16,7 +16,7 @@ from typing import Protocol
 import structlog
 
 from dra_driver.base.backoff import Backoff
-from dra_driver.base.worker import BackgroundWorker
+from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.kube.client import FIELD_MANAGER
 from dra_driver.kube.slice_cache import SliceCache

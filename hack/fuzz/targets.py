@@ -17,8 +17,8 @@ from unittest import mock
 
 from google.protobuf.message import DecodeError
 
-from dra_driver.api.decode import decode as decode_parameters
 from dra_driver.api.resolve import config_for_result
+from dra_driver.api.resolve import decode as decode_parameters
 from dra_driver.app import logs
 from dra_driver.app.config_file import read_document
 from dra_driver.app.settings import config_values

@@ -10,9 +10,8 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from dra_driver.api.config import GROUP_VERSION, KINDS
-from dra_driver.api.decode import decode
-from dra_driver.api.schema import FIELDS, LEAST_MEMORY, MEMORY
+from dra_driver.api.config import FIELDS, GROUP_VERSION, KINDS, LEAST_MEMORY, MEMORY
+from dra_driver.api.resolve import decode
 from dra_driver.model.shapes import Choice, ListField, MapField, Object, Scalar, Shape
 
 MANUAL = Path(__file__).parents[2] / "docs/api.md"

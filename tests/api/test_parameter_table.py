@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dra_driver.api.config import DeviceType
-from dra_driver.api.decode import decode
-from dra_driver.api.resolve import config_for_result
+from dra_driver.api.resolve import config_for_result, decode
 from dra_driver.cli.validation.rules.manifests import object_faults
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import DeviceConfig, DeviceResult

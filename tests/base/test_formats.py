@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.base.formats import NewerFormatError, parse
+from dra_driver.base.fields import NewerFormatError, parse_file
 from dra_driver.errors import StateError
 from dra_driver.health.store import HealthStore
 from dra_driver.mig.ledger import MigLedger
@@ -27,7 +27,7 @@ MADE = OwnedInstance("gpu-1-mig-1g10gb-19-0", GPU, None, 19, "1g.10gb", Placemen
 
 
 def read(document: Any) -> Any:
-    return parse(json.dumps(document).encode(), "note", lambda body: body["text"], known=2)
+    return parse_file(json.dumps(document).encode(), "note", lambda body: body["text"], known=2)
 
 
 def refusal(answer: Any) -> str:

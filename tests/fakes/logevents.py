@@ -11,7 +11,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "dra_driver"
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical")
 _LOGGERS = {"_log", "log", "logger"}
-_WORKER = "dra_driver/base/worker.py"
+_WORKER = "dra_driver/base/threads.py"
 """Logs the event that each of its users names as `crash_event`."""
 
 

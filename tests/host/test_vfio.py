@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from dra_driver.base.bounded_call import NotAnsweredError, bounded
 from dra_driver.base.file_lock import LockBusyError
+from dra_driver.base.threads import NotAnsweredError, bounded
 from dra_driver.errors import DeviceBusyError, RetryableError
 from dra_driver.host.vfio import _NO_IOMMU, HostPciControl, VfioCards, VfioModules
 from dra_driver.journal.locks import GpuLocks
@@ -448,7 +448,7 @@ def test_value_is_written_to_a_file_that_is_there(tmp_path: Path) -> None:
 WRITER = """
 import fcntl, socket, sys
 from pathlib import Path
-from dra_driver.base.bounded_call import NotAnsweredError, bounded
+from dra_driver.base.threads import NotAnsweredError, bounded
 from dra_driver.host.vfio import HostPciControl
 from dra_driver.journal.locks import GpuLocks
 server = socket.socket(socket.AF_UNIX)

@@ -16,7 +16,7 @@ import pytest
 from playground.apiserver import Identity, PlaygroundApiServer
 
 import dra_driver
-from dra_driver.base.token_bucket import TokenBucket
+from dra_driver.base.backoff import TokenBucket
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError, WatchExpiredError
 from dra_driver.kube.client import JSON, MERGE_PATCH, ApiClient, is_not_found

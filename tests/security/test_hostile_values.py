@@ -12,7 +12,7 @@ from fuzz.inputs import names
 from hypothesis import given
 
 from dra_driver.api.config import GROUP_VERSION
-from dra_driver.api.decode import decode
+from dra_driver.api.resolve import decode
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.errors import DraDriverError, InvalidConfigError

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from dra_driver.base.side_by_side import side_by_side
+from dra_driver.base.threads import side_by_side
 from dra_driver.cli.rules.findings import Finding, fail, skip
 from dra_driver.errors import DraDriverError
 

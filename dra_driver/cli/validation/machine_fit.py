@@ -9,7 +9,7 @@ from typing import Any
 
 from dra_driver.api.config import DEFAULTS as KINDS
 from dra_driver.api.resolve import config_for_result
-from dra_driver.base.bounded_call import bounded
+from dra_driver.base.threads import bounded
 from dra_driver.claims.rules.plan import is_for_virtual_machine
 from dra_driver.cli.validation.rules.allocator import (
     AllocationError,

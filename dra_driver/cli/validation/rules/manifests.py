@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from dra_driver.api.config import GROUP_VERSION, DeviceType
 from dra_driver.api.config import KINDS as CONFIG_KINDS
-from dra_driver.api.decode import decode
-from dra_driver.api.resolve import needs_admin_access
+from dra_driver.api.resolve import decode, needs_admin_access
 from dra_driver.cli.validation.rules.selection import NotJudgedError
 from dra_driver.cli.validation.rules.selectors import compiled
 from dra_driver.errors import InvalidConfigError
