@@ -19,9 +19,8 @@ from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.reporting.reports import Reports
 from dra_driver.slices.api_support import ApiSupport, ask_support, shares_counters, sharing_caution
 from dra_driver.slices.publisher import Publisher
-from dra_driver.slices.rules.build import Taints
+from dra_driver.slices.rules.build import NEWEST_TAINTS, TaintLimits, Taints
 from dra_driver.slices.rules.diff import Owner
-from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, TaintLimits
 
 
 class Publishing:

@@ -23,8 +23,7 @@ from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.model.problems import NodeProblem
 from dra_driver.nvml.events import HealthSource
-from dra_driver.slices.rules.build import Taints
-from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, TaintLimits
+from dra_driver.slices.rules.build import NEWEST_TAINTS, TaintLimits, Taints
 
 
 class GpuHealth:

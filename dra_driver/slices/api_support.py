@@ -17,6 +17,7 @@ Taints: where they are dropped, a device that must not be given out can only be 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, replace
@@ -31,24 +32,26 @@ from dra_driver.mig.rules.counters import is_counted
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.json_object import JsonObject
 from dra_driver.model.sharing import SharingPolicy
-from dra_driver.slices.rules import kubernetes_releases
-from dra_driver.slices.rules.build import Pool, SliceContent
-from dra_driver.slices.rules.diff import Owner, slice_changes
-from dra_driver.slices.rules.dropped_fields import (
+from dra_driver.slices.rules.build import NEWEST_TAINTS, OLDEST_TAINTS, Pool, SliceContent, TaintLimits
+from dra_driver.slices.rules.diff import (
     GROUPS_GATE,
     PARTITIONS_GATE,
     SHARES_GATE,
     TAINTS_GATE,
     Drop,
+    Owner,
     dropped_fields,
+    slice_changes,
 )
-from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, OLDEST_TAINTS, TaintLimits
 
 _log = structlog.get_logger(__name__)
 
 
 _ASK_AGAIN_S = 3600.0
 _INVALID = 422
+_COUNTS_SHARES = (1, 36, 2)
+"""The first release of Kubernetes whose scheduler counts what shares take of counters; no release of 1.35 does."""
+_NUMBERS = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 _DISPENSABLE = frozenset({TAINTS_GATE, SHARES_GATE})
 """Gates whose fields are left out of the slices where they are off."""
 _REMEDY = (
@@ -159,12 +162,20 @@ def _lost_in_trial(
 def sharing_caution(client: ApiClient) -> str | None:
     """Why shares of devices with counters are given out wrongly in this cluster, as one sentence with the remedy.
 
-    None also where the release cannot be told: a missing warning must not keep slices from being published.
+    None also where the release is not known: a missing warning must not keep slices from being published.
     """
     try:
-        return kubernetes_releases.sharing_caution(server_version(client))
+        release = server_version(client)
     except DraDriverError:
         return None
+    found = _NUMBERS.match(release)
+    if found is None or tuple(map(int, found.groups())) >= _COUNTS_SHARES:
+        return None
+    return (
+        f"the scheduler of Kubernetes {release} forgets what shared devices take of a GPU's counters and may give one "
+        "place on a GPU out twice, so that pods cannot start; upgrade to 1.36.2 or newer, or leave GPUs with MIG "
+        "devices on demand out of the sharing rules"
+    )
 
 
 def shares_counters(inventory: Inventory, sharing: SharingPolicy) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Protocol
 
@@ -25,13 +25,19 @@ from dra_driver.model.json_object import JsonObject
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.sharing import SharingPolicy
 from dra_driver.slices.api_support import ApiSupport
-from dra_driver.slices.refusals import RefusedSlices
-from dra_driver.slices.rules.build import Pool, Taints, build_pool, none_withheld
-from dra_driver.slices.rules.diff import Owner, SliceChanges, slice_changes, slice_index
-from dra_driver.slices.rules.dropped_fields import TAINTS_GATE, Drop, fields_of, without_fields
-from dra_driver.slices.rules.kubernetes_releases import TaintLimits
-from dra_driver.slices.rules.other_writers import OtherWriters
-from dra_driver.slices.rules.pacing import WritePacing
+from dra_driver.slices.refusals import Publishable, RefusedSlices
+from dra_driver.slices.rules.build import Pool, TaintLimits, Taints, build_pool, none_withheld
+from dra_driver.slices.rules.diff import (
+    TAINTS_GATE,
+    Drop,
+    Owner,
+    SliceChanges,
+    fields_of,
+    slice_changes,
+    slice_index,
+    without_fields,
+)
+from dra_driver.slices.rules.other_writers import OtherWriters, WritePacing
 
 _log = structlog.get_logger(__name__)
 
@@ -212,26 +218,24 @@ class Publisher:
         known = self._owner
         owner = known or self.owner()
         wanted = self._wanted(inventory, owner)
-        pool = self._refused_slices.publishable(wanted)
-        changes = self._changes(pool, owner)
+        now = self._refused_slices.publishable(wanted)
+        changes = self._changes(now, owner)
         if changes and self._pacing.lately(time.monotonic()):
             self._worker.pause(_QUIET_AFTER_WRITE_S)
-            changes = self._changes(pool, owner)
+            changes = self._changes(now, owner)
         if changes.creates and known is not None:
             # Slices vanish with the Node object that owns them, and its successor has another UID.
             owner = self.owner()
-            changes = self._changes(pool, owner)
+            changes = self._changes(now, owner)
         self._owner = owner
-        if changes:
-            self._other_writers.differing((*changes.updates, *changes.deletes), time.monotonic())
-        else:
-            self._other_writers.settled(self._existing)
         if not changes:
+            self._other_writers.settled(self._existing)
             self._pacing.not_needed()
-        elif self._is_held_back(pool) or not self._leads():
-            return
         else:
-            self._write(changes, pool, wanted, owner)
+            self._other_writers.differing((*changes.updates, *changes.deletes), time.monotonic())
+            if self._is_held_back(now.pool) or not self._leads():
+                return
+            self._write(changes, now, wanted, owner)
         if not self.standing_by:
             self._settle()
 
@@ -296,30 +300,23 @@ class Publisher:
         if refused is None:
             self._published.set()
 
-    def _changes(self, pool: Pool, owner: Owner) -> SliceChanges:
+    def _changes(self, now: Publishable, owner: Owner) -> SliceChanges:
         """What is to be written now; deletions that were refused come back when they are due."""
         self._existing = self.support.as_sent(self.slices.current())
-        changes = slice_changes(pool, self._existing, owner, self._undeleted, self._refused_slices.indexes)
+        changes = slice_changes(now.pool, self._existing, owner, self._undeleted, now.refused, now.hopeless)
         obsolete = {entry["metadata"]["uid"]: entry for entry in changes.deletes}
         self._undeleted = {uid: reason for uid, reason in self._undeleted.items() if uid in obsolete}
         is_due = time.monotonic() >= self._delete_again_at
         due = (entry for uid, entry in obsolete.items() if is_due or uid not in self._undeleted)
-        return replace(
-            changes,
-            deletes=tuple(due),
-            updates=tuple(self._not_hopeless(changes.updates)),
-            creates=tuple(self._not_hopeless(changes.creates)),
-        )
+        return replace(changes, deletes=tuple(due))
 
-    def _not_hopeless(self, entries: Iterable[JsonObject]) -> Iterator[JsonObject]:
-        return (entry for entry in entries if not self._refused_slices.is_hopeless(slice_index(entry)))
-
-    def _write(self, changes: SliceChanges, pool: Pool, wanted: Pool, owner: Owner) -> None:
+    def _write(self, changes: SliceChanges, now: Publishable, wanted: Pool, owner: Owner) -> None:
         """Deletes come first, so that devices that are gone disappear even if what is new is refused."""
         started = time.monotonic()
         deleted = self._delete(changes.deletes)
         if deleted < len(changes.deletes):
-            changes = self._changes(pool, owner)
+            changes = self._changes(now, owner)
+        pool = now.pool
         updated: list[JsonObject] = []
         created: list[JsonObject] = []
         todo = [(entry, self.slices.update, updated) for entry in changes.updates]
@@ -336,17 +333,17 @@ class Publisher:
         written = (*updated, *created)
         if not written and not deleted:
             return
-        now = time.monotonic()
-        self._pacing.wrote(pool, now)
+        ended = time.monotonic()
+        self._pacing.wrote(pool, ended)
         if self._behind_since is not None:
-            self.observer.published(now - self._behind_since)
+            self.observer.published(ended - self._behind_since)
         _log.info(
             "pool_published",
             created=len(created),
             updated=len(updated),
             deleted=deleted,
             generation=max((entry["spec"]["pool"]["generation"] for entry in written), default=0),
-            duration_s=round(now - started, 4),
+            duration_s=round(ended - started, 4),
         )
 
     def _stores(

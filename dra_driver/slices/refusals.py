@@ -1,11 +1,12 @@
-"""Slices that the API server refuses as they should be, remembered: one must not hold up the others, nor be sent again
-at once."""
+"""Slices that the API server refuses as they should be, remembered: one must not hold up the others, nor be sent
+again at once. What was accepted before stands in for a refused slice, so that the pool stays whole: no device of a
+pool with a slice missing is given out."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -13,8 +14,7 @@ import structlog
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.model.json_object import JsonObject
-from dra_driver.slices.rules.build import Pool, SliceContent
-from dra_driver.slices.rules.stand_ins import with_stand_ins
+from dra_driver.slices.rules.build import Pool, SliceContent, has_its_counters
 
 _log = structlog.get_logger(__name__)
 
@@ -40,17 +40,22 @@ class _Refusal:
     is_whole: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Publishable:
+    """A pool as it can be written now, and the indexes of its slices that the API server refused: to try them again
+    makes no new generation. The `hopeless` ones need not be written now, in whatever form."""
+
+    pool: Pool
+    refused: frozenset[int] = frozenset()
+    hopeless: frozenset[int] = frozenset()
+
+
 class RefusedSlices:
     """Of one pool, by index. For the publisher's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._refusals: dict[int, _Refusal] = {}
-
-    @property
-    def indexes(self) -> frozenset[int]:
-        """The slices that are not, or may not be, what they should be. To try them again makes no new generation."""
-        return frozenset(self._refusals)
 
     @property
     def problem(self) -> str | None:
@@ -62,22 +67,21 @@ class RefusedSlices:
         """When the next one is tried again."""
         return min((refusal.due for refusal in self._refusals.values()), default=math.inf)
 
-    def publishable(self, pool: Pool) -> Pool:
-        """The pool as it can be written now: another content stands in for what was refused. What is due is in it as it
-        should be, and so is what has changed since."""
+    def publishable(self, pool: Pool) -> Publishable:
+        """Another content stands in for what was refused. What is due is in the pool as it should be, and so is what
+        has changed since."""
         self._refusals = {
             index: refusal
             for index, refusal in self._refusals.items()
             if index < len(pool.slices) and pool.slices[index] == refusal.wanted
         }
         now = self._clock()
-        waiting = {index: refusal.before for index, refusal in self._refusals.items() if refusal.due > now}
-        return with_stand_ins(pool, waiting)
-
-    def is_hopeless(self, index: int) -> bool:
-        """Whether a slice need not be written now, in whatever form."""
-        refusal = self._refusals.get(index)
-        return refusal is not None and refusal.is_whole and refusal.due > self._clock()
+        waiting = {index: refusal for index, refusal in self._refusals.items() if refusal.due > now}
+        return Publishable(
+            with_stand_ins(pool, {index: refusal.before for index, refusal in waiting.items()}),
+            frozenset(self._refusals),
+            frozenset(index for index, refusal in waiting.items() if refusal.is_whole),
+        )
 
     def refused(
         self,
@@ -112,3 +116,33 @@ class RefusedSlices:
 def _content(stored: JsonObject | None) -> SliceContent:
     spec = {} if stored is None else stored["spec"]
     return SliceContent(tuple(spec.get("devices") or ()), tuple(spec.get("sharedCounters") or ()))
+
+
+def with_stand_ins(pool: Pool, accepted: Mapping[int, SliceContent]) -> Pool:
+    """The pool with other content for some slices, by index: of what was `accepted` before, whatever is still wanted
+    there. Devices go if the counters that they consume are not published."""
+    if not accepted:
+        return pool
+    slices = [
+        _still_wanted(accepted[index], content) if index in accepted else content
+        for index, content in enumerate(pool.slices)
+    ]
+    counters = [entry for content in slices for entry in content.shared_counters]
+    return replace(pool, slices=tuple(_countable(content, counters) for content in slices))
+
+
+def _still_wanted(before: SliceContent, wanted: SliceContent) -> SliceContent:
+    return SliceContent(
+        _named_alike(before.devices, wanted.devices),
+        _named_alike(before.shared_counters, wanted.shared_counters),
+    )
+
+
+def _named_alike(before: Iterable[JsonObject], wanted: Iterable[JsonObject]) -> tuple[JsonObject, ...]:
+    names = {entry["name"] for entry in wanted}
+    return tuple(entry for entry in before if entry["name"] in names)
+
+
+def _countable(content: SliceContent, counters: Iterable[JsonObject]) -> SliceContent:
+    kept = (device for device in content.devices if has_its_counters(device, counters))
+    return replace(content, devices=tuple(kept))

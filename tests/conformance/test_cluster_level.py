@@ -19,15 +19,17 @@ from dra_driver.kube.slices import SliceClient
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import SharingRule, share_all
-from dra_driver.slices.rules.api_limits import (
+from dra_driver.slices.rules.build import (
     MAX_ATTRIBUTES_AND_CAPACITIES,
     MAX_COUNTER_SETS_PER_SLICE,
     MAX_COUNTERS_PER_SET,
     MAX_DEVICES_PER_SLICE,
     MAX_TAINTS,
+    Pool,
+    SliceContent,
+    build_pool,
     device_faults,
 )
-from dra_driver.slices.rules.build import Pool, SliceContent, build_pool
 from dra_driver.slices.rules.diff import Owner
 from tests.conformance.conftest import ConformanceNode, end, in_background
 from tests.fakes.samples import h100, inventory

@@ -40,8 +40,7 @@ from dra_driver.model.health import (
 )
 from dra_driver.model.inventory import DynamicMigDevice
 from dra_driver.model.mig import OwnedInstance, Partitioning, Placement
-from dra_driver.slices.rules.api_limits import MAX_TAINTS
-from dra_driver.slices.rules.kubernetes_releases import OLDEST_TAINTS
+from dra_driver.slices.rules.build import MAX_TAINTS, OLDEST_TAINTS
 from tests.fakes.samples import (
     GPU_0,
     MIG_1G,

@@ -13,7 +13,7 @@ import pytest
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.api_errors import WatchExpiredError
 from dra_driver.kube.slices import SliceClient
-from dra_driver.slices.rules.dropped_fields import dropped_fields
+from dra_driver.slices.rules.diff import dropped_fields
 from tests.fakes.tables import tabled
 from tests.kube.support import DRIVER, bump, make_slice
 

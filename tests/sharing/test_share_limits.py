@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from dra_driver.cli.validation.rules.consumable import consumption, fits
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.inventory import OfferedDevice, StaticMigDevice, WholeGpu
-from dra_driver.model.sharing import SharingRule
+from dra_driver.model.sharing import MAX_MPS_SHARES, SharingRule
+from dra_driver.sharing.rules.client_limits import BoundedRule
 from dra_driver.sharing.rules.share_limits import ShareLimits, limits_of
-from dra_driver.sharing.rules.shared_device import memory_mib_of, multiprocessors_of, shared_device
+from dra_driver.sharing.rules.shared_device import memory_mib_of, multiprocessors_of
 from dra_driver.slices.rules.attributes import wire_device
 from tests.fakes.samples import DRIVER, MIG_1G, MIXED, ONE_G, h100, inventory, mig, partitioned, result
 
@@ -93,7 +94,7 @@ asked = st.dictionaries(st.sampled_from(["memory", "multiprocessors", "shares"])
 def test_limits_of_shares_that_fit_never_exceed_the_device(
     device: OfferedDevice, rule: SharingRule, claims: list[dict[str, float]]
 ) -> None:
-    entry = shared_device(wire_device(device, MIXED), device, rule)
+    entry = wire_device(device, MIXED, BoundedRule(rule, MAX_MPS_SHARES))
     totals = {
         "memory": (memory_mib_of(device) or 0) << 20,
         "multiprocessors": multiprocessors_of(device) or 0,
@@ -125,7 +126,7 @@ def test_limits_of_shares_that_fit_never_exceed_the_device(
 def test_percentage_gives_no_more_multiprocessors_than_were_counted(total: int, data: st.DataObject) -> None:
     """MPS rounds a percentage up to whole multiprocessors."""
     device = WholeGpu("gpu-0", h100(0, multiprocessors=total))
-    entry = shared_device(wire_device(device, MIXED), device, MEMORY)
+    entry = wire_device(device, MIXED, BoundedRule(MEMORY, MAX_MPS_SHARES))
     taken = consumption({"multiprocessors": str(data.draw(st.integers(1, total)))}, entry, DRIVER)
     if taken is None:
         return

@@ -16,10 +16,9 @@ from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.mig import Partitioning, Placement
 from dra_driver.model.passthrough import Card
 from dra_driver.model.sharing import SharingRule, share_all
-from dra_driver.slices.api_support import ApiSupport, Support, ask_support, shares_counters
-from dra_driver.slices.rules.diff import Owner
-from dra_driver.slices.rules.dropped_fields import GROUPS_GATE, SHARES_GATE, TAINTS_GATE
-from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, OLDEST_TAINTS, TaintLimits
+from dra_driver.slices.api_support import ApiSupport, Support, ask_support, shares_counters, sharing_caution
+from dra_driver.slices.rules.build import NEWEST_TAINTS, OLDEST_TAINTS, TaintLimits
+from dra_driver.slices.rules.diff import GROUPS_GATE, SHARES_GATE, TAINTS_GATE, Owner
 from tests.fakes.samples import ONE_G, bound, card, h100, inventory
 
 PLAIN = inventory(h100(0))
@@ -297,3 +296,33 @@ def test_groups_that_an_answer_lacks_are_left_out(bench: Bench) -> None:
     )
     assert bench.support.of(CUT) == ALL
     assert bench.support.as_sent([COUNTED]) == [COUNTED]
+
+
+class Server:
+    def __init__(self, answer: object) -> None:
+        self.answer = answer
+
+    def request(self, method: str, path: str, *, action: str) -> dict:
+        assert (method, path) == ("GET", "/version")
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return {"major": "1", "gitVersion": self.answer}
+
+
+@pytest.mark.parametrize(
+    "version", ["v1.35.0", "v1.35.99", "v1.36.0", "v1.36.1-gke.100", "v1.36.1+k3s1", "1.36.1"]
+)
+def test_older_releases_are_warned_of(version: str) -> None:
+    caution = sharing_caution(Server(version))
+    assert caution is not None
+    assert f"Kubernetes {version} " in caution
+    assert "upgrade to 1.36.2 or newer" in caution
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["v1.36.2", "v1.36.2-eks-1", "v1.37.0", "v1.100.0", "v2.0.0", "", "custom", None,
+     ApiUnavailableError("down"), ApiRejectedError("forbidden", status=403)],
+)  # fmt: skip
+def test_nothing_is_said_of_newer_and_unknown_ones(answer: object) -> None:
+    assert sharing_caution(Server(answer)) is None

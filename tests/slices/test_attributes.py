@@ -11,7 +11,7 @@ from dra_driver.mig.rules.counters import partitioned as beside
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import DriverVersions, Inventory
 from dra_driver.model.mig import Partitioning, PlacedProfile, Placement
-from dra_driver.slices.rules.attributes import wire_device
+from dra_driver.slices.rules.attributes import semver, wire_device
 from tests.fakes.samples import (
     GPU_0,
     ONE_G,
@@ -26,7 +26,7 @@ from tests.fakes.samples import (
     partitioned,
     uuid,
 )
-from tests.fakes.tables import data_of
+from tests.fakes.tables import data_of, tabled
 
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 STD = "resource.kubernetes.io/"
@@ -36,6 +36,13 @@ GPU_ATTRIBUTES = DATA["forms"]["both"] | DATA["forms"]["gpu"]
 MIG_ATTRIBUTES = DATA["forms"]["both"] | DATA["forms"]["mig"]
 VFIO_ATTRIBUTES = DATA["forms"]["vfio"]
 ATTRIBUTES = {"gpu": GPU_ATTRIBUTES, "mig": MIG_ATTRIBUTES, "vfio": VFIO_ATTRIBUTES}
+# The pattern of semver.org, which the API server's library follows.
+OFFICIAL = re.compile(
+    r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)"
+    r"(?:-((?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*)(?:\.(?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*))*))?"
+    r"(?:\+([0-9a-zA-Z-]+(?:\.[0-9a-zA-Z-]+)*))?",
+    re.ASCII,
+)
 
 
 def wire(gpu: Gpu, **domains: str) -> dict[str, Any]:
@@ -209,3 +216,27 @@ def test_gpu_that_can_be_cut_tells_its_engines_and_keeps_its_memory(known: int |
 def test_gpu_that_is_not_cut_because_nothing_fits_tells_its_memory_only() -> None:
     node = replace(inventory(on_demand()), confidential_compute="ppcie").without_partitions()
     assert [wire_device(device, node) for device in node.devices()] == [wire(h100(0, minor=None))]
+
+
+@tabled("text", "expected")
+def test_version_is_made_semantic(text: str | None, expected: str | None) -> None:
+    assert semver(text) == expected
+
+
+@given(st.lists(st.text("0123456789", min_size=1, max_size=9), min_size=1, max_size=6).map(".".join))
+def test_version_is_always_one_that_the_api_server_takes(text: str) -> None:
+    version = semver(text)
+    assert version is not None
+    assert OFFICIAL.fullmatch(version)
+
+
+@given(st.text(max_size=20))
+def test_any_text_gives_a_version_or_none(text: str) -> None:
+    version = semver(text)
+    assert version is None or OFFICIAL.fullmatch(version)
+
+
+@given(st.tuples(*[st.integers(0, 10**6)] * 3))
+def test_semantic_version_stays_as_it_is(numbers: tuple[int, int, int]) -> None:
+    text = ".".join(map(str, numbers))
+    assert semver(text) == text

@@ -11,8 +11,7 @@ from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, Placement
 from dra_driver.model.sharing import SharingRule, SharingRuleMode, share_all
-from dra_driver.slices.rules.api_limits import has_its_counters
-from dra_driver.slices.rules.build import Pool, SliceContent, build_pool
+from dra_driver.slices.rules.build import Pool, SliceContent, build_pool, has_its_counters
 from tests.fakes.samples import GPU_0, GPU_1, NODE, VERSIONS, h100, inventory, mig, partitioned, uuid
 from tests.fakes.samples import ONE_G as PROFILE
 from tests.mig.migtables import MODELS, table

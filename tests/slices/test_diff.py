@@ -1,5 +1,7 @@
 """The publishing rules, against an API server that is a dictionary."""
 
+from __future__ import annotations
+
 import copy
 import itertools
 from typing import Any
@@ -7,14 +9,19 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from playground.apiserver import PlaygroundApiServer
 
+from dra_driver.kube.resource_api import ResourceApi
+from dra_driver.kube.slices import SliceClient
+from dra_driver.model.units import same_quantity
 from dra_driver.slices.rules.build import Pool, SliceContent
-from dra_driver.slices.rules.comparison import same_content
-from dra_driver.slices.rules.diff import Owner, SliceChanges, slice_changes
+from dra_driver.slices.rules.diff import Owner, SliceChanges, dropped_fields, same_content, slice_changes
 from tests.fakes.tables import data_of, tabled
+from tests.kube.support import DRIVER, make_slice
 
 JsonObject = dict[str, Any]
 OWNER = Owner("gpu.nvidia.com", "node-a", "node-uid")
+_TAINT = {"key": "gpu.nvidia.com/x", "value": "y", "effect": "NoSchedule"}
 
 
 def device(name: str, memory: str = "1Gi", **more: Any) -> JsonObject:
@@ -312,3 +319,44 @@ def test_publishing_again_writes_nothing_whatever_happened_before(
     assert len({entry["spec"]["pool"]["generation"] for entry in server.sorted()}) == 1
     for entry, content in zip(server.sorted(), wanted.slices, strict=True):
         assert same_content(entry["spec"].get("devices", []), content.devices)
+
+
+def spec(**fields):
+    return {"spec": fields}
+
+
+def probed(**fields):
+    return spec(devices=[{"name": "gpu-0", **fields}])
+
+
+@tabled("sent", "returned", "expected")
+def test_loss_is_named_with_its_gate(sent, returned, expected):
+    assert dropped_fields(sent, returned) == tuple((path, gate) for path, gate in expected)
+
+
+@tabled("sent", "returned")
+def test_nothing_is_reported_when_values_are_equal(sent, returned):
+    assert dropped_fields(sent, returned) == ()
+
+
+def test_other_time_of_a_taint_is_a_loss():
+    sent = probed(taints=[_TAINT | {"timeAdded": "2026-01-01T00:00:00Z"}])
+    returned = probed(taints=[_TAINT | {"timeAdded": "2026-01-02T00:00:00Z"}])
+    assert dropped_fields(sent, returned) == (("spec.devices[0].taints[0].timeAdded", "DRADeviceTaints"),)
+
+
+@tabled("left", "right", "same")
+def test_quantities_are_compared_by_value(left, right, same):
+    assert same_quantity(left, right) is same
+
+
+def test_loss_is_seen_when_server_has_the_gate_off(connect):
+    gates = {"DRADeviceTaints": False, "DRAConsumableCapacity": False}
+    with PlaygroundApiServer(gates=gates) as server:
+        slices = SliceClient(ResourceApi(connect(server)), DRIVER, "n")
+        sent = make_slice("n")
+        sent["spec"]["devices"][0] |= {"taints": [_TAINT], "allowMultipleAllocations": True}
+        assert dropped_fields(sent, slices.create(sent)) == (
+            ("spec.devices[0].allowMultipleAllocations", "DRAConsumableCapacity"),
+            ("spec.devices[0].taints", "DRADeviceTaints"),
+        )

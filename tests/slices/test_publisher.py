@@ -14,13 +14,11 @@ from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.slices import api_support, refusals
 from dra_driver.slices import publisher as module
 from dra_driver.slices.api_support import Support
-from dra_driver.slices.refusals import RefusedSlices
-from dra_driver.slices.rules import pacing
+from dra_driver.slices.refusals import RefusedSlices, with_stand_ins
+from dra_driver.slices.rules import other_writers
 from dra_driver.slices.rules.build import Pool, SliceContent, Taints, untainted
-from dra_driver.slices.rules.diff import Owner
-from dra_driver.slices.rules.dropped_fields import SHARES_GATE, TAINTS_GATE
-from dra_driver.slices.rules.pacing import WritePacing
-from dra_driver.slices.rules.stand_ins import with_stand_ins
+from dra_driver.slices.rules.diff import SHARES_GATE, TAINTS_GATE, Owner
+from dra_driver.slices.rules.other_writers import WritePacing
 from tests.fakes.clock import Clock
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, h100, inventory
 from tests.fakes.slices import FakeSlices, Heard, publisher_of, support_of
@@ -358,7 +356,7 @@ def test_wait_ends_when_the_rival_puts_things_right() -> None:
 def test_rival_is_answered_rarely_but_own_changes_go_out(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pacing, "_PROMPT_ANSWERS", 3)
+    monkeypatch.setattr(other_writers, "_PROMPT_ANSWERS", 3)
     monkeypatch.setattr(module, "_QUIET_AFTER_WRITE_S", 0.001)
 
     def spoil(obj: dict) -> dict:

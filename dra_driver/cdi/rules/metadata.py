@@ -19,7 +19,7 @@ from dra_driver.model.json_object import JsonObject
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.sharing_mode import MpsShared, SharingMode
 from dra_driver.sharing.rules.shared_device import SHAREABLE
-from dra_driver.slices.rules.attributes import wire_device
+from dra_driver.slices.rules.attributes import attributes_of
 
 CONTAINER_DIRECTORY = "/var/run/kubernetes.io/dra-device-attributes"
 _API_GROUP = "metadata.resource.k8s.io"
@@ -119,7 +119,7 @@ def described(
 
     `made` is the created instance of a MIG device on demand.
     """
-    attributes = {**wire_device(offered, inventory)["attributes"], **_of_today(offered, made)}
+    attributes = {**attributes_of(offered, inventory), **_of_today(offered, made)}
     if result.share_id is not None:
         attributes["shareID"] = {"string": result.share_id}
         attributes[SHAREABLE] = {"bool": True}

@@ -18,8 +18,7 @@ from dra_driver.model.claim import ClaimRef
 from dra_driver.model.json_object import JsonObject
 from dra_driver.model.units import counted, named
 from dra_driver.slices.api_support import Support, ask_support
-from dra_driver.slices.rules.diff import Owner
-from dra_driver.slices.rules.dropped_fields import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE
+from dra_driver.slices.rules.diff import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE, Owner
 
 _APPLY = "upgrade gpu-dra-driver with its chart (`helm upgrade`) as an administrator"
 

@@ -28,7 +28,7 @@ from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mig_layouts import MIG_LAYOUT, GpuLayout
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing import SharingPolicy
-from dra_driver.slices.rules.kubernetes_releases import NEWEST_TAINTS, TaintLimits
+from dra_driver.slices.rules.build import NEWEST_TAINTS, TaintLimits
 
 Effect = Literal["None", "NoSchedule", "NoExecute"]
 

@@ -12,7 +12,7 @@ this option.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DriverVersions, OfferedDevice
@@ -53,23 +53,29 @@ def _is_before(branch: int, versions: DriverVersions) -> bool:
     return found is not None and int(found[0]) < branch
 
 
+@dataclass(frozen=True, slots=True)
+class BoundedRule:
+    """The rule of a device, with no more shares than its MPS daemon serves clients, and how many clients that are.
+    `note` says, as a sentence with the remedy, that the device has fewer shares than the configuration asks for."""
+
+    rule: SharingRule
+    most_clients: int
+    note: str | None = None
+
+
 def bounded_rule(
     policy: SharingPolicy, device: OfferedDevice, versions: DriverVersions
-) -> SharingRule | None:
-    """The device's rule, with no more shares than its MPS daemon serves clients. None if the device has no rule."""
+) -> BoundedRule | None:
+    """The device's rule as MPS can enforce it. None if the device has no rule."""
     rule = policy.rule_for(device)
-    if rule is None or rule.shares is None or rule.enforce != "mps":
-        return rule
-    return replace(rule, shares=min(rule.shares, most_clients(device.gpu, versions)))
-
-
-def told_bound(policy: SharingPolicy, device: OfferedDevice, versions: DriverVersions) -> str | None:
-    """The sentence that says that a device has fewer shares than its rule asks for; None if it has all."""
-    rule, bounded = policy.rule_for(device), bounded_rule(policy, device, versions)
-    if rule is None or bounded is None or rule.shares == bounded.shares:
+    if rule is None:
         return None
+    most = most_clients(device.gpu, versions)
+    if rule.enforce != "mps" or rule.shares is None or rule.shares <= most:
+        return BoundedRule(rule, most)
     cause = "before Volta" if is_before_volta(device.gpu) else f"with driver {versions.driver}, before R590"
-    return (
-        f"device {device.name}: it has {bounded.shares} shares instead of {rule.shares}, because MPS serves at most "
-        f"{bounded.shares} clients on a GPU {cause}; set shares to {bounded.shares} or fewer, or enforce to none"
+    note = (
+        f"device {device.name}: it has {most} shares instead of {rule.shares}, because MPS serves at most "
+        f"{most} clients on a GPU {cause}; set shares to {most} or fewer, or enforce to none"
     )
+    return BoundedRule(replace(rule, shares=most), most, note)

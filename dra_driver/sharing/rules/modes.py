@@ -67,9 +67,10 @@ def sharing_modes_of(
     """
     for (result, _), resolved in zip(devices, parameters, strict=True):
         _refuse_parameters(result, resolved)
+    bounded = [bounded_rule(policy, device, versions) if policy.entries else None for _, device in devices]
     wanted = [
-        _Wanted(*each, bounded_rule(policy, each[1], versions) if policy.entries else None, versions)
-        for each in devices
+        _Wanted(*each, None if bound is None else bound.rule, versions)
+        for each, bound in zip(devices, bounded, strict=True)
     ]
     modes = [
         _usage(one, each, _same_entry(parameters, devices, one))

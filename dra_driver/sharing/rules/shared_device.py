@@ -8,10 +8,13 @@ takes none of it would cost nothing there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.json_object import JsonObject
-from dra_driver.model.sharing import MAX_MPS_SHARES, SharingRule
-from dra_driver.model.units import format_bytes, format_decimal, quantity_bytes
+from dra_driver.model.sharing import SharingRule
+from dra_driver.model.units import format_bytes, format_decimal
+from dra_driver.sharing.rules.client_limits import BoundedRule
 
 MEMORY = "memory"
 SHARES = "shares"
@@ -23,17 +26,15 @@ SHAREABLE = "shareable"
 _MIB = 1 << 20
 
 
-def shared_device(
-    entry: JsonObject, device: OfferedDevice, rule: SharingRule, most_clients: int = MAX_MPS_SHARES
-) -> JsonObject:
-    """The entry of `spec.devices` for a device under a rule, made from its entry without one.
+def shared_capacity(amounts: Mapping[str, int], device: OfferedDevice, bound: BoundedRule) -> JsonObject:
+    """The capacities of a device under a rule, each with a policy; `amounts` is what the device has, memory in bytes.
 
     A device whose memory is unknown is shared without counting it. Where MPS enforces the rule, the scheduler counts
-    `most_clients` clients, one for each claim; in mode shares the shares are the clients.
+    clients, one for each claim; in mode shares the shares are the clients.
     """
+    rule = bound.rule
     capacity: JsonObject = {}
-    for name, stated in entry.get("capacity", {}).items():
-        amount = quantity_bytes(stated["value"])
+    for name, amount in amounts.items():
         if name == MEMORY:
             capacity[name] = _memory(amount, rule)
         elif name == MULTIPROCESSORS:
@@ -46,13 +47,8 @@ def shared_device(
     if rule.shares is not None:
         capacity[SHARES] = _counted(rule.shares, 1, default=1)
     elif rule.enforce == "mps":
-        capacity[MPS_CLIENTS] = _counted(most_clients, 1, default=1)
-    attributes = entry.get("attributes", {}) | {SHAREABLE: {"bool": True}}
-    shared = entry | {
-        "attributes": {key: attributes[key] for key in sorted(attributes)},
-        "allowMultipleAllocations": True,
-    }
-    return shared | {"capacity": {key: capacity[key] for key in sorted(capacity)}} if capacity else shared
+        capacity[MPS_CLIENTS] = _counted(bound.most_clients, 1, default=1)
+    return capacity
 
 
 def multiprocessors_of(device: OfferedDevice) -> int | None:

@@ -7,7 +7,6 @@ Every attribute but `type` and `uuid` is best effort: what is unknown is left ou
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 from dra_driver.mig.rules.counters import has_counters
 from dra_driver.model.gpu import Gpu
@@ -21,45 +20,69 @@ from dra_driver.model.inventory import (
 )
 from dra_driver.model.json_object import JsonObject
 from dra_driver.model.mig import MigProfile
-from dra_driver.model.passthrough import Card
 from dra_driver.model.units import format_bytes
+from dra_driver.sharing.rules.client_limits import BoundedRule
+from dra_driver.sharing.rules.shared_device import MEMORY, MULTIPROCESSORS, SHAREABLE, shared_capacity
 
 _LEADING_NUMBERS = re.compile(r"^v?(\d+(?:\.\d+)*)")
 
 STANDARD_PREFIX = "resource.kubernetes.io/"
 MAX_STRING_BYTES = 64
 _MIB = 1 << 20
+_IN_BYTES = frozenset({MEMORY, "addressableMemory"})
 
 
-def wire_device(device: OfferedDevice, inventory: Inventory) -> JsonObject:
-    """One entry of `spec.devices`: `{"name", "attributes", "capacity"}`."""
-    match device:
-        case WholeGpu(name, gpu):
-            specific = _whole_gpu_attributes(gpu, inventory)
-            capacity = _whole_gpu_capacity(gpu)
-        case StaticMigDevice(name, gpu, mig):
-            specific = _mig_attributes(device)
-            slices = {f"memorySlice{number}": "1" for number in mig.placement.memory_slices}
-            capacity = _profile_capacity(mig.profile) | slices
-        case DynamicMigDevice(name, gpu, profile):
-            specific = _mig_attributes(device)
-            capacity = _profile_capacity(profile)
-        case VfioDevice(name, gpu, card):
-            return _wire(name, _vfio_attributes(device), _vfio_capacity(card))
-    return _wire(name, {**specific, **_common_attributes(gpu, inventory)}, capacity)
-
-
-def _wire(name: str, attributes: Mapping[str, JsonObject | None], capacity: Mapping[str, str]) -> JsonObject:
-    entry: JsonObject = {
-        "name": name,
-        "attributes": {key: attributes[key] for key in sorted(attributes) if attributes[key] is not None},
-    }
+def wire_device(device: OfferedDevice, inventory: Inventory, bound: BoundedRule | None = None) -> JsonObject:
+    """One entry of `spec.devices`: `{"name", "attributes", "capacity"}`. With a rule several claims may hold the
+    device at a time."""
+    attributes, amounts = attributes_of(device, inventory), amounts_of(device)
+    if bound is None:
+        capacity: JsonObject = {name: {"value": _quantity(name, amount)} for name, amount in amounts.items()}
+    else:
+        attributes = _sorted(attributes | {SHAREABLE: {"bool": True}})
+        capacity = shared_capacity(amounts, device, bound)
+    entry: JsonObject = {"name": device.name, "attributes": attributes}
     if capacity:
-        entry["capacity"] = {key: {"value": capacity[key]} for key in sorted(capacity)}
-    return entry
+        entry["capacity"] = _sorted(capacity)
+    return entry if bound is None else entry | {"allowMultipleAllocations": True}
 
 
-def _common_attributes(gpu: Gpu, inventory: Inventory) -> Mapping[str, JsonObject | None]:
+def attributes_of(device: OfferedDevice, inventory: Inventory) -> JsonObject:
+    """The attributes of a device by name, such as `{"type": {"string": "gpu"}}`."""
+    match device:
+        case WholeGpu():
+            found = _whole_gpu_attributes(device.gpu, inventory) | _common_attributes(device.gpu, inventory)
+        case StaticMigDevice() | DynamicMigDevice():
+            found = _mig_attributes(device) | _common_attributes(device.gpu, inventory)
+        case VfioDevice():
+            found = _vfio_attributes(device)
+    return _sorted({name: value for name, value in found.items() if value is not None})
+
+
+def amounts_of(device: OfferedDevice) -> dict[str, int]:
+    """What a device has of each capacity that is known, such as `{"memory": 85520809984}`; memory in bytes."""
+    match device:
+        case WholeGpu():
+            return _whole_gpu_amounts(device.gpu)
+        case StaticMigDevice():
+            slices = {f"memorySlice{number}": 1 for number in device.mig.placement.memory_slices}
+            return _profile_amounts(device.mig.profile) | slices
+        case DynamicMigDevice():
+            return _profile_amounts(device.profile)
+        case VfioDevice():
+            memory = device.card.addressable_memory
+            return {} if memory is None else {"addressableMemory": memory}
+
+
+def _sorted(entries: JsonObject) -> JsonObject:
+    return {name: entries[name] for name in sorted(entries)}
+
+
+def _quantity(name: str, amount: int) -> str:
+    return format_bytes(amount) if name in _IN_BYTES else str(amount)
+
+
+def _common_attributes(gpu: Gpu, inventory: Inventory) -> dict[str, JsonObject | None]:
     compute = gpu.cuda_compute_capability
     cuda = inventory.versions.cuda
     return {
@@ -77,7 +100,7 @@ def _common_attributes(gpu: Gpu, inventory: Inventory) -> Mapping[str, JsonObjec
     }
 
 
-def _whole_gpu_attributes(gpu: Gpu, inventory: Inventory) -> Mapping[str, JsonObject | None]:
+def _whole_gpu_attributes(gpu: Gpu, inventory: Inventory) -> dict[str, JsonObject | None]:
     fabric = gpu.fabric
     return {
         "type": {"string": "gpu"},
@@ -93,7 +116,7 @@ def _whole_gpu_attributes(gpu: Gpu, inventory: Inventory) -> Mapping[str, JsonOb
     }
 
 
-def _mig_attributes(device: StaticMigDevice | DynamicMigDevice) -> Mapping[str, JsonObject | None]:
+def _mig_attributes(device: StaticMigDevice | DynamicMigDevice) -> dict[str, JsonObject | None]:
     return {
         "type": {"string": "mig"},
         "uuid": _string(device.uuid),
@@ -104,7 +127,7 @@ def _mig_attributes(device: StaticMigDevice | DynamicMigDevice) -> Mapping[str, 
     }
 
 
-def _vfio_attributes(device: VfioDevice) -> Mapping[str, JsonObject | None]:
+def _vfio_attributes(device: VfioDevice) -> dict[str, JsonObject | None]:
     """What the host says of the card, whichever driver has it."""
     card = device.card
     return {
@@ -121,35 +144,29 @@ def _vfio_attributes(device: VfioDevice) -> Mapping[str, JsonObject | None]:
     }
 
 
-def _vfio_capacity(card: Card) -> Mapping[str, str]:
-    memory = card.addressable_memory
-    return {} if memory is None else {"addressableMemory": format_bytes(memory)}
-
-
 def _minor(gpu: Gpu) -> JsonObject | None:
     """None where MIG devices are made on demand: MIG mode changes the number, and each claim changes the mode."""
     return _int(gpu.minor) if gpu.partitioning is None else None
 
 
-def _whole_gpu_capacity(gpu: Gpu) -> dict[str, str]:
-    memory = {} if gpu.memory_bytes is None else {"memory": format_bytes(gpu.memory_bytes)}
+def _whole_gpu_amounts(gpu: Gpu) -> dict[str, int]:
+    memory = {} if gpu.memory_bytes is None else {MEMORY: gpu.memory_bytes}
     if gpu.partitioning is None or not has_counters(gpu):
         return memory
     profiles = [_engines(row.profile) for row in gpu.partitioning.profiles]
     most = {name: max(engines[name] for engines in profiles) for name in profiles[0]}
     if gpu.multiprocessors is not None:
-        most["multiprocessors"] = gpu.multiprocessors
-    return {name: str(count) for name, count in most.items()} | memory
+        most[MULTIPROCESSORS] = gpu.multiprocessors
+    return most | memory
 
 
-def _profile_capacity(profile: MigProfile) -> dict[str, str]:
-    engines = {name: str(count) for name, count in _engines(profile).items()}
-    return engines | {"memory": format_bytes(profile.memory_mib * _MIB)}
+def _profile_amounts(profile: MigProfile) -> dict[str, int]:
+    return _engines(profile) | {MEMORY: profile.memory_mib * _MIB}
 
 
 def _engines(profile: MigProfile) -> dict[str, int]:
     return {
-        "multiprocessors": profile.multiprocessors,
+        MULTIPROCESSORS: profile.multiprocessors,
         "copyEngines": profile.copy_engines,
         "decoders": profile.decoders,
         "encoders": profile.encoders,

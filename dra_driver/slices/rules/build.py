@@ -1,4 +1,12 @@
-"""The only builder of ResourceSlices: an inventory becomes the whole desired pool of this node."""
+"""The only builder of ResourceSlices: an inventory becomes the whole desired pool of this node, within the limits that
+the API server enforces.
+
+How values, versions, quantities and request policies look is ours alone: tests put every machine and every sharing rule
+before the validation of resource.k8s.io/v1. How many there are, and which names NVML gives, depends on the hardware: a
+device that breaks such a limit must not cost the node its other devices.
+
+Source of the limits: validation of resource.k8s.io/v1 as of Kubernetes 1.37.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +16,39 @@ from typing import TypeVar
 
 from dra_driver.mig.rules.counters import consumed_counters, counter_set, has_counters, is_counted
 from dra_driver.model.gpu import Gpu
+from dra_driver.model.ids import is_dns_label
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.json_object import JsonObject
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
-from dra_driver.sharing.rules.client_limits import bounded_rule, most_clients, told_bound
-from dra_driver.sharing.rules.shared_device import SHAREABLE, shared_device
-from dra_driver.slices.rules.api_limits import (
-    MAX_ATTRIBUTES_AND_CAPACITIES,
-    MAX_COUNTER_SETS_PER_SLICE,
-    MAX_DEVICES_PER_SLICE,
-    counter_set_faults,
-    device_faults,
-)
+from dra_driver.sharing.rules.client_limits import BoundedRule, bounded_rule
+from dra_driver.sharing.rules.shared_device import SHAREABLE
 from dra_driver.slices.rules.attributes import wire_device
 
+_MAX_TAINTS_BEFORE = 4
+MAX_DEVICES_PER_SLICE = 64
+"""The API takes 128 of plain devices but only 64 where one has a taint, which may come at any time."""
+MAX_COUNTER_SETS_PER_SLICE = 8
+MAX_COUNTERS_PER_SET = 32
+MAX_ATTRIBUTES_AND_CAPACITIES = 32
+MAX_TAINTS = 16
 T = TypeVar("T")
 
 
 Taints = Callable[[OfferedDevice], Sequence[JsonObject]]
+
+
+@dataclass(frozen=True, slots=True)
+class TaintLimits:
+    """What an API server takes of a device's taints; it refuses the whole slice for more. `informational`: also taints
+    without an effect. `most`: how many."""
+
+    informational: bool = True
+    most: int = MAX_TAINTS
+
+
+NEWEST_TAINTS = TaintLimits()
+"""Of Kubernetes 1.35 and newer. All other limits of a slice are those of the tightest release."""
+OLDEST_TAINTS = TaintLimits(informational=False, most=_MAX_TAINTS_BEFORE)
 
 
 def untainted(device: OfferedDevice) -> Sequence[JsonObject]:
@@ -90,13 +113,17 @@ def build_pool(
     counters, refused = _counter_sets(inventory, faults)
     groups: dict[str, list[JsonObject]] = {gpu.uuid: [] for gpu in inventory.offered_gpus}
     held_back: list[str] = []
+    notes: list[str] = []
     for offered in inventory.devices():
+        bound = bounded_rule(sharing, offered, inventory.versions)
+        if bound is not None and bound.note is not None:
+            notes.append(bound.note)
         if offered.gpu.uuid in refused:
             continue
         if withheld(offered):
             held_back.append(offered.name)
             continue
-        device = _entry(offered, inventory, sharing, counters)
+        device = _entry(offered, inventory, bound, counters)
         if compatibility_groups:
             for use in device.get("consumesCounters", ()):
                 use["compatibilityGroups"] = [_group(offered)]
@@ -115,9 +142,7 @@ def build_pool(
     used = [entry for uuid, entry in counters.items() if groups[uuid]]
     slices = [SliceContent(shared_counters=chunk) for chunk in _chunks(used, MAX_COUNTER_SETS_PER_SLICE)]
     slices += [SliceContent(devices=chunk) for chunk in _device_chunks(blocks)]
-    told = (told_bound(sharing, offered, inventory.versions) for offered in inventory.devices())
-    notes = tuple(note for note in told if note is not None)
-    return Pool(node_name, tuple(slices) or (SliceContent(),), tuple(faults), notes, tuple(held_back))
+    return Pool(node_name, tuple(slices) or (SliceContent(),), tuple(faults), tuple(notes), tuple(held_back))
 
 
 def _counter_sets(inventory: Inventory, faults: list[str]) -> tuple[dict[str, JsonObject], set[str]]:
@@ -138,14 +163,14 @@ def _counter_sets(inventory: Inventory, faults: list[str]) -> tuple[dict[str, Js
 
 
 def _entry(
-    offered: OfferedDevice, inventory: Inventory, sharing: SharingPolicy, counters: Mapping[str, JsonObject]
+    offered: OfferedDevice,
+    inventory: Inventory,
+    bound: BoundedRule | None,
+    counters: Mapping[str, JsonObject],
 ) -> JsonObject:
-    device = wire_device(offered, inventory)
-    rule = bounded_rule(sharing, offered, inventory.versions)
-    if rule is not None:
-        device = _within_limit(
-            shared_device(device, offered, rule, most_clients(offered.gpu, inventory.versions))
-        )
+    device = wire_device(offered, inventory, bound)
+    if bound is not None:
+        device = _within_limit(device)
     if offered.gpu.uuid in counters and not isinstance(offered, StaticMigDevice):
         device["consumesCounters"] = consumed_counters(offered, counters[offered.gpu.uuid])
     return device
@@ -195,3 +220,32 @@ def _blocks(gpu: Gpu, devices: Sequence[JsonObject], *, has_card: bool) -> Itera
 def _chunks(items: Sequence[T], size: int) -> Iterator[tuple[T, ...]]:
     for start in range(0, len(items), size):
         yield tuple(items[start : start + size])
+
+
+def device_faults(device: JsonObject) -> list[str]:
+    """Which limits this device breaks."""
+    name = device["name"]
+    faults = [] if is_dns_label(name) else [f"device {name!r}: the name is not a DNS label"]
+    count = len(device.get("attributes", {})) + len(device.get("capacity", {}))
+    if count > MAX_ATTRIBUTES_AND_CAPACITIES:
+        faults.append(
+            f"device {name}: {count} attributes and capacities, at most {MAX_ATTRIBUTES_AND_CAPACITIES} are allowed"
+        )
+    return faults
+
+
+def counter_set_faults(entry: JsonObject) -> list[str]:
+    """Which limits this counter set breaks."""
+    count = len(entry["counters"])
+    if 0 < count <= MAX_COUNTERS_PER_SET:
+        return []
+    return [f"counter set {entry['name']}: {count} counters, 1 to {MAX_COUNTERS_PER_SET} are allowed"]
+
+
+def has_its_counters(device: JsonObject, counter_sets: Iterable[JsonObject]) -> bool:
+    """Whether the pool has all counters from which the device consumes; the API server refuses it otherwise."""
+    known: JsonObject = {entry["name"]: entry["counters"] for entry in counter_sets}
+    return all(
+        use["counters"].keys() <= known.get(use["counterSet"], {}).keys()
+        for use in device.get("consumesCounters", ())
+    )

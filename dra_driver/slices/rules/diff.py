@@ -1,21 +1,45 @@
-"""From the slices that exist and the pool that is wanted to the fewest writes.
+"""From the slices that exist and the pool that is wanted to the fewest writes; how two slices differ by the meaning of
+their fields; and what an API server silently left out of a slice because a feature gate is off.
 
-The rules are those of the upstream publishing helper, so that a hand-over between drivers writes nothing:
-the index stands in the object's name, a pool keeps its generation while no slice is created and at most
-one changes, and what is obsolete is deleted before anything is written.
+The rules are those of the upstream publishing helper, so that a hand-over between drivers writes nothing: the index is
+in the object's name, a pool keeps its generation while no slice is created and at most one changes, and what is
+obsolete is deleted before anything is written.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any, Final
 
 from dra_driver.model.json_object import JsonObject
+from dra_driver.model.units import same_quantity
 from dra_driver.slices.rules.build import Pool, SliceContent
-from dra_driver.slices.rules.comparison import same_content
 
 _MIN_INDEX_DIGITS = 5
+Path = tuple[str | int, ...]
+"""Names of fields and indexes of lists."""
+UNKNOWN_GATE: Final = "unknown"
+PARTITIONS_GATE: Final = "DRAPartitionableDevices"
+TAINTS_GATE: Final = "DRADeviceTaints"
+SHARES_GATE: Final = "DRAConsumableCapacity"
+GROUPS_GATE: Final = "DRADeviceCompatibilityGroups"
+
+Drop = tuple[str, str]
+"""The path of a field that the server lacks or has changed, and the feature gate or "unknown"."""
+
+_COMPARED = ("devices", "sharedCounters")
+_GATES: Final[Mapping[str, str]] = {
+    "taints": TAINTS_GATE,
+    "sharedCounters": PARTITIONS_GATE,
+    "consumesCounters": PARTITIONS_GATE,
+    "compatibilityGroups": GROUPS_GATE,
+    "allowMultipleAllocations": SHARES_GATE,
+    "requestPolicy": SHARES_GATE,
+}
+"""Of the fields that this plugin writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +69,15 @@ def slice_changes(
     owner: Owner,
     undeletable: Container[str] = (),
     refused: Container[int] = (),
+    hopeless: Container[int] = (),
 ) -> SliceChanges:
     """What to write so that the node's slices are exactly the pool. `existing` are all slices of this
     driver on this node, of any pool; those of other pools are obsolete.
 
     `undeletable` are UIDs of slices that the API server does not delete. One that is obsolete but of the
     current generation would count as a part of the pool, so the pool leaves it behind in an older one. `refused` are
-    the indexes of slices that the API server refused: they are tried again without a new generation for all.
+    the indexes of slices that the API server refused: they are tried again without a new generation for all. Those
+    that are `hopeless` are not written.
     """
     ours = [entry for entry in existing if entry["spec"]["pool"]["name"] == pool.name]
     foreign = [entry for entry in existing if entry["spec"]["pool"]["name"] != pool.name]
@@ -70,8 +96,12 @@ def slice_changes(
         changed = set(matched)
     return SliceChanges(
         deletes=tuple(foreign + obsolete),
-        updates=tuple(_updated(matched[index], pool, index, generation, owner) for index in sorted(changed)),
-        creates=tuple(_created(pool, index, generation, owner) for index in missing),
+        updates=tuple(
+            _updated(matched[index], pool, index, generation, owner)
+            for index in sorted(changed)
+            if index not in hopeless
+        ),
+        creates=tuple(_created(pool, index, generation, owner) for index in missing if index not in hopeless),
     )
 
 
@@ -191,3 +221,113 @@ def _copied(device: JsonObject) -> JsonObject:
     if "taints" in copy:
         copy["taints"] = [dict(taint) for taint in copy["taints"]]
     return copy
+
+
+def same_content(existing: Any, wanted: Any) -> bool:
+    """Whether both mean the same to a consumer."""
+    return next(differences(existing, wanted), None) is None
+
+
+def differences(
+    existing: Any, wanted: Any, path: Path = (), *, are_quantities: bool = False
+) -> Iterator[Path]:
+    """Where `existing` lacks or has otherwise what is wanted, or has more.
+
+    Quantities are compared by value; the order of lists is significant; nothing and empty are the same. The server sets
+    `timeAdded` of a taint where the plugin leaves it out, which is no difference; nor is one second, as it rounds.
+    `are_quantities` says that every text is an amount.
+    """
+    if _is_empty(existing) and _is_empty(wanted):
+        return
+    if isinstance(existing, Mapping) and isinstance(wanted, Mapping):
+        keys = existing.keys() | wanted.keys()
+        for key in sorted(keys):
+            pair = existing.get(key), wanted.get(key)
+            # The keys beside it tell a taint, a capacity and a counter apart.
+            if "effect" in keys:
+                if not (key == "timeAdded" and _is_same_second(*pair)):
+                    yield from differences(*pair, (*path, key))
+                continue
+            is_amount = key == "value" or (key == "requestPolicy" and "value" in keys)
+            yield from differences(*pair, (*path, key), are_quantities=are_quantities or is_amount)
+    elif (
+        isinstance(existing, list | tuple)
+        and isinstance(wanted, list | tuple)
+        and len(existing) == len(wanted)
+    ):
+        for index, pair in enumerate(zip(existing, wanted, strict=True)):
+            yield from differences(*pair, (*path, index), are_quantities=are_quantities)
+    elif not (_is_same(existing, wanted) or (are_quantities and same_quantity(existing, wanted))):
+        yield path
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or value is False or value in ([], {}, ())
+
+
+def _is_same(existing: Any, wanted: Any) -> bool:
+    return type(existing) is type(wanted) and bool(existing == wanted)
+
+
+def _is_same_second(existing: Any, wanted: Any) -> bool:
+    if wanted is None:
+        return True
+    try:
+        apart = datetime.fromisoformat(existing) - datetime.fromisoformat(wanted)
+    except (TypeError, ValueError):
+        return False
+    return abs(apart) <= timedelta(seconds=1)
+
+
+def dropped_fields(sent: dict[str, Any], returned: dict[str, Any]) -> tuple[Drop, ...]:
+    """Everything in `sent` that `returned` lacks or has changed, both v1 ResourceSlices. Empty means all was stored."""
+    sent_spec, returned_spec = sent.get("spec") or {}, returned.get("spec") or {}
+    found = (
+        path
+        for key in _COMPARED
+        for path in differences(returned_spec.get(key), sent_spec.get(key), ("spec", key))
+    )
+    return tuple((_text(path), _gate(path)) for path in found)
+
+
+def fields_of(gates: Set[str]) -> list[Drop]:
+    """The fields of devices that these gates guard."""
+    return [(f"spec.devices[].{name}", gate) for name, gate in _GATES.items() if gate in gates]
+
+
+def without_fields(pool: Pool, gates: Set[str]) -> Pool:
+    """The pool without what these feature gates guard in devices and their capacities."""
+    if not gates:
+        return pool
+    slices = (
+        replace(content, devices=tuple(_device_without(device, gates) for device in content.devices))
+        for content in pool.slices
+    )
+    return replace(pool, slices=tuple(slices))
+
+
+def _device_without(device: dict[str, Any], gates: Set[str]) -> dict[str, Any]:
+    kept = _without(device, gates)
+    if "capacity" in kept:
+        kept["capacity"] = {name: _without(entry, gates) for name, entry in kept["capacity"].items()}
+    return kept
+
+
+def _without(fields: dict[str, Any], gates: Set[str]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if _GATES.get(name) not in gates}
+
+
+def _text(path: Path) -> str:
+    """`spec.devices[0].taints`; names with dots or slashes are quoted, as the API does in its own field paths."""
+    parts = (
+        f".{part}" if isinstance(part, str) and part.replace("_", "").isalnum() else f"[{part}]"
+        for part in path
+    )
+    return "".join(parts).removeprefix(".")
+
+
+def _gate(path: Path) -> str:
+    """The gate of the innermost field that one guards."""
+    return next(
+        (_GATES[part] for part in reversed(path) if isinstance(part, str) and part in _GATES), UNKNOWN_GATE
+    )
