@@ -479,6 +479,34 @@ def test_the_driver_root_and_its_mount_agree(case: dict[str, Any]) -> None:
         assert (on_host or "/") == root
         if name == NAME:
             assert volumes["driver-root"] == case["mounted"]
+        for mount in container["volumeMounts"]:
+            assert not hides_the_image(mount["mountPath"]), mount
+
+
+IMAGE_NEEDS = tuple(map(Path, ("/bin", "/etc", "/lib", "/lib64", "/opt/gpu-dra-driver", "/sbin", "/usr")))
+
+
+def hides_the_image(place: str) -> bool:
+    """Whether a mount there takes away what the image of daemonset/Dockerfile needs."""
+    own = Path(place).is_relative_to("/etc/gpu-dra-driver") or Path(place) == Path("/etc/gpu-dra-driver-ca")
+    return not own and any(
+        Path(place).is_relative_to(needed) or needed.is_relative_to(place) for needed in IMAGE_NEEDS
+    )
+
+
+@pytest.mark.parametrize("choice", VALUES)
+def test_no_mount_hides_what_the_image_needs(choice: str) -> None:
+    for daemonset in of_kind(template(VALUES[choice]), "DaemonSet"):
+        assert not list(filter(hides_the_image, mounts_of(daemonset["spec"]["template"]["spec"])))
+
+
+def test_every_driver_root_of_the_docs_is_tried() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", DAEMONSET / "README.md"]
+    text = "\n".join(page.read_text() for page in pages)
+    named = set(re.findall(r"nvidiaDriverRoot(?:=|: )(/[\w/.-]*)", text))
+    tried = {case["root"] for case in yaml.safe_load((DATA / "driver-roots.yaml").read_text())}
+    assert {"/usr/local", "/run/nvidia/driver"} <= named
+    assert named <= tried
 
 
 def test_only_nodes_with_gpus_are_chosen_when_that_is_wanted() -> None:

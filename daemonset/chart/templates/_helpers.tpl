@@ -95,22 +95,6 @@ app.kubernetes.io/instance: {{ .Release.Name | toYaml }}
 {{- end -}}
 {{- end }}
 
-{{/*
-What of the host is mounted for a driver root other than "/", at the same path. The directory above: the pod may start
-before the NVIDIA driver is installed, and sees when its root is replaced. The root itself where the directory above is
-one that the image has too.
-*/}}
-{{- define "gpu-dra-driver.rootMount" -}}
-{{- $root := include "gpu-dra-driver.hostRoot" . -}}
-{{- if regexMatch "^/(usr|opt|etc|var|run|home|srv|mnt|root|lib|lib64|bin|sbin)?$" (dir $root) -}}
-{{ $root }}
-{{- else if regexMatch "^/(usr|etc|lib|lib64|bin|sbin)/" $root -}}
-{{ $root }}
-{{- else -}}
-{{ dir $root }}
-{{- end -}}
-{{- end }}
-
 {{- define "gpu-dra-driver.registry" -}}
 {{ default (printf "%s/plugins_registry" .Values.kubeletDirectory) .Values.kubeletPlugin.kubeletRegistrarDirectoryPath }}
 {{- end }}
