@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from dra_driver.app.config_file import GPUS, IMEX_CHANNEL
 from dra_driver.app.settings import DOCUMENT
-from dra_driver.model.shapes import Choice, ListField, MapField, Object, Scalar, Shape
+from dra_driver.model.schema import Choice, ListField, MapField, Object, Scalar, Shape
 
 ROOT = Path(__file__).resolve().parent.parent
 DAEMONSET = ROOT / "daemonset"

@@ -16,7 +16,7 @@ from dra_driver.api.config import DEVICE_KEY, FIELDS, GROUP_VERSION, KINDS, LEAS
 from dra_driver.api.resolve import STRATEGY_PARTS, needs_admin_access
 from dra_driver.cli.validation.rules.manifests import CLASS_TYPES, PROFILE_CLASS
 from dra_driver.model.ids import PLAIN_NAME
-from dra_driver.model.shapes import Choice, ListField, MapField, Object, Scalar, Shape, either
+from dra_driver.model.schema import Choice, ListField, MapField, Object, Scalar, Shape, either
 
 _FIXED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.shapes import Choice, MapField, Object, Scalar, Words, faults
+from dra_driver.model.schema import Choice, MapField, Object, Scalar, Words, faults
 from dra_driver.model.units import quantity_bytes
 
 GROUP_VERSION = "resource.nvidia.com/v1beta1"

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.extra_devices import LAST_IMEX_CHANNEL, ImexChannels
 from dra_driver.model.health import TAINTED_KEYS
+from dra_driver.model.host import LAST_IMEX_CHANNEL, ImexChannels
 from dra_driver.model.ids import pci_bus_id
-from dra_driver.model.mig_layouts import LayoutEntry, MigLayouts
-from dra_driver.model.shapes import Choice, ListField, MapField, Object, Scalar, Words
+from dra_driver.model.mig import LayoutEntry, MigLayouts
+from dra_driver.model.schema import Choice, ListField, MapField, Object, Scalar, Words
 from dra_driver.model.sharing import (
     MAX_MPS_SHARES,
     MAX_SHARES,

@@ -56,7 +56,7 @@ from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.kubelet.registration import RegistrationStatus
-from dra_driver.model.driver_programs import IMEX_PROGRAM, SMI_PROGRAM
+from dra_driver.model.driver_files import IMEX_PROGRAM, SMI_PROGRAM
 from dra_driver.model.health import LOST
 from dra_driver.model.mig import GpuInstance
 from dra_driver.model.record import ClaimRecord

@@ -29,16 +29,16 @@ from dra_driver.app.config_file import (
 )
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.driver_files import NO_HOOK
-from dra_driver.model.extra_devices import (
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.host import (
     HOST_DEVICES,
     ExtraDevices,
     HostDevice,
     ImexChannels,
     in_order,
 )
-from dra_driver.model.gpu import Gpu
-from dra_driver.model.mig_layouts import MigLayouts
-from dra_driver.model.shapes import Choice, ListField, Object, Scalar, Shape, Words, faults
+from dra_driver.model.mig import MigLayouts
+from dra_driver.model.schema import Choice, ListField, Object, Scalar, Shape, Words, faults
 from dra_driver.model.sharing import (
     MAX_SHARES,
     NO_SHARING,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dra_driver.errors import RetryableError
-from dra_driver.model.driver_programs import FindPrograms, check_started, not_run
+from dra_driver.model.driver_files import FindPrograms, check_started, not_run
 
 _AFTER_KILL_S = 1.0
 

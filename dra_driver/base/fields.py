@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from dra_driver.errors import StateError
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 T = TypeVar("T")
 

@@ -14,6 +14,8 @@ import structlog
 
 from dra_driver.errors import DraDriverError, RetryableError
 
+_log = structlog.get_logger(__name__)
+
 T = TypeVar("T")
 
 
@@ -95,9 +97,6 @@ class BoundedCall(Generic[T]):
         except Exception as error:  # noqa: BLE001  a surprise costs this part of the answer, not the rest
             problem = f"{self._what} answered with a surprise: {error!r}"
         self._value, self._problem = value, problem
-
-
-_log = structlog.get_logger(__name__)
 
 
 class BackgroundWorker:

@@ -19,10 +19,8 @@ import structlog
 
 from dra_driver.host.device_nodes import DeviceNodeReader, HostDeviceFinder
 from dra_driver.host.imex import ImexChannelNodes, ImexDaemon
-from dra_driver.model.driver_files import CdiDevice, CdiMount, HostNode
-from dra_driver.model.driver_programs import FindPrograms
-from dra_driver.model.extra_devices import NODE_PATTERNS, REMEDIES, HostDevice, ImexChannels
-from dra_driver.model.host import HostPaths
+from dra_driver.model.driver_files import CdiDevice, CdiMount, FindPrograms, HostNode
+from dra_driver.model.host import HOST_DEVICE_NODES, HOST_DEVICE_REMEDIES, HostDevice, HostPaths, ImexChannels
 from dra_driver.model.plan import Plan, PlannedDevice
 
 _log = structlog.get_logger(__name__)
@@ -94,5 +92,6 @@ def with_host_devices(device: CdiDevice, nodes: Sequence[HostNode], mounts: Sequ
 
 def note(kind: HostDevice) -> str:
     """The sentence for a node that lacks what its configuration gives to claims."""
-    paths = NODE_PATTERNS[kind][-1:] if kind == "nvswitch" else NODE_PATTERNS[kind]
-    return f"hostDevices {kind} of the configuration: this node has no {' and no '.join(paths)}; {REMEDIES[kind]}"
+    paths = HOST_DEVICE_NODES[kind][-1:] if kind == "nvswitch" else HOST_DEVICE_NODES[kind]
+    missing, remedy = " and no ".join(paths), HOST_DEVICE_REMEDIES[kind]
+    return f"hostDevices {kind} of the configuration: this node has no {missing}; {remedy}"

@@ -21,10 +21,9 @@ from dra_driver.model.driver_files import CdiDevice, DriverFiles, HostNode
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.mig import OwnedInstance
-from dra_driver.model.mps import MpsDirectories
+from dra_driver.model.mps import MpsDirectories, MpsShared
 from dra_driver.model.plan import Plan, PlannedDevice
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.sharing_mode import MpsShared
 from dra_driver.model.steps import Step
 
 _log = structlog.get_logger(__name__)

@@ -14,7 +14,7 @@ from dra_driver.errors import NvmlUnavailableError
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, DeviceResult, Prepared
-from dra_driver.model.extra_devices import NO_EXTRA_DEVICES, ExtraDevices
+from dra_driver.model.host import NO_EXTRA_DEVICES, ExtraDevices
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord

@@ -15,7 +15,7 @@ from dra_driver.cli.output import OUTPUT, Output, answer
 from dra_driver.cli.rules.tables import Column, hanging, table
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import is_dns_label, printable
-from dra_driver.model.shapes import Choice
+from dra_driver.model.schema import Choice
 from dra_driver.model.units import counted
 
 if TYPE_CHECKING:

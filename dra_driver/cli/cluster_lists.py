@@ -19,7 +19,7 @@ from dra_driver.kube.endpoint import Endpoint
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.claim import allocation_results
 from dra_driver.model.gpu import GpuLoad
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 Key = tuple[str, str]
 """Namespace and name."""

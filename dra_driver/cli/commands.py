@@ -12,7 +12,7 @@ from dra_driver import __version__
 from dra_driver.app.settings import Flag
 from dra_driver.cli.flags import Command, Parser, near, read
 from dra_driver.errors import DraDriverError, InvalidConfigError
-from dra_driver.model.shapes import Choice
+from dra_driver.model.schema import Choice
 
 DAEMONS = ("run", "mps-host")
 """Commands that stay."""

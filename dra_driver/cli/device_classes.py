@@ -10,8 +10,7 @@ from dra_driver.cli.flags import SIMULATE_SEVERAL, of_run
 from dra_driver.cli.output import OUTPUT, Output, print_objects
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.model.ids import printable
-from dra_driver.model.json_object import JsonObject
-from dra_driver.model.shapes import Choice
+from dra_driver.model.schema import Choice, JsonObject
 
 FLAGS = (
     SIMULATE_SEVERAL,

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from dra_driver.app.settings import FLAGS, Flag
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.shapes import Choice, Scalar
+from dra_driver.model.schema import Choice, Scalar
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 _FALSE = ("0", "false", "f", "no", "n", "off")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from dra_driver.app.settings import DEFAULT_DRIVER_NAME, DEFAULT_SIMULATOR_DIR, Flag
 from dra_driver.app.settings import FLAGS as SETTINGS
 from dra_driver.cli.flags import of_run
-from dra_driver.model.shapes import Scalar
+from dra_driver.model.schema import Scalar
 
 if TYPE_CHECKING:
     from dra_driver.app.posix_signals import SignalWatch

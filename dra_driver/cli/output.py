@@ -11,7 +11,7 @@ from typing import Any
 
 from dra_driver.app.settings import Flag
 from dra_driver.cli.tables import terminal_width
-from dra_driver.model.shapes import Choice
+from dra_driver.model.schema import Choice
 
 
 class Output(StrEnum):

@@ -9,7 +9,7 @@ from typing import Any
 
 from dra_driver.app.settings import FLAGS as SETTINGS
 from dra_driver.app.settings import GATES, Flag, resolve
-from dra_driver.model.shapes import Scalar
+from dra_driver.model.schema import Scalar
 
 _IGNORED = ("namespace", "image_name", "image_pull_secrets", "image_pull_policy", "service_account_name")
 """Flags of NVIDIA's own DRA driver that have no meaning here; its manifests still start."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from dra_driver.app.settings import DEFAULT_SIMULATOR_DIR, Flag
 from dra_driver.cli.flags import Command, switch
-from dra_driver.model.shapes import Scalar
+from dra_driver.model.schema import Scalar
 
 _LONGEST_S = 365 * 86400.0
 _DROPPED = ("uuid", "minor", "model")

@@ -26,7 +26,7 @@ from dra_driver.mig.layout_file import LAYOUT_FILE
 from dra_driver.mig.layout_file import decode as decode_layouts
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.health import HealthState
-from dra_driver.model.mig_layouts import GpuLayout
+from dra_driver.model.mig import GpuLayout
 
 Value = TypeVar("Value")
 

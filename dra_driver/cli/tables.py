@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from dra_driver.cli.rules.tables import Column, table
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 _DEVICE_COLUMNS = (
     Column("DEVICE"), Column("INDEX", drop=3), Column("TYPE"), Column("PRODUCT", drop=1, cut=16), Column("MEMORY"),

@@ -24,7 +24,7 @@ from dra_driver.cli.rules.prepared_claims import age_text
 from dra_driver.cli.rules.tables import ascii_only
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.model.gpu import GpuLoad
-from dra_driver.model.shapes import Choice, Scalar
+from dra_driver.model.schema import Choice, Scalar
 
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType

@@ -25,7 +25,7 @@ from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.machine_fit import MachineFit
 from dra_driver.errors import InvalidConfigError, NvmlUnavailableError
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted
 
 if TYPE_CHECKING:

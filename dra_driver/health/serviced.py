@@ -14,7 +14,7 @@ from pathlib import Path
 from dra_driver.base.atomic import read_or_none, write_atomically
 from dra_driver.base.fields import encode_file, parse_file
 from dra_driver.errors import StateError
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 FORMAT_VERSION = 1
 _FILE = "serviced.json"

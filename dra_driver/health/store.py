@@ -27,7 +27,7 @@ from dra_driver.base.json_store import JsonStore, UnreadableFile
 from dra_driver.errors import StateError
 from dra_driver.health.rules.merge import merged
 from dra_driver.model.health import HealthState, HealthTarget, NvLinks, Reason, Severity
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 _log = structlog.get_logger(__name__)
 

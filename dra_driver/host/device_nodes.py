@@ -22,8 +22,14 @@ import structlog
 from dra_driver.base.atomic import point_link
 from dra_driver.host.rooted_tree import RootedTree, join_root, names_in
 from dra_driver.model.driver_files import CdiMount, HostNode
-from dra_driver.model.extra_devices import FILES, NODE_PATTERNS, HostDevice
-from dra_driver.model.host import DeviceNode, HostPaths, NodeType
+from dra_driver.model.host import (
+    HOST_DEVICE_FILES,
+    HOST_DEVICE_NODES,
+    DeviceNode,
+    HostDevice,
+    HostPaths,
+    NodeType,
+)
 
 _log = structlog.get_logger(__name__)
 
@@ -229,7 +235,7 @@ class HostDeviceFinder:
         """The nodes of a kind that exist, and the files that go with them."""
         for dev in self._dev:
             paths = dict.fromkeys(
-                path for pattern in NODE_PATTERNS[kind] for path in _matches(dev.root, pattern)
+                path for pattern in HOST_DEVICE_NODES[kind] for path in _matches(dev.root, pattern)
             )
             nodes = tuple(node for path in paths if (node := dev.node(path)) is not None)
             if nodes:
@@ -244,7 +250,7 @@ class HostDeviceFinder:
             else (paths.driver_root, paths.host_driver_root)
         )
         tree = RootedTree(root)
-        for path in FILES.get(kind, ()):
+        for path in HOST_DEVICE_FILES.get(kind, ()):
             found = tree.directory(path) or tree.file(path)
             if found is not None:
                 yield CdiMount(join_root(on_host, found), path, _MOUNT_OPTIONS)

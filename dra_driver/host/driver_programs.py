@@ -22,7 +22,7 @@ from dra_driver.errors import (
 )
 from dra_driver.host.libraries import scan_libraries
 from dra_driver.host.rooted_tree import RootedTree
-from dra_driver.model.driver_programs import (
+from dra_driver.model.driver_files import (
     CONTROL_PROGRAM,
     SERVER_PROGRAM,
     SMI_PROGRAM,

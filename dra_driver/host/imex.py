@@ -17,15 +17,14 @@ from dra_driver.base.bounded_program import run_program
 from dra_driver.errors import RetryableError
 from dra_driver.host.capability_nodes import MigCaps
 from dra_driver.host.rooted_tree import RootedTree, text_of
-from dra_driver.model.driver_programs import (
+from dra_driver.model.driver_files import (
     IMEX_PROGRAM,
     FindPrograms,
     check_started,
     exit_text,
     not_run,
 )
-from dra_driver.model.extra_devices import ImexChannels
-from dra_driver.model.host import DeviceNode, HostPaths
+from dra_driver.model.host import DeviceNode, HostPaths, ImexChannels
 
 CHANNELS = "/dev/nvidia-caps-imex-channels"
 CONFIG = "/etc/nvidia-imex/config.cfg"

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from dra_driver.errors import StateError
 from dra_driver.host.rooted_tree import names_in, text_of
-from dra_driver.model.fingerprint import HostFingerprint
-from dra_driver.model.host import PciFunction
+from dra_driver.model.host import HostFingerprint, PciFunction
 
 _NVIDIA = "0x10de"
 _PCIE_ROOT = re.compile(r"^pci[0-9a-f]{4,8}:[0-9a-f]{2}\Z")

@@ -31,11 +31,11 @@ from dra_driver.model.claim import (
     Pods,
     pods_from,
 )
-from dra_driver.model.extra_devices import HostDevice, ImexChannels, in_order
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.host import HostDevice, ImexChannels, in_order
 from dra_driver.model.mig import Placement
+from dra_driver.model.mps import MpsShared, SharingMode, TimeSliced
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.sharing_mode import MpsShared, SharingMode, TimeSliced
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.steps import (
     BindVfio,
     CreateMig,

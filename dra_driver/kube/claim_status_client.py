@@ -17,10 +17,9 @@ from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient, reserved_pods
 from dra_driver.kube.client import is_not_found
 from dra_driver.kube.resource_api import ResourceApi
-from dra_driver.model.claim import ClaimRef, Pods, allocation_results
-from dra_driver.model.device_status import DeviceFacts, DeviceStatus, MpsFacts
-from dra_driver.model.events import EventObject
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.claim import ClaimRef, DeviceFacts, DeviceStatus, MpsFacts, Pods, allocation_results
+from dra_driver.model.problems import EventObject
+from dra_driver.model.schema import JsonObject
 
 _log = structlog.get_logger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import MERGE_PATCH, ApiClient, is_not_found, path_segment
-from dra_driver.model.events import EventObject
 from dra_driver.model.ids import one_line
+from dra_driver.model.problems import EventObject
 
 _AGGREGATED_S: Final = 600.0
 _REMEMBERED = 1024

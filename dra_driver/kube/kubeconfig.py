@@ -24,7 +24,7 @@ from dra_driver.kube.api_errors import one_line
 from dra_driver.kube.credentials import FileToken
 from dra_driver.kube.endpoint import Endpoint, TlsSettings
 from dra_driver.kube.proxies import proxy_of_url
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 _PLUGIN_S = 60
 """How long a credential plugin may take, unless somebody sits at a terminal."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from dra_driver.base.atomic import read_plain, write_atomically
 from dra_driver.base.fields import NUMBER, TEXT, Shape, needed, one_of, parse_file
 from dra_driver.errors import StateError
-from dra_driver.model.mig_layouts import LAYOUT_STATES, GpuLayout
+from dra_driver.model.mig import LAYOUT_STATES, GpuLayout
 
 LAYOUT_FILE = "mig-layout.json"
 _FORMAT_VERSION = 1

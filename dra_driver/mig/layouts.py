@@ -44,13 +44,17 @@ from dra_driver.mig.rules.layouts import LayoutRefusedError, LayoutTarget, entry
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import mig_slot_name
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig import GpuAddress, GpuInstance, MigProfile, PlacedProfile, Placement
-from dra_driver.model.mig_layouts import (
+from dra_driver.model.mig import (
     LAYOUT_LABEL,
     LAYOUT_STATE_LABEL,
+    GpuAddress,
+    GpuInstance,
     GpuLayout,
     LayoutState,
     MigLayouts,
+    MigProfile,
+    PlacedProfile,
+    Placement,
 )
 from dra_driver.model.steps import CreateMig
 

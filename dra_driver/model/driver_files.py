@@ -1,9 +1,16 @@
-"""What an installed NVIDIA driver consists of, and what one device adds to a container."""
+"""An installed NVIDIA driver: its files, what one device adds to a container, and its programs with what they need
+outside their own root.
+"""
 
 from __future__ import annotations
 
+import errno
+import signal
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
+from dra_driver.errors import RetryableError
 from dra_driver.model.host import DeviceNode
 
 NO_HOOK = "none"
@@ -92,3 +99,96 @@ class CdiDevice:
     env: tuple[str, ...] = ()
     mounts: tuple[CdiMount, ...] = ()
     admin_access: bool = False
+
+
+CONTROL_PROGRAM = "nvidia-cuda-mps-control"
+SERVER_PROGRAM = "nvidia-cuda-mps-server"
+SMI_PROGRAM = "nvidia-smi"
+IMEX_PROGRAM = "nvidia-imex-ctl"
+
+_NOT_STARTED_CODES = (126, 127)
+"""Exit codes of a shell and of the loader: the program is not executable, or libraries do not fit."""
+_NO_NVML_CODE = 12
+"""Exit code of nvidia-smi: the loader finds no libnvidia-ml.so.1, or none that fits."""
+_LOADER_SAYS = ("error while loading shared libraries", "symbol lookup error", "(required by ")
+"""Messages of the loader, which ends with code 1 if only a version of a symbol is missing."""
+_WHY_NOT_RUN = {
+    errno.ENOEXEC: "it is no program for this machine's architecture; install the driver that is made for it",
+    errno.EACCES: "nobody may execute it; look at its mode, and whether the driver root is mounted with noexec",
+    errno.ENOENT: "it is not there, or the loader that it names is not there; "
+    "programs that name another loader than the distributions' usual one are not supported",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DriverPrograms:
+    """How to run the NVIDIA driver's programs: `paths` has their paths for this process, by name.
+
+    `search_path` is their PATH. `library_path` is their LD_LIBRARY_PATH, None if the loader finds the NVIDIA driver's
+    libraries by itself.
+    """
+
+    root: str
+    paths: Mapping[str, str]
+    search_path: str
+    library_path: str | None = None
+
+    def path(self, name: str) -> str:
+        """The path of a program. Raises: RetryableError if it is not installed."""
+        found = self.paths.get(name)
+        if found is None:
+            raise RetryableError(
+                f"{name} is not below the driver root {self.root}: install the package of the NVIDIA driver that "
+                "has it, or set the driver root to where it is"
+            )
+        return found
+
+    def environment(self) -> dict[str, str]:
+        """The environment for every program of the NVIDIA driver."""
+        directories = dict.fromkeys(path.rpartition("/")[0] for path in self.paths.values())
+        found = {"PATH": ":".join([*directories, self.search_path])}
+        if self.library_path is not None:
+            found["LD_LIBRARY_PATH"] = self.library_path
+        return found
+
+
+FindPrograms = Callable[[], DriverPrograms]
+"""Looks for the installed driver again at each call, since it may come or be replaced later. Raises: StateError."""
+
+
+def not_run(action: str, program: str, error: OSError) -> RetryableError:
+    """What to raise where the kernel refuses to execute a program."""
+    why = _WHY_NOT_RUN.get(error.errno or 0)
+    told = f"{error.strerror or error}: {why}" if why else str(error.strerror or error)
+    return _without_effect(f"{action}: {program} cannot be started: {told}")
+
+
+def check_started(action: str, program: str, code: int, output: str) -> None:
+    """Look at a program's end. Raises: RetryableError if it ended before it could do anything, without effect."""
+    lowered = output.lower()
+    no_nvml = code == _NO_NVML_CODE and program.rpartition("/")[2] == SMI_PROGRAM
+    if no_nvml or code in _NOT_STARTED_CODES or (code and any(part in lowered for part in _LOADER_SAYS)):
+        raise _without_effect(
+            f"{action}: {program} cannot be started ({exit_text(code)}): {' '.join(output.split())}; try to start "
+            "it on the host; if it starts there, report this as a fault of the gpu-dra-driver"
+        )
+
+
+def exit_text(code: int) -> str:
+    """How a program ended; `code` is negative after a signal, as in `subprocess`.
+
+    >>> exit_text(3), exit_text(-9)
+    ('exit code 3', 'signal 9, SIGKILL')
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    name = ""
+    with suppress(ValueError):  # a real-time signal has no name
+        name = f", {signal.Signals(-code).name}"
+    return f"signal {-code}{name}"
+
+
+def _without_effect(text: str) -> RetryableError:
+    error = RetryableError(text)
+    error.has_no_effect = True
+    return error

@@ -1,9 +1,12 @@
-"""Values read from the host: device nodes, and where the host's directories are seen."""
+"""The host: its device nodes and PCI functions, where this process sees its directories, how a change of its hardware
+is noticed, and which of its devices containers get next to their GPUs (IMEX channels, RDMA, storage, NVSwitches).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal, get_args
 
 NodeType = Literal["b", "c", "u", "p"]
 
@@ -59,3 +62,84 @@ class PciFunction:
         """Whether it is a VGA or 3D controller. NVSwitches, audio and USB functions are not, nor are the virtual
         functions (SR-IOV) of a GPU, which NVML does not show."""
         return self.class_code >> 8 in {0x0300, 0x0302} and self.physical is None
+
+
+@dataclass(frozen=True, slots=True)
+class HostFingerprint:
+    """What the host's kernel shows.
+
+    `hardware` changes when a GPU or another PCI function of NVIDIA appears or disappears. `driver` changes when another
+    driver is loaded; it is empty while none is loaded. `instances` has a value for each GPU, by its minor number, that
+    changes when a GPU instance or a compute instance of it appears or disappears.
+    """
+
+    hardware: Hashable
+    driver: str
+    instances: Mapping[int, Hashable]
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFingerprint:
+    """A GPU that answers NVML, or hangs: then it has the values of before, and an empty `uuid` if there are none.
+
+    `mig_mode` is (now, after the next reset) in NVML's numbers, None without MIG; `minor`
+    is the N of /dev/nvidiaN, which the mode may change."""
+
+    uuid: str
+    minor: int | None = None
+    mig_mode: tuple[int, int] | None = None
+
+
+NvmlFingerprint = tuple[GpuFingerprint | None, ...]
+"""One entry for each GPU in NVML's order, None for one that is lost or whose queries fail."""
+
+
+HostDevice = Literal["gds", "mofed", "gdrcopy", "nvswitch"]
+HOST_DEVICES: Final[tuple[HostDevice, ...]] = get_args(HostDevice)
+"""In the order in which users see them. The names are the modes of NVIDIA's container toolkit."""
+
+ImexChannels = int | Literal["all"]
+"""The number of one channel, or all that the NVIDIA driver has."""
+LAST_IMEX_CHANNEL: Final = (1 << 20) - 1
+"""Linux has 20 bits for a minor number."""
+MOST_IMEX_CHANNELS: Final = 4096
+"""More device nodes than these are too many for one container."""
+
+HOST_DEVICE_NODES: Final[Mapping[HostDevice, tuple[str, ...]]] = {
+    "gds": ("/dev/nvidia-fs*",),
+    "mofed": ("/dev/infiniband/uverbs*", "/dev/infiniband/rdma_cm"),
+    "gdrcopy": ("/dev/gdrdrv",),
+    "nvswitch": ("/dev/nvidia-nvswitchctl", "/dev/nvidia-nvswitch*"),
+}
+"""Paths on the host; only the last part has a `*`."""
+HOST_DEVICE_FILES: Final[Mapping[HostDevice, tuple[str, ...]]] = {"gds": ("/run/udev", "/etc/cufile.json")}
+"""What a container needs besides, as far as the host has it: cuFile asks udev for disks."""
+HOST_DEVICE_REMEDIES: Final[Mapping[HostDevice, str]] = {
+    "gds": "`modprobe nvidia-fs` on the node",
+    "mofed": "load the RDMA drivers on the node (`modprobe ib_uverbs rdma_ucm`)",
+    "gdrcopy": "`modprobe gdrdrv` on the node, and start the service gdrcopy",
+    "nvswitch": "start nvidia-fabricmanager on the node",
+}
+
+FABRIC_REMEDY: Final = (
+    "look at `nvidia-smi -q | grep -A4 Fabric` and `nvidia-smi nvlink -s` on the node, and at nvidia-fabricmanager, "
+    "which runs on the node or on the NVLink switches of the rack"
+)
+"""For a GPU that is not registered with its NVLink fabric: whether it gets IMEX channels is not known until then."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraDevices:
+    """What the node's configuration gives to every claim: `imex` channels only to claims on GPUs in a fabric."""
+
+    imex: ImexChannels | None = None
+    host_devices: tuple[HostDevice, ...] = ()
+
+
+NO_EXTRA_DEVICES: Final = ExtraDevices()
+
+
+def in_order(names: Iterable[str]) -> tuple[HostDevice, ...]:
+    """The known names, each once."""
+    given = frozenset(names)
+    return tuple(name for name in HOST_DEVICES if name in given)

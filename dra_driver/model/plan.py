@@ -6,12 +6,12 @@ import re
 from dataclasses import dataclass, replace
 
 from dra_driver.model.claim import AllocatedClaim, DeviceResult
-from dra_driver.model.extra_devices import HostDevice, ImexChannels
 from dra_driver.model.gpu import Gpu
+from dra_driver.model.host import HostDevice, ImexChannels
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice
+from dra_driver.model.mps import SharingMode
 from dra_driver.model.record import HeldDevice
 from dra_driver.model.sharing import kind_of
-from dra_driver.model.sharing_mode import SharingMode
 from dra_driver.model.steps import Step
 
 _SHARE_SUFFIX = re.compile(r"-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
-from dra_driver.model.extra_devices import HostDevice, ImexChannels
+from dra_driver.model.host import HostDevice, ImexChannels
 from dra_driver.model.mig import Placement
-from dra_driver.model.sharing_mode import SharingMode
+from dra_driver.model.mps import SharingMode
 from dra_driver.model.steps import BindVfio, Step
 
 Phase = Literal["preparing", "prepared"]

@@ -40,7 +40,7 @@ from dra_driver.errors import (
     NvmlDetachedError,
     RetryableError,
 )
-from dra_driver.model.driver_programs import FindPrograms
+from dra_driver.model.driver_files import FindPrograms
 from dra_driver.model.mps import MpsDaemonStatus, MpsState
 from dra_driver.mps_host import daemon_processes as processes
 from dra_driver.mps_host.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode

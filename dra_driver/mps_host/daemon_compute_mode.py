@@ -12,7 +12,7 @@ from pathlib import Path
 from dra_driver.base.bounded_program import inherited, run_driver_program
 from dra_driver.base.file_lock import LockBusyError, byte_lock, hold_file
 from dra_driver.errors import NotSupportedError, RetryableError
-from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms, exit_text
+from dra_driver.model.driver_files import SMI_PROGRAM, FindPrograms, exit_text
 
 DEFAULT = 0
 EXCLUSIVE_PROCESS = 3

@@ -16,7 +16,7 @@ import structlog
 
 from dra_driver.base.bounded_program import run_driver_program
 from dra_driver.errors import PermanentError, RetryableError
-from dra_driver.model.driver_programs import CONTROL_PROGRAM, FindPrograms, exit_text, not_run
+from dra_driver.model.driver_files import CONTROL_PROGRAM, FindPrograms, exit_text, not_run
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps_host import daemon_processes as processes
 from dra_driver.mps_host.daemon_limits import is_answer, is_number, limit_commands

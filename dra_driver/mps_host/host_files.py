@@ -81,7 +81,6 @@ from dra_driver.base.fields import (
 from dra_driver.base.file_lock import is_locked
 from dra_driver.base.json_store import JsonStore, UnreadableFile
 from dra_driver.errors import PermanentError, RetryableError, StateError
-from dra_driver.model.json_object import JsonObject
 from dra_driver.model.mps import (
     MPS_STATES,
     MpsDaemonSpec,
@@ -90,6 +89,7 @@ from dra_driver.model.mps import (
     MpsMember,
 )
 from dra_driver.model.problems import NodeProblem
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted
 from dra_driver.mps_host.daemon_limits import check_spec
 from dra_driver.mps_host.daemon_processes import identify, is_control_daemon, users_of

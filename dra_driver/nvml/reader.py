@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from dra_driver.base.file_lock import UseMark
-from dra_driver.model.fingerprint import NvmlFingerprint
 from dra_driver.model.gpu import Gpu
+from dra_driver.model.host import NvmlFingerprint
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance
 

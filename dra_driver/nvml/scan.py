@@ -16,8 +16,8 @@ from dra_driver.errors import (
     RetryableError,
     StateError,
 )
-from dra_driver.model.fingerprint import GpuFingerprint, NvmlFingerprint
 from dra_driver.model.gpu import Gpu
+from dra_driver.model.host import GpuFingerprint, NvmlFingerprint
 from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault, DriverVersions, Inventory
 from dra_driver.model.mig import GpuInstance, MigProfile
 from dra_driver.nvml.calls import NOT_ANSWERED, GpuWalk, Handle, nvml_errors, supported

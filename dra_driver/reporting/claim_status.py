@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import structlog
 
 from dra_driver.errors import DraDriverError
-from dra_driver.model.claim import ClaimRef, ReportedDevice
-from dra_driver.model.device_status import DeviceStatus
+from dra_driver.model.claim import ClaimRef, DeviceStatus, ReportedDevice
 from dra_driver.model.health import HealthStates
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import OwnedInstance

@@ -7,9 +7,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from dra_driver.base.backoff import TokenBucket
-from dra_driver.model.claim import ClaimRef
-from dra_driver.model.device_status import DeviceStatus
-from dra_driver.model.events import EventObject
+from dra_driver.model.claim import ClaimRef, DeviceStatus
+from dra_driver.model.problems import EventObject
 
 _REMEMBERED = 1024
 

@@ -19,9 +19,8 @@ from dra_driver.base.backoff import Backoff
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, DraDriverError
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.events import EventWriter
-from dra_driver.model.claim import ClaimRef
-from dra_driver.model.device_status import DeviceStatus
-from dra_driver.model.events import claim_object, node_object
+from dra_driver.model.claim import ClaimRef, DeviceStatus
+from dra_driver.model.problems import claim_object, node_object
 from dra_driver.reporting.event_queue import (
     ClaimEvent,
     ClaimState,

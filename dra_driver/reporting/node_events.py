@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dra_driver.journal.rules.cleanups import PendingCleanup, what
-from dra_driver.model.events import (
+from dra_driver.model.gpu import GpuProcess
+from dra_driver.model.mig import GpuLayout
+from dra_driver.model.problems import (
     CLEANUP_DONE,
     CLEANUP_PENDING,
     DEVICE_NOT_PUBLISHED,
@@ -19,8 +21,6 @@ from dra_driver.model.events import (
     SLICE_FIELDS_DROPPED,
     SLICES_CONTESTED,
 )
-from dra_driver.model.gpu import GpuProcess
-from dra_driver.model.mig_layouts import GpuLayout
 from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.rules.usage import unclaimed_text

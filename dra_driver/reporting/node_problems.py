@@ -21,7 +21,7 @@ from dra_driver.base.atomic import remove_file, write_atomically
 from dra_driver.base.file_lock import UseMark
 from dra_driver.base.threads import BackgroundWorker, BoundedCall
 from dra_driver.errors import DraDriverError, StateError
-from dra_driver.model.events import (
+from dra_driver.model.problems import (
     DISK_NOT_WRITABLE,
     DISK_WRITABLE,
     DRIVER_AVAILABLE,
@@ -42,8 +42,10 @@ from dra_driver.model.events import (
     PLUGIN_REGISTERED,
     SLICES_NOT_PUBLISHED,
     SLICES_PUBLISHED,
+    NodeProblem,
+    ProblemCode,
+    ShownProblem,
 )
-from dra_driver.model.problems import NodeProblem, ProblemCode, ShownProblem
 from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.problems_file import (

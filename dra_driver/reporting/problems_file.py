@@ -10,8 +10,8 @@ from dra_driver.base.atomic import read_or_none
 from dra_driver.base.fields import NUMBER, TEXT, Shape, encode_file, needed, one_of, parse_file
 from dra_driver.base.file_lock import UseMark
 from dra_driver.model.claim import ClaimRef
-from dra_driver.model.json_object import JsonObject
 from dra_driver.model.problems import FailingClaim, NodeProblem, ShownProblem
+from dra_driver.model.schema import JsonObject
 
 PROBLEMS_FILE: Final = "problems.json"
 RUNNING_LOCK: Final = "running.lock"

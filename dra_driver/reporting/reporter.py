@@ -12,7 +12,8 @@ import structlog
 from dra_driver.errors import DraDriverError
 from dra_driver.mig.context import MigAction
 from dra_driver.model.claim import ClaimRef, ReportedDevice
-from dra_driver.model.events import (
+from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.problems import (
     CLAIM_RECOVERED,
     CLAIM_STILL_IN_USE,
     MIG_DESTROY_DELAYED,
@@ -26,7 +27,6 @@ from dra_driver.model.events import (
     SCHEDULER_OUTDATED,
     UNPREPARE_FAILED,
 )
-from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, RunMps
 from dra_driver.reporting.claim_status import ClaimStatusReporter

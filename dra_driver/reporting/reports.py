@@ -13,9 +13,9 @@ from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.events import EventWriter
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.claim import ClaimRef
-from dra_driver.model.events import PREPARE_SLOW
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.problems import PREPARE_SLOW
 from dra_driver.model.record import ClaimRecord
 from dra_driver.mps_host.host_files import MpsHostFiles
 from dra_driver.reporting.claim_health import ClaimHealthReporter

@@ -30,7 +30,7 @@ from dra_driver.kube.cluster import server_version
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.mig.rules.counters import is_counted
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import SharingPolicy
 from dra_driver.slices.rules.build import NEWEST_TAINTS, OLDEST_TAINTS, Pool, SliceContent, TaintLimits
 from dra_driver.slices.rules.diff import (

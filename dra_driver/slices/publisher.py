@@ -21,8 +21,8 @@ from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.kube.client import FIELD_MANAGER
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.model.inventory import Inventory, OfferedDevice
-from dra_driver.model.json_object import JsonObject
 from dra_driver.model.problems import NodeProblem
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import SharingPolicy
 from dra_driver.slices.api_support import ApiSupport
 from dra_driver.slices.refusals import Publishable, RefusedSlices

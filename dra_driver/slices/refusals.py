@@ -13,7 +13,7 @@ from typing import Final
 import structlog
 
 from dra_driver.errors import ApiRejectedError
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 from dra_driver.slices.rules.build import Pool, SliceContent, has_its_counters
 
 _log = structlog.get_logger(__name__)

@@ -55,7 +55,7 @@ from dra_driver.kubelet.dra import check_claims
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
-from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.units import format_bytes, parse_quantity
 from dra_driver.mps_host import daemon_limits as limits

@@ -12,7 +12,7 @@ import yaml
 
 from dra_driver.api.config import FIELDS, GROUP_VERSION, KINDS, LEAST_MEMORY, MEMORY
 from dra_driver.api.resolve import decode
-from dra_driver.model.shapes import Choice, ListField, MapField, Object, Scalar, Shape
+from dra_driver.model.schema import Choice, ListField, MapField, Object, Scalar, Shape
 
 MANUAL = Path(__file__).parents[2] / "docs/api.md"
 HEAD = "| Field | Type | Values | Default | What it does |\n|---|---|---|---|---|\n"

@@ -12,7 +12,7 @@ import pytest
 
 from dra_driver.base import bounded_program
 from dra_driver.errors import RetryableError
-from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps_host import daemon_compute_mode as computemode
 from dra_driver.mps_host import daemon_control as control
@@ -113,7 +113,7 @@ esac
 SETS_MODE = """
 import sys
 from pathlib import Path
-from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 programs = DriverPrograms("/", {"nvidia-smi": sys.argv[1] + "/nvidia-smi"}, sys.argv[2])
 ComputeMode(lambda: programs, locks=Path(sys.argv[1], "host.modes")).set("GPU-1", EXCLUSIVE_PROCESS)

@@ -17,7 +17,7 @@ from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.inventory.discovery import discover_once
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig
-from dra_driver.model.extra_devices import HOST_DEVICES, NO_EXTRA_DEVICES, ExtraDevices, in_order
+from dra_driver.model.host import HOST_DEVICES, NO_EXTRA_DEVICES, ExtraDevices, in_order
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.mig import MigProfile, OwnedInstance
 from dra_driver.model.plan import Plan

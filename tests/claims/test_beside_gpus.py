@@ -9,8 +9,8 @@ import pytest
 
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError, RetryableError
-from dra_driver.model.extra_devices import FABRIC_REMEDY, ExtraDevices
 from dra_driver.model.gpu import Fabric, UnreadyFabric
+from dra_driver.model.host import FABRIC_REMEDY, ExtraDevices
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord

@@ -26,7 +26,7 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
 from dra_driver.mig.context import MigContext
 from dra_driver.model.claim import Failed, Prepared
-from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.model.steps import RunMps, SetTimeSlice
 from dra_driver.mps_host.host_files import (

@@ -10,7 +10,7 @@ from dra_driver.claims.rules.plan import DeviceHeldError, answer, plan_claim
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError, RetryableError
 from dra_driver.inventory.rules.gpu_names import held_gpu_names
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
-from dra_driver.model.extra_devices import ExtraDevices
+from dra_driver.model.host import ExtraDevices
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.passthrough import uuid_of_bus_id
 from dra_driver.model.plan import Plan

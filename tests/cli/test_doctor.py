@@ -36,9 +36,8 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
-from dra_driver.model.extra_devices import ExtraDevices
 from dra_driver.model.gpu import UnreadyFabric
-from dra_driver.model.host import DeviceNode
+from dra_driver.model.host import DeviceNode, ExtraDevices
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.record import ClaimRecord

@@ -12,7 +12,7 @@ import pytest
 from dra_driver.app.settings import FLAGS, Flag
 from dra_driver.cli.flags import Command, read, switch
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.shapes import Choice, Scalar
+from dra_driver.model.schema import Choice, Scalar
 from tests.fakes.tables import tabled
 
 WHOLE = Scalar(int)

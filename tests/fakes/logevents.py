@@ -42,10 +42,10 @@ def _calls(file: Path) -> Iterator[LogCall]:
             crash_event = next((item.value for item in node.keywords if item.arg == "crash_event"), None)
             if crash_event is not None:  # what a BackgroundWorker logs of its work
                 yield LogCall(f"{name}:{node.lineno}", name, ("exception",), _literals(crash_event), ())
-            levels = () if name == _WORKER else _levels(node.func, aliases)
-            if levels:
+            levels = _levels(node.func, aliases)
+            events = _literals(_event_argument(node, levels)) if levels else None
+            if levels and not (name == _WORKER and events is None):
                 fields = tuple(keyword.arg or "**" for keyword in node.keywords)
-                events = _literals(_event_argument(node, levels))
                 yield LogCall(f"{name}:{node.lineno}", name, levels, events, fields)
 
 

@@ -24,7 +24,7 @@ from dra_driver.claims.waiting import PrepareAttempt, Waiter, WaitTimeouts
 from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
-from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan

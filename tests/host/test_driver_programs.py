@@ -9,7 +9,7 @@ import pytest
 from dra_driver.base import bounded_program
 from dra_driver.errors import NotSupportedError, NvmlUnavailableError, RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
-from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.model.driver_files import DriverPrograms
 from tests.fakes.tables import tabled
 from tests.host.trees import VERSION, put_libraries, put_program
 

@@ -19,7 +19,7 @@ from dra_driver.base.bounded_program import run_program
 from dra_driver.errors import NvmlUnavailableError, RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
 from dra_driver.host.driver_root import find_nvml_library
-from dra_driver.model.driver_programs import CONTROL_PROGRAM, SMI_PROGRAM, DriverPrograms, FindPrograms
+from dra_driver.model.driver_files import CONTROL_PROGRAM, SMI_PROGRAM, DriverPrograms, FindPrograms
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps_host.daemon import HostTools
 from dra_driver.mps_host.daemon_compute_mode import ComputeMode

@@ -15,7 +15,7 @@ from nvidia_programs import Programs
 from dra_driver.base.bounded_program import run_program
 from dra_driver.errors import NotSupportedError, NvmlUnavailableError, RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
-from dra_driver.model.driver_programs import SMI_PROGRAM, FindPrograms
+from dra_driver.model.driver_files import SMI_PROGRAM, FindPrograms
 from dra_driver.mps_host.daemon_compute_mode import ComputeMode
 from tests.fakes.samples import h100
 from tests.fakes.tables import tabled

@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.host.sysfs import Sysfs
-from dra_driver.model.fingerprint import HostFingerprint
-from dra_driver.model.host import PciFunction
+from dra_driver.model.host import HostFingerprint, PciFunction
 from tests.fakes.tables import tabled
 from tests.host.trees import pci_function, put
 

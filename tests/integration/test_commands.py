@@ -26,9 +26,8 @@ from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, PodRef
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.mig import OwnedInstance, Placement
-from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.mps import LostMps, MpsDaemonSpec, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.sharing_mode import LostMps, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, WriteCdiSpec
 from dra_driver.slices.rules.build import build_pool
 from tests.fakes.samples import MIXED, h100, inventory

@@ -12,7 +12,7 @@ from dra_driver.app.wiring import mig as wiring
 from dra_driver.cli.inspect import slices_to_publish
 from dra_driver.cli.state_on_disk import read_state
 from dra_driver.mig import layouts
-from dra_driver.model.mig_layouts import LAYOUT_LABEL, LAYOUT_STATE_LABEL, LayoutEntry, MigLayouts
+from dra_driver.model.mig import LAYOUT_LABEL, LAYOUT_STATE_LABEL, LayoutEntry, MigLayouts
 from tests.fakes.scrapes import by_label
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import NODE, Node

@@ -13,9 +13,8 @@ from dra_driver.errors import StateError
 from dra_driver.journal.record_codec import decode, encode
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult, PodRef
 from dra_driver.model.mig import Placement
-from dra_driver.model.mps import MpsDaemonSpec, MpsMember
+from dra_driver.model.mps import MpsDaemonSpec, MpsMember, MpsShared, TimeSliced
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.sharing_mode import MpsShared, TimeSliced
 from dra_driver.model.steps import (
     BindVfio,
     CreateMig,

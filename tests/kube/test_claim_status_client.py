@@ -12,9 +12,8 @@ from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.resource_api import ResourceApi
-from dra_driver.model.claim import ClaimRef, PodRef
-from dra_driver.model.device_status import DeviceFacts, DeviceStatus, MpsFacts
-from dra_driver.model.events import EventObject
+from dra_driver.model.claim import ClaimRef, DeviceFacts, DeviceStatus, MpsFacts, PodRef
+from dra_driver.model.problems import EventObject
 from tests.fakes.tables import data_of
 from tests.kube.support import DRIVER, allocated_claim, claim_status_client, write_claim_status
 

@@ -11,7 +11,7 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.events import EventWriter
 from dra_driver.model.claim import ClaimRef
-from dra_driver.model.events import EventObject, claim_object, node_object
+from dra_driver.model.problems import EventObject, claim_object, node_object
 from tests.kube.support import DRIVER
 
 _START = datetime(2026, 8, 7, 12, tzinfo=UTC)

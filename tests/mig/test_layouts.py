@@ -18,8 +18,7 @@ from dra_driver.mig.rules.layouts import (
     largest_that_fits,
     target_of,
 )
-from dra_driver.model.mig import GpuInstance, Placement
-from dra_driver.model.mig_layouts import LayoutEntry, MigLayouts
+from dra_driver.model.mig import GpuInstance, LayoutEntry, MigLayouts, Placement
 from tests.fakes.tables import tabled
 from tests.mig.migtables import MODELS, Silicon, table
 

@@ -14,7 +14,7 @@ from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile, decode
 from dra_driver.mig.layouts import TAINTED_FIRST_S, NodeLayouts
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig_layouts import GpuLayout, LayoutEntry, MigLayouts
+from dra_driver.model.mig import GpuLayout, LayoutEntry, MigLayouts
 from dra_driver.model.passthrough import Card
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from tests.fakes.machines import SimulatedNode

@@ -15,7 +15,7 @@ import yaml
 
 from dra_driver import errors
 from dra_driver.errors import PermanentError, StateError
-from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps_host import daemon_processes as processes
 from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode

@@ -19,7 +19,7 @@ from nvidia_programs import Programs
 
 from dra_driver.errors import PermanentError, RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms
-from dra_driver.model.driver_programs import CONTROL_PROGRAM, FindPrograms
+from dra_driver.model.driver_files import CONTROL_PROGRAM, FindPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories, MpsMember
 from dra_driver.mps_host import daemon_control
 from dra_driver.mps_host import daemon_processes as processes

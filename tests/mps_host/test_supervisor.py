@@ -21,7 +21,7 @@ from dra_driver.errors import FatalError, PermanentError, RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.rooted_tree import text_of
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments
-from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.mps_host import daemon_control
 from dra_driver.mps_host import daemon_processes as processes
 from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode

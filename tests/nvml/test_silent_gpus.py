@@ -11,7 +11,7 @@ import pynvml
 import pytest
 
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
-from dra_driver.model.fingerprint import GpuFingerprint
+from dra_driver.model.host import GpuFingerprint
 from dra_driver.model.inventory import Inventory
 from dra_driver.nvml import calls
 from dra_driver.nvml.calls import NOT_ANSWERED, GpuWalk

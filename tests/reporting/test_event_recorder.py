@@ -17,9 +17,8 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.events import EventWriter
 from dra_driver.kube.resource_api import ResourceApi
-from dra_driver.model.claim import ClaimRef
-from dra_driver.model.device_status import DeviceStatus
-from dra_driver.model.events import PREPARE_FAILED, EventObject, node_object
+from dra_driver.model.claim import ClaimRef, DeviceStatus
+from dra_driver.model.problems import PREPARE_FAILED, EventObject, node_object
 from dra_driver.reporting.event_queue import ClaimState, EventQueue, ObjectEvent, ReportLimits
 from dra_driver.reporting.event_recorder import EventRecorder
 from tests.fakes.waiting import eventually

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from dra_driver.errors import RetryableError
 from dra_driver.model.claim import ClaimRef
-from dra_driver.model.events import MPS_NOT_EXCLUSIVE, MPS_USERS_WAIT
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.problems import MPS_NOT_EXCLUSIVE, MPS_USERS_WAIT
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps
 from dra_driver.reporting.mps_events import MpsEvents

@@ -14,11 +14,10 @@ from dra_driver.journal.rules.cleanups import PendingCleanup, by_gpus, gpus_of, 
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.driver_files import CdiDevice
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories, MpsMember
+from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories, MpsMember, MpsShared
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all
-from dra_driver.model.sharing_mode import MpsShared
 from dra_driver.model.steps import LeaveMigMode, RunMps, SetTimeSlice, WriteCdiSpec
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, GPU_2, NODE, claim, h100, inventory, result, uuid
 from tests.fakes.tables import tabled

@@ -15,7 +15,7 @@ from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
-from dra_driver.model.driver_programs import DriverPrograms
+from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import SetTimeSlice

@@ -24,8 +24,7 @@ from dra_driver.mig.layouts import NodeLayouts
 from dra_driver.mig.ledger import MigLedger
 from dra_driver.mig.steps import MigSteps
 from dra_driver.model.host import HostPaths
-from dra_driver.model.mig import OwnedInstance
-from dra_driver.model.mig_layouts import GpuLayout
+from dra_driver.model.mig import GpuLayout, OwnedInstance
 from dra_driver.model.steps import CreateMig, LeaveMigMode
 from dra_driver.nvml.mig_changes import MigHardware
 

@@ -15,9 +15,9 @@ from dra_driver.cdi.rules.spec import checked_claim_uid, minimum_version
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice
-from dra_driver.model.json_object import JsonObject
 from dra_driver.model.mig import OwnedInstance
-from dra_driver.model.sharing_mode import MpsShared, SharingMode
+from dra_driver.model.mps import MpsShared, SharingMode
+from dra_driver.model.schema import JsonObject
 from dra_driver.sharing.rules.shared_device import SHAREABLE
 from dra_driver.slices.rules.attributes import attributes_of
 

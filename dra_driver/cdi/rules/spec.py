@@ -12,9 +12,8 @@ from typing import Any
 
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.driver_files import CdiDevice, CdiMount, DriverFile, DriverFiles, HostNode
-from dra_driver.model.mps import MpsDirectories
+from dra_driver.model.mps import MpsDirectories, MpsShared
 from dra_driver.model.plan import device_of_cdi_name, share_of_cdi_name
-from dra_driver.model.sharing_mode import MpsShared
 
 CLASS = "claim"
 COMMON = "containerEdits"

@@ -6,7 +6,7 @@ from typing import Final
 
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.claim import DeviceResult
-from dra_driver.model.extra_devices import FABRIC_REMEDY, MOST_IMEX_CHANNELS, ImexChannels
+from dra_driver.model.host import FABRIC_REMEDY, MOST_IMEX_CHANNELS, ImexChannels
 from dra_driver.model.inventory import Inventory, OfferedDevice, WholeGpu
 
 _UNREADY: Final = {

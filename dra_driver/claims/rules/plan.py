@@ -24,7 +24,7 @@ from dra_driver.cdi.rules.spec import SpecDevice, cdi_id
 from dra_driver.claims.rules.imex_channels import imex_of
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError, RetryableError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
-from dra_driver.model.extra_devices import NO_EXTRA_DEVICES, ExtraDevices
+from dra_driver.model.host import NO_EXTRA_DEVICES, ExtraDevices
 from dra_driver.model.ids import gpu_of_device
 from dra_driver.model.inventory import (
     DynamicMigDevice,
@@ -34,10 +34,10 @@ from dra_driver.model.inventory import (
     VfioDevice,
     WholeGpu,
 )
+from dra_driver.model.mps import LostMps, MpsShared, SharingMode, TimeSliced, usage_kind
 from dra_driver.model.plan import Plan, PlannedDevice, cdi_device, held_silicon
 from dra_driver.model.record import ClaimRecord, DeviceKind, HeldDevice
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, kind_of
-from dra_driver.model.sharing_mode import LostMps, MpsShared, SharingMode, TimeSliced, usage_kind
 from dra_driver.model.steps import (
     EVERY_METADATA_VERSION,
     BindVfio,

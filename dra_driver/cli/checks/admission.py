@@ -13,7 +13,7 @@ from dra_driver.kube.client import MERGE_PATCH, ApiClient
 from dra_driver.kube.cluster import Permission, is_allowed
 from dra_driver.kube.resource_api import GROUP_VERSION, ResourceApi
 from dra_driver.model.claim import ClaimRef, allocation_results
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 _FOREIGN = "not-this-node.invalid"
 _APPLY = "upgrade gpu-dra-driver with its chart (`helm upgrade`) as an administrator"

@@ -15,7 +15,7 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import Permission, is_allowed, node_uid, read_node, server_version
 from dra_driver.kube.resource_api import GROUP, GROUP_VERSION, ResourceApi
 from dra_driver.model.claim import ClaimRef
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted, named
 from dra_driver.slices.api_support import Support, ask_support
 from dra_driver.slices.rules.diff import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE, Owner

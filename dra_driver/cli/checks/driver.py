@@ -28,18 +28,19 @@ from dra_driver.host.imex import ImexChannelNodes, ImexDaemon
 from dra_driver.host.libraries import note_of_left_out, scan_libraries
 from dra_driver.host.rooted_tree import RootedTree, join_root, names_in
 from dra_driver.host.sysfs import Sysfs
-from dra_driver.model.driver_programs import IMEX_PROGRAM
-from dra_driver.model.extra_devices import (
+from dra_driver.model.driver_files import IMEX_PROGRAM
+from dra_driver.model.gpu import GpuProcess
+from dra_driver.model.host import (
     FABRIC_REMEDY,
+    HOST_DEVICE_NODES,
+    HOST_DEVICE_REMEDIES,
     MOST_IMEX_CHANNELS,
     NO_EXTRA_DEVICES,
-    NODE_PATTERNS,
-    REMEDIES,
     ExtraDevices,
+    HostPaths,
     ImexChannels,
+    PciFunction,
 )
-from dra_driver.model.gpu import GpuProcess
-from dra_driver.model.host import HostPaths, PciFunction
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.passthrough import is_vfio
 from dra_driver.model.units import counted, named
@@ -340,8 +341,8 @@ class DriverChecks:
         missing = [kind for kind in kinds if not finder.find(kind).nodes]
         if missing:
             return warn(
-                f"no nodes for {named(missing)} ({', '.join(NODE_PATTERNS[missing[0]])}), so claims go without",
-                f"{REMEDIES[missing[0]]}, or leave it out of --host-devices",
+                f"no nodes for {named(missing)} ({', '.join(HOST_DEVICE_NODES[missing[0]])}), so claims go without",
+                f"{HOST_DEVICE_REMEDIES[missing[0]]}, or leave it out of --host-devices",
             )
         return ok(f"{named(kinds)}: their nodes are there")
 

@@ -19,7 +19,7 @@ from dra_driver.cli.rules.runtime_config import (
 )
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.host import HostPaths
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 _CONTAINERD = (
     "/etc/containerd/config.toml",

@@ -14,7 +14,7 @@ from dra_driver.cli.rules.cluster_usage import Used, used_together
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import allocation_results
 from dra_driver.model.gpu import GpuLoad
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import format_bytes, format_decimal, parse_quantity
 
 State = Literal["free", "allocated", "blocked", "tainted"]

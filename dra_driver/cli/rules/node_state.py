@@ -10,8 +10,7 @@ from dra_driver.mig.rules.ownership import instances_to_withhold
 from dra_driver.model.health import HealthState
 from dra_driver.model.ids import mig_device_name
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig import GpuInstance, OwnedInstance
-from dra_driver.model.mig_layouts import GpuLayout
+from dra_driver.model.mig import GpuInstance, GpuLayout, OwnedInstance
 from dra_driver.model.record import ClaimRecord
 
 BOOT_UNKNOWN = (

@@ -10,9 +10,9 @@ from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.journal.rules.cleanups import CleanupKind, PendingCleanup
 from dra_driver.model.claim import Pods
 from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.mps import INTERVALS, LostMps, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.problems import FailingClaim
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.sharing_mode import INTERVALS, LostMps, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.steps import Step
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.shapes import Anything, ListField, MapField, Object, Scalar, Shape, faults
+from dra_driver.model.schema import Anything, ListField, MapField, Object, Scalar, Shape, faults
 from dra_driver.model.units import parse_quantity
 
 _LONGEST: Final = 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from dra_driver.cli.validation.rules.explain import Funnel, funnel, largest_grou
 from dra_driver.errors import DraDriverError, RetryableError
 from dra_driver.kube.claims import parse_allocated_claim
 from dra_driver.model.claim import ClaimRef
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted
 
 _PLAIN_STEPS = 2

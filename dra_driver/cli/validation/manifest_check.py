@@ -38,7 +38,7 @@ from dra_driver.cli.validation.rules.server_answers import Answer
 from dra_driver.cli.validation.rules.standard_classes import standard_classes
 from dra_driver.cli.validation.rules.workloads import pod_specs
 from dra_driver.cli.validation.server_trial import Reference, ServerFindings
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted, named
 
 NOT_JUDGED = "not judged"

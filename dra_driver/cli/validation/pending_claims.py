@@ -19,7 +19,7 @@ from dra_driver.cli.validation.rules.manifests import bodies, class_names, reque
 from dra_driver.cli.validation.rules.selection import NotJudgedError
 from dra_driver.errors import DraDriverError
 from dra_driver.model.claim import allocation_results
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 _MOST_KINDS = 200
 _MOST_DEVICES = 4000

@@ -13,7 +13,7 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import JSON, ApiClient, is_not_found, path_segment
 from dra_driver.kube.endpoint import Endpoint
 from dra_driver.kube.resource_api import ResourceApi
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 Reference = tuple[str, str, str]
 """Kind, namespace and name of a claim or a template."""

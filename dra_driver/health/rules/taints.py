@@ -23,10 +23,9 @@ from dra_driver.model.health import (
     targets_of_mig,
 )
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
-from dra_driver.model.json_object import JsonObject
-from dra_driver.model.mig import OwnedInstance
-from dra_driver.model.mig_layouts import MIG_LAYOUT, GpuLayout
+from dra_driver.model.mig import MIG_LAYOUT, GpuLayout, OwnedInstance
 from dra_driver.model.record import ClaimRecord
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import SharingPolicy
 from dra_driver.slices.rules.build import NEWEST_TAINTS, TaintLimits
 

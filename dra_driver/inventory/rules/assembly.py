@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from dra_driver.errors import NvmlUnavailableError
-from dra_driver.model.fingerprint import GpuFingerprint, HostFingerprint, NvmlFingerprint
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.health import PolledHealth
+from dra_driver.model.host import GpuFingerprint, HostFingerprint, NvmlFingerprint
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 
 

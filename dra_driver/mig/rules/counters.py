@@ -12,8 +12,8 @@ from functools import cache, lru_cache
 
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, VfioDevice, WholeGpu
-from dra_driver.model.json_object import JsonObject
 from dra_driver.model.mig import GpuInstance, MigProfile, Partitioning, PlacedProfile, Placement
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import format_bytes
 
 Amounts = Mapping[str, int]

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dra_driver.mig.rules.counters import fits_beside
-from dra_driver.model.mig import GpuInstance, PlacedProfile, Placement
-from dra_driver.model.mig_layouts import LayoutEntry, Layouts
+from dra_driver.model.mig import GpuInstance, LayoutEntry, Layouts, PlacedProfile, Placement
 
 Slot = tuple[int, int]
 """Profile ID and first memory slice of a GPU instance, as `GpuInstance.slot`."""

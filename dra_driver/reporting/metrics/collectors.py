@@ -17,7 +17,7 @@ from dra_driver.model.claim import Pods
 from dra_driver.model.gpu import GpuLoad
 from dra_driver.model.health import UNRESPONSIVE, Condition, HealthState, HealthTarget, Severity, condition
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
-from dra_driver.model.mig_layouts import GpuLayout
+from dra_driver.model.mig import GpuLayout
 from dra_driver.model.mps import MPS_STATES
 from dra_driver.model.problems import FOUND_BY_TOP, ProblemCode
 from dra_driver.model.record import ClaimRecord

@@ -10,9 +10,7 @@ from typing import NamedTuple
 
 from dra_driver.health.rules.polling import FABRIC
 from dra_driver.health.rules.taints import MadeInstance, device_reasons, device_targets, instances_by_device
-from dra_driver.model.claim import DeviceResult
-from dra_driver.model.device_status import DeviceFacts, DeviceStatus, MpsFacts
-from dra_driver.model.events import GPU_GONE, GPU_LOST, GPU_RECOVERED, GPU_UNHEALTHY, PREPARED
+from dra_driver.model.claim import DeviceFacts, DeviceResult, DeviceStatus, MpsFacts
 from dra_driver.model.health import HealthChange, HealthStates, HealthTarget, Reason, Severity
 from dra_driver.model.inventory import (
     DynamicMigDevice,
@@ -22,8 +20,9 @@ from dra_driver.model.inventory import (
     VfioDevice,
 )
 from dra_driver.model.mig import OwnedInstance
+from dra_driver.model.mps import MpsShared
+from dra_driver.model.problems import GPU_GONE, GPU_LOST, GPU_RECOVERED, GPU_UNHEALTHY, PREPARED
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.sharing_mode import MpsShared
 
 CreatedInstanceOf = Callable[[str], OwnedInstance | None]
 

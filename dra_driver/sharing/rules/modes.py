@@ -10,16 +10,18 @@ from dra_driver.api.resolve import ResolvedConfig
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import DeviceResult
 from dra_driver.model.inventory import DriverVersions, OfferedDevice, WholeGpu
-from dra_driver.model.mps import MpsDaemonSpec, MpsKind, MpsMember
-from dra_driver.model.sharing import SharingPolicy, SharingRule
-from dra_driver.model.sharing_mode import (
+from dra_driver.model.mps import (
     INTERVALS,
     LostMps,
+    MpsDaemonSpec,
+    MpsKind,
+    MpsMember,
     MpsShared,
     SharingMode,
     TimeSliced,
     usage_kind,
 )
+from dra_driver.model.sharing import SharingPolicy, SharingRule
 from dra_driver.sharing.rules.client_limits import bounded_rule, why_one_user
 from dra_driver.sharing.rules.mps_requests import refuse_mixed_requests
 from dra_driver.sharing.rules.share_limits import limits_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dra_driver.model.events import MPS_NOT_EXCLUSIVE, MPS_USERS_WAIT
 from dra_driver.model.mps import MpsDaemonStatus
+from dra_driver.model.problems import MPS_NOT_EXCLUSIVE, MPS_USERS_WAIT
 
 
 def notes_of(status: MpsDaemonStatus) -> Iterator[tuple[str, str]]:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import DeviceResult
 from dra_driver.model.inventory import OfferedDevice, WholeGpu
+from dra_driver.model.mps import MpsShared, SharingMode
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.sharing_mode import MpsShared, SharingMode
 
 
 def refuse_mixed_requests(

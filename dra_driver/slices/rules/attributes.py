@@ -18,8 +18,8 @@ from dra_driver.model.inventory import (
     VfioDevice,
     WholeGpu,
 )
-from dra_driver.model.json_object import JsonObject
 from dra_driver.model.mig import MigProfile
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import format_bytes
 from dra_driver.sharing.rules.client_limits import BoundedRule
 from dra_driver.sharing.rules.shared_device import MEMORY, MULTIPROCESSORS, SHAREABLE, shared_capacity

@@ -18,7 +18,7 @@ from dra_driver.mig.rules.counters import consumed_counters, counter_set, has_co
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import is_dns_label
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 from dra_driver.sharing.rules.client_limits import BoundedRule, bounded_rule
 from dra_driver.sharing.rules.shared_device import SHAREABLE

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import same_quantity
 from dra_driver.slices.rules.build import Pool, SliceContent
 

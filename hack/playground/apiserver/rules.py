@@ -15,7 +15,7 @@ from typing import Any
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model import units
 from dra_driver.model.ids import is_dns_label
-from dra_driver.model.shapes import (
+from dra_driver.model.schema import (
     Choice,
     FieldFault,
     ListField,

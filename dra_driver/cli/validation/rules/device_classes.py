@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 _DOMAIN = "nvidia.com"
 _PROFILE = re.compile(r"(\d+)g\.(\d+)gb(.*)\Z")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 IMPLICIT = "deviceclass.resource.kubernetes.io/"
 

@@ -18,8 +18,17 @@ from dra_driver.cli.validation.rules.selection import NotJudgedError
 from dra_driver.cli.validation.rules.selectors import compiled
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import is_dns_label
-from dra_driver.model.json_object import JsonObject
-from dra_driver.model.shapes import Anything, FieldFault, ListField, MapField, Object, Scalar, Shape, faults
+from dra_driver.model.schema import (
+    Anything,
+    FieldFault,
+    JsonObject,
+    ListField,
+    MapField,
+    Object,
+    Scalar,
+    Shape,
+    faults,
+)
 from dra_driver.model.units import parse_quantity
 
 GROUP = "resource.k8s.io"

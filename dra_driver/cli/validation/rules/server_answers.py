@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 Outcome = Literal["accepted", "refused", "waits", "not asked"]
 

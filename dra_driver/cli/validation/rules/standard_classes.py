@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dra_driver.api.config import GROUP_VERSION
 from dra_driver.cli.validation.rules.device_classes import mig_classes
 from dra_driver.cli.validation.rules.selection import DeviceView
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 API_VERSION = "resource.k8s.io/v1"
 

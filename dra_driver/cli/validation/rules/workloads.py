@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from dra_driver.model.json_object import JsonObject
+from dra_driver.model.schema import JsonObject
 
 _DEEPEST = 16
 

@@ -13,6 +13,9 @@ from typing import Any, Final
 
 from dra_driver.model.ids import quoted
 
+JsonObject = dict[str, Any]
+
+
 Test = Callable[[Any], str | None]
 """What is wrong with a value, as the end of a sentence; None if nothing."""
 
