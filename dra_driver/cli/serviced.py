@@ -12,8 +12,8 @@ from dra_driver.cli.flags import of_run
 from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.scratch import node_settings
 from dra_driver.errors import InvalidConfigError, PermanentError, RetryableError
-from dra_driver.health.rules.endings import waits_for_reset
-from dra_driver.health.serviced import ServicedGpus
+from dra_driver.health.rules.state import waits_for_reset
+from dra_driver.health.store import ServicedGpus
 from dra_driver.inventory.rules.gpu_names import named_gpus
 from dra_driver.model.health import Reason
 from dra_driver.reporting.problems_file import read_problems

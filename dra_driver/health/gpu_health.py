@@ -10,8 +10,7 @@ from dra_driver.health.kubelet_stream import HealthStream
 from dra_driver.health.monitor import Monitor
 from dra_driver.health.rules.taints import MadeInstance, TaintPolicy, device_taints, instances_by_device
 from dra_driver.health.rules.xids import XidPolicy
-from dra_driver.health.serviced import ServicedGpus
-from dra_driver.health.store import HealthStore
+from dra_driver.health.store import HealthStore, ServicedGpus
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.lanes import Lanes

@@ -14,7 +14,7 @@ import structlog
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.health.book import OVERDUE_S, HealthBook, HealthThread
-from dra_driver.health.rules.nvlinks import compared
+from dra_driver.health.rules.polling import compared
 from dra_driver.health.rules.state import shows_reset
 from dra_driver.health.rules.xids import RECOVERY_ACTION_CHANGED, severity_of_xid
 from dra_driver.model.health import (

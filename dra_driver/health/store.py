@@ -1,14 +1,22 @@
-"""What is known of the GPUs' health, kept over restarts of the plugin in one file."""
+"""What the files on the node say of the health of GPUs: what the plugin knew before a restart, and what an
+administrator said.
+
+`gpu-dra-driver serviced` writes that a GPU was reset or replaced, though the NVIDIA driver cannot report it, and every
+instance of the plugin on the node reads it. A reason that began before the time in the file ends with the next poll
+that finds the GPU well, as after an observed reset. So the file has no state: it can be read any number of times, and
+counts in its boot only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 
+from dra_driver.base.atomic import read_or_none, write_atomically
 from dra_driver.base.fields import (
     FLAG,
     NUMBER,
@@ -25,13 +33,14 @@ from dra_driver.base.fields import (
 )
 from dra_driver.base.json_store import JsonStore, UnreadableFile
 from dra_driver.errors import StateError
-from dra_driver.health.rules.merge import merged
+from dra_driver.health.rules.state import merged
 from dra_driver.model.health import HealthState, HealthTarget, NvLinks, Reason, Severity
 from dra_driver.model.schema import JsonObject
 
 _log = structlog.get_logger(__name__)
 
 FORMAT_VERSION = 1
+_FILE = "serviced.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,3 +207,39 @@ _KEPT = Shape(
     driver_version=left_out(TEXT),
     states=needed(list_of(Kind(_decode_state, _encode_state))),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Serviced:
+    boot_id: str
+    gpus: Mapping[str, int] = field(default_factory=dict)
+
+
+class ServicedGpus:
+    """The file in the plugin directory. `boot_id` is that of this boot."""
+
+    def __init__(self, plugin_directory: Path, boot_id: str) -> None:
+        self._path = plugin_directory / _FILE
+        self._boot_id = boot_id
+
+    def times(self) -> Mapping[str, int]:
+        """When each GPU was serviced last in this boot, in seconds since 1970 by UUID. Raises: StateError if the file
+        cannot be read."""
+        content = read_or_none(self._path)
+        if content is None:
+            return {}
+        found = parse_file(content, "file of serviced GPUs", _decoded, known=FORMAT_VERSION)
+        return found.gpus if found.boot_id == self._boot_id else {}
+
+    def add(self, gpu_uuid: str, at: int) -> None:
+        """The GPU was serviced before `at`. Raises: StateError."""
+        try:
+            known = self.times()
+        except StateError:
+            known = {}  # a damaged file is replaced
+        document = {"bootID": self._boot_id, "gpus": {**known, gpu_uuid: at}}
+        write_atomically(self._path, encode_file(document, FORMAT_VERSION), durable=False)
+
+
+def _decoded(fields: JsonObject) -> _Serviced:
+    return _Serviced(str(fields["bootID"]), {str(uuid): int(at) for uuid, at in fields["gpus"].items()})

@@ -83,7 +83,7 @@ class ConformanceNode(Node):
 
 @pytest.fixture
 def make_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ConformanceNode]]:
-    monkeypatch.setattr("dra_driver.health.listener._WAIT_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
     monkeypatch.setattr("dra_driver.inventory.discovery._LOOK_EVERY_S", 0.1)
     with ExitStack() as stack:
 

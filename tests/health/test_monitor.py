@@ -14,8 +14,7 @@ from dra_driver.errors import NvmlUnavailableError, RetryableError, StateError
 from dra_driver.health.monitor import Monitor
 from dra_driver.health.rules.state import REBOOT_AFTER_S, SETTLE_S, SETTLE_UNSURE_S, UNRESPONSIVE_AFTER_S
 from dra_driver.health.rules.taints import device_taints
-from dra_driver.health.serviced import ServicedGpus
-from dra_driver.health.store import HealthStore, KeptHealth
+from dra_driver.health.store import HealthStore, KeptHealth, ServicedGpus
 from dra_driver.model.gpu import Fabric, FabricRegistration, UnreadyFabric
 from dra_driver.model.health import (
     HealthChange,
@@ -821,7 +820,7 @@ class Threaded:
 @pytest.fixture
 def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Threaded]]:
     """Starts monitors with their threads."""
-    monkeypatch.setattr("dra_driver.health.listener._WAIT_S", 0.005)
+    monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.005)
     started: list[Threaded] = []
 
     def start(**more: object) -> Threaded:

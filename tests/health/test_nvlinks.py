@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from dra_driver.health import poller
-from dra_driver.health.rules.merge import merged
-from dra_driver.health.rules.nvlinks import compared, seen_nvlinks
-from dra_driver.health.rules.state import observe
+from dra_driver.health.rules.polling import compared, seen_nvlinks
+from dra_driver.health.rules.state import merged, observe
 from dra_driver.health.rules.taints import device_taints
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.health import HealthState, HealthTarget, NvLinks, PolledHealth, PollResult

@@ -12,7 +12,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dra_driver.health.rules.endings import Ending, ending_of
 from dra_driver.health.rules.state import (
     FLAP_WINDOW_S,
     FLAPS,
@@ -23,6 +22,8 @@ from dra_driver.health.rules.state import (
     SETTLE_S,
     SETTLE_UNSURE_S,
     UNRESPONSIVE_AFTER_S,
+    Ending,
+    ending_of,
     observe,
 )
 from dra_driver.health.rules.xids import CATALOG, XidPolicy, severity_of_xid, xid_text

@@ -1,4 +1,5 @@
-"""The file that keeps health over restarts."""
+"""The file that keeps health over restarts, and the history of this run: what it keeps, reports and logs, and what
+is only counted."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.errors import StateError
+from dra_driver.health.book import HealthHistory, change_between
+from dra_driver.health.rules.state import merged
 from dra_driver.health.store import HealthStore, KeptHealth, decode, encode
-from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
+from dra_driver.model.health import HealthChange, HealthState, HealthTarget, Reason, Severity
 
 XID = Reason("xid", "79", Severity.UNHEALTHY, 100, 120, "Xid 79: the GPU fell off the bus", reset_seen=True)
 HOT = Reason("slowdown", "thermal", Severity.INFORMATION, 100, 100, "hot", "poll")
@@ -43,6 +46,13 @@ _states = st.builds(
     setbacks=st.lists(_numbers, max_size=3).map(tuple),
     held_until=_optional,
 )
+GPU, OTHER = HealthTarget("GPU-a"), HealthTarget("GPU-a", 3, 0)
+S = Severity
+TARGET = HealthTarget("GPU-1")
+MIG_TARGET = HealthTarget("GPU-1", 7, 0)
+BEFORE = Reason("xid", "79", Severity.UNHEALTHY, 10, 10, "Xid 79")
+OTHER_XID = Reason("xid", "48", Severity.UNHEALTHY, 20, 20, "Xid 48")
+LEVEL = Reason("row-remap", "pending", Severity.DEGRADED, 20, 20, "rows", "poll")
 
 
 @pytest.fixture
@@ -114,3 +124,105 @@ def test_a_disk_that_does_not_answer(path):
         HealthStore(path).load()
     with pytest.raises(StateError, match=str(path)):
         HealthStore(path).save(KEPT)
+
+
+def change(
+    text: str, before: S = S.OK, after: S = S.OK, target: HealthTarget = GPU, at: int = 1
+) -> HealthChange:
+    return HealthChange(target, at, before, after, text)
+
+
+def test_programs_that_fail_in_turns_leave_room_for_the_rest(logs) -> None:
+    told: list[HealthChange] = []
+    history = HealthHistory(told.append)
+    history.add(change("it went bad", S.OK, S.DEGRADED))
+    for at in range(1, 101):
+        history.note(change("Xid 31", S.DEGRADED, S.DEGRADED, at=at))
+        history.note(change("Xid 43", S.DEGRADED, S.DEGRADED, at=at))
+        history.note(change("Xid 43", target=OTHER, at=at))
+    kept = [(entry.target, entry.text, entry.times, entry.at) for entry in history.of("GPU-a")]
+    assert kept == [
+        (GPU, "it went bad", 1, 1), (GPU, "Xid 31", 100, 100), (GPU, "Xid 43", 100, 100), (OTHER, "Xid 43", 100, 100),
+    ]  # fmt: skip
+    assert len(told) == len([line for line in logs if line["event"] == "health_changed"]) == 4
+
+
+def test_a_slowdown_that_comes_and_goes_is_told_once() -> None:
+    told: list[HealthChange] = []
+    history = HealthHistory(told.append)
+    for _ in range(50):
+        history.add(change("too hot", S.OK, S.INFORMATION))
+        history.add(change("healthy again after: too hot", S.INFORMATION, S.OK))
+    assert [entry.times for entry in history.of("GPU-a")] == [50, 50]
+    assert len(told) == 2
+
+
+def test_each_time_that_a_gpu_goes_bad_and_well_is_told() -> None:
+    told: list[HealthChange] = []
+    history = HealthHistory(told.append)
+    for at in range(3):
+        history.add(change("Xid 74", S.OK, S.UNHEALTHY, at=at))
+        history.add(change("healthy again after: Xid 74", S.UNHEALTHY, S.OK, at=at))
+        history.add(change("the NVIDIA driver requests a GPU reset", S.UNHEALTHY, S.UNHEALTHY, at=at))
+    assert [entry.text for entry in told] == [
+        "Xid 74",
+        "healthy again after: Xid 74",
+        "the NVIDIA driver requests a GPU reset",
+    ] * 3
+    assert [entry.times for entry in history.of("GPU-a")] == [3, 3, 3]
+
+
+def test_a_gpu_that_is_well_again_names_what_it_had_without_remedies() -> None:
+    lost = Reason("gpu-lost", "", S.LOST, 1, 1, "the GPU does not answer; reset it")
+    xid = Reason("xid", "79", S.LOST, 1, 1, "Xid 79: the GPU fell off the bus")
+    ill = HealthState(GPU, (lost, xid))
+    assert change_between(ill, HealthState(GPU), 2).text == "healthy again after: GPU lost, Xid 79"
+    assert change_between(ill, HealthState(GPU, (xid,)), 2).text == "no longer: GPU lost"
+
+
+def kept(*reasons: Reason) -> KeptHealth:
+    return KeptHealth("boot-1", "580.1", (HealthState(TARGET, reasons),))
+
+
+def test_who_stands_by_writes_nothing_and_takes_over_what_the_other_kept(tmp_path: Path) -> None:
+    path = tmp_path / "health.json"
+    new_turn = False
+    old = HealthStore(path, lambda: not new_turn)
+    new = HealthStore(path, lambda: new_turn)
+    assert not old.is_outdated()
+    assert new.load() is None
+    assert not new.is_outdated()
+    old.save(kept(BEFORE))
+    new.save(kept(OTHER_XID))
+    assert HealthStore(path).load() == kept(BEFORE)
+    new_turn = True
+    old.save(kept())
+    assert HealthStore(path).load() == kept(BEFORE)
+    assert not old.is_outdated()
+    assert [new.is_outdated() for _ in range(2)] == [True, False]
+    both = kept(OTHER_XID, BEFORE)
+    assert new.load() == both
+    assert HealthStore(path).load() == both, "kept at once"
+
+
+def test_what_an_older_boot_kept_or_nobody_is_not_mixed_in(tmp_path: Path) -> None:
+    path = tmp_path / "health.json"
+    shared = HealthStore(path, lambda: True)
+    shared.save(kept(BEFORE))
+    HealthStore(path).save(KeptHealth("boot-0", None, (HealthState(TARGET, (OTHER_XID,)),)))
+    assert shared.load() == kept(BEFORE)
+    path.unlink()
+    assert shared.load() == kept(BEFORE)
+    assert HealthStore(path).load() == kept(BEFORE), "a file that went away is written again"
+
+
+def test_merging_adds_events_and_unknown_targets_only() -> None:
+    mine = HealthState(TARGET, (OTHER_XID,), setbacks=(20,), held_until=None)
+    other = HealthState(TARGET, (LEVEL, BEFORE), 3, setbacks=(10, 20), held_until=99)
+    instance = HealthState(MIG_TARGET, (BEFORE,), identity="MIG-a")
+    assert merged([mine], [other, instance]) == (
+        HealthState(TARGET, (OTHER_XID, BEFORE), setbacks=(10, 20), held_until=99),
+        instance,
+    )
+    anew = HealthState(MIG_TARGET, identity="MIG-b")
+    assert merged([anew], [instance]) == (anew,)

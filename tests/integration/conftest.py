@@ -215,7 +215,7 @@ def heard(driver: Driver) -> int:
 @pytest.fixture(autouse=True)
 def _quick_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The monitor waits for events in NVML and hears of its end afterwards."""
-    monkeypatch.setattr("dra_driver.health.listener._WAIT_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
 
 
 @pytest.fixture(scope="module")

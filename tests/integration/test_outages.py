@@ -25,7 +25,7 @@ from tests.integration.conftest import DRIVER, Node
 @pytest.fixture(autouse=True)
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks at the hardware come sooner; nothing else differs."""
-    monkeypatch.setattr("dra_driver.health.listener._WAIT_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
     monkeypatch.setattr("dra_driver.inventory.discovery._LOOK_EVERY_S", 0.05)
 
 

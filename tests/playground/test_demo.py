@@ -22,7 +22,7 @@ ONE_WHOLE_GPU = {"gb10", "vm-passthrough"}
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch):
     """The monitor hears of its end after its wait for events."""
-    monkeypatch.setattr("dra_driver.health.listener._WAIT_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
 
 
 @pytest.mark.parametrize("machine", machine_names())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dra_driver.health.history import change_between
+from dra_driver.health.book import change_between
 from dra_driver.health.rules.state import REBOOT_AFTER_S, UNRESPONSIVE_AFTER_S, observe
 from dra_driver.model.health import Hanging, HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.inventory import DynamicMigDevice

@@ -12,8 +12,7 @@ from datetime import datetime
 from dra_driver.cli.rules.mig_map import SeenInstance, gpu_maps
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.rules.prepared_claims import PreparedClaim
-from dra_driver.health.rules.nvlinks import compared
-from dra_driver.health.rules.polling import FABRIC
+from dra_driver.health.rules.polling import FABRIC, compared
 from dra_driver.health.rules.state import observe
 from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
 from dra_driver.model.health import (

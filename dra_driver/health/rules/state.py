@@ -1,20 +1,42 @@
-"""What an observation changes in the health of a device.
+"""What an observation changes in the health of a device, and how each reason ends.
 
-A state is a set of active reasons, and its severity is the worst of them: a harmless event never makes a
-bad device look well. How each reason ends is in `endings`. A query that failed ends nothing, and a poll that no live
-query answered ends nothing at all: after the second one in a row the GPU is unresponsive.
+A state is a set of active reasons, and its severity is the worst of them: a harmless event never makes a bad device
+look well. A reason ends by what `Ending` says of it, and by nothing else: not because time passed, a query failed or a
+poll heard nothing. A poll that no live query answered ends nothing at all: after the second one in a row the GPU is
+unresponsive. `merged` puts together what two instances of the plugin know of the same GPUs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from enum import Enum
 from itertools import chain
 
-from dra_driver.health.rules.endings import ECC, FLAPPING, XID, Ending, ending_of, waits_for_reset
-from dra_driver.health.rules.nvlinks import NVLINK, nvlink_errors_found, nvlink_findings, seen_nvlinks
-from dra_driver.health.rules.polling import Finding, asks_for_action, is_memory_read, reasons_found
-from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, severity_of_xid, xid_text
+from dra_driver.health.rules.polling import (
+    BANK_REMAP,
+    CONFIDENTIAL,
+    FABRIC,
+    MEMORY,
+    NVLINK,
+    NVLINK_ERRORS,
+    PAGE_RETIREMENT,
+    PCIE_GENERATION,
+    PCIE_WIDTH,
+    RECOVERY_ACTION,
+    REPAIR,
+    ROW_REMAP,
+    SLOWDOWN,
+    SRAM,
+    Finding,
+    asks_for_action,
+    is_memory_read,
+    nvlink_errors_found,
+    nvlink_findings,
+    reasons_found,
+    seen_nvlinks,
+)
+from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, is_program_fault, severity_of_xid, xid_text
 from dra_driver.model.health import (
     LOST,
     UNMONITORED,
@@ -36,6 +58,9 @@ from dra_driver.model.health import (
     Xid,
 )
 
+XID = "xid"
+ECC = "ecc"
+FLAPPING = "flapping"
 _EVENT_KEYS = frozenset({XID, ECC})
 _NO_ACTION = 0
 _RESET_OR_REBOOT = "reset the GPU or reboot the node"
@@ -59,6 +84,55 @@ UNRESPONSIVE_AFTER_S = 60
 """How long an operation hangs on a GPU until that GPU counts as unresponsive: as long as claims wait for it."""
 REBOOT_AFTER_S = 15 * 60
 """How long until nobody may expect any more that it ends by itself."""
+
+
+class Ending(Enum):
+    """What ends a reason."""
+
+    GOOD_VALUE = "the query that found it reads a good value"
+    ANSWER = "a live query of the GPU succeeds"
+    RESET = "the GPU was reset, or NVML reports the recovery action NONE; the memory waits for no repair"
+    STILL = "as RESET, and the count of errors stayed still since"
+    TIME = "time passes without another such event, and NVML requests no action"
+    OURS = "what gpu-dra-driver itself could not do, or did, is over"
+
+
+_BY_KEY: Mapping[str, Ending] = {
+    BANK_REMAP: Ending.GOOD_VALUE,
+    CONFIDENTIAL: Ending.GOOD_VALUE,
+    ECC: Ending.STILL,
+    FABRIC: Ending.GOOD_VALUE,
+    FLAPPING: Ending.OURS,
+    LOST: Ending.ANSWER,
+    MEMORY: Ending.GOOD_VALUE,
+    NVLINK: Ending.GOOD_VALUE,
+    NVLINK_ERRORS: Ending.GOOD_VALUE,
+    PAGE_RETIREMENT: Ending.GOOD_VALUE,
+    PCIE_GENERATION: Ending.GOOD_VALUE,
+    PCIE_WIDTH: Ending.GOOD_VALUE,
+    RECOVERY_ACTION: Ending.GOOD_VALUE,
+    REPAIR: Ending.GOOD_VALUE,
+    ROW_REMAP: Ending.GOOD_VALUE,
+    SLOWDOWN: Ending.GOOD_VALUE,
+    SRAM: Ending.GOOD_VALUE,
+    UNMONITORED: Ending.OURS,
+}
+
+
+def ending_of(reason: Reason) -> Ending:
+    """How the reason ends. Of Xids, time ends those that NVIDIA's catalog attributes to a program, and those that are
+    mere information."""
+    if reason.key == UNRESPONSIVE:
+        return Ending.ANSWER if reason.value else Ending.OURS
+    if reason.key == XID:
+        is_mild = reason.severity <= Severity.INFORMATION or is_program_fault(int(reason.value))
+        return Ending.TIME if is_mild else Ending.RESET
+    return _BY_KEY[reason.key]
+
+
+def waits_for_reset(reason: Reason) -> bool:
+    """Whether the observation of a reset ends the reason, and none has been observed yet."""
+    return ending_of(reason) in (Ending.RESET, Ending.STILL) and not reason.reset_seen
 
 
 def observe(
@@ -300,3 +374,32 @@ def _damped(before: HealthState, after: HealthState, now: int) -> HealthState:
     text = f"went bad {times} times within {FLAP_WINDOW_S} s, so it is held back for {until - now} s"
     held = Reason(FLAPPING, "", Severity.DEGRADED, now, now, text)
     return _with(replace(after, held_until=max(until, after.held_until or 0)), held)
+
+
+def merged(mine: Iterable[HealthState], kept: Iterable[HealthState]) -> tuple[HealthState, ...]:
+    """The states that this instance knows, with what another one knew besides: events that it alone heard.
+
+    What a poll found is not taken over for a device that this instance polled itself.
+    """
+    known = {state.target: state for state in mine}
+    for state in kept:
+        own = known.get(state.target)
+        known[state.target] = state if own is None else _with_events_of(own, state)
+    return tuple(known.values())
+
+
+def _with_events_of(own: HealthState, other: HealthState) -> HealthState:
+    if own.identity is not None and other.identity is not None and own.identity != other.identity:
+        return own  # another instance under the same IDs
+    names = {reason.name for reason in own.reasons}
+    heard = [reason for reason in other.reasons if reason.source == "event" and reason.name not in names]
+    held = [moment for moment in (own.held_until, other.held_until) if moment is not None]
+    return replace(
+        own,
+        reasons=tuple(sorted((*own.reasons, *heard), key=lambda reason: reason.name)),
+        setbacks=tuple(sorted({*own.setbacks, *other.setbacks})),
+        held_until=max(held, default=None),
+        identity=own.identity or other.identity,
+        pci_bus_id=own.pci_bus_id or other.pci_bus_id,
+        nvlinks=seen_nvlinks(other.nvlinks, own.nvlinks) if own.nvlinks else other.nvlinks,
+    )

@@ -7,8 +7,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
-from dra_driver.health.rules.nvlinks import NVLINK, NVLINK_ERRORS
-from dra_driver.health.rules.polling import FABRIC, PCIE_GENERATION, PCIE_WIDTH, SLOWDOWN, fabric_findings
+from dra_driver.health.rules.polling import (
+    FABRIC,
+    NVLINK,
+    NVLINK_ERRORS,
+    PCIE_GENERATION,
+    PCIE_WIDTH,
+    SLOWDOWN,
+    fabric_findings,
+)
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.mig.rules.counters import has_counters
 from dra_driver.model.health import (
