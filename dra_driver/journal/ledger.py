@@ -204,7 +204,9 @@ class Ledger:
             self._gone -= news.keys()
             self._gone |= away
             left = [entry for entry in before if entry.key not in self._gone and counts(entry, self.boot_id)]
-        after = (*(news.pop(entry.key, entry) for entry in left), *news.values())
+        # Undos run in the order of the file backwards. What an older boot did last may be done first in this boot.
+        same = [entry for entry in left if news.get(entry.key, entry).boot_id == entry.boot_id]
+        after = (*(news.pop(entry.key, entry) for entry in same), *news.values())
         if after != before:
             self._write(home, after)
         with self._guard:

@@ -584,6 +584,9 @@ KINDS: Mapping[str, Kind] = {
         lambda site: claim(_small(site)),
         lambda site: (claim(site.possible(7, "2g.20gb", 0), uid="uid-beside"),),
     ),
+    "two MIG devices on demand": Kind(
+        lambda site: claim(_small(site), result(site.possible(7, "2g.20gb", 0), "large"))
+    ),
     "whole GPU that may be cut": Kind(lambda site: claim(site.whole(6))),
     "virtual machine": Kind(lambda site: claim(site.for_machine(FOR_MACHINES))),
     "metadata": Kind(_several, metadata=_BOTH),

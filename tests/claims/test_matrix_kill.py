@@ -2,119 +2,35 @@
 uninterrupted one would.
 
 Changes that last are renames and removals of files, writes to locks, and what is done to GPUs and MPS daemons. What a
-power loss leaves is another matter (test_power_loss.py). Each start looks after the MIG ledger first, as the daemon
+power loss leaves is another matter (test_matrix_power.py). Each start looks after the MIG ledger first, as the daemon
 does.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import yaml
 
-from dra_driver.health.store import HealthStore, KeptHealth
-from dra_driver.model.claim import Prepared
-from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
-from tests.fakes.kindnode import EFFECTS, KINDS, KindNode, Saved, Site
+from dra_driver.model.claim import Failed, Prepared
+from tests.fakes.kindnode import EFFECTS, KINDS, Site
+from tests.fakes.matrix import BOOTS, Case
 from tests.fakes.preparing import Crash
+from tests.fakes.samples import claim
 
-XID = Reason("xid", "48", Severity.UNHEALTHY, 100, 120, "Xid 48: double-bit ECC error")
-State = dict[str, object]
+in_each_boot = pytest.mark.parametrize("boot", BOOTS)
 
 
-@dataclass
-class Case:
-    """One kind on nodes of its own, each like the other before anything is done for the claim."""
-
-    site: Site
-    directory: Path
-    name: str
-    _begun: dict[str, tuple[KindNode, Saved]] = field(default_factory=dict)
-
-    def fresh(self) -> KindNode:
-        return self._again("fresh", self._first)
-
-    def _again(self, name: str, first: Callable[[], KindNode]) -> KindNode:
-        """What `first` makes, from the second time on a copy of all that it left."""
-        copy = self.directory.with_name(name)
-        if name not in self._begun:
-            self._begun[name] = first(), self.site.saved()
-            shutil.copytree(self.directory, copy)
-        node, saved = self._begun[name]
-        self.site.put_back(saved)
-        shutil.rmtree(self.directory)
-        shutil.copytree(copy, self.directory)
-        return node.again()
-
-    def _first(self) -> KindNode:
-        kind = KINDS[self.name]
-        self.site.reset()
-        shutil.rmtree(self.directory, ignore_errors=True)
-        node = KindNode(self.site, self.directory, metadata=kind.metadata)
-        HealthStore(node.plugin / "health.json").save(
-            KeptHealth("boot-1", None, (HealthState(HealthTarget(self.site.gpu(2).uuid), (XID,)),))
-        )
-        for other in kind.beside(self.site):
-            assert isinstance(node.prepare(other), Prepared)
-        return node
-
-    def prepare(self, node: KindNode) -> object:
-        return node.prepare(KINDS[self.name].wanted(self.site))
-
-    def unprepare(self, node: KindNode) -> object:
-        return node.unprepare(KINDS[self.name].wanted(self.site))
-
-    def untouched(self) -> State:
-        return self.fresh().state()
-
-    def uninterrupted(self) -> tuple[object, State]:
-        node = self.fresh()
-        answer = self.prepare(node)
-        assert isinstance(answer, Prepared), answer
-        return answer, node.state()
-
-    def dead_prepares(self, *, rolls: bool = False) -> Iterator[tuple[str, KindNode]]:
-        """The next instance after a death at each change of a Prepare; with `rolls` the other instance of a rolling
-        update, which has run all the time."""
-        yield from self._deaths(self.fresh, self.prepare, rolls=rolls)
-
-    def dead_unprepares(self, *, rolls: bool = False) -> Iterator[tuple[str, KindNode]]:
-        yield from self._deaths(self.prepared, self.unprepare, rolls=rolls)
-
-    def _prepared(self) -> KindNode:
-        node = self.fresh()
-        self.prepare(node)
-        return node
-
-    def prepared(self) -> KindNode:
-        return self._again("prepared", self._prepared)
-
-    def _deaths(
-        self, begin: Callable[[], KindNode], call: Callable[[KindNode], object], *, rolls: bool
-    ) -> Iterator[tuple[str, KindNode]]:
-        node = begin()
-        with node.dying(None) as changes:
-            call(node)
-        assert changes
-        for number, change in enumerate(list(changes), 1):
-            if change == "fsync":
-                continue  # what a process leaves by its death is the same before
-            node = begin()
-            other = node.again() if rolls else None
-            with node.dying(number) as done, pytest.raises(Crash):
-                call(node)
-            assert done == changes[:number], "the same call makes the same changes"
-            yield f"{number}: {change}", other or node.restarted()
+@pytest.fixture
+def boot() -> str:
+    return BOOTS[0]
 
 
 @pytest.fixture(params=KINDS)
-def case(request: pytest.FixtureRequest, site: Site, memory_path: Path) -> Case:
-    return Case(site, memory_path / "node", request.param)
+def case(request: pytest.FixtureRequest, site: Site, memory_path: Path, boot: str) -> Case:
+    return Case(site, memory_path / "node", request.param, boot)
 
 
 EXPECTED = yaml.safe_load(Path(__file__).with_name("effects.yaml").read_text())
@@ -135,6 +51,7 @@ def test_the_matrix_covers_every_effect_and_every_write(case: Case) -> None:
     assert node.state() == untouched
 
 
+@in_each_boot
 def test_prepare_goes_on_where_the_one_before_died(case: Case) -> None:
     untouched, expected = case.untouched(), case.uninterrupted()
     for point, node in case.dead_prepares():
@@ -143,6 +60,7 @@ def test_prepare_goes_on_where_the_one_before_died(case: Case) -> None:
         assert node.state() == untouched, point
 
 
+@in_each_boot
 def test_unprepare_takes_back_what_a_dead_prepare_left(case: Case) -> None:
     untouched = case.untouched()
     for point, node in case.dead_prepares():
@@ -210,7 +128,51 @@ def test_second_prepare_may_die_as_well(case: Case) -> None:
 def test_start_clears_a_mig_device_away_whose_record_was_lost(case: Case, call: str) -> None:
     untouched = case.untouched()["GPUs"]
     for point, node in case.dead_prepares() if call == "prepare" else case.dead_unprepares():
-        node.records.delete(KINDS[case.name].wanted(case.site).ref.uid)
-        node.specs.remove(KINDS[case.name].wanted(case.site).ref.uid)
+        node.records.delete(case.wanted.ref.uid)
+        node.specs.remove(case.wanted.ref.uid)
         following = node.restarted()
         assert (following.state()["GPUs"], following.collector.stuck()) == (untouched, {}), point
+
+
+@pytest.mark.parametrize("case", ["MIG on demand"], indirect=True)
+def test_start_that_dies_while_it_clears_a_mig_device_away_is_completed_by_the_next(case: Case) -> None:
+    untouched = case.untouched()["GPUs"]
+    for number in range(1, 100):
+        node = case.prepared()
+        node.records.delete(case.wanted.ref.uid)
+        node.specs.remove(case.wanted.ref.uid)
+        following = node.again()
+        with following.dying(number) as done, suppress(Crash):
+            following.work_off()
+        assert node.restarted().state()["GPUs"] == untouched, number
+        if len(done) < number:
+            break
+    assert number > len(EXPECTED[case.name]["unprepare"])
+
+
+@pytest.mark.parametrize("case", ["plain", "metadata"], indirect=True)
+def test_devices_of_a_dead_prepare_are_not_given_away(case: Case) -> None:
+    other = claim(case.site.whole(2), uid="uid-2")
+    for point, node in case.dead_prepares():
+        is_held = node.records.get(case.wanted.ref.uid) is not None
+        answer = node.prepare(other)
+        assert isinstance(answer, Failed if is_held else Prepared), point
+        assert not is_held or "is held by claim default/claim-uid-1 (UID uid-1)" in answer.error, point
+
+
+def test_prepare_with_another_allocation_leaves_nothing_of_the_dead_one(case: Case) -> None:
+    other = claim(case.site.whole(4))
+    expected = case.fresh()
+    assert isinstance(expected.prepare(other), Prepared)
+    end = expected.state()
+    for point, node in case.dead_prepares():
+        assert isinstance(node.prepare(other), Prepared), point
+        assert (node.cleaner.clean_all(), node.state()) == ([], end), point
+
+
+@pytest.mark.parametrize("case", ["metadata"], indirect=True)
+def test_unprepare_leaves_nothing_of_a_dead_prepare_when_metadata_is_switched_off_then(case: Case) -> None:
+    untouched = case.untouched()
+    for point, node in case.dead_prepares():
+        following = node.again(metadata=())
+        assert (case.unprepare(following), following.state()) == (None, untouched), point

@@ -1,0 +1,121 @@
+"""A kind of claim on nodes of its own, each like the other before anything is done for the claim: what the tests of
+kills, power losses and hangs begin with."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from dra_driver.health.store import HealthStore, KeptHealth
+from dra_driver.model.claim import AllocatedClaim, Prepared
+from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
+from tests.fakes.kindnode import KINDS, KindNode, Saved, Site
+from tests.fakes.preparing import Crash
+
+BOOTS = ("first boot", "second boot")
+XID = Reason("xid", "48", Severity.UNHEALTHY, 100, 120, "Xid 48: double-bit ECC error")
+State = dict[str, object]
+
+
+@dataclass
+class Case:
+    """In the second boot the claim was prepared before the node was rebooted: its record says what it gets, and nothing
+    of that is done."""
+
+    site: Site
+    directory: Path
+    name: str
+    boot: str = BOOTS[0]
+    _begun: dict[str, tuple[KindNode, Saved]] = field(default_factory=dict)
+
+    @property
+    def wanted(self) -> AllocatedClaim:
+        return KINDS[self.name].wanted(self.site)
+
+    def fresh(self) -> KindNode:
+        return self._again("fresh", self._first)
+
+    def prepared(self) -> KindNode:
+        return self._again("prepared", self._prepared)
+
+    def _again(self, name: str, first: Callable[[], KindNode]) -> KindNode:
+        """What `first` makes, from the second time on a copy of all that it left."""
+        copy = self.directory.with_name(name)
+        if name not in self._begun:
+            self._begun[name] = first(), self.site.saved()
+            shutil.copytree(self.directory, copy)
+        node, saved = self._begun[name]
+        self.site.put_back(saved)
+        shutil.rmtree(self.directory)
+        shutil.copytree(copy, self.directory)
+        return node.again()
+
+    def _first(self) -> KindNode:
+        kind = KINDS[self.name]
+        self.site.reset()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        node = KindNode(self.site, self.directory, metadata=kind.metadata)
+        HealthStore(node.plugin / "health.json").save(
+            KeptHealth("boot-1", None, (HealthState(HealthTarget(self.site.gpu(2).uuid), (XID,)),))
+        )
+        if self.boot != BOOTS[0]:
+            assert isinstance(node.prepare(self.wanted), Prepared)
+            self.site.reset()
+            node = node.restarted(boot_id="boot-2")
+            assert node.record_of(self.wanted.ref.uid).phase == "preparing"
+        for other in kind.beside(self.site):
+            assert isinstance(node.prepare(other), Prepared)
+        return node
+
+    def _prepared(self) -> KindNode:
+        node = self.fresh()
+        assert isinstance(self.prepare(node), Prepared)
+        return node
+
+    def prepare(self, node: KindNode) -> object:
+        return node.prepare(self.wanted)
+
+    def unprepare(self, node: KindNode) -> object:
+        return node.unprepare(self.wanted)
+
+    def untouched(self) -> State:
+        """Where every Unprepare ends."""
+        node = self.fresh()
+        assert self.unprepare(node) is None
+        return node.state()
+
+    def uninterrupted(self) -> tuple[object, State]:
+        """The answer of a Prepare that nothing interrupts, and where it ends."""
+        node = self.fresh()
+        answer = self.prepare(node)
+        assert isinstance(answer, Prepared), answer
+        return answer, node.state()
+
+    def dead_prepares(self, *, rolls: bool = False) -> Iterator[tuple[str, KindNode]]:
+        """The next instance after a death at each change of a Prepare; with `rolls` the other instance of a rolling
+        update, which has run all the time."""
+        yield from self._deaths(self.fresh, self.prepare, rolls=rolls)
+
+    def dead_unprepares(self, *, rolls: bool = False) -> Iterator[tuple[str, KindNode]]:
+        yield from self._deaths(self.prepared, self.unprepare, rolls=rolls)
+
+    def _deaths(
+        self, begin: Callable[[], KindNode], call: Callable[[KindNode], object], *, rolls: bool
+    ) -> Iterator[tuple[str, KindNode]]:
+        node = begin()
+        with node.dying(None) as changes:
+            call(node)
+        assert changes
+        for number, change in enumerate(list(changes), 1):
+            if change == "fsync":
+                continue  # what a process leaves by its death is the same before
+            node = begin()
+            other = node.again() if rolls else None
+            with node.dying(number) as done, pytest.raises(Crash):
+                call(node)
+            assert done == changes[:number], "the same call makes the same changes"
+            yield f"{number}: {change}", other or node.restarted()
