@@ -44,7 +44,7 @@ from dra_driver.model.health import (
 )
 from dra_driver.model.inventory import WholeGpu
 from dra_driver.model.record import HeldDevice
-from dra_driver.reporting.claim_health import ClaimHealthReporter
+from dra_driver.reporting.claim_status import ClaimHealthReporter
 from tests.fakes.samples import DRIVER, GPU_0, h100, record, uuid
 
 MANUAL = Path(__file__).parents[1] / "docs/health.md"

@@ -63,14 +63,11 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
 from dra_driver.nvml.reader import NvmlReader
-from dra_driver.reporting.disk_watch import DiskWatch
-from dra_driver.reporting.http import HttpEndpoint, json_page, metrics_page, problems_page
+from dra_driver.reporting.http import HttpEndpoint, Probes, json_page, metrics_page, problems_page
 from dra_driver.reporting.metrics import Metrics
-from dra_driver.reporting.node_problems import NodeProblems
-from dra_driver.reporting.probes import Probes
-from dra_driver.reporting.reports import Reports
-from dra_driver.reporting.unclaimed_memory import UnclaimedMemory
-from dra_driver.reporting.usage import Usage
+from dra_driver.reporting.node_problems import DiskWatch, NodeProblems
+from dra_driver.reporting.reporter import Reports
+from dra_driver.reporting.usage import UnclaimedMemory, Usage
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.slices.leadership import DIRECTORY as DIRECTORY_OF_INSTANCES
 from dra_driver.slices.leadership import InstanceLeadership, living_instances

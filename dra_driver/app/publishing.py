@@ -16,7 +16,7 @@ from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.mig import GpuLayout
-from dra_driver.reporting.reports import Reports
+from dra_driver.reporting.reporter import Reports
 from dra_driver.slices.api_support import ApiSupport, ask_support, shares_counters, sharing_caution
 from dra_driver.slices.publisher import Publisher
 from dra_driver.slices.rules.build import NEWEST_TAINTS, TaintLimits, Taints

@@ -147,7 +147,7 @@ def _begins_with_slash(expected: str, *others: str) -> Scalar:
 
 
 def _address(text: str) -> str | None:
-    from dra_driver.reporting.http import split_address
+    from dra_driver.model.ids import split_address
 
     try:
         split_address(text or ":0")

@@ -9,9 +9,9 @@ from contextlib import closing
 from pathlib import Path
 
 from dra_driver.errors import InvalidConfigError, StateError
+from dra_driver.model.ids import split_address
 from dra_driver.model.problems import NodeProblem, ShownProblem
-from dra_driver.reporting.http import split_address
-from dra_driver.reporting.problems_file import Reported, decode, read_problems
+from dra_driver.reporting.node_problems import Reported, decode, read_problems
 
 _ANSWER_S = 1.0
 """The plugin is on the same node; it answers within milliseconds unless the node is in trouble itself."""

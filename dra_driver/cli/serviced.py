@@ -16,7 +16,7 @@ from dra_driver.health.rules.state import waits_for_reset
 from dra_driver.health.store import ServicedGpus
 from dra_driver.inventory.rules.gpu_names import named_gpus
 from dra_driver.model.health import Reason
-from dra_driver.reporting.problems_file import read_problems
+from dra_driver.reporting.node_problems import read_problems
 
 FLAGS = (
     Flag("gpu", "The GPU: device name, UUID, index or PCI bus ID.", metavar="GPU", count="1"),

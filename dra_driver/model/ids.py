@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
+from dra_driver.errors import InvalidConfigError
 from dra_driver.model.mig import MigDevice, MigProfile, Placement
 
 _NVML_BUS_ID = re.compile(r"^(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-9a-f])\Z")
@@ -127,3 +128,15 @@ def vfio_device_name(bus_id: str) -> str:
 def is_dns_label(text: str) -> bool:
     """Whether the API server would take the text as a device or counter set name."""
     return _DNS_LABEL.fullmatch(text) is not None
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`(host, port)` of `host:port` or `[IPv6]:port`; an empty host means all addresses. Raises: InvalidConfigError."""
+    host, _, port = address.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if not port.isdecimal() or int(port) > 65535 or (":" in host) != is_bracketed:
+        raise InvalidConfigError(
+            f"{address!r} is not an address; expected host:port or :port, for example :8080, with an IPv6 host in "
+            "brackets, for example [::1]:8080"
+        )
+    return host.strip("[]"), int(port)

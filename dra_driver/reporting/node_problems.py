@@ -5,22 +5,39 @@ and ends when no source does. Each change is logged and becomes an event on the 
 `nvidia_dra_problems`, the page `/problems` and the file `problems.json`, which `top` reads, show the state itself.
 
 `running.lock` is held as long as this process lives, so that a reader knows whether anyone keeps the file up to date.
+The file is there while there are problems or failing claims.
+
+`DiskWatch` is one of the sources: directories that take no files, which no other part notices before a claim comes.
 """
 
 from __future__ import annotations
 
+import errno
+import math
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import structlog
 
-from dra_driver.base.atomic import remove_file, write_atomically
+from dra_driver.base.atomic import (
+    WRITES,
+    WriteOutcomes,
+    read_or_none,
+    remove_file,
+    state_error,
+    write_atomically,
+)
+from dra_driver.base.fields import NUMBER, TEXT, Shape, encode_file, needed, one_of, parse_file
 from dra_driver.base.file_lock import UseMark
 from dra_driver.base.threads import BackgroundWorker, BoundedCall
 from dra_driver.errors import DraDriverError, StateError
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.problems import (
     DISK_NOT_WRITABLE,
     DISK_WRITABLE,
@@ -42,21 +59,177 @@ from dra_driver.model.problems import (
     PLUGIN_REGISTERED,
     SLICES_NOT_PUBLISHED,
     SLICES_PUBLISHED,
+    FailingClaim,
     NodeProblem,
     ProblemCode,
     ShownProblem,
 )
+from dra_driver.model.schema import JsonObject
 from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.failing_claims import FailingClaims
-from dra_driver.reporting.problems_file import (
-    PROBLEMS_FILE,
-    RUNNING_LOCK,
-    Reported,
-    encode,
-    read_problems,
-)
 
 _log = structlog.get_logger(__name__)
+
+_HANGS_AFTER_S = 30.0
+_PROBE_EVERY_S = 5.0
+_SIZES_EVERY_S = 10.0
+_PROBE = bytes(4096)
+"""A full disk may still take an empty file."""
+
+
+class DiskWatch:
+    """Finds directories that take no files: those in which the last write failed, in which one does not return, or
+    whose file system is full or read-only. After a failure it tries a small file there every few seconds, so that the
+    problem ends on evidence. At rest it writes nothing.
+
+    `write` writes a file durably and raises StateError.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        write: Callable[[Path, bytes], None],
+        outcomes: WriteOutcomes = WRITES,
+    ) -> None:
+        self._directories = directories
+        self._write = write
+        self._outcomes = outcomes
+        self._lock = threading.Lock()
+        self._probed: Path | None = None
+        self._probe_again_at = 0.0
+        self._probing = BoundedCall("the disk", self._probe)
+        self._refusing: Mapping[Path, str] = {}
+        self._sizes_again_at = -math.inf
+        self._sizing = BoundedCall("the size of the disk", self._read_sizes)
+
+    def problems(self) -> Sequence[NodeProblem]:
+        """One for each directory that takes no files now. It waits for no disk."""
+        self._read_sizes_soon()
+        found = ((top, self._fault(top)) for top in self._directories)
+        return [NodeProblem("disk-not-writable", text, str(top)) for top, text in found if text is not None]
+
+    def _fault(self, top: Path) -> str | None:
+        hangs_s = self._outcomes.hanging_in(top)
+        if hangs_s is not None and hangs_s > _HANGS_AFTER_S:
+            return (
+                f"A write in {top} has not returned for {hangs_s:.0f} s, so no claim can be prepared; check the disk "
+                "of this directory (`dmesg`), then drain and reboot the node"
+            )
+        failed = self._outcomes.failed_in(top)
+        if failed is not None:
+            self._probe_soon(failed[0])
+            return f"The plugin {failed[1]}"
+        refusal = self._refusing.get(top)
+        return None if refusal is None else f"The plugin {refusal}"
+
+    def _probe_soon(self, directory: Path) -> None:
+        with self._lock:
+            if self._probing.is_asking or time.monotonic() < self._probe_again_at:
+                return
+            self._probe_again_at = time.monotonic() + _PROBE_EVERY_S
+            self._probed = directory
+            self._probing.ask()
+
+    def _read_sizes_soon(self) -> None:
+        """In another thread, and one call at a time: on a disk that hangs this call may hang too."""
+        with self._lock:
+            if self._sizing.is_asking or time.monotonic() < self._sizes_again_at:
+                return
+            self._sizes_again_at = time.monotonic() + _SIZES_EVERY_S
+            self._sizing.ask()
+
+    def _read_sizes(self) -> None:
+        found = ((top, _refusal(top)) for top in self._directories)
+        self._refusing = {top: text for top, text in found if text is not None}
+
+    def _probe(self) -> None:
+        """Write and remove a file. Its outcome is noted as that of any other write."""
+        if self._probed is None:
+            return
+        if not self._probed.is_dir() and self._probed not in self._directories:
+            self._outcomes.forget(self._probed)
+            return
+        file = self._probed / ".write-probe"
+        self._write(file, _PROBE)
+        with suppress(OSError):
+            file.unlink()
+
+
+def _refusal(directory: Path) -> str | None:
+    """The error that a write would have now; None if it may succeed, if the file system reports no sizes, or if the
+    directory does not exist yet. On a read-only file system a Prepare fails at its lock, before it writes anything."""
+    try:
+        disk = os.statvfs(directory)
+    except OSError:
+        return None
+    if disk.f_flag & os.ST_RDONLY:
+        return str(state_error("write in", directory, OSError(errno.EROFS, "")))
+    if (disk.f_blocks > 0 and disk.f_bfree == 0) or (disk.f_files > 0 and disk.f_ffree == 0):
+        return str(state_error("write in", directory, OSError(errno.ENOSPC, "")))
+    return None
+
+
+PROBLEMS_FILE: Final = "problems.json"
+RUNNING_LOCK: Final = "running.lock"
+_FORMAT = 1
+
+
+class Reported(NamedTuple):
+    """What the plugin reports of its node."""
+
+    problems: tuple[ShownProblem, ...] = ()
+    failing: tuple[FailingClaim, ...] = ()
+
+
+def encode(reported: Reported, at: int) -> bytes:
+    """The report as of `at`, in seconds since 1970."""
+    listed = [
+        {
+            "problem": one.problem.code,
+            "subject": one.problem.subject,
+            "text": one.problem.text,
+            "since": one.since,
+        }
+        for one in reported.problems
+    ]
+    failing = [_FAILING.encode(one) for one in reported.failing]
+    return encode_file({"at": at, "problems": listed, "failingClaims": failing}, _FORMAT)
+
+
+def decode(content: bytes) -> Reported:
+    """What `encode` wrote. Raises: StateError that says what is wrong with it."""
+    return parse_file(content, "list of problems", _decoded, known=_FORMAT)
+
+
+def read_problems(directory: Path) -> tuple[bool, Reported]:
+    """Whether an instance of the plugin runs, and what the last one wrote down.
+
+    Raises: StateError if either cannot be read.
+    """
+    runs = UseMark(directory / RUNNING_LOCK).is_held()
+    content = read_or_none(directory / PROBLEMS_FILE)
+    return runs, Reported() if content is None else decode(content)
+
+
+def _decoded(fields: JsonObject) -> Reported:
+    problems = (
+        ShownProblem(NodeProblem(one["problem"], one["text"], one["subject"]), int(one["since"]))
+        for one in fields["problems"]
+    )
+    return Reported(tuple(problems), tuple(map(_FAILING.decode, fields["failingClaims"])))
+
+
+_REF = Shape(ClaimRef, namespace=needed(TEXT), name=needed(TEXT), uid=needed(TEXT, "uid"))
+_FAILING = Shape(
+    FailingClaim,
+    ref=needed(_REF.kind, "claim"),
+    operation=needed(one_of("operation", "prepare", "unprepare")),
+    since=needed(NUMBER),
+    last_at=needed(NUMBER),
+    count=needed(NUMBER),
+    error=needed(TEXT),
+)
+
 
 ProblemSource = Callable[[], Sequence[NodeProblem]]
 

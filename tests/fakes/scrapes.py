@@ -20,7 +20,7 @@ from dra_driver.model.inventory import StaticMigDevice
 from dra_driver.model.mig import MigAddress
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.metrics import Metrics
-from dra_driver.reporting.rules.usage import NodeUse, device_uses
+from dra_driver.reporting.rules.claim_usage import NodeUse, device_uses
 from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, hold, record, uuid
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"

@@ -10,8 +10,7 @@ import pytest
 import yaml
 from playground.apiserver import RecordedRequest
 
-from dra_driver.reporting.event_queue import ReportLimits
-from dra_driver.reporting.event_recorder import EventRecorder
+from dra_driver.reporting.event_recorder import EventRecorder, ReportLimits
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node
 
@@ -52,7 +51,7 @@ def test_the_role_has_what_the_daemon_asks_for_and_nothing_else(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     soon = partial(EventRecorder, limits=ReportLimits(again_s=0.1))
-    monkeypatch.setattr("dra_driver.reporting.reports.EventRecorder", soon)
+    monkeypatch.setattr("dra_driver.reporting.reporter.EventRecorder", soon)
     node = make_node().running()
     ref = node.claim("one")
     node.prepare(ref)

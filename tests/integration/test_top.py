@@ -36,8 +36,8 @@ from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.nvml import calls
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.reporting.http import HttpEndpoint, json_page
-from dra_driver.reporting.problems_file import Reported
-from dra_driver.reporting.problems_file import encode as encode_problems
+from dra_driver.reporting.node_problems import Reported
+from dra_driver.reporting.node_problems import encode as encode_problems
 from dra_driver.simulator import Machine, create_machine, nvml_library
 from tests.cli.test_tables import on_terminal
 from tests.fakes.machines import silence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dra_driver.model.health import HealthChange, HealthTarget, Severity
-from dra_driver.reporting.claim_health import ClaimHealthReporter
+from dra_driver.reporting.claim_status import ClaimHealthReporter
 from tests.fakes.samples import GPU_0, MIG_1G, MIG_3G, MIXED, hold, record, uuid
 from tests.fakes.tables import tabled
 

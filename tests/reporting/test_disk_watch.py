@@ -15,15 +15,15 @@ from dra_driver.base.atomic import remove_file, sync_removals, write_atomically
 from dra_driver.errors import StateError
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.model.problems import NodeProblem
-from dra_driver.reporting import disk_watch
-from dra_driver.reporting.disk_watch import DiskWatch
+from dra_driver.reporting import node_problems
+from dra_driver.reporting.node_problems import DiskWatch
 from tests.fakes.waiting import eventually
 
 
 @pytest.fixture
 def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskWatch:
-    monkeypatch.setattr(disk_watch, "_PROBE_EVERY_S", 0.02)
-    monkeypatch.setattr(disk_watch, "_SIZES_EVERY_S", 0.0)
+    monkeypatch.setattr(node_problems, "_PROBE_EVERY_S", 0.02)
+    monkeypatch.setattr(node_problems, "_SIZES_EVERY_S", 0.0)
     (tmp_path / "claims").mkdir()
     return DiskWatch([tmp_path], write_atomically)
 
@@ -195,7 +195,7 @@ def test_fault_of_one_file_is_no_problem_of_the_disk(watch: DiskWatch, tmp_path:
 def test_write_that_does_not_return_is_a_problem_and_holds_up_nothing(
     watch: DiskWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_watch, "_HANGS_AFTER_S", 0.0)
+    monkeypatch.setattr(node_problems, "_HANGS_AFTER_S", 0.0)
     gate, really = threading.Event(), os.write
 
     def hanging(descriptor: int, data: Any) -> int:

@@ -19,8 +19,13 @@ from dra_driver.kube.events import EventWriter
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.claim import ClaimRef, DeviceStatus
 from dra_driver.model.problems import PREPARE_FAILED, EventObject, node_object
-from dra_driver.reporting.event_queue import ClaimState, EventQueue, ObjectEvent, ReportLimits
-from dra_driver.reporting.event_recorder import EventRecorder
+from dra_driver.reporting.event_recorder import (
+    ClaimState,
+    EventQueue,
+    EventRecorder,
+    ObjectEvent,
+    ReportLimits,
+)
 from tests.fakes.waiting import eventually
 from tests.kube.support import DRIVER, allocated_claim, claim_status_client
 

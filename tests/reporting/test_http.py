@@ -12,7 +12,8 @@ import pytest
 import structlog
 
 from dra_driver.errors import FatalError, InvalidConfigError
-from dra_driver.reporting.http import HttpEndpoint, Response, problems_page, split_address
+from dra_driver.model.ids import split_address
+from dra_driver.reporting.http import HttpEndpoint, Response, problems_page
 from tests.fakes.tables import tabled
 
 

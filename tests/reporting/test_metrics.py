@@ -12,8 +12,7 @@ from dra_driver.errors import ApiRejectedError, RetryableError
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.steps import RunMps, SetTimeSlice, Step, WriteCdiSpec
-from dra_driver.reporting.metrics import Metrics, reason_of
-from dra_driver.reporting.metrics.definitions import step_label
+from dra_driver.reporting.metrics import Metrics, reason_of, step_label
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
 from tests.fakes.scrapes import by_label, labelled, scraped, value
 from tests.fakes.tables import tabled

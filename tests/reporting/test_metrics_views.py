@@ -17,9 +17,8 @@ from dra_driver.model.health import HealthState, HealthTarget, InstanceSeen, Sev
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import Partitioning, PlacedProfile, Placement
 from dra_driver.model.record import ClaimRecord
+from dra_driver.reporting.metric_views import Readings, Views
 from dra_driver.reporting.metrics import Metrics
-from dra_driver.reporting.metrics.bounded_reads import Readings
-from dra_driver.reporting.metrics.collectors import Views
 from tests.fakes.samples import (
     DRIVER,
     GPU_0,

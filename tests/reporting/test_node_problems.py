@@ -16,8 +16,7 @@ from dra_driver.model.claim import ClaimRef
 from dra_driver.model.problems import NodeProblem, ShownProblem
 from dra_driver.reporting import node_problems
 from dra_driver.reporting.failing_claims import FailingClaims
-from dra_driver.reporting.node_problems import NodeProblems
-from dra_driver.reporting.problems_file import decode, read_problems
+from dra_driver.reporting.node_problems import NodeProblems, decode, read_problems
 from tests.fakes.waiting import eventually
 
 FOREIGN = NodeProblem("foreign-driver", "another driver listens on /a.sock; remove it", "/a.sock")

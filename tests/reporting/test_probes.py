@@ -9,8 +9,7 @@ import structlog
 
 from dra_driver.inventory.discovery import NOT_DISCOVERED
 from dra_driver.kubelet.registration import RegistrationStatus
-from dra_driver.reporting.http import problems_page
-from dra_driver.reporting.probes import Probes
+from dra_driver.reporting.http import Probes, problems_page
 from tests.fakes.tables import tabled
 
 UNKNOWN = NOT_DISCOVERED

@@ -11,7 +11,7 @@ from dra_driver.model.claim import ClaimRef
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.failing_claims import FailingClaims
-from dra_driver.reporting.mps_events import MpsEvents
+from dra_driver.reporting.node_events import MpsEvents
 from dra_driver.reporting.reporter import Reporter
 from tests.fakes.samples import GPU_0, claim, h100, hold, inventory
 from tests.fakes.tables import tabled

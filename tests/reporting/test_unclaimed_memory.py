@@ -6,7 +6,7 @@ import pytest
 
 from dra_driver.errors import StateError
 from dra_driver.model.gpu import GpuProcess
-from dra_driver.reporting.unclaimed_memory import UnclaimedMemory
+from dra_driver.reporting.usage import UnclaimedMemory
 from tests.fakes.samples import uuid
 
 TRAIN, OTHER = GpuProcess(4711, "train", 2 << 30), GpuProcess(4712, "other")

@@ -16,7 +16,7 @@ from dra_driver.model.mig import GpuAddress, MigAddress, OwnedInstance, Placemen
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting import usage
 from dra_driver.reporting.metrics import Metrics
-from dra_driver.reporting.rules.usage import Origin, unclaimed
+from dra_driver.reporting.rules.claim_usage import Origin, unclaimed
 from dra_driver.reporting.usage import Usage
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, NODE, hold, record, uuid
 from tests.fakes.scrapes import by_label, scraped

@@ -44,7 +44,7 @@ from dra_driver.model.host import (
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.passthrough import is_vfio
 from dra_driver.model.units import counted, named
-from dra_driver.reporting.rules.usage import unclaimed_text
+from dra_driver.reporting.rules.claim_usage import unclaimed_text
 
 _KERNEL_VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
 _GPU_NODE = re.compile(r"nvidia(\d+)\Z")

@@ -28,7 +28,7 @@ from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.model.problems import ShownProblem
-from dra_driver.reporting.rules.usage import Origin, unclaimed
+from dra_driver.reporting.rules.claim_usage import Origin, unclaimed
 
 InstanceIds = Mapping[str, tuple[str, int, int]]
 """The GPU's UUID, GPU and compute instance ID of each MIG device, by its name."""

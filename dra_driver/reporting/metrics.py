@@ -1,5 +1,6 @@
 """What the plugin counts and times when it happens. The metrics of the requests have the names and labels of NVIDIA's
-own driver, so one dashboard serves both."""
+own driver, so one dashboard serves both; `metric_views` has what is read at each scrape.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +16,39 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.process_collector import ProcessCollector
 
 from dra_driver import __version__
+from dra_driver.errors import (
+    ApiRejectedError,
+    ApiUnavailableError,
+    ClaimRefusedError,
+    DeviceLostError,
+    InvalidConfigError,
+    NvmlUnavailableError,
+    RetryableError,
+    StateError,
+)
 from dra_driver.model.steps import Step
-from dra_driver.reporting.metrics.bounded_reads import CAUSES, Readings
-from dra_driver.reporting.metrics.collectors import Views
-from dra_driver.reporting.metrics.error_types import REASONS, reason_of
+from dra_driver.reporting.metric_views import CAUSES, Readings, Views
+
+_REASONS: tuple[tuple[type[Exception], str], ...] = (
+    (ApiUnavailableError, "api_unavailable"),
+    (ApiRejectedError, "api_rejected"),
+    (NvmlUnavailableError, "nvml_unavailable"),
+    (DeviceLostError, "device_lost"),
+    (ClaimRefusedError, "claim_refused"),
+    (InvalidConfigError, "invalid_config"),
+    (StateError, "state"),
+    (RetryableError, "busy"),
+)
+_INTERNAL = "internal"
+
+REASONS = (*(reason for _, reason in _REASONS), _INTERNAL)
+"""Every value of the label."""
+
+
+def reason_of(error: Exception) -> str:
+    """The value of the label `error_type` for an error."""
+    return next((reason for kind, reason in _REASONS if isinstance(error, kind)), _INTERNAL)
+
 
 _DURATION_BUCKETS = (0.002, 0.005, 0.01, 0.025, *(0.05 * 2**n for n in range(10)), 45.0)
 """As NVIDIA's own driver has them, and to the end of the kubelet's patience."""
