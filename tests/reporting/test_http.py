@@ -108,9 +108,10 @@ def test_page_that_hangs_takes_a_bounded_number_of_threads_and_blocks_no_other_p
     """A thread that makes a page does not end when the client hangs up, or when its connection is closed."""
     monkeypatch.setattr("dra_driver.reporting.http._MOST_CONNECTIONS", 4)
     monkeypatch.setattr("dra_driver.reporting.http._MOST_AT_ONE_PAGE", 8)
-    let = threading.Event()
+    let, begun = threading.Event(), threading.Semaphore(0)
 
     def slow() -> Response:
+        begun.release()
         assert let.wait(60)
         return Response(200, "text/x", b"late\n")
 
@@ -122,6 +123,7 @@ def test_page_that_hangs_takes_a_bounded_number_of_threads_and_blocks_no_other_p
         for _ in range(8):
             callers.append(socket.create_connection(("127.0.0.1", one.port), timeout=20))
             callers[-1].sendall(b"GET /slow HTTP/1.0\r\n\r\n")
+            assert begun.acquire(timeout=20)
         answers = [get(one, "/slow") for _ in range(12)]
         busy = (503, "text/plain; charset=utf-8", b"too many requests for this page have no answer yet\n")
         assert answers == [busy] * 12
