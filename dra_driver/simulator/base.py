@@ -9,13 +9,11 @@ from pathlib import Path
 from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.units import counted
-from dra_driver.simulator import mig, policy
+from dra_driver.simulator import mig
+from dra_driver.simulator.faults import signal_names
 from dra_driver.simulator.hostroot import HostRoot
-from dra_driver.simulator.sessions import Session, Sessions
-from dra_driver.simulator.signals import signal_names
-from dra_driver.simulator.state import Gpu, Model, State
-from dra_driver.simulator.store import Store
-from dra_driver.simulator.topology import sysfs_bus_id
+from dra_driver.simulator.state import Gpu, Model, State, sysfs_bus_id
+from dra_driver.simulator.store import Policies, Session, Sessions, Store
 
 Selector = int | str
 
@@ -26,7 +24,7 @@ class MachineBase:
     def __init__(self, directory: Path) -> None:
         self._store = Store(directory)
         self._host = HostRoot(directory)
-        self._policies = policy.Policies(self._host.root)
+        self._policies = Policies(self._host.root)
         self._sessions = Sessions(directory / "sessions")
         self.current: Callable[[], State] = self._store.current
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.simulator import mig, pci, topology
+from dra_driver.simulator import mig, pci
 from dra_driver.simulator.state import (
     NVIDIA,
     ComputeInstance,
@@ -22,6 +22,9 @@ from dra_driver.simulator.state import (
     MigProfile,
     Model,
     State,
+    parse_pairs,
+    switch_links,
+    wire_pairs,
 )
 
 MACHINES = Path(__file__).parent / "machines"
@@ -262,9 +265,9 @@ def _wire(state: State) -> None:
         )
     if switches := _switches(state):
         for gpu in state.gpus:
-            topology.switch_links(gpu, state.model_of(gpu), switches)
+            switch_links(gpu, state.model_of(gpu), switches)
     else:
-        topology.wire_pairs(state.gpus, state.models, topology.parse_pairs(wiring.get("pairs", {})))
+        wire_pairs(state.gpus, state.models, parse_pairs(wiring.get("pairs", {})))
 
 
 def _switches(state: State) -> list[str]:
@@ -349,5 +352,5 @@ def new_gpu(state: State, model_key: str) -> tuple[Gpu, Model]:
     gpu.addressing = like.addressing if like else None
     gpu.links = [[None, None]] * model.nvlinks
     if switches := _switches(state):
-        topology.switch_links(gpu, model, switches)
+        switch_links(gpu, model, switches)
     return gpu, model

@@ -9,9 +9,8 @@ from typing import Any
 from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.simulator import catalogue
 from dra_driver.simulator import machine as machines
-from dra_driver.simulator.faults import error_text, fault_text
+from dra_driver.simulator.faults import error_text, fault_text, signal_facts
 from dra_driver.simulator.machine import Machine
-from dra_driver.simulator.signals import signal_facts
 
 Rows = list[dict[str, str]]
 

@@ -11,12 +11,14 @@ from typing import Any
 import pynvml
 
 from dra_driver.errors import InvalidConfigError, StateError
-from dra_driver.simulator import catalogue, mig, pci, policy
+from dra_driver.simulator import catalogue, mig, pci
 from dra_driver.simulator.base import MachineBase, Selector
 from dra_driver.simulator.faults import error_text, fault_text, make_fault
-from dra_driver.simulator.hostroot import host_devices, imex
+from dra_driver.simulator.hostroot.driver import IMEX_STATES
 from dra_driver.simulator.hostroot.entries import can_make_nodes
+from dra_driver.simulator.hostroot.kernel import HOST_DEVICE_KINDS
 from dra_driver.simulator.state import NVIDIA, Fault, Function, Gpu, Holder, State
+from dra_driver.simulator.store import COMPUTE_MODE, TIMESLICE
 
 XID_OFF_THE_BUS = 79
 XID_RECOVERY_ACTION = 154
@@ -81,8 +83,8 @@ class Machine(MachineBase):
         gpu.present = False
         gpu.instances, gpu.holders = [], []
         gpu.mig_mode = gpu.mig_pending = gpu.recovery_action = 0
-        self._policies.set(policy.COMPUTE_MODE, gpu.uuid, 0)
-        self._policies.set(policy.TIMESLICE, gpu.uuid, 0)
+        self._policies.set(COMPUTE_MODE, gpu.uuid, 0)
+        self._policies.set(TIMESLICE, gpu.uuid, 0)
 
     # --- health, and who uses the GPUs ---------------------------------------------------------
 
@@ -287,8 +289,8 @@ class Machine(MachineBase):
     def set_imex(self, state: str, channels: int | None = None) -> None:
         """What nvidia-imex does; with `channels` also how many the NVIDIA driver has, 0 for a driver that knows
         none."""
-        if state not in imex.STATES:
-            raise InvalidConfigError(f"nvidia-imex can be {', '.join(imex.STATES)}, not {state!r}")
+        if state not in IMEX_STATES:
+            raise InvalidConfigError(f"nvidia-imex can be {', '.join(IMEX_STATES)}, not {state!r}")
         with self._change() as now:
             now.system["imex"] = state
             if channels is not None:
@@ -304,10 +306,10 @@ class Machine(MachineBase):
     def set_host_devices(self, kinds: Iterable[str]) -> None:
         """Have exactly these kinds of nodes: gds, mofed, gdrcopy."""
         wanted = list(kinds)
-        unknown = sorted(set(wanted) - set(host_devices.KINDS))
+        unknown = sorted(set(wanted) - set(HOST_DEVICE_KINDS))
         if unknown:
             raise InvalidConfigError(
-                f"there are no host devices {', '.join(unknown)}; choose of {', '.join(host_devices.KINDS)}"
+                f"there are no host devices {', '.join(unknown)}; choose of {', '.join(HOST_DEVICE_KINDS)}"
             )
         with self._change() as now:
             now.system["host_devices"] = wanted
@@ -412,14 +414,14 @@ class Machine(MachineBase):
                 raise _refused(f"destroy GPU instance {gi}", gpu, refusal) from refusal
 
     def compute_mode(self, gpu_uuid: str) -> int:
-        return self._policies.get(policy.COMPUTE_MODE, gpu_uuid)
+        return self._policies.get(COMPUTE_MODE, gpu_uuid)
 
     def set_compute_mode(self, gpu_uuid: str, mode: int) -> None:
-        self._policies.set(policy.COMPUTE_MODE, gpu_uuid, mode)
+        self._policies.set(COMPUTE_MODE, gpu_uuid, mode)
 
     def timeslice(self, selector: Selector) -> int:
         """The time-slice setting of a GPU: 0 default, 1 short, 2 medium, 3 long."""
-        return self._policies.get(policy.TIMESLICE, self.gpu(selector).uuid)
+        return self._policies.get(TIMESLICE, self.gpu(selector).uuid)
 
 
 def virtual_functions(state: State, gpu: Gpu, count: int) -> list[Function]:

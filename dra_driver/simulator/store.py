@@ -1,17 +1,26 @@
-"""The machine file: read cheaply, changed under a lock that all processes share.
+"""The files of a machine: its state, the NVML sessions that are open on it, and the settings that nvidia-smi changes.
 
-Readers take no lock: a rename replaces the file, and its modification time grows with every change. So one stat() shows
-whether the parsed copy is current.
+The machine file is changed under a lock that all processes share. Readers take no lock: a rename replaces the file, and
+its modification time grows with every change. So one stat() shows whether the parsed copy is current.
+
+The real driver counts a session as a client of every GPU. While one is open, it refuses to be unloaded, to reset a GPU,
+and to switch a MIG mode for anybody else. Here each session is a locked file, so that a process that dies ends its own.
+
+The settings are small files inside the host root, one for each GPU: nvidia-smi, here a shell script, finds them from
+its own path, also after a chroot.
 """
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
+import shutil
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dra_driver.errors import StateError
@@ -23,6 +32,10 @@ _MTIME_STEP_NS = 1_000_000
 _COARSE_STEP_NS = 2_000_000_000
 
 AfterChange = Callable[[State, State], None]
+_PROCESS = uuid.uuid4().hex[:8]  # process IDs of different PID namespaces may be equal
+_numbers = itertools.count(1)
+COMPUTE_MODE = "compute-mode"
+TIMESLICE = "timeslice"
 
 
 class Store:
@@ -127,3 +140,114 @@ class Store:
         mtime = temporary.stat().st_mtime_ns
         temporary.replace(self.path)
         self._cached = (mtime, state)
+
+
+class Session:
+    """One open session. It ends also when nobody has the object any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    def begin(self) -> None:
+        """Make the file and lock it; nothing happens where the directory cannot be written."""
+        with suppress(OSError):
+            self.path.parent.mkdir(exist_ok=True)
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+
+    def end(self) -> None:
+        """Remove the file."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            self.path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+
+class Sessions:
+    """The files in `<machine>/sessions`, named `<mark of the process>.<process>.<number>.<name>`."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def open(self, name: str) -> Session:
+        """Begin a session."""
+        session = Session(self._directory / f"{_PROCESS}.{os.getpid()}.{next(_numbers)}.{name}")
+        session.begin()
+        return session
+
+    def of_others(self) -> list[str]:
+        """Name and process of every open session of other processes, such as `dcgm (process 4711)`: NVML opens the
+        device files once in a process."""
+        return [text for mark, text in self._all() if mark != _PROCESS]
+
+    def of_all(self) -> list[str]:
+        """As `of_others`, with this process."""
+        return [text for _, text in self._all()]
+
+    def _all(self) -> list[tuple[str, str]]:
+        try:
+            paths = sorted(self._directory.iterdir())
+        except OSError:
+            return []
+        found = []
+        for path in paths:
+            mark, pid, _, name = path.name.split(".", 3)
+            if _is_open(path):
+                found.append((mark, f"{name} (process {pid})"))
+        return found
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a process holds the file; one that nobody holds is removed."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+class Policies:
+    """`<host root>/var/lib/nvidia-simulator/<setting>/<GPU UUID>`; no file means the default, 0."""
+
+    def __init__(self, host_root: Path) -> None:
+        self.directory = host_root / "var/lib/nvidia-simulator"
+
+    def prepare(self) -> None:
+        for setting in (COMPUTE_MODE, TIMESLICE):
+            (self.directory / setting).mkdir(parents=True, exist_ok=True)
+
+    def get(self, setting: str, uuid: str) -> int:
+        try:
+            with open(f"{self.directory}/{setting}/{uuid}", "rb") as file:  # noqa: PTH123 - on the path of NVML calls
+                return int(file.read() or 0)
+        except (OSError, ValueError):
+            return 0
+
+    def set(self, setting: str, uuid: str, value: int) -> None:
+        path = self.directory / setting / uuid
+        if value == 0:
+            path.unlink(missing_ok=True)
+            return
+        temporary = path.with_name(f".{uuid}.new")
+        temporary.write_text(f"{value}\n")
+        temporary.replace(path)
+
+    def forget(self, uuid: str) -> None:
+        """Set the defaults of one GPU again."""
+        for setting in (COMPUTE_MODE, TIMESLICE):
+            self.set(setting, uuid, 0)
+
+    def reset(self) -> None:
+        """Set the defaults again, as a driver reload or a reboot does."""
+        for setting in (COMPUTE_MODE, TIMESLICE):
+            shutil.rmtree(self.directory / setting, ignore_errors=True)
+        self.prepare()

@@ -1,5 +1,85 @@
-"""The files, links and device nodes by which a host shows its GPUs, as a tree below one directory."""
+"""The files, links and device nodes by which a host shows its GPUs: a tree below one directory, kept equal to the
+machine."""
 
-from dra_driver.simulator.hostroot.render import HostRoot
+from __future__ import annotations
+
+from pathlib import Path
+
+from dra_driver.simulator.hostroot.devices import devices
+from dra_driver.simulator.hostroot.driver import ElfFiles, driver_files, imex, nvidia_smi
+from dra_driver.simulator.hostroot.entries import Entries, Tree
+from dra_driver.simulator.hostroot.kernel import host_device_nodes, procfs, sysfs
+from dra_driver.simulator.state import State
 
 __all__ = ["HostRoot"]
+_MARKER = "rendered"
+_PATHS = "rendered.paths"
+
+
+class HostRoot:
+    """`<directory>/root`. The caller of each method holds the machine's lock.
+
+    The marker names the version of the machine that the tree shows. A process that died half-way leaves no marker; then
+    the next process compares the whole tree with the disk.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.root = directory / "root"
+        self.elf = ElfFiles(directory)
+        self._marker = directory / _MARKER
+        self._paths = directory / _PATHS
+        self._last: tuple[str, int, Entries] | None = None
+
+    def entries(self, state: State) -> Entries:
+        entries = {
+            **procfs(state),
+            **sysfs(state),
+            **devices(state),
+            **driver_files(state),
+            **nvidia_smi(state),
+            **imex(state),
+            **host_device_nodes(state),
+        }
+        self.elf.replace_in(entries, state)
+        return entries
+
+    def is_current(self, state: State) -> bool:
+        try:
+            return self._marker.read_text() == str(state.version)
+        except OSError:
+            return False
+
+    def render(self, old: State | None, new: State) -> None:
+        """Show `new`; if the tree shows `old`, only the differences are written."""
+        wanted = self.entries(new)
+        known = self._shown(old) if old is not None and self.is_current(old) else None
+        stale: list[str] = []
+        if known is None and self._paths.exists():
+            stale = self._paths.read_text().splitlines()
+        self._marker.unlink(missing_ok=True)
+        if old is not None and old.boot_id != new.boot_id:
+            self._forget_made_nodes(wanted)
+        if known is None or known.keys() != wanted.keys():
+            self._write(self._paths, "\n".join({**dict.fromkeys(known or stale), **dict.fromkeys(wanted)}))
+        tree = Tree(self.root, real_nodes=new.device_nodes == "real")
+        tree.sync(known, wanted, stale)
+        self._write(self._marker, str(new.version))
+        self._last = (new.boot_id, new.version, wanted)
+
+    def _forget_made_nodes(self, wanted: Entries) -> None:
+        """/dev is empty after a boot: what somebody made there is gone."""
+        for path in (self.root / "dev/nvidia-caps").glob("nvidia-cap*"):
+            if str(path.relative_to(self.root)) not in wanted:
+                path.unlink()
+        for path in (self.root / "dev/char").glob("*:*"):
+            path.unlink()
+
+    def _shown(self, state: State) -> Entries:
+        if self._last is not None and self._last[:2] == (state.boot_id, state.version):
+            return self._last[2]
+        return self.entries(state)
+
+    def _write(self, path: Path, text: str) -> None:
+        temporary = path.with_suffix(f"{path.suffix}.new")
+        temporary.write_text(text)
+        temporary.replace(path)

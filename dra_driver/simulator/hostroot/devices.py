@@ -11,7 +11,7 @@ from typing import Any
 from dra_driver.model.host import DeviceNode
 from dra_driver.simulator import mig
 from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Node, can_make_nodes
-from dra_driver.simulator.hostroot.vfio import vfio_nodes
+from dra_driver.simulator.hostroot.kernel import vfio_nodes
 from dra_driver.simulator.state import NVIDIA, State
 
 NVIDIA_MAJOR = 195

@@ -1,19 +1,57 @@
-"""The NVIDIA driver's installation: libraries by name, programs, firmware, sockets, and nvidia-smi with its facts."""
+"""The NVIDIA driver's installation: libraries by name, programs, firmware, sockets; nvidia-smi with its facts; the
+programs of MPS; and nvidia-imex, its configuration and its control socket, on machines in a fabric.
+
+A machine may have its programs and libraries as ELF files (`SIMULATE_ELF`). Real ones are ELF files that need libraries
+of the NVIDIA driver, and the C library beside those is not the container's. `program` is all programs, and becomes the
+simulator's script: the text behind its end, or the file of its name in usr/libexec. `library` is libnvidia-ml and
+libcuda, `libc` a C library that no program of a container can use.
+"""
 
 from __future__ import annotations
 
 import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
 
 import pynvml
 
 from dra_driver.simulator import mig
 from dra_driver.simulator.catalogue import driver_facts
 from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Socket, Text
-from dra_driver.simulator.hostroot.scripts import quoted, script
-from dra_driver.simulator.mps import mps_programs
 from dra_driver.simulator.state import Gpu, State
 
+SCRIPTS = Path(__file__).parent.parent / "scripts"
 _PROGRAM = "#!/bin/sh\nprintf '%s\\n' \"{name} of the simulated driver {version}\"\n"
+_START_DELAY_MS = 300
+
+_VOLTA = (7, 0)
+_CUDA_13_1_BRANCH = 590
+IMEX_STATES = ("ready", "initializing", "hung", "killed", "stopped")
+"""What the daemon does. `stopped` takes the socket away; `killed` leaves it behind, and nobody listens."""
+_IMEX_SOCKET = "etc/nvidia-imex/imex_ctrl.sock"
+_IMEX_CONFIG = f"""\
+# Of the simulated nvidia-imex.
+SERVER_PORT=50000
+IMEX_NODE_CONFIG_FILE=/etc/nvidia-imex/nodes_config.cfg
+IMEX_CMD_ENABLED=1
+IMEX_CMD_PORT=
+IMEX_CMD_UNIX_DOMAIN_PATH=/{_IMEX_SOCKET}
+"""
+_FILES = ("program", "library", "libc")
+_ALONE = "nvidia-smi"
+"""Runs in containers too, which have nothing but this file."""
+_IN_LIBEXEC = ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
+
+
+@functools.cache
+def script(name: str) -> str:
+    return (SCRIPTS / name).read_text()
+
+
+def quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
 
 
 def driver_files(state: State) -> Entries:
@@ -128,3 +166,88 @@ def _mig_facts(state: State, gpu: Gpu) -> list[str]:
         caps = (mig.cap_minor(gpu.minor, gi.id), mig.cap_minor(gpu.minor, gi.id, ci.id))
         rows.append(f"{gpu.minor} {caps[0]} {caps[1]} {quoted(name)} {ci.uuid}")
     return rows
+
+
+def mps_programs(state: State) -> Entries:
+    """The control program with the facts of the machine, the server, and a client to try them with."""
+    facts = {
+        "branch": _mps_branch(state),
+        "start_delay_ms": int(state.system.get("mps_start_delay_ms", _START_DELAY_MS)),
+        "devices": [device for gpu in state.shown for device in _mps_devices(state, gpu)],
+        "driver_loaded": state.driver_loaded,
+        "libcuda": f"usr/lib/{state.system['arch']}-linux-gnu/libcuda.so.1",
+    }
+    control = script("nvidia-cuda-mps-control.py").replace("#@FACTS@", json.dumps(facts))
+    return {
+        "usr/bin/nvidia-cuda-mps-control": Text(control, 0o755),
+        "usr/bin/nvidia-cuda-mps-server": Text(script("nvidia-cuda-mps-server.sh"), 0o755),
+        "usr/share/nvidia-simulator/nvidia_mps_daemon.py": Text(script("nvidia-cuda-mps-control-daemon.py")),
+        "usr/bin/mps-client": Text(script("mps-client.sh"), 0o755),
+    }
+
+
+def _mps_branch(state: State) -> int:
+    return int(state.driver_version.partition(".")[0])
+
+
+def _mps_devices(state: State, gpu: Gpu) -> list[dict[str, Any]]:
+    model = state.model_of(gpu)
+    volta = tuple(model.compute) >= _VOLTA
+    new = _mps_branch(state) >= _CUDA_13_1_BRANCH
+    common = {"volta": volta, "most_clients": 16 if not volta else 60 if new else 48}
+    rows = [{"uuid": gpu.uuid, "memory_mib": (model.memory_bytes or 0) >> 20, "nodes": [], **common}]
+    if gpu.mig_mode:
+        rows = []
+    for gi, ci in gpu.mig_devices:
+        profile = mig.profile_by_id(model, gi.profile_id)
+        if profile is not None:
+            minors = (mig.cap_minor(gpu.minor, gi.id), mig.cap_minor(gpu.minor, gi.id, ci.id))
+            nodes = [f"dev/nvidia-caps/nvidia-cap{minor}" for minor in minors]
+            rows.append({"uuid": ci.uuid, "memory_mib": profile.memory_mib, "nodes": nodes, **common})
+    return rows
+
+
+def imex(state: State) -> Entries:
+    if not state.fabric.get("cluster"):
+        return {}
+    daemon = state.system.get("imex", "ready")
+    facts = f"MACHINE={quoted(state.machine)}\nSTATE={quoted(daemon)}"
+    entries: Entries = {
+        "etc/nvidia-imex/config.cfg": Text(_IMEX_CONFIG),
+        "usr/bin/nvidia-imex-ctl": Text(script("nvidia-imex-ctl.sh").replace("#@FACTS@", facts), 0o755),
+    }
+    if daemon != "stopped":
+        entries[_IMEX_SOCKET] = Socket()
+    return entries
+
+
+class ElfFiles:
+    """What a machine's directory has of them; without any, its programs stay scripts and its libraries placeholders."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory / "elf"
+        self._known: dict[str, bytes] = {}
+
+    def keep(self, source: Path) -> None:
+        """Make them part of the machine, which other containers than this may open."""
+        self._directory.mkdir(exist_ok=True)
+        for name in _FILES:
+            shutil.copy(source / name, self._directory / name)
+
+    def replace_in(self, entries: Entries, state: State) -> None:
+        """Put them in the place of scripts and placeholders."""
+        if not self._known:
+            if not self._directory.is_dir():
+                return
+            self._known = {name: (self._directory / name).read_bytes() for name in _FILES}
+        program, version = self._known["program"], state.driver_version
+        script = entries[f"usr/bin/{_ALONE}"]
+        if isinstance(script, Text):
+            entries[f"usr/bin/{_ALONE}"] = Text(program + script.raw, 0o755)
+        for name in _IN_LIBEXEC:
+            entries[f"usr/libexec/{name}"] = entries[f"usr/bin/{name}"]
+            entries[f"usr/bin/{name}"] = Text(program, 0o755)
+        libraries = f"usr/lib/{state.system['arch']}-linux-gnu"
+        for name in ("libnvidia-ml", "libcuda"):
+            entries[f"{libraries}/{name}.so.{version}"] = Text(self._known["library"])
+        entries[f"{libraries}/libc.so.6"] = Text(self._known["libc"])

@@ -1,20 +1,32 @@
-"""Properties and modes of one device: memory, class, compute and persistence mode, processes, health counters."""
+"""Properties and modes of one device: memory, class, compute and persistence mode, processes, health counters; the
+values of nvmlDeviceGetFieldValues that this plugin reads; and GPU performance monitoring (GPM), samples of a GPU
+instance and the metrics between two of them."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pynvml
 
-from dra_driver.simulator.library.core import Core, Handle
-from dra_driver.simulator.library.refs import number, put, target
+from dra_driver.simulator.library.core import Core, Handle, address, number, put, put_handle, target
 from dra_driver.simulator.mig import Refusal
 from dra_driver.simulator.state import ANY_INSTANCE, Gpu, Holder, State
 
 _RUBIN = 13
 
 MIB = 1 << 20
+_RESETLESS_MIG = 184
+_RECOVERY_ACTION = 230
+_RECOVERY_ACTION_SINCE = 570
+_LAST_FIELD = 512
+_BLACKWELL = 10
+_NVLINK_ERRORS = {38: "crc", 45: "crc data", 52: "replay", 59: "recovery"}
+"""The totals of all links, which GPUs have had until Blackwell; since then they count for each link."""
+_LINK_RECOVERIES = 215
+_HOPPER = 9
+_UNLIKE = 4711.0
 
 
 def busy(holders: Iterable[Holder]) -> int:
@@ -222,3 +234,100 @@ class Device(Core):
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any, out: Any) -> None:  # noqa: N802
         put(out, self.gpu(handle)[1].slowdown)
+
+
+class Fields(Core):
+    """Each value has its own return code."""
+
+    def nvmlDeviceGetFieldValues(self, handle: Any, count: Any, out: Any) -> None:  # noqa: N802
+        state, gpu, parsed = self.device(handle)
+        values = target(out)
+        for index in range(number(count)):
+            entry = values[index]
+            try:
+                if parsed.is_mig:
+                    raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
+                answer = self._field(state, gpu, int(entry.fieldId), int(entry.scopeId))
+            except Refusal as refusal:
+                entry.nvmlReturn = refusal.code
+                continue
+            entry.nvmlReturn = pynvml.NVML_SUCCESS
+            entry.valueType = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT
+            entry.value.ullVal = answer
+
+    def _field(self, state: State, gpu: Gpu, field: int, scope: int) -> int:
+        model = state.model_of(gpu)
+        if field == _RESETLESS_MIG and model.mig:
+            return int(model.resetless_mig)
+        if field == _RECOVERY_ACTION:
+            if int(state.driver_version.partition(".")[0]) < _RECOVERY_ACTION_SINCE:
+                raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
+            return gpu.recovery_action
+        if model.nvlinks and model.architecture < _BLACKWELL and field in _NVLINK_ERRORS:
+            return gpu.nvlink_errors.get(_NVLINK_ERRORS[field], 0)
+        if scope < model.nvlinks and model.architecture >= _BLACKWELL and field == _LINK_RECOVERIES:
+            # All of them were of the first link.
+            return gpu.nvlink_errors.get("recovery", 0) if scope == 0 else 0
+        raise Refusal(
+            pynvml.NVML_ERROR_INVALID_ARGUMENT if field >= _LAST_FIELD else pynvml.NVML_ERROR_NOT_SUPPORTED
+        )
+
+
+class _Taken(NamedTuple):
+    """What a sample shows: the MIG devices that there were in the GPU instance, and how busy they were."""
+
+    devices: tuple[str, ...]
+    percent: int
+
+
+class Gpm(Core):
+    """nvmlGpm*. Of two samples of different instances with the same ID a metric comes out that no device can have."""
+
+    def __init__(self, machine: Any) -> None:
+        super().__init__(machine)
+        self._numbers = itertools.count(0x6000_0000, 16)
+        self.gpm_samples: dict[int, _Taken | None] = {}
+
+    def nvmlGpmQueryDeviceSupport(self, handle: Any, out: Any) -> None:  # noqa: N802
+        state, gpu = self.gpu(handle)
+        target(out).isSupportedDevice = int(state.model_of(gpu).architecture >= _HOPPER)
+
+    def nvmlGpmSampleAlloc(self, out: Any) -> None:  # noqa: N802
+        self.state()
+        made = next(self._numbers)
+        self.gpm_samples[made] = None
+        put_handle(out, made)
+
+    def nvmlGpmSampleFree(self, sample: Any) -> None:  # noqa: N802
+        self.state()
+        self.gpm_samples.pop(self._sample(sample))
+
+    def nvmlGpmMigSampleGet(self, handle: Any, gi: Any, sample: Any) -> None:  # noqa: N802
+        state, gpu = self.gpu(handle)
+        if state.model_of(gpu).architecture < _HOPPER or not gpu.mig_mode:
+            raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        instance = gpu.instance(number(gi))
+        if instance is None:
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        holders = [holder for holder in gpu.holders if holder.gpu_instance == instance.id]
+        taken = _Taken(tuple(device.uuid for device in instance.compute), busy(holders))
+        self.gpm_samples[self._sample(sample)] = taken
+
+    def nvmlGpmMetricsGet(self, out: Any) -> None:  # noqa: N802
+        self.state()
+        wanted = target(out)
+        if wanted.version != pynvml.NVML_GPM_METRICS_GET_VERSION:
+            raise Refusal(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+        first, second = (self.gpm_samples[self._sample(one)] for one in (wanted.sample1, wanted.sample2))
+        if first is None or second is None:
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        is_same = first.devices == second.devices
+        for metric in wanted.metrics[: wanted.numMetrics]:
+            metric.nvmlReturn = pynvml.NVML_SUCCESS
+            metric.value = (first.percent + second.percent) / 2 if is_same else _UNLIKE
+
+    def _sample(self, sample: Any) -> int:
+        found = address(sample)
+        if found not in self.gpm_samples:
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return found

@@ -8,8 +8,19 @@ from typing import Any
 import pynvml
 
 from dra_driver.simulator import mig
-from dra_driver.simulator.library.core import KIND_CI, KIND_GI, KIND_GPU, KIND_MIG, Core, Handle
-from dra_driver.simulator.library.refs import as_handle, number, put, put_handle, target
+from dra_driver.simulator.library.core import (
+    KIND_CI,
+    KIND_GI,
+    KIND_GPU,
+    KIND_MIG,
+    Core,
+    Handle,
+    as_handle,
+    number,
+    put,
+    put_handle,
+    target,
+)
 from dra_driver.simulator.mig import Refusal
 from dra_driver.simulator.state import ComputeInstance, Gpu, GpuInstance, MigProfile, Model, State
 

@@ -7,13 +7,19 @@ from typing import Any
 
 import pynvml
 
-from dra_driver.simulator import topology
 from dra_driver.simulator.catalogue import PLACEHOLDER_BUS
-from dra_driver.simulator.library.core import Core
-from dra_driver.simulator.library.refs import number, put, target
+from dra_driver.simulator.library.core import Core, number, put, target
 from dra_driver.simulator.mig import Refusal
-from dra_driver.simulator.state import Gpu, Model, State
-from dra_driver.simulator.topology import nvml_bus_id, pci_numbers
+from dra_driver.simulator.state import (
+    REMOTE_SWITCH,
+    Gpu,
+    Model,
+    State,
+    active_links,
+    nvlink_peers,
+    nvml_bus_id,
+    pci_numbers,
+)
 
 _GPU_FABRIC_V3_SINCE = 575
 _UNICAST_POINTER = 0
@@ -36,14 +42,14 @@ class Links(Core):
     def _active(self, handle: Any, link: Any) -> tuple[State, Gpu, Model, int, str]:
         """(…, remote type, remote address) of a link that is up."""
         state, gpu, model, wanted = self._link(handle, link)
-        for index, kind, remote in topology.active_links(gpu):
+        for index, kind, remote in active_links(gpu):
             if index == wanted:
                 return state, gpu, model, kind, remote or PLACEHOLDER_BUS
         raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     def nvmlDeviceGetNvLinkState(self, handle: Any, link: Any, out: Any) -> None:  # noqa: N802
         _, gpu, _, wanted = self._link(handle, link)
-        put(out, int(any(index == wanted for index, _, _ in topology.active_links(gpu))))
+        put(out, int(any(index == wanted for index, _, _ in active_links(gpu))))
 
     def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: Any, link: Any, out: Any) -> None:  # noqa: N802
         put(out, self._active(handle, link)[3])
@@ -51,7 +57,7 @@ class Links(Core):
     def nvmlDeviceGetNvLinkRemotePciInfo_v2(self, handle: Any, link: Any, out: Any) -> None:  # noqa: N802
         state, _, _, kind, remote = self._active(handle, link)
         info = target(out)
-        if kind == topology.REMOTE_SWITCH and remote == PLACEHOLDER_BUS:
+        if kind == REMOTE_SWITCH and remote == PLACEHOLDER_BUS:
             if state.nvlink.get("remote") == "not-supported":
                 raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
             info.domain = info.bus = info.device = info.pciDeviceId = 0xFFFFFFFF
@@ -79,7 +85,7 @@ class Links(Core):
     def _p2p(self, state: State, ours: Gpu, theirs: Gpu, kind: int) -> int:
         if ours.mig_mode or theirs.mig_mode:
             return int(pynvml.NVML_P2P_STATUS_NOT_SUPPORTED)
-        peers = topology.nvlink_peers(state, ours, theirs)
+        peers = nvlink_peers(state, ours, theirs)
         if kind == pynvml.NVML_P2P_CAPS_INDEX_NVLINK:
             return int(pynvml.NVML_P2P_STATUS_OK if peers else pynvml.NVML_P2P_STATUS_NOT_SUPPORTED)
         if kind == pynvml.NVML_P2P_CAPS_INDEX_ATOMICS and not peers:
