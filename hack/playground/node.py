@@ -36,6 +36,12 @@ _NODE_STATUS = {
 }
 _NO_LIMIT = 0.0  # of requests: the API server is the node's own, and a week of churn passes in minutes
 _UNLIMITED = ("--kube-api-qps", str(_NO_LIMIT))
+_CONTAINERD = """\
+version = 3
+[plugins."io.containerd.cri.v1.runtime"]
+enable_cdi = true
+cdi_spec_dirs = ["{cdi}"]
+"""
 
 JsonObject = dict[str, Any]
 
@@ -141,6 +147,12 @@ class PlaygroundNode:
             stdout=log,
             stderr=log,
         )
+
+    def configure_runtime(self) -> None:
+        """Give the host a containerd that reads this node's CDI specs."""
+        file = self.machine.host_root / "etc/containerd/config.toml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(_CONTAINERD.format(cdi=self.cdi))
 
     def start_mps_host(self) -> None:
         """Have the MPS host of this node run, as its DaemonSet does in a cluster."""

@@ -112,14 +112,15 @@ class PodLoop:
             self._node.server.add("events", event)
 
     def _set_status(self, pod: Pod, changes: Pod) -> None:
-        metadata = {key: pod["metadata"][key] for key in ("name", "namespace", "uid")}
-        with contextlib.suppress(ApiFailure):  # it was deleted meanwhile
-            self._node.server.operations.update(
-                self._node.server.resource("pods", group=""),
-                (metadata["namespace"], metadata["name"]),
-                {"metadata": metadata, "status": (pod.get("status") or {}) | changes},
-                status=True,
-            )
+        """Unless it was deleted meanwhile; what others wrote since `pod` was read stays."""
+        server, metadata = self._node.server, pod["metadata"]
+        resource, key = server.resource("pods", group=""), (metadata["namespace"], metadata["name"])
+        with server.store.changed:
+            now_stored = server.store.get(resource, key)
+            if now_stored is not None and now_stored["metadata"]["uid"] == metadata["uid"]:
+                status = (now_stored.get("status") or {}) | changes
+                written = {"metadata": {"name": key[1], "uid": metadata["uid"]}, "status": status}
+                server.operations.update(resource, key, written, status=True)
 
     def _schedule(self, pod: Pod) -> None:
         metadata = pod["metadata"]

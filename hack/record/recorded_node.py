@@ -22,12 +22,6 @@ _ONE_SHARE = {"consumedCapacity": {"shares": "1"}}
 _WAIT_S = 30.0
 _BROKEN = 3
 _UNCONTAINED_MEMORY_ERROR = 95
-_CONTAINERD = """\
-version = 3
-[plugins."io.containerd.cri.v1.runtime"]
-enable_cdi = true
-cdi_spec_dirs = ["{cdi}"]
-"""
 _CONFIG = """\
 # The seventh GPU is shared in quarters, the eighth is cut into MIG devices on demand.
 sharing:
@@ -50,9 +44,7 @@ class RecordedNode(PlaygroundNode):
         (root / "device-plugins").mkdir()
         (root / "config.yaml").write_text(_CONFIG)
         self.options["--config"] = str(root / "config.yaml")
-        runtime = self.machine.host_root / "etc/containerd/config.toml"
-        runtime.parent.mkdir(parents=True)
-        runtime.write_text(_CONTAINERD.format(cdi=self.cdi))
+        self.configure_runtime()
         self.server.add("namespaces", {"metadata": {"name": _NAMESPACE}})
         self.start_mps_host()
         self._process = self.start_daemon("--healthcheck-port", "-1", "--log-level", "error")

@@ -29,10 +29,11 @@ _WAIT_S = 30.0
 
 @dataclass
 class Playground:
-    """One that runs. `variables` are those that it says to export, `commands` those to type."""
+    """One that runs. It says to `paste` lines, which export `variables`, and then to type `commands`."""
 
     process: subprocess.Popen[str]
     said: Path
+    paste: str
     variables: dict[str, str]
     commands: list[str]
 
@@ -81,8 +82,8 @@ class Playground:
 
 @pytest.fixture
 def temporary() -> Iterator[Path]:
-    """Not pytest's, whose path is too long for sockets."""
-    with TemporaryDirectory(prefix="p-") as path:
+    """Not pytest's, whose path is too long for sockets. A space is in it, as in some home directories."""
+    with TemporaryDirectory(prefix="p -") as path:
         yield Path(path)
 
 
@@ -101,10 +102,13 @@ def start(tmp_path: Path, temporary: Path) -> Iterator[Callable[..., Playground]
         eventually(lambda: "Ctrl-C ends it" in said.read_text() or process.poll() is not None)
         text = said.read_text()
         assert process.poll() is None, text
-        [file] = re.findall(r"^  \. (.*)$", text, re.MULTILINE)
-        variables = dict(re.findall(r"^export (\w+)=(.*)$", Path(file).read_text(), re.MULTILINE))
-        commands = re.findall(r"^  ((?:\S*/gpu-dra-driver|kubectl) .*)$", text, re.MULTILINE)
-        return Playground(process, said, variables, commands)
+        [paste] = re.findall(r"^  cd .*\n  \. .*\n", text, re.MULTILINE)
+        exported = subprocess.run(
+            ["bash", "-c", f"{paste}env -0"], capture_output=True, text=True, check=True
+        )
+        variables = dict(one.split("=", 1) for one in exported.stdout.split("\0") if one)
+        commands = re.findall(r"^  ((?:gpu-dra-driver|kubectl) .*)$", text, re.MULTILINE)
+        return Playground(process, said, paste, variables, commands)
 
     yield started
     for process in processes:
@@ -140,7 +144,7 @@ def test_pod_runs_and_ends_and_nothing_is_left_when_the_playground_ends(
 def test_every_command_that_it_prints_works(start: Callable[[str], Playground], tmp_path: Path) -> None:
     playground = start("dgx-h100")
     eventually(lambda: len(playground.devices()) == 8)
-    environment = os.environ | playground.variables | {"HOME": str(tmp_path)}  # where kubectl has its cache
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}  # where kubectl has its cache
     tainted: list[Any] = []
     printed: list[str] = []
     assert len(playground.commands) == 15
@@ -148,8 +152,8 @@ def test_every_command_that_it_prints_works(start: Callable[[str], Playground], 
         if command.startswith("kubectl") and shutil.which("kubectl") is None:
             continue
         done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False,
+            ["bash", "-c", playground.paste + command],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False,
         )  # fmt: skip
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         if "simulate lose" in command:
@@ -169,6 +173,37 @@ def test_every_command_that_it_prints_works(start: Callable[[str], Playground], 
     assert playground.end(signal.SIGTERM) == 0
 
 
+def test_fresh_node_has_nothing_to_warn_of_and_only_classes_of_its_devices(
+    start: Callable[[str], Playground],
+) -> None:
+    playground = start("gb10")
+    eventually(playground.devices)
+    done = subprocess.run(
+        ["bash", "-c", f"{playground.paste}gpu-dra-driver doctor"], capture_output=True, text=True, check=True
+    )
+    assert " OK, 0 WARN, 0 FAIL, " in done.stdout
+    classes = playground.call("GET", "/apis/resource.k8s.io/v1/deviceclasses")["items"]
+    names = [entry["metadata"]["name"] for entry in classes]
+    assert names == ["gpu.nvidia.com", "mig.nvidia.com", "mps.gpu.nvidia.com", "timeslice.gpu.nvidia.com"]
+
+
+def test_pod_that_does_not_fit_gets_one_claim_however_often_it_is_tried(
+    start: Callable[[str], Playground],
+) -> None:
+    playground = start("gb10")
+    eventually(playground.devices)
+    playground.apply("two-claims")
+    eventually(lambda: playground.lines("pod default/two-claims waits: "))
+    pod = "/api/v1/namespaces/default/pods/two-claims"
+    status = eventually(
+        lambda: (
+            playground.call("GET", pod)["status"].get("conditions") and playground.call("GET", pod)["status"]
+        )
+    )
+    made = {entry["resourceClaimName"] for entry in status["resourceClaimStatuses"]}
+    assert made == {claim["metadata"]["name"] for claim in playground.claims()}
+
+
 def test_two_playgrounds_stand_beside_each_other_and_tell_why_a_pod_waits(
     start: Callable[[str], Playground], temporary: Path
 ) -> None:
@@ -176,13 +211,13 @@ def test_two_playgrounds_stand_beside_each_other_and_tell_why_a_pod_waits(
     assert one.variables["KUBECONFIG"] != other.variables["KUBECONFIG"]
     assert one.url != other.url
     one.apply("shared-claim")
+    users = [document["metadata"]["name"] for document in _pods("shared-claim")]
+    for name in users:
+        eventually(lambda name=name: one.phase(name) == "Running")
     one.apply("one-gpu")
     one.apply("extended-resource")
     eventually(lambda: one.lines("pod default/one-gpu waits: "))
     eventually(lambda: one.lines("pod default/extended-resource waits: "))
-    users = [document["metadata"]["name"] for document in _pods("shared-claim")]
-    for name in users:
-        eventually(lambda name=name: one.phase(name) == "Running")
     one.delete(users[0])
     eventually(lambda: one.lines(f"pod default/{users[0]} ended"))
     assert one.phase(users[1]) == "Running"
