@@ -299,6 +299,8 @@ class Deaths:
     def __init__(self) -> None:
         self.at: int | None = None
         self.done: list[str] = []
+        self.before: Callable[[], None] = lambda: None
+        """Is called before each effect; a hang begins there."""
         self._within = 0
 
     def note(self, name: str) -> None:
@@ -312,6 +314,7 @@ class Deaths:
     @contextmanager
     def effect(self, name: str) -> Iterator[None]:
         """What the machine writes for it is no change of ours."""
+        self.before()
         self._within += 1
         try:
             yield
