@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pynvml
 
@@ -23,6 +23,9 @@ from dra_driver.errors import (
     RetryableError,
 )
 from dra_driver.model.inventory import DiscoveryFault
+
+if TYPE_CHECKING:
+    from dra_driver.nvml.session import NvmlSession
 
 T = TypeVar("T")
 Handle = Any
@@ -149,10 +152,12 @@ class GpuWalk:
     """Calls NVML for GPUs by their NVML index, in a thread of its own. For one caller at a time.
 
     A GPU whose call does not return in time is left behind with that thread, and is not called again until its call has
-    returned. So there is at most one outstanding call for each GPU.
+    returned. So there is at most one outstanding call for each GPU. The `session` is not closed under a call; None is
+    one that its caller keeps open.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, session: NvmlSession | None = None) -> None:
+        self._session = session
         self._outstanding: dict[int, Future[Any]] = {}
 
     def each(self, indexes: Sequence[int], read: Callable[[int], T]) -> dict[int, Future[T]]:
@@ -166,7 +171,7 @@ class GpuWalk:
         answers: dict[int, Future[T]] = {}
         wait_s = ANSWERS_WITHIN_S
         while left:
-            calls = _begun(left, read)
+            calls = self._begun(left, read)
             for index in left:
                 try:
                     calls[index].exception(wait_s)
@@ -182,19 +187,19 @@ class GpuWalk:
                 break
         return answers
 
+    def _begun(self, indexes: Sequence[int], read: Callable[[int], T]) -> dict[int, Future[T]]:
+        """One thread reads them in this order; it ends at the first call that was cancelled before it began."""
+        calls: dict[int, Future[T]] = {index: Future() for index in indexes}
 
-def _begun(indexes: Sequence[int], read: Callable[[int], T]) -> dict[int, Future[T]]:
-    """One thread reads them in this order; it ends at the first call that was cancelled before it began."""
-    calls: dict[int, Future[T]] = {index: Future() for index in indexes}
+        def run() -> None:
+            for index, call in calls.items():
+                if not call.set_running_or_notify_cancel():
+                    return
+                try:
+                    with nullcontext() if self._session is None else self._session.kept_open():
+                        call.set_result(read(index))
+                except BaseException as error:  # noqa: BLE001  it is raised where the answer is looked at
+                    call.set_exception(error)
 
-    def run() -> None:
-        for index, call in calls.items():
-            if not call.set_running_or_notify_cancel():
-                return
-            try:
-                call.set_result(read(index))
-            except BaseException as error:  # noqa: BLE001  it is raised where the answer is looked at
-                call.set_exception(error)
-
-    threading.Thread(target=run, name="gpu-walk", daemon=True).start()
-    return calls
+        threading.Thread(target=run, name="gpu-walk", daemon=True).start()
+        return calls

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -57,7 +56,7 @@ class NvmlReader:
         `foreign_instances`."""
         from dra_driver.nvml.scan import read_gpus
 
-        found = read_gpus(self.on_demand, self._known(), self.foreign_instances, self._kept_open)
+        found = read_gpus(self.on_demand, self._known(), self.foreign_instances)
         return found if self.kept_names is None else replace(found, kept_names=self.kept_names())
 
     def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
@@ -96,8 +95,7 @@ class NvmlReader:
         indexes = {index: uuid for index, uuid in memory.uuids.items() if uuid in by_uuid}
 
         def of(index: int) -> T:
-            with self._kept_open():
-                return read(by_uuid[indexes[index]])
+            return read(by_uuid[indexes[index]])
 
         return {indexes[index]: answer for index, answer in memory.walk.each(list(indexes), of).items()}
 
@@ -108,18 +106,15 @@ class NvmlReader:
         """
         from dra_driver.nvml.scan import read_nvml_fingerprint
 
-        return read_nvml_fingerprint(self._known(), self._kept_open)
-
-    def _kept_open(self) -> AbstractContextManager[object]:
-        """For a thread that calls NVML, however long the call takes."""
-        return self.session.kept_open()
+        return read_nvml_fingerprint(self._known())
 
     def _known(self) -> ScanMemory:
         """What earlier scans found."""
+        from dra_driver.nvml.calls import GpuWalk
         from dra_driver.nvml.scan import ScanMemory
 
         if self._memory is None:
-            self._memory = ScanMemory()
+            self._memory = ScanMemory(walk=GpuWalk(self.session))
         if self._opening != self.session.openings:
             self._opening = self.session.openings
             self._memory.reopened()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import pynvml
@@ -57,14 +56,13 @@ def read_gpus(
     on_demand: Callable[[Gpu], bool] | None,
     memory: ScanMemory,
     foreign_instances: ForeignInstances | None,
-    kept_open: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Inventory:
     """All GPUs, in PCI order, without NVLink domains. A GPU that does not answer is a fault and holds up no other; it
     is as it was read last, if it was, and so is every value that cannot be read now.
 
     GPUs that `on_demand` selects (with None: none), and that can be cut, have their partitioning, with all GPU
     instances that exist as `withheld`; their MIG devices are those in the instances that `foreign_instances` returns
-    (with None: all). `memory` is the same object in each scan. `kept_open` is entered by each thread that calls NVML.
+    (with None: all). `memory` is the same object in each scan.
 
     Raises: NvmlUnavailableError if NVML itself does not answer; what `foreign_instances` raises.
     """
@@ -79,19 +77,18 @@ def read_gpus(
     unread.clear()
 
     def read(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
-        with kept_open():
-            handle, gpu, gpu_faults = read_gpu(index)
-            known = memory.known.get(gpu.uuid)
-            if gpu.pci_bus_id is None and known is not None:
-                raise RetryableError(f"NVML cannot read it: {gpu_faults[0].text}")
-            _refuse_unidentified(gpu, () if known else gpu_faults, unread)
-            if gpu_faults:
-                gpu = _with_known(gpu, gpu_faults, known)
-            if on_demand is not None and on_demand(gpu):
-                gpu = _partitioned(handle, gpu, versions.driver, memory, gpu_faults)
-            if gpu.mig_enabled:
-                gpu = _with_mig_devices(handle, gpu, versions.driver, memory, foreign_instances, gpu_faults)
-            return handle, gpu, gpu_faults
+        handle, gpu, gpu_faults = read_gpu(index)
+        known = memory.known.get(gpu.uuid)
+        if gpu.pci_bus_id is None and known is not None:
+            raise RetryableError(f"NVML cannot read it: {gpu_faults[0].text}")
+        _refuse_unidentified(gpu, () if known else gpu_faults, unread)
+        if gpu_faults:
+            gpu = _with_known(gpu, gpu_faults, known)
+        if on_demand is not None and on_demand(gpu):
+            gpu = _partitioned(handle, gpu, versions.driver, memory, gpu_faults)
+        if gpu.mig_enabled:
+            gpu = _with_mig_devices(handle, gpu, versions.driver, memory, foreign_instances, gpu_faults)
+        return handle, gpu, gpu_faults
 
     answers = memory.walk.each(range(count), read)
     silent: list[Gpu] = []
@@ -118,7 +115,7 @@ def read_gpus(
         faults += gpu_faults
         memory.known[gpu.uuid], memory.uuids[index] = gpu, gpu.uuid
     gpus = sorted([*(gpu for _, gpu in found.values()), *silent], key=_place)
-    pairs, pair_faults = read_reachable_pairs(found, memory.peers, silent, memory.walk, kept_open)
+    pairs, pair_faults = read_reachable_pairs(found, memory.peers, silent, memory.walk)
     faults += pair_faults
     return Inventory(
         versions,
@@ -206,9 +203,7 @@ def _with_mig_devices(
 _HANGS = GpuFingerprint("")
 
 
-def read_nvml_fingerprint(
-    memory: ScanMemory, kept_open: Callable[[], AbstractContextManager[object]] = nullcontext
-) -> NvmlFingerprint:
+def read_nvml_fingerprint(memory: ScanMemory) -> NvmlFingerprint:
     """A cheap value that differs when a GPU came, was lost or changed its MIG mode; microseconds a GPU.
 
     One entry a GPU, None for one that NVML calls lost. A GPU that does not answer has the entry of before; one that
@@ -218,12 +213,7 @@ def read_nvml_fingerprint(
     """
     with nvml_errors("count the GPUs"):
         count = pynvml.nvmlDeviceGetCount()
-
-    def read(index: int) -> GpuFingerprint | None:
-        with kept_open():
-            return _fingerprint_of(index)
-
-    answers = memory.walk.each(range(count), read)
+    answers = memory.walk.each(range(count), _fingerprint_of)
     known = memory.fingerprints
     for index, answer in answers.items():
         try:

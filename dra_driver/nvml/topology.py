@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -78,10 +77,9 @@ def read_reachable_pairs(
     memory: PeerMemory,
     silent: Sequence[Gpu],
     walk: GpuWalk,
-    kept_open: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> tuple[Pairs, list[DiscoveryFault]]:
     """Pairs of GPU UUIDs with NVLink peer access, and the number of links that join them directly; and what could not
-    be read. `gpus` is by NVML index; `walk` and `kept_open` are those of `read_gpus`.
+    be read. `gpus` is by NVML index; `walk` is that of `read_gpus`.
 
     The NVIDIA driver's answer on peer access decides, because it knows of switch partitions; where it has none, the
     links decide. Behind a switch the count is 1, because every pair is equal there. For GPUs that are in MIG mode now
@@ -104,19 +102,18 @@ def read_reachable_pairs(
         handle, gpu = linked[index]
         faults: list[DiscoveryFault] = []
         granted: dict[str, bool | None] = {}
-        with kept_open():
-            remotes = _remotes(handle, gpu, memory)
-            # Each pair is asked once, of the GPU that comes first; the mode of the other is looked at later.
-            others = list(linked)[list(linked).index(index) + 1 :]
-            for other_handle, other in (linked[later] for later in others):
-                if not {gpu.uuid, other.uuid} <= out_of_mig_mode:
-                    continue
-                try:
-                    granted[other.uuid] = _peer_access(handle, other_handle)
-                except DraDriverError as error:
-                    text = f"NVLink peer access to GPU {other.uuid}: {error}"
-                    faults.append(DiscoveryFault(f"GPU {gpu.uuid}", text))
-            return _PeerAnswers(remotes, granted, _is_out_of_mig_mode(handle, gpu), faults)
+        remotes = _remotes(handle, gpu, memory)
+        # Each pair is asked once, of the GPU that comes first; the mode of the other is looked at later.
+        others = list(linked)[list(linked).index(index) + 1 :]
+        for other_handle, other in (linked[later] for later in others):
+            if not {gpu.uuid, other.uuid} <= out_of_mig_mode:
+                continue
+            try:
+                granted[other.uuid] = _peer_access(handle, other_handle)
+            except DraDriverError as error:
+                text = f"NVLink peer access to GPU {other.uuid}: {error}"
+                faults.append(DiscoveryFault(f"GPU {gpu.uuid}", text))
+        return _PeerAnswers(remotes, granted, _is_out_of_mig_mode(handle, gpu), faults)
 
     answers = walk.each([index for index, (_, gpu) in linked.items() if gpu.uuid in asked], read)
     found: dict[str, _PeerAnswers] = {}
