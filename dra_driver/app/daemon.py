@@ -274,7 +274,7 @@ class Driver:
             cleaner=self.cleaner,
             layouts=self.mig.layouts,
             reports=self.reporting,
-            leads=leadership.is_ours,
+            leadership=leadership,
         )
         self.node_problems = NodeProblems(
             (

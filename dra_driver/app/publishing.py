@@ -14,10 +14,11 @@ from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
-from dra_driver.model.inventory import Inventory, OfferedDevice
+from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import GpuLayout
 from dra_driver.reporting.reporter import Reports
-from dra_driver.slices.api_support import ApiSupport, ask_support, shares_counters, sharing_caution
+from dra_driver.slices.api_support import ApiSupport
+from dra_driver.slices.leadership import InstanceLeadership
 from dra_driver.slices.publisher import Publisher
 from dra_driver.slices.rules.build import NEWEST_TAINTS, TaintLimits, Taints
 from dra_driver.slices.rules.diff import Owner
@@ -38,39 +39,22 @@ class Publishing:
         cleaner: Cleaner,
         layouts: Callable[[], Mapping[str, GpuLayout]],
         reports: Reports,
-        leads: Callable[[], bool],
+        leadership: InstanceLeadership,
     ) -> None:
-        """`layouts` returns what became of the MIG layout on each GPU, by UUID. While `leads` says no, another instance
-        of the plugin publishes."""
-        client = api.client
-        self._settings, self._records = settings, records
+        """`layouts` returns what became of the MIG layout on each GPU, by UUID. While another instance of the plugin
+        leads, nothing is published."""
+        self._settings, self._api, self._records = settings, api, records
         self._health, self._cleaner, self._layouts = health, cleaner, layouts
         self._withdraws = False
-
-        def owner() -> Owner:
-            return Owner(settings.driver_name, settings.node_name, node_uid(client, settings.node_name))
-
-        def caution(found: Inventory) -> str | None:
-            return sharing_caution(client) if shares_counters(found, settings.sharing) else None
-
-        self.support = ApiSupport(
-            lambda known, partitions: ask_support(api, owner(), known, partitions=partitions),
-            reports.reporter.partitions_missing,
-            caution=caution,
-            warn=reports.reporter.scheduler_outdated,
-        )
+        self.leads, self.inventory = leadership.is_ours, discovery.latest
+        self.support = ApiSupport(api, settings.sharing, reports.reporter)
         self.cache = SliceCache(SliceClient(api, settings.driver_name, settings.node_name), self._dirty)
-        self.publisher = Publisher(
-            discovery.latest,
-            self.cache,
-            owner,
-            settings.sharing,
-            may_publish=leads,
-            support=self.support,
-            taints=self._taints,
-            left_out=self._left_out,
-            observer=reports.node,
-        )
+        self.publisher = Publisher(self, self.cache, settings.sharing, self.support, reports.node)
+
+    def owner(self) -> Owner:
+        """Who publishes."""
+        names = self._settings.driver_name, self._settings.node_name
+        return Owner(*names, node_uid(self._api.client, self._settings.node_name))
 
     def slice_count(self) -> int:
         """Slices of ours that the API server has."""
@@ -93,19 +77,20 @@ class Publishing:
             return "health.unhealthyDevices to auto"
         return None
 
-    def _taints(self, limits: TaintLimits = NEWEST_TAINTS) -> Taints:
+    def taints(self, limits: TaintLimits = NEWEST_TAINTS) -> Taints:
+        """How devices are tainted at the moment."""
         return self._health.taints(self._cleaner.withheld(), self._layouts(), limits)
 
-    def _left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
-        """Which devices are left out of the slices, as of now; for the publisher. Pending cleanup is
-        always in the way of a Prepare, so what the setting says of health does not matter to it."""
+    def left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
+        """Which devices are left out of the slices, as of now. Pending cleanup is always in the way of a Prepare, so
+        what the setting says of health does not matter to it."""
         mode = self._settings.unhealthy_devices
         # Before the records are read: a claim that is released from now on makes another round.
         self._withdraws = mode == "withdraw" or (mode == "auto" and dropped)
         pending = self._cleaner.withheld() if dropped or self._withdraws else lambda _device: None
         if not self._withdraws:
             return lambda device: pending(device) is not None
-        withdrawn = withdrawals(self._taints(), self._records.all().values(), self._settings.sharing)
+        withdrawn = withdrawals(self.taints(), self._records.all().values(), self._settings.sharing)
         return lambda device: pending(device) is not None or withdrawn(device)
 
     def _dirty(self) -> None:

@@ -20,7 +20,8 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import structlog
 
@@ -185,22 +186,26 @@ def shares_counters(inventory: Inventory, sharing: SharingPolicy) -> bool:
     )
 
 
+class SupportObserver(Protocol):
+    """Hears from the publisher's thread what the API server cannot do; reporting does. Must not block or raise."""
+
+    def partitions_missing(self, reason: str) -> None:
+        """The server was found not to count partitions."""
+
+    def scheduler_outdated(self, reason: str) -> None:
+        """The server was found to count partitions, but the scheduler gives shares of counted devices out wrongly."""
+
+
 @dataclass(eq=False)
 class ApiSupport:
     """Remembers what the server takes and keeps, from what it was asked and from its answers to writes.
 
-    `ask_server` gets what is known, and whether partitions matter. `tell` gets the reason each time that the server is
-    found not to count partitions. `caution` returns what is wrong with counters for these devices on a server that
-    keeps them, if anything; it is asked each time that the server is found to count, and `warn` gets what it says.
-
     For the publisher's thread; any thread may read `problem` and `drops_taints`.
     """
 
-    ask_server: Callable[[Support, bool], Support]
-    tell: Callable[[str], None]
-    _: KW_ONLY
-    caution: Callable[[Inventory], str | None]
-    warn: Callable[[str], None]
+    api: ResourceApi
+    sharing: SharingPolicy
+    observer: SupportObserver
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -230,10 +235,10 @@ class ApiSupport:
         may_change = self._known.missing or self.problem is not None or self._known.keeps_groups
         return self._asked_at + _ASK_AGAIN_S if may_change else math.inf
 
-    def of(self, inventory: Inventory) -> Support:
+    def of(self, inventory: Inventory, owner: Owner) -> Support:
         """What the server takes and keeps of such devices.
 
-        Raises: as `ask_server`, if the server does not answer; nothing must be published then.
+        Raises: as `ask_support`, if the server does not answer; nothing must be published then.
         """
         self._matters = bool(inventory.cards_by_gpu) or any(
             gpu.partitioning is not None and gpu.partitioning.possible for gpu in inventory.gpus
@@ -241,7 +246,7 @@ class ApiSupport:
         is_new = self._matters and self._counts is None
         if is_new or not self._is_asked or self.clock() >= self.ask_at:
             before = self._known
-            self._known = self.ask_server(before, self._matters)
+            self._known = self._ask(before, owner)
             self._asked_at, self._is_asked = self.clock(), True
             if before.missing - self._known.missing:
                 _log.info("slice_fields_kept_now", gates=sorted(before.missing - self._known.missing))
@@ -301,10 +306,17 @@ class ApiSupport:
             return
         if problem is not None:
             _log.warning("partitions_not_supported", reason=problem)
-            self.tell(problem)
+            self.observer.partitions_missing(problem)
             return
         _log.info("partitions_supported")
-        concern = None if inventory is None else self.caution(inventory)
+        concern = None if inventory is None else self._caution(inventory)
         if concern is not None:
             _log.warning("scheduler_outdated", reason=concern)
-            self.warn(concern)
+            self.observer.scheduler_outdated(concern)
+
+    def _ask(self, known: Support, owner: Owner) -> Support:
+        return ask_support(self.api, owner, known, partitions=self._matters)
+
+    def _caution(self, inventory: Inventory) -> str | None:
+        """What is wrong with counters for these devices on a server that keeps them."""
+        return sharing_caution(self.api.client) if shares_counters(inventory, self.sharing) else None

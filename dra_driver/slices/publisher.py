@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
@@ -26,7 +26,7 @@ from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import SharingPolicy
 from dra_driver.slices.api_support import ApiSupport
 from dra_driver.slices.refusals import Publishable, RefusedSlices
-from dra_driver.slices.rules.build import Pool, TaintLimits, Taints, build_pool, none_withheld
+from dra_driver.slices.rules.build import Pool, TaintLimits, Taints, build_pool
 from dra_driver.slices.rules.diff import (
     TAINTS_GATE,
     Drop,
@@ -72,25 +72,37 @@ class PublishObserver(Protocol):
         """The API server dropped fields of a slice; `gates` names the feature gates that are off."""
 
 
+class PublishedNode(Protocol):
+    """What decides what a node publishes; the publisher's thread asks it in each round."""
+
+    def leads(self) -> bool:
+        """Whether this instance publishes; else another one on the node does."""
+
+    def inventory(self) -> Inventory | None:
+        """The devices of the node; None until they are known."""
+
+    def owner(self) -> Owner:
+        """Who publishes, with the UID of the Node object as of now."""
+
+    def taints(self, limits: TaintLimits) -> Taints:
+        """How devices are tainted at the moment, within what the API server takes."""
+
+    def left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
+        """Which devices are left out of the slices; `dropped` says whether the API server drops taints."""
+
+
 @dataclass(eq=False)
 class Publisher:
-    """Brings the node's slices in line with the inventory, again and again.
+    """Brings the slices of `node` in line with its devices, again and again.
 
-    Discovery, the watch, health and MIG only call `mark_dirty`. While `may_publish` says no, nothing is written.
-    `support` says what the server takes and keeps. `taints` returns how devices are tainted at the moment; its argument
-    is what the server takes of taints. `left_out` returns which devices are left out of the slices; its argument says
-    whether the server drops taints.
+    Discovery, the watch, health and MIG only call `mark_dirty`. While `node` does not lead, nothing is written.
+    `support` says what the server takes and keeps.
     """
 
-    inventory: Callable[[], Inventory | None]
+    node: PublishedNode
     slices: SliceCache
-    owner: Callable[[], Owner]
     sharing: SharingPolicy
-    _: KW_ONLY
-    may_publish: Callable[[], bool]
     support: ApiSupport
-    taints: Callable[[TaintLimits], Taints]
-    left_out: Callable[[bool], Callable[[OfferedDevice], bool]] = lambda _dropped: none_withheld
     observer: PublishObserver
 
     def __post_init__(self) -> None:
@@ -155,7 +167,7 @@ class Publisher:
 
     def _has_nothing_to_publish(self, problem: str) -> bool:
         """Before the first GPUs are found; why there are none is a problem of discovery."""
-        return problem == _NOT_YET and self.inventory() is None
+        return problem == _NOT_YET and self.node.inventory() is None
 
     def _note(self, problem: str | None) -> None:
         before, now = self._wrong, time.monotonic()
@@ -212,11 +224,11 @@ class Publisher:
 
     def _publish_once(self) -> None:
         self._due_at = math.inf
-        inventory = self.inventory()
+        inventory = self.node.inventory()
         if not self._leads() or inventory is None or not self.slices.synced.is_set():
             return
         known = self._owner
-        owner = known or self.owner()
+        owner = known or self.node.owner()
         wanted = self._wanted(inventory, owner)
         now = self._refused_slices.publishable(wanted)
         changes = self._changes(now, owner)
@@ -225,7 +237,7 @@ class Publisher:
             changes = self._changes(now, owner)
         if changes.creates and known is not None:
             # Slices vanish with the Node object that owns them, and its successor has another UID.
-            owner = self.owner()
+            owner = self.node.owner()
             changes = self._changes(now, owner)
         self._owner = owner
         if not changes:
@@ -241,10 +253,10 @@ class Publisher:
 
     def _wanted(self, inventory: Inventory, owner: Owner) -> Pool:
         """The pool as the API server can take and keep it."""
-        support = self.support.of(inventory)
+        support = self.support.of(inventory, owner)
         offered = inventory if support.no_partitions is None else inventory.without_partitions()
-        taints = self.taints(support.taints)
-        withheld = self.left_out(TAINTS_GATE in support.missing)
+        taints = self.node.taints(support.taints)
+        withheld = self.node.left_out(TAINTS_GATE in support.missing)
         pool = build_pool(
             offered,
             owner.node_name,
@@ -261,7 +273,7 @@ class Publisher:
         return without_fields(pool, support.missing)
 
     def _leads(self) -> bool:
-        ours = self.may_publish()
+        ours = self.node.leads()
         if ours == self.standing_by:
             _log.info("publishing_resumed" if ours else "publishing_stands_by")
             self._note(None if self._published.is_set() or not ours else _NOT_YET)

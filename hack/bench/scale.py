@@ -39,12 +39,12 @@ from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
-from dra_driver.model.inventory import Inventory
+from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.sharing import NO_SHARING
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.slices.api_support import ApiSupport, Support
 from dra_driver.slices.publisher import Publisher
-from dra_driver.slices.rules.build import build_pool, untainted
+from dra_driver.slices.rules.build import TaintLimits, Taints, build_pool, none_withheld, untainted
 from dra_driver.slices.rules.diff import Owner, slice_changes
 
 DRIVER = "gpu.nvidia.com"
@@ -83,6 +83,13 @@ def inventory_of(machine: str, *, dynamic_mig: bool) -> Inventory:
             reader.session.close()
 
 
+class _KeepsAll(ApiSupport):
+    """Asks nothing: the dry runs of a daemon's start are not measured."""
+
+    def _ask(self, _known: Support, _owner: Owner) -> Support:
+        return Support()
+
+
 class NodePublisher:
     """What one daemon does with the API server while nothing happens on its node."""
 
@@ -90,16 +97,29 @@ class NodePublisher:
         self._client = ApiClient(load_endpoint(kubeconfig), observe=observe, timeout_s=60.0)
         api = ResourceApi(self._client)
         self.cache = SliceCache(SliceClient(api, DRIVER, name), lambda: self.publisher.mark_dirty())  # noqa: PLW0108  made next
-        self.publisher = Publisher(
-            lambda: content,
-            self.cache,
-            lambda: Owner(DRIVER, name, node_uid(self._client, name)),
-            NO_SHARING,
-            may_publish=lambda: True,
-            support=ApiSupport(lambda *_: Support(), mock.Mock(), caution=lambda _: None, warn=mock.Mock()),
-            taints=lambda _: untainted,
-            observer=mock.Mock(),
-        )
+        self._name, self._content = name, content
+        support = _KeepsAll(api, NO_SHARING, mock.Mock())
+        self.publisher = Publisher(self, self.cache, NO_SHARING, support, mock.Mock())
+
+    def leads(self) -> bool:
+        """No other instance runs."""
+        return True
+
+    def inventory(self) -> Inventory:
+        """Never changes."""
+        return self._content
+
+    def owner(self) -> Owner:
+        """By the Node object."""
+        return Owner(DRIVER, self._name, node_uid(self._client, self._name))
+
+    def taints(self, _limits: TaintLimits) -> Taints:
+        """None."""
+        return untainted
+
+    def left_out(self, _dropped: bool) -> Callable[[OfferedDevice], bool]:
+        """No device."""
+        return none_withheld
 
     def stop(self) -> None:
         """As a daemon that ends: the slices stay."""

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from playground.apiserver.store import copy_json
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import FIELD_MANAGER
+from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import NO_SHARING
 from dra_driver.slices.api_support import ApiSupport, Support
 from dra_driver.slices.publisher import Publisher
-from dra_driver.slices.rules.build import untainted
+from dra_driver.slices.rules.build import none_withheld, untainted
+from dra_driver.slices.rules.diff import Owner
 
 JsonObject = dict[str, Any]
 
@@ -48,20 +51,39 @@ def publisher_of(
 ) -> Publisher:
     """A publisher that always leads, on a server that takes everything; `more` replaces parts of that."""
     parts: dict[str, Any] = {
-        "may_publish": lambda: True,
-        "support": support_of(lambda *_: Support()),
+        "leads": lambda: True,
         "taints": lambda limits: untainted,
-        "observer": Heard(),
+        "left_out": lambda dropped: none_withheld,
     }
-    return Publisher(inventory, slices, owner, NO_SHARING, **parts | more)
+    support = more.pop("support", None) or support_of(lambda *_: Support())
+    observer = more.pop("observer", None) or Heard()
+    node = SimpleNamespace(inventory=inventory, owner=owner, **parts | more)
+    return Publisher(node, slices, NO_SHARING, support, observer)
 
 
 def support_of(ask: Callable[[Support, bool], Support]) -> ApiSupport:
     """What the server that answers `ask` takes and keeps; nobody hears of it."""
-    return ApiSupport(ask, _ignore, caution=lambda _: None, warn=_ignore)
+    return AskedSupport(ask)
 
 
-def _ignore(_text: str) -> None: ...
+class AskedSupport(ApiSupport):
+    """On a server that answers `ask`; `told` and `warned` are the reasons that its observer hears, and `concern` what
+    is wrong with counters there."""
+
+    concern: str | None = None
+
+    def __init__(self, ask: Callable[[Support, bool], Support], **more: Any) -> None:
+        self.told: list[str] = []
+        self.warned: list[str] = []
+        observer = SimpleNamespace(partitions_missing=self.told.append, scheduler_outdated=self.warned.append)
+        self.ask = ask
+        super().__init__(None, NO_SHARING, observer, **more)
+
+    def _ask(self, known: Support, _owner: Owner) -> Support:
+        return self.ask(known, self._matters)
+
+    def _caution(self, _inventory: Inventory) -> str | None:
+        return self.concern
 
 
 RIVAL = "gpu-kubelet-plugin"

@@ -16,10 +16,11 @@ from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.mig import Partitioning, Placement
 from dra_driver.model.passthrough import Card
 from dra_driver.model.sharing import SharingRule, share_all
-from dra_driver.slices.api_support import ApiSupport, Support, ask_support, shares_counters, sharing_caution
+from dra_driver.slices.api_support import Support, ask_support, shares_counters, sharing_caution
 from dra_driver.slices.rules.build import NEWEST_TAINTS, OLDEST_TAINTS, TaintLimits
 from dra_driver.slices.rules.diff import GROUPS_GATE, SHARES_GATE, TAINTS_GATE, Owner
 from tests.fakes.samples import ONE_G, bound, card, h100, inventory
+from tests.fakes.slices import AskedSupport
 
 PLAIN = inventory(h100(0))
 CUT = inventory(replace(h100(0), partitioning=Partitioning((), ((ONE_G, Placement(0, 1)),))))
@@ -34,16 +35,8 @@ class Bench:
         self.now = 100.0
         self.answers: list[Support | Exception] = []
         self.asked: list[tuple[Support, bool]] = []
-        self.concern: str | None = None
-        self.told: list[str] = []
-        self.warned: list[str] = []
-        self.support = ApiSupport(
-            self._ask,
-            self.told.append,
-            caution=lambda found: self.concern,
-            warn=self.warned.append,
-            clock=lambda: self.now,
-        )
+        self.support = AskedSupport(self._ask, clock=lambda: self.now)
+        self.told, self.warned = self.support.told, self.support.warned
 
     def _ask(self, known: Support, partitions: bool) -> Support:
         self.asked.append((known, partitions))
@@ -62,7 +55,7 @@ def bench() -> Bench:
 def test_a_server_that_keeps_everything_is_asked_once(bench: Bench, found: object) -> None:
     bench.answers = [ALL]
     for _ in range(2):
-        assert bench.support.of(found) == ALL
+        assert bench.support.of(found, OWNER) == ALL
         bench.now += 2 * HOUR
     assert bench.asked == [(ALL, found is CUT)]
     assert (bench.support.ask_at, bench.support.problem, bench.told) == (math.inf, None, [])
@@ -73,13 +66,13 @@ def test_a_server_that_lacks_something_is_asked_again_every_hour(bench: Bench, l
     assert bench.support.ask_at == math.inf
     bench.answers = [lacks, lacks, ALL]
     for _ in range(2):
-        assert bench.support.of(CUT) == lacks
+        assert bench.support.of(CUT, OWNER) == lacks
         assert bench.support.ask_at == bench.now + HOUR
         bench.now += HOUR - 1
-        bench.support.of(CUT)
+        bench.support.of(CUT, OWNER)
         bench.now += 1
     assert bench.support.drops_taints is (lacks is UNTAINTED)
-    assert bench.support.of(CUT) == ALL
+    assert bench.support.of(CUT, OWNER) == ALL
     assert (bench.support.ask_at, bench.support.problem, bench.support.drops_taints) == (
         math.inf,
         None,
@@ -90,18 +83,16 @@ def test_a_server_that_lacks_something_is_asked_again_every_hour(bench: Bench, l
 
 def test_partitions_are_asked_for_when_there_could_be_some(bench: Bench) -> None:
     bench.answers = [ALL, UNCOUNTED]
-    assert bench.support.of(PLAIN) == ALL
-    assert bench.support.of(CUT) == UNCOUNTED
+    assert bench.support.of(PLAIN, OWNER) == ALL
+    assert bench.support.of(CUT, OWNER) == UNCOUNTED
     assert [partitions for _, partitions in bench.asked] == [False, True]
 
 
 @pytest.mark.parametrize("one", [card(0), bound(0)], ids=["free", "under vfio"])
 def test_cards_need_counters(bench: Bench, one: Card) -> None:
     bench.answers = [UNCOUNTED]
-    assert (
-        bench.support.of(inventory(cards=(one,)) if one.is_bound else inventory(h100(0), cards=(one,)))
-        == UNCOUNTED
-    )
+    found = inventory(cards=(one,)) if one.is_bound else inventory(h100(0), cards=(one,))
+    assert bench.support.of(found, OWNER) == UNCOUNTED
     assert (bench.asked, bench.support.problem, bench.told) == ([(ALL, True)], "gate off", ["gate off"])
 
 
@@ -115,37 +106,37 @@ def test_shares_beside_a_virtual_machine_are_counted() -> None:
 def test_nobody_waits_for_an_answer_that_is_not_needed(bench: Bench) -> None:
     """A moment in the past would keep the publisher awake."""
     bench.answers = [UNCOUNTED]
-    bench.support.of(CUT)
-    bench.support.of(PLAIN)
+    bench.support.of(CUT, OWNER)
+    bench.support.of(PLAIN, OWNER)
     assert (bench.support.ask_at, bench.support.problem) == (math.inf, None)
-    bench.support.of(CUT)
+    bench.support.of(CUT, OWNER)
     assert (bench.support.ask_at, bench.support.problem) == (100.0 + HOUR, "gate off")
 
 
 def test_what_was_not_asked_for_in_between_is_asked_for_again(bench: Bench) -> None:
     bench.answers = [UNCOUNTED, UNTAINTED, UNCOUNTED]
-    bench.support.of(CUT)
+    bench.support.of(CUT, OWNER)
     bench.support.refused(INVALID)
-    bench.support.of(PLAIN)
-    assert bench.support.of(CUT) == UNCOUNTED
+    bench.support.of(PLAIN, OWNER)
+    assert bench.support.of(CUT, OWNER) == UNCOUNTED
 
 
 def test_a_server_that_is_away_is_asked_at_once(bench: Bench) -> None:
     bench.answers = [ApiUnavailableError("down"), UNCOUNTED]
     with pytest.raises(ApiUnavailableError):
-        bench.support.of(CUT)
+        bench.support.of(CUT, OWNER)
     assert bench.support.ask_at == math.inf
-    assert bench.support.of(CUT) == UNCOUNTED
+    assert bench.support.of(CUT, OWNER) == UNCOUNTED
 
 
 def test_concern_is_told_once_where_counters_are_used(bench: Bench, logs: list) -> None:
-    bench.concern = "an old scheduler"
+    bench.support.concern = "an old scheduler"
     bench.answers = [UNCOUNTED, ALL]
-    bench.support.of(CUT)
+    bench.support.of(CUT, OWNER)
     assert bench.warned == []
     bench.now += HOUR
     for _ in range(2):
-        bench.support.of(CUT)
+        bench.support.of(CUT, OWNER)
     assert bench.warned == ["an old scheduler"]
     assert [line["reason"] for line in logs if line["event"] == "scheduler_outdated"] == bench.warned
 
@@ -153,17 +144,17 @@ def test_concern_is_told_once_where_counters_are_used(bench: Bench, logs: list) 
 def test_a_refused_slice_calls_for_a_new_answer_and_nothing_else_does(bench: Bench) -> None:
     older = Support(taints=OLDEST_TAINTS)
     bench.answers = [ALL, older]
-    bench.support.of(PLAIN)
+    bench.support.of(PLAIN, OWNER)
     for error in (
         ApiUnavailableError("away"),
         ApiRejectedError("forbidden", status=403),
         ValueError("surprise"),
     ):
         bench.support.refused(error)
-        assert bench.support.of(PLAIN) == ALL
+        assert bench.support.of(PLAIN, OWNER) == ALL
     bench.support.refused(INVALID)
     for _ in range(2):
-        assert bench.support.of(PLAIN) == older
+        assert bench.support.of(PLAIN, OWNER) == older
     assert bench.asked[1:] == [(older, False)], "if the server says nothing, it gets what every server takes"
 
 
@@ -178,24 +169,24 @@ COUNTED = slice_of(consumesCounters=[{"counterSet": "gpu-0", "counters": {}}])
 def test_what_a_gate_explains_of_an_answer_is_believed_for_an_hour(bench: Bench) -> None:
     """Another server than the one that was asked."""
     bench.answers = [ALL, ALL]
-    bench.support.of(CUT)
+    bench.support.of(CUT, OWNER)
     bench.now += 50.0
     assert bench.support.stored(TAINTED, slice_of()) == (("spec.devices[0].taints", TAINTS_GATE),)
     assert bench.support.as_sent([slice_of()]) == [slice_of()], "it is built without taints from now on"
-    assert (bench.support.of(CUT), bench.support.ask_at) == (UNTAINTED, bench.now + HOUR)
+    assert (bench.support.of(CUT, OWNER), bench.support.ask_at) == (UNTAINTED, bench.now + HOUR)
     bench.support.stored(COUNTED, slice_of())
-    problem = bench.support.of(CUT).no_partitions or ""
+    problem = bench.support.of(CUT, OWNER).no_partitions or ""
     assert problem.startswith(
         "the API server drops spec.devices[0].consumesCounters of a slice: its feature gate"
     )
     assert bench.told == [bench.support.problem] == [problem]
     bench.now += HOUR
-    assert bench.support.of(CUT) == ALL
+    assert bench.support.of(CUT, OWNER) == ALL
 
 
 def test_other_changes_of_the_server_are_taken_for_what_was_sent_while_they_are_there(bench: Bench) -> None:
     bench.answers = [ALL]
-    bench.support.of(PLAIN)
+    bench.support.of(PLAIN, OWNER)
     sent, stored = (
         slice_of(capacity={"memory": {"value": "1Gi"}}),
         slice_of(attributes={"by": {"string": "a webhook"}}),
@@ -203,7 +194,7 @@ def test_other_changes_of_the_server_are_taken_for_what_was_sent_while_they_are_
     other = slice_of("other")
     assert [gate for _, gate in bench.support.stored(sent, stored)] == ["unknown", "unknown"]
     assert bench.support.as_sent([stored, other]) == [sent, other]
-    assert bench.support.of(PLAIN) == ALL
+    assert bench.support.of(PLAIN, OWNER) == ALL
     changed = slice_of(attributes={})
     assert bench.support.as_sent([changed]) == [changed]
     assert bench.support.as_sent([stored]) == [stored], "it is forgotten"
@@ -279,22 +270,22 @@ def test_groups_that_a_server_does_not_keep_any_more_are_left_out(bench: Bench) 
     grouped = Support(keeps_groups=True)
     bench.answers = [grouped, grouped, ALL]
     for _ in range(2):
-        assert bench.support.of(CUT) == grouped
+        assert bench.support.of(CUT, OWNER) == grouped
         assert bench.support.ask_at == bench.now + HOUR
         bench.now += HOUR
-    assert bench.support.of(CUT) == ALL
+    assert bench.support.of(CUT, OWNER) == ALL
     assert bench.support.ask_at == math.inf
 
 
 def test_groups_that_an_answer_lacks_are_left_out(bench: Bench) -> None:
     bench.answers = [Support(keeps_groups=True)]
-    bench.support.of(CUT)
+    bench.support.of(CUT, OWNER)
     use = {"counterSet": "gpu-0", "counters": {}}
     sent = slice_of(consumesCounters=[use | {"compatibilityGroups": ["mig"]}])
     assert bench.support.stored(sent, slice_of(consumesCounters=[use])) == (
         ("spec.devices[0].consumesCounters[0].compatibilityGroups", GROUPS_GATE),
     )
-    assert bench.support.of(CUT) == ALL
+    assert bench.support.of(CUT, OWNER) == ALL
     assert bench.support.as_sent([COUNTED]) == [COUNTED]
 
 

@@ -71,7 +71,7 @@ class Bench:
             lambda: self.inventory,
             self.slices,
             self._owner,
-            may_publish=lambda: self.our_turn,
+            leads=lambda: self.our_turn,
             observer=self.heard,
             support=support_of(self._asked),
             taints=lambda _: self.taints,
@@ -620,7 +620,7 @@ def test_turn_that_ends_while_the_publisher_waits_is_over(bench: Bench) -> None:
 
 
 def test_directory_that_cannot_be_read_is_a_problem_and_no_end(bench: Bench) -> None:
-    bench.publisher.may_publish = failing = Failing(StateError("cannot read /x: permission was denied"))
+    bench.publisher.node.leads = failing = Failing(StateError("cannot read /x: permission was denied"))
     bench.start()
     eventually(lambda: bench.publisher.problem == "cannot read /x: permission was denied")
     failing.error = None
@@ -919,7 +919,7 @@ def test_what_an_answer_shows_changes_the_pool_at_once(bench: Bench) -> None:
     """Nothing else wakes the publisher: the fake tells it of no write of its own."""
     bench.slices.store = without_taints
     bench.taints = broken
-    bench.publisher.left_out = lambda dropped: lambda device: dropped
+    bench.publisher.node.left_out = lambda dropped: lambda device: dropped
     bench.start()
     eventually(lambda: bench.slices.writes and bench.published() == [])
     assert bench.publisher.withheld == tuple(NAMES)
