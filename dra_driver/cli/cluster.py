@@ -1,289 +1,254 @@
-"""`gpu-dra-driver cluster`, also `kubectl gpus`: what the cluster has, who uses it, and who waits for it."""
+"""`gpu-dra-driver cluster`, also `kubectl gpus`: the GPUs of the cluster, who has them, and who waits for them."""
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from concurrent.futures import CancelledError
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, TypeVar
 
 from dra_driver.app.settings import DEFAULT_DRIVER_NAME, Flag
 from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, switch, usual_kubeconfig
-from dra_driver.cli.output import OUTPUT, Output, answer
+from dra_driver.cli.output import OUTPUT, answer
 from dra_driver.cli.rules.tables import Column, hanging, table
-from dra_driver.errors import InvalidConfigError
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, FatalError, InvalidConfigError
 from dra_driver.model.ids import is_dns_label, printable
-from dra_driver.model.schema import Choice
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted
 
 if TYPE_CHECKING:
-    from dra_driver.cli.cluster_lists import ClusterLists
-    from dra_driver.cli.rules.cluster_usage import Used
-    from dra_driver.cli.rules.cluster_view import Count, NodeRow, ProductRow, UserRow
-    from dra_driver.cli.rules.waiting_pods import WaitingPod
-    from dra_driver.cli.validation.pending_claims import PendingClaim
+    from dra_driver.cli.rules.cluster_rows import PluginPod, Row, Slot, Totals, WaitingPod
+    from dra_driver.kube.client import ApiClient
+    from dra_driver.model.gpu import GpuLoad
 
-By = Literal["node", "product", "namespace", "workload", "pod", "claim"]
+T = TypeVar("T")
 
 _TIMEOUT_S = 60.0
-_MOST_REASONS = 3
-_GIB = 1 << 30
+_PAGE = 500
+_PAGE_OF_SLICES = 100
+_FORGOTTEN = 410
+"""A list took so long that the server forgot how it looked at its beginning."""
 _MOST_UNREADABLE = 5
-_COUNTS = (
-    Column("GPUS"), Column("FREE"), Column("ALLOCATED"), Column("BLOCKED", drop=1), Column("TAINTED"),
-    Column("MIG", drop=2), Column("SHARES", drop=3),
-)  # fmt: skip
-
+_GROUP = "/apis/resource.k8s.io/v1"
+_METRICS_AT_ONCE = 16
+_METRICS_ONE_S = 10.0
 
 FLAGS = (
-    Flag("by", "Group rows by.", Choice(get_args(By)), env=(), shown="node; with --usage claim"),
-    switch("usage", "Show utilisation and memory beside each claim, who wastes most first."),
-    Flag("namespace", "Only what this namespace uses and waits for.", spelled=("-n", "--namespace"), env=()),
+    switch("usage", "Show utilisation and memory of each claim's devices, the most wasteful first."),
+    Flag("namespace", "Only claims of this namespace.", spelled=("-n", "--namespace"), env=()),
+    Flag("filter", "Only rows with this text, such as a node, a GPU, a pod or `taint`.", env=(), default=""),
     OUTPUT,
     CLUSTER_KUBECONFIG,
     CONTEXT,
     *of_run("driver_name"),
 )
-EXAMPLES = ("", "--by workload -n ml", "-o json")
+EXAMPLES = ("", "--usage -n ml", "--filter taint", "-o json")
 
 
 def cluster(given: Namespace) -> None:
-    """From ResourceSlices, claims and pods alone: nothing runs on the nodes for it. A GPU is free, allocated, or
-    blocked (MIG devices have parts of it); TAINTED counts all GPUs that get no new pods, also allocated ones. Below
-    are the claims that are pending, with what each kind of node lacks.
+    """A row for each GPU, and for each MIG device and share that a claim has: node, device, claim, pods, use, problem.
+    A device of a claim that no slice has is there too, as after the NVIDIA driver was unloaded. Claims and pods that
+    wait come last, with what the scheduler says. Nothing runs on the nodes for it.
     Needs the right to list resourceslices, resourceclaims, deviceclasses and pods. With --usage it reads the metrics of
     the plugins through the API server, which needs the right to get pods/proxy in their namespace.
     """
     from dra_driver.app.logs import configure_logs
-    from dra_driver.cli.cluster_lists import read_cluster
+    from dra_driver.kube.client import ApiClient
     from dra_driver.kube.endpoint import load_endpoint
 
     configure_logs("critical", "console")
-    namespace, output = given.namespace, given.output
-    by: By = given.by or ("claim" if given.usage else "node")
-    if given.usage and by in ("node", "product"):
-        raise InvalidConfigError(f"--usage has no rows by {by}: use --by claim, pod, workload or namespace")
+    namespace = given.namespace
     if namespace is not None and not is_dns_label(namespace):
         raise InvalidConfigError(
             f"no namespace can be called {namespace!r}: a name has lower-case letters, digits and -, at most 63 of them"
         )
-    driver = given.driver_name or DEFAULT_DRIVER_NAME
     endpoint = load_endpoint(given.kubeconfig or usual_kubeconfig(), context=given.context)
-    lists = read_cluster(
-        endpoint, driver, timeout_s=_TIMEOUT_S, with_owners=by == "workload", with_usage=given.usage
+    look = _Look(ApiClient(endpoint, timeout_s=_TIMEOUT_S), given.driver_name or DEFAULT_DRIVER_NAME)
+    rows, totals = look.read(with_usage=given.usage)
+    inside = f"{namespace}/"
+    rows = [
+        row
+        for row in rows
+        if (namespace is None or any(name.startswith(inside) for name in (row.claim, *row.pods)))
+        and given.filter.lower() in str(asdict(row).values()).lower()
+    ]
+    shown = {"totals": asdict(totals), "rows": [asdict(row) for row in rows]}
+    answer(
+        given.output,
+        partial(_lines, rows, totals),
+        lambda: shown | {"unreadable": look.unreadable, "unknown": look.unknown},
     )
-    _Shown(driver, lists, by, namespace).print(output)
+    if given.output.is_for_people:
+        sys.stdout.flush()  # in this order also where both go into one pipe
+        _complain(look.unknown, "more node", "more nodes")
+        _complain(look.unreadable, "more object that cannot be read", "more objects that cannot be read")
 
 
-def _print_problems(texts: Sequence[str], of_others: str = "{}", what: str = "more problem") -> None:
+def _complain(texts: Sequence[str], what: str, plural: str) -> None:
     """The first of them on standard error, and how many others there are."""
-    shown = [printable(text) for text in texts[:_MOST_UNREADABLE]]
-    left = len(texts) - len(shown)
-    shown += [f"{of_others.format(counted(left, what))} (-o json has all)"] if left else []
-    sys.stdout.flush()  # in this order also where both go into one pipe
-    for text in shown:
-        print(f"gpu-dra-driver: {text}", file=sys.stderr)
+    left = len(texts) - _MOST_UNREADABLE
+    for text in (
+        *texts[:_MOST_UNREADABLE],
+        *([f"{counted(left, what, plural)} (-o json has all)"] if left > 0 else []),
+    ):
+        print(f"gpu-dra-driver: {printable(text)}", file=sys.stderr)
 
 
-class _Shown:
-    """One look, counted."""
-
-    def __init__(self, driver: str, lists: ClusterLists, by: By, namespace: str | None) -> None:
-        from dra_driver.cli.rules import cluster_view, waiting_pods
-        from dra_driver.cli.validation.pending_claims import pending_claims
-        from dra_driver.cli.validation.rules.extended_resources import extended_claims
-
-        members, problems = cluster_view.pools_of(driver, lists.slices)
-        holders = cluster_view.holders_of(driver, lists.claims)
-        devices = cluster_view.devices_of(members, holders)
-        self._by = by
-        self._table: Callable[[int | None], str]
-        self._lists = lists
-        self._rows: Sequence[NodeRow | ProductRow | UserRow]
-        match by:
-            case "node":
-                nodes = cluster_view.by_node(devices, members, problems)
-                self._rows, self._table = nodes, partial(_node_table, nodes)
-            case "product":
-                products = cluster_view.by_product(devices)
-                self._rows, self._table = products, partial(_product_table, products)
-            case _:
-                rows = cluster_view.by_user(devices, by, lists.workloads, lists.loads)
-                users = [row for row in rows if namespace in (None, row.namespace)]
-                self._rows, self._table = users, partial(_user_table, users, by)
-        local = {pool: found for pool, found in members.items() if cluster_view.node_of(found)}
-        whole = {pool: found for pool, found in local.items() if pool not in problems}
-        self._shared_pools = len(members) - len(local)
-        wanted = [*lists.claims, *extended_claims(lists.waiting, lists.classes)]
-        self._pending = pending_claims(driver, wanted, whole, lists.classes, namespace)
-        self._pods = waiting_pods.pods_by_claim(lists.waiting)
-        self._pods_of_resource = {
-            (pod["metadata"].get("namespace", ""), pod["metadata"]["name"]): [waiting_pods.waiting_pod(pod)]
-            for pod in lists.waiting
-        }
-
-    def print(self, output: Output) -> None:
-        """On standard output."""
-        answer(output, self._lines, self._object)
-        if not output.is_for_people:
-            return
-        lists = self._lists
-        _print_problems([f"use is not known: {text}" for text in lists.unmeasured], "nor of {}", "more node")
-        _print_problems([f"the pods that wait are not known: {text}" for text in lists.lacking])
-        _print_problems(lists.unreadable, "{} cannot be read", "more object")
-
-    def _lines(self, width: int | None) -> Iterator[str]:
-        yield self._table(width).removesuffix("\n")
-        for line in self._pending_lines():
-            indent = " " * (len(line) - len(line.lstrip()))
-            yield hanging(indent, line, width)
-
-    def _object(self) -> dict[str, Any]:
-        pending = [
-            {**asdict(claim), "pods": [asdict(pod) for pod in self._waiting(claim)]}
-            for claim in self._pending
+def _lines(rows: Sequence[Row], totals: Totals, width: int | None) -> Iterator[str]:
+    yield hanging("", str(totals), width)
+    if not totals.gpus:
+        yield hanging(
+            "", "no node publishes GPUs; run `gpu-dra-driver doctor` in its pod on a node that should", width
+        )
+    held = [row for row in rows if row.node != "-"]
+    columns = (
+        Column("NODE", cut=16), Column("DEVICE", cut=14), Column("PRODUCT", drop=3, cut=16), Column("CLAIM", cut=16),
+        Column("POD", drop=2, cut=16, optional=True), Column("USE", drop=1, cut=12, optional=True),
+        Column("PROBLEM", cut=16, optional=True),
+    )  # fmt: skip
+    if held:
+        cells = [
+            (row.node, row.device, row.product, row.claim, _pods(row), row.use, row.problem) for row in held
         ]
-        return {
-            "by": self._by, "rows": [asdict(row) for row in self._rows], "pending": pending,
-            "lacking": self._lists.lacking, "unreadable": self._lists.unreadable,
-            "unmeasured": list(self._lists.unmeasured), "shared_pools": self._shared_pools,
-        }  # fmt: skip
-
-    def _waiting(self, claim: PendingClaim) -> Sequence[WaitingPod]:
-        pods = self._pods_of_resource if claim.kind == "Pod" else self._pods
-        return pods.get((claim.namespace, claim.name), ())
-
-    def _pending_lines(self) -> list[str]:
-        """What waits for the same reasons in a namespace stands together."""
-        alike: dict[PendingClaim, list[PendingClaim]] = {}
-        for claim in self._pending:
-            alike.setdefault(replace(claim, name=""), []).append(claim)
-        lines = []
-        for verdict, claims in alike.items():
-            pods = [pod for claim in claims for pod in self._waiting(claim)]
-            lines += ["", *_verdict_lines(verdict, claims, pods, self._lists.lacking, self._shared_pools)]
-        return lines
+        yield ""
+        yield table(columns, cells, width).removesuffix("\n")
+    if len(rows) > len(held):
+        yield ""
+    for row in rows[len(held) :]:
+        who = f"claim {row.claim}" if row.claim != "-" else "pod"
+        yield hanging(f"{who}  ", f"{_pods(row)}: {row.problem}" if row.pods else row.problem, width)
 
 
-def _counts(count: Count) -> tuple[str, ...]:
-    mig = f"{count.mig_allocated}/{count.mig}" if count.mig else "-"
-    numbers = (count.gpus, count.free, count.allocated, count.blocked, count.tainted)
-    return (*map(str, numbers), mig, str(count.shares) if count.shares else "-")
+def _pods(row: Row) -> str:
+    names = [pod.partition("/")[2] if row.claim != "-" else pod for pod in row.pods]
+    return (names[0] if len(names) == 1 else f"{names[0]} +{len(names) - 1}") if names else "-"
 
 
-def _node_table(rows: Sequence[NodeRow], width: int | None) -> str:
-    from dra_driver.cli.rules.cluster_view import Count
+class _Look:
+    """Reads the cluster. `unreadable` names the objects that break the rules of the API, which an API server does not
+    let happen but a proxy may; `unknown` says what could not be read, and why."""
 
-    if not rows:
-        return "no node publishes GPUs; run `gpu-dra-driver doctor` in its pod on a node that should\n"
-    columns = [
-        Column("NODE"),
-        *_COUNTS,
-        Column("PRODUCT", drop=5, cut=16),
-        Column("CONSUMED", drop=6, cut=12, optional=True),
-        Column("TAINTS", cut=16, optional=True),
-        Column("PROBLEM", cut=20, optional=True),
-    ]
-    cells = [
-        (
-            row.node,
-            *_counts(row.count),
-            ", ".join(row.products) or "-",
-            ", ".join(
-                f"{name} {taken}/{there}" for name, (taken, there) in row.consumed.items() if taken != "0"
+    def __init__(self, client: ApiClient, driver: str) -> None:
+        self._client = client
+        self._driver = driver
+        self.unreadable: list[str] = []
+        self.unknown: list[str] = []
+
+    def read(self, *, with_usage: bool) -> tuple[list[Row], Totals]:
+        """Rows and totals. Raises: FatalError that names the right that is missing; ApiUnavailableError,
+        ApiRejectedError."""
+        from dra_driver.cli.rules import cluster_rows as rules
+
+        driver = self._driver
+        of_driver = {"fieldSelector": f"spec.driver={driver}"}
+        slices = self._list(f"{_GROUP}/resourceslices", rules.seen_slice, _PAGE_OF_SLICES, of_driver)
+        claims = self._list(f"{_GROUP}/resourceclaims", partial(rules.seen_claim, driver=driver))
+        classes = self._list(f"{_GROUP}/deviceclasses", rules.seen_class)
+        pods: Sequence[WaitingPod] = ()
+        try:
+            unscheduled = {"fieldSelector": "spec.nodeName=,status.phase=Pending"}
+            pods = self._list("/api/v1/pods", rules.seen_pod, query=unscheduled)
+        except FatalError as error:
+            self.unknown.append(f"the pods that wait are not known: {error}")
+        loads = self._loads() if with_usage else None
+        return rules.cluster_rows(driver, slices, claims, classes, pods, loads)
+
+    def _list(
+        self,
+        path: str,
+        seen: Callable[[JsonObject], T],
+        limit: int = _PAGE,
+        query: dict[str, str] | None = None,
+    ) -> list[T]:
+        """What `seen` makes of each object; read in one piece if the server forgets the list before its end."""
+        plural, more = path.rpartition("/")[2], {"limit": str(limit)}
+        found: list[T] = []
+        while True:
+            try:
+                answer = self._client.request(
+                    "GET", path, action=f"list {plural}", query=(query or {}) | more
+                )
+            except ApiRejectedError as error:
+                if error.status != _FORGOTTEN or "limit" not in more:
+                    raise _explained(
+                        error, plural if path.startswith("/api/") else f"{plural}.resource.k8s.io"
+                    ) from error
+                found, more = [], {}
+                continue
+            entries = answer.get("items", answer)
+            if not isinstance(entries, list | None):
+                raise ApiUnavailableError(f"list {plural}: the answer has no list of {plural} in it")
+            found += [one for entry in entries or () for one in self._seen(entry, seen, plural)]
+            if not (token := (answer.get("metadata") or {}).get("continue")):
+                return found
+            more = {"limit": str(limit), "continue": str(token)}
+
+    def _seen(self, entry: JsonObject, seen: Callable[[JsonObject], T], plural: str) -> Iterator[T]:
+        try:
+            yield seen(entry)
+        except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+            metadata = entry.get("metadata") if isinstance(entry, dict) else None
+            name = metadata.get("name") if isinstance(metadata, dict) else None
+            why = f"{type(error).__name__} {error}"
+            self.unreadable.append(
+                f"{plural} {name or 'without a name'} is left out, it cannot be read: {why}"
             )
-            or "-",
-            ", ".join(row.taints) or "-",
-            row.problem or "-",
+
+    def _loads(self) -> dict[Slot, GpuLoad]:
+        """The load of each device of a claim, by pool and device name."""
+        from dra_driver.base.threads import side_by_side
+        from dra_driver.cli.rules.cluster_rows import loads_of, plugin_pod
+
+        plugins = {"labelSelector": "app.kubernetes.io/component=node"}
+        listed = self._list("/api/v1/pods", partial(plugin_pod, driver=self._driver), query=plugins)
+        pods = [pod for pod in listed if pod is not None]
+        if not pods:
+            self.unknown.append(f"use is not known: no pod of driver {self._driver} serves metrics")
+        reads = [
+            partial(self._client.text, pod.path, action="read its metrics", timeout_s=_METRICS_ONE_S)
+            for pod in pods
+        ]
+        loads: dict[Slot, GpuLoad] = {}
+        problems: dict[str, str] = {}
+        answered: set[str] = set()
+        for pod, read in zip(pods, side_by_side(reads, _METRICS_AT_ONCE, _TIMEOUT_S), strict=True):
+            try:
+                found = loads_of(read.result(0), self._driver)
+                if found is None:
+                    raise ValueError("the plugin does not measure use (--no-usage-metrics)")
+            except (CancelledError, TimeoutError):
+                problems[pod.node] = f"it did not answer within {_TIMEOUT_S:g} s"
+            except (ApiRejectedError, ApiUnavailableError, ValueError) as error:
+                problems[pod.node] = _why_unmeasured(error, pod)
+            else:
+                # In a rolling update a node has two pods, of which one may be about to end.
+                answered.add(pod.node)
+                loads |= {(pod.node, device): load for device, load in found.items()}
+        left = [f"node {node}: {text}" for node, text in problems.items() if node not in answered]
+        self.unknown += [f"use is not known: {text}" for text in left]
+        return loads
+
+
+def _explained(error: ApiRejectedError, resource: str) -> Exception:
+    """With what to do about it."""
+    if error.status == 401:
+        return FatalError(
+            "the API server does not accept these credentials; they may have expired: log in again"
         )
-        for row in rows
-    ]
-    if len(rows) > 1:
-        total = ("(all)", *_counts(sum((row.count for row in rows), start=Count())))
-        cells.append((*total, *[""] * (len(columns) - len(total))))
-    return table(columns, cells, width)
-
-
-def _product_table(rows: Sequence[ProductRow], width: int | None) -> str:
-    columns = [Column("PRODUCT"), Column("NODES"), *_COUNTS]
-    return table(columns, [(row.product, str(row.nodes), *_counts(row.count)) for row in rows], width)
-
-
-def _user_table(rows: Sequence[UserRow], by: By, width: int | None) -> str:
-    if not rows:
-        return "nobody uses a GPU here\n"
-    columns = [
-        Column("NAMESPACE"),
-        Column(by.upper(), cut=20, optional=True),
-        Column("CLAIMS", drop=2),
-        Column("UTIL", optional=True),
-        Column("MEMORY GiB", optional=True),
-        Column("GPUS"),
-        Column("MIG", cut=12),
-        Column("SHARES", drop=3),
-        Column("CONSUMED", drop=4, cut=12, optional=True),
-        Column("NODES", drop=1, cut=16),
-    ]
-    cells: list[tuple[str, ...]] = [
-        (
-            row.namespace,
-            row.name,
-            str(row.claims),
-            *_use(row.used),
-            str(row.gpus),
-            ", ".join(f"{profile} x{number}" for profile, number in row.mig.items()) or "-",
-            str(row.shares) if row.shares else "-",
-            ", ".join(f"{name} {amount}" for name, amount in row.consumed.items()) or "-",
-            ", ".join(row.nodes),
+    if error.status == 403:
+        return FatalError(
+            f"this user may not list {resource} in all namespaces; "
+            f"ask for a ClusterRole with the verb list for {resource}"
         )
-        for row in rows
-    ]
-    return table(columns, cells, width)
+    return error
 
 
-def _use(used: Used | None) -> tuple[str, str]:
-    """Utilisation and memory; `-` where it is not known. With `shared` others use the devices too."""
-    if used is None or not used.memory_total_bytes:
-        return "-", "-"
-    shared = " shared" if used.is_shared else ""
-    percent = "-" if used.utilisation_percent is None else f"{used.utilisation_percent}%{shared}"
-    return percent, f"{used.memory_used_bytes / _GIB:.1f}/{used.memory_total_bytes / _GIB:.0f}"
-
-
-def _verdict_lines(
-    verdict: PendingClaim,
-    claims: Sequence[PendingClaim],
-    pods: Sequence[WaitingPod],
-    lacking: Sequence[str],
-    shared_pools: int,
-) -> list[str]:
-    what = "pod" if verdict.kind == "Pod" else "claim"
-    also = f" and {len(claims) - 1} more" if len(claims) > 1 else ""
-    first, are = claims[0], "are" if also else "is"
-    others = f" and {len(pods) - 1} more" if len(pods) > 1 else ""
-    by = f" (pod {pods[0].name}{others})" if pods and what == "claim" else ""
-    lines = [f"{what} {first.namespace}/{first.name}{also} {are} pending{by}:"]
-    if verdict.unknown:
-        lines.append(f"  not judged: {verdict.unknown}")
-    lines += [f"  {counted(number, 'node')}: {reason}" for reason, number in verdict.reasons[:_MOST_REASONS]]
-    if len(verdict.reasons) > _MOST_REASONS:
-        lines.append(
-            f"  and {counted(len(verdict.reasons) - _MOST_REASONS, 'more reason')} (-o json has all)"
-        )
-    if verdict.fits:
-        more = f" and {len(verdict.fits) - 1} more" if len(verdict.fits) > 1 else ""
-        idle = "" if pods or lacking else "; no pod uses it, and devices are allocated only for a pod"
-        lines.append(f"  {verdict.fits[0]}{more} could serve it{idle}")
-    if verdict.untried:
-        lines.append(f"  {counted(verdict.untried, 'more node was', 'more nodes were')} not checked")
-    if shared_pools and not verdict.fits and not verdict.unknown:
-        were = counted(shared_pools, "pool that nodes share was", "pools that nodes share were")
-        lines.append(f"  {were} not checked")
-    elif not (verdict.reasons or verdict.fits or verdict.untried or verdict.unknown):
-        lines.append("  no node publishes devices of gpu-dra-driver")
-    said = next((pod.says for pod in pods if pod.says), None)
-    if said:
-        lines.append(f"  the scheduler says: {said}")
-    return lines
+def _why_unmeasured(error: Exception, pod: PluginPod) -> str:
+    if isinstance(error, ApiRejectedError) and error.status == 403:
+        return f"this user needs a Role with the verb get for pods/proxy in namespace {pod.namespace}"
+    if isinstance(error, ApiUnavailableError):
+        return f"{error}; if a network policy protects its pod, that must let the API server reach port {pod.port}"
+    return str(error)

@@ -94,7 +94,7 @@ A node with the simulated machine {machine} is up. In another terminal:
   kubectl wait --for=condition=Ready pod/one-gpu
   kubectl describe pod one-gpu
   gpu-dra-driver claims
-  gpu-dra-driver cluster --by pod
+  gpu-dra-driver cluster
 
 3. Break a GPU, and see its health, its taints and the events:
   gpu-dra-driver simulate lose {gpu}

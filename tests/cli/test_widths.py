@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pynvml
 import pytest
+import yaml
 
 from dra_driver.app.logs import configure_logs
 from dra_driver.cli.commands import ROOT as ALL
@@ -24,9 +26,10 @@ from dra_driver.cli.flags import Command, read
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "hack"), str(ROOT / "hack/record")]
 
-from commands_page import COMMANDS, Recorded  # noqa: E402
 from recorded_node import RecordedNode  # noqa: E402
 
+Recorded = dict[str, Any]
+COMMANDS: list[Recorded] = yaml.safe_load((ROOT / "hack/record/commands.yaml").read_text())["commands"]
 WIDTHS = (80, 100, 160)
 ENVIRONMENTS: tuple[dict[str, str], ...] = ({}, {"NO_COLOR": "1"}, {"TERM": "dumb"})
 """The first has colours."""
@@ -83,14 +86,14 @@ def _plain(line: str) -> str:
 
 
 def _arguments(command: Recorded, node: RecordedNode) -> list[str]:
-    return [*command.arguments.split(), *node.flags(command.where)]
+    return [*command["arguments"].split(), *node.flags(command.get("where", ()))]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.arguments)
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command["arguments"])
 def test_output_fits_each_terminal_and_is_whole_in_a_pipe(
     command: Recorded, node: RecordedNode, prints: Prints
 ) -> None:
-    arguments = _arguments(command, node)
+    arguments, title = _arguments(command, node), command["arguments"].split()[0]
     piped = prints(arguments, None)
     assert piped
     assert not [line for line in piped if _ESCAPE in line]
@@ -100,16 +103,16 @@ def test_output_fits_each_terminal_and_is_whole_in_a_pipe(
         assert not environment or not [line for line in lines if _ESCAPE in line], environment
         shown = [_plain(line) for line in lines]
         assert all(map(str.isprintable, shown))
-        assert command.title in _MANIFESTS or not [line for line in shown if _is_too_long(line, columns)]
+        assert title in _MANIFESTS or not [line for line in shown if _is_too_long(line, columns)]
         # Nothing is said on a terminal that a pipe does not get: columns go, and what is shortened says so.
-        assert command.title in _DRAWN or _words(shown) - words == set()
+        assert title in _DRAWN or _words(shown) - words == set()
 
 
-@pytest.mark.parametrize("arguments", ["inspect", "cluster", "cluster --by workload -n ml"])
+@pytest.mark.parametrize("arguments", ["inspect", "cluster", "cluster --filter taint"])
 def test_wide_prints_on_a_terminal_what_a_pipe_gets(
     arguments: str, node: RecordedNode, prints: Prints
 ) -> None:
-    [command] = [one for one in COMMANDS if one.arguments == arguments]
+    [command] = [one for one in COMMANDS if one["arguments"] == arguments]
     words = _arguments(command, node)
     assert prints([*words, "-o", "wide"], 80) == prints(words, None)
 

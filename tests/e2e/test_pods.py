@@ -64,18 +64,14 @@ def test_ninth_pod_waits_until_a_gpu_is_free(cluster: Cluster) -> None:
     cluster.wait_running(*NAMES)
     cluster.apply(pods_of("burst", "burst-8"))
     cluster.wait_unschedulable("burst-8")
-    [_, row, _, *waiting] = shown(cluster).splitlines()
-    assert row.split()[:6] == [cluster.node, "8", "0", "8", "0", "0"]
-    assert re.fullmatch(r"claim default/burst-8-gpu-\w+ is pending \(pod burst-8\):", waiting[0])
-    assert "(0 of 8 matching devices are free on" in waiting[1]
-    assert waiting[2].startswith("  the scheduler says: 0/1 nodes are available: ")
+    first, *_, last = shown(cluster).splitlines()
+    assert first == "8 GPUs: 0 free, 8 in use, 0 tainted; 1 claim or pod waits"
+    assert re.match(r"claim default/burst-8-gpu-\w+  burst-8: waits: 0/1 nodes are available: ", last)
     freed = cluster.seen_by("burst-0")
-    [pending] = json.loads(shown(cluster, "-o", "json"))["pending"]
-    assert [pod["name"] for pod in pending["pods"]] == ["burst-8"]
     cluster.kubectl("delete", "pod", "burst-0")
     cluster.wait_running("burst-8")
-    look = json.loads(shown(cluster, "-o", "json"))
-    assert (look["pending"], look["rows"][0]["count"]["allocated"]) == ([], 8)
+    totals = json.loads(shown(cluster, "-o", "json"))["totals"]
+    assert (totals["waiting"], totals["used"]) == (0, 8)
     assert cluster.seen_by("burst-8") == freed
 
 

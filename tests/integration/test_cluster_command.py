@@ -27,39 +27,45 @@ def at_work(node: Node) -> list[str]:
     return ["cluster", "--kubeconfig", str(node.settings.kubeconfig)]
 
 
-def test_nodes_users_and_who_waits(at_work: list[str]) -> None:
+def table(text: str) -> list[list[str]]:
+    return [line.split() for line in text.split("\n\n")[1].splitlines()]
+
+
+def test_gpus_users_and_who_waits(at_work: list[str], node: Node) -> None:
     done = call(*at_work)
     assert (done.returncode, done.stderr) == (0, "")
-    table, _, waiting = done.stdout.partition("\n\n")
-    assert [line.split()[:6] for line in table.splitlines()] == [
-        ["NODE", "GPUS", "FREE", "ALLOCATED", "BLOCKED", "TAINTED"],
-        ["node-a", "8", "6", "2", "0", "0"],
-    ]
-    assert waiting.startswith("claim default/greedy is pending:\n  1 node: ")
-    assert "9" in waiting.splitlines()[1]
-    assert call(*at_work, "--by", "product").stdout.splitlines()[1].split()[-7:-3] == ["8", "6", "2", "0"]
-    assert call(*at_work, "--by", "claim").stdout.splitlines()[1].split()[:4] == [
-        "default",
-        "training",
-        "1",
-        "2",
-    ]
-    assert "nobody uses a GPU here" in call(*at_work, "--by", "namespace", "-n", "other").stdout
-    narrow = on_terminal(80, *at_work)[:2]
-    assert max(map(len, narrow)) <= 80
-    # What adds up to all GPUs stays.
-    assert narrow[0].split()[:6] == ["NODE", "GPUS", "FREE", "ALLOCATED", "BLOCKED", "TAINTED"]
+    assert done.stdout.startswith("8 GPUs: 6 free, 2 in use, 0 tainted; 1 claim or pod waits\n\n")
+    rows = table(done.stdout)
+    names = [device["name"] for device in node.devices()]
+    assert rows[0] == ["NODE", "DEVICE", "PRODUCT", "CLAIM", "POD"]
+    assert [row[1] for row in rows[1:9]] == sorted(names)
+    of_claim = [row for row in rows if "default/training" in row]
+    assert sorted(row[1] for row in of_claim) == sorted(names[2:4])
+    assert of_claim[0][-1] == "pod-of-training"
+    assert done.stdout.splitlines()[-1] == "claim default/greedy  waits: no waiting pod uses it"
+    assert "default/" not in call(*at_work, "-n", "other").stdout
+    assert len(table(call(*at_work, "--filter", names[2]).stdout)) == 2
+    assert max(map(len, on_terminal(80, *at_work))) <= 80
 
 
-def test_taints_stay_on_a_narrow_terminal(at_work: list[str], node: Node) -> None:
+def test_problems_stay_on_a_narrow_terminal(at_work: list[str], node: Node) -> None:
     node.machine.lose_gpu(2)
     eventually(lambda: "gpu-lost" in str([device.get("taints") for device in node.devices()]))
-    titles, row = on_terminal(80, *at_work)[:2]
-    assert max(len(titles), len(row)) <= 80
-    # The GPU is allocated, and counted as tainted all the same.
-    assert row.split()[1:6] == ["8", "6", "2", "0", "1"]
-    assert titles.split()[-1] == "TAINTS"
-    assert "gpu-lost:" in row
+    shown = on_terminal(80, *at_work)
+    assert max(map(len, shown)) <= 80
+    assert shown[0].startswith("8 GPUs: 6 free, 2 in use, 1 tainted")
+    [row] = [line for line in shown if "taint gpu-lost" in line]
+    assert "default/training" in row
+
+
+def test_devices_that_claims_hold_are_counted_after_the_nvidia_driver_was_unloaded(
+    at_work: list[str], node: Node
+) -> None:
+    node.machine.unload_driver()
+    eventually(lambda: not node.devices())
+    shown = call(*at_work).stdout
+    assert shown.startswith("0 GPUs: 0 free, 0 in use, 0 tainted; 2 more devices of claims are in no slice")
+    assert shown.count("no slice has this device") == 2
 
 
 @pytest.mark.parametrize("namespace", ["Bad NS", "", "a.b", "-a", "a" * 64, "a\x1b[2J"])
@@ -72,56 +78,24 @@ def test_a_namespace_that_cannot_be_is_refused(namespace: str) -> None:
     )
 
 
-def test_lists_of_many_pages_are_whole(at_work: list[str], node: Node) -> None:
-    for number in range(1234):
-        metadata = {"name": f"p{number}", "namespace": "default"}
-        node.server.add("pods", {"metadata": metadata, "spec": {"nodeName": "n"}})
-    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": "late", "uid": "u", "controller": True}
-    node.server.add(
-        "pods",
-        {
-            "metadata": {"name": "pod-of-training", "namespace": "default", "ownerReferences": [owner]},
-            "spec": {"nodeName": NODE},
-        },
-    )
-    assert "Job/late" in call(*at_work, "--by", "workload").stdout
-    pages = [request.query for request in node.server.requests if request.path == "/api/v1/pods"]
-    assert [query["limit"] for query in pages if "fieldSelector" not in query] == ["500"] * 3
-
-
-def test_a_list_that_the_server_forgets_is_read_in_one_piece(at_work: list[str], node: Node) -> None:
+def test_lists_of_many_pages_are_whole_also_if_the_server_forgets_one(at_work: list[str], node: Node) -> None:
     for number in range(501):
         node.claim(f"c{number}", status={})
+    assert len(json.loads(call(*at_work, "-o", "json").stdout)["rows"]) == 8 + 502
     node.server.faults.fail(1, 410, reason="Expired", path="/resourceclaims")
-    shown = json.loads(call(*at_work, "-o", "json").stdout)
-    assert len(shown["pending"]) == 502
+    assert len(json.loads(call(*at_work, "-o", "json").stdout)["rows"]) == 8 + 502
+    pages = [one.query for one in node.server.requests if one.path.endswith("/resourceclaims")]
+    assert [query.get("limit") for query in pages][-4:] == ["500", "500", "500", None]
 
 
-def test_pods_without_a_node_and_what_the_scheduler_says(at_work: list[str], node: Node) -> None:
+def test_what_the_scheduler_says_of_a_pod_stands_beside_its_claim(at_work: list[str], node: Node) -> None:
     says = "0/1 nodes are available: 1 cannot allocate all claims."
-    status = {
-        "phase": "Pending",
-        "conditions": [{"type": "PodScheduled", "status": "False", "message": says}],
-    }
+    conditions = [{"type": "PodScheduled", "status": "False", "message": says}]
     spec = {"resourceClaims": [{"name": "gpu", "resourceClaimName": "greedy"}]}
-    node.server.add(
-        "pods", {"metadata": {"name": "big", "namespace": "default"}, "spec": spec, "status": status}
-    )
-    limits = {"deviceclass.resource.kubernetes.io/gpu.nvidia.com": "12"}
-    spec = {"containers": [{"name": "main", "resources": {"limits": limits}}]}
-    node.server.add(
-        "pods",
-        {
-            "metadata": {"name": "old-way", "namespace": "default"},
-            "spec": spec,
-            "status": {"phase": "Pending"},
-        },
-    )
-    lines = call(*at_work).stdout.splitlines()
-    assert any(line.endswith(" is pending (pod big):") for line in lines)
-    assert f"  the scheduler says: {says}" in lines
-    assert "12" in lines[lines.index("pod default/old-way is pending:") + 1]
-    assert "old-way" not in call(*at_work, "-n", "other").stdout
+    metadata = {"name": "big", "namespace": "default"}
+    status = {"phase": "Pending", "conditions": conditions}
+    node.server.add("pods", {"metadata": metadata, "spec": spec, "status": status})
+    assert f"claim default/greedy  big: waits: {says}\n" in call(*at_work).stdout
 
 
 def test_credentials_that_ended_are_no_missing_right(at_work: list[str], node: Node) -> None:
@@ -144,8 +118,8 @@ def test_a_right_that_is_missing_is_named(at_work: list[str], node: Node) -> Non
     node.server.faults.fail(1, 403, reason="Forbidden", path="/api/v1/pods")
     done = call(*at_work)
     assert done.returncode == 0
-    assert done.stdout.splitlines()[1].startswith(NODE)
-    assert "may not list pods" in done.stderr
+    assert done.stdout.startswith("8 GPUs: ")
+    assert "the pods that wait are not known: this user may not list pods" in done.stderr
 
 
 def test_of_several_kubeconfigs_those_that_exist_are_read(at_work: list[str], tmp_path: Path) -> None:
@@ -210,11 +184,11 @@ class Used:
         path = "/api/v1/namespaces/gpu-dra-driver/pods/plugin-1:8080/proxy/metrics"
         self.node.server.faults.fail(1, status, path=path, body=more.pop("body", body), **more)
 
-    def rows(self, *arguments: str) -> tuple[list[list[str]], str]:
-        done = call(*self.arguments, *arguments)
+    def look(self, *arguments: str) -> tuple[Any, str]:
+        done = call(*self.arguments, "-o", "json", *arguments)
         assert done.returncode == 0, done.stderr
-        table = done.stdout.partition("\n\n")[0]
-        return [line.split() for line in table.splitlines()], done.stderr
+        found = json.loads(done.stdout)
+        return found["rows"], found["unknown"]
 
 
 @pytest.fixture
@@ -222,35 +196,24 @@ def used(node: Node) -> Used:
     return Used(node)
 
 
-def test_use_stands_beside_each_claim_and_who_wastes_most_is_first(used: Used) -> None:
+def test_use_stands_beside_each_claim_and_the_most_wasteful_is_first(used: Used) -> None:
     used.answers()
-    (titles, *rows), said = used.rows()
-    assert said == ""
-    assert titles == [
-        "NAMESPACE", "CLAIM", "CLAIMS", "UTIL", "MEMORY", "GiB", "GPUS", "MIG", "SHARES", "NODES",
-    ]  # fmt: skip
-    assert rows == [
-        ["default", "asleep", "1", "0%", "0.5/159", "2", "-", "-", NODE],
-        ["default", "train", "1", "85%", "0.5/80", "1", "-", "-", NODE],
+    rows, unknown = used.look("-n", "default")
+    assert unknown == []
+    assert [(row["claim"], row["use"]) for row in rows] == [
+        ("default/asleep", "0% 0.5/80 GiB"),
+        ("default/asleep", "0% 0.0/80 GiB"),
+        ("default/train", "85% 0.5/80 GiB"),
     ]
-    used.answers()
-    found = json.loads(call(*used.arguments, "--by", "claim", "-n", "default", "-o", "json").stdout)
-    row, _ = found["rows"]
-    assert (row["used"]["wasted_bytes"], row["used"]["memory_total_bytes"]) == (2 * 81559 << 20,) * 2
-    assert found["unmeasured"] == []
-    used.answers()
-    assert [row[:2] for row in used.rows("--by", "pod")[0][1:]] == [
-        ["default", "pod-of-asleep"], ["default", "pod-of-train"],
-    ]  # fmt: skip
 
 
 def test_missing_right_to_read_use_is_named(used: Used) -> None:
     used.answers(403, reason="Forbidden")
-    rows, said = used.rows()
-    assert rows[0] == ["NAMESPACE", "CLAIM", "CLAIMS", "GPUS", "MIG", "SHARES", "NODES"]
+    rows, [said] = used.look("-n", "default")
+    assert [row["use"] for row in rows] == ["-"] * 3
     assert said == (
-        "gpu-dra-driver: use is not known: this user may not read the metrics of the plugins; ask for a Role with the "
-        "verb get for pods/proxy in namespace gpu-dra-driver\n"
+        f"use is not known: node {NODE}: this user needs a Role with the verb get for pods/proxy in namespace "
+        "gpu-dra-driver"
     )
 
 
@@ -262,16 +225,15 @@ def test_missing_right_to_read_use_is_named(used: Used) -> None:
         ({"status": 200, "body": b"# HELP up x\nup 1\n"}, "does not measure use"),
         (
             {"status": 200, "body": b"nvidia_dra_device_processes{ 1\n"},
-            "must let the API server reach port 8080",
+            "could not convert",
         ),
     ],
 )
 def test_node_that_does_not_answer_is_one_line(used: Used, answer: dict[str, Any], expected: str) -> None:
     used.answers(**answer)
-    rows, said = used.rows()
+    rows, [said] = used.look("-n", "default")
     assert len(rows) == 3
-    assert len(said.splitlines()) == 1
-    assert said.startswith(f"gpu-dra-driver: use is not known: node {NODE}: ")
+    assert said.startswith(f"use is not known: node {NODE}: ")
     assert expected in said
 
 
@@ -286,8 +248,7 @@ def test_cluster_whose_plugins_serve_no_metrics(at_work: list[str]) -> None:
 def test_mistakes_are_one_sentence(tmp_path) -> None:
     for arguments, said in (
         (["--kubeconfig", str(tmp_path / "none")], str(tmp_path / "none")),
-        (["--by", "rack"], "--by 'rack': expected node, product, "),
-        (["--usage", "--by", "node"], "--usage has no rows by node"),
+        (["--by", "node"], "there is no flag --by"),
     ):
         done = call("cluster", *arguments)
         assert (done.returncode, done.stdout) == (2, "")

@@ -51,7 +51,7 @@ class OddServer:
             group = "v1" if pods else "resource.k8s.io/v1"
             self.lists[path] = {"kind": f"{kind}List", "apiVersion": group, "metadata": {}, "items": items}
 
-    def shown(self, by: Any = "node", output: Output = Output.json) -> tuple[str, str]:
+    def shown(self, output: Output = Output.json) -> tuple[str, str]:
         """What the command writes, and what it writes of errors."""
         out, err = io.StringIO(), io.StringIO()
         with (
@@ -63,13 +63,13 @@ class OddServer:
             mock.patch.object(ApiClient, "_send", lambda _client, request: self.answer(request)),
         ):
             try:
-                call(["cluster", "--by", by, "-o", output])
+                call(["cluster", "-o", output])
             except DraDriverError as error:
                 err.write(f"gpu-dra-driver: {error}\n")
         return out.getvalue(), err.getvalue()
 
-    def rows(self, by: Any = "node") -> Json:
-        return json.loads(self.shown(by)[0])
+    def look(self) -> Json:
+        return json.loads(self.shown()[0])
 
 
 KINDS = {
@@ -169,17 +169,16 @@ def mutated(objects: Json, path: Sequence[Any], odd: Any) -> None:
 
 @given(
     changes=st.lists(st.tuples(st.sampled_from(PATHS), ODD), min_size=1, max_size=3),
-    by=st.sampled_from(["node", "product", "workload", "claim"]),
     output=st.sampled_from([Output.table, Output.json, Output.yaml]),
 )
 def test_any_object_is_shown_or_told_when_it_breaks_the_rules(
-    server: OddServer, changes: list[tuple[Any, Any]], by: Any, output: Output
+    server: OddServer, changes: list[tuple[Any, Any]], output: Output
 ) -> None:
     objects = good_objects()
     for path, odd in changes:
         mutated(objects, path, odd)
     server.serve(objects)
-    out, err = server.shown(by, output)
+    out, err = server.shown(output)
     assert out
     assert all(line.startswith("gpu-dra-driver: ") for line in err.splitlines())
 
@@ -191,11 +190,10 @@ def test_what_cannot_be_read_is_named_and_the_rest_shown(
     objects = good_objects()
     mutated(objects[plural], path, odd)
     server.serve(objects)
-    table, told = server.shown(output=Output.table)
-    [line] = told.splitlines()
-    assert line.startswith(f"gpu-dra-driver: {why}")
-    assert table.splitlines()[1].startswith("node-a ")
-    assert [f"gpu-dra-driver: {text}" for text in server.rows()["unreadable"]] == [line]
+    found = server.look()
+    [text] = found["unreadable"]
+    assert text.startswith(f"{why} is left out, it cannot be read: ")
+    assert [row["device"] for row in found["rows"] if row["node"] == "node-a"]
 
 
 def test_values_of_later_versions_are_shown(server: OddServer) -> None:
@@ -204,22 +202,26 @@ def test_values_of_later_versions_are_shown(server: OddServer) -> None:
     attributes |= {"tags": {"strings": ["a", "b"]}, "later": {"later": {"a": 1}}}
     objects["resourceslices"][1]["spec"]["devices"] = None
     server.serve(objects)
-    shown = server.rows()
-    assert shown["unreadable"] == []
-    assert [(row["node"], row["count"]["gpus"]) for row in shown["rows"]] == [("node-a", 3), ("node-b", 0)]
+    found = server.look()
+    assert found["unreadable"] == []
+    assert [(row["node"], row["device"]) for row in found["rows"]][-3:] == [
+        ("node-b", "-"),
+        ("-", "-"),
+        ("-", "-"),
+    ]
 
 
 def test_many_unreadable_objects_do_not_fill_the_screen(server: OddServer) -> None:
     objects = good_objects()
     objects["resourceslices"] += [{"metadata": {"name": f"s{number}"}} for number in range(12)]
     server.serve(objects)
-    told = server.shown(output=Output.table)[1].splitlines()
+    told = server.shown(Output.table)[1].splitlines()
     assert len(told) == 6
-    assert told[-1] == "gpu-dra-driver: 7 more objects cannot be read (-o json has all)"
-    assert len(server.rows()["unreadable"]) == 12
+    assert told[-1] == "gpu-dra-driver: 7 more objects that cannot be read (-o json has all)"
+    assert len(server.look()["unreadable"]) == 12
 
 
-@pytest.mark.parametrize("answer", [{}, 7, {"items": 7}, {"items": {}}, {"kind": "Status"}])
+@pytest.mark.parametrize("answer", [7, {"items": 7}, {"items": {}}, {"kind": "Status"}])
 def test_an_answer_that_is_no_list_is_one_sentence(server: OddServer, answer: Any) -> None:
     server.serve(good_objects())
     server.lists[f"{GROUP}/v1/resourceslices"] = answer
@@ -229,39 +231,5 @@ def test_an_answer_that_is_no_list_is_one_sentence(server: OddServer, answer: An
 
 def test_no_items_is_an_empty_list(server: OddServer) -> None:
     server.serve(dict.fromkeys(KINDS))
-    shown = server.rows()
-    assert (shown["rows"], shown["pending"], shown["unreadable"]) == ([], [], [])
-
-
-# --- pools that nodes share ---------------------------------------------------------------------
-
-
-def shared_slice(of: str, devices: list[Json], **spec: Any) -> Json:
-    bare = [{"attributes": {"productName": {"string": "H100"}}, **one} for one in devices]
-    made = slice_of(of, *bare, **spec)
-    if "nodeName" not in spec:
-        del made["spec"]["nodeName"]
-    made["metadata"]["name"] = f"{of}-{len(json.dumps(made))}"
-    return made
-
-
-@tabled("slices", "rows")
-def test_rows_of_pools_that_nodes_share(server: OddServer, slices: list[Json], rows: list[list[Any]]) -> None:
-    made = [shared_slice(**one) for one in slices]
-    server.serve({**good_objects(), "resourceslices": made})
-    shown = server.rows()["rows"]
-    assert [[row["node"], row["count"]["gpus"], row["problem"]] for row in shown] == rows
-
-
-def test_who_waits_hears_of_pools_that_were_not_looked_at(server: OddServer) -> None:
-    objects = good_objects()
-    objects["resourceslices"] = [shared_slice("net", [device("x")], allNodes=True)]
-    server.serve(objects)
-    assert (
-        "\nclaim ml/waits is pending (pod train-0):\n  1 pool that nodes share was not checked\n"
-        in (server.shown(output=Output.table)[0])
-    )
-    assert [(row["product"], row["nodes"]) for row in server.rows("product")["rows"]] == [("H100", 0)]
-    objects["resourceslices"].append(slice_of("pool-1", device("y"), nodeName="node-y"))
-    server.serve(objects)
-    assert "  node-y could serve it\n" in server.shown(output=Output.table)[0]
+    found = server.look()
+    assert (found["rows"], found["unreadable"]) == ([], [])

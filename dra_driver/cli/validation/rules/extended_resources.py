@@ -6,7 +6,7 @@ Source: createRequestsAndMappings of kube-scheduler 1.37. A DeviceClass serves t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from dra_driver.model.schema import JsonObject
 
@@ -49,16 +49,6 @@ def extended_requests(spec: JsonObject, served: Mapping[str, str]) -> list[JsonO
                 }  # fmt: skip
                 found.append({"name": f"container-{index}-request-{number}", "exactly": exactly})
     return sorted(found, key=lambda request: str(request["name"]))
-
-
-def extended_claims(pods: Iterable[JsonObject], classes: Sequence[JsonObject]) -> Iterator[JsonObject]:
-    """The claims of pods that have no node yet: the scheduler makes them only once it has found one, so they are not in
-    the cluster."""
-    served = served_resources(classes)
-    for pod in pods:
-        requests = extended_requests(pod.get("spec") or {}, served)
-        if requests and not (pod.get("status") or {}).get("extendedResourceClaimStatus"):
-            yield {"kind": "Pod", "metadata": pod["metadata"], "spec": {"devices": {"requests": requests}}}
 
 
 def asked_resources(container: JsonObject) -> dict[str, int]:

@@ -1,0 +1,408 @@
+"""The GPUs of a cluster and who has them: a row for each device that a claim has or could have.
+
+The functions `seen_…` read objects of the API in the shape of v1. For an object that breaks the rules of the API they
+raise KeyError, TypeError, ValueError, AttributeError or StopIteration; the caller leaves it out and names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dra_driver.cli.validation.rules.extended_resources import IMPLICIT
+from dra_driver.model.claim import allocation_results
+from dra_driver.model.gpu import GpuLoad
+from dra_driver.model.schema import JsonObject
+from dra_driver.model.units import counted
+
+Slot = tuple[str, str]
+"""Pool and device name."""
+
+_BUS_ID = "resource.kubernetes.io/pciBusID"
+_KEEP_AWAY = (":NoSchedule", ":NoExecute")
+_ANY_NODE = "(several nodes)"
+_PREFIX = "nvidia_dra_device_"
+_GIB = 1 << 30
+NOT_PUBLISHED = "no slice has this device: on this node run `gpu-dra-driver doctor` in the plugin's pod"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device in a slice. `card` is the GPU that it is or is a part of: its PCI bus ID, or the device's name if it has
+    none. One that is not `is_made` is a MIG device on demand."""
+
+    name: str
+    node: str
+    card: str
+    kind: str
+    product: str
+    taints: tuple[str, ...]
+    is_made: bool
+
+    @property
+    def problem(self) -> str | None:
+        """Its taints."""
+        return f"taint {', '.join(self.taints)}" if self.taints else None
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A slice of a pool. `total` is how many the pool should have."""
+
+    pool: str
+    generation: int
+    total: int
+    node: str
+    devices: tuple[Device, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A claim, the pods that it is reserved for, and what it consumes of each device; `classes` are those that one
+    without devices asks for."""
+
+    namespace: str
+    name: str
+    uid: str
+    pods: tuple[str, ...]
+    devices: Mapping[Slot, str]
+    classes: frozenset[str]
+    is_allocated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingPod:
+    """A pod without a node: the claims and extended resources that it wants, and what the scheduler says of it.
+    `has_claim`: the scheduler made a claim for its extended resources."""
+
+    namespace: str
+    name: str
+    claims: tuple[str, ...]
+    resources: frozenset[str]
+    says: str
+    has_claim: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A device, a claim that waits for one, or a node without devices. `claim` and `pods` are `NAMESPACE/NAME`; `load`
+    is None where it is not known."""
+
+    node: str
+    device: str = "-"
+    product: str = "-"
+    claim: str = "-"
+    pods: tuple[str, ...] = ()
+    use: str = "-"
+    problem: str = "-"
+    load: GpuLoad | None = None
+
+    @property
+    def wasted_bytes(self) -> int:
+        """The memory that is held and idle: of a device with a utilisation the idle part of all its memory, of others
+        what is not in use."""
+        if self.load is None or self.load.memory_total_bytes is None:
+            return 0
+        total, percent = self.load.memory_total_bytes, self.load.utilisation_percent
+        return (
+            total - (self.load.memory_used_bytes or 0) if percent is None else total * (100 - percent) // 100
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Of the GPUs in slices, those that are free, those of which a claim has all or a part, and those with a taint that
+    keeps new pods away, which also may be in use. `missing` are devices of claims that no slice has."""
+
+    gpus: int = 0
+    free: int = 0
+    used: int = 0
+    tainted: int = 0
+    missing: int = 0
+    waiting: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.gpus} GPUs: {self.free} free, {self.used} in use, {self.tainted} tainted"
+        missing = f"; {self.missing} more devices of claims are in no slice" if self.missing else ""
+        waiting = counted(self.waiting, "claim or pod waits", "claims or pods wait")
+        return text + missing + (f"; {waiting}" if self.waiting else "")
+
+
+def seen_slice(entry: JsonObject) -> Slice:
+    """A ResourceSlice."""
+    spec, pool = entry["spec"], entry["spec"]["pool"]
+    node = spec.get("nodeName") or _ANY_NODE
+    devices = tuple(_device(device, spec["driver"], node) for device in spec.get("devices") or ())
+    return Slice(
+        str(pool["name"]), int(pool["generation"]), int(pool["resourceSliceCount"]), str(node), devices
+    )
+
+
+def _device(device: JsonObject, driver: str, node: str) -> Device:
+    attributes = device.get("attributes") or {}
+
+    def text(name: str) -> str | None:
+        # A driver may write its own domain or leave it out.
+        value = attributes.get(name) or attributes.get(f"{driver}/{name}")
+        return str(next(iter(value.values()))) if value else None
+
+    taints = (
+        f"{one['key'].rpartition('/')[2]}{'=' + str(one['value']) if one.get('value') else ''}:{one['effect']}"
+        for one in device.get("taints") or ()
+    )
+    kind = text("type") or "gpu"
+    return Device(
+        str(device["name"]),
+        str(device.get("nodeName") or node),
+        text(_BUS_ID) or str(device["name"]),
+        kind,
+        text("productName") or "-",
+        tuple(taints),
+        is_made=kind != "mig" or text("uuid") is not None,
+    )
+
+
+def seen_claim(entry: JsonObject, driver: str) -> Claim:
+    """A ResourceClaim, with its devices of the driver. Admin access takes nothing from others and is left out."""
+    metadata, status = entry["metadata"], entry.get("status") or {}
+    devices = {
+        (str(one["pool"]), str(one["device"])): ", ".join(
+            f"{name.rpartition('/')[2]} {amount}"
+            for name, amount in (one.get("consumedCapacity") or {}).items()
+        )
+        for one in allocation_results(entry)
+        if one["driver"] == driver and not one.get("adminAccess")
+    }
+    is_allocated = bool(status.get("allocation"))
+    requests = () if is_allocated else entry["spec"]["devices"].get("requests") or ()
+    bodies = [
+        body for one in requests for body in (one.get("exactly"), *(one.get("firstAvailable") or ())) if body
+    ]
+    return Claim(
+        str(metadata.get("namespace") or ""),
+        str(metadata["name"]),
+        str(metadata.get("uid") or metadata["name"]),
+        tuple(str(one["name"]) for one in status.get("reservedFor") or () if one.get("resource") == "pods"),
+        devices,
+        frozenset(str(body["deviceClassName"]) for body in bodies),
+        is_allocated or bool(metadata.get("deletionTimestamp")),
+    )
+
+
+def seen_class(entry: JsonObject) -> tuple[str, str, str | None]:
+    """Name of a DeviceClass, its selectors as text, and its extended resource."""
+    spec = entry.get("spec") or {}
+    return str(entry["metadata"]["name"]), json.dumps(spec.get("selectors")), spec.get("extendedResourceName")
+
+
+def seen_pod(entry: JsonObject) -> WaitingPod:
+    """A Pod that has no node yet."""
+    metadata, spec, status = entry["metadata"], entry.get("spec") or {}, entry.get("status") or {}
+    made = {one["name"]: one.get("resourceClaimName") for one in status.get("resourceClaimStatuses") or ()}
+    claims = (
+        one.get("resourceClaimName") or made.get(one["name"]) for one in spec.get("resourceClaims") or ()
+    )
+    limits = (one.get("resources", {}).get("limits") or {} for one in spec.get("containers") or ())
+    says = (one.get("message") for one in status.get("conditions") or () if one.get("type") == "PodScheduled")
+    return WaitingPod(
+        str(metadata.get("namespace") or ""),
+        str(metadata["name"]),
+        tuple(map(str, filter(None, claims))),
+        frozenset(str(name) for resources in limits for name in resources),
+        str(next(filter(None, says), "the scheduler has not tried it yet")),
+        bool(status.get("extendedResourceClaimStatus")),
+    )
+
+
+def cluster_rows(
+    driver: str,
+    slices: Sequence[Slice],
+    claims: Sequence[Claim],
+    classes: Sequence[tuple[str, str, str | None]],
+    pods: Sequence[WaitingPod],
+    loads: Mapping[Slot, GpuLoad] | None = None,
+) -> tuple[list[Row], Totals]:
+    """The table and its sums. With `loads` the devices whose memory is held and idle come first, else nodes in order;
+    who waits comes last."""
+    newest: dict[str, int] = {}
+    for one in slices:
+        newest[one.pool] = max(one.generation, newest.get(one.pool, 0))
+    holders: dict[Slot, list[Claim]] = {}
+    for claim in claims:
+        for slot in claim.devices:
+            holders.setdefault(slot, []).append(claim)
+    pools: dict[str, list[Slice]] = {}
+    for one in slices:
+        if one.generation == newest[one.pool]:
+            pools.setdefault(one.pool, []).append(one)
+    rows: list[Row] = []
+    sums: Counter[str] = Counter()
+    for pool, members in pools.items():
+        whole = (
+            f"{len(members)} of {members[0].total} slices are there"
+            if len(members) != members[0].total
+            else None
+        )
+        rows += _pool_rows(pool, members, whole, holders, loads or {}, sums)
+    published = {
+        (pool, device.name) for pool, members in pools.items() for one in members for device in one.devices
+    }
+    for slot in holders.keys() - published:
+        sums["missing"] += 1
+        rows += _held(slot, slot[0], "-", holders[slot], NOT_PUBLISHED, loads or {})
+    rows.sort(key=lambda row: (-row.wasted_bytes, row.node, row.device, row.claim))
+    waiting = [*_waiting(driver, claims, classes, pods)]
+    return rows + waiting, Totals(**sums, waiting=len(waiting))
+
+
+def _pool_rows(
+    pool: str,
+    members: Sequence[Slice],
+    fault: str | None,
+    holders: Mapping[Slot, Sequence[Claim]],
+    loads: Mapping[Slot, GpuLoad],
+    sums: Counter[str],
+) -> Iterator[Row]:
+    cards: dict[str, list[Device]] = {}
+    for one in members:
+        for device in one.devices:
+            cards.setdefault(device.card, []).append(device)
+    if not cards:
+        yield Row(members[0].node, problem=fault or "publishes no devices")
+    for devices in cards.values():
+        held = [device for device in devices if (pool, device.name) in holders]
+        is_tainted = any(taint.endswith(_KEEP_AWAY) for device in devices for taint in device.taints)
+        sums.update(gpus=1, used=bool(held), tainted=is_tainted, free=not held and not is_tainted)
+        for device in _shown(devices, held):
+            problem = "; ".join(filter(None, [device.problem, fault])) or "-"
+            mine = holders.get((pool, device.name), ())
+            if not mine:
+                yield Row(device.node, device.name, device.product, problem=problem)
+            yield from _held((pool, device.name), device.node, device.product, mine, problem, loads)
+
+
+def _shown(devices: Sequence[Device], held: Sequence[Device]) -> Iterator[Device]:
+    """What there is of a card now. While a claim has a part of it, the whole cannot be had, and a virtual machine and
+    containers exclude each other."""
+    has_gpu, has_whole = (
+        any(one.kind != kind for one in of) for kind, of in (("vfio", devices), ("mig", held))
+    )
+    for device in devices:
+        hidden = {"mig": has_whole, "vfio": has_gpu or bool(held)}.get(device.kind, bool(held))
+        if device in held or (device.is_made and not hidden):
+            yield device
+
+
+def _held(
+    slot: Slot,
+    node: str,
+    product: str,
+    claims: Iterable[Claim],
+    problem: str,
+    loads: Mapping[Slot, GpuLoad],
+) -> Iterator[Row]:
+    for claim in claims:
+        pods = tuple(f"{claim.namespace}/{pod}" for pod in claim.pods)
+        load = loads.get(slot)
+        use = "; ".join(filter(None, [claim.devices[slot], use_text(load)])) or "-"
+        yield Row(node, slot[1], product, f"{claim.namespace}/{claim.name}", pods, use, problem, load)
+
+
+def use_text(load: GpuLoad | None) -> str | None:
+    """`85% 12.0/80 GiB`."""
+    if load is None or not load.memory_total_bytes:
+        return None
+    percent = "" if load.utilisation_percent is None else f"{load.utilisation_percent}% "
+    return f"{percent}{(load.memory_used_bytes or 0) / _GIB:.1f}/{load.memory_total_bytes / _GIB:.0f} GiB"
+
+
+def _waiting(
+    driver: str,
+    claims: Iterable[Claim],
+    classes: Iterable[tuple[str, str, str | None]],
+    pods: Sequence[WaitingPod],
+) -> Iterator[Row]:
+    """Claims for devices of the driver, or of a class that is missing, that have none, and pods that want such devices
+    by an extended resource: the scheduler makes their claims when it has found a node."""
+    known = {name for name, _, _ in classes}
+    ours = {name for name, selectors, _ in classes if driver in selectors}
+    served = {IMPLICIT + name for name in ours} | {
+        resource for name, _, resource in classes if name in ours and resource
+    }
+    for claim in claims:
+        if claim.is_allocated or not any(name in ours or name not in known for name in claim.classes):
+            continue
+        waiting = [pod for pod in pods if pod.namespace == claim.namespace and claim.name in pod.claims]
+        unknown = ", ".join(sorted(claim.classes - known))
+        says = (
+            f"no DeviceClass {unknown}"
+            if unknown
+            else waiting[0].says
+            if waiting
+            else "no waiting pod uses it"
+        )
+        yield Row(
+            "-",
+            claim=f"{claim.namespace}/{claim.name}",
+            pods=tuple(f"{pod.namespace}/{pod.name}" for pod in waiting),
+            problem=f"waits: {says}",
+        )
+    for pod in pods:
+        if pod.resources & served and not pod.has_claim:
+            yield Row("-", pods=(f"{pod.namespace}/{pod.name}",), problem=f"waits: {pod.says}")
+
+
+# --- use, from the metrics of the plugins ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PluginPod:
+    """A pod of the plugin: the node, and the path of its metrics through the API server's proxy."""
+
+    node: str
+    namespace: str
+    path: str
+    port: str
+
+
+def plugin_pod(pod: Mapping[str, Any], driver: str) -> PluginPod | None:
+    """None for a pod of another program or driver, and for one that serves no metrics or has no node."""
+    spec, metadata = pod.get("spec") or {}, pod["metadata"]
+    for container in spec.get("containers") or ():
+        values = {entry["name"]: entry.get("value") or "" for entry in container.get("env") or ()}
+        port = values.get("HTTP_ENDPOINT", "").rpartition(":")[2]
+        if values.get("DRIVER_NAME") == driver and port and spec.get("nodeName"):
+            path = values.get("METRICS_PATH") or "/metrics"
+            place = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}:{port}/proxy{path}"
+            return PluginPod(spec["nodeName"], metadata["namespace"], place, port)
+    return None
+
+
+def loads_of(text: str, driver: str) -> dict[str, GpuLoad] | None:
+    """The loads in the metrics of one plugin, by device name; None if it does not measure them."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    # Most of a page is histograms, and a cluster has many pages.
+    lines = [line for line in text.splitlines() if line.removeprefix("# HELP ").startswith(_PREFIX)]
+    if not lines:
+        return None
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families("\n".join([*lines, ""])):
+        for sample in family.samples:
+            if sample.labels.get("driver") == driver:
+                values = found.setdefault(sample.labels.get("device", ""), {})
+                values[sample.name.removeprefix(_PREFIX)] = sample.value
+    return {device: _load(values) for device, values in found.items()}
+
+
+def _load(values: Mapping[str, float]) -> GpuLoad:
+    used, total = values.get("memory_used_bytes"), values.get("memory_total_bytes")
+    ratio = values.get("utilization_ratio")
+    return GpuLoad(
+        memory_used_bytes=None if used is None else int(used),
+        memory_total_bytes=None if total is None else int(total),
+        utilisation_percent=None if ratio is None else round(ratio * 100),
+    )

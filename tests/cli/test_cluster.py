@@ -1,0 +1,183 @@
+"""What a cluster has and who uses it, from slices, claims, pods and metrics as the API has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client.exposition import generate_latest
+
+from dra_driver.cli.rules.cluster_rows import (
+    NOT_PUBLISHED,
+    Row,
+    Totals,
+    cluster_rows,
+    loads_of,
+    plugin_pod,
+    seen_claim,
+    seen_class,
+    seen_pod,
+    seen_slice,
+    use_text,
+)
+from dra_driver.cli.validation.rules.standard_classes import standard_classes
+from dra_driver.model.gpu import GpuLoad
+from dra_driver.reporting.metrics import Metrics
+from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, NODE
+from tests.fakes.scrapes import complete_metrics
+from tests.fakes.tables import tabled
+
+GIB = 1 << 30
+Json = dict[str, Any]
+
+
+def device(name: str, kind: str = "gpu", bus: str | None = None, made: bool = True, **more: Any) -> Json:
+    attributes = {"type": {"string": kind}, "productName": {"string": "H100"}}
+    if made:
+        attributes["uuid"] = {"string": f"UUID-{name}"}
+    if bus:
+        attributes["resource.kubernetes.io/pciBusID"] = {"string": bus}
+    return {"name": name, "attributes": attributes, **more}
+
+
+def slice_of(node: str, *devices: Json, generation: int = 1, total: int = 1, driver: str = DRIVER) -> Json:
+    pool = {"name": node, "generation": generation, "resourceSliceCount": total}
+    return {"spec": {"driver": driver, "nodeName": node, "pool": pool, "devices": [*devices]}}
+
+
+def claim(
+    name: str, *devices: str, pods: tuple[str, ...] = (), of: str = "gpu.nvidia.com", **more: Any
+) -> Json:
+    results = [{"driver": DRIVER, "pool": "n", "device": one, "request": "gpu", **more} for one in devices]
+    exactly = {"deviceClassName": of, "allocationMode": "ExactCount", "count": 1}
+    return {
+        "metadata": {"namespace": "ml", "name": name, "uid": f"uid-{name}"},
+        "spec": {"devices": {"requests": [{"name": "gpu", "exactly": exactly}]}},
+        "status": {
+            "reservedFor": [{"resource": "pods", "name": pod, "uid": pod} for pod in pods],
+            **({"allocation": {"devices": {"results": results}}} if results else {}),
+        },
+    }
+
+
+def pod(name: str, says: str | None = None, **more: Any) -> Json:
+    conditions = [{"type": "PodScheduled", "status": "False", "message": says}] if says else []
+    status = {"phase": "Pending", "conditions": conditions, **more.pop("status", {})}
+    return {"metadata": {"namespace": "ml", "name": name}, "spec": more, "status": status}
+
+
+def look(
+    slices: list[Json],
+    claims: list[Json],
+    pods: list[Json] | None = None,
+    loads: Any = None,
+    classes: Any = None,
+) -> tuple[list[Row], Totals]:
+    classes = classes or [*standard_classes(DRIVER).values()]
+    return cluster_rows(
+        DRIVER,
+        [seen_slice(one) for one in slices],
+        [seen_claim(one, DRIVER) for one in claims],
+        [seen_class(one) for one in classes],
+        [seen_pod(one) for one in pods or ()],
+        loads,
+    )
+
+
+@tabled("slices", "claims", "rows", "totals")
+def test_rows_and_totals(slices: list[Json], claims: list[Json], rows: list[list[str]], totals: Json) -> None:
+    made = [
+        slice_of(row.pop("node", "n"), *(device(**one) for one in row.pop("devices", ())), **row)
+        for row in ({**one} for one in slices)
+    ]
+    wanted = [claim(one["name"], *one["of"], **one.get("more", {})) for one in claims]
+    found, sums = look(made, wanted)
+    assert [[row.node, row.device, row.claim, row.problem] for row in found] == rows
+    assert sums == Totals(**totals)
+
+
+def test_device_of_a_claim_that_no_slice_has_is_counted_and_shown() -> None:
+    empty = slice_of("n")
+    rows, sums = look([empty], [claim("train", "gpu-1", "gpu-2", pods=("train-0",))])
+    assert rows == [
+        Row("n", problem="publishes no devices"),
+        Row("n", "gpu-1", "-", "ml/train", ("ml/train-0",), "-", NOT_PUBLISHED),
+        Row("n", "gpu-2", "-", "ml/train", ("ml/train-0",), "-", NOT_PUBLISHED),
+    ]
+    assert str(sums) == "0 GPUs: 0 free, 0 in use, 0 tainted; 2 more devices of claims are in no slice"
+
+
+def test_shares_of_a_device_have_a_row_each_with_what_they_consume_and_use() -> None:
+    slices = [slice_of("n", device("a", allowMultipleAllocations=True), device("b"))]
+    claims = [
+        claim("one", "a", consumedCapacity={f"{DRIVER}/memory": "20Gi"}),
+        claim("two", "a", "b", consumedCapacity={"shares": "1"}),
+    ]
+    loads = {("n", "a"): GpuLoad(8 * GIB, 80 * GIB, 90), ("n", "b"): GpuLoad(0, 80 * GIB, None)}
+    rows, sums = look(slices, claims, loads=loads)
+    assert [(row.device, row.claim, row.use) for row in rows] == [
+        ("b", "ml/two", "shares 1; 0.0/80 GiB"),
+        ("a", "ml/one", "memory 20Gi; 90% 8.0/80 GiB"),
+        ("a", "ml/two", "shares 1; 90% 8.0/80 GiB"),
+    ]
+    assert sums == Totals(gpus=2, used=2)
+    assert use_text(None) is use_text(GpuLoad()) is None
+
+
+def test_claims_and_pods_that_wait_come_last_with_what_the_scheduler_says() -> None:
+    nic = {
+        "metadata": {"name": "nic"},
+        "spec": {"selectors": [{"cel": {"expression": 'device.driver == "nic"'}}]},
+    }
+    ours = {"metadata": {"name": "gpu.nvidia.com"}, "spec": {"selectors": [{"cel": {"expression": f'"{DRIVER}"'}}],
+            "extendedResourceName": "nvidia.com/gpu"}}  # fmt: skip
+    ending = claim("ending")
+    ending["metadata"]["deletionTimestamp"] = "2026-01-05T09:30:00Z"
+    claims = [claim("c"), claim("d"), claim("e", of="gpus.nvidia.com"), claim("foreign", of="nic"), ending]
+
+    def limits(name: str) -> list[Json]:
+        return [{"name": "main", "resources": {"limits": {name: "1"}}}]
+
+    pods = [
+        pod("by-name", "0/3 nodes", resourceClaims=[{"name": "gpu", "resourceClaimName": "c"}]),
+        pod(
+            "templated",
+            resourceClaims=[{"name": "gpu", "resourceClaimTemplateName": "t"}],
+            status={"resourceClaimStatuses": [{"name": "gpu", "resourceClaimName": "c"}]},
+        ),
+        pod("early", resourceClaims=[{"name": "gpu", "resourceClaimTemplateName": "t"}]),
+        pod("old-way", "0/1 nodes", containers=limits("nvidia.com/gpu")),
+        pod("implicit", containers=limits("deviceclass.resource.kubernetes.io/gpu.nvidia.com")),
+        pod("made", containers=limits("nvidia.com/gpu"), status={"extendedResourceClaimStatus": {"x": 1}}),
+        pod("other", containers=limits("example.com/gpu")),
+    ]
+    rows, sums = look([], claims, pods, classes=[nic, ours])
+    assert [(row.claim, row.pods, row.problem) for row in rows] == [
+        ("ml/c", ("ml/by-name", "ml/templated"), "waits: 0/3 nodes"),
+        ("ml/d", (), "waits: no waiting pod uses it"),
+        ("ml/e", (), "waits: no DeviceClass gpus.nvidia.com"),
+        ("-", ("ml/old-way",), "waits: 0/1 nodes"),
+        ("-", ("ml/implicit",), "waits: the scheduler has not tried it yet"),
+    ]
+    assert sums == Totals(waiting=5)
+
+
+def test_loads_are_read_from_the_metrics_of_a_plugin() -> None:
+    text = generate_latest(complete_metrics().registry).decode()
+    assert loads_of(text, DRIVER) == {
+        GPU_0: GpuLoad(60 * GIB, 80 * GIB, 70), MIG_1G: GpuLoad(1 * GIB, 10 * GIB, 0),
+    }  # fmt: skip
+    assert loads_of(text, "gpu.example.com") == {}
+    # One that measures nothing is not one without claims.
+    assert loads_of(generate_latest(Metrics(DRIVER, NODE, list).registry).decode(), DRIVER) is None
+
+
+@tabled("changes", "spec", "expected")
+def test_pod_of_a_plugin_is_known_by_its_environment(
+    changes: Json, spec: Json | None, expected: str | None
+) -> None:
+    env = {"DRIVER_NAME": DRIVER, "HTTP_ENDPOINT": "[::]:9090", **changes}
+    container = {"env": [{"name": name, "value": value} for name, value in env.items() if value is not None]}
+    whole = {"nodeName": "n", "containers": [{}, container]}
+    metadata = {"name": "p", "namespace": "gpus"}
+    found = plugin_pod({"metadata": metadata, "spec": {} if spec is None else {**whole, **spec}}, DRIVER)
+    assert (found and found.path) == expected
