@@ -31,9 +31,9 @@ from playground.apiserver.store import at, copy_json
 
 Json = dict[str, Any]
 
-_LABEL_PART = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_QUALIFIED = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+_PART = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN = rf"{_PART}(?:\.{_PART})*"
+_WORD = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _RANDOM = "bcdfghjklmnpqrstvwxz2456789"  # no vowels: no words by accident
 _PREFIX_MAX = 58
 
@@ -80,43 +80,28 @@ def generated_name(prefix: str) -> str:
     return prefix[:_PREFIX_MAX] + "".join(secrets.choice(_RANDOM) for _ in range(5))
 
 
+def _is(pattern: str, text: object, most: int = 253) -> bool:
+    return isinstance(text, str) and len(text) <= most and re.fullmatch(pattern, text) is not None
+
+
 def is_subdomain(text: object, most: int = 253) -> bool:
     """DNS subdomain of at most `most` characters."""
-    if not isinstance(text, str) or not text or len(text) > most:
-        return False
-    return all(_LABEL_PART.fullmatch(part) for part in text.split("."))
-
-
-def is_pool_name(text: object) -> bool:
-    """Subdomains joined by slashes, at most 253."""
-    if not isinstance(text, str) or not text or len(text) > 253:
-        return False
-    return all(is_subdomain(part) for part in text.split("/"))
+    return _is(_SUBDOMAIN, text, most)
 
 
 def is_attribute_name(text: object) -> bool:
     """`[domain/]id` with a C identifier of at most 32 and a domain of at most 63."""
-    if not isinstance(text, str):
-        return False
-    domain, slash, identifier = text.rpartition("/")
-    if slash and not is_subdomain(domain, 63):
-        return False
-    return len(identifier) <= 32 and bool(_IDENTIFIER.fullmatch(identifier))
+    return _is(rf"(?:(?=[^/]{{1,63}}/){_SUBDOMAIN}/)?[A-Za-z_][A-Za-z0-9_]{{0,31}}", text)
 
 
 def is_label_key(text: object) -> bool:
-    """`[prefix/]name` of labels and taints."""
-    if not isinstance(text, str):
-        return False
-    prefix, slash, name = text.rpartition("/")
-    if slash and not is_subdomain(prefix):
-        return False
-    return 0 < len(name) <= 63 and bool(_QUALIFIED.fullmatch(name))
+    """`[prefix/]name` of labels and taints, with a name of at most 63."""
+    return _is(rf"(?:(?=[^/]{{1,253}}/){_SUBDOMAIN}/)?{_WORD}", text, 253 + 1 + 63)
 
 
 def is_label_value(text: object) -> bool:
     """At most 63 characters; may be empty."""
-    return isinstance(text, str) and (text == "" or (len(text) <= 63 and bool(_QUALIFIED.fullmatch(text))))
+    return _is(rf"(?:{_WORD})?", text)
 
 
 def default_gates(minor: int) -> dict[str, bool]:
@@ -222,7 +207,10 @@ def _slice(minor: int) -> Object:
         pool=_open(
             "name",
             "resourceSliceCount",
-            name=_that(is_pool_name, "DNS subdomains joined by /, at most 253"),
+            name=_that(
+                lambda name: _is(rf"{_SUBDOMAIN}(?:/{_SUBDOMAIN})*", name),
+                "DNS subdomains joined by /, at most 253",
+            ),
             resourceSliceCount=Scalar(int, least=1),
             generation=Scalar(int, least=0),
         ),

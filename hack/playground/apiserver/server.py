@@ -157,15 +157,12 @@ class PlaygroundApiServer:
         """
         resource = BY_PLURAL[group, plural]
         body = {"apiVersion": f"{group}/v1" if group else "v1", "kind": resource.kind} | copy_json(obj)
-        status = copy_json(obj.get("status"))
-        stored = self.operations.create(resource, body["metadata"].get("namespace"), body)
-        if resource.has_status and status:
-            metadata = {
-                key: stored["metadata"][key] for key in ("name", "namespace") if key in stored["metadata"]
-            }
+        metadata = body["metadata"]
+        stored = self.operations.create(resource, metadata.get("namespace"), body)
+        if resource.has_status and obj.get("status"):
             key = (metadata.get("namespace", ""), metadata["name"])
-            body = {"metadata": metadata, "status": status}
-            stored = self.operations.update(resource, key, body, status=True)
+            status = {"metadata": {"name": key[1]}, "status": copy_json(obj["status"])}
+            stored = self.operations.update(resource, key, status, status=True)
         return copy_json(stored)
 
     def objects(self, plural: str, *, group: str = "resource.k8s.io") -> list[dict[str, Any]]:
@@ -181,18 +178,14 @@ class PlaygroundApiServer:
         self, path: Path, *, token: str | None = None, token_file: Path | None = None
     ) -> None:
         """A kubeconfig for this server, for kubectl and the driver alike (JSON is YAML)."""
-        cluster: dict[str, Any] = {"server": self.url}
-        if self._tls:
-            cluster["certificate-authority"] = str(self._tls[0])
+        cluster = {"server": self.url} | ({"certificate-authority": str(self._tls[0])} if self._tls else {})
         user = {"token": token} if token else {"tokenFile": str(token_file)} if token_file else {}
+        name, context = "playground", {"cluster": "playground", "user": "playground"}
         document = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "clusters": [{"name": "playground", "cluster": cluster}],
-            "users": [{"name": "playground", "user": user}],
-            "contexts": [{"name": "playground", "context": {"cluster": "playground", "user": "playground"}}],
-            "current-context": "playground",
-        }
+            "apiVersion": "v1", "kind": "Config", "current-context": name,
+            "clusters": [{"name": name, "cluster": cluster}], "users": [{"name": name, "user": user}],
+            "contexts": [{"name": name, "context": context}],
+        }  # fmt: skip
         path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         path.chmod(0o600)
 

@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dra_driver.cli.rules.prepared_claims import age_text
+from playground.apiserver.store import Object, at
 
-Object = dict[str, Any]
 Cell = Callable[[Object], Any]
 
 ACCEPTED = "as=Table;v=v1;g=meta.k8s.io"
@@ -19,6 +19,7 @@ _WIDE = "On Node"
 def table(objects: Sequence[Object], metadata: Mapping[str, Any]) -> Object:
     """The Table of objects of one kind, in the order of the objects."""
     columns = _columns(str(objects[0].get("kind")) if objects else "")
+    of_row = {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1"}
     return {
         "kind": "Table",
         "apiVersion": "meta.k8s.io/v1",
@@ -30,78 +31,65 @@ def table(objects: Sequence[Object], metadata: Mapping[str, Any]) -> Object:
         "rows": [
             {
                 "cells": [cell(one) for cell in columns.values()],
-                "object": {
-                    "kind": "PartialObjectMetadata",
-                    "apiVersion": "meta.k8s.io/v1",
-                    "metadata": one["metadata"],
-                },
+                "object": {**of_row, "metadata": one["metadata"]},
             }
             for one in objects
         ],
     }
 
 
-def _columns(kind: str) -> dict[str, Cell]:
+def _columns(kind: str) -> Mapping[str, Cell]:
     if kind == "Event":
         return _EVENT
     wide: dict[str, Cell] = {_WIDE: _text("spec.nodeName")} if kind == "Pod" else {}
-    return {"Name": lambda one: one["metadata"]["name"], **_BY_KIND.get(kind, {}), "Age": _age, **wide}
+    return {
+        "Name": _text("metadata.name"),
+        **_BY_KIND.get(kind, {}),
+        "Age": _age("metadata.creationTimestamp"),
+        **wide,
+    }
+
+
+def _text(path: str, otherwise: str = "<none>") -> Cell:
+    return lambda one: str(at(one, path) or otherwise)
+
+
+def _age(*paths: str) -> Cell:
+    def age(one: Object) -> str:
+        time = next(filter(None, (at(one, path) for path in paths)), None)
+        passed = time and datetime.now(UTC) - datetime.fromisoformat(time)
+        return age_text(max(0.0, passed.total_seconds())) if passed else "<unknown>"
+
+    return age
 
 
 def _ready(pod: Object) -> str:
-    statuses = _at(pod, "status.containerStatuses") or ()
-    return f"{sum(one['ready'] for one in statuses)}/{len(_at(pod, 'spec.containers') or ())}"
+    ready = sum(one["ready"] for one in at(pod, "status.containerStatuses") or ())
+    return f"{ready}/{len(at(pod, 'spec.containers') or ())}"
 
 
 def _phase(pod: Object) -> str:
-    return (
-        "Terminating" if pod["metadata"].get("deletionTimestamp") else _at(pod, "status.phase") or "Pending"
-    )
+    return "Terminating" if at(pod, "metadata.deletionTimestamp") else at(pod, "status.phase") or "Pending"
 
 
 def _claim_state(claim: Object) -> str:
-    if not _at(claim, "status.allocation"):
+    if not at(claim, "status.allocation"):
         return "pending"
-    return "allocated,reserved" if _at(claim, "status.reservedFor") else "allocated"
-
-
-def _at(one: Object, path: str) -> Any:
-    value: Any = one
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value
-
-
-def _text(path: str) -> Cell:
-    return lambda one: str(_at(one, path) or "<none>")
-
-
-def _since(time: str | None) -> str:
-    if not time:
-        return "<unknown>"
-    return age_text(max(0.0, (datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()))
-
-
-def _age(one: Object) -> str:
-    return _since(one["metadata"].get("creationTimestamp"))
+    return "allocated,reserved" if at(claim, "status.reservedFor") else "allocated"
 
 
 _BY_KIND: Mapping[str, dict[str, Cell]] = {
     "Pod": {"Ready": _ready, "Status": _phase, "Restarts": lambda pod: "0"},
     "Node": {"Status": lambda node: "Ready", "Version": _text("status.nodeInfo.kubeletVersion")},
     "ResourceClaim": {"State": _claim_state},
-    "ResourceSlice": {name: _text(f"spec.{path}") for name, path in (
-        ("Node", "nodeName"), ("Driver", "driver"), ("Pool", "pool.name")
-    )},
+    "ResourceSlice": {
+        "Node": _text("spec.nodeName"), "Driver": _text("spec.driver"), "Pool": _text("spec.pool.name")
+    },
 }  # fmt: skip
-_EVENT: dict[str, Cell] = {
-    "Last Seen": lambda event: _since(
-        event.get("lastTimestamp") or event["metadata"].get("creationTimestamp")
-    ),
+_EVENT: Mapping[str, Cell] = {
+    "Last Seen": _age("lastTimestamp", "metadata.creationTimestamp"),
     "Type": _text("type"),
     "Reason": _text("reason"),
-    "Object": lambda event: "{kind}/{name}".format(
-        kind=str(_at(event, "involvedObject.kind")).lower(), name=_at(event, "involvedObject.name")
-    ),
+    "Object": lambda event: f"{event['involvedObject']['kind'].lower()}/{event['involvedObject']['name']}",
     "Message": _text("message"),
 }
