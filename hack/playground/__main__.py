@@ -31,9 +31,6 @@ def main(arguments: list[str]) -> None:
             default="dgx-h100",
             help="A name from `gpu-dra-driver simulate list`.",
         )
-    commands.choices["demo"].add_argument(
-        "--keep", metavar="DIR", type=Path, help="Work in this new directory, and keep what is left in it."
-    )
     commands.choices["run"].add_argument(
         "--config", metavar="FILE", type=Path, help="Settings of the driver, as for `run`."
     )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from dra_driver.app.daemon import Driver
 from dra_driver.app.logs import configure_logs
 from dra_driver.cli.rules.tables import hanging
 from dra_driver.cli.scratch import scratch_directory
 from dra_driver.cli.tables import device_table, terminal_width
-from dra_driver.errors import FatalError, InvalidConfigError
+from dra_driver.errors import FatalError
 from dra_driver.model.claim import ClaimRef, Failed
 from playground.node import DRIVER, JsonObject, PlaygroundNode
 
@@ -21,59 +21,52 @@ _NAMESPACE = "default"
 _WAIT_S = 20.0
 _LONG = 3
 """What nvidia-smi calls a long time slice."""
+_LONG_SLICES = {
+    "apiVersion": "resource.nvidia.com/v1beta1",
+    "kind": "GpuConfig",
+    "sharing": {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}},
+}
 
 
-def demo(machine: str, keep: Path | None) -> None:
+def demo(machine: str) -> None:
     """Show a GPU node at work, without GPU, cluster or root: devices, claims, CDI specs, a refusal, clean-up."""
     configure_logs("critical", "console")
-    with ExitStack() as stack:
-        root = keep or Path(stack.enter_context(scratch_directory("demo")))
-        if keep is not None and keep.exists() and any(keep.iterdir()):
-            raise InvalidConfigError(
-                f"--keep {keep}: there is something in it; name a new directory or empty it"
-            )
-        root.mkdir(parents=True, exist_ok=True)
-        _Demo(root, machine, stack).play()
+    with scratch_directory("demo") as root, PlaygroundNode(Path(root), machine, name="demo-node") as node:
+        _partition_one_gpu(node)
+        driver = node.make_driver()
+        try:
+            _Demo(node, driver).play()
+        finally:
+            driver.stop()
+
+
+def _partition_one_gpu(node: PlaygroundNode) -> None:
+    """Two MIG devices, as an administrator would make them before the driver starts, unless the machine has some.
+
+    The last GPU that is capable of MIG gets the smallest device, and at its end one of half the GPU.
+    """
+    machine, state = node.machine, node.machine.current()
+    capable = [gpu for gpu in state.present if state.model_of(gpu).mig]
+    if not capable or any(gpu.instances for gpu in capable):
+        return
+    gpu = capable[-1]
+    profiles = [row for row in state.model_of(gpu).mig if not set("+-") & set(row.name)]
+    half = next(row for row in profiles if row.size * 2 == profiles[-1].size)
+    if machine.set_mig_mode(gpu.uuid, on=True):
+        machine.reboot()  # a virtual machine cannot reset its GPU
+    machine.create_mig(gpu.uuid, profiles[0].name, profiles[0].starts[0])
+    machine.create_mig(gpu.uuid, half.name, half.starts[-1])
 
 
 class _Demo:
-    """One run of the demo: a node below `root`, everything stopped when `stack` is closed."""
+    """One run of the demo; an expectation that does not hold ends it with an error."""
 
-    def __init__(self, root: Path, machine: str, stack: ExitStack) -> None:
-        self._node = stack.enter_context(PlaygroundNode(root, machine, name="demo-node"))
+    def __init__(self, node: PlaygroundNode, driver: Driver) -> None:
+        self._node, self._driver = node, driver
         self._scenes = 0
-        self._partition_one_gpu()
-        self._driver = self._node.make_driver()
-        stack.callback(self._driver.stop)
 
     def play(self) -> None:
-        """Every scene in order; an expectation that does not hold ends the demo with an error."""
-        self._publish()
-        self._prepare_gpus()
-        self._prepare_mig()
-        self._prepare_time_slices()
-        self._refuse_double_allocation()
-        self._take_back()
-
-    def _partition_one_gpu(self) -> None:
-        """Two MIG devices, as an administrator would make them before the driver starts, unless the machine has some.
-
-        The last GPU that is capable of MIG gets the smallest device, and at its end one of half the GPU.
-        """
-        machine = self._node.machine
-        state = machine.current()
-        capable = [gpu for gpu in state.present if state.model_of(gpu).mig]
-        if not capable or any(gpu.instances for gpu in capable):
-            return
-        gpu = capable[-1]
-        profiles = [row for row in state.model_of(gpu).mig if not set("+-") & set(row.name)]
-        half = next(row for row in profiles if row.size * 2 == profiles[-1].size)
-        if machine.set_mig_mode(gpu.uuid, on=True):
-            machine.reboot()  # a virtual machine cannot reset its GPU
-        machine.create_mig(gpu.uuid, profiles[0].name, profiles[0].starts[0])
-        machine.create_mig(gpu.uuid, half.name, half.starts[-1])
-
-    def _publish(self) -> None:
+        """Every scene that the machine has, in order."""
         started = time.monotonic()
         self._driver.start()
         self._node.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
@@ -83,65 +76,39 @@ class _Demo:
         self._scene(f"The node publishes its devices ({self._node.settings.simulate})")
         print(device_table(self._node.devices(), terminal_width()), end="")
         print(f"\n  registered with the kubelet after {registered:.2f} s, published after {published:.2f} s")
+        self._claim_gpus()
+        if profiles := self._published("mig", "profile"):
+            self._scene(f"A claim for a MIG device by its profile, {profiles[-1]}")
+            expression = f"device.attributes['{DRIVER}'].profile == '{profiles[-1]}'"
+            self._prepare("inference", "mig.nvidia.com", selectors=[{"cel": {"expression": expression}}])
+            self._show_spec("inference")
+        if set(self._published("gpu", "uuid")) - self._uuids_of("training"):
+            self._scene("A claim for a GPU in long time slices, for pods that share it")
+            config = [{"requests": ["gpu"], "opaque": {"driver": DRIVER, "parameters": _LONG_SLICES}}]
+            self._prepare("notebooks", of_devices={"config": config})
+            [uuid] = self._uuids_of("notebooks")
+            _expect(self._node.machine.timeslice(uuid) == _LONG, "the GPU has no long time slices")
+            print("    the GPU has long time slices now")
+        self._refuse_double_allocation()
+        self._take_back()
 
-    def _prepare_gpus(self) -> None:
-        domains = self._published("gpu", "nvlinkDomain")
-        free = len(self._published("gpu", "uuid"))
-        request: JsonObject = {"deviceClassName": "gpu.nvidia.com", "count": min(free, 2)}
-        devices: JsonObject = {"requests": [{"name": "gpus", "exactly": request}]}
+    def _claim_gpus(self) -> None:
+        domains, free = self._published("gpu", "nvlinkDomain"), len(self._published("gpu", "uuid"))
+        constraints = {}
         if len(domains) > len(set(domains)):
             self._scene("A claim for two GPUs in one NVLink domain")
-            devices["constraints"] = [{"requests": ["gpus"], "matchAttribute": f"{DRIVER}/nvlinkDomain"}]
+            constraints = {"constraints": [{"requests": ["gpu"], "matchAttribute": f"{DRIVER}/nvlinkDomain"}]}
         elif free > 1:
             self._scene("A claim for two GPUs; none of this machine's have NVLink between them")
         else:
             self._scene("A claim for a GPU")
-        self._claim_and_prepare("training", {"devices": devices})
+        self._prepare("training", of_devices=constraints, count=min(free, 2))
         self._show_spec("training")
-
-    def _prepare_mig(self) -> None:
-        """Nothing where there is no MIG device."""
-        profiles = self._published("mig", "profile")
-        if not profiles:
-            return
-        self._scene(f"A claim for a MIG device by its profile, {profiles[-1]}")
-        expression = f"device.attributes['{DRIVER}'].profile == '{profiles[-1]}'"
-        request = {"deviceClassName": "mig.nvidia.com", "selectors": [{"cel": {"expression": expression}}]}
-        self._claim_and_prepare("inference", {"devices": {"requests": [{"name": "mig", "exactly": request}]}})
-        self._show_spec("inference")
-
-    def _prepare_time_slices(self) -> None:
-        """Nothing where every GPU is taken."""
-        if not set(self._published("gpu", "uuid")) - self._uuids_of("training"):
-            return
-        self._scene("A claim for a GPU in long time slices, for pods that share it")
-        parameters = {
-            "apiVersion": "resource.nvidia.com/v1beta1",
-            "kind": "GpuConfig",
-            "sharing": {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}},
-        }
-        request = {"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}
-        config = {"requests": ["gpu"], "opaque": {"driver": DRIVER, "parameters": parameters}}
-        self._claim_and_prepare("notebooks", {"devices": {"requests": [request], "config": [config]}})
-        [uuid] = self._uuids_of("notebooks")
-        _expect(self._node.machine.timeslice(uuid) == _LONG, "the GPU has no long time slices")
-        print("    the GPU has long time slices now")
-
-    def _uuids_of(self, claim: str) -> set[str]:
-        results = self._claims()[claim]["status"]["allocation"]["devices"]["results"]
-        names = {result["device"] for result in results}
-        return {
-            device["attributes"]["uuid"]["string"]
-            for device in self._node.devices()
-            if device["name"] in names
-        }
 
     def _refuse_double_allocation(self) -> None:
         self._scene("A scheduler gives a GPU out twice: the driver refuses and names the holder")
         taken = self._claims()["training"]["status"]["allocation"]["devices"]["results"][0]
-        spec = {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}}
-        allocation = {"devices": {"results": [{**taken, "request": "gpu"}]}}
-        self._add_claim("thief", spec, {"allocation": allocation})
+        self._add_claim("thief", {}, {"allocation": {"devices": {"results": [taken]}}})
         outcome = self._call("prepare", "thief")
         _expect(isinstance(outcome, Failed), "the second claim was not refused")
         _tell("  ", outcome.error)
@@ -168,19 +135,26 @@ class _Demo:
         """What the published devices of a kind have as this attribute, where they have it."""
         found = [device["attributes"] for device in self._node.devices()]
         return [
-            entry[attribute]["string"]
-            for entry in found
-            if entry["type"]["string"] == kind and attribute in entry
+            one[attribute]["string"] for one in found if one["type"]["string"] == kind and attribute in one
         ]
 
-    def _add_claim(self, name: str, spec: JsonObject, status: JsonObject | None = None) -> None:
-        claim: JsonObject = {"metadata": {"name": name, "namespace": _NAMESPACE}, "spec": spec}
-        if status is not None:
-            claim["status"] = status
-        self._node.server.add("resourceclaims", claim, group="resource.k8s.io")
+    def _uuids_of(self, claim: str) -> set[str]:
+        results = self._claims()[claim]["status"]["allocation"]["devices"]["results"]
+        names = {result["device"] for result in results}
+        published = [device for device in self._node.devices() if device["name"] in names]
+        return {device["attributes"]["uuid"]["string"] for device in published}
 
     def _claims(self) -> dict[str, JsonObject]:
         return {claim["metadata"]["name"]: claim for claim in self._node.server.objects("resourceclaims")}
+
+    def _add_claim(self, name: str, of_devices: JsonObject, status: JsonObject, **exactly: Any) -> None:
+        request = {"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com", **exactly}}
+        claim = {
+            "metadata": {"name": name, "namespace": _NAMESPACE},
+            "spec": {"devices": {"requests": [request], **of_devices}},
+            "status": status,
+        }
+        self._node.server.add("resourceclaims", claim, group="resource.k8s.io")
 
     def _call(self, action: str, name: str) -> Any:
         """The driver's outcome for one claim, through its socket."""
@@ -188,8 +162,11 @@ class _Demo:
         call = self._node.kubelet.prepare if action == "prepare" else self._node.kubelet.unprepare
         return call(DRIVER, [ClaimRef(_NAMESPACE, name, uid)])[uid]
 
-    def _claim_and_prepare(self, name: str, spec: JsonObject) -> None:
-        self._add_claim(name, spec)
+    def _prepare(
+        self, name: str, of: str = "gpu.nvidia.com", *, of_devices: JsonObject | None = None, **exactly: Any
+    ) -> None:
+        """A claim for devices of a class, and the driver's answer."""
+        self._add_claim(name, of_devices or {}, {}, deviceClassName=of, **exactly)
         # A claim that no pod uses would be about to leave its devices.
         pod = {"metadata": {"name": name, "uid": f"{name}-pod"}}
         self._node.scheduler.allocate_claim(_NAMESPACE, name, pod=pod)
@@ -197,7 +174,7 @@ class _Demo:
         outcome = self._call("prepare", name)
         duration_ms = (time.monotonic() - started) * 1000
         if isinstance(outcome, Failed):
-            _expect(False, outcome.error)
+            raise FatalError(outcome.error)
         print(f"  prepared {_NAMESPACE}/{name} in {duration_ms:.0f} ms:")
         for device in outcome.devices:
             print(f"    {device.device}  ->  {', '.join(device.cdi_ids)}")
