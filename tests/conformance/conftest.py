@@ -68,10 +68,6 @@ class ConformanceNode(Node):
         """That of planning on the GPU with this index."""
         return self.plugin_dir / "locks" / f"{self.machine.gpu(index).uuid}.plan.lock"
 
-    def was_read(self, name: str) -> bool:
-        """Whether somebody asked the API server for this claim, as each Prepare begins."""
-        return any(request.path.endswith(f"/resourceclaims/{name}") for request in list(self.server.requests))
-
     def is_clean(self) -> bool:
         return (self.specs(), self.records()) == ([], [])
 

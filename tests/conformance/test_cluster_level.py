@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 from playground.apiserver import Identity, PlaygroundApiServer
-from playground.kubelet_client import KubeletError
 
-from dra_driver.cli.validation.rules.allocator import AllocationError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kube.slice_cache import SliceCache
 from dra_driver.kube.slices import SliceClient
-from dra_driver.model.claim import ClaimRef, Failed, Prepared
+from dra_driver.model.claim import Prepared
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.slices.rules.build import (
     MAX_ATTRIBUTES_AND_CAPACITIES,
     MAX_COUNTER_SETS_PER_SLICE,
@@ -31,73 +28,19 @@ from dra_driver.slices.rules.build import (
     device_faults,
 )
 from dra_driver.slices.rules.diff import Owner
-from tests.conformance.conftest import ConformanceNode, end, in_background
+from tests.conformance.conftest import ConformanceNode, end
 from tests.fakes.samples import h100, inventory
 from tests.fakes.slices import publisher_of
 from tests.fakes.tables import data_of
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import DRIVER, NODE, Json, result, sliced
+from tests.integration.conftest import DRIVER, NODE, Json, result
 
 MakeNode = Callable[..., ConformanceNode]
 OLD, NEW = "11111111-1111-1111-1111-111111111111", "22222222-2222-2222-2222-222222222222"
 
 
-def interval(name: str, *requests: str, source: str = "FromClaim", driver: str = DRIVER) -> Json:
-    [entry] = sliced(name)
-    opaque = entry["opaque"] | {"driver": driver}
-    return {"source": source, "requests": list(requests), "opaque": opaque}
-
-
 def names(node: ConformanceNode) -> list[str]:
     return [device["name"] for device in node.devices()]
-
-
-def test_c12_claim_that_is_not_ready_and_device_that_is_not_free(node: ConformanceNode) -> None:
-    """A failed Prepare leaves nothing that a pod could run with; a new pod gets a device only after the old claim."""
-    device = names(node)[0]
-    old, new = node.allocated_by_hand("old", device), node.allocated_by_hand("new", device)
-    broken = node.allocated_by_hand("broken", "gpu-00000000")
-    assert isinstance(node.prepare(broken)[broken.uid], Failed)
-    assert node.is_clean()
-    node.ready(old)
-    node.delete_claim("old")
-    thread, answers = in_background(lambda: node.kubelet.prepare(DRIVER, [new], timeout_s=20)[new.uid])
-    eventually(lambda: any("/new" in request.path for request in node.server.requests))
-    # By itself the driver finds out that the old claim was deleted, which may be now; there are never both.
-    assert set(node.records()) in ({f"{old.uid}.json"}, {f"{new.uid}.json"}, set())
-    node.take_back(old)
-    thread.join(20)
-    [waited] = answers
-    assert isinstance(waited, Prepared) or isinstance(node.prepare(new)[new.uid], Prepared)
-    assert node.records() == [f"{new.uid}.json"]
-
-
-CONFIGS: dict[str, tuple[list[Json], tuple[int, int]]] = {
-    "class": ([interval("Long", source="FromClass")], (3, 3)),
-    "claim over class": ([interval("Long", source="FromClass"), interval("Short")], (1, 1)),
-    "request": ([interval("Short"), interval("Long", "one")], (3, 1)),
-    "parent last": ([interval("Long", "two/large"), interval("Short", "two")], (0, 1)),
-    "subrequest last": ([interval("Long", "two"), interval("Short", "two/large")], (0, 1)),
-    "other subrequest": ([interval("Long", "two/small")], (0, 0)),
-    "other": ([interval("Long", driver="nic.example.com")], (0, 0)),
-}
-"""What is configured, and the time slices of request one and of subrequest two/large."""
-
-
-def test_c13_configs_reach_their_requests(node: ConformanceNode) -> None:
-    """Class before claim, a request's own configs and those of the chosen subrequest alone; never another driver's."""
-    first, second = names(node)[:2]
-    for number, (what, (config, expected)) in enumerate(CONFIGS.items()):
-        results = result(first, "one"), result(second, "two/large")
-        ref = node.allocated_by_hand(f"two-{number}", *results, config=config)
-        outcome = node.ready(ref)
-        assert [(entry.requests, entry.device) for entry in outcome.devices] == [
-            (("one",), first),
-            (("two",), second),
-        ]
-        assert (node.machine.timeslice(0), node.machine.timeslice(1)) == expected, what
-        node.take_back(ref)
-        assert (node.machine.timeslice(0), node.machine.timeslice(1)) == (0, 0)
 
 
 def test_c14_claims_of_several_pods(node: ConformanceNode) -> None:
@@ -173,17 +116,6 @@ def test_c16_rolling_update(make_node: MakeNode) -> None:
     assert node.prepare(running) == answer
     node.take_back(running)
     assert node.slices() == published, "one after the other, within the kubelet's patience"
-
-
-def test_c17_driver_starts_after_the_pod(node: ConformanceNode) -> None:
-    """Without the plugin the pod waits with the kubelet's words; it runs once the plugin is there."""
-    ref = node.claim("early")
-    node.driver.stop()
-    node.kubelet.wait_registered(DRIVER, count=0)
-    with pytest.raises(KubeletError, match="is not registered"):
-        node.prepare(ref)
-    node.start_driver()
-    node.ready(ref)
 
 
 def test_c18_device_status_of_claims(node: ConformanceNode) -> None:
@@ -294,67 +226,6 @@ def test_c21_admin_access_and_request_names(node: ConformanceNode) -> None:
     assert [entry.requests for entry in node.prepare(implicit)[implicit.uid].devices] == [
         ("container-0-request-0",)
     ]
-
-
-def test_c21_counters_are_consumed_and_freed(make_node: MakeNode) -> None:
-    """Devices that overlap in silicon exclude each other through counters, until the first is given back."""
-    node = make_node().running(8 * 26, dynamic_mig=True)
-    whole = {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com", "count": 8}}]}
-    part = {"requests": [{"name": "mig", "exactly": {"deviceClassName": "mig.nvidia.com"}}]}
-    first = node.claim("part", part)
-    node.ready(first)
-    with pytest.raises(AllocationError):
-        node.claim("all", whole)
-    node.take_back(first)
-    node.scheduler.release_claim("default", "part")
-    node.scheduler.allocate_claim("default", "all")
-    stored = node.stored_claim("all")
-    ref = ClaimRef("default", "all", stored["metadata"]["uid"])
-    outcome = node.prepare(ref)[ref.uid]
-    assert isinstance(outcome, Prepared), outcome
-    assert len(outcome.devices) == 8
-
-
-def test_c21_capacity_is_consumed(make_node: MakeNode) -> None:
-    """A shared device gives its capacity away in the amounts that claims ask for, and no more than there is."""
-    node = make_node().running(sharing=share_all(SharingRule("shares", 2)))
-    device = node.devices()[0]
-    assert device["allowMultipleAllocations"] is True
-    uuid = device["attributes"]["uuid"]["string"]
-    selector = f"device.attributes['{DRIVER}'].uuid == '{uuid}'"
-    exactly = {"deviceClassName": "gpu.nvidia.com", "selectors": [{"cel": {"expression": selector}}]}
-    one = {"requests": [{"name": "gpu", "exactly": exactly}]}
-    refs = [node.claim(f"half-{number}", one) for number in range(2)]
-    shares = [node.prepare(ref)[ref.uid].devices[0].share_id for ref in refs]
-    assert len(set(shares)) == 2
-    assert None not in shares
-    with pytest.raises(AllocationError):
-        node.claim("third", one)
-
-
-def test_c21_taints(node: ConformanceNode) -> None:
-    """Trouble is published as a taint, keeps new claims away, and takes nothing from those that tolerate it."""
-    node.machine.lose_gpu(0)
-
-    def kept_away() -> list[dict[str, Any]]:
-        # That its events cannot be registered may be seen first, which keeps nothing away.
-        effects = [(one, {taint["effect"] for taint in one.get("taints", ())}) for one in node.devices()]
-        return [one for one, found in effects if "NoSchedule" in found]
-
-    [device] = eventually(kept_away)
-    # The monitor may have heard of it before discovery looks, which it does every second.
-    eventually(lambda: node.driver.discovery.inventory.lost)
-    everything = {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com", "count": 8}}]}
-    with pytest.raises(AllocationError):
-        node.claim("all", everything)
-    everything["requests"][0]["exactly"]["tolerations"] = [{"operator": "Exists"}]
-    ref = node.claim("tolerant", everything)
-    results = node.stored_claim("tolerant")["status"]["allocation"]["devices"]["results"]
-    assert device["name"] in [result["device"] for result in results]
-    assert isinstance(node.prepare(ref)[ref.uid], Failed), "what is lost cannot be used all the same"
-    node.machine.restore_gpu(0)
-    eventually(lambda: isinstance(node.prepare(ref)[ref.uid], Prepared))
-    eventually(lambda: not any(device.get("taints") for device in node.devices()))
 
 
 class Publishing:

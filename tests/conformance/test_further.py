@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 from playground.apiserver import Identity
 
 from dra_driver.model.claim import Failed, Prepared
-from dra_driver.model.sharing import SharingRule, share_all
 from tests.conformance.conftest import ConformanceNode, LockHolder, in_background, quietly
 from tests.fakes.samples import NODE
 from tests.fakes.waiting import eventually
@@ -54,72 +52,6 @@ def test_c23_killed_daemon(make_node: MakeNode) -> None:
     assert len(node.records()) == len(node.specs()) == 8
     assert node.unprepare(*refs) == dict.fromkeys(ref.uid for ref in refs)
     assert node.is_clean()
-
-
-def test_c23_reboot(node: ConformanceNode) -> None:
-    """After a boot the records are there and the CDI directory is not; the same devices are prepared again."""
-    ref = node.claim("one")
-    answer = node.prepare(ref)
-    [spec] = node.cdi.iterdir()
-    content = spec.read_bytes()
-    node.driver.stop()
-    node.machine.reboot()
-    spec.unlink()
-    node.cdi.rmdir()
-    node.start_driver()
-    assert node.prepare(ref) == answer
-    assert spec.read_bytes() == content
-
-
-def test_c24_lock_of_another_process(node: ConformanceNode) -> None:
-    """A GPU that another process works on is waited for; the other GPUs are served meanwhile."""
-    first, second = (device["name"] for device in node.devices()[:2])
-    waiting, free = node.allocated_by_hand("waiting", first), node.allocated_by_hand("free", second)
-    holder = LockHolder(node.lock_file(0))
-    try:
-        thread, answers = in_background(lambda: node.prepare(waiting)[waiting.uid])
-        node.ready(free)
-        assert answers == []
-    finally:
-        holder.release()
-    thread.join(20)
-    assert isinstance(answers[0], Prepared)
-
-
-def test_c25_foreign_changes_and_dropped_fields(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices that others delete are put back each time; fields that the server drops are not sent again and again."""
-    monkeypatch.setattr("dra_driver.slices.publisher._QUIET_AFTER_WRITE_S", 0.001)
-    node = make_node()
-    node.server.gates["DRAConsumableCapacity"] = False
-    shared = {"sharing": share_all(SharingRule("shares", 4))}
-    driver = node.start_driver(**shared)
-    node.wait_devices(8)
-    for _ in range(3):
-        node.wipe()
-        node.wait_devices(8)
-    eventually(lambda: not driver.problems())
-    eventually(lambda: node.slice_writes() == ["POST"] * 4)
-    assert not any("allowMultipleAllocations" in device for device in node.devices())
-    node.restart_driver(**shared)
-    assert node.slice_writes() == ["POST"] * 4
-
-
-def test_c25_restart_where_fields_are_dropped(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several slices without the fields that the server drops stay as they are, and get them once it keeps them."""
-    monkeypatch.setattr("dra_driver.slices.rules.build.MAX_DEVICES_PER_SLICE", 4)
-    node = make_node()
-    node.server.gates["DRAConsumableCapacity"] = False
-    shared = {"sharing": share_all(SharingRule("shares", 4))}
-    node.running(**shared)
-    before = node.slices()
-    assert len(before) == 2
-    assert not any("allowMultipleAllocations" in device for device in node.devices())
-    node.restart_driver(**shared)
-    assert node.slices() == before
-    node.driver.stop()
-    node.server.gates["DRAConsumableCapacity"] = True
-    node.start_driver(**shared)
-    eventually(lambda: all("allowMultipleAllocations" in device for device in node.devices()))
 
 
 def test_c25_token_rotation(make_node: MakeNode) -> None:

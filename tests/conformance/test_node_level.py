@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playground.kubelet_client import Instance, KubeletError
+from playground.kubelet_client import KubeletError
 
-from dra_driver.errors import FatalError, StateError
+from dra_driver.errors import StateError
 from dra_driver.health.kubelet_stream import HealthStream
-from dra_driver.kubelet.pb import dra_health_v1_pb2
 from dra_driver.kubelet.plugin import KubeletPlugin
 from dra_driver.model.claim import Failed, Prepared, PreparedDevice
 from dra_driver.model.sharing import SharingRule, share_all
-from tests.conformance.conftest import OTHER_DRIVER, SLOW_S, ConformanceNode, in_background
+from tests.conformance.conftest import OTHER_DRIVER, ConformanceNode
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import DRIVER, NODE, result
 from tests.kubelet.support import FakeClaims
@@ -43,16 +41,6 @@ def test_c01_registration(make_node: MakeNode) -> None:
     node.kubelet.wait_registered(DRIVER, count=0)
     node.start_driver()
     assert node.prepare(ref) == answer
-
-
-def test_c02_pod_created_while_the_kubelet_is_down(node: ConformanceNode) -> None:
-    """A pod that came while kubelet and plugin were down gets its devices when both are up."""
-    node.kubelet.stop()
-    node.driver.stop()
-    ref = node.claim("one")
-    node.kubelet.start()
-    node.start_driver()
-    node.ready(ref)
 
 
 def test_c03_hanging_and_failing_calls(node: ConformanceNode, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,21 +94,6 @@ def test_c04_unprepare_of_deleted_pods(node: ConformanceNode) -> None:
     assert [path for path in read if "resourceclaims" in path] == []
     assert isinstance(node.prepare(never)[never.uid], Failed), "a late Prepare of it gets nothing"
     assert node.is_clean()
-
-
-def test_c05_serving_error_ends_the_daemon(node: ConformanceNode) -> None:
-    """A socket that is taken away is an error of the daemon, which ends and is started anew; the next one serves."""
-    driver = node.driver
-    assert driver is not None
-    ref = node.claim("one")
-    answer = node.prepare(ref)
-    [instance] = node.kubelet.instances(DRIVER)
-    instance.endpoint.unlink()
-    with pytest.raises(FatalError, match=instance.endpoint.name):
-        driver.wait()
-    driver.stop()
-    node.start_driver()
-    assert node.prepare(ref) == answer
 
 
 def test_c06_one_connection(node: ConformanceNode) -> None:
@@ -178,29 +151,6 @@ def test_c07_two_drivers_in_one_claim(
         claims.on_unprepare = FakeClaims().on_unprepare
 
 
-def test_c09_slices_over_restarts(node: ConformanceNode) -> None:
-    """Slices that the kubelet removed come back; over a quick restart of the plugin they are not even touched."""
-    before, writes = node.slices(), len(node.slice_writes())
-    kubelet = node.use_kubelet(wipe_after_s=30.0)
-    kubelet.wait_registered(DRIVER)
-    eventually(lambda: len(node.devices()) == 8)
-    assert [entry["spec"]["devices"] for entry in node.slices()] == [
-        entry["spec"]["devices"] for entry in before
-    ]
-    assert len(node.slice_writes()) == writes + 1, "a kubelet that starts costs one write"
-    published = node.slices()
-    node.restart_driver()
-    assert node.slices() == published, "the same objects, down to their resource versions"
-
-    kubelet = node.use_kubelet(wipe_after_s=0.1)
-    kubelet.wait_registered(DRIVER)
-    node.wait_devices(8)
-    node.driver.stop()
-    eventually(lambda: node.slices() == [])
-    node.start_driver()
-    node.wait_devices(8)
-
-
 @pytest.mark.parametrize("version", ["v1alpha1", "v1"])
 def test_c10_health_of_devices(node: ConformanceNode, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Health turns bad and good again with a message, and goes to one stream only, which ends with the plugin."""
@@ -240,45 +190,6 @@ def test_c10_health_of_devices(node: ConformanceNode, version: str, monkeypatch:
     driver.stop()
     eventually(lambda: ended == [1])
     assert streams == [1], "the stream ends with the driver"
-
-
-def test_c10_health_that_nobody_can_tell(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a look at a GPU hangs it is reported as unknown, then healthy again; a plugin that ends reports no more."""
-    monkeypatch.setattr("dra_driver.health.poller._POLL_EVERY_S", 0.05)
-    monkeypatch.setattr("dra_driver.health.book.FRESH_S", 0.5)
-    monkeypatch.setattr("dra_driver.health.kubelet_stream._RESEND_S", 0.1)
-    node = make_node()
-    driver = node.start_driver()
-    name = node.wait_devices(8)[2]["name"]
-    [instance] = node.kubelet.instances(DRIVER)
-    messages: list[Any] = []
-    thread, _ = in_background(lambda: _listen(instance, messages))
-
-    def told(health: int, since: int) -> list[Any]:
-        devices = [device for message in messages[since:] for device in message.devices]
-        return [one for one in devices if (one.device.device_name, one.health) == (name, health)]
-
-    def told_from_now(health: int) -> list[Any]:
-        since = len(messages)
-        return eventually(lambda: told(health, since))
-
-    told_from_now(dra_health_v1_pb2.HEALTHY)
-    node.machine.set_fault("nvmlDeviceGetTotalEccErrors", delay_s=1.0, gpu=2)
-    unknown = told_from_now(dra_health_v1_pb2.UNKNOWN)
-    assert {"not answered" in device.message for device in unknown} == {True}
-    node.machine.clear_faults()
-    told_from_now(dra_health_v1_pb2.HEALTHY)
-    driver.stop()
-    thread.join(SLOW_S)
-    assert not thread.is_alive(), "the stream ends with the driver, so that what it said becomes stale"
-    assert len(messages[-1].devices) == 8
-    timeouts = {device.health_check_timeout_seconds for message in messages for device in message.devices}
-    assert timeouts == {30}, "what the kubelet waits before it takes devices for unknown"
-
-
-def _listen(instance: Instance, messages: list[Any]) -> None:
-    with suppress(KubeletError):
-        instance.watch_health("v1.DRAResourceHealth", messages.append)
 
 
 @pytest.mark.parametrize("shares", [0, 1, 2])

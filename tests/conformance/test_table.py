@@ -8,10 +8,9 @@ from tests.conformance import table
 
 
 def test_every_number_has_a_test_and_every_test_says_what_it_shows() -> None:
-    entries = table.entries()
+    entries = [*table.entries(), *table.entries_elsewhere()]
     assert {entry.number for entry in entries} == set(table.ITEMS)
     assert all(entry.what for entry in entries)
-    assert {entry.number for entry in table.entries_elsewhere()} <= set(table.ITEMS)
 
 
 def test_document_shows_the_tests_as_they_are(update_golden: bool) -> None:
