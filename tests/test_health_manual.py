@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pynvml
@@ -185,7 +186,12 @@ class OneReason:
 
 def pods(reason: Reason) -> str:
     """What the kubelet shows for pods on a GPU with the reason."""
-    stream = HealthStream("node-a", lambda: [WholeGpu(GPU_0, h100(0))], OneReason(reason), dict)
+    stream = HealthStream(
+        "node-a",
+        SimpleNamespace(
+            devices=lambda: [WholeGpu(GPU_0, h100(0))], monitor=OneReason(reason), instances=dict
+        ),
+    )
     [device] = stream.snapshot().devices
     return pb.HealthStatus.Name(device.health).title()
 

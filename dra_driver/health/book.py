@@ -10,7 +10,8 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import structlog
 
@@ -18,7 +19,7 @@ from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import StateError
 from dra_driver.health.rules.state import XID, merged, observe, rebooted, waits_for_reset
 from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, xid_text
-from dra_driver.health.store import HealthStore, KeptHealth
+from dra_driver.health.store import HealthStore, KeptHealth, ServicedGpus
 from dra_driver.model.health import (
     LOST,
     UNRESPONSIVE,
@@ -28,6 +29,7 @@ from dra_driver.model.health import (
     HealthStates,
     HealthTarget,
     Observation,
+    PolledHealth,
     Reason,
     Serviced,
     Severity,
@@ -51,21 +53,36 @@ class HealthThread(BackgroundWorker):
         super().__init__(name, work, crash_event="health_failed", on_crash=lambda _error: again_s)
 
 
+class WatchedNode(Protocol):
+    """The node whose health is watched. Several threads call it, without a lock; it must not block."""
+
+    def gpus(self) -> Mapping[str, str | None] | None:
+        """The PCI bus IDs of the GPUs to watch by their UUIDs; None while they are not known."""
+
+    def is_on_bus(self, bus_id: str) -> bool:
+        """Whether the NVIDIA driver is bound to this PCI bus ID."""
+
+    def hanging(self) -> Mapping[str, tuple[str, float]]:
+        """Which operation of this plugin hangs, by the UUID of its GPU, and since when by the monotonic clock."""
+
+    def health_changed(self) -> None:
+        """Others can see a change, or the health of a GPU is known again."""
+
+    def health_moved(self, change: HealthChange) -> None:
+        """The history has a new entry."""
+
+    def polled(self, gpu_uuid: str, polled: PolledHealth) -> None:
+        """NVML has answered a poll of a GPU."""
+
+
 @dataclass(eq=False)
 class HealthBook:
-    """The health states.
+    """The health states of a node. Without `serviced` no administrator's word counts."""
 
-    `on_change` is called after each change that others can see, and when the health of a GPU is known again.
-    `on_transition` is called with each entry of the history. Both are called without a lock and must not block.
-    `serviced` is `ServicedGpus.times`.
-    """
-
+    node: WatchedNode
     store: HealthStore
     boot_id: str
-    _: KW_ONLY
-    on_change: Callable[[], None]
-    on_transition: Callable[[HealthChange], None]
-    serviced: Callable[[], Mapping[str, int]] = dict
+    serviced: ServicedGpus | None = None
     policy: XidPolicy = NO_CHANGES
     clock: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic
@@ -77,7 +94,7 @@ class HealthBook:
         self._logged = ""
         self._warned: set[str | None] = set()
         self._answers: dict[str, tuple[int, float]] = {}  # when each GPU answered last, on both clocks
-        self.history = HealthHistory(self.on_transition)
+        self.history = HealthHistory(self.node)
         # PCI bus IDs by UUID, of all GPUs that were watched.
         self.places: dict[str, str] = {}
         self.driver_version: str | None = None
@@ -111,7 +128,7 @@ class HealthBook:
         is_news = not self.is_fresh(gpu_uuid)
         self._answers[gpu_uuid] = (self.now(), self.monotonic())
         if is_news:
-            self.on_change()
+            self.node.health_changed()
 
     def take(self, observed: Mapping[HealthTarget, Sequence[Observation]]) -> None:
         """Change the states by the observations, report the changes, and have the file written."""
@@ -134,7 +151,7 @@ class HealthBook:
             self._states = states
         self.writer.wake()
         if changes:
-            self.on_change()
+            self.node.health_changed()
         for change in changes:
             self.history.add(change)
 
@@ -166,7 +183,7 @@ class HealthBook:
                 key: state for key, state in self._states.items() if key.gpu_uuid not in gpu_uuids
             }
         self.writer.wake()
-        self.on_change()
+        self.node.health_changed()
         for state in gone:
             self._answers.pop(state.target.gpu_uuid, None)
             self.places.pop(state.target.gpu_uuid, None)
@@ -198,7 +215,7 @@ class HealthBook:
         """Write the file if its content would change. Returns how long to pause before the next try."""
         if self.store.is_outdated():
             self.restore()
-            self.on_change()
+            self.node.health_changed()
         self._take_serviced()
         kept = KeptHealth(self.boot_id, self.driver_version, tuple(self._states.values()))
         if kept == self._kept:
@@ -216,7 +233,7 @@ class HealthBook:
     def _take_serviced(self) -> None:
         """The disk is read here, since no other thread that watches health may wait for it."""
         try:
-            times = self.serviced()
+            times = {} if self.serviced is None else self.serviced.times()
         except StateError:
             return  # `gpu-dra-driver serviced` says that nothing ended, and replaces a damaged file
         self.take(
@@ -229,14 +246,14 @@ class HealthBook:
 
 
 class HealthHistory:
-    """The last changes of each GPU, and its Xids by number. `listener` hears of each change, but of what keeps nobody
+    """The last changes of each GPU, and its Xids by number. The node hears of each change, but of what keeps nobody
     away only the first time."""
 
-    def __init__(self, listener: Callable[[HealthChange], None]) -> None:
-        self._listener = listener
+    def __init__(self, node: WatchedNode) -> None:
+        self._node = node
         self._changes: dict[str, deque[HealthChange]] = {}
         self._xids: Counter[tuple[str, int]] = Counter()
-        self._guard = threading.Lock()  # never held while the listener is called
+        self._guard = threading.Lock()  # never held while the node is called
 
     def of(self, gpu_uuid: str) -> Sequence[HealthChange]:
         """The last changes of a GPU and its instances, oldest first."""
@@ -287,7 +304,7 @@ class HealthHistory:
     def _spread(self, change: HealthChange) -> None:
         _tell(change)
         try:
-            self._listener(change)
+            self._node.health_moved(change)
         except Exception:  # noqa: BLE001  whoever listens must not end the watch
             _log.exception("health_listener_failed")
 

@@ -54,21 +54,18 @@ class GpuHealth:
     ) -> None:
         self._discovery, self._under_vfio, self._made = discovery, under_vfio, made
         self._on_shown = on_shown
+        self.is_on_bus, self.hanging = host.is_bound, lanes.hanging
+        self.health_moved, self.polled = on_transition, on_polled
         self.taint_policy = taint_policy
         self.monitor = Monitor(
+            self,
             source,
-            self._gpus,
-            host.is_bound,
             HealthStore(plugin_directory / "health.json", speaks_for_node),
             boot_id,
-            on_change=self._changed,
-            on_transition=on_transition,
-            on_polled=on_polled,
-            hanging=lanes.hanging,
-            serviced=ServicedGpus(plugin_directory, boot_id).times,
-            policy=xids,
+            ServicedGpus(plugin_directory, boot_id),
+            xids,
         )
-        self.stream = HealthStream(node_name, self._devices, self.monitor, self.instances)
+        self.stream = HealthStream(node_name, self)
 
     def problems(self) -> Sequence[NodeProblem]:
         """GPUs whose health is not known, and GPUs that do not respond."""
@@ -86,7 +83,7 @@ class GpuHealth:
         if action in ("mode-on", "mode-off"):
             self.monitor.devices_changed()
         if any(target.is_instance for target in self.monitor.states()):
-            self._changed()
+            self.health_changed()
 
     def instances(self) -> Mapping[str, MadeInstance]:
         """The made MIG devices on demand, by device name."""
@@ -106,18 +103,20 @@ class GpuHealth:
             device, states, instances, policy, pending(device), layouts.get(device.gpu.uuid)
         )
 
-    def _changed(self) -> None:
+    def health_changed(self) -> None:
+        """Others can see a change of health."""
         self.stream.changed()
         self._on_shown()
 
-    def _gpus(self) -> Mapping[str, str | None] | None:
-        """While NVML is away the inventory is empty, and says nothing about the GPUs."""
+    def gpus(self) -> Mapping[str, str | None] | None:
+        """The GPUs to watch. While NVML is away the inventory is empty, and says nothing about them."""
         inventory = self._discovery.latest()
         if inventory is None or (not inventory.every_gpu and self._discovery.unavailable() is not None):
             return None
         taken = self._under_vfio()
         return {gpu.uuid: gpu.pci_bus_id for gpu in inventory.every_gpu if gpu.uuid not in taken}
 
-    def _devices(self) -> Collection[OfferedDevice]:
+    def devices(self) -> Collection[OfferedDevice]:
+        """The devices that can be published now."""
         inventory = self._discovery.latest()
         return () if inventory is None else inventory.by_name.values()

@@ -7,17 +7,19 @@ driver, devices become unknown and do not stay healthy."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dra_driver.health.monitor import Monitor
-from dra_driver.health.rules.taints import MadeInstance, device_reasons
+from dra_driver.health.rules.taints import device_reasons
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1
 from dra_driver.model.health import Reason, Severity
 from dra_driver.model.ids import one_line
 from dra_driver.model.inventory import OfferedDevice, VfioDevice
+
+if TYPE_CHECKING:
+    from dra_driver.health.gpu_health import GpuHealth
 
 _RESEND_S = 10.0
 _TIMEOUT_S = 30
@@ -26,16 +28,10 @@ _MAX_MESSAGE = 1024
 
 @dataclass(eq=False)
 class HealthStream:
-    """Serves any number of subscribers, each in its own gRPC thread.
-
-    `devices` are those that are published now. `instances` returns the instances of MIG devices made on demand, by
-    device name.
-    """
+    """Serves any number of subscribers, each in its own gRPC thread."""
 
     pool: str
-    devices: Callable[[], Iterable[OfferedDevice]]
-    monitor: Monitor
-    instances: Callable[[], Mapping[str, MadeInstance]]
+    health: GpuHealth
 
     def __post_init__(self) -> None:
         self._turn = threading.Condition()
@@ -68,10 +64,11 @@ class HealthStream:
 
     def snapshot(self) -> v1.NodeWatchResourcesResponse:
         """Every published device as it is known now."""
-        states, instances = self.monitor.states(), self.instances()
+        states, instances = self.health.monitor.states(), self.health.instances()
         return v1.NodeWatchResourcesResponse(
             devices=[
-                self._device(device, device_reasons(device, states, instances)) for device in self.devices()
+                self._device(device, device_reasons(device, states, instances))
+                for device in self.health.devices()
             ]
         )
 
@@ -90,7 +87,7 @@ class HealthStream:
                 v1.UNKNOWN,
                 "the GPU is under vfio for a virtual machine, so nobody on the node watches it",
             )
-        elif not self.monitor.is_fresh(uuid):
+        elif not self.health.monitor.is_fresh(uuid):
             health, message = v1.UNKNOWN, "the GPU has not answered lately, so its health is not known"
             message = f"{message}; last known: {texts}" if texts else message
         elif any(reason.severity >= Severity.UNHEALTHY for reason in reasons):
@@ -100,7 +97,7 @@ class HealthStream:
         return v1.DeviceHealth(
             device=v1.DeviceIdentifier(pool_name=self.pool, device_name=device.name),
             health=health,
-            last_updated_time=self.monitor.polled_at(uuid) or 0,
+            last_updated_time=self.health.monitor.polled_at(uuid) or 0,
             health_check_timeout_seconds=_TIMEOUT_S,
             message=one_line(message, _MAX_MESSAGE),
         )

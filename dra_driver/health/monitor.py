@@ -14,16 +14,16 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
-from dra_driver.health.book import FRESH_S, OVERDUE_S, HealthBook, HealthThread
+from dra_driver.health.book import FRESH_S, OVERDUE_S, HealthBook, HealthThread, WatchedNode
 from dra_driver.health.poller import GpuPoller
 from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy
-from dra_driver.health.store import HealthStore
+from dra_driver.health.store import HealthStore, ServicedGpus
 from dra_driver.model.health import (
     UNRESPONSIVE,
     Hanging,
@@ -32,7 +32,6 @@ from dra_driver.model.health import (
     HealthStates,
     HealthTarget,
     NoAnswer,
-    PolledHealth,
     Reset,
     Severity,
 )
@@ -54,13 +53,6 @@ _EVENTS_AT_ONCE = 64
 class Monitor(HealthThread):
     """Watches the GPUs.
 
-    `gpus` returns the PCI bus IDs of the GPUs to watch by their UUIDs, None while they are not known. `is_on_bus` says
-    whether the NVIDIA driver is bound to a bus ID. `on_change` is called after each change that others can see, and
-    when the health of a GPU is known again. `on_transition` is called with each entry of the history, `on_polled` with
-    a GPU's UUID and each poll. They are called by several threads, and must not
-    block. `hanging` returns which operation of this plugin hangs on which GPU UUID, and since when by the monotonic
-    clock. `serviced` is `ServicedGpus.times`.
-
     A GPU that was taken out (pulled, drained, or given to another driver) is forgotten after a while:
 
         watched ──not among `gpus`──▶ missing ──its place is empty or another's, for ten minutes──▶ forgotten
@@ -68,35 +60,22 @@ class Monitor(HealthThread):
            └────────it is back───────────┘     a lost GPU that is still on the bus stays lost
     """
 
+    node: WatchedNode
     source: HealthSource
-    gpus: Callable[[], Mapping[str, str | None] | None]
-    is_on_bus: Callable[[str], bool]
     store: HealthStore
     boot_id: str
-    _: KW_ONLY
-    on_change: Callable[[], None]
-    on_transition: Callable[[HealthChange], None]
-    on_polled: Callable[[str, PolledHealth], None]
-    hanging: Callable[[], Mapping[str, tuple[str, float]]] = dict
-    serviced: Callable[[], Mapping[str, int]] = dict
+    serviced: ServicedGpus | None = None
     policy: XidPolicy = NO_CHANGES
     clock: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self.book = HealthBook(
-            self.store,
-            self.boot_id,
-            on_change=self.on_change,
-            on_transition=self.on_transition,
-            serviced=self.serviced,
-            policy=self.policy,
-            clock=self.clock,
-            monotonic=self.monotonic,
+            self.node, self.store, self.boot_id, self.serviced, self.policy, self.clock, self.monotonic
         )
         # Replaced and never changed, since other threads read it.
         self.pollers: Mapping[str, GpuPoller] = {}
-        self.listener = EventListener(self.source, self.book, lambda: self.pollers)
+        self.listener = EventListener(self)
         self._watched_since: Mapping[str, float] = {}  # by the monotonic clock
         self._missing: dict[str, float] = {}  # since when a GPU is not on the bus, by the monotonic clock
         self._is_started = False
@@ -139,7 +118,7 @@ class Monitor(HealthThread):
                 uuid, name = target.gpu_uuid, names.get(target.gpu_uuid, target.gpu_uuid)
                 reported.add(uuid)
                 yield NodeProblem("gpu-unresponsive", f"{_called(name, uuid)}: {'; '.join(texts)}", name)
-        for uuid in self.gpus() or ():
+        for uuid in self.node.gpus() or ():
             name, now = names.get(uuid, uuid), self.monotonic()
             is_new = now - self._watched_since.get(uuid, now) <= FRESH_S
             if uuid not in reported and not is_new and not self.is_fresh(uuid):
@@ -182,7 +161,7 @@ class Monitor(HealthThread):
     def turn(self) -> float:
         """Watch the GPUs that there are now, forget those that are gone, and look for hangs. Returns how long to pause
         before the next turn."""
-        gpus, now = self.gpus(), self.monotonic()
+        gpus, now = self.node.gpus(), self.monotonic()
         self._watched_since = {uuid: self._watched_since.get(uuid, now) for uuid in gpus or ()}
         if gpus is None:
             self._missing = {}
@@ -199,10 +178,10 @@ class Monitor(HealthThread):
         ended = {target: (Hanging(),) for target, state in self.states().items() if state.has(UNRESPONSIVE)}
         hanging = {
             HealthTarget(uuid): (Hanging(what, now - since),)
-            for uuid, (what, since) in self.hanging().items()
+            for uuid, (what, since) in self.node.hanging().items()
         }
         self.book.take(ended | hanging)
-        gpus = self.gpus() or {}
+        gpus = self.node.gpus() or {}
         opening_s = self.source.change_lasts_s()
         if opening_s >= OVERDUE_S:
             self.book.take({HealthTarget(uuid): (NoAnswer(opening_s),) for uuid in gpus})
@@ -215,8 +194,9 @@ class Monitor(HealthThread):
         """A lost GPU is watched until it is back, also when discovery does not show it any more."""
         return {target.gpu_uuid for target, state in self.states().items() if state.severity == Severity.LOST}
 
-    def _is_watched(self, gpu_uuid: str) -> bool:
-        gpus = self.gpus() or {}
+    def is_watched(self, gpu_uuid: str) -> bool:
+        """Whether the GPU is to be polled now: another driver may have just got it."""
+        gpus = self.node.gpus() or {}
         is_lost = self.state(HealthTarget(gpu_uuid)).severity == Severity.LOST
         return gpu_uuid in gpus or (is_lost and bool(gpus))
 
@@ -230,10 +210,7 @@ class Monitor(HealthThread):
                 self.source.forget(uuid)  # not before: a call that hangs may use the event set
             else:
                 pollers[uuid] = poller
-        made = [
-            GpuPoller(uuid, self.source, self.book, self.on_polled, self._is_watched)
-            for uuid in sorted(gpu_uuids - pollers.keys())
-        ]
+        made = [GpuPoller(uuid, self) for uuid in sorted(gpu_uuids - pollers.keys())]
         if not made and len(pollers) == len(self.pollers):
             return
         self.pollers = pollers | {poller.uuid: poller for poller in made}
@@ -260,7 +237,7 @@ class Monitor(HealthThread):
         """False also while the place is not known. It is known again when the GPU is back, or its state ends with a
         reboot."""
         place = self.state(HealthTarget(uuid)).pci_bus_id
-        return place is not None and (place in gpus.values() or not self.is_on_bus(place))
+        return place is not None and (place in gpus.values() or not self.node.is_on_bus(place))
 
 
 def _called(name: str, uuid: str) -> str:
@@ -268,12 +245,10 @@ def _called(name: str, uuid: str) -> str:
 
 
 class EventListener(HealthThread):
-    """Passes each event on to the thread of its GPU. `pollers` returns these by UUID."""
+    """Passes each event on to the thread of its GPU."""
 
-    def __init__(
-        self, source: HealthSource, book: HealthBook, pollers: Callable[[], Mapping[str, GpuPoller]]
-    ) -> None:
-        self._source, self._book, self._pollers = source, book, pollers
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor, self._source, self._book = monitor, monitor.source, monitor.book
         self._refresh = threading.Event()
         self._driver_loads = 0
         self._calling_since: float | None = None
@@ -293,7 +268,7 @@ class EventListener(HealthThread):
 
     def turn(self, wait_s: float) -> float:
         """Wait for events, and pass them on. Returns how long to pause before the next turn."""
-        pollers = self._pollers()
+        pollers = self._monitor.pollers
         if not pollers:
             return math.inf  # `renew` wakes it when there are GPUs
         try:
@@ -358,7 +333,7 @@ class EventListener(HealthThread):
         self._be_deaf(reason)
 
     def _be_deaf(self, problem: str | None) -> None:
-        for poller in self._pollers().values():
+        for poller in self._monitor.pollers.values():
             poller.be_deaf(problem)
 
 

@@ -6,14 +6,14 @@ At most one of its calls is outstanding, and a call that hangs holds up no other
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
-from dra_driver.health.book import OVERDUE_S, HealthBook, HealthThread
+from dra_driver.health.book import OVERDUE_S, HealthThread
 from dra_driver.health.rules.polling import compared
 from dra_driver.health.rules.state import shows_reset
 from dra_driver.health.rules.xids import RECOVERY_ACTION_CHANGED, severity_of_xid
@@ -34,7 +34,7 @@ from dra_driver.model.health import (
 )
 
 if TYPE_CHECKING:
-    from dra_driver.nvml.events import HealthSource
+    from dra_driver.health.monitor import Monitor
 
 _log = structlog.get_logger(__name__)
 
@@ -48,26 +48,14 @@ _NOT_FOUND = PolledHealth(failed=frozenset({"handle"}), answered=False)
 
 
 class GpuPoller(HealthThread):
-    """Watches one GPU.
+    """Watches one GPU of those of the monitor."""
 
-    `on_polled` is called with the GPU's UUID and each poll that NVML has answered. `is_watched` says
-    whether the GPU is to be polled now: another driver may have just got it. They must not block.
-    """
-
-    def __init__(
-        self,
-        uuid: str,
-        source: HealthSource,
-        book: HealthBook,
-        on_polled: Callable[[str, PolledHealth], None],
-        is_watched: Callable[[str], bool],
-    ) -> None:
+    def __init__(self, uuid: str, monitor: Monitor) -> None:
         self.uuid = uuid
         # Whether the GPU's events reach the newest event set.
         self.is_heard = False
         self._target = HealthTarget(uuid)
-        self._source, self._book = source, book
-        self._on_polled, self._is_watched = on_polled, is_watched
+        self._monitor, self._source, self._book = monitor, monitor.source, monitor.book
         self._due = self._rare_due = 0.0
         self._rare: PolledHealth | None = None
         self._calling_since: float | None = None
@@ -89,7 +77,7 @@ class GpuPoller(HealthThread):
         if now < self._due:
             return self._pause()
         self._due = now + _POLL_EVERY_S
-        if not self._is_watched(self.uuid):
+        if not self._monitor.is_watched(self.uuid):
             return self._pause()
         self._calling_since = now
         try:
@@ -219,7 +207,7 @@ class GpuPoller(HealthThread):
 
     def _take_poll(self, polled: PolledHealth, *, is_full: bool) -> None:
         # What an earlier poll has read is no news.
-        self._on_polled(self.uuid, polled if is_full else replace(polled, nvlinks=None))
+        self._monitor.node.polled(self.uuid, polled if is_full else replace(polled, nvlinks=None))
         others = [state.nvlinks for target, state in self._book.states().items() if target != self._target]
         polled = compared(polled, others)
         if "recovery_action" not in polled.failed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -88,12 +89,19 @@ class Context:
             callback()
 
 
+def stream_of(
+    devices: Callable[[], Iterable[OfferedDevice]], monitor: Monitor, instances: dict[str, MadeInstance]
+) -> HealthStream:
+    health = SimpleNamespace(devices=devices, monitor=monitor, instances=lambda: instances)
+    return HealthStream("node-a", health)
+
+
 class Bench:
     def __init__(self) -> None:
         self.monitor = Monitor()
         self.inventory: Inventory = MIXED
         self.instances: dict[str, MadeInstance] = {}
-        self.stream = HealthStream("node-a", self.devices, self.monitor, lambda: self.instances)
+        self.stream = stream_of(self.devices, self.monitor, self.instances)
 
     def devices(self) -> Iterable[OfferedDevice]:
         return self.inventory.devices()
@@ -139,7 +147,7 @@ def test_each_device_has_the_health_of_its_gpu_and_of_its_instance(bench):
 
 def test_a_mig_device_made_on_demand_has_the_health_of_the_instance_that_it_is(bench):
     device = DynamicMigDevice("gpu-00000003-mig-1g10gb-19-2", h100(3), ONE_G, Placement(2, 1))
-    stream = HealthStream("node-a", lambda: [device], bench.monitor, lambda: bench.instances)
+    stream = stream_of(lambda: [device], bench.monitor, bench.instances)
     bench.monitor.see(Xid(95), uuid(3), 9, 0)
     assert _by_name(stream.snapshot())[device.name][0] == v1.HEALTHY
     bench.instances[device.name] = MadeInstance(9, 0, "MIG-a")

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +66,7 @@ class Bench:
         self.on_bus = set(self.places.values())
         self.now = 1_800_000_000.0
         self.changes = 0
+        self.hanging: dict[str, tuple[str, float]] = {}
         self.transitions: list[HealthChange] = []
         self.fabrics: list[tuple[str, FabricRegistration]] = []
         self.monitor = self.restarted()
@@ -75,16 +77,20 @@ class Bench:
         """A monitor as after a restart of the plugin."""
         self.source = HealthSource(self.node.session)
         self.store = CountingStore(self.directory / "health.json")
+        node = SimpleNamespace(
+            gpus=lambda: None if self.shown is None else {uuid: self.places[uuid] for uuid in self.shown},
+            is_on_bus=lambda place: place in self.on_bus,
+            hanging=lambda: self.hanging,
+            health_changed=self._changed,
+            health_moved=self.transitions.append,
+            polled=self._polled,
+        )
         self.monitor = Monitor(
+            node,
             self.source,
-            lambda: None if self.shown is None else {uuid: self.places[uuid] for uuid in self.shown},
-            lambda place: place in self.on_bus,
             self.store,
             boot_id,
-            on_change=self._changed,
-            on_transition=self.transitions.append,
-            on_polled=self._polled,
-            serviced=ServicedGpus(self.directory, boot_id).times,
+            ServicedGpus(self.directory, boot_id),
             clock=lambda: self.now,
             monotonic=lambda: self.now,
         )
@@ -212,7 +218,7 @@ def test_an_instance_that_was_made_anew_starts_clean(bench):
 def test_who_an_event_hit_is_known_before_anybody_looks(bench):
     gi, ci, uuid = bench.first
     told: list[str | None] = []
-    bench.monitor.book.on_change = lambda: told.append(
+    bench.monitor.node.health_changed = lambda: told.append(
         bench.monitor.state(HealthTarget(bench.uuids[MIG_GPU], gi, ci)).identity
     )
     bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
@@ -347,7 +353,7 @@ def test_gpus_of_a_confidential_machine_are_held_back_until_they_are_ready(bench
 
 def test_a_gpu_that_falls_off_the_bus_and_comes_back(bench):
     seen: list[tuple[str, list[str]]] = []
-    bench.monitor.book.on_change = lambda: seen.append((bench.condition(0), bench.reasons(0)))
+    bench.monitor.node.health_changed = lambda: seen.append((bench.condition(0), bench.reasons(0)))
     bench.machine.lose_gpu(0)
     bench.turn()
     assert seen == [("unhealthy", ["xid/79"]), ("lost", ["gpu-lost", "xid/79"])], (
@@ -786,16 +792,16 @@ class Threaded:
         self.source, self.time, self.hanging = HangingSource(), [0.0], {}
         self.gpus: dict[str, str | None] | None = {"GPU-a": None, "GPU-b": None}
         self.told: list[HealthChange] = []
-        heard = {"on_change": lambda: None, "on_transition": self.told.append, "on_polled": lambda *_: None}
+        heard = {"health_changed": lambda: None, "health_moved": self.told.append, "polled": lambda *_: None}
+        node = SimpleNamespace(
+            gpus=lambda: self.gpus, is_on_bus=lambda _: True, hanging=lambda: self.hanging, **heard | more
+        )
         self.monitor = Monitor(
+            node,
             self.source,
-            lambda: self.gpus,
-            lambda _: True,
             HealthStore(path / "health.json", lambda: True),
             "boot",
             monotonic=lambda: self.time[0],
-            hanging=lambda: self.hanging,
-            **heard | more,
         )
         self.monitor.start()
         eventually(lambda: sum(poller.is_heard for poller in self.monitor.pollers.values()) == 2)
@@ -983,9 +989,9 @@ def test_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(thr
 
 def test_an_operation_that_hung_is_over_after_a_restart(bench):
     hanging = {bench.uuids[0]: ("the setting of the time slice", bench.now - UNRESPONSIVE_AFTER_S)}
-    bench.monitor.hanging = lambda: hanging
+    bench.hanging = hanging
     bench.monitor.look_for_hangs()
-    bench.monitor.hanging = dict
+    bench.hanging = {}
     bench.monitor.book.write()
     assert bench.tainted() == {"0": ["unresponsive=None:NoSchedule"]}
     monitor = bench.restarted()
@@ -1006,7 +1012,7 @@ def test_what_two_threads_take_in_at_a_time_is_all_kept(bench):
             return super().get(*key)
 
     began = bench.now - UNRESPONSIVE_AFTER_S
-    monitor.hanging = lambda: {bench.uuids[0]: ("the creation of a MIG device", began)}
+    bench.hanging = {bench.uuids[0]: ("the creation of a MIG device", began)}
     monitor.book.places = SlowPlaces(monitor.book.places)
     event = threading.Thread(target=monitor.book.take, args=({target: (Xid(48),)},))
     look = threading.Thread(target=monitor.look_for_hangs)
@@ -1035,7 +1041,7 @@ def test_a_listener_that_fails_does_not_end_the_watch(bench, logs):
     def fail(change: HealthChange) -> None:
         raise RuntimeError("surprise")
 
-    bench.monitor.book.history._listener = fail
+    bench.monitor.node.health_moved = fail
     bench.machine.raise_xid(0, 48)
     bench.turn()
     assert bench.changes == 1
