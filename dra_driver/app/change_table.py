@@ -28,8 +28,6 @@ class Change(Enum):
     # A MIG device was made or destroyed on demand, or a MIG mode was switched; or one of these failed: action, device,
     # seconds, error or None.
     MIG_DEVICE = auto()
-    # An obstacle to the offer of MIG devices is gone: discovery has to look again.
-    MIG_SPACE_FREED = auto()
     # The node's MIG layout got another state on these GPUs; on none where GPUs have no layout any more: the GpuLayouts.
     MIG_LAYOUT = auto()
     # A claim was unprepared: nothing of it is left on the node.

@@ -58,7 +58,7 @@ from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.model.driver_files import IMEX_PROGRAM, SMI_PROGRAM
 from dra_driver.model.health import LOST
-from dra_driver.model.mig import GpuInstance
+from dra_driver.model.mig import GpuInstance, OwnedInstance
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
@@ -151,7 +151,7 @@ class Driver:
             host,
             partial(changes.tell, Change.INVENTORY),
             partial(changes.tell, Change.DRIVER_RELOADED),
-            self.mig.ledger,
+            self.mig.ownership,
             partial(changes.tell, Change.HARDWARE),
             detachments.now,
             detachments.paused,
@@ -170,7 +170,7 @@ class Driver:
             host=host,
             lanes=self.lanes,
             under_vfio=self.passthrough.taken,
-            made=lambda: self.mig.ledger.all().values(),
+            made=lambda: self.ledger.details(OwnedInstance),
             speaks_for_node=leadership.speaks_for_node,
             on_shown=partial(changes.tell, Change.HEALTH_SHOWN),
             on_transition=partial(changes.tell, Change.HEALTH),
@@ -229,7 +229,7 @@ class Driver:
             partial(changes.tell, Change.CLEANUPS),
             leadership.is_ours,
             partial(_tools_seen, programs, layout.lock, paths.proc, detachments),
-            (time_slices, self.mig.collector),
+            (time_slices, self.mig.mode),
             temporary_files(plugin_dir, Path(settings.cdi_root), settings.driver_name),
         )
         self.claims = ClaimLifecycle(
@@ -338,13 +338,13 @@ class Driver:
                 Change.HEALTH: (self.reporting.claims.health_changed,),
                 Change.POLLED: (self.discovery.health_polled,),
                 Change.MIG_DEVICE: (self.health.mig_changed, self.reporting.reporter.mig_changed),
-                Change.MIG_SPACE_FREED: (self.discovery.request_rescan,),
                 Change.MIG_LAYOUT: (
                     lambda _found: self.publishing.publisher.mark_dirty(),
                     self.reporting.node.mig_layouts_changed,
                 ),
                 Change.CLAIM_RELEASED: (self.mig.look_soon, self.publishing.claim_released),
                 Change.CLEANUPS: (
+                    self.discovery.request_rescan,
                     self.publishing.publisher.mark_dirty,
                     self.cleaner.look_soon,
                     self.mig.look_soon,
@@ -362,7 +362,6 @@ class Driver:
         show.devices(inventory, monitor, self.health.instances)
         show.inventory(inventory)
         show.health(inventory, monitor)
-        show.value("mig", "mig_devices_stuck", lambda: len(self.mig.collector.stuck()))
         show.mig_layouts(self.mig.layouts)
         show.cleanups(self.cleaner.outstanding)
         show.reports(self.reporting.recorder.counts)
@@ -430,7 +429,6 @@ class Driver:
         self.claim_locks.open()
         self._specs.create()
         self._metadata_files.create()
-        self.mig.open()
         self.passthrough.open()
 
     def start(self) -> None:
@@ -492,7 +490,7 @@ class Driver:
         return held_gpu_names(self.known_records())
 
     def _foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> Sequence[GpuInstance]:
-        return self.mig.ledger.foreign_instances(gpu_uuid, existing)
+        return self.mig.ownership.foreign_instances(gpu_uuid, existing)
 
     def _registration_changed(self, status: RegistrationStatus) -> None:
         """If this announcement fails, the publisher tries again."""

@@ -11,10 +11,14 @@ from dra_driver.base.file_lock import UseMark
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.state_on_disk import read_state
+from dra_driver.errors import StateError
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.host.vfio import VfioCards
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.inventory.rules.gpu_names import held_gpu_names
+from dra_driver.journal.ledger import DIRECTORY as LEDGER
+from dra_driver.journal.ledger import Ledger
+from dra_driver.journal.records import RecordStore
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.passthrough import Card, is_vfio
@@ -22,7 +26,6 @@ from dra_driver.model.record import bindings
 from dra_driver.model.steps import BindVfio
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards
-from dra_driver.passthrough.ledger import DIRECTORY, PassthroughLedger
 
 
 class CommandMachine:
@@ -56,15 +59,19 @@ class CommandMachine:
         """The GPUs for virtual machines that the settings select, or `selected`, and those that gpu-dra-driver has
         bound; `gpus` are those that NVML shows. Raises: StateError."""
         wanted = selected or self.settings.for_virtual_machines
-        directory = self.settings.plugin_directory / DIRECTORY
-        if wanted is None and not directory.is_dir():
-            return ()
-        ledger = PassthroughLedger(directory, self.boot_id, reader=lambda _unread: None)
+        directory = self.settings.plugin_directory
+        records = RecordStore(directory / "claims", self.boot_id, reader=lambda _unread: None)
+        ledger = Ledger(directory / LEDGER, records, self.boot_id, reader=lambda _unread: None)
 
         def recorded() -> list[BindVfio]:
             return bindings(self.state().known_records, self.boot_id)
 
-        return KnownCards(self.vfio, ledger, wanted, recorded).read(gpus)
+        try:
+            return KnownCards(self.vfio, ledger, wanted, recorded).read(gpus)
+        except StateError:
+            if wanted is None:
+                return ()  # `state` says why the ledger cannot be read
+            raise
 
     def cards_under_vfio(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
         """Every card that a vfio driver has, whatever is selected. Raises: StateError."""

@@ -32,7 +32,6 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.steps import BindVfio, RunMps, SetTimeSlice
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
-from dra_driver.passthrough.ledger import DIRECTORY, PassthroughLedger
 from dra_driver.passthrough.steps import VfioSteps, waits_for_nvml
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 
@@ -98,12 +97,13 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
     programs = InstalledPrograms(machine.paths.driver_root, directory / "host.lib")
     smi = NvidiaSmi(programs, machine.detachments.using_nvml)
     without_record = SpecsWithoutRecord(records, CdiDirectory(Path(settings.cdi_root), settings.driver_name))
+    ledger = Ledger(directory / LEDGER, records, boot, without_record.uids)
     from dra_driver.nvml.gpu_users import PersistenceModes
 
     nvml, lanes = machine.nvml_reader(machine.is_on_demand), Lanes(GpuLocks(directory / "locks"))
     vfio = VfioSteps(
         machine.vfio,
-        PassthroughLedger(directory / DIRECTORY, machine.boot_id),
+        ledger,
         nvml,
         nvml_pause(nvml.session, machine.detachments),
         PersistenceModes(partial(nvml.session.operation, waits_for_nvml)),
@@ -120,7 +120,6 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
             RunMps: MpsSteps(MpsHostFiles(mps_layout(directory)), lambda _: None),
         }
     )
-    ledger = Ledger(directory / LEDGER, records, boot, without_record.uids)
     with closing(nvml.session):
         left = Cleaner(ledger, lanes, runner).clean_all()
     return left, state.faults

@@ -24,9 +24,8 @@ from dra_driver.journal.record_codec import step_kind
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.layout_file import LAYOUT_FILE
 from dra_driver.mig.layout_file import decode as decode_layouts
-from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.health import HealthState
-from dra_driver.model.mig import GpuLayout
+from dra_driver.model.mig import GpuLayout, OwnedInstance, OwnedMode
 
 Value = TypeVar("Value")
 
@@ -42,33 +41,32 @@ def read_state(
     written, and all pending cleanups and all kept health count as of this boot. Without `specs` nothing is pending of a
     claim whose record is unreadable."""
     faults: list[str] = []
-    claims, mig, pending = (plugin_directory / name for name in ("claims", "mig", LEDGER))
+    claims, ledgers = (plugin_directory / name for name in ("claims", LEDGER))
 
     def unread(what: str) -> Callable[[UnreadableFile], None]:
         return lambda it: faults.append(f"{what} {it.kept_as} cannot be read: {it.reason}")
 
     records = RecordStore(claims, boot_id, unread("the claim record"))
-    ledger = MigLedger(mig, boot_id, reader=unread("the MIG ledger file"))
     without_record = partial(_without_record, records, specs)
-    gpus = Ledger(pending, records, boot_id, without_record, reader=unread("the ledger"))
-    of_claims = _read(records.all, claims, faults)
+    ledger = Ledger(ledgers, records, boot_id, without_record, reader=unread("the ledger"))
+    of_claims = _read(lambda: list(records.all().values()), claims, faults)
     ledger_faults: list[str] = []
-    owned = _read(ledger.all, mig, ledger_faults)
-    modes = {} if ledger_faults else _read(ledger.owned_modes, mig, ledger_faults)
+    owned = _read(lambda: ledger.details(OwnedInstance), ledgers, ledger_faults)
+    modes = [] if ledger_faults else _read(lambda: ledger.details(OwnedMode), ledgers, ledger_faults)
+    cleanups = [] if ledger_faults else _read(ledger.pending, ledgers, ledger_faults)
     faults += ledger_faults
-    of_cleanups = _read(lambda: {one.name: one for one in gpus.pending()}, pending, faults)
     health, notes = _read_health(plugin_directory / HEALTH_FILE, boot_id)
     layouts = _read_layouts(plugin_directory / LAYOUT_FILE, faults)
     return NodeState(
-        tuple(of_claims.values()),
-        tuple(owned.values()),
-        tuple(of_cleanups.values()),
+        tuple(of_claims),
+        tuple(owned),
+        tuple(cleanups),
         tuple(health),
         boot_id,
         tuple(faults),
         notes,
         layouts,
-        frozenset(uuid for uuid, mode in modes.items() if mode.boot_id == boot_id),
+        frozenset(mode.gpu_uuid for mode in modes if mode.boot_id == boot_id),
         next(iter(ledger_faults), None),
     )
 
@@ -130,7 +128,7 @@ def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) 
     """The files that gpu-dra-driver renamed because it could not read them, or because they had the name of one of its
     own files. A directory that cannot be read has none."""
     found: list[Path] = []
-    places = ["", "claims", LEDGER, "mig", "passthrough", "locks", "mps", f"{METADATA}/*/*"]
+    places = ["", "claims", LEDGER, "locks", "mps", f"{METADATA}/*/*"]
     globs = [(plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]
     if cdi_root is not None:
         globs.append((cdi_root, f"*{driver}*{QUARANTINE}-*"))  # others have files there
@@ -140,16 +138,14 @@ def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) 
     return found
 
 
-def _read(
-    everything: Callable[[], Mapping[str, Value]], directory: Path, faults: list[str]
-) -> Mapping[str, Value]:
+def _read(everything: Callable[[], list[Value]], directory: Path, faults: list[str]) -> list[Value]:
     try:
         directory.stat()
         return everything()
     except FileNotFoundError:
-        return {}
+        return []
     except OSError as error:
         faults.append(str(state_error("read", directory, error)))
     except StateError as error:
         faults.append(str(error))
-    return {}
+    return []

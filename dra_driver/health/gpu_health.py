@@ -15,7 +15,7 @@ from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.rules.cleanups import PendingCleanup
-from dra_driver.mig.context import MigAction
+from dra_driver.mig.mode import MigAction
 from dra_driver.model.health import HealthChange, PolledHealth
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import GpuLayout, OwnedInstance

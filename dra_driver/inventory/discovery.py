@@ -444,7 +444,7 @@ class Discovery:
     def _without_ledger(self, error: StateError) -> None:
         """Nobody can say now who made which MIG device, or bound which card; the devices that are known stay as they
         are."""
-        _log.error("mig_ledger_unusable", reason=str(error))
+        _log.error("ledger_unusable", reason=str(error))
         if self._problem is not None:
             self._problem = str(error)
 

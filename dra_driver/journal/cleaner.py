@@ -58,7 +58,6 @@ _OTHER_INSTANCE_S = 3.0
 _CLEAN_AGAIN_S = 0.5
 """The pause before a Prepare tries an undo again that has failed."""
 _ALL_S = 30.0
-"""How long `clean_all` waits."""
 _LOOK_EVERY_S = 5.0
 """How often the loop looks for what the other instance of a rolling update left."""
 _TOOLS_EVERY_S = 1.0
@@ -264,10 +263,12 @@ class Cleaner(BackgroundWorker):
         then is undone as soon as its lane is idle. Raises: StateError."""
         self._wait([(gpus, self._ask(gpus, text)) for gpus, text in _works(entries)], wait_s)
 
-    def clean_all(self) -> list[PendingCleanup]:
+    def clean_all(self, wait_s: float | None = None) -> list[PendingCleanup]:
         """Try to put everything right now; what is left. Raises: StateError."""
-        works = [*_works(self._to_do()), *self._of_keepers()]
-        self._wait([(gpus, self._ask(gpus, text)) for gpus, text in works], _ALL_S)
+        works = [*self._to_do(), *self._of_keepers()]
+        self._wait(
+            [(gpus, self._ask(gpus, text)) for gpus, text in works], _ALL_S if wait_s is None else wait_s
+        )
         return self.outstanding()
 
     def _wait(self, asked: Sequence[tuple[frozenset[str], Future[None]]], wait_s: float) -> None:
@@ -323,13 +324,13 @@ class Cleaner(BackgroundWorker):
         """Undo what ended claims have in the ledgers of these GPUs; whether nothing is left, also to be written. What
         another claim has set too stays, and two of one thing are undone once. Raises: StateError if ledgers or records
         cannot be listed."""
-        left, needed, stale = self.ledger.look(gpus)
-        left, gone, missing = (
+        left, needed = self.ledger.look(gpus)
+        left, missing = (
             [entry for entry in found if gpus_of(entry.step) <= gpus]
-            for found in (left, stale, self.ledger.missing(gpus))
+            for found in (left, self.ledger.missing(gpus))
         )
         kept = things(entry.step for entry in (*needed, *missing))
-        due, failed = list[LedgerEntry](), list[LedgerEntry]()
+        due, gone, failed = list[LedgerEntry](), list[LedgerEntry](), list[LedgerEntry]()
         for entry in left:
             (due if without([entry.step], kept) else gone).append(entry)
             kept |= things([entry.step])
@@ -340,7 +341,7 @@ class Cleaner(BackgroundWorker):
             else:
                 failed.append(replace(entry, ended=entry.ended or int(time.time()), cause=cause))
         try:
-            self.ledger.change([*missing, *failed], gone)
+            self.ledger.change([*missing, *failed], gone, self.ledger.void() & gpus)
         except StateError as error:
             if self._unwritten.get(gpus) != str(error):
                 _log.warning("ledger_not_written", reason=str(error))
@@ -371,7 +372,7 @@ class Cleaner(BackgroundWorker):
         self.clear_temporary()
         try:
             self._tell()
-            works = [*(_works(self._to_do()) if self.leads() else ()), *self._of_keepers()]
+            works = [*(self._to_do() if self.leads() else ()), *self._of_keepers()]
             if self._is_news(bool(works)) or is_asked:
                 with self._guard:
                     self._pauses.clear()
@@ -394,9 +395,13 @@ class Cleaner(BackgroundWorker):
             for directory, pattern in self.temporary:
                 clear_abandoned(directory, pattern)
 
-    def _to_do(self) -> list[LedgerEntry]:
-        ended, _, stale = self.ledger.look()
-        return [*ended, *stale, *self.ledger.missing()]
+    def _to_do(self) -> list[tuple[frozenset[str], str]]:
+        works = _works([*self.ledger.left(), *self.ledger.missing()])
+        known = frozenset[str]().union(*(gpus for gpus, _ in works))
+        return [
+            *works,
+            *((frozenset({gpu}), "the cleanup of a ledger") for gpu in self.ledger.void() - known),
+        ]
 
     def _is_news(self, is_left: bool) -> bool:
         """Whether something has come to be left, or not to be left any more, or a tool is another than before. Nobody

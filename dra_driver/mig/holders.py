@@ -19,15 +19,13 @@ class MigHolders:
     records: RecordStore
     lost_devices: Callable[[], Collection[str]]
 
-    def by_device(self, besides: str | None = None) -> Mapping[str, str]:
-        """For each device that a claim uses, one such claim in words; the claim with the UID `besides` does not count.
+    def by_device(self) -> Mapping[str, str]:
+        """For each device that a claim uses, one such claim in words.
 
         A device is in use from the moment at which the record with its step is written. Raises: StateError.
         """
         users = dict.fromkeys(self.lost_devices(), "a claim whose record was lost")
-        for uid, record in self.records.all().items():
-            if uid == besides:
-                continue
+        for record in self.records.all().values():
             names = {step.device for step in record.steps if isinstance(step, CreateMig)}
             names |= {held.device for held in record.devices if not held.admin_access}
             users |= dict.fromkeys(names, f"claim {record.ref}")
@@ -47,13 +45,3 @@ class MigHolders:
         if any(f"{name}-".startswith(f"{gpu_name}-") for name in self.lost_devices()):
             return "a claim whose record was lost"
         return None
-
-    def use_others(self, gpu_uuid: str, device: str | None = None, besides: str | None = None) -> bool:
-        """Whether claims use on-demand devices of a GPU other than `device`; the claim with the UID `besides` does not
-        count. Raises: StateError."""
-        return any(
-            isinstance(step, CreateMig) and step.gpu_uuid == gpu_uuid and step.device != device
-            for uid, record in self.records.all().items()
-            if uid != besides
-            for step in record.steps
-        )

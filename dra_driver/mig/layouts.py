@@ -14,9 +14,9 @@ with the process, however that dies.
 | A crash after | leaves | and then |
 |---|---|---|
 | the taint | the GPU as it was | the next start taints it again, or not if the layout is the old one again |
-| an instance that is destroyed | its entry, or nothing | the next look goes on from what it finds |
+| an instance that is destroyed | its detail in the ledger, or nothing | the next look goes on from what it finds |
 | the mode | the mode, on or off | the same |
-| an entry `creating`, its GPU instance or compute instance | as in `create` | the same device is completed |
+| a detail `creating`, its GPU instance or compute instance | as in `devices` | the same device is completed |
 | the last instance | everything | the next look finds the layout applied |
 
 Each look begins from the silicon and the ledger, so neither a layout that changes half way nor a second instance of the
@@ -37,9 +37,9 @@ from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import ClaimRefusedError, DraDriverError, NvmlTransientError, RetryableError
 from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.journal.locks import GpuLocks
-from dra_driver.mig.context import MigContext
-from dra_driver.mig.create import MigDevices
+from dra_driver.mig.devices import MigDevices
 from dra_driver.mig.layout_file import LayoutFile
+from dra_driver.mig.mode import MigContext, MigMode
 from dra_driver.mig.rules.layouts import LayoutRefusedError, LayoutTarget, entry_for, target_of
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import mig_slot_name
@@ -53,6 +53,7 @@ from dra_driver.model.mig import (
     LayoutState,
     MigLayouts,
     MigProfile,
+    OwnedInstance,
     PlacedProfile,
     Placement,
 )
@@ -79,6 +80,7 @@ class NodeLayouts(BackgroundWorker):
 
     context: MigContext
     devices: MigDevices
+    mode: MigMode
     lanes: Lanes
     planning: GpuLocks
     changing: GpuLocks
@@ -242,7 +244,9 @@ class NodeLayouts(BackgroundWorker):
         """Change the GPU; or the claim that holds it, in words. Raises: DraDriverError that says what is in the way."""
         with self.changing.hold({gpu.uuid}, _PLANNING_S):
             with self.planning.hold({gpu.uuid}, _PLANNING_S):
-                holder = self.context.users.on_gpu(gpu.uuid, gpu_name, self._ledger.boot_id)
+                holder = self.context.users.on_gpu(gpu.uuid, gpu_name, self._ledger.boot_id or "")
+            if holder is None and (pending := self._ledger.pending({gpu.uuid})):
+                return pending[0].text
             if holder is None:
                 try:
                     self._change(target, GpuAddress(gpu.uuid, gpu.pci_bus_id), gpu_name)
@@ -267,33 +271,32 @@ class NodeLayouts(BackgroundWorker):
         return target
 
     def _foreign(self, gpu: GpuAddress, existing: Sequence[GpuInstance]) -> list[GpuInstance]:
-        ours = self._ledger.entries_of(gpu.uuid)
+        ours = {one.slot for one in self._ledger.details(OwnedInstance, gpu.uuid)}
         return [instance for instance in existing if instance.slot not in ours]
 
     def _is_as(self, target: LayoutTarget, gpu: GpuAddress) -> bool:
         """Whether the GPU is as it shall be, so that nothing is to be done."""
-        if self.devices.mode.is_on(gpu) != target.mode:
+        if self.mode.is_on(gpu) != target.mode:
             return False
         if target.only_mode:
             return True
         existing = self._hardware.instances(*gpu)
         wanted = {_slot(*pair) for pair in target.slots}
-        entries = self._ledger.entries_of(gpu.uuid)
         return {instance.slot for instance in existing} == wanted and all(
-            slot in wanted and entry.phase == "created" and entry.is_of_layout
-            for slot, entry in entries.items()
+            one.slot in wanted and one.phase == "created" and one.is_of_layout
+            for one in self._ledger.details(OwnedInstance, gpu.uuid)
         )
 
     def _change(self, target: LayoutTarget, gpu: GpuAddress, gpu_name: str) -> None:
         wanted = {_slot(*pair) for pair in target.slots}
         if not target.only_mode:
-            for entry in self._ledger.entries_of(gpu.uuid).values():
-                if entry.slot not in wanted and not self.devices.destroy(entry.device, gpu, keeps_mode=True):
-                    raise RetryableError(f"MIG device {entry.device} may still appear; it is destroyed then")
+            for one in self._ledger.details(OwnedInstance, gpu.uuid):
+                if one.slot not in wanted:
+                    self.devices.destroy(one)
             for instance in self._foreign(gpu, self._hardware.instances(*gpu)):
                 if instance.slot not in wanted:
                     self.devices.destroy_foreign(gpu, instance)
-        self.devices.mode.have(gpu, target.mode)
+        self.mode.have(gpu, target.mode)
         kept = {instance.slot for instance in self._foreign(gpu, self._hardware.instances(*gpu))}
         for row, placement in target.slots:
             if _slot(row, placement) not in kept:

@@ -2,22 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
 import structlog
 
 from dra_driver.errors import ClaimRefusedError, DraDriverError, RetryableError
-from dra_driver.mig.context import MigContext
-from dra_driver.model.mig import GpuAddress
+from dra_driver.journal.ledger import Ledger
+from dra_driver.mig.holders import MigHolders
+from dra_driver.model.mig import GpuAddress, OwnedInstance, OwnedMode
+from dra_driver.model.steps import CreateMig
+from dra_driver.nvml.mig_changes import MigHardware
 
 _log = structlog.get_logger(__name__)
 
+MigAction = Literal["create", "destroy", "mode-on", "mode-off"]
+MigObserver = Callable[[MigAction, str, float, Exception | None], None]
+"""Hears what was done, to which device (for a mode: the UUID of which GPU), how many seconds it took, and the error
+if it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class MigContext:
+    """What modes, devices and layouts of MIG work with. `operation` keeps NVML initialised for a whole action. `clock`
+    and `pause` count in seconds."""
+
+    hardware: MigHardware
+    ledger: Ledger
+    users: MigHolders
+    observe: MigObserver
+    operation: Callable[[], AbstractContextManager[object]]
+    clock: Callable[[], float]
+    pause: Callable[[float], None]
+
+    @contextmanager
+    def observed(self, action: MigAction, subject: str) -> Iterator[Callable[[], None]]:
+        """Report what fails within it. The caller calls what it yields once there is something done to report."""
+        began = self.clock()
+        try:
+            yield lambda: self.observe(action, subject, self.clock() - began, None)
+        except Exception as error:
+            self.observe(action, subject, self.clock() - began, error)
+            raise
+
 
 class MigMode:
-    """Enters and leaves MIG mode. The caller holds the GPU's lock."""
+    """Enters and leaves MIG mode; a `Keeper` of the cleaner, which leaves the mode that we switched on and that no MIG
+    device needs. The lane of the GPU runs it."""
+
+    what = "the switch of the MIG mode"
 
     def __init__(self, context: MigContext) -> None:
         self._context = context
         self._hardware = context.hardware
         self._ledger = context.ledger
+        self._told: dict[str, str] = {}  # by GPU, why the mode could not be left
 
     def is_on(self, gpu: GpuAddress) -> bool:
         """Whether the GPU is in MIG mode now."""
@@ -33,7 +74,7 @@ class MigMode:
             )
         if mode[0]:
             return
-        self._ledger.own_mode(*gpu)
+        self._ledger.save(OwnedMode(*gpu, self._ledger.boot_id or ""))
         try:
             self._switch(gpu, on=True)
         except Exception:
@@ -43,13 +84,13 @@ class MigMode:
     def leave(self, gpu: GpuAddress) -> None:
         """Have the GPU out of the mode that we switched on. Raises: ClaimRefusedError if somebody else did."""
         if self.is_on(gpu):
-            if not self._ledger.mode_owned(gpu.uuid):
+            if not self._ledger.details(OwnedMode, gpu.uuid):
                 raise ClaimRefusedError(
                     f"GPU {gpu.uuid} was put into MIG mode by somebody else and cannot be used whole; switch the "
                     "mode off by hand (nvidia-smi --multi-instance-gpu 0), or delete the pod"
                 )
             self._switch(gpu, on=False)
-        self._ledger.disown_mode(gpu.uuid)
+        self._disown(gpu)
 
     def have(self, gpu: GpuAddress, on: bool) -> None:
         """Have the mode that a layout asks for. It is nobody's to take back, also while it waits for a reset.
@@ -66,22 +107,42 @@ class MigMode:
             )
         if mode[0] != on:
             self._switch(gpu, on=on)
-        self._ledger.disown_mode(gpu.uuid)
+        self._disown(gpu)
 
-    def leave_if_idle(self, gpu: GpuAddress) -> bool:
-        """Leave the mode if we switched it on and no GPU instance is left; whether something changed.
+    def gpus(self) -> set[str]:
+        """The GPUs in a mode that we switched on, without a device of ours and without a claim for one. Raises:
+        StateError."""
+        ours = {mode.gpu_uuid for mode in self._ledger.details(OwnedMode)}
+        if ours:
+            ours -= {instance.gpu_uuid for instance in self._ledger.details(OwnedInstance)}
+            records = self._ledger.records.all().values()
+            steps = (step for record in records for step in record.steps if isinstance(step, CreateMig))
+            ours -= {step.gpu_uuid for step in steps}
+        return ours
 
-        Raises: DeviceBusyError, RetryableError, StateError.
-        """
-        if not self._ledger.mode_owned(gpu.uuid):
-            return False
-        if self.is_on(gpu):
-            if self._hardware.instances(*gpu):
-                return False
-            self._switch(gpu, on=False)
-            _log.info("mig_mode_left", gpu_uuid=gpu.uuid)
-        self._ledger.disown_mode(gpu.uuid)
-        return True
+    def put_right(self, gpu_uuid: str) -> None:
+        """Leave the mode, unless somebody else has a GPU instance in it. Raises: DeviceBusyError, RetryableError,
+        StateError."""
+        for mode in self._ledger.details(OwnedMode, gpu_uuid):
+            gpu = GpuAddress(mode.gpu_uuid, mode.pci_bus_id)
+            try:
+                with self._context.operation():
+                    if self.is_on(gpu):
+                        if self._hardware.instances(*gpu):
+                            return
+                        self._switch(gpu, on=False)
+                        _log.info("mig_mode_left", gpu_uuid=gpu_uuid)
+            except DraDriverError as error:
+                if self._told.get(gpu_uuid) != str(error):
+                    _log.warning("mig_mode_not_left", gpu_uuid=gpu_uuid, reason=str(error))
+                self._told[gpu_uuid] = str(error)
+                raise
+            self._disown(gpu)
+
+    def _disown(self, gpu: GpuAddress) -> None:
+        self._told.pop(gpu.uuid, None)
+        for mode in self._ledger.details(OwnedMode, gpu.uuid):
+            self._ledger.remove(mode)
 
     def _take_back(self, gpu: GpuAddress) -> None:
         """The mode could not be entered. Where it waits for a reset of the GPU, it must not come with that reset."""
@@ -91,10 +152,9 @@ class MigMode:
                 if mode is not None and not mode[0]:
                     if mode[1]:
                         self._hardware.set_mode(*gpu, False)
-                    self._ledger.disown_mode(gpu.uuid)
+                    self._disown(gpu)
         except DraDriverError as error:
             _log.warning("mig_mode_unsure", gpu_uuid=gpu.uuid, reason=str(error))
-            self._context.left_over()
 
     def _switch(self, gpu: GpuAddress, *, on: bool) -> None:
         with self._context.observed("mode-on" if on else "mode-off", gpu.uuid) as switched:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from dra_driver.journal.ledger import Ledger
 from dra_driver.mig.rules.offered_devices import (
     instances_of,
     is_fully_read,
@@ -12,9 +14,11 @@ from dra_driver.mig.rules.offered_devices import (
     offered_beside,
     offered_without_partitioning,
 )
+from dra_driver.mig.rules.ownership import instances_to_withhold
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig import GpuInstance
+from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode
+from dra_driver.model.steps import CreateMig
 
 
 class MigOwnership(Protocol):
@@ -26,6 +30,33 @@ class MigOwnership(Protocol):
 
     def mode_is_ours(self, gpu_uuid: str) -> bool:
         """Whether we switched MIG mode on, now or until a moment ago."""
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerOwnership:
+    """As the ledgers say. What was ours until 30 s ago is not somebody else's: a look at the hardware may have begun
+    before a removal."""
+
+    ledger: Ledger
+
+    def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
+        """Those of a GPU's instances that are not to be given out: somebody else's, and those of ours whose undo has
+        failed, which are marked `leaving`. Raises: StateError."""
+        if not existing:
+            return ()
+        # In this order: what is removed between the two looks must not seem to be somebody else's.
+        now = self.ledger.details(OwnedInstance, gpu_uuid)
+        ours = {one.slot for one in (*now, *self.ledger.lately(OwnedInstance, gpu_uuid))}
+        ended, _ = self.ledger.look({gpu_uuid})
+        steps = [entry.step for entry in ended if entry.cause is not None]
+        return instances_to_withhold(
+            existing, ours, {one.slot for one in steps if isinstance(one, CreateMig)}
+        )
+
+    def mode_is_ours(self, gpu_uuid: str) -> bool:
+        """Whether we switched the GPU's MIG mode on. Raises: StateError."""
+        now = self.ledger.details(OwnedMode, gpu_uuid)
+        return bool(now or self.ledger.lately(OwnedMode, gpu_uuid))
 
 
 class MigOffer:

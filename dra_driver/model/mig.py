@@ -126,16 +126,16 @@ class Partitioning:
     whole_returns: bool = False
 
 
-MigPhase = Literal["creating", "created", "orphan"]
+MigPhase = Literal["creating", "unknown", "created"]
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedInstance:
-    """The ledger's entry of a GPU instance that this plugin makes or made.
+    """What the ledger says of a GPU instance that this plugin makes or made.
 
     It is written before the instance is created, so that an instance of ours never looks like one that somebody else
     made. The IDs and the UUID of the MIG device are None until they are known. No GPU instance survives the boot
-    `boot_id`. The phase `orphan` marks an instance that no claim holds and that could not be destroyed yet. `gpu_minor`
+    `boot_id`. In phase `unknown` NVML left open whether it made the instance, which may still appear. `gpu_minor`
     is the GPU's minor number at the time when the instance was made. An instance `is_of_layout` if the node's MIG
     layout asked for it; it stays without a claim.
     """
@@ -218,3 +218,12 @@ class GpuLayout:
     state: LayoutState
     text: str = ""
     since: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedMode:
+    """What the ledger says of a GPU whose MIG mode this plugin switched on in boot `boot_id`."""
+
+    gpu_uuid: str
+    pci_bus_id: str | None
+    boot_id: str

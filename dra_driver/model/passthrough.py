@@ -50,3 +50,28 @@ class Card:
     def is_bound(self) -> bool:
         """Whether a vfio driver has the card."""
         return self.driver in (self.vfio_driver, VFIO_PCI)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionBefore:
+    """A PCI function of a card with the kernel driver and the `driver_override` that it had, None for none."""
+
+    bus_id: str
+    driver: str | None
+    override: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedCard:
+    """What the ledger says of a card that this plugin bound to a vfio driver in boot `boot_id`, or is about to.
+
+    `functions` are those of its IOMMU group in bus order. `persistence` is the persistence mode that the GPU had, None
+    where it has none. `product_name` is what only the NVIDIA driver knows.
+    """
+
+    gpu_uuid: str
+    pci_bus_id: str
+    boot_id: str
+    functions: tuple[FunctionBefore, ...]
+    persistence: bool | None
+    product_name: str | None = None

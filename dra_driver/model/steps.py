@@ -46,6 +46,11 @@ class CreateMig:
     placement: Placement
 
     @property
+    def slot(self) -> tuple[int, int]:
+        """As `GpuInstance.slot`."""
+        return (self.profile_id, self.placement.start)
+
+    @property
     def gpu(self) -> GpuAddress:
         """The GPU."""
         return GpuAddress(self.gpu_uuid, self.pci_bus_id)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dra_driver.host.vfio import VfioCards
+from dra_driver.journal.ledger import Ledger
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.passthrough import Card
+from dra_driver.model.passthrough import Card, OwnedCard
 from dra_driver.model.steps import BindVfio
-from dra_driver.passthrough.ledger import PassthroughLedger
 
 
 @dataclass(eq=False)
@@ -17,18 +17,18 @@ class KnownCards:
     """The selected cards, and those that this plugin has bound, whatever is selected now.
 
     `selected` is None where passthrough is off. `recorded` returns the steps in the records of this boot, which tell of
-    a card whose entry in the ledger cannot be read. Raises: StateError.
+    a card whose ledger cannot be read. Raises: StateError.
     """
 
     cards: VfioCards
-    ledger: PassthroughLedger
+    ledger: Ledger
     selected: Callable[[Gpu], bool] | None
     recorded: Callable[[], Iterable[BindVfio]]
 
     def read(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
         """The cards in bus order; `gpus` are those that NVML shows. Raises: StateError."""
         ours = self.owned()
-        names = {one.pci_bus_id: one.product_name for one in self.ledger.all().values()} if ours else {}
+        names = {one.pci_bus_id: one.product_name for one in self.ledger.details(OwnedCard)} if ours else {}
         shown = {gpu.pci_bus_id: gpu for gpu in gpus}
         return tuple(
             card if card.by_us or not card.is_bound else self._of_an_administrator(card)
@@ -40,11 +40,9 @@ class KnownCards:
     def owned(self) -> dict[str, str]:
         """The UUIDs of the GPUs whose cards this plugin has bound in this boot, or is about to, by bus ID. Raises:
         StateError."""
-        if not self.ledger.exists():
-            return {}
-        ours = {one.pci_bus_id: one.gpu_uuid for one in self.ledger.all().values()}
-        if self.ledger.has_unreadable():
-            steps = (step for step in self.recorded() if self.ledger.is_unreadable(step.device))
+        ours = {one.pci_bus_id: one.gpu_uuid for one in self.ledger.details(OwnedCard)}
+        if unreadable := self.ledger.unreadable():
+            steps = (step for step in self.recorded() if step.gpu_uuid in unreadable)
             ours = {step.pci_bus_id: step.gpu_uuid for step in steps} | ours
         return ours
 

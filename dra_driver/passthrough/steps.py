@@ -1,15 +1,15 @@
 """The step that gives a card to a virtual machine, with its undo. The lane of the GPU runs both, and nothing else
 changes the card.
 
-    with NVIDIA's driver ──entry──▶ persistence off ──▶ NVML closed ──▶ no driver ──▶ with vfio, NVML open again
+    with NVIDIA's driver ──detail──▶ persistence off ──▶ NVML closed ──▶ no driver ──▶ with vfio, NVML open again
           ▲                                                                               │
-          └── entry removed ◀── persistence as it was ◀── with its drivers ◀── no VM has it ──┘
+          └── detail removed ◀── persistence as it was ◀── with its drivers ◀── no VM has it ──┘
 
 | A crash … | leaves | and then |
 |---|---|---|
-| before the entry is written | nothing | the kubelet asks again |
-| anywhere after it | the entry, and the claim's record or pending cleanup | the step or its undo goes on from sysfs |
-| after the last write of the undo | the entry | the undo finds nothing to do and removes it |
+| before the detail is written | the entry of the step | the kubelet asks again, or the undo finds nothing to do |
+| anywhere after it | the detail too | the step or its undo goes on from sysfs |
+| after the last write of the undo | the detail | the undo finds nothing to do and removes it |
 
 A step that fails is undone at once, so no card is left without a driver. A write to the kernel that blocks keeps the
 lane and nothing else: NVML is opened again for the other GPUs, and when the write has ended, what was done is undone.
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
@@ -40,12 +40,12 @@ from dra_driver.errors import (
 )
 from dra_driver.host.vfio import NVIDIA, VfioCards
 from dra_driver.journal.lanes import only_writes
-from dra_driver.model.passthrough import VFIO_PCI, Card, is_vfio
+from dra_driver.journal.ledger import Ledger
+from dra_driver.model.passthrough import VFIO_PCI, Card, FunctionBefore, OwnedCard, is_vfio
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import BindVfio, Step
 from dra_driver.nvml.reader import NvmlReader
-from dra_driver.passthrough.ledger import FunctionBefore, OwnedCard, PassthroughLedger
 from dra_driver.passthrough.rules.moves import Move, are_bound, back, to_vfio
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class VfioSteps:
     """
 
     cards: VfioCards
-    ledger: PassthroughLedger
+    ledger: Ledger
     nvml: NvmlReader
     pause: Callable[[str, Callable[[], float]], AbstractContextManager[None]]
     persistence: PersistenceModes
@@ -131,18 +131,15 @@ class VfioSteps:
     # --- to vfio -------------------------------------------------------------------------------
 
     def _bind(self, step: BindVfio, plan: Plan, met: Callable[[], None]) -> None:
-        card, entry, claim_uid = self._card(step), self.ledger.get(step.device), plan.claim.ref.uid
+        card = self._card(step)
         now = self._drivers(card)
         if are_bound(now, _vfio(step, card)):
-            # Without an entry an administrator did it since the claim was planned, and it stays.
-            if entry is not None and entry.claim_uid != claim_uid:
-                self.ledger.save(replace(entry, claim_uid=claim_uid))
-            return
+            return  # where the ledger has nothing, an administrator did it since the claim was planned
         self._refuse(step, card)
         driver = self.cards.ready_driver(step.pci_bus_id, seconds_for("load a module", _MODULE_S))
         if not (card.has_iommufd and _prefers_iommufd(step, plan)):
             self.cards.ready_container(seconds_for("load a module", _MODULE_S))
-        self._made_ready(step, now, entry, claim_uid)
+        self._made_ready(step, now)
         met()
         with self._paused(step):
             self._refuse_programs(step)
@@ -150,7 +147,11 @@ class VfioSteps:
         self._end_of(stuck, step)
         self.cards.verify(card, driver, seconds_for(f"see GPU {step.gpu_uuid} under vfio", _NODE_S))
         _log.info(
-            "card_bound", device=step.device, gpu_uuid=step.gpu_uuid, driver=driver, claim_uid=claim_uid
+            "card_bound",
+            device=step.device,
+            gpu_uuid=step.gpu_uuid,
+            driver=driver,
+            claim_uid=plan.claim.ref.uid,
         )
         self.rescan(None)
 
@@ -179,41 +180,39 @@ class VfioSteps:
         if reason is not None:
             raise NvmlUnavailableError(reason)
 
-    def _made_ready(
-        self, step: BindVfio, now: Mapping[str, str | None], entry: OwnedCard | None, claim_uid: str
-    ) -> None:
-        """Write the entry and leave the persistence mode, if NVML has the GPU still. Raises: DeviceBusyError;
-        RetryableError if other programs have the GPU open: then there is no need to close NVML to see that."""
+    def _made_ready(self, step: BindVfio, now: Mapping[str, str | None]) -> None:
+        """Write what the card has now and leave the persistence mode, if NVML has the GPU still. Raises:
+        DeviceBusyError; RetryableError if other programs have the GPU open: NVML need not be closed to see that."""
         session, is_in_nvml = self.nvml.session, now[step.pci_bus_id] == NVIDIA
         with session.operation(waits_for_nvml) if is_in_nvml else nullcontext():
             if is_in_nvml:
                 _refuse_users(step, self.nvml.processes(step.gpu_uuid).values())
                 if others := self.cards.gpu_users(step.pci_bus_id, others_only=True):
                     raise RetryableError(_in_use(step, others))
-            if entry is None:
-                # A GPU without a driver is one whose entry was lost half-way.
+            before = self._before(step)
+            if before is None:
+                # A GPU without a driver is one whose detail was lost half-way.
                 had = {**now, step.pci_bus_id: now[step.pci_bus_id] or NVIDIA}
-                functions = tuple(
-                    FunctionBefore(bus_id, driver, self._override_before(bus_id, driver))
-                    for bus_id, driver in had.items()
-                )
-                mode = self.persistence.get(step.gpu_uuid, step.pci_bus_id) if is_in_nvml else None
-                entry = OwnedCard(
-                    step.device,
+                before = OwnedCard(
                     step.gpu_uuid,
                     step.pci_bus_id,
-                    self.ledger.boot_id,
-                    claim_uid,
-                    functions,
-                    mode,
+                    self.ledger.boot_id or "",
+                    tuple(
+                        FunctionBefore(bus_id, driver, self._override_before(bus_id, driver))
+                        for bus_id, driver in had.items()
+                    ),
+                    self.persistence.get(step.gpu_uuid, step.pci_bus_id) if is_in_nvml else None,
                     self.cards.product_name(step.pci_bus_id),
                 )
-            self.ledger.save(replace(entry, claim_uid=claim_uid))
-            if entry.persistence and is_in_nvml:
+                self.ledger.save(before)
+            if before.persistence and is_in_nvml:
                 self.persistence.set(step.gpu_uuid, step.pci_bus_id, on=False)
 
+    def _before(self, step: BindVfio) -> OwnedCard | None:
+        return next(iter(self.ledger.details(OwnedCard, step.gpu_uuid)), None)
+
     def _override_before(self, bus_id: str, driver: str | None) -> str | None:
-        """The override of an administrator. One to vfio without effect is ours, of an entry that was lost half-way."""
+        """The override of an administrator. One to vfio without effect is ours, of a ledger that was lost half-way."""
         override = self.cards.overridden_by(bus_id)
         return None if override is not None and is_vfio(override) and override != driver else override
 
@@ -273,17 +272,18 @@ class VfioSteps:
         return True
 
     def _return(self, step: BindVfio) -> None:
-        entry = self.ledger.all().get(step.device) if self.ledger.exists() else None
-        if entry is None and not self.ledger.is_unreadable(step.device):
+        entry = self._before(step)
+        if entry is None and step.gpu_uuid not in self.ledger.unreadable():
             return
         card = self.cards.card(step.pci_bus_id)
         if card is None:  # it was pulled out; what comes in its place, the kernel binds anew
-            self.ledger.delete(step.device)
+            self._forget(entry)
             return
         vfio, before = _vfio(step, card), dict[str, str | None]({step.pci_bus_id: NVIDIA})
+        overrides = dict[str, str | None]()
         if entry is not None:
             before |= {one.bus_id: one.driver for one in entry.functions}
-        overrides = {one.bus_id: one.override for one in entry.functions} if entry is not None else {}
+            overrides = {one.bus_id: one.override for one in entry.functions}
         now = self._drivers(card)
         moves = back(now, before, overrides, vfio)
         if any(move.action != "override" for move in moves) or any(
@@ -306,8 +306,12 @@ class VfioSteps:
         if entry is not None and entry.persistence:
             with suppress(NotSupportedError):  # by another NVIDIA driver than before
                 self.persistence.set(step.gpu_uuid, step.pci_bus_id, on=True)
-        self.ledger.delete(step.device)
+        self._forget(entry)
         self.rescan(None)
+
+    def _forget(self, entry: OwnedCard | None) -> None:
+        if entry is not None:
+            self.ledger.remove(entry)
 
     def _refuse_return(self, step: BindVfio, card: Card, driver: str | None) -> None:
         """Raises: DeviceBusyError, RetryableError. A card under vfio is left alone while somebody may have it."""

@@ -138,7 +138,6 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
     "gpu_severity": ("0 well, 1 information, 2 degraded, 3 unhealthy, 4 lost; not there while nothing is known of the "
                      "GPU.", "uuid"),
     "mig_devices": ("MIG devices that exist, whoever made them.", "uuid", "profile"),
-    "mig_devices_stuck": ("MIG devices that no claim uses and that cannot be destroyed.",),
     "mig_layout": ("1 for each GPU that the node's MIG layout is for: `state` is applied, waiting or refused.",
                    "uuid", "layout", "state"),
     "mig_severity": ("As `nvidia_dra_gpu_severity`, of each MIG device with reasons of its own, whose UUID is `uuid` "

@@ -205,21 +205,19 @@ class SoakNode(DaemonNode):
 
     def state(self) -> dict[str, Any]:
         """Everything that claims, crashes and faults may have left."""
-        claims, ledger, cdi = self.plugin_dir / "claims", self.plugin_dir / "mig", self.cdi
+        claims, cdi = self.plugin_dir / "claims", self.cdi
         gpus = [self.machine.gpu(index) for index in range(8)]
         every_function = functions(self.machine.current())
         return {
             "records": sorted(path.name for path in claims.glob("*")),
             "ledgers": sorted(path.name for path in (self.plugin_dir / "ledger").glob("*.json*")),
             "CDI files": sorted(path.name for path in cdi.glob("*")) if cdi.exists() else [],
-            "MIG ledger": sorted(path.name for path in ledger.rglob("*.json")) if ledger.exists() else [],
             "MIG instances": [len(gpu.instances) for gpu in gpus],
             "MIG modes": [bool(gpu.mig_mode) for gpu in gpus],
             "time slices": [self.machine.timeslice(index) for index in range(8)],
             "compute modes": [self.machine.compute_mode(gpu.uuid) for gpu in gpus],
             "drivers": {name: (item.driver, item.override) for name, item in every_function.items()},
             "persistence": [gpu.persistence for gpu in gpus],
-            "cards": sorted(path.name for path in (self.plugin_dir / "passthrough").glob("*.json*")),
             "metadata": sorted(path.name for path in (self.plugin_dir / "dra-device-metadata").rglob("*")),
             "MPS daemons": self.mps_daemons(),
             "MPS directories": sorted(

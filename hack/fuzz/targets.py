@@ -45,6 +45,7 @@ from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.imex import settings as imex_settings
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.journal import record_codec as codec
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.api_errors import api_errors, check_status
@@ -53,7 +54,6 @@ from dra_driver.kube.slice_cache import version_after
 from dra_driver.kube.watch_stream import WatchStream
 from dra_driver.kubelet.dra import check_claims
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
-from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.ids import pci_bus_id
@@ -160,9 +160,7 @@ def claim_names(content: bytes) -> None:
     with suppress(PermanentError):
         _check_below(MpsLayout(_BASE).directory(name), "an MPS directory")
     with suppress(StateError):
-        _check_below(MigLedger(_BASE, None)._entries.path(name), "a ledger entry")
-    with suppress(StateError):
-        _check_below(MigLedger(_BASE, None)._modes.path(f"mode-{uid}"), "the ledger of a MIG mode")
+        _check_below(Ledger(_BASE, RecordStore(_BASE), None)._store.path(name), "a ledger")
     with suppress(ClaimRefusedError):
         _check_metadata_paths(AllocatedClaim(ref, claim.results, (), pod_claim or None))
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ import pytest
 from dra_driver.base.fields import NewerFormatError, parse_file
 from dra_driver.errors import StateError
 from dra_driver.health.store import HealthStore
-from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.mps_host.daemon_records import DaemonRecords
@@ -99,35 +96,6 @@ def test_claim_of_a_newer_release_ends_and_is_told(node: Node, logs: list) -> No
 def test_ending_a_claim_without_a_record_tells_of_none(node: Node, logs: list) -> None:
     assert node.unprepare(claim(GPU_0, uid="uid-9")) is None
     assert [line["event"] for line in logs if line["log_level"] == "warning"] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "read", "write"),
-    [
-        (MADE.device, lambda ledger: ledger.all(), lambda ledger: ledger.save(MADE)),
-        (f"mode-{GPU}", lambda ledger: ledger.owned_modes(), lambda ledger: ledger.own_mode(GPU, None)),
-    ],
-    ids=["device", "mode"],
-)
-def test_ledger_file_of_a_newer_release_is_no_instance_of_ours_and_is_not_written_over(
-    tmp_path: Path,
-    logs: list,
-    name: str,
-    read: Callable[[MigLedger], object],
-    write: Callable[[MigLedger], object],
-) -> None:
-    ledger = MigLedger(tmp_path, "boot-1")
-    other = replace(MADE, device="gpu-2-mig-1g10gb-19-0")
-    ledger.save(other)
-    content = as_newer(tmp_path / f"{name}.json")
-    for _ in range(2):
-        read(ledger)
-        assert ledger.all() == {other.device: other}
-        assert ledger.owned_modes() == {}
-        with pytest.raises(StateError, match="of a newer release"):
-            write(ledger)
-    assert (tmp_path / f"{name}.json").read_text() == content
-    assert [(line["event"], line["subject"]) for line in logs] == [("mig_ledger_unreadable", name)]
 
 
 def test_daemons_and_health_of_a_newer_release_are_set_aside(tmp_path: Path, logs: list) -> None:

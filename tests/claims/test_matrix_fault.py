@@ -24,7 +24,7 @@ from dra_driver.base.atomic import write_atomically
 from dra_driver.base.file_lock import hold_file
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
-from dra_driver.mig.context import MigContext
+from dra_driver.mig.mode import MigContext
 from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
@@ -166,7 +166,6 @@ class FaultyNode(KindNode):
 
     def settled(self) -> None:
         assert self.cleaner.clean_all() == []
-        self.work_off()
 
 
 @pytest.fixture

@@ -146,12 +146,7 @@ def failing_undo(_step: Step, _record: object) -> None:
 
 def in_the_end_nothing_is_left(node: KindNode, untouched: object) -> None:
     eventually(lambda: not node.cleaner.clean_all() and not node.lanes.under_way())
-
-    def ended_clean() -> bool:
-        node.work_off()
-        return node.state() == untouched
-
-    eventually(ended_clean)
+    eventually(lambda: not node.cleaner.clean_all() and node.state() == untouched)
 
 
 @pytest.mark.parametrize(("kind", "number"), cells("prepare"))
@@ -330,11 +325,12 @@ def test_every_nvml_call_of_an_unprepare_may_hang(nvml_cells: Cells) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_every_nvml_call_of_a_collection_may_hang(nvml_cells: Cells) -> None:
+def test_every_nvml_call_of_a_cleanup_may_hang(nvml_cells: Cells) -> None:
     def left_over(case: Case) -> KindNode:
         node = case.prepared()
         if isinstance(node.records.get(case.wanted.ref.uid), ClaimRecord):
             node.records.delete(case.wanted.ref.uid)
+            node.specs.remove(case.wanted.ref.uid)
         return node
 
     nvml_cells.each(left_over, lambda node, _wanted: node.work_off(0.5))

@@ -86,7 +86,6 @@ def test_the_other_instance_of_a_rolling_update_takes_back_what_a_dead_one_left(
             assert other.lanes.hanging() == {}, point
             assert case.unprepare(other) is None, point
             assert other.cleaner.clean_all() == [], point
-            other.work_off()
             assert other.state() == untouched, point
 
 
@@ -98,15 +97,12 @@ def test_an_instance_that_starts_while_nvml_is_detached_takes_back_when_that_is_
             with case.site.detached():
                 following = node.again()
                 following.work_off()
-                following.cleaner.clean_all()
                 assert case.unprepare(following) is None, point
                 following.work_off()
-                following.cleaner.clean_all()
                 # The MPS host, which is a process of its own here as well, waits with compute modes by itself.
                 assert [gpu[:2] + gpu[3:] for gpu in case.site.settings()] == left, point
-            assert following.cleaner.clean_all() == [], point
             following.work_off()
-            if following.collector.gpus():
+            if following.ledger.pending():
                 following.clock.pause(31)  # for so long an instance is expected whose creation nobody saw end
                 following.work_off()
             assert following.state() == untouched, point
@@ -131,7 +127,7 @@ def test_start_clears_a_mig_device_away_whose_record_was_lost(case: Case, call: 
         node.records.delete(case.wanted.ref.uid)
         node.specs.remove(case.wanted.ref.uid)
         following = node.restarted()
-        assert (following.state()["GPUs"], following.collector.stuck()) == (untouched, {}), point
+        assert (following.state()["GPUs"], following.ledger.pending()) == (untouched, []), point
 
 
 @pytest.mark.parametrize("case", ["MIG on demand"], indirect=True)

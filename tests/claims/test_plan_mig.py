@@ -199,8 +199,8 @@ def with_leftovers(*instances: GpuInstance, lost: bool = False) -> Inventory:
 
 
 @pytest.mark.parametrize("name", [ONE_0, TWO_0, SLOTS["3g.40gb", 0], WHOLE])
-def test_orphan_of_ours_is_in_nobodys_way(name: str) -> None:
-    """Making the device destroys the orphan first; what is published is without it all the same."""
+def test_leaving_instance_of_ours_refuses_no_claim(name: str) -> None:
+    """The leaving instance is destroyed first; what is published is without it all the same."""
     found = with_leftovers(ORPHAN)
     assert name not in found.by_name
     assert plan(claim(name), inventory=found).steps == plan(claim(name)).steps
@@ -208,7 +208,7 @@ def test_orphan_of_ours_is_in_nobodys_way(name: str) -> None:
         plan(claim(name), inventory=with_leftovers(ORPHAN, lost=True))
 
 
-def test_orphan_beside_somebody_elses_instance() -> None:
+def test_leaving_instance_beside_somebody_elses_instance() -> None:
     found = with_leftovers(ORPHAN, FOREIGN)
     assert plan(claim(ONE_0), inventory=found).steps == (creation(ONE_0), WriteCdiSpec())
     with pytest.raises(ClaimRefusedError, match="somebody else made"):

@@ -611,7 +611,7 @@ def test_records(tells: Tells, kubelet: KubeletChecks) -> None:
         (cdi, "k8s.other.example.com-claim_uid-1.json"),
         (kubelet.state, "health.json"),
         (kubelet.state / "locks", "GPU-1.lock"),
-        (kubelet.state / "mig", "mode-GPU-1.json"),
+        (kubelet.state / "ledger", "GPU-1.json"),
         (kubelet.state / "mps", "gpu-1.json"),
         (kubelet.state / "dra-device-metadata/ns_c1/gpu", "metadata.json"),
     ):

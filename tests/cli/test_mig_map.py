@@ -22,6 +22,7 @@ from dra_driver.cli.rules.mig_map import (
     room_beside,
 )
 from dra_driver.cli.rules.node_state import NodeState
+from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.mig import GpuInstance, OwnedInstance
@@ -150,6 +151,10 @@ def claimed(name: str, profile: str, start: int, **changes: Any) -> ClaimRecord:
     return of_claim(name, held, made, WriteCdiSpec())
 
 
+def cleanup_of(ended: ClaimRecord) -> PendingCleanup:
+    return PendingCleanup(ended.ref.uid, ended, ended.steps[:1], 0)
+
+
 def of_claim(name: str, held: HeldDevice, *steps: Step, phase: Any = "prepared") -> ClaimRecord:
     ref = ClaimRef("default", name, f"uid-{name}")
     return ClaimRecord(AllocatedClaim(ref, (), ()), phase, BOOT, (held,), steps)
@@ -183,10 +188,11 @@ def test_holders_of_devices_on_demand() -> None:
         claimed("a", "1g.10gb", 0, share_id="s1"),
         claimed("onlooker", "3g.40gb", 4, admin_access=True),
         owned=[
-            owned("1g.10gb", 1, gpu_instance_id=8, phase="orphan"),
+            owned("1g.10gb", 1, gpu_instance_id=8),
             owned("1g.10gb", 2, phase="creating"),
             owned("1g.10gb", 3, gpu_instance_id=10),
         ],
+        cleanups=[cleanup_of(claimed("ended", "1g.10gb", 1))],
     )
     assert owners(entry) == {
         0: "claim default/a, claim default/b",

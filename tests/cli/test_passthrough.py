@@ -16,10 +16,12 @@ from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, SeenGpu, node_view
 from dra_driver.cli.top import drawn, node_picture
 from dra_driver.host.vfio import VfioCards
+from dra_driver.journal.ledger import Ledger
+from dra_driver.journal.records import RecordStore
+from dra_driver.model.passthrough import FunctionBefore, OwnedCard
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import BindVfio
 from dra_driver.passthrough.cards import KnownCards
-from dra_driver.passthrough.ledger import FunctionBefore, OwnedCard, PassthroughLedger
 from dra_driver.simulator import SimulatedPciControl, device_node_reader
 from dra_driver.simulator.state import Function
 from tests.fakes.machines import SimulatedNode
@@ -36,7 +38,7 @@ class Host:
         self.machine.set_virtual_functions(0, 0)
         self.nodes = device_node_reader(self.machine)
         self.vfio = VfioCards(self.simulated.paths, self.nodes, SimulatedPciControl(self.machine))
-        self.ledger = PassthroughLedger(directory / "passthrough", "boot-1")
+        self.ledger = Ledger(directory / "ledger", RecordStore(directory / "claims"), "boot-1")
         self.ledger.open()
         self.known = KnownCards(self.vfio, self.ledger, lambda _gpu: True, list)
 
@@ -53,7 +55,7 @@ class Host:
         self.machine.give_to(gpu.uuid, "vfio-pci")
         name = f"vfio-{gpu.bus_id.replace(':', '-').replace('.', '-')}"
         functions = (FunctionBefore(gpu.bus_id, "nvidia"),)
-        self.ledger.save(OwnedCard(name, gpu.uuid, gpu.bus_id, "boot-1", "uid-1", functions, True))
+        self.ledger.save(OwnedCard(gpu.uuid, gpu.bus_id, "boot-1", functions, True))
         return BindVfio(name, gpu.uuid, gpu.bus_id, "vfio-pci")
 
 

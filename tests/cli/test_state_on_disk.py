@@ -7,27 +7,33 @@ from pathlib import Path
 
 from dra_driver.cli.rules.node_state import Ownership
 from dra_driver.cli.state_on_disk import read_state
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
-from dra_driver.mig.ledger import MigLedger
-from dra_driver.model.mig import GpuInstance, OwnedInstance, Placement
+from dra_driver.journal.rules.cleanups import LedgerEntry
+from dra_driver.model.claim import ClaimRef
+from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode, Placement
+from dra_driver.model.steps import CreateMig
 from tests.fakes.samples import hold, record
 
 OWNED = OwnedInstance("gpu-1-mig-1g10gb-19-0", "GPU-1", None, 19, "1g.10gb", Placement(0, 1), "boot-1")
 
 
 def test_unreadable_files_are_told_and_stay_where_they_are(tmp_path: Path) -> None:
-    records, ledger = RecordStore(tmp_path / "claims"), MigLedger(tmp_path / "mig", "boot-1")
+    records = RecordStore(tmp_path / "claims")
     records.open("boot-1")
+    ledger = Ledger(tmp_path / "ledger", records, "boot-1")
     ledger.open()
     kept = record(hold("gpu-00000000"), uid="uid-1")
     records.save(kept)
     ledger.save(OWNED)
     (tmp_path / "claims/uid-2.json").write_text("{")
-    (tmp_path / "mig/gpu-1-mig-1g10gb-19-1.json").write_text("[]")
+    (tmp_path / "ledger/GPU-2.json").write_text("[]")
     before = sorted(path.name for path in tmp_path.rglob("*"))
     state = read_state(tmp_path)
     assert (state.records, state.owned) == ((kept,), (OWNED,))
-    assert [part in fault for part, fault in zip(("uid-2.json", "19-1.json"), state.faults, strict=True)] == [
+    assert [
+        part in fault for part, fault in zip(("uid-2.json", "GPU-2.json"), state.faults, strict=True)
+    ] == [
         True,
         True,
     ]
@@ -47,23 +53,26 @@ def test_a_directory_that_is_none_is_told(tmp_path: Path) -> None:
 
 
 def test_ownership_is_that_of_this_boot(tmp_path: Path) -> None:
-    ledger = MigLedger(tmp_path / "mig", "boot-1")
+    ledger = Ledger(tmp_path / "ledger", RecordStore(tmp_path / "claims"), "boot-1")
     ledger.open()
+    ended = replace(OWNED, device="ended", placement=Placement(1, 1), phase="created")
     others = [
-        replace(OWNED, device="orphan", placement=Placement(1, 1), phase="orphan"),
+        ended,
         replace(OWNED, device="old", placement=Placement(2, 1), boot_id="boot-0"),
         replace(OWNED, device="elsewhere", placement=Placement(3, 1), gpu_uuid="GPU-2"),
     ]
-    for entry in (OWNED, *others):
-        ledger.save(entry)
-    ledger.own_mode("GPU-1", None)
+    for one in (OWNED, *others, OwnedMode("GPU-1", None, "boot-1")):
+        ledger.save(one)
+    step = CreateMig("ended", "GPU-1", None, 19, "1g.10gb", ended.placement)
+    ledger.add(LedgerEntry(ClaimRef("default", "claim", "uid-1"), "boot-1", step))
+    (tmp_path / "claims").mkdir()
     there = [GpuInstance(7 + start, 19, Placement(start, 1)) for start in range(4)]
     ownership = Ownership(read_state(tmp_path, "boot-1"))
     assert ownership.foreign_instances("GPU-1", there) == tuple(there[1:])
     # Once all claims have ended, what waits to be destroyed is gone.
-    ended = Ownership(read_state(tmp_path, "boot-1"), ended=True)
-    assert ended.foreign_instances("GPU-1", there) == tuple(there[2:])
-    assert [ended.makes_devices_of(uuid) for uuid in ("GPU-1", "GPU-2", "GPU-3")] == [True, True, False]
+    after = Ownership(read_state(tmp_path, "boot-1"), ended=True)
+    assert after.foreign_instances("GPU-1", there) == tuple(there[2:])
+    assert [after.makes_devices_of(uuid) for uuid in ("GPU-1", "GPU-2", "GPU-3")] == [True, True, False]
     assert [ownership.mode_is_ours(uuid) for uuid in ("GPU-1", "GPU-2")] == [True, False]
     assert not Ownership(read_state(tmp_path, "boot-2")).mode_is_ours("GPU-1")
     nowhere = read_state(tmp_path / "nowhere", "boot-1")
@@ -72,7 +81,7 @@ def test_ownership_is_that_of_this_boot(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_cannot_be_listed_is_one_fault(tmp_path: Path) -> None:
-    (tmp_path / "mig").write_text("")
+    (tmp_path / "ledger").write_text("")
     state = read_state(tmp_path, "boot-1")
     assert state.faults == (state.ledger_fault,)
-    assert "mig" in str(state.ledger_fault)
+    assert "ledger" in str(state.ledger_fault)

@@ -118,7 +118,7 @@ def test_every_metric_of_the_driver_that_calls_for_action_is_in_an_alert() -> No
     text = "\n".join(rule["expr"] for rule in ALERTS.values())
     for name in (
         "up", "gpu_severity", "mig_severity", "gpu_monitored", "node_problem",
-        "publish_problem", "mig_devices_stuck", "partitions_unsupported",
+        "publish_problem", "pending_cleanups", "partitions_unsupported",
         "mps_daemons", "device_utilization_ratio",
         "node_prepare_errors_total", "node_unprepare_errors_total", "ready", "scrape_errors_total",
     ):  # fmt: skip

@@ -39,7 +39,7 @@ def clean(_mig: Cluster, cluster: Cluster) -> Iterator[Cluster]:
     wait_for("every instance to be destroyed", lambda: not instances())
     wait_for("MIG mode to be off", lambda: not modes())
     # The ledger goes after what stands in it.
-    wait_for("an empty ledger", lambda: not list((PLUGIN_DIR / "mig").glob("*.json")))
+    wait_for("an empty ledger", lambda: not list((PLUGIN_DIR / "ledger").glob("*.json")))
 
 
 @pytest.fixture

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import suppress
+import time
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from dra_driver.errors import DraDriverError
-from dra_driver.journal.cleaner import Cleaner
+from dra_driver.journal.cleaner import Cleaner, Keeper
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
@@ -24,10 +23,13 @@ class Journaled:
     runner: Any
     cleaner: Cleaner
     executor: Executor
-    collector: Any
 
     def open_journal(
-        self, directory: Path, boot_id: str, counted: Callable[[Any], Any] = lambda subject: subject
+        self,
+        directory: Path,
+        boot_id: str,
+        counted: Callable[[Any], Any] = lambda subject: subject,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Records, locks and ledgers below `directory`; `counted` sees what changes them."""
         self.boot_id = boot_id
@@ -39,13 +41,13 @@ class Journaled:
         self.lanes = Lanes(self.locks)
         self.planning = GpuLocks(directory / "locks", ".plan.lock")
         self.claim_locks = ClaimLocks(directory / "locks")
-        self.gpu_ledger = Ledger(directory / LEDGER, self.records, boot_id, self.without_record)
-        self.gpu_ledger.open()
+        self.ledger = Ledger(directory / LEDGER, self.records, boot_id, self.without_record, clock=clock)
+        self.ledger.open()
 
-    def work_with(self, runner: Any, **options: Any) -> None:
+    def work_with(self, runner: Any, keepers: Sequence[Keeper] = (), **options: Any) -> None:
         """Have steps done and undone by `runner`."""
         self.runner = runner
-        self.cleaner = Cleaner(self._counted(self.gpu_ledger), self.lanes, runner)
+        self.cleaner = Cleaner(self._counted(self.ledger), self.lanes, runner, keepers=keepers)
         self.executor = Executor(
             self._counted(self.records),
             self.cleaner,
@@ -60,12 +62,9 @@ class Journaled:
         """UIDs of claims with a CDI spec and without a readable record."""
         return ()
 
-    def work_off(self, wait_s: float = 30.0) -> None:
-        """Have the collector of MIG devices put right what it finds, in the lanes; what fails or hangs is left."""
-        for gpu in sorted(self.collector.gpus()):
-            done = self.lanes.ask({gpu}, "a test", lambda _, gpu=gpu: self.collector.put_right(gpu))  # type: ignore[misc]
-            with suppress(DraDriverError, TimeoutError):
-                done.result(wait_s)
+    def work_off(self, wait_s: float | None = None) -> None:
+        """Have the lanes put right what is left; what fails or hangs stays."""
+        self.cleaner.clean_all(wait_s)
 
     def record_of(self, uid: str = "uid-1") -> ClaimRecord:
         """The record of a claim that has one."""

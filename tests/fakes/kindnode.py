@@ -25,12 +25,12 @@ from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.vfio import VfioCards
 from dra_driver.journal.executor import StepDispatcher
-from dra_driver.mig.collector import MigCollector
-from dra_driver.mig.context import MigContext
-from dra_driver.mig.create import MigDevices
+from dra_driver.journal.ledger import DIRECTORY as LEDGER
+from dra_driver.journal.ledger import Ledger
+from dra_driver.journal.records import RecordStore
+from dra_driver.mig.devices import MigDevices
 from dra_driver.mig.holders import MigHolders
-from dra_driver.mig.ledger import MigLedger
-from dra_driver.mig.steps import MigSteps
+from dra_driver.mig.mode import MigContext, MigMode
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
 from dra_driver.model.driver_files import DriverFiles
 from dra_driver.model.gpu import Gpu
@@ -54,7 +54,6 @@ from dra_driver.mps_host.host_files import mps_layout
 from dra_driver.nvml.gpu_users import PersistenceModes
 from dra_driver.nvml.mig_changes import MigHardware
 from dra_driver.passthrough.cards import KnownCards
-from dra_driver.passthrough.ledger import PassthroughLedger
 from dra_driver.passthrough.steps import VfioSteps
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.simulator import SimulatedPciControl, device_node_reader
@@ -119,10 +118,12 @@ class Site:
         self._first, self._at_first = self.saved(), self.settings()
         self.detachment: str | None = None
 
-    def cards(self, ledger: Path) -> KnownCards:
-        """The cards as a plugin with this ledger shows them."""
+    def cards(self, plugin: Path) -> KnownCards:
+        """The cards as the plugin with this directory shows them."""
         host = VfioCards(self.simulated.paths, self.nodes, SimulatedPciControl(self.machine))
-        kept = PassthroughLedger(ledger, "boot-1")
+        kept = Ledger(
+            plugin / LEDGER, RecordStore(plugin / "claims"), "boot-1", reader=lambda _unreadable: None
+        )
         bus_id = self.machine.gpu(FOR_MACHINES).bus_id
         return KnownCards(host, kept, lambda gpu: gpu.pci_bus_id == bus_id, list)
 
@@ -369,31 +370,24 @@ class KindNode(Journaled):
         self.deaths = Deaths()
         self.claims = Claims()
         plugin = self.plugin = directory / "plugin"
-        self.open_journal(plugin, boot_id)
+        self.clock = Clock()
+        self.open_journal(plugin, boot_id, clock=self.clock)
         self.specs = CdiDirectory(directory / "cdi", DRIVER)
         self.specs.create()
         self.metadata_files = MetadataFiles(plugin, directory / "cdi", DRIVER)
         self.metadata_files.create()
-        self.clock = Clock()
-        self.ledger = MigLedger(plugin / "mig", boot_id, self.clock)
-        self.ledger.open()
         self.mps = RecordedMpsHost(site, plugin, boot_id)
         context = MigContext(
             self.deaths.effects_of(MigHardware(nullcontext)),
             self.ledger,
             MigHolders(self.records, SpecsWithoutRecord(self.records, self.specs).lost_devices),
             lambda *_what: None,
-            left_over=lambda: None,
             operation=nullcontext,
             clock=self.clock,
             pause=self.clock.pause,
         )
-        self.mig = MigDevices(context)
-        self.collector = MigCollector(context, self.mig, lambda: None)
-        self.cards = PassthroughLedger(plugin / "passthrough", boot_id)
-        self.cards.open()
-        runners = self._runners(context)
-        self.work_with(StepDispatcher(runners))
+        self.mode = MigMode(context)
+        self.work_with(StepDispatcher(self._runners(context)), [self.mode])
         self.cleaner.temporary = temporary_files(plugin, directory / "cdi", DRIVER)
         self.outcomes = Outcomes()
         self.service = claims_of(
@@ -407,7 +401,6 @@ class KindNode(Journaled):
         """The next instance, after the look that each start begins with."""
         node = self.again(**options)
         node.cleaner.clear_temporary()
-        node.work_off()
         assert node.cleaner.clean_all() == []
         return node
 
@@ -449,7 +442,7 @@ class KindNode(Journaled):
 
     def _runners(self, context: MigContext) -> dict[type, Any]:
         site, paths = self.site, self.site.simulated.paths
-        mig = MigSteps(context, self.mig, paths.proc)
+        mig = MigDevices(context, self.mode, paths.proc)
         settings = self.deaths.effects_of(TimeSliceSettings(site))
         mps = self.deaths.effects_of(self.mps)
         return {
@@ -459,7 +452,7 @@ class KindNode(Journaled):
             RunMps: MpsSteps(mps, self._uuid_of),
             BindVfio: VfioSteps(
                 self._vfio(),
-                self.cards,
+                self.ledger,
                 site.simulated.nvml,
                 lambda _what, patience: site.simulated.session.closed(patience),
                 self.deaths.effects_of(PersistenceModes(nullcontext)),

@@ -3,24 +3,23 @@ binding below. `restarted` is the next instance of the plugin over the same dire
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dra_driver.errors import NvmlTransientError
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import StepDispatcher
-from dra_driver.mig.collector import MigCollector
-from dra_driver.mig.context import MigContext
-from dra_driver.mig.create import MigDevices
+from dra_driver.mig.devices import MigDevices
 from dra_driver.mig.holders import MigHolders
-from dra_driver.mig.ledger import MigLedger
-from dra_driver.mig.steps import MigSteps
+from dra_driver.mig.mode import MigContext, MigMode
+from dra_driver.mig.offer import LedgerOwnership
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice
-from dra_driver.model.mig import GpuAddress, MigProfile, OwnedInstance, Placement
+from dra_driver.model.mig import GpuAddress, MigProfile, OwnedInstance, OwnedMode, Placement
 from dra_driver.model.plan import Plan, PlannedDevice
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import CreateMig, LeaveMigMode, Step
@@ -33,8 +32,7 @@ from tests.fakes.samples import claim as a_claim
 from tests.fakes.samples import result
 
 CHANGES = frozenset({
-    "own_mode", "set_mode", "save", "create", "create_compute", "destroy_compute", "destroy", "delete", "disown_mode",
-    "add", "change",
+    "set_mode", "save", "create", "create_compute", "destroy_compute", "destroy", "delete", "add", "change", "remove",
 })  # fmt: skip
 
 
@@ -92,37 +90,44 @@ class MigNode(Journaled):
         self.directory = directory
         self.gpu_uuid = self.machine.gpu(0).uuid
         self.address = GpuAddress(self.gpu_uuid, None)
-        self.lost: tuple[str, ...] = ()
+        self.lost: dict[str, tuple[str, ...]] = {}
         self.told: list[tuple[str, str, str | None]] = []
         self.told_of_modes: list[tuple[str, str, str | None]] = []
-        self.left_over = 0
-        self.changes = 0
         self.clock = Clock()
         self.countdown = Countdown()
         self.hardware = MigHardware(nullcontext)
-        self.ledger = MigLedger(directory / "mig", boot_id, self.clock)
-        self.ledger.open()
-        self.open_journal(directory, boot_id, self.countdown.counted)
-        self.users = MigHolders(self.records, lambda: self.lost)
+        self.open_journal(directory, boot_id, self.countdown.counted, self.clock)
+        self.ownership = LedgerOwnership(self.ledger)
+        self.users = MigHolders(
+            self.records, lambda: [name for names in self.lost.values() for name in names]
+        )
         self.context = MigContext(
             self.countdown.counted(self.hardware),
             self.countdown.counted(self.ledger),
             self.users,
             self._observed,
-            left_over=self._left_over,
             operation=nullcontext,
             clock=self.clock,
             pause=self.clock.pause,
         )
-        self.devices = MigDevices(self.context)
-        self.steps = MigSteps(self.context, self.devices, simulated.paths.proc)
-        self.work_with(StepDispatcher({CreateMig: self.steps, LeaveMigMode: self.steps}))
-        self.cleaner.temporary = [(directory, "*/.*.tmp")]
-        self.collector = MigCollector(self.context, self.devices, self._changed)
+        self.reconnect()
+
+    def reconnect(self, **changes: Any) -> None:
+        """Work in another way."""
+        self.context = replace(self.context, **changes)
+        self.mode = MigMode(self.context)
+        self.devices = MigDevices(self.context, self.mode, self.simulated.paths.proc)
+        self.work_with(
+            StepDispatcher({CreateMig: self.devices, LeaveMigMode: self.devices}), keepers=[self.mode]
+        )
+        self.cleaner.temporary = [(self.directory, "*/.*.tmp")]
+
+    def without_record(self) -> Collection[str]:
+        return self.lost
 
     def loop(self) -> Cleaner:
         """The loop that works off what is left over, by the node's clock."""
-        return Cleaner(self.gpu_ledger, self.lanes, self.runner, keepers=[self.collector], clock=self.clock)
+        return Cleaner(self.ledger, self.lanes, self.runner, keepers=[self.mode], clock=self.clock)
 
     def restarted(self, **options: Any) -> MigNode:
         return MigNode(self.simulated, self.directory, **{"boot_id": self.boot_id, **options})
@@ -191,16 +196,14 @@ class MigNode(Journaled):
         return found
 
     def entry_of(self, wanted: DynamicMigDevice) -> OwnedInstance:
-        """The ledger's entry of a device that has one."""
-        found = self.ledger.get(wanted.name)
-        assert found is not None
+        """What the ledger says of a device."""
+        [found] = [one for one in self.ledger.details(OwnedInstance) if one.device == wanted.name]
         return found
 
     def settle(self) -> None:
         """What a start does with what an earlier instance has left."""
         self.cleaner.clear_temporary()
         assert self.cleaner.clean_all() == []
-        self.work_off()
 
     # --- what is there -------------------------------------------------------------------------
 
@@ -216,9 +219,9 @@ class MigNode(Journaled):
         entries = {
             (entry.device, entry.phase, entry.gpu_instance_id, entry.compute_instance_id, entry.gpu_minor,
              entry.uuid in uuids)
-            for entry in self.ledger.all().values()
+            for entry in self.ledger.details(OwnedInstance)
         }  # fmt: skip
-        modes = {(uuid, mode.boot_id) for uuid, mode in self.ledger.owned_modes().items()}
+        modes = {(mode.gpu_uuid, mode.boot_id) for mode in self.ledger.details(OwnedMode)}
         return self.on_gpu(), entries, modes, dict(self.records.all())
 
     @contextmanager
@@ -234,12 +237,6 @@ class MigNode(Journaled):
     def _observed(self, kind: str, subject: str, _duration_s: float, error: Exception | None) -> None:
         told = self.told_of_modes if kind.startswith("mode-") else self.told
         told.append((kind, subject, error and type(error).__name__))
-
-    def _left_over(self) -> None:
-        self.left_over += 1
-
-    def _changed(self) -> None:
-        self.changes += 1
 
 
 def make_idle(simulated: SimulatedNode, *, mig_mode: bool) -> None:

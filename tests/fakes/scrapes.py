@@ -117,7 +117,6 @@ def complete_metrics() -> Metrics:
     metrics.show.inventory(lambda: MIXED)
     metrics.show.health(lambda: MIXED, health)
     metrics.show.publishing(lambda: None, lambda: 1, lambda: 0)
-    metrics.show.value("mig", "mig_devices_stuck", lambda: 0)
     metrics.show.cleanups(list)
     metrics.show.value("partitions", "partitions_unsupported", lambda: False)
     metrics.show.value("readiness", "ready", lambda: True)

@@ -19,11 +19,12 @@ from dra_driver.base.file_lock import LockBusyError
 from dra_driver.base.threads import NotAnsweredError, bounded
 from dra_driver.errors import DeviceBusyError, RetryableError
 from dra_driver.host.vfio import _NO_IOMMU, HostPciControl, VfioCards, VfioModules
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks
+from dra_driver.journal.records import RecordStore
 from dra_driver.model.host import DeviceNode, HostPaths
 from dra_driver.model.passthrough import Card, uuid_of_bus_id
 from dra_driver.passthrough.cards import KnownCards
-from dra_driver.passthrough.ledger import PassthroughLedger
 from dra_driver.simulator import Machine, SimulatedPciControl, create_machine, device_node_reader
 from dra_driver.simulator.state import Function
 from tests.fakes.tables import tabled
@@ -188,8 +189,10 @@ def test_card_that_an_administrator_gave_to_vfio_is_bound_and_known_by_its_place
 
 
 def test_card_whose_companion_the_administrator_forgot_is_of_no_use(node: Node, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger", RecordStore(tmp_path / "claims"), "boot-1", reader=lambda _it: None)
+
     def problem() -> str | None:
-        known = KnownCards(node.cards, PassthroughLedger(tmp_path, "boot-1"), lambda gpu: True, list)
+        known = KnownCards(node.cards, ledger, lambda gpu: True, list)
         return known.read(())[0].problem
 
     node.machine.give_to(0, "vfio-pci")

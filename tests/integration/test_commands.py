@@ -20,9 +20,9 @@ from dra_driver.cli.rules.prepared_claims import age_text, usage_text
 from dra_driver.cli.validation.machine_fit import MachineFit
 from dra_driver.cli.validation.rules.standard_classes import standard_classes
 from dra_driver.health.store import KeptHealth, encode
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks, LockUse
 from dra_driver.journal.records import RecordStore
-from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, PodRef
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.mig import OwnedInstance, Placement
@@ -268,7 +268,7 @@ def plugin_dir(tmp_path: Path) -> Path:
     store.save(record(7, admin, prepared_at="nonsense", pods=["exporter"]))
     (directory / "claims/uid-4.json").write_text("{broken")
     (directory / "claims/uid-5.json.unreadable-1").write_text("x")
-    ledger = MigLedger(directory / "mig", "boot-1")
+    ledger = Ledger(directory / "ledger", store, "boot-1")
     ledger.open()
     ledger.save(MIG)
     boot = tmp_path / "machine/root/proc/sys/kernel/random/boot_id"

@@ -145,8 +145,8 @@ def test_server_without_counters_gets_whole_gpus_only_until_it_counts(
     made.wait_devices(8 * PER_GPU)
 
 
-def test_orphan_of_ours_is_cleared_by_the_next_claim_of_its_place(node: Node) -> None:
-    """The scheduler chose before the slices were without what the orphan is in the way of."""
+def test_device_whose_undo_failed_is_cleared_by_the_next_claim_of_its_place(node: Node) -> None:
+    """The scheduler chose before the slices were without what that device is in the way of."""
     names = [named(node, "1g.10gb", 2), named(node, "2g.20gb", 2), *list(devices_of(node, 0))[-1:]]
     first = node.allocated_by_hand("first", names[0])
     node.ready(first)

@@ -9,8 +9,9 @@ from pathlib import Path
 import yaml
 
 from dra_driver.cli.tables import device_table
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
-from dra_driver.mig.ledger import MigLedger
+from dra_driver.journal.rules.cleanups import LedgerEntry
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.mig import OwnedInstance, Placement
@@ -60,8 +61,6 @@ def test_drawing_says_who_holds_what_and_changes_nothing(tmp_path: Path) -> None
     names = gpu_device_names(gpus)
     first = next(iter(gpus))
     plugins = tmp_path / "plugins"
-    ledger = MigLedger(plugins / DRIVER / "mig", "boot-1")
-    ledger.open()
     records = RecordStore(plugins / DRIVER / "claims")
     records.open("boot-1")
     claim = AllocatedClaim(ClaimRef("ml", "training", "uid-1"), (), ())
@@ -71,8 +70,11 @@ def test_drawing_says_who_holds_what_and_changes_nothing(tmp_path: Path) -> None
     held = HeldDevice(device, "mig", "", first, placement=place)
     boot_id = (machine.host_root / "proc/sys/kernel/random/boot_id").read_text().strip()
     records.save(ClaimRecord(claim, "prepared", boot_id, (held,), (step,)))
-    orphan = OwnedInstance("orphan", first, None, 19, "1g.10gb", Placement(1, 1), boot_id, "orphan")
-    ledger.save(orphan)
+    ledger = Ledger(plugins / DRIVER / "ledger", records, boot_id)
+    ledger.open()
+    ledger.save(OwnedInstance("ended", first, None, 19, "1g.10gb", Placement(1, 1), boot_id, "created"))
+    ended = CreateMig("ended", first, None, 19, "1g.10gb", Placement(1, 1))
+    ledger.add(LedgerEntry(ClaimRef("ml", "ended", "uid-2"), boot_id, ended))
     before = files(plugins)
 
     def inspect(*options: str) -> str:

@@ -95,7 +95,7 @@ def test_card_goes_to_a_virtual_machine_and_comes_back_for_containers(make_node:
     assert isinstance(node.ready(again), Prepared)
     assert any("/dev/nvidia" in path for path in nodes_of(node, again))
     assert node.records() == [f"{again.uid}.json"]
-    assert list((node.plugin_dir / "passthrough").glob("*.json")) == []
+    assert list((node.plugin_dir / "ledger").glob("*.json")) == []
 
 
 def test_card_of_a_virtual_machine_is_given_to_no_container_and_survives_restarts(
@@ -114,8 +114,7 @@ def test_card_of_a_virtual_machine_is_given_to_no_container_and_survives_restart
     # Switched off, what is there is still taken back.
     node.restart_driver(passthrough=False)
     assert node.ready(ref) == prepared
-    [entry] = (node.plugin_dir / "passthrough").glob("*.json")
-    entry.write_text("{")
+    (node.plugin_dir / "ledger" / f"{uuid}.json").write_text("{")
     node.restart_driver(passthrough=False)
     assert node.ready(ref) == prepared
     node.take_back(ref)
@@ -397,8 +396,6 @@ def test_nothing_of_it_runs_while_it_is_off(
         "gpu_users",
     ):
         monkeypatch.setattr(f"dra_driver.host.vfio.VfioCards.{name}", asked)
-    for name in ("open", "get", "all", "save", "delete"):
-        monkeypatch.setattr(f"dra_driver.passthrough.ledger.PassthroughLedger.{name}", asked)
     for name in ("do", "undo", "in_place"):
         monkeypatch.setattr(f"dra_driver.passthrough.steps.VfioSteps.{name}", asked)
     node = make_node().running(8)
@@ -406,5 +403,4 @@ def test_nothing_of_it_runs_while_it_is_off(
     ref = node.allocated_by_hand("containers", whole)
     node.ready(ref)
     node.take_back(ref)
-    assert not (node.plugin_dir / "passthrough").exists()
     eventually(lambda: node.driver.problems() == [])

@@ -11,8 +11,12 @@ import forked_commands
 import pytest
 import yaml
 
-from dra_driver.mig.ledger import MigLedger
-from dra_driver.model.mig import MigPhase, OwnedInstance, Placement
+from dra_driver.journal.ledger import Ledger
+from dra_driver.journal.records import RecordStore
+from dra_driver.journal.rules.cleanups import LedgerEntry
+from dra_driver.model.claim import ClaimRef
+from dra_driver.model.mig import OwnedInstance, OwnedMode, Placement
+from dra_driver.model.steps import CreateMig
 from dra_driver.simulator import create_machine
 from tests.integration.conftest import DRIVER
 from tests.integration.test_commands import claim, request
@@ -47,13 +51,17 @@ def validate(memory_path: Path, plugins: Path) -> Validate:
     boot_id = (machine.host_root / "proc/sys/kernel/random/boot_id").read_text().strip()
 
     def write_ledger(number: int) -> None:
-        ledger = MigLedger(plugins / DRIVER / "mig", boot_id)
+        directory = plugins / DRIVER
+        ledger = Ledger(directory / "ledger", RecordStore(directory / "claims"), boot_id)
         ledger.open()
-        ledger.own_mode(gpu, None)
-        phases: tuple[MigPhase, ...] = ("created", "orphan")
-        for start, phase in enumerate(phases[:number]):
-            device = f"gpu-mig-1g10gb-19-{start}"
-            ledger.save(OwnedInstance(device, gpu, None, 19, "1g.10gb", Placement(start, 1), boot_id, phase))
+        (directory / "claims").mkdir(exist_ok=True)
+        ledger.save(OwnedMode(gpu, None, boot_id))
+        for start in range(number):
+            device, place = f"gpu-mig-1g10gb-19-{start}", Placement(start, 1)
+            ledger.save(OwnedInstance(device, gpu, None, 19, "1g.10gb", place, boot_id, "created"))
+            if start == 1:  # its claim has ended
+                step = CreateMig(device, gpu, None, 19, "1g.10gb", place)
+                ledger.add(LedgerEntry(ClaimRef("default", "claim", "uid-1"), boot_id, step))
 
     def run(*options: str, foreign: int = 0, with_ledger: bool = True) -> tuple[int, list[Json], str]:
         if with_ledger:
@@ -96,7 +104,7 @@ def test_a_ledger_that_cannot_be_read_is_told_and_nothing_is_called_foreign(
     validate: Validate, plugins: Path
 ) -> None:
     (plugins / DRIVER).mkdir(parents=True)
-    (plugins / DRIVER / "mig").write_text("")
+    (plugins / DRIVER / "ledger").write_text("")
     code, reports, sentence = validate(with_ledger=False)
     assert (code, [report["faults"] for report in reports]) == (0, [[], []])
     assert sentence.startswith("fit not checked, since which MIG devices gpu-dra-driver made is not known: ")

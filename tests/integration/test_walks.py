@@ -23,7 +23,7 @@ FEATURES = ("claims", "journal", "cdi", "sharing", "mig", "inventory", "slices",
 """Rooms that a reader of a Prepare has to know: edges are foreign worlds, and nobody waits for those who tell users."""
 
 PUBLISHING = ("inventory", "mig", "sharing", "slices")
-BESIDE = ("slices/leadership.py", "slices/rules/other_writers.py", "mig/layouts.py", "mig/ledger.py")
+BESIDE = ("slices/leadership.py", "slices/rules/other_writers.py", "mig/layouts.py", "mig/offer.py")
 """They say whether and when slices may be written and which devices are withheld, and do not see the pool's content."""
 
 

@@ -279,8 +279,8 @@ def test_inventory_without_partitions_has_no_counters() -> None:
 
 
 @pytest.mark.parametrize("key", ["h100-sxm", "a30", "b200"])
-def test_what_comes_back_is_what_orphans_are_in_the_way_of(key: str) -> None:
-    """With orphans gone, what is on offer and what comes back are together what there is without them."""
+def test_what_comes_back_is_what_leaving_instances_are_in_the_way_of(key: str) -> None:
+    """With leaving instances gone, what is on offer and what comes back are together what there is without them."""
     raw, rnd = table(MODELS[key]), random.Random(7)
     for _ in range(30):
         taken: list[GpuInstance] = []

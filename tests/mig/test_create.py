@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,25 +19,31 @@ from dra_driver.errors import (
     StateError,
 )
 from dra_driver.host.capability_nodes import MigCaps
-from dra_driver.journal.cleaner import Cleaner
-from dra_driver.model.mig import GpuInstance, Placement
+from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode, Placement
 from dra_driver.model.plan import Plan
 from dra_driver.model.steps import WriteCdiSpec
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
 from tests.fakes.preparing import in_threads
 from tests.fakes.samples import claim, hold, record
-from tests.fakes.waiting import eventually
 
 ONE_G_AT_3 = (10, 19, 3, 1)
 HARDWARE = {"set_mode", "create", "create_compute", "destroy_compute", "destroy"}
 
 
 def left_over(node: MigNode, small) -> None:
-    """A device of which only the MIG ledger knows."""
+    """A device of a claim that has ended, before its first undo."""
     node.prepare(small)
     node.records.delete("uid-1")
-    node.gpu_ledger.change((), node.gpu_ledger.left())
+
+
+def pending(node: MigNode) -> list[tuple[str, str | None]]:
+    """Of each MIG device that is to be destroyed its name, and why that is not done yet."""
+    return [(step.device, one.cause) for one in node.ledger.pending() for step in one.steps]  # type: ignore[union-attr]
+
+
+def foreign(node: MigNode, seen: Any) -> Any:
+    return node.ownership.foreign_instances(node.gpu_uuid, seen)
 
 
 def hold_instance(node: MigNode, gpu_instance: int = 10) -> None:
@@ -75,10 +80,9 @@ def test_refusal_leaves_nothing_behind(node: MigNode, small, function: str, code
     node.machine.set_fault(function, code=code, count=1)
     with pytest.raises((RetryableError, ClaimRefusedError)):
         node.prepare(small)
-    assert node.devices.expects_late_instances == (
-        code == "unknown" and "GpuInstance" in function and "Compute" not in function
-    )
-    if node.devices.expects_late_instances:
+    may_appear = code == "unknown" and "GpuInstance" in function and "Compute" not in function
+    assert len(pending(node)) == may_appear
+    if may_appear:
         node.clock.now += 30
         node.work_off()
     assert node.state() == UNTOUCHED
@@ -105,30 +109,27 @@ def test_full_disk_leaves_nothing_behind(
     assert node.state() == UNTOUCHED
 
 
-def test_what_cannot_be_undone_is_kept_as_orphan_and_cleared_later(node: MigNode, small) -> None:
+def test_creation_that_cannot_be_undone_is_pending_cleanup(node: MigNode, small) -> None:
     node.machine.set_fault("nvmlGpuInstanceCreateComputeInstance", code="unknown", count=1)
     node.machine.set_fault("nvmlGpuInstanceDestroy", code="unknown")
     with pytest.raises(RetryableError, match="create a compute instance"):
-        node.devices.create(node.step(small))
-    entry = node.entry_of(small)
-    assert (entry.phase, node.left_over > 0) == ("orphan", True)
+        node.prepare(small)
     existing = node.hardware.instances(*node.address)
-    assert node.ledger.foreign_instances(node.gpu_uuid, existing) == (replace(existing[0], leaving=True),)
-    node.work_off()
-    assert "destroy GPU instance 10" in node.collector.stuck()[small.name]
+    assert foreign(node, existing) == (replace(existing[0], leaving=True),)
+    [(device, cause)] = pending(node)
+    assert (device, "destroy GPU instance 10" in str(cause)) == (small.name, True)
     node.machine.clear_faults()
-    node.clock.now += 1
     node.work_off()
-    assert (node.state(), node.collector.stuck(), node.changes) == (UNTOUCHED, {}, 2)
+    assert (node.state(), pending(node)) == (UNTOUCHED, [])
 
 
-def test_driver_that_vanishes_midway_leaves_an_orphan(node: MigNode, small) -> None:
+def test_driver_that_vanishes_midway_leaves_a_cleanup(node: MigNode, small) -> None:
     node.machine.set_fault("nvmlGpuInstanceCreateComputeInstance", code="driver-not-loaded")
     node.machine.set_fault("nvmlGpuInstanceDestroy", code="driver-not-loaded")
     with pytest.raises(NvmlUnavailableError):
         node.prepare(small)
-    assert node.records.all() == {}, "the rollback counts as done: instances vanish with the driver"
-    assert [entry.phase for entry in node.ledger.all().values()] == ["orphan"]
+    assert node.records.all() == {}
+    assert [device for device, _ in pending(node)] == [small.name]
     node.machine.clear_faults()
     node.machine.load_driver()
     node.simulated.session.reopen()
@@ -136,7 +137,7 @@ def test_driver_that_vanishes_midway_leaves_an_orphan(node: MigNode, small) -> N
     assert node.state() == UNTOUCHED
 
 
-def test_whole_step_is_done_within_one_operation(node: MigNode, small) -> None:
+def test_step_is_done_within_one_operation_of_nvml(node: MigNode, small) -> None:
     depth: list[str] = []
 
     @contextmanager
@@ -146,12 +147,13 @@ def test_whole_step_is_done_within_one_operation(node: MigNode, small) -> None:
         yield
         depth.append(f"end after {[name for name in node.countdown.done[len(before) :] if name in HARDWARE]}")
 
-    node.steps._operation = operation
+    node.reconnect(operation=operation)
     node.prepare(small)
     node.unprepare()
     assert depth == [
         "begin", "end after ['set_mode', 'create', 'create_compute']",
-        "begin", "end after ['destroy_compute', 'destroy', 'set_mode']",
+        "begin", "end after ['destroy_compute', 'destroy']",
+        "begin", "end after ['set_mode']",
     ]  # fmt: skip
 
 
@@ -181,8 +183,8 @@ def test_gpu_without_mig_is_refused(tmp_path: Path) -> None:
         t4.session.reopen()
         node = MigNode(t4, tmp_path)
         with pytest.raises(ClaimRefusedError, match="has no MIG"):
-            node.devices.mode.enter(node.address)
-        assert node.ledger.owned_modes() == {}
+            node.mode.enter(node.address)
+        assert node.ledger.details(OwnedMode) == []
     finally:
         t4.close()
 
@@ -210,7 +212,7 @@ def test_mode_stays_on_while_somebody_elses_instance_is_there(node: MigNode, sma
     node.unprepare()
     assert node.on_gpu() == (True, [(number, 19, 0, 1)])
     node.work_off()
-    assert len(node.ledger.owned_modes()) == 1
+    assert len(node.ledger.details(OwnedMode)) == 1
     node.machine.destroy_mig(0, number)
     node.work_off()
     assert node.state() == UNTOUCHED
@@ -234,7 +236,7 @@ def test_hand_remade_instance_is_neither_used_nor_destroyed(
     assert node.records.get("uid-1") is not None, "a claim that was prepared keeps what it has"
     node.unprepare()
     assert node.on_gpu() == before
-    assert node.ledger.all() == {}
+    assert node.ledger.details(OwnedInstance) == []
     assert "mig_device_remade" in [line["event"] for line in logs]
 
 
@@ -262,29 +264,19 @@ def test_own_instances_are_sorted_from_others(node: MigNode, small) -> None:
     node.prepare(small)
     node.machine.create_mig(0, "2g.20gb", 0)
     seen = node.hardware.instances(*node.address)
-    foreign = tuple(item for item in seen if item.profile_id == 14)
+    others = tuple(item for item in seen if item.profile_id == 14)
     assert len(seen) == 2
-    assert node.ledger.foreign_instances(node.gpu_uuid, seen) == foreign
-    assert node.restarted().ledger.foreign_instances(node.gpu_uuid, seen) == foreign
-    assert node.restarted(boot_id="boot-2").ledger.foreign_instances(node.gpu_uuid, seen) == seen
+    assert foreign(node, seen) == others
+    assert foreign(node.restarted(), seen) == others
+    assert foreign(node.restarted(boot_id="boot-2"), seen) == seen
     node.unprepare()
-    assert node.ledger.foreign_instances(node.gpu_uuid, seen) == foreign, "the look began before the removal"
+    assert foreign(node, seen) == others, "the look began before the removal"
     node.clock.now += 31
-    assert node.ledger.foreign_instances(node.gpu_uuid, seen) == seen
-    assert node.ledger.foreign_instances("GPU-other", [GpuInstance(10, 19, Placement(3, 1))]) != ()
+    assert foreign(node, seen) == seen
+    assert node.ownership.foreign_instances("GPU-other", [GpuInstance(10, 19, Placement(3, 1))]) != ()
 
 
 # --- other claims ------------------------------------------------------------------------------
-
-
-def test_collector_reads_no_records_where_nothing_is_ours(node: MigNode) -> None:
-    """Every Unprepare that undoes something on a GPU asks it."""
-
-    def read() -> list[str]:
-        raise AssertionError("a thousand records are read for nothing")
-
-    node.users.lost_devices = read
-    assert node.collector.gpus() == set()
 
 
 def test_shared_device_goes_with_the_last_claim(node: MigNode, small) -> None:
@@ -300,12 +292,12 @@ def test_shared_device_goes_with_the_last_claim(node: MigNode, small) -> None:
 
 def test_device_of_a_claim_whose_record_was_lost_is_kept(node: MigNode, small) -> None:
     left_over(node, small)
-    node.lost = (small.name,)
+    node.lost = {"uid-1": (small.name,)}
     node.work_off()
     with pytest.raises(RetryableError, match="of a claim whose record was lost"):
         node.prepare(node.wanted("3g.40gb", 0), uid="uid-2")
     assert node.on_gpu() == (True, [ONE_G_AT_3])
-    node.lost = ()
+    node.lost = {}
     node.work_off()
     assert node.state() == UNTOUCHED
 
@@ -317,7 +309,7 @@ def test_overlapping_device_of_another_claim_is_waited_for(node: MigNode, small)
     assert node.on_gpu() == (True, [ONE_G_AT_3])
 
 
-def test_overlapping_orphan_makes_room(node: MigNode, small) -> None:
+def test_overlapping_device_of_an_ended_claim_makes_room(node: MigNode, small) -> None:
     left_over(node, small)
     node.prepare(node.wanted("3g.40gb", 0), uid="uid-2")
     assert [row[1:] for row in node.on_gpu()[1]] == [(9, 0, 1)]
@@ -334,11 +326,11 @@ def test_device_in_use_is_waited_for_and_its_holder_named(node: MigNode, small) 
     assert 0.3 < node.clock.now <= 0.5, "the RPC waits a little, in pauses"
     assert node.records.get("uid-1") is None, "the claim ends all the same"
     assert node.on_gpu() == (True, [ONE_G_AT_3])
-    with pytest.raises(DeviceBusyError, match="4711"):
-        node.prepare(small, "uid-2")
-    node.unprepare("uid-2")
+    [(device, cause)] = pending(node)
+    assert (device, "4711" in str(cause)) == (small.name, True)
+    seen = node.hardware.instances(*node.address)
+    assert foreign(node, seen) == (replace(seen[0], leaving=True),), "nothing that overlaps it is offered"
     node.machine.release_gpu(0)
-    node.clock.now += 1
     node.work_off()
     assert node.state() == UNTOUCHED
     assert node.told[0] == ("create", small.name, None)
@@ -355,72 +347,24 @@ def test_device_freed_in_time_needs_no_second_call(node: MigNode, small) -> None
         pause(seconds)
         node.machine.release_gpu(0)
 
-    node.devices._destroyer._context = replace(node.context, pause=freed)
+    node.reconnect(pause=freed)
     node.unprepare()
     assert node.state() == UNTOUCHED
 
 
-def test_claim_that_comes_again_gets_no_device_on_which_a_process_computes(node: MigNode, small) -> None:
-    node.prepare(small)
-    made = node.made(small)
-    hold_instance(node)
-    node.unprepare()
-    with pytest.raises(DeviceBusyError):
-        node.restarted().prepare(small)
-    node.machine.release_gpu(0)
-    node.restarted().prepare(small)
-    node.clock.now += 60
-    node.work_off()
-    assert node.made(small).uuid != made.uuid
-    assert node.on_gpu() == (True, [ONE_G_AT_3])
-
-
-def test_what_becomes_stuck_is_a_change_and_what_stays_so_is_none(node: MigNode, small) -> None:
-    """Slices offer the place of a device as long as nobody says that it is taken for good."""
-    left_over(node, small)
-    hold_instance(node)
-    node.work_off()
-    assert (list(node.collector.stuck()), node.changes) == ([small.name], 1)
-    assert "4711" in node.collector.stuck()[small.name]
-    for _ in range(100):
-        node.clock.now += 1
-        node.work_off()
-    assert (list(node.collector.stuck()), node.changes) == ([small.name], 1)
-    node.machine.release_gpu(0)
-    node.clock.now += 60
-    node.work_off()
-    assert (list(node.collector.stuck()), node.changes) == ([], 2)
-
-
-def test_pauses_of_the_background_double_up_to_half_a_minute(node: MigNode, small, logs: list) -> None:
-    left_over(node, small)
-    hold_instance(node)
-    tries: list[float] = []
-    loop = node.loop()
-    for _ in range(1500):
-        node.told.clear()
-        a_turn(node, loop)
-        if node.told:
-            tries.append(round(node.clock.now, 1))
-        node.clock.now += 0.1
-    gaps = [round(after - before, 1) for before, after in itertools.pairwise(tries)]
-    wanted = [0.5, 1, 2, 4, 8, 16, 30, 30]
-    assert len(gaps) > len(wanted)
-    assert all(0.8 * step - 0.1 <= gap <= 1.2 * step + 0.2 for step, gap in zip(wanted, gaps, strict=False))
-    assert [line["event"] for line in logs].count("mig_not_cleared") == 1, "told once while the reason stays"
-
-
-def test_mode_that_cannot_be_left_hinders_nobody(node: MigNode, small) -> None:
+def test_mode_that_cannot_be_left_withholds_nothing(node: MigNode, small, logs: list) -> None:
     node.prepare(small)
     node.machine.hold_gpu(0, 4711, "dcgm", gpu_instance=5)
     node.unprepare()
     assert node.on_gpu() == (True, [])
-    assert (len(node.ledger.owned_modes()), node.left_over) == (1, 1)
+    assert (len(node.ledger.details(OwnedMode)), pending(node)) == (1, [])
     node.work_off()
+    assert [line["event"] for line in logs].count("mig_mode_not_left") == 1, (
+        "logged once while the reason stays"
+    )
     node.machine.release_gpu(0)
-    node.clock.now += 1
     node.work_off()
-    assert (node.state(), node.collector.stuck()) == (UNTOUCHED, {})
+    assert node.state() == UNTOUCHED
 
 
 def fault(node: MigNode, function: str, **how: Any) -> Callable[[], None]:
@@ -450,15 +394,11 @@ def test_claim_ends_whatever_is_broken_and_the_device_goes_later(
     healed = broken(node)
     node.unprepare()
     assert node.records.all() == {}
-    assert [entry.phase for entry in node.ledger.all().values()] == ["orphan"]
-    assert node.left_over
-    node.work_off()
-    assert list(node.collector.stuck()) == [small.name]
+    assert [device for device, _ in pending(node)] == [small.name]
     healed()
     node.unprepare()
-    node.clock.now += 1
     node.work_off()
-    assert (node.state(), node.collector.stuck()) == (UNTOUCHED, {})
+    assert (node.state(), pending(node)) == (UNTOUCHED, [])
 
 
 # --- whole GPUs --------------------------------------------------------------------------------
@@ -483,7 +423,7 @@ def test_whole_gpu_waits_for_the_claim_that_has_a_part(node: MigNode, small) -> 
 
 
 def test_whole_gpu_is_refused_while_somebody_elses_instance_is_on_it(node: MigNode) -> None:
-    node.ledger.own_mode(*node.address)
+    node.ledger.save(OwnedMode(*node.address, "boot-1"))
     node.machine.set_mig_mode(0, True)
     number, *_ = node.machine.create_mig(0, "2g.20gb", 0)
     with pytest.raises(ClaimRefusedError, match=rf"GPU instance {number} .* somebody else made"):
@@ -518,7 +458,7 @@ def test_after_a_reboot_nothing_of_the_old_boot_is_taken_for_ours(
         after.prepare(small)
     after.ledger.save(entry)
     after.work_off()
-    assert (after.ledger.all(), after.ledger.owned_modes()) == ({}, {})
+    assert (after.ledger.details(OwnedInstance), after.ledger.details(OwnedMode)) == ([], [])
     assert after.records.all() == {}, (
         "in this boot nothing was prepared, so the failed Prepare takes its record back"
     )
@@ -526,13 +466,13 @@ def test_after_a_reboot_nothing_of_the_old_boot_is_taken_for_ours(
     after.records.save(replace(prepared, phase="preparing", boot_id="boot-2"))
     after.unprepare()
     after.work_off()
-    assert after.ledger.all() == {}
+    assert after.ledger.details(OwnedInstance) == []
     assert after.on_gpu() == (True, [(number, 19, 3, 1)])
 
 
-def test_unreadable_entry_makes_its_instance_somebody_elses(node: MigNode, small, tmp_path: Path) -> None:
+def test_unreadable_ledger_makes_its_instance_somebody_elses(node: MigNode, small, tmp_path: Path) -> None:
     node.prepare(small)
-    (tmp_path / "mig" / f"{small.name}.json").write_text("{")
+    (tmp_path / "ledger" / f"{node.gpu_uuid}.json").write_text("{")
     node.unprepare()
     node.work_off()
     assert node.on_gpu() == (True, [ONE_G_AT_3])
@@ -547,7 +487,7 @@ def test_device_is_in_place_while_its_capabilities_are_there(
         asked.append(ids)
         return len(asked) == 1
 
-    steps = node.steps
+    steps = node.devices
     step, kept = node.step(small), record(hold("gpu-00000000"))
     assert not steps.in_place(step, kept)
     node.prepare(small)
@@ -555,7 +495,7 @@ def test_device_is_in_place_while_its_capabilities_are_there(
     assert [steps.in_place(step, kept) for _ in range(2)] == [True, False]
     assert asked == [(0, 10, 0)] * 2
     assert steps.in_place(WriteCdiSpec(), kept)
-    node.devices.abandon(small.name)
+    node.ledger.save(replace(node.made(small), phase="creating"))
     assert not steps.in_place(step, kept)
 
 
@@ -567,7 +507,7 @@ def test_what_the_gpu_cannot_do_is_told_as_the_claims_fault(
 
     monkeypatch.setattr(node.hardware, "create", cannot)
     with pytest.raises(ClaimRefusedError, match="Not Supported; delete the pod and its claim"):
-        node.steps.do(node.step(small), Plan(claim("x"), (), ()))
+        node.devices.do(node.step(small), Plan(claim("x"), (), ()))
 
 
 def test_every_switch_of_the_mode_is_told(node: MigNode, small) -> None:
@@ -609,7 +549,10 @@ def test_mode_that_nobody_can_tell_is_told(node: MigNode, small, monkeypatch: py
     assert [(kind, error is None) for kind, _, error in node.told_of_modes] == [
         ("mode-on", False), ("mode-off", False),
     ]  # fmt: skip
-    assert node.left_over
+    monkeypatch.undo()
+    assert len(node.ledger.details(OwnedMode)) == 1
+    node.work_off()
+    assert node.state() == UNTOUCHED
 
 
 # --- two instances, start ---------------------------------------------------------------------
@@ -630,98 +573,3 @@ def test_two_instances_on_one_directory_agree(node: MigNode) -> None:
     )
     assert answers == [None] * 4
     assert (node.state(), other.state()) == (UNTOUCHED, UNTOUCHED)
-
-
-def test_start_of_one_instance_leaves_alone_what_the_other_is_making(
-    node: MigNode, small, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The collector looked at records and ledger before the Prepare wrote any, and gets the lock after it."""
-    other = node.restarted()
-    node.prepare(small)
-    saved = node.record_of()
-    node.records.delete("uid-1")
-    by_device = other.users.by_device
-
-    def late() -> Any:
-        users = by_device()
-        monkeypatch.setattr(other.users, "by_device", by_device)
-        node.records.save(saved)
-        return users
-
-    monkeypatch.setattr(other.users, "by_device", late)
-    other.work_off()
-    assert node.on_gpu() == (True, [ONE_G_AT_3])
-
-
-def a_turn(node: MigNode, loop: Cleaner) -> float:
-    pause = loop._turn()
-    eventually(lambda: not node.lanes.under_way())
-    return pause
-
-
-def test_ledger_that_cannot_be_listed_is_told_and_tried_again(
-    node: MigNode, small, monkeypatch: pytest.MonkeyPatch, logs: list
-) -> None:
-    left_over(node, small)
-    loop = node.loop()
-
-    def broken() -> Any:
-        raise StateError("cannot list the MIG ledger: too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(node.ledger, "all", broken)
-        a_turn(node, loop)
-    assert [line["reason"] for line in logs if line["event"] == "cleanup_not_tried"] == [
-        "cannot list the MIG ledger: too many open files"
-    ]
-    a_turn(node, loop)
-    assert node.state() == UNTOUCHED
-
-
-def test_loop_works_off_left_over_devices_and_survives_surprises(
-    node: MigNode, small, monkeypatch: pytest.MonkeyPatch, logs: list
-) -> None:
-    left_over(node, small)
-    gpus, surprises = node.collector.gpus, [RuntimeError("surprise")]
-
-    def surprising() -> set[str]:
-        if surprises:
-            raise surprises.pop()
-        return gpus()
-
-    monkeypatch.setattr(node.collector, "gpus", surprising)
-    loop = node.loop()
-    loop.start()
-    eventually(lambda: not surprises)
-    loop.wake()
-    eventually(lambda: node.state() == UNTOUCHED)
-    loop.stop()
-    assert "cleanup_failed" in [line["event"] for line in logs]
-
-
-def test_device_that_does_not_go_is_not_tried_again_at_once(node: MigNode, small) -> None:
-    left_over(node, small)
-    hold_instance(node)
-    loop = node.loop()
-    a_turn(node, loop)
-    node.told.clear()
-    for _ in range(20):
-        a_turn(node, loop)
-    assert node.told == []
-    node.clock.now += 1
-    a_turn(node, loop)
-    assert node.told != []
-
-
-def test_device_that_a_claim_wants_again_is_not_stuck(node: MigNode, small) -> None:
-    """Nothing is left to try again."""
-    node.prepare(small)
-    hold_instance(node)
-    node.unprepare()
-    node.work_off()
-    assert list(node.collector.stuck()) == [small.name]
-    node.machine.release_gpu(0)
-    node.prepare(small, "uid-2")
-    node.clock.pause(60)
-    node.work_off()
-    assert (node.collector.stuck(), node.collector.gpus()) == ({}, set())

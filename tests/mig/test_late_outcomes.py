@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dra_driver.errors import NvmlTransientError, NvmlUnknownOutcomeError, RetryableError
+from dra_driver.model.mig import OwnedInstance
 from tests.fakes.mignode import UNTOUCHED, MigNode
-from tests.fakes.waiting import eventually
 
 MADE = (10, 19, 3, 1)
 
@@ -59,15 +59,17 @@ def unsure(node: MigNode, monkeypatch: pytest.MonkeyPatch) -> MigNode:
 
 
 def phases(node: MigNode) -> list[str]:
-    return [entry.phase for entry in node.ledger.all().values()]
+    return [instance.phase for instance in node.ledger.details(OwnedInstance)]
+
+
+def pending(node: MigNode) -> int:
+    return len(node.ledger.pending())
 
 
 def foreign(node: MigNode) -> list[bool]:
     """Of the GPU's instances that are not ours to give out: whether they are leaving."""
-    return [
-        one.leaving
-        for one in node.ledger.foreign_instances(node.gpu_uuid, node.hardware.instances(*node.address))
-    ]
+    seen = node.hardware.instances(*node.address)
+    return [one.leaving for one in node.ownership.foreign_instances(node.gpu_uuid, seen)]
 
 
 @pytest.mark.parametrize("comes", [True, False])
@@ -75,46 +77,34 @@ def test_next_try_makes_the_device_whether_the_late_one_came_or_not(
     unsure: MigNode, small: Any, comes: bool
 ) -> None:
     tried(unsure, small)
-    assert (phases(unsure), unsure.on_gpu()) == (["orphan"], (True, []))
+    assert (phases(unsure), unsure.on_gpu(), pending(unsure)) == (["unknown"], (True, []), 0)
     if comes:
         appear(unsure)
-        assert foreign(unsure) == [True]
+    assert foreign(unsure) == []
     unsure.prepare(small)
     assert (unsure.on_gpu(), phases(unsure), foreign(unsure)) == ((True, [MADE]), ["created"], [])
-    assert [kind for kind, *_ in unsure.told] == ["create", *(["destroy"] if comes else []), "create"]
-    assert not unsure.devices.expects_late_instances
+    assert [kind for kind, *_ in unsure.told] == ["create", "create"]
     unsure.unprepare()
     assert unsure.state() == UNTOUCHED
 
 
-def test_collector_destroys_what_comes_after_the_call_gave_up(
-    unsure: MigNode, small: Any, logs: list
-) -> None:
+def test_cleanup_destroys_what_comes_after_the_call_gave_up(unsure: MigNode, small: Any) -> None:
     given_up(unsure, small)
-    assert unsure.left_over
-    unsure.work_off()
-    assert (phases(unsure), unsure.devices.expects_late_instances, unsure.collector.stuck()) == (
-        ["orphan"],
-        True,
-        {},
-    )
-    assert [line["event"] for line in logs].count("mig_device_cleared") == 0
+    assert (phases(unsure), pending(unsure)) == (["unknown"], 1)
+    [cleanup] = unsure.ledger.pending()
+    assert "may still appear" in str(cleanup.cause)
     unsure.clock.now += 29
-    unsure.machine.set_mig_mode(0, True)
-    unsure.simulated.session.reopen()
     appear(unsure)
+    assert foreign(unsure) == [True]
     unsure.work_off()
-    assert (unsure.on_gpu()[1], phases(unsure), unsure.devices.expects_late_instances) == ([], [], False)
-    assert [line["event"] for line in logs].count("mig_device_cleared") == 1
+    assert (unsure.state(), pending(unsure)) == (UNTOUCHED, 0)
 
 
-def test_collector_destroys_what_comes_while_the_claim_waits_and_leaves_the_mode(
-    unsure: MigNode, small: Any
-) -> None:
+def test_cleanup_leaves_alone_what_comes_while_the_claim_waits(unsure: MigNode, small: Any) -> None:
     tried(unsure, small)
     appear(unsure)
     unsure.work_off()
-    assert (unsure.on_gpu(), phases(unsure)) == ((True, []), [])
+    assert unsure.on_gpu() == (True, [(10, 19, 3, 1)])
     unsure.prepare(small)
     assert unsure.on_gpu() == (True, [MADE])
 
@@ -123,10 +113,10 @@ def test_what_never_comes_is_forgotten(unsure: MigNode, small: Any) -> None:
     given_up(unsure, small)
     unsure.clock.now += 29.9
     unsure.work_off()
-    assert phases(unsure) == ["orphan"]
+    assert phases(unsure) == ["unknown"]
     unsure.clock.now += 0.1
     unsure.work_off()
-    assert (unsure.state(), unsure.devices.expects_late_instances) == (UNTOUCHED, False)
+    assert (unsure.state(), pending(unsure)) == (UNTOUCHED, 0)
     unsure.clock.now += 60
     unsure.machine.set_mig_mode(0, True)
     unsure.simulated.session.reopen()
@@ -136,12 +126,12 @@ def test_what_never_comes_is_forgotten(unsure: MigNode, small: Any) -> None:
     assert unsure.on_gpu() == (True, [MADE])
 
 
-def test_next_instance_of_the_plugin_waits_anew(unsure: MigNode, small: Any) -> None:
+def test_next_instance_of_the_plugin_waits_again(unsure: MigNode, small: Any) -> None:
     given_up(unsure, small)
     following = unsure.restarted()
     following.clock.now = 1000.0
     following.work_off()
-    assert (phases(following), following.devices.expects_late_instances) == (["orphan"], True)
+    assert phases(following) == ["unknown"]
     following.clock.now += 30
     following.work_off()
     assert following.state() == UNTOUCHED
@@ -156,7 +146,7 @@ def test_second_open_answer_is_expected_as_long_as_the_first(
     given_up(unsure, small)
     unsure.clock.now += 29
     unsure.work_off()
-    assert phases(unsure) == ["orphan"]
+    assert phases(unsure) == ["unknown"]
 
 
 @pytest.mark.parametrize("other", [("1g.10gb", 3), ("3g.40gb", 0), ("1g.20gb", 2)])
@@ -207,7 +197,7 @@ def test_one_is_expected_on_when_the_next_try_is_refused(unsure: MigNode, small:
     unsure.machine.set_fault("nvmlDeviceCreateGpuInstanceWithPlacement", code=code, count=1)
     with pytest.raises(NvmlTransientError):
         unsure.prepare(small, tries_again=True)
-    assert phases(unsure) == ["orphan"]
+    assert phases(unsure) == ["unknown"]
     unsure.clock.now += 29
     appear(unsure)
     unsure.prepare(small)
@@ -215,23 +205,11 @@ def test_one_is_expected_on_when_the_next_try_is_refused(unsure: MigNode, small:
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_unprepare_leaves_it_to_the_collector(unsure: MigNode, small: Any, comes: bool) -> None:
+def test_unprepare_leaves_to_the_cleanup_what_has_not_come(unsure: MigNode, small: Any, comes: bool) -> None:
     tried(unsure, small)
-    assert unsure.left_over == 1, "the collector is told"
     if comes:
         appear(unsure)
     unsure.unprepare()
-    assert unsure.left_over == (1 if comes else 2)
-    assert unsure.on_gpu() == (False, [])
-    assert phases(unsure) == ([] if comes else ["orphan"])
+    assert unsure.on_gpu() == ((False, []) if comes else (True, []))
+    assert phases(unsure) == ([] if comes else ["unknown"])
     assert unsure.records.get("uid-1") is None
-
-
-def test_collector_looks_soon_while_an_instance_is_expected(unsure: MigNode, small: Any) -> None:
-    given_up(unsure, small)
-    loop, began = unsure.loop(), unsure.clock.now
-    while unsure.collector.gpus() and unsure.clock.now < began + 90:
-        assert loop._turn() <= 5.0
-        eventually(lambda: not unsure.lanes.under_way())
-        unsure.clock.now += 0.5
-    assert unsure.state() == UNTOUCHED

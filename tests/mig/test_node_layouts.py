@@ -14,7 +14,7 @@ from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile, decode
 from dra_driver.mig.layouts import TAINTED_FIRST_S, NodeLayouts
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig import GpuLayout, LayoutEntry, MigLayouts
+from dra_driver.model.mig import GpuLayout, LayoutEntry, MigLayouts, OwnedInstance
 from dra_driver.model.passthrough import Card
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from tests.fakes.machines import SimulatedNode
@@ -47,6 +47,7 @@ class Layouts:
         self.keeper = NodeLayouts(
             node.context,
             node.devices,
+            node.mode,
             node.lanes,
             self.planning,
             GpuLocks(node.directory / "locks", ".layout.lock"),
@@ -84,7 +85,7 @@ class Layouts:
         return self.keeper.states().get(self.node.gpu_uuid)
 
     def settle(self) -> GpuLayout:
-        """Looks until the taint has been there long enough, and one more; with the collector between them."""
+        """Looks until the taint has been there long enough, and one more; with the cleaner between them."""
         self.look()
         self.node.work_off()
         self.node.clock.pause(TAINTED_FIRST_S)
@@ -125,14 +126,14 @@ def test_a_gpu_is_tainted_first_then_cut_and_then_left_alone(node: MigNode) -> N
     assert node.on_gpu() == (False, [])
     assert layouts.settle().state == "applied"
     assert profiles(node) == [THREE, ONE, ONE]
-    assert all(entry.is_of_layout for entry in node.ledger.all().values())
+    assert all(entry.is_of_layout for entry in node.ledger.details(OwnedInstance))
     assert [one.state for one in layouts.told] == ["waiting", "applied"]
     assert layouts.told[0].since <= layouts.told[1].since
     assert layouts.scans == 1
     layouts.keeper.refuse_changing({node.gpu_uuid})
-    made = {entry.uuid for entry in node.ledger.all().values()}
+    made = {entry.uuid for entry in node.ledger.details(OwnedInstance)}
     layouts.settle()
-    assert made == {entry.uuid for entry in node.ledger.all().values()}
+    assert made == {entry.uuid for entry in node.ledger.details(OwnedInstance)}
     kept = decode((node.directory / LAYOUT_FILE).read_bytes())
     assert [(one.layout, one.state) for one in kept] == [("mixed", "applied")]
 
@@ -160,10 +161,10 @@ def test_a_claim_keeps_its_gpu_until_it_ends(node: MigNode) -> None:
 def test_who_only_looks_on_does_not_hold_a_gpu_and_a_lost_claim_does(node: MigNode) -> None:
     hold(node, admin_access=True)
     name = Inventory(gpus=(Gpu(uuid=node.gpu_uuid),)).gpu_names[node.gpu_uuid]
-    node.lost = (f"{name}-mig-19-3",)
+    node.lost = {"uid-2": (f"{name}-mig-19-3",)}
     layouts = Layouts(node)
     assert "record was lost" in layouts.settle().text
-    node.lost = ()
+    node.lost = {}
     assert layouts.settle().state == "applied"
 
 
@@ -201,7 +202,7 @@ def test_a_label_that_flips_back_half_way_keeps_what_still_fits(node: MigNode) -
     layouts = Layouts(node, MigLayouts(MIXED.named, from_label=True))
     layouts.label("mixed")
     layouts.settle()
-    three = next(entry.uuid for entry in node.ledger.all().values() if entry.profile_id == THREE)
+    three = next(entry.uuid for entry in node.ledger.details(OwnedInstance) if entry.profile_id == THREE)
     layouts.label("other")
     layouts.look()
     node.clock.pause(TAINTED_FIRST_S)
@@ -210,7 +211,7 @@ def test_a_label_that_flips_back_half_way_keeps_what_still_fits(node: MigNode) -
     layouts.label("mixed")
     assert layouts.settle().state == "applied"
     assert profiles(node) == [THREE, ONE, ONE]
-    assert three in {entry.uuid for entry in node.ledger.all().values()}
+    assert three in {entry.uuid for entry in node.ledger.details(OwnedInstance)}
     layouts.labels = {}
     assert layouts.look() is None
     node.work_off()
@@ -262,7 +263,7 @@ def test_a_reboot_makes_everything_anew(node: MigNode) -> None:
     after.work_off()
     assert Layouts(after).settle().state == "applied"
     assert profiles(after) == [THREE, ONE, ONE]
-    assert {entry.boot_id for entry in after.ledger.all().values()} == {"boot-2"}
+    assert {entry.boot_id for entry in after.ledger.details(OwnedInstance)} == {"boot-2"}
 
 
 def test_a_claim_on_a_whole_gpu_keeps_it_over_a_reboot(node: MigNode) -> None:
@@ -324,7 +325,7 @@ def test_a_death_after_any_change_ends_where_an_uninterrupted_one_does(
     second.node.work_off()
     assert second.settle().state == "applied"
     assert profiles(node) == [THREE, TWO, ONE]
-    entries = second.node.ledger.all().values()
+    entries = second.node.ledger.details(OwnedInstance)
     assert sorted(entry.profile_id for entry in entries) == [THREE, TWO, ONE]
     assert all(entry.is_of_layout and entry.phase == "created" for entry in entries)
 

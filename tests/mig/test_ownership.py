@@ -1,14 +1,11 @@
-"""Whose a GPU instance is, and whether anybody wants it, as values."""
+"""Whose a GPU instance is, as values."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from dra_driver.mig.rules.ownership import (
     instances_to_withhold,
-    is_left_over,
     is_ours,
 )
 from dra_driver.model.mig import GpuInstance, OwnedInstance, Placement
@@ -25,21 +22,6 @@ def test_instance_is_ours_while_all_that_is_known_of_it_fits(
     assert is_ours(replace(ENTRY, **known), AT_3, inside) == ours
 
 
-def test_others_instances_and_orphans_are_withheld() -> None:
+def test_others_instances_and_ours_that_are_leaving_are_withheld() -> None:
     withheld = instances_to_withhold((AT_3, AT_4, AT_5), {AT_3.slot, AT_4.slot}, {AT_4.slot})
     assert withheld == (replace(AT_4, leaving=True), AT_5)
-
-
-@pytest.mark.parametrize(
-    ("entry", "users", "left_over"),
-    [
-        (ENTRY, {ENTRY.device: "claim a"}, False),
-        (ENTRY, {}, True),
-        (replace(ENTRY, phase="orphan"), {ENTRY.device: "claim a"}, True),
-        (replace(ENTRY, boot_id="boot-0"), {ENTRY.device: "claim a"}, True),
-    ],
-)
-def test_instance_is_left_over_when_no_claim_wants_it(
-    entry: OwnedInstance, users: dict[str, str], left_over: bool
-) -> None:
-    assert is_left_over(entry, "boot-1", users) == left_over

@@ -18,7 +18,7 @@ from dra_driver.journal.executor import StepDispatcher
 from dra_driver.mig.rules.counters import partitioned
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
 from dra_driver.model.inventory import DynamicMigDevice
-from dra_driver.model.mig import GpuInstance
+from dra_driver.model.mig import GpuInstance, OwnedInstance
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.steps import CreateMig, LeaveMigMode, WriteCdiSpec
 from tests.fakes.machines import SimulatedNode
@@ -47,8 +47,8 @@ class Node(MigNode):
         self.inventory = inventory(h100(0, uuid=self.gpu_uuid, pci_bus_id=None, partitioning=cut))
         self.specs = CdiDirectory(directory / "cdi", DRIVER)
         self.specs.create()
-        steps = {CreateMig: self.steps, LeaveMigMode: self.steps, WriteCdiSpec: SpecSteps(self.specs)}
-        self.work_with(StepDispatcher(steps))
+        steps = {CreateMig: self.devices, LeaveMigMode: self.devices, WriteCdiSpec: SpecSteps(self.specs)}
+        self.work_with(StepDispatcher(steps), [self.mode])
         self.claims = Claims()
         self.node_devices = Devices(self.inventory)
         self.outcomes = Outcomes()
@@ -292,7 +292,7 @@ def test_instance_that_could_not_be_destroyed_is_destroyed_by_the_next_try(node:
     assert isinstance(node.asked(small(node)), Prepared)
     assert node.machine.current().faults == []
     assert node.on_gpu() == (True, [(10, 19, 3, 1)])
-    assert [entry.phase for entry in node.ledger.all().values()] == ["created"]
+    assert [entry.phase for entry in node.ledger.details(OwnedInstance)] == ["created"]
 
 
 def test_device_of_a_prepared_claim_is_made_again_within_the_call(node: Node) -> None:
@@ -393,6 +393,22 @@ def test_unprepare_ends_the_waiting(node: Node) -> None:
     assert node.no_more(three(node)) is None
     assert "the kubelet calls again" in error_of(asking.answer())
     assert node.leftovers == (UNTOUCHED, [])
+
+
+def test_claim_that_comes_again_gets_no_device_on_which_a_process_computes(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.journal.cleaner.CLEAN_BEFORE_S", 1.0)
+    assert isinstance(node.asked(small(node)), Prepared)
+    [before] = node.ledger.details(OwnedInstance)
+    node.machine.hold_gpu(0, 4711, "python3", gpu_instance=before.gpu_instance_id, compute_instance=0)
+    assert node.no_more(small(node)) is None
+    for uid in ("uid-1", "uid-2"):
+        assert "4711" in error_of(node.asked(small(node, uid=uid)))
+    node.machine.release_gpu(0)
+    assert isinstance(node.asked(small(node)), Prepared)
+    [after] = node.ledger.details(OwnedInstance)
+    assert after.uuid != before.uuid
 
 
 def test_claim_that_wants_the_same_silicon_is_refused_until_the_one_before_gives_up(node: Node) -> None:

@@ -15,6 +15,7 @@ import pytest
 from dra_driver.api.config import GROUP_VERSION
 from dra_driver.errors import DeviceBusyError, InvalidConfigError
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
+from dra_driver.model.passthrough import OwnedCard
 from dra_driver.model.plan import Plan
 from dra_driver.model.steps import BindVfio
 from dra_driver.simulator import SimulatedPciControl
@@ -56,11 +57,11 @@ def test_card_goes_to_vfio_with_all_its_functions_and_back(node: KindNode, site:
     answer = node.prepare(wanted(site))
     assert isinstance(answer, Prepared), answer
     assert site.drivers() == {"0": "vfio-pci", "1": "vfio-pci"}
-    [entry] = node.cards.all().values()
-    assert (entry.claim_uid, entry.persistence) == ("uid-1", True)
-    assert [function.driver for function in entry.functions] == ["nvidia", "snd_hda_intel"]
+    [had] = node.ledger.details(OwnedCard)
+    assert (had.gpu_uuid, had.persistence) == (site.card.gpu_uuid, True)
+    assert [function.driver for function in had.functions] == ["nvidia", "snd_hda_intel"]
     # All that slices and metadata say of the card stays, though only the NVIDIA driver knows its name.
-    [now] = site.cards(node.plugin / "passthrough").read(())
+    [now] = site.cards(node.plugin).read(())
     assert replace(now, driver="nvidia", by_us=False) == site.card
     assert site.card.product_name is not None
     assert node.prepare(wanted(site)) == answer
@@ -90,7 +91,7 @@ def test_bind_that_fails_leaves_every_function_with_the_driver_that_it_had(
     else:
         refused(answer)
     assert node.state() == untouched
-    assert node.gpu_ledger.pending() == []
+    assert node.ledger.pending() == []
     assert isinstance(node.prepare(wanted(site)), Prepared)
 
 
@@ -137,7 +138,7 @@ def test_program_that_opens_the_gpu_after_the_first_look_is_named_and_not_waited
     refused(node.prepare(wanted(site)), "in use by dcgm-exporter (process 812)")
     assert site.simulated.session.pauses == pauses + 1
     assert node.state() == untouched
-    assert node.gpu_ledger.pending() == []
+    assert node.ledger.pending() == []
 
 
 def test_monitor_that_has_the_gpu_open_does_not_close_nvml_for_others(node: KindNode, site: Site) -> None:
@@ -189,7 +190,7 @@ def test_two_calls_of_one_claim_converge(node: KindNode, site: Site) -> None:
     one, two = in_threads(lambda: node.prepare(wanted(site)), lambda: node.prepare(wanted(site)))
     assert isinstance(one, Prepared)
     assert one == two
-    assert len(node.cards.all()) == 1
+    assert len(node.ledger.details(OwnedCard)) == 1
 
 
 def test_two_instances_converge(node: KindNode, site: Site) -> None:
@@ -211,7 +212,7 @@ def test_card_that_an_administrator_has_bound_gets_no_step_and_stays_bound(
     runner = node.runner.runners[BindVfio]
     # As where it was bound after the claim was planned.
     runner.do(step, Plan(wanted(site), (), (step,)))
-    assert dict(node.cards.all()) == {}
+    assert node.ledger.details(OwnedCard) == []
     runner.undo(step, node.executor.lost("uid-1"))
     assert site.drivers() == {"0": "vfio-pci", "1": "vfio-pci"}
 
@@ -223,7 +224,7 @@ def test_reboot_under_a_virtual_machine(node: KindNode, site: Site) -> None:
     site.machine.release_gpu(site.card.gpu_uuid)
     site.simulated.session.reopen()
     following = node.restarted(boot_id="boot-2")
-    assert dict(following.cards.all()) == {}
+    assert following.ledger.details(OwnedCard) == []
     assert site.drivers() == {"0": "nvidia", "1": "snd_hda_intel"}
     assert isinstance(following.prepare(wanted(site)), Prepared)
     assert site.drivers() == {"0": "vfio-pci", "1": "vfio-pci"}
@@ -244,8 +245,7 @@ def test_pending_return_is_void_after_a_reboot(node: KindNode, site: Site) -> No
 
 def test_ledger_that_cannot_be_read_is_in_nobodys_way(node: KindNode, site: Site) -> None:
     answer = node.prepare(wanted(site))
-    [path] = (node.plugin / "passthrough").glob("vfio-*.json")
-    path.write_bytes(b"torn")
+    (node.plugin / "ledger" / f"{site.card.gpu_uuid}.json").write_bytes(b"torn")
     following = node.restarted()
     assert following.prepare(wanted(site)) == answer
     assert following.unprepare(wanted(site)) is None
@@ -259,7 +259,7 @@ def test_claim_whose_record_was_lost_gives_its_card_back(node: KindNode, site: S
     following = node.again()
     assert following.unprepare(wanted(site)) is None
     assert site.drivers() == {"0": "nvidia", "1": "snd_hda_intel"}
-    assert dict(following.cards.all()) == {}
+    assert following.ledger.details(OwnedCard) == []
 
 
 @pytest.mark.parametrize("function", ["driver_override", "unbind", "drivers_probe"])
@@ -436,7 +436,7 @@ def test_card_that_was_pulled_out_leaves_nothing(node: KindNode, site: Site) -> 
     try:
         assert node.unprepare(wanted(site)) is None
         assert node.cleaner.outstanding() == []
-        assert dict(node.cards.all()) == {}
+        assert node.ledger.details(OwnedCard) == []
     finally:
         assert site.machine.add_gpu(gpu.model) == gpu.uuid
 
@@ -457,7 +457,7 @@ def test_card_that_is_pulled_out_under_a_virtual_machine_names_that(node: KindNo
         assert node.lanes.under_way() == {}
         site.machine.release_gpu(gpu.uuid)
         assert node.cleaner.clean_all() == []
-        assert dict(node.cards.all()) == {}
+        assert node.ledger.details(OwnedCard) == []
     finally:
         with suppress(InvalidConfigError):
             site.machine.release_gpu(gpu.uuid)
@@ -531,7 +531,7 @@ def test_other_claims_are_prepared_while_a_card_is_bound(node: KindNode, site: S
     answers: list[object] = []
     bind = threading.Thread(target=lambda: answers.append(node.prepare(wanted(site))))
     bind.start()
-    eventually(node.cards.all)
+    eventually(lambda: node.ledger.details(OwnedCard))
     began = time.monotonic()
     assert isinstance(node.prepare(claim(site.whole(4), uid="plain")), Prepared)
     assert time.monotonic() - began < 1.0

@@ -76,7 +76,6 @@ def test_all_that_happens_later_is_there_at_zero_from_the_start() -> None:
     series = {key for key in scraped(complete_metrics()) if key[0].startswith("nvidia_dra_")}
     views = {name for name, _ in series} - {name for name, _ in scraped(fresh)}
     assert views >= OPEN
-    fresh.show.value("mig", "mig_devices_stuck", lambda: 0)
     fresh.show.value("readiness", "ready", lambda: True)
     fresh.show.mps(list)
     started = {key for key in scraped(fresh) if key[0].startswith("nvidia_dra_")}

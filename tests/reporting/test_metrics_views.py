@@ -280,21 +280,19 @@ def test_single_values_follow_what_they_are_asked_of(metrics: Metrics) -> None:
     metrics.show.value("readiness", "ready", lambda: not problems)
     metrics.show.value("problem", "node_problem", lambda: bool(problems))
     metrics.show.publishing(lambda: problems[0] if problems else None, lambda: 3, lambda: 2)
-    metrics.show.value("mig", "mig_devices_stuck", lambda: len(problems))
     metrics.show.value("partitions", "partitions_unsupported", lambda: bool(problems))
     metrics.show.reports(lambda: told)
     metrics.show.mps(lambda: ["ready", "ready", *("fault" for _ in problems)])
 
     def values() -> list[float]:
         names = (
-            "ready", "node_problem", "publish_problem", "published_slices", "mig_devices_stuck",
-            "partitions_unsupported",
+            "ready", "node_problem", "publish_problem", "published_slices", "partitions_unsupported",
         )  # fmt: skip
         return [by_label(metrics, f"nvidia_dra_{name}", "driver")[DRIVER,] for name in names]
 
-    assert values() == [1, 0, 0, 3, 0, 0]
+    assert values() == [1, 0, 0, 3, 0]
     problems.append("a problem")
-    assert values() == [0, 1, 1, 3, 1, 1]
+    assert values() == [0, 1, 1, 3, 1]
     told.update(written=1, dropped=2, failed=3)
     outcomes = by_label(metrics, "nvidia_dra_notices_total", "outcome")
     assert outcomes == {("written",): 1, ("dropped",): 2, ("failed",): 3}
@@ -305,14 +303,14 @@ def test_single_values_follow_what_they_are_asked_of(metrics: Metrics) -> None:
 def test_source_that_fails_costs_its_own_metrics_only_and_is_counted(metrics: Metrics) -> None:
     error: list[Exception] = []
 
-    def stuck() -> int:
+    def failing() -> int:
         raise error[0]
 
     def kept() -> list[Any]:
         yield record(hold(GPU_0))
         raise StateError("the disk is gone")
 
-    metrics.show.value("mig", "mig_devices_stuck", stuck)
+    metrics.show.value("failing", "claims_failing", failing)
     metrics.show.claims(kept, lambda device: None, ClaimPods().of, lambda: None)
     metrics.show.value("readiness", "ready", lambda: True)
     causes = ("source", "cause")
@@ -321,13 +319,13 @@ def test_source_that_fails_costs_its_own_metrics_only_and_is_counted(metrics: Me
         found = scraped(metrics)
         names = {name for name, _ in found}
         assert names >= {"nvidia_dra_ready", "nvidia_dra_prepared_devices", "nvidia_dra_requests_total"}
-        assert not names & {"nvidia_dra_mig_devices_stuck", "nvidia_dra_claim_info"}
+        assert not names & {"nvidia_dra_claims_failing", "nvidia_dra_claim_info"}
         name = "nvidia_dra_scrape_errors_total"
         counted = {
             (labels["source"], labels["cause"]): found[name, tuple(sorted(labels.items()))]
             for labels in labelled(found, name)
         }
-        assert counted["mig", "error"] == counted["claims", "error"] == times
+        assert counted["failing", "error"] == counted["claims", "error"] == times
     counted = by_label(metrics, "nvidia_dra_scrape_errors_total", *causes)
     assert counted["readiness", "error"] == counted["claims", "timeout"] == 0
 

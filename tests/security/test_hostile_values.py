@@ -16,9 +16,9 @@ from dra_driver.api.resolve import decode
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.errors import DraDriverError, InvalidConfigError
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import ClaimLocks
 from dra_driver.journal.records import RecordStore
-from dra_driver.mig.ledger import MigLedger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.record import ClaimRecord
@@ -36,7 +36,8 @@ def attempts(base: Path, ref: ClaimRef, request: str, device: str) -> Iterator[C
     claim = AllocatedClaim(
         ref, (DeviceResult(request, DRIVER, "node", device),), pod_claim_name=request or None
     )
-    records, ledger = RecordStore(base / "claims"), MigLedger(base / "mig", "boot")
+    records = RecordStore(base / "claims")
+    ledger = Ledger(base / "ledger", records, "boot")
     specs, metadata = CdiDirectory(base / "cdi", DRIVER), MetadataFiles(base, base / "cdi", DRIVER)
     daemons, locks = DaemonRecords(MpsLayout(base / "mps")), ClaimLocks(base / "locks")
     owned = OwnedInstance(device, device, None, 19, "1g", Placement(0, 1), "boot", "created", 1, 0, None, 0)
@@ -49,9 +50,7 @@ def attempts(base: Path, ref: ClaimRef, request: str, device: str) -> Iterator[C
     yield lambda: metadata.remove(claim)
     yield lambda: metadata.forget(ref.uid)
     yield lambda: ledger.save(owned)
-    yield lambda: ledger.delete(device)
-    yield lambda: ledger.own_mode(device, None)
-    yield lambda: ledger.disown_mode(device)
+    yield lambda: ledger.remove(owned)
     yield lambda: daemons.forget(device)
     yield lambda: take_and_leave(locks, ref.uid)
 
@@ -70,11 +69,11 @@ def outside(root: Path, base: Path) -> dict[str, bytes | None]:
 def test_no_name_reads_writes_or_removes_outside(make_memory_path: Callable[[], Path]) -> None:
     root = make_memory_path()
     base = root / "plugin"
-    for name in ("claims", "mig", "cdi", "mps", "locks"):
+    for name in ("claims", "ledger", "cdi", "mps", "locks"):
         (base / name).mkdir(parents=True)
         # A link that nobody follows by a name alone.
         (base / name / LINK).symlink_to(root / "elsewhere")
-    for name in ("victim", "victim.json", "elsewhere/victim", "elsewhere/victim.json", "mode-victim.json"):
+    for name in ("victim", "victim.json", "elsewhere/victim", "elsewhere/victim.json"):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_text("precious")
     before = outside(root, base)
@@ -94,7 +93,7 @@ def test_no_name_reads_writes_or_removes_outside(make_memory_path: Callable[[], 
         attempt()
         done.add(number)
     assert outside(root, base) == before
-    assert len(done) == 14, "each of them works with good names"
+    assert len(done) == 12, "each of them works with good names"
 
 
 EVIL = "a\x1b[2J\x9b\u202e: is fine; sharing"

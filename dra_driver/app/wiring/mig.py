@@ -15,14 +15,12 @@ from dra_driver.inventory.detachment import Detachments, closed_elsewhere
 from dra_driver.journal.cleaner import StepRunner
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.kube.cluster import node_labels
-from dra_driver.mig.collector import MigCollector
-from dra_driver.mig.context import MigContext
-from dra_driver.mig.create import MigDevices
+from dra_driver.mig.devices import MigDevices
 from dra_driver.mig.holders import MigHolders
 from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile
 from dra_driver.mig.layouts import NodeLayouts
-from dra_driver.mig.ledger import MigLedger
-from dra_driver.mig.steps import MigSteps
+from dra_driver.mig.mode import MigContext, MigMode
+from dra_driver.mig.offer import LedgerOwnership
 from dra_driver.model.host import HostPaths
 from dra_driver.model.mig import GpuLayout, OwnedInstance
 from dra_driver.model.steps import CreateMig, LeaveMigMode
@@ -52,7 +50,7 @@ def _kept(labels: Callable[[], Mapping[str, str]]) -> Callable[[], Mapping[str, 
 
 
 class MigParts:
-    """Ledger, devices, steps and collector. They exist also if MIG on demand is switched off, because earlier claims
+    """Devices, mode and layouts. They exist also if MIG on demand is switched off, because earlier claims
     may still have to be taken back."""
 
     def __init__(
@@ -71,32 +69,31 @@ class MigParts:
 
         @contextmanager
         def whole_action() -> Iterator[None]:
-            # Forgetting an entry, such as one of an older boot, needs no NVML. Everything else fails by itself.
+            # Forgetting a detail of the ledger needs no NVML. Everything else fails by itself.
             with ExitStack() as held:
                 with suppress(NvmlUnavailableError):
                     held.enter_context(kept_open())
                 yield
 
         self._has_layouts = settings.mig_layouts.is_on
-        self.ledger = MigLedger(settings.plugin_directory / "mig", driver.boot_id)
-        self._context = MigContext(
+        self._ledger = driver.ledger
+        self.ownership = LedgerOwnership(driver.ledger)
+        context = MigContext(
             MigHardware(kept_open, closed_elsewhere(session, detachments, lanes.refuse_beside_hang)),
-            self.ledger,
+            driver.ledger,
             MigHolders(driver.records, lost_devices),
             partial(changes.tell, Change.MIG_DEVICE),
-            left_over=lambda: driver.cleaner.wake(),  # noqa: PLW0108  made later
             operation=whole_action,
             clock=time.monotonic,
             pause=time.sleep,
         )
-        self.devices = MigDevices(self._context)
-        self.collector = MigCollector(
-            self._context, self.devices, partial(changes.tell, Change.MIG_SPACE_FREED)
-        )
+        self.mode = MigMode(context)
+        self._devices = MigDevices(context, self.mode, paths.proc)
         self._layout_file = LayoutFile(settings.plugin_directory / LAYOUT_FILE)
         self._layouts = NodeLayouts(
-            self._context,
-            self.devices,
+            context,
+            self._devices,
+            self.mode,
             lanes,
             driver.planning,
             GpuLocks(settings.plugin_directory / "locks", ".layout.lock"),
@@ -109,11 +106,6 @@ class MigParts:
             rescan=lambda: driver.discovery.scan_now(_RESCAN_S),
             on_change=partial(changes.tell, Change.MIG_LAYOUT),
         )
-        self._steps = MigSteps(self._context, self.devices, paths.proc)
-
-    def open(self) -> None:
-        """Make the ledger's directory. Raises: StateError."""
-        self.ledger.open()
 
     def start(self) -> None:
         """Begin to bring the node's layout about, if it may have one."""
@@ -136,7 +128,7 @@ class MigParts:
 
     def runners(self) -> dict[type, StepRunner]:
         """The runner of each type of step."""
-        return {CreateMig: self._steps, LeaveMigMode: self._steps}
+        return {CreateMig: self._devices, LeaveMigMode: self._devices}
 
     def look_soon(self) -> None:
         """The GPUs, or the claims on them, may be others than before."""
@@ -144,7 +136,7 @@ class MigParts:
 
     def created_instance(self, device: str) -> OwnedInstance | None:
         """The created instance of a device now; None if there is none."""
-        return self.ledger.created_instance(device)
+        return self._ledger.created_instance(device)
 
     def uuid_of(self, device: str) -> str | None:
         """The UUID that a device has now."""

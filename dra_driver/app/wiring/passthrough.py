@@ -14,14 +14,13 @@ from dra_driver.host.vfio import VfioCards
 from dra_driver.inventory.detachment import Detachments, nvml_pause
 from dra_driver.journal.cleaner import StepRunner
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.passthrough import Card
+from dra_driver.model.passthrough import Card, OwnedCard
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import bindings
 from dra_driver.model.steps import BindVfio
 from dra_driver.nvml.gpu_users import PersistenceModes
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards
-from dra_driver.passthrough.ledger import DIRECTORY, PassthroughLedger
 from dra_driver.passthrough.rules.unavailable_cards import refused, unavailable
 from dra_driver.passthrough.steps import VfioSteps, waits_for_nvml
 
@@ -32,8 +31,8 @@ _log = structlog.get_logger(__name__)
 
 
 class PassthroughParts:
-    """Ledger, cards and the step. They exist also if passthrough is switched off, because earlier claims may still have
-    to be taken back; then nothing of it runs on a node whose ledger is empty."""
+    """Cards and the step. They exist also if passthrough is switched off, because earlier claims may still have
+    to be taken back; then nothing of it runs on a node whose ledgers have no card."""
 
     def __init__(
         self, driver: Driver, platform: Platform, nvml: NvmlReader, detachments: Detachments
@@ -50,18 +49,18 @@ class PassthroughParts:
         self._is_wanted = settings.for_virtual_machines is not None
         self._is_on = False
         self._cards: tuple[Card, ...] = ()
-        self.ledger = PassthroughLedger(settings.plugin_directory / DIRECTORY, boot_id)
+        self._ledger = driver.ledger
         cards = self.host = VfioCards(platform.paths, platform.nodes, platform.pci)
         self._known = KnownCards(
             cards,
-            self.ledger,
+            driver.ledger,
             settings.for_virtual_machines,
             lambda: bindings(driver.known_records(), boot_id),
         )
         persistence = PersistenceModes(lambda: nvml.session.operation(waits_for_nvml))
         self.steps = VfioSteps(
             cards,
-            self.ledger,
+            driver.ledger,
             nvml,
             nvml_pause(nvml.session, detachments),
             persistence,
@@ -71,10 +70,9 @@ class PassthroughParts:
         )
 
     def open(self) -> None:
-        """Make the ledger's directory where it is needed. Raises: StateError."""
-        if self._is_wanted or self.ledger.exists():
-            self.ledger.open()
-            self._is_on = self._is_wanted or bool(self.ledger.all()) or self.ledger.has_unreadable()
+        """Look in the ledger, after it was opened, whether there is anything to do. Raises: StateError."""
+        has_cards = bool(self._ledger.details(OwnedCard)) or bool(self._ledger.unreadable())
+        self._is_on = self._is_wanted or has_cards
 
     def runners(self) -> dict[type, StepRunner]:
         """The runner of the step."""

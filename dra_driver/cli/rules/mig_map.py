@@ -164,8 +164,8 @@ def _title(seen: SeenInstance) -> str:
 
 _OURS = {
     "creating": "being made by gpu-dra-driver",
+    "unknown": "being made by gpu-dra-driver",
     "created": "made by gpu-dra-driver, held by no claim",
-    "orphan": "made by gpu-dra-driver, held by no claim, to be destroyed",
 }
 
 
@@ -284,6 +284,8 @@ def _without_claim(
         return "unknown, since the records of gpu-dra-driver could not be read"
     for owned in known.owned:
         if owned.gpu_uuid == gpu.uuid and _is_same(owned, instance, devices, known.boot_id):
+            if owned.slot in known.leaving(gpu.uuid):
+                return "made by gpu-dra-driver, held by no claim, to be destroyed"
             of_layout = owned.is_of_layout and owned.phase == "created"
             return "free, of the node's MIG layout" if of_layout else _OURS[owned.phase]
     if on_demand:

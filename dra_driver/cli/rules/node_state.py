@@ -12,6 +12,7 @@ from dra_driver.model.ids import mig_device_name
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, GpuLayout, OwnedInstance
 from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig
 
 BOOT_UNKNOWN = (
     "the ID of this boot cannot be read, so a claim that is shown as prepared may be of a boot before; "
@@ -26,7 +27,7 @@ class NodeState:
 
     `boot_id` is the boot that runs now, None where it is not known: an entry of the ledger from another one means
     nothing any more. `modes` are the UUIDs of the GPUs whose MIG mode gpu-dra-driver switched on in this boot.
-    `ledger_fault` says why nothing of the MIG ledger can be read.
+    `ledger_fault` says why no ledger can be read.
     """
 
     records: Sequence[ClaimRecord] = ()
@@ -44,6 +45,11 @@ class NodeState:
     def known_records(self) -> list[ClaimRecord]:
         """Of claims, and of those whose cleanup is pending."""
         return [*self.records, *(one.record for one in self.cleanups)]
+
+    def leaving(self, gpu_uuid: str) -> set[tuple[int, int]]:
+        """The slots of the MIG devices of a GPU that are to be destroyed."""
+        steps = (step for one in self.cleanups for step in one.steps)
+        return {step.slot for step in steps if isinstance(step, CreateMig) and step.gpu_uuid == gpu_uuid}
 
     def instance_ids(self, inventory: Inventory) -> Mapping[str, tuple[str, int, int]]:
         """The GPU's UUID, GPU and compute instance ID by the device name of each MIG device: what NVML shows, and else
@@ -77,8 +83,9 @@ class Ownership:
 
     def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
         """Those of the instances on a GPU that gpu-dra-driver did not make."""
-        ours = {entry.slot for entry in self._entries(gpu_uuid) if self.ended or entry.phase != "orphan"}
-        return instances_to_withhold(existing, ours, orphans=())
+        leaving = () if self.ended else self.state.leaving(gpu_uuid)
+        ours = {entry.slot for entry in self._entries(gpu_uuid) if entry.slot not in leaving}
+        return instances_to_withhold(existing, ours, leaving=())
 
     def mode_is_ours(self, gpu_uuid: str) -> bool:
         """Whether gpu-dra-driver switched MIG mode on."""

@@ -4,10 +4,9 @@
 |---|---|
 | a time slice | is offered, and no claim waits for it |
 | an MPS daemon, with its compute mode | is withheld; who wants the GPU has it undone first |
-| a MIG device, while the GPU is busy | is withheld; who wants the GPU has it destroyed first |
+| a MIG device | is withheld, with all that overlaps it; who wants the GPU has it destroyed first |
 | a card's return from vfio, while a virtual machine runs | is withheld in every view; the same |
 
-A MIG device that cannot be destroyed for another reason is an orphan in the ledger of `mig`, and no pending cleanup.
 What a claim that has not ended has set too is not undone; that claim's own entry stays. A reboot undoes all of it.
 """
 
@@ -19,6 +18,8 @@ from typing import Literal
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.inventory import OfferedDevice
+from dra_driver.model.mig import OwnedInstance, OwnedMode
+from dra_driver.model.passthrough import OwnedCard
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.steps import BindVfio, CreateMig, RunMps, SetTimeSlice, Step, writes_files
 
@@ -93,9 +94,12 @@ def is_undone_in_lane(step: Step) -> bool:
     return isinstance(step, SetTimeSlice | RunMps | CreateMig | BindVfio)
 
 
-def counts(entry: LedgerEntry, boot_id: str | None) -> bool:
-    """Whether no reboot has undone the entry's step; an MPS daemon leaves directories. Without a `boot_id` none has."""
-    return boot_id in (None, entry.boot_id) or isinstance(entry.step, RunMps)
+def counts(item: LedgerEntry | OwnedInstance | OwnedMode | OwnedCard, boot_id: str | None) -> bool:
+    """Whether no reboot has undone what is in a ledger; an MPS daemon leaves directories. Without a `boot_id` none
+    has."""
+    return boot_id in (None, item.boot_id) or (
+        isinstance(item, LedgerEntry) and isinstance(item.step, RunMps)
+    )
 
 
 def has_ended(

@@ -1,0 +1,373 @@
+"""Makes and destroys the MIG devices that claims and the node's layout ask for.
+
+The ledger of the GPU has a detail of each device, written before its GPU instance is made, and removed after the
+instance is gone:
+
+    (none) ──▶ creating ──▶ creating, with the GPU instance's ID ──▶ created, with compute instance and UUID
+       ▲          │ ▲                     │                              │
+       │          ▼ └ it appears, or the next try makes it               │
+       ├─30 s── unknown: NVML left open whether it made the instance     │
+       └──────────┴── compute instance, GPU instance and detail gone ◀───┘
+
+| Step of a creation | A crash after it leaves | The next Prepare | The undo, where no claim needs the device |
+|---|---|---|---|
+| mode noted as ours | a note, mode off | switches it on | removes the note |
+| mode on | note, mode on | goes on | mode off |
+| detail `creating` | a detail alone | makes the GPU instance | removes the detail |
+| GPU instance | a detail, and a GPU instance at its slot | takes that one over | destroys it |
+| its ID in the detail | the same | the same | the same |
+| compute instance | GPU instance with one compute instance | takes both over | destroys both |
+| detail `created` | everything | finds its work done | destroys everything |
+
+| Step of a destruction | A crash after it leaves | The next Prepare | The next undo |
+|---|---|---|---|
+| compute instance gone | detail, GPU instance | makes a new one in it | goes on |
+| GPU instance gone | detail | makes everything | removes the detail |
+| detail gone | mode on | makes everything | mode off |
+| mode off | a note | the same | removes the note |
+
+When a creation fails, the same call undoes what it made. What it cannot undo, and every undo that fails, is pending
+cleanup like that of any other step. So is a device in phase `unknown`, until its instance has appeared and is
+destroyed, or has not appeared for 30 s; after a crash these begin again with the first look. `MigMode` leaves the mode.
+
+An instance is ours while the ledger has its slot, the GPU instance's ID and the MIG device's UUID as far as they are
+known, and the boot is the same. All else is somebody else's and is left alone, also what somebody made by hand in the
+place of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import structlog
+
+from dra_driver.base.backoff import Backoff
+from dra_driver.base.deadline import seconds_for
+from dra_driver.errors import (
+    ClaimRefusedError,
+    DeviceBusyError,
+    DeviceLostError,
+    DraDriverError,
+    NotSupportedError,
+    NvmlTransientError,
+    NvmlUnavailableError,
+    NvmlUnknownOutcomeError,
+    RetryableError,
+)
+from dra_driver.host.capability_nodes import MigCaps
+from dra_driver.mig.mode import MigContext, MigMode
+from dra_driver.mig.rules.ownership import at_slot, is_ours
+from dra_driver.model.mig import GpuAddress, GpuInstance, OwnedInstance
+from dra_driver.model.plan import Plan
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig, LeaveMigMode, Step
+
+_log = structlog.get_logger(__name__)
+
+_PAUSE_FIRST_S, _PAUSE_MOST_S = 0.02, 0.1
+_BUSY_S = 0.5
+"""How long an undo waits for the processes of its device to end."""
+_EXPECTED_S = 30.0
+"""How long an instance may still appear after NVML left open whether it made it."""
+
+
+class MayAppearError(RetryableError):
+    """A GPU instance is not there, but may still appear."""
+
+
+class MigDevices:
+    """Does and undoes `CreateMig` and `LeaveMigMode`. Each call converges: any number of calls leaves what one call
+    leaves. The lane of the GPU runs it."""
+
+    def __init__(self, context: MigContext, mode: MigMode, proc: str) -> None:
+        """`proc` is the host's procfs."""
+        self._context = context
+        self._hardware = context.hardware
+        self._ledger = context.ledger
+        self._mode = mode
+        self._proc = proc
+        self._expected_until: dict[str, float] = {}  # by device
+
+    # --- steps of claims -----------------------------------------------------------------------
+
+    def do(self, step: Step, plan: Plan) -> None:
+        """Have the device exist, or the GPU whole. Raises: ClaimRefusedError, RetryableError, StateError."""
+        try:
+            with self._context.operation():
+                if isinstance(step, CreateMig):
+                    self.create(step)
+                elif isinstance(step, LeaveMigMode):
+                    self._make_whole(step)
+        except NotSupportedError as error:
+            raise ClaimRefusedError(
+                f"{error}; delete the pod and its claim so that they are allocated anew"
+            ) from error
+
+    def undo(self, step: Step, record: ClaimRecord) -> None:
+        """Destroy the device; `MigMode` leaves the mode. Raises: as `destroy`."""
+        instance = self._instance(step) if isinstance(step, CreateMig) else None
+        if instance is not None:
+            patience = seconds_for(f"destroy MIG device {instance.device}", _BUSY_S)
+            with self._context.operation():
+                self.destroy(instance, patience)
+
+    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+        """Whether the device was made in this boot and the driver still shows its capability files."""
+        if not isinstance(step, CreateMig):
+            return True
+        made = self._instance(step)
+        if made is None or made.phase != "created":
+            return False
+        minor, gpu_instance, compute = made.gpu_minor, made.gpu_instance_id, made.compute_instance_id
+        if minor is None or gpu_instance is None or compute is None:
+            return False
+        return MigCaps(self._proc).exist(minor, gpu_instance, compute)
+
+    # --- creation ------------------------------------------------------------------------------
+
+    def create(self, step: CreateMig, *, for_layout: bool = False) -> OwnedInstance:
+        """Have the device of a step exist, for a claim or for the node's layout.
+
+        Raises: ClaimRefusedError if something of somebody else's is in the way; DeviceBusyError; NvmlTransientError;
+        RetryableError; StateError. What this call made is undone then, but for the MIG mode, which goes with the claim.
+        """
+        with self._context.observed("create", step.device) as made:
+            known, found = self._instance(step), self._hardware.instances(*step.gpu)
+            there = None if known is None else at_slot(known, found)
+            if known is not None and there is not None:
+                if known.is_of_layout != for_layout:
+                    known = replace(known, is_of_layout=for_layout)
+                    self._ledger.save(known)
+                created = self._complete(known, there)
+            else:
+                known, created = None, self._make(step, found, for_layout)
+        self._expected_until.pop(step.device, None)
+        if created != known:
+            made()
+        return created
+
+    def _instance(self, step: CreateMig) -> OwnedInstance | None:
+        """What the ledger says of the device of a step."""
+        of_gpu = self._ledger.details(OwnedInstance, step.gpu_uuid)
+        return next((one for one in of_gpu if one.device == step.device), None)
+
+    def _complete(self, known: OwnedInstance, there: GpuInstance) -> OwnedInstance:
+        """Make what is missing of the device; what the ledger says then, which is the same if nothing was."""
+        inside = self._hardware.compute_instances(*known.gpu, there.gpu_instance_id)
+        if not is_ours(known, there, inside):
+            raise ClaimRefusedError(
+                f"GPU instance {there.gpu_instance_id} of GPU {known.gpu_uuid} is in the place of MIG device "
+                f"{known.device} but is not the one that this driver made; destroy it by hand (nvidia-smi mig), "
+                "then delete the pod"
+            )
+        if not inside:
+            return self._add_compute_instance(known, there.gpu_instance_id)
+        return self._save_created(known, there.gpu_instance_id, *inside[0])
+
+    def _make(self, step: CreateMig, found: Iterable[GpuInstance], for_layout: bool) -> OwnedInstance:
+        """Make the device from nothing."""
+        in_the_way = [instance for instance in found if instance.placement.overlaps(step.placement)]
+        self._clear(step.gpu, in_the_way, f"MIG device {step.device}")
+        self._mode.enter(step.gpu)
+        instance = OwnedInstance(
+            device=step.device,
+            gpu_uuid=step.gpu_uuid,
+            pci_bus_id=step.pci_bus_id,
+            profile_id=step.profile_id,
+            profile_name=step.profile_name,
+            placement=step.placement,
+            boot_id=self._ledger.boot_id or "",
+            is_of_layout=for_layout,
+        )
+        try:
+            self._ledger.save(instance)
+            gpu_instance_id = self._make_gpu_instance(instance)
+            instance = replace(instance, gpu_instance_id=gpu_instance_id)
+            self._ledger.save(instance)
+        except Exception:
+            self._take_back(step)
+            raise
+        return self._add_compute_instance(instance, gpu_instance_id)
+
+    def _make_gpu_instance(self, instance: OwnedInstance) -> int:
+        try:
+            return self._hardware.create(*instance.gpu, instance.profile_id, instance.placement)
+        except (NvmlUnavailableError, DeviceLostError):
+            raise  # there may be an instance now; it is taken back with the detail
+        except NvmlUnknownOutcomeError:
+            self._expected_until[instance.device] = self._context.clock() + _EXPECTED_S
+            self._ledger.save(replace(instance, phase="unknown"))
+            raise
+        except DraDriverError as error:
+            if self._is_late_in_the_way(instance) and type(error) is RetryableError:
+                raise NvmlTransientError(str(error)) from error
+            raise
+
+    def _is_late_in_the_way(self, refused: OwnedInstance) -> bool:
+        """Whether an instance of ours that NVML left open before may be in the way. NVML refused this creation, so that
+        it left nothing: whatever is at the slot is somebody else's, unless it comes from such an earlier creation."""
+        if self._may_appear(refused.device):
+            self._ledger.save(replace(refused, phase="unknown"))
+            return True
+        self._ledger.remove(refused)
+        return any(
+            self._may_appear(other.device) and other.placement.overlaps(refused.placement)
+            for other in self._ledger.details(OwnedInstance, refused.gpu_uuid)
+        )
+
+    def _may_appear(self, device: str) -> bool:
+        return self._context.clock() < self._expected_until.get(device, 0.0)
+
+    def _add_compute_instance(self, instance: OwnedInstance, gpu_instance_id: int) -> OwnedInstance:
+        # A UUID in the ledger is that of a compute instance which is gone.
+        bare = replace(instance, gpu_instance_id=gpu_instance_id, compute_instance_id=None, uuid=None)
+        try:
+            if bare != instance:
+                self._ledger.save(replace(bare, phase="creating"))
+            return self._save_created(
+                bare, gpu_instance_id, *self._hardware.create_compute(*bare.gpu, gpu_instance_id)
+            )
+        except Exception:
+            self._take_back(instance)
+            raise
+
+    def _save_created(
+        self, known: OwnedInstance, gpu_instance_id: int, compute_instance_id: int, uuid: str
+    ) -> OwnedInstance:
+        created = replace(
+            known,
+            phase="created",
+            gpu_instance_id=gpu_instance_id,
+            compute_instance_id=compute_instance_id,
+            uuid=uuid,
+            gpu_minor=self._hardware.minor(*known.gpu),
+        )
+        if created != known:
+            self._ledger.save(created)
+        return created
+
+    def _take_back(self, failed: CreateMig | OwnedInstance) -> None:
+        """Undo what a failed creation made, as far as the ledger knows it. The caller raises the error of the creation,
+        so that one from here is only logged."""
+        try:
+            of_gpu = self._ledger.details(OwnedInstance, failed.gpu_uuid)
+            for instance in of_gpu:
+                if instance.device == failed.device:
+                    self.destroy(instance)
+        except MayAppearError:
+            pass
+        except DraDriverError as error:
+            _log.error("mig_device_not_undone", device=failed.device, reason=str(error))
+
+    def _clear(self, gpu: GpuAddress, in_the_way: Sequence[GpuInstance], wanted: str) -> None:
+        """Destroy the instances that are ours and that no claim uses. Raises: ClaimRefusedError if one is somebody
+        else's, DeviceBusyError if one is in use; nothing is destroyed then."""
+        if not in_the_way:
+            return
+        ours = {one.slot: one for one in self._ledger.details(OwnedInstance, gpu.uuid)}
+        users = self._context.users.by_device()
+        unused: list[tuple[GpuInstance, OwnedInstance]] = []
+        for instance in in_the_way:
+            known = ours.get(instance.slot)
+            if known is None:
+                raise _somebody_elses(gpu, instance, wanted)
+            if known.device in users:
+                raise DeviceBusyError(
+                    f"{wanted} needs GPU instance {instance.gpu_instance_id} of GPU {gpu.uuid} to be gone, which is "
+                    f"MIG device {known.device} of {users[known.device]}; it is retried until that is unprepared"
+                )
+            unused.append((instance, known))
+        for instance, known in unused:
+            if not self.destroy(known):
+                raise _somebody_elses(gpu, instance, wanted)
+
+    def _make_whole(self, step: LeaveMigMode) -> None:
+        """Have a GPU out of MIG mode.
+
+        Raises: ClaimRefusedError if somebody else's instance is on it, or the mode is not ours; RetryableError if a
+        claim uses an instance of ours; DeviceBusyError.
+        """
+        self._clear(step.gpu, self._hardware.instances(*step.gpu), f"GPU {step.gpu_uuid} as a whole")
+        self._mode.leave(step.gpu)
+
+    # --- destruction ---------------------------------------------------------------------------
+
+    def destroy(self, instance: OwnedInstance, patience_s: float = 0.0) -> bool:
+        """Destroy the compute instance and the GPU instance, then remove the detail. False if what is there is somebody
+        else's: then only the detail is removed.
+
+        Raises: DeviceBusyError that names the holders, if they are still there after `patience_s` seconds;
+        MayAppearError, NvmlUnavailableError, DeviceLostError, RetryableError, StateError. The detail stays then.
+        """
+        with self._context.observed("destroy", instance.device) as destroyed:
+            outcome = self._destroy_patiently(instance, self._context.clock() + patience_s)
+            if outcome == "destroyed":
+                destroyed()
+        if outcome == "missing" and instance.phase == "unknown":
+            self._expected_until.setdefault(instance.device, self._context.clock() + _EXPECTED_S)
+            if self._may_appear(instance.device):
+                raise MayAppearError(
+                    f"NVML left open whether it made MIG device {instance.device}, which may still appear"
+                )
+        self._expected_until.pop(instance.device, None)
+        self._ledger.remove(instance)
+        return outcome != "foreign"
+
+    def _destroy_patiently(
+        self, instance: OwnedInstance, deadline: float
+    ) -> Literal["destroyed", "missing", "foreign"]:
+        backoff = Backoff(_PAUSE_FIRST_S, _PAUSE_MOST_S)
+        while True:
+            pause = backoff.step()
+            try:
+                return self._destroy(instance)
+            except DeviceBusyError:
+                if self._context.clock() + pause > deadline:
+                    raise
+            self._context.pause(pause)
+
+    def _destroy(self, known: OwnedInstance) -> Literal["destroyed", "missing", "foreign"]:
+        there = at_slot(known, self._hardware.instances(*known.gpu))
+        if there is None:
+            return "missing"
+        inside = self._hardware.compute_instances(*known.gpu, there.gpu_instance_id)
+        if not is_ours(known, there, inside):
+            _log.warning(
+                "mig_device_remade",
+                device=known.device,
+                gpu_uuid=known.gpu_uuid,
+                gpu_instance_id=there.gpu_instance_id,
+                remedy="somebody else made the instance in the place of ours; it is left alone",
+            )
+            return "foreign"
+        self._destroy_whole(known.gpu, there.gpu_instance_id, inside)
+        return "destroyed"
+
+    def _destroy_whole(self, gpu: GpuAddress, number: int, inside: Sequence[tuple[int, str]]) -> None:
+        for compute_instance_id, _ in inside:
+            self._hardware.destroy_compute(*gpu, number, compute_instance_id)
+        self._hardware.destroy(*gpu, number)
+
+    def destroy_foreign(self, gpu: GpuAddress, instance: GpuInstance) -> None:
+        """Destroy an instance that somebody else made, with what is in it. Raises: DeviceBusyError if it is in use;
+        RetryableError."""
+        number = instance.gpu_instance_id
+        inside = self._hardware.compute_instances(*gpu, number)
+        _log.warning(
+            "mig_instance_of_others_destroyed",
+            gpu_uuid=gpu.uuid,
+            gpu_instance_id=number,
+            profile_id=instance.profile_id,
+            uuids=[uuid for _, uuid in inside],
+        )
+        self._destroy_whole(gpu, number, inside)
+
+
+def _somebody_elses(gpu: GpuAddress, instance: GpuInstance, wanted: str) -> ClaimRefusedError:
+    return ClaimRefusedError(
+        f"{wanted} needs GPU instance {instance.gpu_instance_id} (profile {instance.profile_id}) of GPU {gpu.uuid} to "
+        "be gone, which somebody else made and which is therefore left alone; destroy it by hand (nvidia-smi mig), "
+        "or delete the pod and its claim so that they are allocated anew"
+    )

@@ -1,0 +1,197 @@
+"""The ledger of each GPU on disk. What it means for cleanups is in `test_cleaner.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dra_driver.base.json_store import UnreadableFile
+from dra_driver.errors import StateError
+from dra_driver.journal.ledger import Ledger
+from dra_driver.journal.records import RecordStore
+from dra_driver.journal.rules.cleanups import LedgerEntry
+from dra_driver.mig.offer import LedgerOwnership
+from dra_driver.model.claim import ClaimRef
+from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode, Placement
+from dra_driver.model.passthrough import FunctionBefore, OwnedCard
+from dra_driver.model.steps import SetTimeSlice
+from tests.fakes.clock import Clock
+from tests.fakes.directories import names
+
+GPU = "GPU-00000002-06c0-7d70-1a51-e59b25b2c16c"
+ONE = OwnedInstance(
+    "gpu-00000002-mig-1g10gb-19-0", GPU, "0000:12:00.0", 19, "1g.10gb", Placement(0, 1), "boot-1", "created",
+    7, 0, "MIG-1", 2,
+)  # fmt: skip
+TWO = replace(ONE, device="gpu-00000002-mig-1g10gb-19-3", placement=Placement(3, 1), phase="unknown")
+MODE = OwnedMode(GPU, None, "boot-1")
+CARD = OwnedCard(
+    GPU,
+    "0000:1b:00.0",
+    "boot-1",
+    (FunctionBefore("0000:1b:00.0", "nvidia"), FunctionBefore("0000:1b:00.1", None, "none")),
+    True,
+    "NVIDIA L40S",
+)
+ENTRY = LedgerEntry(
+    ClaimRef("default", "claim-1", "uid-1"), "boot-1", SetTimeSlice(GPU, 3), 1000, "no nvidia-smi"
+)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(100.0)
+
+
+@pytest.fixture
+def open_ledger(tmp_path: Path, clock: Clock) -> Callable[..., Ledger]:
+    """Another instance of the plugin over the same directory."""
+    records = RecordStore(tmp_path / "claims")
+    records.open("boot-1")
+
+    def one(boot_id: str = "boot-1", reader: Callable[[UnreadableFile], None] | None = None) -> Ledger:
+        ledger = Ledger(tmp_path / "ledger", records, boot_id, reader=reader, clock=clock)
+        if reader is None:
+            ledger.open()
+        return ledger
+
+    return one
+
+
+@pytest.fixture
+def ledger(open_ledger: Callable[..., Ledger]) -> Ledger:
+    return open_ledger()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "ledger" / f"{GPU}.json"
+
+
+def details(ledger: Ledger) -> list[object]:
+    return [one for kind in (OwnedInstance, OwnedMode, OwnedCard) for one in ledger.details(kind)]
+
+
+def test_detail_is_there_for_both_instances_until_it_is_removed(
+    ledger: Ledger, open_ledger: Callable[..., Ledger], file: Path
+) -> None:
+    other, everything = open_ledger(), (ONE, TWO, MODE, CARD)
+    for one in everything:
+        ledger.save(one)
+    ledger.save(replace(ONE, uuid="MIG-2"))
+    ledger.save(ONE)
+    assert set(details(other)) == set(everything)
+    assert (other.created_instance(ONE.device), other.created_instance(TWO.device)) == (ONE, None)
+    assert other.details(OwnedInstance, "GPU-9") == []
+    for one in everything:
+        other.remove(one)
+        other.remove(one)
+    assert (details(ledger), file.exists()) == ([], False)
+
+
+def test_file_has_the_golden_form(ledger: Ledger, file: Path, is_golden: Callable[[Path, str], None]) -> None:
+    """Another form would need another format number."""
+    for one in (ONE, MODE, CARD):
+        ledger.save(one)
+    ledger.add(ENTRY)
+    shown = json.dumps(json.loads(file.read_bytes()), indent=1) + "\n"
+    is_golden(Path(__file__).parent / "golden" / "ledger.json", shown)
+
+
+def test_reboot_makes_everything_void_and_the_next_write_removes_it(
+    ledger: Ledger, open_ledger: Callable[..., Ledger], file: Path
+) -> None:
+    for one in (ONE, MODE, CARD):
+        ledger.save(one)
+    ledger.add(ENTRY)
+    following = open_ledger("boot-2")
+    assert (details(following), following.entries(), following.void()) == ([], [], {GPU})
+    following.change((), (), following.void())
+    assert not file.exists()
+
+
+def test_what_is_gone_is_remembered_for_a_while(
+    ledger: Ledger, open_ledger: Callable[..., Ledger], clock: Clock
+) -> None:
+    """A look at the hardware may have begun before the removal."""
+    here, there, old = (GpuInstance(7 + start, 19, Placement(start, 1)) for start in (0, 3, 5))
+    ours, other = LedgerOwnership(ledger), open_ledger()
+
+    def foreign() -> set[GpuInstance]:
+        return set(ours.foreign_instances(GPU, (here, there, old)))
+
+    older = replace(ONE, device="gpu-9", boot_id="boot-0", placement=Placement(5, 1))
+    for one in (ONE, TWO, older, MODE):
+        ledger.save(one)
+    assert (foreign(), ours.mode_is_ours(GPU)) == ({old}, True)
+    ledger.remove(ONE)
+    clock.now += 29
+    other.remove(TWO)
+    other.remove(MODE)
+    assert (foreign(), ours.mode_is_ours(GPU)) == ({old}, True)
+    clock.now += 2
+    assert foreign() == {old, here}
+    clock.now += 30
+    assert (foreign(), ours.mode_is_ours(GPU)) == ({old, here, there}, False)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b'{"version": 1, "entries": [{"kind": "card"}]}', b"[1]", b'{"version": 0}']
+)
+def test_unreadable_ledger_is_set_aside_and_the_others_are_served(
+    ledger: Ledger, file: Path, logs: list, content: bytes
+) -> None:
+    elsewhere = replace(ONE, gpu_uuid="GPU-9")
+    ledger.save(elsewhere)
+    file.write_bytes(content)
+    for _ in range(2):
+        assert (details(ledger), ledger.unreadable()) == ([elsewhere], {GPU})
+    [line] = [line for line in logs if line["event"] == "ledger_unreadable"]
+    assert (line["gpu_uuid"], Path(line["kept_as"]).read_bytes()) == (GPU, content)
+    ledger.save(CARD)
+    assert details(ledger) == [elsewhere, CARD]
+
+
+def test_ledger_of_a_newer_release_is_not_written_over(ledger: Ledger, file: Path) -> None:
+    file.write_text('{"version": 2}')
+    assert (details(ledger), ledger.unreadable()) == ([], {GPU})
+    for call in (lambda: ledger.save(CARD), lambda: ledger.change([ENTRY], ())):
+        with pytest.raises(StateError, match="newer release"):
+            call()
+    ledger.remove(CARD)
+    assert file.read_text() == '{"version": 2}'
+
+
+def test_reader_changes_nothing(open_ledger: Callable[..., Ledger], tmp_path: Path) -> None:
+    told: list[UnreadableFile] = []
+    reader = open_ledger(reader=told.append)
+    assert details(reader) == []
+    assert not (tmp_path / "ledger").exists()
+    open_ledger()
+    (tmp_path / "ledger" / f"{GPU}.json").write_bytes(b"torn")
+    assert details(reader) == []
+    assert [found.name for found in told] == [GPU]
+    assert names(tmp_path / "ledger") == [".boot", f"{GPU}.json"]
+
+
+@pytest.mark.parametrize("uuid", ["", "..", "../x", "/etc/passwd", "a\n", "a\0b", "ä", "x" * 300])
+def test_gpu_whose_uuid_leads_elsewhere_is_refused(ledger: Ledger, tmp_path: Path, uuid: str) -> None:
+    with pytest.raises(StateError, match="is not usable as a file name; the ledger is refused"):
+        ledger.save(replace(MODE, gpu_uuid=uuid))
+    assert names(tmp_path / "ledger") == [".boot"]
+
+
+def test_what_a_power_cut_tore_is_removed_at_the_next_boot(
+    ledger: Ledger, open_ledger: Callable[..., Ledger], tmp_path: Path, file: Path, logs: list
+) -> None:
+    ledger.save(ONE)
+    whole = file.read_bytes()
+    for name, content in {"empty": b"", "zeros": b"\0" * 9, "GPU-9": whole[: len(whole) // 2]}.items():
+        (tmp_path / "ledger" / f"{name}.json").write_bytes(content)
+    open_ledger("boot-2")
+    assert names(tmp_path / "ledger") == [".boot", f"{GPU}.json"]
+    assert [(line["event"], line["log_level"]) for line in logs] == [("ledger_torn", "info")] * 3
