@@ -89,9 +89,7 @@ def test_every_import_of_the_driver_is_declared() -> None:
                 continue
             for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"dra_driver"}:
                 found = {canonicalize_name(owner) for owner in owners.get(top, ())}
-                assert found & declared or top == "nvidia_mps_daemon", (
-                    f"{file}: {top} of {found} is not declared"
-                )
+                assert found & declared, f"{file}: {top} of {found} is not declared"
 
 
 @pytest.mark.parametrize("python", PYTHONS)

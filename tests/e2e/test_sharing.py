@@ -189,9 +189,9 @@ def test_ten_claims_of_two_namespaces_share_a_gpu_and_the_eleventh_waits(sharing
         assert len(seen) == 1
         assert len(daemons()) == 1
         for name, space in names[:10]:
-            got = printed(sharing, name, "mps", "pinned_device_mem_limit_mib", namespace=space)
+            got = printed(sharing, name, "mps", "pinned_device_mem_limit", namespace=space)
             assert got["mps"] == "connected", got
-            assert got["pinned_device_mem_limit_mib"] == "8000"
+            assert got["pinned_device_mem_limit"] == "0=8000M"
         sharing.apply(parts[10])
         sharing.wait_unschedulable(names[10][0], "cannot allocate all claims", names[10][1])
     finally:

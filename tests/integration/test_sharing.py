@@ -15,7 +15,7 @@ import pytest
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.mps_host import host_files
-from tests.fakes.mps_behaviour import behave, misbehave
+from tests.fakes.mps_behaviour import behave, fails_to_start, misbehave
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node, parameters, result, sliced
@@ -183,7 +183,7 @@ def test_gpus_of_one_request_have_one_daemon(shared: Callable[..., Node]) -> Non
             "mps=connected",
             f"device={','.join(uuid for uuid, _ in rows)}",
             "active_thread_percentage=25",
-            "pinned_device_mem_limit_mib=4096,4096,2048",
+            "pinned_device_mem_limit=0=4096M,1=4096M,2=2048M",
         ]
     [pid] = (node.plugin_dir / "mps" / names[0] / "pipe").glob("*.pid")
     daemon = pid.read_text()
@@ -232,7 +232,7 @@ def test_claims_share_one_daemon_of_several_gpus(shared: Callable[..., Node]) ->
     for ref in (first, second):
         node.ready(ref)
     limits = [client(node, edits(node, ref)[0], names[0])[-1] for ref in (first, second)]
-    assert limits == ["pinned_device_mem_limit_mib=1024,2048", "pinned_device_mem_limit_mib=3072,4096"]
+    assert limits == ["pinned_device_mem_limit=0=1024M,1=2048M", "pinned_device_mem_limit=0=3072M,1=4096M"]
     node.refused(alone, "one MPS daemon serves both, but device")
     node.take_back(first)
     assert modes(node, 2) == [3, 3], "the other claim uses it"
@@ -398,7 +398,7 @@ def test_claim_of_several_daemons_comes_and_goes_when_not_all_threads_start(
     root = node.machine.host_root
     threads_that_start("side-by-side", started)
     if fails:
-        misbehave(root, node.machine.gpu(0).uuid, fail_to_start="no")
+        misbehave(root, node.machine.gpu(0).uuid, **fails_to_start("no"))
         node.refused(ref, "ended while it started")
         behave(root)
     else:

@@ -150,7 +150,7 @@ class Host(MpsHost):
         return replace(MpsDaemonSpec(f"gpu-{index}", uuid, "gpu", uuid), **changes)
 
     def behave(self, **rules: object) -> None:
-        misbehave(self.machine.host_root, **{"start_delay_ms": 0, **rules})
+        misbehave(self.machine.host_root, **rules)
 
     def group_spec(
         self, *, limits: tuple[int | None, ...] = (None, None, None), **changes: object
@@ -206,7 +206,6 @@ def top() -> Iterator[Path]:
 def host(machine: Machine, top: Path) -> Iterator[Host]:
     version = machine.driver_version
     one = Host(top, machine)
-    one.behave()
     yield one
     one.close()
     behave(machine.host_root)

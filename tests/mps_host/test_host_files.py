@@ -36,6 +36,7 @@ from dra_driver.mps_host.host_files import (
     status_files,
     wanted_files,
 )
+from tests.fakes.mps_behaviour import NEVER_READY, fails_to_start
 from tests.fakes.waiting import eventually
 from tests.mps_host.conftest import Host
 
@@ -399,7 +400,7 @@ def test_daemon_that_is_not_wanted_any_more_does_not_count_as_running(host: Host
 
 
 def test_a_start_is_broken_off_when_the_daemon_shall_stop(host: Host) -> None:
-    host.behave(never_ready=True)
+    host.behave(**NEVER_READY)
     supervisor = host.supervisor(start=60)
     with pytest.raises(RetryableError, match="has not made the MPS daemon of gpu-2 ready within"):
         supervisor.ensure(host.spec(), 1)
@@ -503,7 +504,7 @@ def test_daemon_of_another_spec_than_wanted_is_stopped_first(host: Host) -> None
 
 
 def test_failed_start_is_tried_again_at_once_when_it_is_asked_for_again(host: Host) -> None:
-    host.behave(fail_to_start="no")
+    host.behave(**fails_to_start("no"))
     supervisor = host.supervisor(first_backoff=600.0, longest_backoff=600.0)
     for _ in range(2):
         with pytest.raises(RetryableError, match="ended while it started"):
@@ -513,7 +514,7 @@ def test_failed_start_is_tried_again_at_once_when_it_is_asked_for_again(host: Ho
 
 
 def test_failed_start_is_tried_again_while_the_daemon_shall_run(host: Host) -> None:
-    host.behave(fail_to_start="no")
+    host.behave(**fails_to_start("no"))
     supervisor = host.supervisor()
     with pytest.raises(RetryableError, match="ended while it started"):
         supervisor.ensure(host.spec(), 10)
@@ -619,7 +620,7 @@ def test_refusal_that_could_not_be_written_is_written_later(
 ) -> None:
     """There is no daemon that the host looks at again; and it gives signs of life again."""
     supervisor, alive = host.supervisor(sign=0.01), host.layout.alive
-    host.behave(fail_to_start="no")
+    host.behave(**fails_to_start("no"))
 
     with monkeypatch.context() as full:
         full.setattr(host_supervisor, "write_atomically", refuse_write)

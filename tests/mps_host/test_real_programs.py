@@ -28,7 +28,6 @@ from dra_driver.mps_host.daemon_processes import ProcessId
 from dra_driver.mps_host.host_files import LONGEST_SOCKET, LONGEST_SOCKET_NAME
 from dra_driver.mps_host.host_supervisor import Supervisor
 from dra_driver.simulator import Machine, create_machine
-from tests.fakes.mps_behaviour import misbehave
 from tests.fakes.waiting import eventually
 from tests.mps_host.conftest import MpsHost
 
@@ -102,7 +101,6 @@ def test_control_daemon_starts_or_ends_by_the_length_of_its_sockets_as_the_simul
     real_host: MpsHost, simulated: Machine, top: Path, nvidia: Programs, length: int
 ) -> None:
     """From R580 on, the real program ends before that: it has no GPU here."""
-    misbehave(simulated.host_root, start_delay_ms=0)
     found = []
     for name, programs in (
         ("real", real_host.tools.programs),

@@ -78,19 +78,6 @@ def test_nothing_is_labelled_when_the_kernel_has_no_selinux(host: Host) -> None:
     assert [label_of(path) for path in (directories.pipe, directories.log, directories.shm)] == ["", "", ""]
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="labels of the file system need root")
-def test_a_confined_client_reaches_the_daemon_when_selinux_is_enforcing(host: Host) -> None:
-    host.behave(selinux_enforcing=True)
-    supervisor = host.supervisor()
-    supervisor.ensure(host.spec(), 10)
-    assert host.client()[0] == "mps=refused"
-    supervisor.stop("gpu-2", 10)
-    supervisor.close()
-    on_selinux(host, SelinuxLabels(enabled=True))
-    host.supervisor().ensure(host.spec(), 10)
-    assert host.client()[0] == "mps=connected"
-
-
 def test_a_failure_is_told_once_and_stops_no_daemon(host: Host, logs: list[dict[str, object]]) -> None:
     unsupported = Attributes(OSError(errno.ENOTSUP, "Operation not supported"))
     on_selinux(host, SelinuxLabels(enabled=True, set_attribute=unsupported))

@@ -28,6 +28,7 @@ from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMo
 from dra_driver.mps_host.daemon_control import BusyError, DaemonControl
 from dra_driver.mps_host.daemon_mounts import KernelMounter, is_tmpfs
 from dra_driver.mps_host.host_files import MpsHostFiles, encode_wanted
+from tests.fakes.mps_behaviour import FAULT, IGNORES_LIMITS, NEVER_READY, SLOW_CUDA, fails_to_start
 from tests.fakes.preparing import in_threads
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
@@ -194,9 +195,9 @@ THREADS, MEMORY = {"default_active_thread_percentage": 50}, {"default_memory_lim
 @pytest.mark.parametrize(
     ("rules", "timings", "settings", "error", "text"),
     [
-        ({"never_ready": True}, {"start": 2.0}, {}, RetryableError, r"was not ready after \d\.\d s .*Starting control"),
+        (NEVER_READY, {"start": 2.0}, {}, RetryableError, r"was not ready after \d\.\d s .*Starting control"),
         (
-            {"cuda_delay_ms": 600_000}, {"start": 2.0}, {}, RetryableError,
+            SLOW_CUDA, {"start": 2.0}, {}, RetryableError,
             r"was not ready after \d\.\d s \(it has made no socket; from R580 on it initialises CUDA .*persistence",
         ),
         (
@@ -204,11 +205,11 @@ THREADS, MEMORY = {"default_active_thread_percentage": 50}, {"default_memory_lim
             "ask the MPS daemon 'get_default_active_thread_percentage': .*does not answer",
         ),
         (
-            {"fail_to_start": "the driver is too old"}, {}, {}, RetryableError,
+            fails_to_start("the driver is too old"), {}, {}, RetryableError,
             "ended while it started.*the driver is too old",
         ),
-        ({"ignore_limits": True}, {}, THREADS, RetryableError, r"did not take 'set_.*_percentage 50'.*100\.0"),
-        ({"ignore_limits": True}, {}, MEMORY, RetryableError, "did not take 'set_.*_pinned_mem_limit 0 64M'"),
+        (IGNORES_LIMITS, {}, THREADS, RetryableError, r"did not take 'set_.*_percentage 50'.*100\.0"),
+        (IGNORES_LIMITS, {}, MEMORY, RetryableError, "did not take 'set_.*_pinned_mem_limit 0 64M'"),
     ],
     ids=["never ready", "slow CUDA", "silent", "ends at once", "ignores threads", "ignores memory"],
 )  # fmt: skip
@@ -227,7 +228,7 @@ def test_a_daemon_that_does_not_become_as_it_should_is_taken_back(
 
 
 def test_daemon_that_ends_while_it_starts_is_refused_with_status_and_output(host):
-    host.behave(fail_to_start="CUDA driver version is insufficient")
+    host.behave(**fails_to_start("CUDA driver version is insufficient"))
     supervisor = host.supervisor()
     with pytest.raises(RetryableError) as refused:
         supervisor.ensure(host.spec(multi_user=True), 10)
@@ -241,7 +242,7 @@ def test_daemon_that_ends_while_it_starts_is_refused_with_status_and_output(host
 @tabled("error", "told")
 def test_daemon_that_cuda_keeps_from_starting_is_refused_with_the_error(host, error, told):
     """Its program prints nothing, also with an option that older branches do not know."""
-    host.behave(cuda_error=error)
+    host.behave(exit=error % 256)
     supervisor = host.supervisor()
     for multi_user in (False, IS_ROOT):
         with pytest.raises(RetryableError) as refused:
@@ -291,7 +292,7 @@ def test_a_memory_limit_is_refused_when_the_driver_is_too_old_for_it(host):
 
 
 def test_the_callers_time_is_kept(host):
-    host.behave(never_ready=True)
+    host.behave(**NEVER_READY)
     supervisor = host.supervisor()
     began = time.monotonic()
     with pytest.raises(RetryableError, match=r"has not made the MPS daemon of gpu-2 ready within 0\.3 s"):
@@ -347,11 +348,14 @@ def test_a_dead_daemon_is_started_again_when_a_thread_can_start_again(host, logs
 
 
 def test_servers_that_outlive_their_daemon_are_ended_before_the_next_one(host):
-    host.behave(server_lingers=True)
+    server = host.machine.host_root / "usr/bin/nvidia-cuda-mps-server"
+    usual = server.read_bytes()
+    server.write_bytes(b"#!/bin/sh\nwhile :; do sleep 1; done\n")
     supervisor = host.supervisor(probe=60)
     first = supervisor.ensure(host.spec(), 10)
     host.control().ask_once("start_server -uid 0", timeout_s=2)
-    assert len(host.daemons()) == 2
+    eventually(lambda: len(host.daemons()) >= 2)
+    server.write_bytes(usual)
     os.kill(first.pid, signal.SIGKILL)
     eventually(lambda: supervisor.status()[0].state == "ready" and supervisor.status()[0].pid != first.pid)
     assert [process.pid for process in host.daemons()] == [supervisor.status()[0].pid]
@@ -360,7 +364,7 @@ def test_servers_that_outlive_their_daemon_are_ended_before_the_next_one(host):
 def test_a_daemon_that_cannot_be_started_again_is_tried_with_backoff_and_told(host):
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(), 10)
-    host.behave(fail_to_start="Xid 79")
+    host.behave(**fails_to_start("Xid 79"))
     os.kill(first.pid, signal.SIGKILL)
     failed = eventually(lambda: next((s for s in supervisor.status() if "Xid 79" in (s.problem or "")), None))
     assert failed.state in ("failed", "starting")
@@ -377,7 +381,7 @@ def test_fault_and_clients_are_seen(host, logs):
     supervisor.ensure(host.spec(), 10)
     client = holding_client(host)
     eventually(lambda: supervisor.status()[0].clients == 1)
-    host.behave(server_state="FAULT")
+    host.behave(**FAULT)
     eventually(lambda: supervisor.status()[0].state == "fault")
     assert "state FAULT" in supervisor.status()[0].problem
     eventually(lambda: supervisor.ensure(host.spec(), 10).state == "fault")
@@ -638,7 +642,7 @@ def test_only_one_host_a_directory(host):
 
 
 def test_a_host_that_ends_leaves_a_start_in_progress_to_the_next(host):
-    host.behave(start_delay_ms=1000)
+    host.behave(sleep_s=1.0)
     old = host.supervisor()
     with ThreadPoolExecutor(1) as caller:
         asked = caller.submit(old.ensure, host.spec(), 30)
@@ -650,7 +654,7 @@ def test_a_host_that_ends_leaves_a_start_in_progress_to_the_next(host):
 
 
 def test_devices_start_at_the_same_time(host):
-    host.behave(start_delay_ms=2500)
+    host.behave(sleep_s=2.5)
     supervisor = host.supervisor()
     began = time.monotonic()
     in_threads(*(partial(supervisor.ensure, host.spec(index), 10) for index in (2, 3, 4, 5)))

@@ -10,10 +10,8 @@ libcuda, `libc` a C library that no program of a container can use.
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pynvml
 
@@ -24,10 +22,6 @@ from dra_driver.simulator.state import Gpu, State
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 _PROGRAM = "#!/bin/sh\nprintf '%s\\n' \"{name} of the simulated driver {version}\"\n"
-_START_DELAY_MS = 300
-
-_VOLTA = (7, 0)
-_CUDA_13_1_BRANCH = 590
 IMEX_STATES = ("ready", "initializing", "hung", "killed", "stopped")
 """What the daemon does. `stopped` takes the socket away; `killed` leaves it behind, and nobody listens."""
 _IMEX_SOCKET = "etc/nvidia-imex/imex_ctrl.sock"
@@ -59,7 +53,7 @@ def driver_files(state: State) -> Entries:
     if state.system["cdi_hook"]:
         hook = script("nvidia-cdi-hook.sh").replace("@VERSION@", state.driver_version)
         entries["usr/bin/nvidia-cdi-hook"] = Text(hook, 0o755)
-    entries.update(mps_programs(state))
+    entries.update(mps_programs(state.driver_version))
     if any(item.driver == "nvidia-nvswitch" for item in state.functions):
         entries["run/nvidia-fabricmanager/socket"] = Socket()
     return entries
@@ -168,43 +162,14 @@ def _mig_facts(state: State, gpu: Gpu) -> list[str]:
     return rows
 
 
-def mps_programs(state: State) -> Entries:
-    """The control program with the facts of the machine, the server, and a client to try them with."""
-    facts = {
-        "branch": _mps_branch(state),
-        "start_delay_ms": int(state.system.get("mps_start_delay_ms", _START_DELAY_MS)),
-        "devices": [device for gpu in state.shown for device in _mps_devices(state, gpu)],
-        "driver_loaded": state.driver_loaded,
-        "libcuda": f"usr/lib/{state.system['arch']}-linux-gnu/libcuda.so.1",
-    }
-    control = script("nvidia-cuda-mps-control.py").replace("#@FACTS@", json.dumps(facts))
+def mps_programs(version: str) -> Entries:
+    """The control program of the driver's branch, the server, and a client to try them with."""
+    control = script("nvidia-cuda-mps-control.py").replace("#@BRANCH@", version.partition(".")[0])
     return {
         "usr/bin/nvidia-cuda-mps-control": Text(control, 0o755),
         "usr/bin/nvidia-cuda-mps-server": Text(script("nvidia-cuda-mps-server.sh"), 0o755),
-        "usr/share/nvidia-simulator/nvidia_mps_daemon.py": Text(script("nvidia-cuda-mps-control-daemon.py")),
         "usr/bin/mps-client": Text(script("mps-client.sh"), 0o755),
     }
-
-
-def _mps_branch(state: State) -> int:
-    return int(state.driver_version.partition(".")[0])
-
-
-def _mps_devices(state: State, gpu: Gpu) -> list[dict[str, Any]]:
-    model = state.model_of(gpu)
-    volta = tuple(model.compute) >= _VOLTA
-    new = _mps_branch(state) >= _CUDA_13_1_BRANCH
-    common = {"volta": volta, "most_clients": 16 if not volta else 60 if new else 48}
-    rows = [{"uuid": gpu.uuid, "memory_mib": (model.memory_bytes or 0) >> 20, "nodes": [], **common}]
-    if gpu.mig_mode:
-        rows = []
-    for gi, ci in gpu.mig_devices:
-        profile = mig.profile_by_id(model, gi.profile_id)
-        if profile is not None:
-            minors = (mig.cap_minor(gpu.minor, gi.id), mig.cap_minor(gpu.minor, gi.id, ci.id))
-            nodes = [f"dev/nvidia-caps/nvidia-cap{minor}" for minor in minors]
-            rows.append({"uuid": ci.uuid, "memory_mib": profile.memory_mib, "nodes": nodes, **common})
-    return rows
 
 
 def imex(state: State) -> Entries:

@@ -1,6 +1,6 @@
 #!/bin/sh
 # A CUDA program of a simulated machine, as far as MPS sees it: connects as the CUDA library would, prints the
-# limits that it gets, and stays connected with --hold until it is ended. Needs a POSIX shell and nothing else.
+# limits in its environment, and stays connected with --hold until it is ended. Needs a POSIX shell and nothing else.
 #
 #     mps-client [--hold [SECONDS]]
 #
@@ -8,8 +8,6 @@
 hold=; [ "${1:-}" = --hold ] && hold=${2:-2147483647}
 pipe=${CUDA_MPS_PIPE_DIRECTORY:-/tmp/nvidia-mps}
 dir=$pipe/simulated
-percentage=${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:--}
-memory=${CUDA_MPS_PINNED_DEVICE_MEM_LIMIT:--}
 
 if [ ! -p "$dir/connect" ]; then
     printf '%s\n' "mps=none" "reason=no MPS pipe at $pipe"
@@ -17,12 +15,11 @@ if [ ! -p "$dir/connect" ]; then
 fi
 host=$(cat /proc/sys/kernel/hostname 2>/dev/null || echo host)
 name=$host-$$
-uid=$(id -u 2>/dev/null || echo 0)
 reply=$dir/reply-$name
 rm -f "$reply"
 # Opened for reading as well: opening a pipe that nobody reads would wait for ever.
 exec 3<>"$dir/connect" || exit 3
-printf 'connect %s %s %s %s %s\n' "$name" "$$" "$uid" "$percentage" "$memory" >&3
+printf 'connect %s %s\n' "$name" "$$" >&3
 tries=0
 while [ ! -f "$reply" ]; do
     tries=$((tries + 1))
@@ -33,12 +30,12 @@ while [ ! -f "$reply" ]; do
     sleep 0.05 2>/dev/null || sleep 1
 done
 cat "$reply"
-result=0
-grep -q '^mps=connected' "$reply" || result=4
 rm -f "$reply"
-leave() { printf 'disconnect %s\n' "$name" >&3; exit "$result"; }
+printf '%s\n' "active_thread_percentage=${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" \
+    "pinned_device_mem_limit=${CUDA_MPS_PINNED_DEVICE_MEM_LIMIT:-}"
+leave() { printf 'disconnect %s\n' "$name" >&3; exit 0; }
 trap leave TERM INT HUP
-if [ -n "$hold" ] && [ "$result" = 0 ]; then
+if [ -n "$hold" ]; then
     sleep "$hold" & wait $!
     kill $! 2>/dev/null
 fi

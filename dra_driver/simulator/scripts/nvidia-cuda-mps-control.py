@@ -1,13 +1,14 @@
 #!/usr/bin/env -S python3 -IS
-# ruff: noqa: PTH100, PTH110, PTH120, S108
-"""The MPS control program of a simulated machine: daemon (-f, -d) and command line to it (no flag).
+# ruff: noqa: PTH100, PTH101, PTH103, PTH105, PTH107, PTH108, PTH110, PTH120, PTH123, S103, S108
+"""The MPS control program of a simulated machine: the daemon (-f), and the command line to it (no option).
 
-It takes the options that the real program of the machine's driver branch takes. Before R555 that is one of -f, -d, -h
-and --help, alone; whatever else is given, the real program looks for a daemon, finds none, and ends. From R555 on it
-also takes -multiuser-server, and answers what it does not know with its help.
-It needs nothing but Python's standard library. What it knows of the machine stands in FACTS; the daemon is in
-a module of the machine's host root: every command to it is a process of this, which must start fast.
+It answers what the plugin and the MPS host ask of it, and knows no limits of clients; NVIDIA's own program is in
+tests/mps_host/test_real_programs.py. It needs nothing but Python's standard library. A file of the machine says what
+the daemon is to do otherwise, by "*" and by the device's UUID: `say` lines, `sleep_s`, `exit` with a code instead of
+serving; `answers` by command; or be `silent`.
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -15,14 +16,18 @@ import socket
 import sys
 import time
 
-FACTS = r"""#@FACTS@"""
+MYPY = False
+if MYPY:  # the module typing takes as long to import as all others together
+    from typing import Any
 
+BRANCH = int("#@BRANCH@")
 NAME = "nvidia-cuda-mps-control"
 NO_DAEMON = "Cannot find MPS control daemon process"
-HELP = "CUDA MPS Control for Linux/Unix (simulated).\n\n  See the nvidia-cuda-mps-control manual page.\n"
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 PIPE = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", "")
 END = "\0\n"
+LONGEST_SOCKET = 106
 
 
 def command_line() -> int:
@@ -48,50 +53,164 @@ def command_line() -> int:
     return 0
 
 
-def daemon(multi_user: bool, foreground: bool) -> int:
-    """Be the daemon; returns when it has quit."""
-    sys.path.insert(0, f"{ROOT}/usr/share/nvidia-simulator")
-    import nvidia_mps_daemon  # type: ignore[import-not-found]
-
-    return int(nvidia_mps_daemon.run(FACTS, ROOT, multi_user, foreground))
-
-
-def background(multi_user: bool) -> int:
-    """Return when the daemon answers."""
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        os._exit(daemon(multi_user, foreground=False))
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if os.path.exists(f"{PIPE}/control"):
-            return 0
-        time.sleep(0.01)
+def rules() -> dict[str, Any]:
+    """What the daemon is to do otherwise now."""
+    try:
+        with open(f"{ROOT}/var/lib/nvidia-simulator/mps.json") as file:
+            known = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return {**known.get("*", {}), **known.get(VISIBLE.split(",")[0], {})}
 
 
-def main(arguments: list[str]) -> int:
-    """The exit code."""
-    if arguments in (["-h"], ["--help"]):
-        print(HELP)
-        return 0
-    if json.loads(FACTS)["branch"] < 555:
-        if len(arguments) > 1 or not {*arguments} <= {"-f", "-d"}:
-            print(NO_DAEMON)
-            return 1
-    elif not {*arguments} <= {"-f", "-d", "-multiuser-server"}:
-        print(HELP)
-        return 1
-    multi_user = "-multiuser-server" in arguments
-    if multi_user and os.geteuid() != 0:
-        print(f"{HELP}\nOnly root user may enable -multiuser-server!")
-        return 1
-    if "-f" in arguments:
-        return daemon(multi_user, foreground=True)
-    if "-d" in arguments:
-        return background(multi_user)
-    return command_line()
+def log(text: str) -> None:
+    print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')} Control {os.getpid()}] {text}", flush=True)
+
+
+class Daemon:
+    """Its limits, and one server with its clients, which does not compute."""
+
+    def __init__(self) -> None:
+        self.percentage = 100.0
+        self.memory: dict[str, int] = {}
+        self.server: Any = None
+        self.clients: dict[str, str] = {}
+        self.has_quit = False
+
+    def answer(self, line: str) -> str:
+        words = [*line.split(), "", "", ""]
+        instead = rules().get("answers", {}).get(words[0])
+        if instead is not None:
+            return str(instead)
+        if words[0] == "quit":
+            self.has_quit = True
+        elif words[0] == "start_server":
+            self.start_server()
+        elif words[0] == "get_server_list":
+            return str(self.server.pid) if self.server and self.server.poll() is None else ""
+        elif words[0] == "get_server_status":
+            return "ACTIVE"
+        elif words[0] == "get_client_list":
+            return "\n".join(self.clients.values())
+        elif words[0] in ("set_default_active_thread_percentage", "get_default_active_thread_percentage"):
+            self.percentage = float(words[1] or self.percentage)
+            return f"{self.percentage:.1f}"
+        elif words[0] == "set_default_device_pinned_mem_limit" and BRANCH >= 495:
+            self.memory[words[1]] = int(words[2].removesuffix("M"))
+        elif words[0] == "get_default_device_pinned_mem_limit" and BRANCH >= 495:
+            size = self.memory.get(words[1], 0)
+            return f"{size // 1024}G" if size >= 1024 else f"{size}M" if size else ""
+        elif words[0]:
+            return f'Unknown command "{words[0]}"'
+        return ""
+
+    def start_server(self) -> None:
+        import subprocess
+
+        if self.server is None or self.server.poll() is not None:
+            program = f"{ROOT}/usr/bin/nvidia-cuda-mps-server"
+            self.server = subprocess.Popen([program], stdin=subprocess.PIPE)
+
+    def greet(self, line: str) -> None:
+        """A line of the FIFO: `connect NAME PID` or `disconnect NAME`."""
+        words = [*line.split(), "", ""]
+        self.clients.pop(words[1], None)
+        if words[0] == "connect" and "/" not in words[1]:
+            self.start_server()
+            self.clients[words[1]] = words[2]
+            path = f"{PIPE}/simulated/reply-{words[1]}"
+            with open(f"{path}.new", "w") as file:
+                file.write(f"mps=connected\ndevice={VISIBLE}\n")
+            os.chmod(f"{path}.new", 0o666)
+            os.replace(f"{path}.new", path)
+
+    def talk(self, connection: socket.socket) -> bool:
+        """Answer what a program has sent; False if it has gone."""
+        try:
+            lines = connection.recv(65536).decode(errors="replace").splitlines()
+            if rules().get("silent"):
+                time.sleep(3600)
+            for line in lines:
+                said = self.answer(line)
+                connection.sendall((f"{said}\n{END}" if said else END).encode())
+        except OSError:
+            return False
+        return bool(lines)
+
+    def serve(self, listener: socket.socket, fifo: int) -> None:
+        """Talk with one program at a time, until `quit`. Another one gets no answer, as with the real program."""
+        import select
+
+        talk: Any = None
+        sources: list[Any] = [listener, fifo]
+        while not self.has_quit:
+            for source in select.select(sources + [talk] * (talk is not None), [], [])[0]:
+                if source is fifo:
+                    for line in os.read(fifo, 65536).decode(errors="replace").splitlines():
+                        self.greet(line)
+                elif source is listener and talk is None:
+                    talk = listener.accept()[0]
+                elif source is listener:
+                    listener.accept()[0].close()
+                elif not self.talk(source):
+                    source.close()
+                    talk = None
+
+
+def listen(name: str) -> socket.socket:
+    """A socket in the pipe directory. The real program leaves its sockets behind."""
+    if os.path.lexists(f"{PIPE}/{name}"):
+        os.unlink(f"{PIPE}/{name}")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"{PIPE}/{name}")
+    os.chmod(f"{PIPE}/{name}", 0o666)
+    listener.listen(16)
+    return listener
+
+
+def daemon() -> int:
+    """Be the daemon; returns its exit code."""
+    import signal
+
+    known = rules()
+    for line in known.get("say", ()):
+        log(line)
+    time.sleep(known.get("sleep_s", 0))
+    if "exit" in known or len(os.fsencode(f"{PIPE}/control_privileged")) > LONGEST_SOCKET:
+        return int(known.get("exit", 1))
+    log("Starting control daemon")
+    fifo = f"{PIPE}/simulated/connect"  # clients without Python connect through it
+    os.makedirs(os.path.dirname(fifo), exist_ok=True)
+    os.chmod(os.path.dirname(fifo), 0o777)
+    if not os.path.exists(fifo):
+        os.mkfifo(fifo)
+    os.chmod(fifo, 0o666)
+    listen("control_privileged").close()  # nothing here uses it, but it has the longest path
+    me = Daemon()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        listener = listen("control")
+        if BRANCH >= 550:
+            with open(f"{PIPE}/{NAME}.pid", "w") as file:
+                file.write(str(os.getpid()))
+        me.serve(listener, os.open(fifo, os.O_RDWR | os.O_NONBLOCK))
+    finally:
+        if me.server is not None:
+            me.server.terminate()
+            me.server.wait()
+        if os.path.exists(f"{PIPE}/{NAME}.pid"):
+            os.remove(f"{PIPE}/{NAME}.pid")
+    return 0
+
+
+def main(options: list[str]) -> int:
+    """The exit code. Before R555 the program takes one option; with any other it looks for a daemon and ends."""
+    if options == ["-f"] or (options == ["-f", "-multiuser-server"] and BRANCH >= 555):
+        return daemon()
+    if not options:
+        return command_line()
+    print(NO_DAEMON)
+    return 1
 
 
 if __name__ == "__main__":
