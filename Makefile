@@ -9,8 +9,7 @@ PROGRAM := $(VENV)/.program
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 STAMP := $(VENV)/.installed
 SITE_VENV := build/site-venv
-LIBCS := $(VENV)/.libcs
-PROGRAMS := $(VENV)/.nvidia-programs
+PROGRAMS := $(VENV)/.debian-programs
 CLUSTER := $(PYTHON) hack/cluster/cluster.py
 ARGS ?=
 # Many images set it; then every process compiles the driver anew.
@@ -69,13 +68,10 @@ site: $(SITE_VENV)/.installed ## The manuals as a web site in build/site, which 
 	@$(SITE_VENV)/bin/python hack/site/make_site.py
 
 # Where it fails it says why, and so do the tests that need it; the others run.
-$(LIBCS): hack/libcs.py $(RUNTIME)
-	@$(PYTHON) hack/libcs.py && touch $@ || true
+$(PROGRAMS): hack/debian_programs.py $(RUNTIME)
+	@$(PYTHON) hack/debian_programs.py && touch $@ || true
 
-$(PROGRAMS): hack/nvidia_programs.py $(RUNTIME)
-	@$(PYTHON) hack/nvidia_programs.py && touch $@ || true
-
-test: $(STAMP) $(LIBCS) $(PROGRAMS) ## All tests that need neither root nor a cluster
+test: $(STAMP) $(PROGRAMS) ## All tests that need neither root nor a cluster
 	@$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --durations=10 -m "not cluster" $(ARGS)
 
 coverage: $(STAMP) ## The same with the lines that no test runs; half as long again
@@ -126,10 +122,10 @@ cluster-status: ## What of the cluster runs
 cluster-down: ## Stop the cluster and remove what it left
 	@$(CLUSTER) down
 
-e2e: $(STAMP) $(LIBCS) $(PROGRAMS) ## Tests on a real Kubernetes, unattended; cleans up (root)
+e2e: $(STAMP) $(PROGRAMS) ## Tests on a real Kubernetes, unattended; cleans up (root)
 	@$(BIN)/python hack/e2e.py $(ARGS)
 
-e2e-matrix: $(STAMP) $(LIBCS) ## The core of these tests on Kubernetes 1.34 to 1.37 as they are by default (root)
+e2e-matrix: $(STAMP) $(PROGRAMS) ## The core of these tests on Kubernetes 1.34 to 1.37 as they are by default (root)
 	@$(BIN)/python hack/e2e.py --matrix $(ARGS)
 
 e2e-vm: $(STAMP) ## The daemon on a real kernel with an IOMMU, in QEMU without KVM; nothing is installed

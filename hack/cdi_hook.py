@@ -1,5 +1,4 @@
-"""NVIDIA's own CDI hook on a simulated host: containers find the libraries of `elf_programs` only by the links that it
-makes.
+"""NVIDIA's own CDI hook on a simulated host: containers find the libraries of its driver only by the links it makes.
 
 python hack/cdi_hook.py HOST_ROOT
 """

@@ -34,7 +34,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import IO
 
-import elf_programs
+import debian_programs
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -206,7 +206,7 @@ def _copy_lines(number: int, output: IO[bytes], told: list[str]) -> None:
 
 
 def _run_all(flags: Sequence[str], pytest_args: list[str], tests: Sequence[str] = TESTS) -> int:
-    os.environ |= elf_programs.hostile()
+    os.environ |= debian_programs.hostile()
     for title, command in (
         ("build the image", IMAGE),
         ("bring the cluster up", [*CLUSTER, "up", *flags]),

@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import elf_programs
-import nvidia_programs
+import debian_programs
 import pytest
 import structlog
 from hypothesis import settings
@@ -24,13 +23,13 @@ settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Simulated machines of all tests, also in processes that they start, are as unkind as real ones.
-os.environ |= elf_programs.hostile()
+os.environ |= debian_programs.hostile()
 
 # Imports and collection make much and throw nothing away; `pytest_collection_finish` switches it on again.
 gc.disable()
 
 _MEMORY, _ENOUGH = Path("/dev/shm"), 1 << 30
-_FETCHED = nvidia_programs.fetched()
+_FETCHED = debian_programs.nvidia_programs()
 _BRANCH = "NVIDIA's branch"
 
 
@@ -88,22 +87,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if Path("/proc/driver/nvidia/version").exists():
         pytest.skip("NVIDIA's own programs are tried without the kernel driver that is loaded here")
     if not _FETCHED or ("nvidia" in wanted and item.callspec.params["nvidia"] not in _FETCHED):
-        pytest.skip(nvidia_programs.why_missing())
+        pytest.skip(
+            "NVIDIA's own programs are not there (Debian only); python3 hack/debian_programs.py says why"
+        )
 
 
-@pytest.fixture(params=nvidia_programs.SUITES, ids=_branch_of)
-def nvidia(request: pytest.FixtureRequest) -> nvidia_programs.Programs:
+@pytest.fixture(params=debian_programs.SUITES, ids=_branch_of)
+def nvidia(request: pytest.FixtureRequest) -> debian_programs.Programs:
     """NVIDIA's own programs and libraries as a driver root, of each branch that Debian has, and no kernel driver."""
     return _counted(request, _FETCHED[request.param])
 
 
 @pytest.fixture
-def newest_nvidia(request: pytest.FixtureRequest) -> nvidia_programs.Programs:
+def newest_nvidia(request: pytest.FixtureRequest) -> debian_programs.Programs:
     """The same of the newest branch only, for tests to which the branch does not matter."""
     return _counted(request, max(_FETCHED.values(), key=lambda one: int(one.branch[1:])))
 
 
-def _counted(request: pytest.FixtureRequest, programs: nvidia_programs.Programs) -> nvidia_programs.Programs:
+def _counted(request: pytest.FixtureRequest, programs: debian_programs.Programs) -> debian_programs.Programs:
     request.node.user_properties.append((_BRANCH, programs.branch))
     return programs
 

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pynvml
-from nvidia_programs import Programs
+from debian_programs import Programs
 
 from dra_driver.errors import RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from nvidia_programs import Programs
+from debian_programs import Programs
 
 from tests.e2e.conftest import (
     PLUGIN_DIR,

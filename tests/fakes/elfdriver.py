@@ -11,9 +11,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import libcs
+import debian_programs
 import pytest
-from nvidia_programs import Programs
+from debian_programs import Programs
 
 PROGRAMS = (
     "usr/lib/nvidia/current/nvidia-smi",
@@ -48,11 +48,13 @@ LAYOUTS = {
 def older_libc() -> Path:
     """The directory with the C library of the release before this machine's. Skips where it cannot be had, fails where
     it could be and was not fetched."""
-    if not libcs.can_be_had():
-        pytest.skip(f"C libraries of other releases are fetched on Debian {', '.join(libcs.RELEASES)} only")
-    found = libcs.older()
+    if not debian_programs.can_have_libcs():
+        pytest.skip(
+            f"C libraries of other releases are fetched on Debian {', '.join(debian_programs.RELEASES)} only"
+        )
+    found = debian_programs.older_libc()
     if found is None:
-        pytest.fail("the C library of another release is missing; run: python3 hack/libcs.py")
+        pytest.fail("the C library of another release is missing; run: python3 hack/debian_programs.py")
     return found
 
 

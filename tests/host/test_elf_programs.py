@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import libcs
+import debian_programs
 import pytest
-from nvidia_programs import Programs
+from debian_programs import Programs
 
 from dra_driver.base.bounded_program import run_program
 from dra_driver.errors import NvmlUnavailableError, RetryableError
@@ -45,7 +45,7 @@ def tmp_path(disk_path: Path) -> Path:
 def foreign_libc(request: pytest.FixtureRequest) -> Path:
     """The directory with a C library that this machine's loader cannot work with."""
     older = elfdriver.older_libc()
-    found = older if request.param == "older" else libcs.newer()
+    found = older if request.param == "older" else debian_programs.newer_libc()
     if found is None:
         pytest.skip("the mirror has no release after this machine's")
     return found

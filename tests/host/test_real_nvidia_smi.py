@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from debian_programs import Programs
 from gpucheck.compare import NOT_IN_EACH_RELEASE, ask_smi, facts
-from nvidia_programs import Programs
 
 from dra_driver.base.bounded_program import run_program
 from dra_driver.errors import NotSupportedError, NvmlUnavailableError, RetryableError
@@ -43,7 +43,7 @@ def root(nvidia: Programs, tmp_path: Path) -> Path:
 def one_gpu(nvidia: Programs, root: Path, tmp_path: Path) -> OneGpu:
     """Puts an NVML of ours beside it; its answers as macros of one_gpu_nvml.c."""
     if shutil.which("cc") is None:
-        pytest.fail("a C compiler is missing; run: python3 hack/libcs.py")
+        pytest.fail("a C compiler is missing; run: python3 hack/debian_programs.py")
 
     def make(*answers: str) -> FindPrograms:
         library = root / nvidia.library("libnvidia-ml").relative_to(nvidia.root)

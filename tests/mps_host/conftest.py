@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import structlog
-from nvidia_programs import Programs
+from debian_programs import Programs
 
 from dra_driver.base.atomic import QUARANTINE
 from dra_driver.host.capability_nodes import CapabilityNodes, MigCaps

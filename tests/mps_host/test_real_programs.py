@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from nvidia_programs import Programs
+from debian_programs import Programs
 
 from dra_driver.errors import PermanentError, RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pynvml
 import pytest
-from nvidia_programs import Programs
+from debian_programs import Programs
 
 from dra_driver.errors import DriverGoneError
 from dra_driver.host.driver_root import find_nvml_library

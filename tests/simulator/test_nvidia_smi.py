@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-import elf_programs
+import debian_programs
 import pytest
 
 from dra_driver.simulator import create_machine
@@ -219,9 +219,11 @@ def test_time_slices_are_not_supported_in_mig_mode_on_virtual_gpus_and_on_old_pa
 
 @pytest.fixture
 def elf_files() -> Path:
-    found = elf_programs.directory()
+    found = debian_programs.elf_directory()
     if found is None or os.uname().machine != "x86_64":
-        pytest.skip("needs a C compiler and the C library of the release before: python3 hack/libcs.py")
+        pytest.skip(
+            "needs a C compiler and the C library of the release before: python3 hack/debian_programs.py"
+        )
     return found
 
 

@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""What tests take from Debian: a C compiler, C libraries of the releases before and after this machine's, and NVIDIA's
+own nvidia-smi, MPS programs, libnvidia-ml and libcuda of each branch of the driver.
+
+NVIDIA's start without a GPU, so tests can hear what they say. Nothing of them is committed, nor put into an image or a
+release. With compiler and C libraries the programs and libraries of a simulated machine's driver are ELF files, linked
+against the C library of the release before this machine's, so they run beside any newer one.
+
+python3 hack/debian_programs.py    install and fetch what is missing; it is kept in the user's cache
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+# The cluster beside us has what fetches packages.
+sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
+
+from localcluster import debian, progress, shell
+from localcluster.errors import ClusterError
+from localcluster.layout import Layout
+
+RELEASES = ("bullseye", "bookworm", "trixie", "forky")
+"""In the order of their C libraries."""
+SUITES = ("bullseye", "bookworm", "trixie", "experimental")
+"""Each has another branch of the NVIDIA driver."""
+LIBC_FILES = ("libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1")
+SOURCES = Path(__file__).with_name("elf")
+LIBRARY = SOURCES / "library.c"
+_PACKAGES = ("nvidia-cuda-mps", "nvidia-smi", "libnvidia-ml1", "libcuda1")
+_LIBRARIES = f"usr/lib/{os.uname().machine}-linux-gnu"
+_VERSION = re.compile(r"libnvidia-ml\.so\.(\d+\.[\d.]+)")
+
+
+def main() -> int:
+    """Install and fetch what is missing; 1 if some of it cannot be had now."""
+    has_nvidia = shell.find_program("apt-get") is not None and debian.is_debian()
+    if not has_nvidia and not can_have_libcs():
+        progress.say(
+            "This machine is not Debian: tests of ELF files and of NVIDIA's own programs are left out."
+        )
+        return 0
+    missing = 0
+    if can_have_libcs():
+        own = RELEASES.index(debian.own_release())
+        missing += _tried("a C compiler", partial(debian.install_missing, debian.COMPILER))
+        for release in RELEASES[:own][-1:]:
+            missing += _tried(f"the C library of {release}", partial(_fetch_libc, release))
+        for release in RELEASES[own + 1 :][:1]:  # it may not be out yet, or signed with a newer key
+            _tried(f"the C library of {release}", partial(_fetch_libc, release))
+    for suite in SUITES if has_nvidia else ():
+        missing += _tried(f"NVIDIA's programs of {suite}", partial(_fetch_nvidia, suite))
+    return min(missing, 1)
+
+
+def _tried(what: str, act: Callable[[], object]) -> bool:
+    """Whether it failed."""
+    try:
+        act()
+    except ClusterError as error:
+        progress.say(f"Tests go without {what}: {' '.join(str(error).split())}")
+        return True
+    return False
+
+
+def _cached(*names: str) -> Path:
+    return Layout.from_environment().cache.joinpath(*names[:-1], f"{names[-1]}-{os.uname().machine}")
+
+
+# --- C libraries ------------------------------------------------------------------------------------
+
+
+def can_have_libcs() -> bool:
+    """Whether this machine is of a release whose neighbours are known."""
+    return shell.find_program("apt-get") is not None and debian.own_release() in RELEASES
+
+
+def older_libc() -> Path | None:
+    """The directory with the C library of the release before this machine's; None if it was not fetched."""
+    return _libc_of(RELEASES[: RELEASES.index(debian.own_release())][-1:])
+
+
+def newer_libc() -> Path | None:
+    """The same of the release after this machine's, if it was fetched."""
+    return _libc_of(RELEASES[RELEASES.index(debian.own_release()) + 1 :][:1])
+
+
+def _libc_of(releases: Sequence[str]) -> Path | None:
+    return next((found for release in releases if (found := _cached("libc", release)).is_dir()), None)
+
+
+def _fetch_libc(release: str) -> None:
+    debian.keep(
+        _cached("libc", release), f"the C library of {release}", ["libc6"], release, _beside_one_another
+    )
+
+
+def _beside_one_another(tree: Path) -> Path:
+    found, chosen = next(tree.rglob("libc.so.6")), tree / "chosen"
+    chosen.mkdir()
+    for path in sorted(found.parent.iterdir()):
+        if path.name in LIBC_FILES or path.name.startswith("ld-linux"):
+            shutil.copy(path, chosen / path.name)
+    return chosen
+
+
+# --- the ELF files of simulated machines ------------------------------------------------------------
+
+
+def hostile() -> dict[str, str]:
+    """What makes new simulated machines as unkind as real ones, unlike those of users: variables of the environment."""
+    elf = elf_directory()
+    return {"SIMULATE_HOSTILE": "true"} | ({} if elf is None else {"SIMULATE_ELF": str(elf)})
+
+
+def elf_directory() -> Path | None:
+    """The directory for SIMULATE_ELF: `program`, `library` and `libc`. It is kept in the user's cache.
+
+    None on a machine that cannot have them, or before `main` has fetched what they need.
+    """
+    older = older_libc() if can_have_libcs() and shutil.which("cc") else None
+    if older is None:
+        return None
+    content = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
+    built = Layout.from_environment().cache / f"elf-{older.name}-{hashlib.sha256(content).hexdigest()[:12]}"
+    if not built.is_dir():
+        # Another process may do the same: the first one's is kept.
+        unfinished = Path(tempfile.mkdtemp(prefix=".elf-", dir=built.parent))
+        try:
+            link(SOURCES / "program.c", unfinished / "program", older, "-s")
+            link(LIBRARY, unfinished / "library", older, "-shared", "-fPIC", "-s")
+            soname = "-Wl,-soname,libc.so.6"
+            compile_c(SOURCES / "libc.c", unfinished / "libc", "-shared", "-fPIC", "-nostdlib", "-s", soname)
+            unfinished.chmod(0o755)
+            unfinished.rename(built)
+        except OSError:
+            if not built.is_dir():
+                raise
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return built
+
+
+def link(source: Path, output: Path, libc: Path, *options: str) -> None:
+    """Build a program or a library that runs with the C library in the directory `libc`, and with newer ones."""
+    libraries = [str(libc / name) for name in ("libdl.so.2", "libpthread.so.0", "libm.so.6", "libc.so.6")]
+    flags = ["-O0", "-fno-stack-protector", "-nodefaultlibs", "-Wl,--no-as-needed", f"-Wl,-rpath-link,{libc}"]
+    compile_c(source, output, *flags, after=[*options, *libraries, "-lgcc"])
+
+
+def compile_c(source: Path, output: Path, *options: str, after: Sequence[str] = ()) -> None:
+    """Run the C compiler; `after` stands behind the source."""
+    command = ["cc", *options, "-o", str(output), str(source), *after]
+    subprocess.run(command, check=True, timeout=60, env={**os.environ, "LC_ALL": "C"})
+
+
+# --- NVIDIA's own programs --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """A driver root with programs and libraries as Debian installs them, of one version such as 535.261.03."""
+
+    root: Path
+    version: str
+
+    @property
+    def branch(self) -> str:
+        """Such as R535."""
+        return f"R{self.version.partition('.')[0]}"
+
+    def library(self, name: str) -> Path:
+        """The file of a library such as libcuda."""
+        return self.root / _LIBRARIES / f"nvidia/current/{name}.so.{self.version}"
+
+
+def nvidia_programs() -> dict[str, Programs]:
+    """What is in the cache, by suite."""
+    found = ((suite, _programs(_cached("nvidia", suite))) for suite in SUITES)
+    return {suite: programs for suite, programs in found if programs is not None}
+
+
+def _fetch_nvidia(suite: str) -> None:
+    what = f"NVIDIA's programs of {suite}"
+    debian.keep(_cached("nvidia", suite), what, _PACKAGES, suite, _as_installed, component="non-free")
+
+
+def _as_installed(tree: Path) -> Path:
+    if _programs(tree) is None:
+        raise ClusterError(f"Debian's libnvidia-ml1 has no library below {_LIBRARIES}.")
+    links = {
+        f"{_LIBRARIES}/{name}": f"/{_LIBRARIES}/nvidia/current/{name}"
+        for name in ("libnvidia-ml.so.1", "libcuda.so.1")
+    }
+    for path, target in {"usr/bin/nvidia-smi": "/usr/lib/nvidia/current/nvidia-smi", **links}.items():
+        # As update-alternatives does in a Debian that has the package nvidia-alternative: absolute, in two steps.
+        alternative = f"/etc/alternatives/nvidia--{Path(path).name}"
+        for made, leads_to in ((tree / path, alternative), (tree / alternative[1:], target)):
+            made.parent.mkdir(parents=True, exist_ok=True)
+            made.symlink_to(leads_to)
+    return tree
+
+
+def _programs(root: Path) -> Programs | None:
+    for path in sorted(root.glob(f"{_LIBRARIES}/nvidia/current/libnvidia-ml.so.*")):
+        match = _VERSION.fullmatch(path.name)
+        if match is not None:
+            return Programs(root, match[1])
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
