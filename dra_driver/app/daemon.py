@@ -153,8 +153,7 @@ class Driver:
             partial(changes.tell, Change.DRIVER_RELOADED),
             self.mig.ownership,
             partial(changes.tell, Change.HARDWARE),
-            detachments.now,
-            detachments.paused,
+            detachments,
             self.passthrough.cards,
             files,
             None if settings.imex_channel is None else ImexChannelNodes(paths.proc),
@@ -202,17 +201,15 @@ class Driver:
             | {
                 SetTimeSlice: time_slices,
                 RunMps: MpsSteps(mps_files, self.mig.uuid_of),
-                WriteDeviceMetadata: MetadataSteps(
-                    self._metadata_files, self.discovery.latest, self.mig.created_instance
-                ),
+                WriteDeviceMetadata: MetadataSteps(self._metadata_files, self.discovery, self.ledger),
                 WriteCdiSpec: CdiSteps(
                     settings.driver_name,
                     self._specs,
                     files,
                     GpuNodes(paths, nodes=platform.nodes),
                     self.discovery.driver_version,
-                    layout.directories,
-                    self.mig.created_instance,
+                    layout,
+                    self.ledger,
                     extra_devices,
                     self.passthrough.host,
                     dev_char,

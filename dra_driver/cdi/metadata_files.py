@@ -43,9 +43,9 @@ from dra_driver.cdi.rules.metadata import (
 from dra_driver.cdi.rules.spec import checked_claim_uid
 from dra_driver.cdi.rules.spec import encode as encode_spec
 from dra_driver.errors import NvmlUnavailableError, StateError
+from dra_driver.inventory.discovery import Discovery
+from dra_driver.journal.ledger import Ledger
 from dra_driver.model.claim import AllocatedClaim
-from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import Step, WriteDeviceMetadata
@@ -221,14 +221,11 @@ def _is_abandoned(directory: Path) -> bool:
 
 @dataclass(eq=False)
 class MetadataSteps:
-    """Does and undoes `WriteDeviceMetadata`. It runs after the steps that make devices, since it writes their UUIDs.
-
-    `created_instance` answers which instance a MIG device on demand has now, by the device's name.
-    """
+    """Does and undoes `WriteDeviceMetadata`. It runs after the steps that make devices, since it writes their UUIDs."""
 
     files: MetadataFiles
-    inventory: Callable[[], Inventory | None]
-    created_instance: Callable[[str], OwnedInstance | None]
+    discovery: Discovery
+    ledger: Ledger | None
 
     def do(self, step: Step, plan: Plan) -> None:
         """Write a file for each request. Raises: StateError, ClaimRefusedError; NvmlUnavailableError if the devices
@@ -244,7 +241,7 @@ class MetadataSteps:
         self.files.write(claim, request, lambda generation: encode(claim, devices, versions, generation))
 
     def _described(self, plan: Plan) -> dict[str, list[DescribedDevice]]:
-        inventory = self.inventory()
+        inventory = self.discovery.latest()
         if inventory is None:
             raise NvmlUnavailableError(
                 "the devices of this node are not known now, so their metadata cannot be written; see the log of "
@@ -253,7 +250,7 @@ class MetadataSteps:
         by_request: dict[str, list[DescribedDevice]] = {}
         for planned in plan.devices:
             offered = planned.offered
-            made = self.created_instance(offered.name)
+            made = None if self.ledger is None else self.ledger.created_instance(offered.name)
             device = described(planned.result, offered, planned.usage, inventory, made)
             by_request.setdefault(planned.result.base_request, []).append(device)
         return by_request

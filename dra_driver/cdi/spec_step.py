@@ -17,14 +17,15 @@ from dra_driver.host.device_nodes import DevCharLinks
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.vfio import CONTAINER_NODE, IOMMU_NODE, VfioCards
+from dra_driver.journal.ledger import Ledger
 from dra_driver.model.driver_files import CdiDevice, DriverFiles, HostNode
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice, StaticMigDevice, VfioDevice, WholeGpu
-from dra_driver.model.mig import OwnedInstance
-from dra_driver.model.mps import MpsDirectories, MpsShared
+from dra_driver.model.mps import MpsShared
 from dra_driver.model.plan import Plan, PlannedDevice
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import Step
+from dra_driver.mps_host.host_files import MpsLayout
 
 _log = structlog.get_logger(__name__)
 
@@ -32,16 +33,16 @@ _log = structlog.get_logger(__name__)
 @dataclass(eq=False)
 class CdiSteps:
     """Does and undoes `WriteCdiSpec`. Each spec is made from what is on the disk now: no container may get a path that
-    is gone because the NVIDIA driver or the toolkit was replaced. `cards` is None where virtual machines get no GPUs,
-    `dev_char` where no links in /dev/char are wanted."""
+    is gone because the NVIDIA driver or the toolkit was replaced. `ledger` is None where no MIG devices are made,
+    `cards` where virtual machines get no GPUs, `dev_char` where no links in /dev/char are wanted."""
 
     driver_name: str
     specs: CdiDirectory
     installation: DriverRoot
     nodes: GpuNodes
     driver_version: Callable[[], str | None]
-    mps_directories: Callable[[str], MpsDirectories]
-    created_instance: Callable[[str], OwnedInstance | None]
+    mps: MpsLayout
+    ledger: Ledger | None
     extra_devices: ExtraDeviceFinder
     cards: VfioCards | None = None
     dev_char: DevCharLinks | None = None
@@ -138,7 +139,7 @@ class CdiSteps:
             device = self.extra_devices.added(device, planned)
         match planned.usage:
             case MpsShared() as usage:
-                return with_mps(device, usage, self.mps_directories(usage.spec.device))
+                return with_mps(device, usage, self.mps.directories(usage.spec.device))
             case _:
                 return device
 
@@ -164,7 +165,7 @@ class CdiSteps:
 
     def _made_device(self, planned: PlannedDevice, possible: DynamicMigDevice) -> CdiDevice:
         gpu = possible.gpu
-        made = self.created_instance(possible.name)
+        made = None if self.ledger is None else self.ledger.created_instance(possible.name)
         if made is None or made.gpu_instance_id is None or made.compute_instance_id is None:
             if planned.result.admin_access:
                 # A claim with admin access makes no MIG device; it monitors through the GPU's node.

@@ -29,7 +29,7 @@ from dra_driver.errors import (
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.sysfs import Sysfs
-from dra_driver.inventory.detachment import Detachment
+from dra_driver.inventory.detachment import Detachment, Detachments
 from dra_driver.inventory.rules.assembly import (
     HardwareFingerprint,
     assembled,
@@ -72,10 +72,10 @@ class Discovery:
     found for the first time or loaded again; `on_hardware` when NVML shows other GPUs under the same driver, or
     answers again.
 
-    Without an `ownership` every MIG device is somebody else's. While `detached` returns something, NVML is kept closed;
-    while `paused` does, too, but then devices stay on offer. `cards` returns the GPUs for virtual machines, those
-    beside the ones that NVML shows too. Without `files` the NVIDIA driver's files are not checked, without `imex` its
-    channels are not counted.
+    Without an `ownership` every MIG device is somebody else's. While GPUs are detached, NVML is kept closed; during a
+    pause too, but then devices stay on offer. `cards` returns the GPUs for virtual machines, those beside the ones that
+    NVML shows too. Without `files` the NVIDIA driver's files are not checked, without `imex` its channels are not
+    counted.
     """
 
     nvml: NvmlReader
@@ -84,8 +84,7 @@ class Discovery:
     on_reload: Callable[[], None]
     ownership: MigOwnership | None
     on_hardware: Callable[[], None]
-    detached: Callable[[], Detachment | None] = lambda: None
-    paused: Callable[[], str | None] = lambda: None
+    detachments: Detachments | None = None
     cards: Callable[[Sequence[Gpu]], tuple[Card, ...]] = lambda _gpus: ()
     files: DriverRoot | None = None
     imex: ImexChannelNodes | None = None
@@ -197,6 +196,12 @@ class Discovery:
         self._worker.wake()
         return self._scans_wanted
 
+    def _detached(self) -> Detachment | None:
+        return None if self.detachments is None else self.detachments.now()
+
+    def _paused(self) -> str | None:
+        return None if self.detachments is None else self.detachments.paused()
+
     def _look(self) -> float:
         """Scan if that is due or the hardware changed; seconds until the next look."""
         if self._is_scan_due() or self._has_changed():
@@ -208,7 +213,7 @@ class Discovery:
         return self._pause_s()
 
     def _pause_s(self) -> float:
-        if self._problem is None or self.detached() is not None:
+        if self._problem is None or self._detached() is not None:
             self._backoff.reset()
             return _LOOK_EVERY_S
         return self._backoff.step()
@@ -231,9 +236,9 @@ class Discovery:
     def _has_changed(self) -> bool:
         """Whether anything changed but MIG devices that we made or destroyed."""
         before, now = self._fingerprint, HardwareFingerprint(self.host.fingerprint())
-        if before is None or self._reopening_is_due or self.detached() is not None:
+        if before is None or self._reopening_is_due or self._detached() is not None:
             return True
-        if self.paused() is not None or self.nvml.session.pauses != self._pauses:
+        if self._paused() is not None or self.nvml.session.pauses != self._pauses:
             return True
         try:
             if self._has_nvml:
@@ -282,12 +287,12 @@ class Discovery:
     def _sits_out_pause(self) -> bool:
         """Keep NVML closed in this process too, until nobody on this node needs that; False if a change of a GPU is
         under way, which goes first, or this process ends."""
-        if self.paused() is None:
+        if self._paused() is None:
             return True
         began = time.monotonic()
         try:
             with self.nvml.session.closed(lambda: _PAUSE_S):
-                while (reason := self.paused()) is not None and not self._worker.is_stopping:
+                while (reason := self._paused()) is not None and not self._worker.is_stopping:
                     self._worker.pause(_PAUSE_LOOK_S)
                     if self._kept_closed is None and time.monotonic() - began >= _PAUSE_S:
                         self._kept_closed = reason
@@ -303,7 +308,7 @@ class Discovery:
 
     def _read_everything(self) -> bool:
         """False if NVML was closed for a moment meanwhile: then it is to be read anew, and nothing is known of it."""
-        detached = self.detached()
+        detached = self._detached()
         if detached is not None:
             self._let_go(detached)
             return True

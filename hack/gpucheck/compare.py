@@ -171,8 +171,8 @@ def spec_of_all(view: View) -> dict[str, Any]:
         DriverRoot(paths, nodes=nodes, hook=settings.nvidia_cdi_hook_path),
         GpuNodes(paths, nodes=nodes),
         lambda: view.inventory.versions.driver,
-        mps_layout(_NOWHERE).directories,
-        lambda _device: None,  # a check makes no MIG device
+        mps_layout(_NOWHERE),
+        None,  # a check makes no MIG device
         ExtraDeviceFinder(paths, InstalledPrograms(paths.driver_root, _NOWHERE), nodes=nodes),
     )
     results = tuple(

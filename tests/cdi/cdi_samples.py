@@ -83,11 +83,9 @@ def steps_over(directory: Path, specs: CdiDirectory, paths: HostPaths, nodes: An
     """The step of CDI specs over the host of `paths`, for a plugin below `directory`."""
     made = {
         "driver_version": lambda: None,
-        "created_instance": lambda _device: None,
+        "ledger": None,
         "extra_devices": ExtraDeviceFinder(paths, no_programs, nodes=nodes),
         **parts,
     }
     found = (DriverRoot(paths, nodes=nodes), GpuNodes(paths, nodes=nodes))
-    return CdiSteps(
-        DRIVER, specs, *found, mps_directories=mps_layout(directory / "plugin").directories, **made
-    )
+    return CdiSteps(DRIVER, specs, *found, mps=mps_layout(directory / "plugin"), **made)

@@ -131,7 +131,7 @@ def test_toolkit_of_the_page_is_the_one_whose_hook_runs_in_e2e() -> None:
     page = DOCUMENT.read_text()
     assert f"container toolkit {version}, except" in page
     assert f"NVIDIA's own hook, {version}," in page
-    assert f"newTag: v{version}" in page
+    assert f"tag: v{version}" in page
 
 
 def test_no_directory_is_mounted(tmp_path: Path, nodes: FakeNodes) -> None:

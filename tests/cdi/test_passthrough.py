@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ class Bench:
         cards = VfioCards(paths, self.nodes, self.control)
         self.steps = steps_over(directory, self.specs, paths, self.nodes, cards=cards)
         files = MetadataFiles(directory / "plugin", directory / "cdi", DRIVER)
-        self.metadata = MetadataSteps(files, lambda: self.found, lambda _device: None)
+        self.metadata = MetadataSteps(files, SimpleNamespace(latest=lambda: self.found), None)
 
     def has_iommufd(self, bus_id: str, name: str) -> None:
         """As the kernel shows it once vfio has the function."""

@@ -57,7 +57,7 @@ class Bench:
             self.node.paths,
             device_node_reader(self.node.machine),
             driver_version=lambda: self.inventory.versions.driver,
-            created_instance=self.created_instance,
+            ledger=self,
         )
 
     def plan(self, wanted: AllocatedClaim, given: ExtraDevices = NO_EXTRA_DEVICES) -> Plan:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
@@ -461,7 +462,7 @@ class KindNode(Journaled):
                 self.lanes.refuse_beside_hang,
             ),
             WriteDeviceMetadata: MetadataSteps(
-                self.metadata_files, lambda: site.inventory, self.created_instance
+                self.metadata_files, SimpleNamespace(latest=lambda: site.inventory), self.ledger
             ),
             WriteCdiSpec: CdiSteps(
                 DRIVER,
@@ -469,8 +470,8 @@ class KindNode(Journaled):
                 site.driver_root,
                 GpuNodes(paths, nodes=site.nodes),
                 lambda: site.inventory.versions.driver,
-                mps_layout(self.plugin).directories,
-                self.created_instance,
+                mps_layout(self.plugin),
+                self.ledger,
                 ExtraDeviceFinder(paths, no_programs, nodes=site.nodes),
                 self._vfio(),
             ),
@@ -484,11 +485,8 @@ class KindNode(Journaled):
         control = self.deaths.effects_of(SimulatedPciControl(self.site.machine))
         return VfioCards(self.site.simulated.paths, self.site.nodes, control)
 
-    def created_instance(self, device: str) -> Any:
-        return self.ledger.created_instance(device)
-
     def _uuid_of(self, device: str) -> str | None:
-        made = self.created_instance(device)
+        made = self.ledger.created_instance(device)
         return None if made is None else made.uuid
 
 

@@ -88,6 +88,9 @@ class Devices:
     problem: str | None = None
     scans: int = 0
 
+    def latest(self) -> Inventory | None:
+        return self.inventory
+
     def unavailable(self) -> str | None:
         return self.problem
 
@@ -255,7 +258,7 @@ class Node(Journaled):
         self.steps = SpecSteps(self.specs)
         self.metadata_files = MetadataFiles(directory / "plugin", directory / "cdi", DRIVER)
         self.metadata_files.create()
-        described = MetadataSteps(self.metadata_files, lambda: self.devices.inventory, lambda device: None)
+        described = MetadataSteps(self.metadata_files, self.devices, None)
         self.outcomes = Outcomes()
         mps = SpecSteps(self.specs)  # of which no test wants more than that it runs
         self.work_with(

@@ -251,7 +251,7 @@ def test_discovery_lets_go_and_comes_back(
     mark = UseMark(tmp_path / LOCK_FILE)
     reader = NvmlReader(lambda: nvml_library(node.machine), mark=mark)
     discovery = Discovery(
-        reader, node.host, hear("change"), hear("reload"), None, hear("hardware"), detachments.now
+        reader, node.host, hear("change"), hear("reload"), None, hear("hardware"), detachments
     )
     discovery.scan_now(5)
     assert (detachments.is_nvml_open(), heard) == (True, ["change", "reload"])
@@ -298,8 +298,7 @@ def instance(
         hear("reload"),
         None,
         hear("hardware"),
-        detachments.now,
-        detachments.paused,
+        detachments,
     )
     return reader, discovery
 
@@ -323,7 +322,7 @@ reader = NvmlReader(detachments.guarded(lambda: nvml_library(machine)), mark=Use
 view = Sysfs(f"{root}/sys", f"{root}/proc")
 tells = [lambda what=what: heard.append(what) for what in ("change", "reload", "hardware")]
 discovery = module.Discovery(
-    reader, view, tells[0], tells[1], None, tells[2], detachments.now, detachments.paused
+    reader, view, tells[0], tells[1], None, tells[2], detachments
 )
 discovery.start()
 for _ in sys.stdin:
