@@ -13,10 +13,7 @@ from dra_driver.model.claim import Failed, Prepared
 from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.scrapes import scraped
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import Json, Node, heard, poll_all, sliced
-
-USUAL_S = 3.0
-"""How long a Prepare or Unprepare may take on a busy machine."""
+from tests.integration.conftest import DRIVER, Json, Node, heard, poll_all, sliced
 
 
 def tainted(node: Node) -> dict[str, list[str]]:
@@ -93,11 +90,9 @@ def pods_start_and_end(node: Node, name: str, device: str, function: str) -> Non
     """One that only gets its GPU, and one whose GPU is changed."""
     for kind, config in (("plain", None), ("sliced", sliced("Long"))):
         ref = node.allocated_by_hand(f"{kind}-{name}", device, config=config)
-        began = time.monotonic()
         answer = node.prepare(ref)[ref.uid]
         assert not isinstance(answer, Failed), (function, answer)
         node.take_back(ref)
-        assert time.monotonic() - began < USUAL_S, function
         node.delete_claim(f"{kind}-{name}")
 
 
@@ -139,9 +134,7 @@ def test_closing_and_opening_nvml_anew_may_hang(
             node.machine.add_gpu(node.machine.gpu(0).model)
             assert nvml.reached.wait(20)
             pods_start_and_end(node, "meanwhile", devices[1], function)
-            began = time.monotonic()
             node.take_back(held)
-            assert time.monotonic() - began < USUAL_S
             assert node.records() == []
             with monkeypatch.context() as patched:
                 patched.setattr("dra_driver.health.monitor.OVERDUE_S", 0.5)
@@ -158,7 +151,8 @@ def test_closing_and_opening_nvml_anew_may_hang(
 def test_hang_on_one_gpu_and_a_bind_of_another_delay_no_claim_of_a_third(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bind needs NVML closed, which has to wait for the hanging call."""
+    """The bind needs NVML closed, for which it waits: whoever waits for the bind gets nothing in this test."""
+    monkeypatch.setattr("dra_driver.passthrough.steps._NVML_S", 600.0)
     node = make_node()
     node.machine.set_virtual_functions(0, 0)
     node.running(8 * 27, dynamic_mig=True, passthrough=True)
@@ -182,22 +176,19 @@ def test_hang_on_one_gpu_and_a_bind_of_another_delay_no_claim_of_a_third(
     with ThreadPoolExecutor() as calls:
         calls.submit(node.prepare, hangs)
         eventually(lambda: node.machine.gpu(0).mig_mode)
-        bind = calls.submit(node.prepare, binds)
+        bind = calls.submit(node.kubelet.prepare, DRIVER, [binds], 15.0)
         time.sleep(0.5)
         for gpu in range(2, 5):
             ref = node.allocated_by_hand(f"mig-{gpu}", a_mig_device(gpu))
-            asked = time.monotonic()
             assert isinstance(node.prepare(ref)[ref.uid], Prepared)
             node.take_back(ref)
-            assert time.monotonic() - asked < USUAL_S
-        monkeypatch.setattr("dra_driver.journal.lanes.UNRESPONSIVE_AFTER_S", 0.5)
-        refused = bind.result()[binds.uid]
-        assert isinstance(refused, Failed), refused
-        asked = time.monotonic()
-        node.refused(binds, f"GPU {node.machine.gpu(0).uuid} does not react")
-        assert time.monotonic() - asked < USUAL_S
+        assert not bind.done()
+        with monkeypatch.context() as patch:
+            patch.setattr("dra_driver.journal.lanes.UNRESPONSIVE_AFTER_S", 0.5)
+            refused = bind.result()[binds.uid]
+            assert isinstance(refused, Failed), refused
+            node.refused(binds, f"GPU {node.machine.gpu(0).uuid} does not react")
         assert session.pauses == 0
-        monkeypatch.undo()
         node.machine.clear_faults()
     eventually(lambda: not node.driver.lanes.under_way())
     assert isinstance(node.prepare(binds)[binds.uid], Prepared)

@@ -270,9 +270,7 @@ def test_write_that_hangs_keeps_its_card_and_nothing_else(
     monkeypatch.setattr("dra_driver.passthrough.steps._STUCK_FIRST_S", 0.2)
     untouched = node.state()
     site.machine.set_fault(function, code="hang", gpu=site.card.gpu_uuid)
-    began = time.monotonic()
     refused(in_a_hurry(node, wanted(site)))
-    assert time.monotonic() - began < HURRY_S
     eventually(lambda: site.simulated.session.is_open)
     assert set(node.lanes.under_way()) == {site.card.gpu_uuid}
     other = claim(site.possible(7, "1g.10gb", 3), uid="neighbour")
@@ -350,9 +348,7 @@ def test_nvml_is_closed_again_after_a_write_hung_for_another_reason(
 def test_modprobe_that_hangs_ends_with_the_call(node: KindNode, site: Site) -> None:
     untouched = node.state()
     site.machine.set_fault("modprobe", code="hang")
-    began = time.monotonic()
     refused(in_a_hurry(node, wanted(site)))
-    assert time.monotonic() - began < HURRY_S
     eventually(lambda: not node.lanes.under_way())
     assert node.state() == untouched
 
@@ -527,14 +523,14 @@ def test_persistence_mode_is_left_off_where_it_was_off(node: KindNode, site: Sit
 
 
 def test_other_claims_are_prepared_while_a_card_is_bound(node: KindNode, site: Site) -> None:
-    site.machine.set_fault("unbind", delay_s=1.0, count=1, gpu=site.card.gpu_uuid)
+    site.machine.set_fault("unbind", code="hang", gpu=site.card.gpu_uuid)
     answers: list[object] = []
     bind = threading.Thread(target=lambda: answers.append(node.prepare(wanted(site))))
     bind.start()
     eventually(lambda: node.ledger.details(OwnedCard))
-    began = time.monotonic()
     assert isinstance(node.prepare(claim(site.whole(4), uid="plain")), Prepared)
-    assert time.monotonic() - began < 1.0
+    assert answers == []
+    site.machine.clear_faults()
     bind.join()
     assert isinstance(answers[0], Prepared)
 
