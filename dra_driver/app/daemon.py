@@ -52,7 +52,7 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_uid
-from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kube.endpoint import Endpoint
 from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.kubelet.registration import RegistrationStatus
@@ -74,6 +74,9 @@ from dra_driver.slices.leadership import InstanceLeadership, living_instances
 
 _log = structlog.get_logger(__name__)
 
+_REGISTRATION_S = 0.3
+"""The kubelet has registered the plugin by then, if it runs."""
+
 
 class Part(NamedTuple):
     """A part of the daemon that runs. The daemon starts its parts in the order of its list, and stops them in the
@@ -94,6 +97,7 @@ class Driver:
         paths, plugin_dir = platform.paths, settings.plugin_directory
         self.boot_id = Sysfs(paths.sys, paths.proc).this_boot()
         self._stopped = threading.Event()
+        self._registered = threading.Event()
         self._fatal: FatalError | None = None
         self._running: list[Part] = []
         changes = self.changes = Changes()
@@ -123,7 +127,7 @@ class Driver:
             TokenBucket(settings.kube_api_qps, settings.kube_api_burst) if settings.kube_api_qps else None
         )
         self.client = ApiClient(
-            load_endpoint(settings.kubeconfig), limiter=limiter, observe=self.metrics.api_answered
+            Endpoint(settings.kubeconfig), limiter=limiter, observe=self.metrics.api_answered
         )
         api = ResourceApi(self.client)
 
@@ -397,6 +401,7 @@ class Driver:
         yield Part("mig_layouts", self.mig.start, self.mig.stop)
         yield Part("health", self.health.monitor.start, self.health.monitor.stop)
         yield Part("kubelet_plugin", self._plugin.start)
+        yield Part("api_configuration", self._open_client)
         yield Part("cleanup", self.cleaner.start, self.cleaner.stop)
         yield Part("reconciler", self.claims.reconciler.start, self.claims.reconciler.stop)
         yield Part("leadership", stop=self.leadership.withdraw)
@@ -417,6 +422,11 @@ class Driver:
                 },
             )
             yield Part("http", http.start, http.stop)
+
+    def _open_client(self) -> None:
+        """The import of the client would slow down the calls of the kubelet, so they come first."""
+        self._registered.wait(_REGISTRATION_S)
+        self.client.open()
 
     def _open_state(self) -> None:
         self.records.open(self.boot_id)
@@ -492,6 +502,7 @@ class Driver:
     def _registration_changed(self, status: RegistrationStatus) -> None:
         """If this announcement fails, the publisher tries again."""
         if status.registered:
+            self._registered.set()
             self.changes.tell(Change.REGISTERED)
 
     def _prepared_kinds(self) -> Iterator[str]:

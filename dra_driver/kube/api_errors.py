@@ -23,8 +23,7 @@ from urllib3.exceptions import (
     TimeoutError,
 )
 
-from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.endpoint import Endpoint
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, InvalidConfigError
 from dra_driver.model.ids import printable
 
 RETRYABLE_STATUS = frozenset({408, 429})
@@ -32,7 +31,6 @@ _MAX_TEXT = 600
 _SHOWN_BYTES = 60
 _SHOWN_OF_PAGE = 4096
 _TAGS = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
-_TUNNEL = re.compile(r"Tunnel connection failed: (\d+) ?(.*)")
 _LONGEST_ASKED_S = 300.0
 """A server that asks for more, as a proxy in maintenance may, is asked again after this time."""
 
@@ -46,18 +44,19 @@ class WatchExpiredError(ApiRejectedError):
 
 
 @contextmanager
-def api_errors(action: str, endpoint: Endpoint | None = None) -> Iterator[None]:
-    """Map what urllib3 and JSON decoding raise inside the block; `action` starts every text.
+def api_errors(action: str, proxy: str | None = None) -> Iterator[None]:
+    """Map what urllib3, JSON decoding and reading a configuration raise inside the block. `action` starts every text,
+    `proxy` is the URL of the proxy before the API server, without credentials.
 
     Raises: ApiUnavailableError.
     """
     try:
         yield
+    except InvalidConfigError as error:
+        raise ApiUnavailableError(f"{action}: {error}") from error
     except HTTPError as error:
         is_brief = isinstance(_cause(error), ConnectTimeoutError | ProtocolError)
-        raise ApiUnavailableError(
-            f"{action}: {_transport_text(error, endpoint)}", is_brief=is_brief
-        ) from error
+        raise ApiUnavailableError(f"{action}: {_transport_text(error, proxy)}", is_brief=is_brief) from error
     # Certificates being rotated; a body that is not JSON, or is nested too deep to be read.
     except (OSError, ValueError, RecursionError) as error:
         raise ApiUnavailableError(f"{action}: {one_line(str(error))}") from error
@@ -79,8 +78,8 @@ def decoded_json(data: bytes, action: str) -> Any:
     return value
 
 
-def check_status(action: str, response: urllib3.BaseHTTPResponse) -> None:
-    """Pass 2xx; raise for everything else, with the API's own message.
+def check_status(action: str, response: urllib3.BaseHTTPResponse, body: bytes) -> None:
+    """Pass 2xx; raise for everything else, with the API's own message, which is in the body.
 
     Raises: ApiUnavailableError for 5xx, 408 and 429 (`retry_after_s` from Retry-After or the Status);
     WatchExpiredError for 410, PathNotFoundError for a path that is not served, else ApiRejectedError.
@@ -88,7 +87,7 @@ def check_status(action: str, response: urllib3.BaseHTTPResponse) -> None:
     code = response.status
     if 200 <= code < 300:
         return
-    status = _decode_status(response.data)
+    status = _decode_status(body)
     message = one_line(str(status.get("message") or response.reason or "no message"))
     raise failure(f"{action}: {message} (HTTP {code})", code, status, response.headers.get("Retry-After", ""))
 
@@ -155,11 +154,14 @@ def _details(status: dict[str, Any]) -> dict[str, Any]:
     return details if isinstance(details, dict) else {}
 
 
-def _transport_text(error: HTTPError, endpoint: Endpoint | None) -> str:
+def _transport_text(error: HTTPError, proxy: str | None) -> str:
     """A cause that a person understands; urllib3's own texts carry object addresses."""
     cause = _cause(error)
     if isinstance(cause, ProxyError):
-        return _proxy_text(cause, endpoint)
+        return (
+            f"the proxy {proxy or 'before the API server'} cannot be used: {_root_text(cause.original_error)}; check"
+            " proxy-url in the kubeconfig, or HTTPS_PROXY and NO_PROXY (credentials: http://USER:PASSWORD@HOST:PORT)"
+        )
     if isinstance(cause, SSLError):
         return _tls_text(cause)
     if isinstance(cause, NewConnectionError):
@@ -167,30 +169,6 @@ def _transport_text(error: HTTPError, endpoint: Endpoint | None) -> str:
     if isinstance(cause, TimeoutError):
         return "the API server did not answer in time"
     return f"connection to the API server broke: {_root_text(cause)}"
-
-
-def _proxy_text(error: ProxyError, endpoint: Endpoint | None) -> str:
-    """What the proxy said, and where it is set. The password does not show."""
-    proxy = None if endpoint is None else endpoint.proxy
-    named = "the proxy" if proxy is None else f"the proxy {proxy.url} ({proxy.origin})"
-    said = _TUNNEL.fullmatch(str(error.original_error))
-    inner = error.original_error.args[0] if error.original_error.args else None
-    if isinstance(inner, ssl.SSLCertVerificationError):
-        return (
-            f"the certificate of {named} is not trusted ({inner.verify_message}); "
-            "have SSL_CERT_FILE name a file with the CA of the proxy"
-        )
-    if said is None:
-        return f"{named} cannot be used: {_root_text(error.original_error)}"
-    server = "the API server" if endpoint is None else endpoint.server
-    refused = f"{named} refused the way to {server}: {one_line(said[2])} (HTTP {said[1]})"
-    if said[1] == "407":
-        wrong = "wants" if proxy is None or proxy.credentials is None else "does not take these"
-        return f"{refused}; it {wrong} credentials: write http://USER:PASSWORD@HOST:PORT"
-    if said[1] in ("502", "503", "504"):
-        return f"{named} cannot reach {server}: {one_line(said[2])} (HTTP {said[1]})"
-    past = "remove the proxy-url" if proxy is None or proxy.origin.startswith("proxy-url") else "set NO_PROXY"
-    return f"{refused}; allow it there, or {past} if the API server can be reached without"
 
 
 def _cause(error: HTTPError) -> BaseException:

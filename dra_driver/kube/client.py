@@ -1,34 +1,35 @@
-"""HTTP with the API server: pooled, thread-safe, JSON in and out, one error map.
+"""Requests to the API server through the official Python client: plain dicts, one error map, limits in time and size.
 
-urllib3 is the transport, as in the package `kubernetes`. That package has no deadline for a whole answer, costs 20 MiB
-more, and every object here is a plain dict anyway.
+The official client's typed API classes stay out: CoreV1Api alone costs 66 MiB.
 """
 
 from __future__ import annotations
 
-import base64
-import json
+import contextlib
 import math
 import re
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
-from urllib.parse import quote, urlencode
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import urllib3
 from urllib3.connection import HTTPConnection
-from urllib3.exceptions import ProtocolError, ReadTimeoutError
+from urllib3.exceptions import HTTPError, ProtocolError, ReadTimeoutError
 
 import dra_driver
+from dra_driver.base.atomic import stamp_or_none
 from dra_driver.base.backoff import TokenBucket
-from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.api_errors import api_errors, check_status, decoded_json
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, InvalidConfigError
+from dra_driver.kube.api_errors import api_errors, check_status, decoded_json, failure, one_line
 from dra_driver.kube.endpoint import Endpoint
-from dra_driver.kube.timed_connection import answered_by, time_answers
-from dra_driver.kube.watch_stream import WatchStream
+
+if TYPE_CHECKING:
+    import kubernetes.client
 
 FIELD_MANAGER = "gpu-dra-driver"
 """Whose writes ours are in `metadata.managedFields`, unless a request says otherwise: how the user agent begins."""
@@ -41,42 +42,29 @@ CONNECT_TIMEOUT_S = 5.0
 ATTEMPT_S = 8.0
 """How long the first attempt of a request may take, and how long a peer may leave what was sent unacknowledged: an API
 server that vanishes without a RST leaves connections to nobody in the pool."""
+MOST_BYTES = 32 * 1024 * 1024
+"""No answer and no event may be larger: the daemon's container has a memory limit of 256 MiB."""
+_READ_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """`until` (time.monotonic()) is when the whole answer must be there. A stream has `idle_s` instead: how long
-    nothing may arrive."""
+    """`until` (time.monotonic()) is when the whole answer must be there. A watch has `idle_s` instead: how long nothing
+    may arrive."""
 
     method: str
-    url: str
-    until: float | None
-    body: bytes | None = None
+    path: str
+    query: Mapping[str, str] | None = None
+    body: Any = None
     content_type: str = JSON
-    idle_s: float | None = None
+    until: float = math.inf
+    idle_s: float = math.inf
 
     @property
     def is_repeatable(self) -> bool:
         """Whether it does no harm that it may have arrived before. Only a POST is something else the second time: a PUT
         names the version that it replaces, a DELETE the UID, and a PATCH holds values, not changes of values."""
         return self.method != "POST"
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no time is left."""
-        return self.until is not None and time.monotonic() >= self.until
-
-    def timeout(self, most_s: float) -> urllib3.Timeout:
-        """Of one attempt that begins now, and in which the head of a stream must come within `most_s`.
-
-        Raises: TimeoutError."""
-        if self.until is None:
-            head_s = None if self.idle_s is None else min(self.idle_s, most_s)
-            return urllib3.Timeout(connect=CONNECT_TIMEOUT_S, read=head_s)
-        left = self.until - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("no time was left to ask the API server")
-        return urllib3.Timeout(connect=min(left, CONNECT_TIMEOUT_S), read=left)
 
 
 @dataclass(eq=False)
@@ -98,10 +86,13 @@ class ApiClient:
     warned: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
-        self._headers = {"User-Agent": USER_AGENT, "Accept": JSON, **(self.headers or {})}
         self._lock = threading.Lock()
-        self._pool: urllib3.PoolManager | None = None
-        self._pool_of: tuple[Any, ...] = ()
+        self._official: kubernetes.client.ApiClient | None = None
+        self._made_from: tuple[Any, ...] = ()
+
+    def open(self) -> None:
+        """Import the official client and read the configuration. Raises: InvalidConfigError."""
+        self._now()
 
     def request(
         self,
@@ -116,150 +107,168 @@ class ApiClient:
     ) -> dict[str, Any]:
         """The decoded answer; `action` (such as "get claim ns/name") starts every error text. Everything together, from
         the wait for the limit of requests to the last byte, takes `timeout_s` at most."""
-        until = self._until(timeout_s)
-        with api_errors(action, self.endpoint):
-            data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
-            response = self._send(_Request(method, self._url(path, query), until, data, content_type))
-            check_status(action, response)
-            if self.warned is not None:
-                for header in response.headers.getlist("Warning"):
-                    self.warned(warning_text(header))
-            decoded = decoded_json(response.data or b"{}", action)
+        wanted = _Request(method, path, query, body, content_type, self._until(timeout_s))
+        response, data = self._answer(wanted, action)
+        if self.warned is not None:
+            for header in response.headers.getlist("Warning"):
+                self.warned(warning_text(header))
+        decoded = decoded_json(data or b"{}", action)
         return decoded if isinstance(decoded, dict) else {"items": decoded}
 
     def text(self, path: str, *, action: str, timeout_s: float | None = None) -> str:
         """What a path answers that serves no object, such as a pod behind the server's proxy."""
-        with api_errors(action, self.endpoint):
-            response = self._send(_Request("GET", self._url(path, None), self._until(timeout_s)))
-            check_status(action, response)
-            return (response.data or b"").decode(errors="replace")
+        return self._answer(_Request("GET", path, until=self._until(timeout_s)), action)[1].decode(
+            errors="replace"
+        )
 
     def watch(
         self, path: str, *, action: str, query: Mapping[str, str], idle_timeout_s: float
     ) -> WatchStream:
         """Start a watch; the stream breaks if nothing, not even a bookmark, arrives for `idle_timeout_s`. The first
         attempt to start it has the limit of any request, since an API server answers at once."""
-        with api_errors(action, self.endpoint):
-            response = self._send(_Request("GET", self._url(path, query), None, idle_s=idle_timeout_s))
-            try:
-                if response.status >= 300:
-                    response.read(cache_content=True)
-                check_status(action, response)
-            except BaseException:
-                response.close()
-                raise
+        response, _ = self._answer(_Request("GET", path, query, idle_s=idle_timeout_s), action)
         return WatchStream(response, action)
 
     def close(self) -> None:
         """Close idle connections; calls under way end by themselves."""
         with self._lock:
-            if self._pool is not None:
-                self._pool.clear()
-                self._pool = None
+            if self._official is not None:
+                self._official.close()
+                self._official = None
 
-    def _send(self, wanted: _Request) -> urllib3.BaseHTTPResponse:
-        token = self.endpoint.token
-        used = token.header()
-        response = self._send_repeated(wanted)
-        if response.status == 401 and token.refresh(used):
-            response.drain_conn()
-            response = self._send_repeated(wanted)
-        return response
+    def _answer(self, wanted: _Request, action: str) -> tuple[urllib3.BaseHTTPResponse, bytes]:
+        """A good answer and its body, which is empty for a watch: that is read later. Raises: as every call."""
+        with api_errors(action):
+            used = self.endpoint.configuration
+        with api_errors(action, used.proxy):
+            response, data = self._send_repeated(wanted)
+            if response.status == 401:
+                self.endpoint.read_again(used)
+                response, data = self._send_repeated(wanted)
+            check_status(action, response, data)
+        return response, data
 
-    def _send_repeated(self, wanted: _Request) -> urllib3.BaseHTTPResponse:
+    def _send_repeated(self, wanted: _Request) -> tuple[urllib3.BaseHTTPResponse, bytes]:
         """The second attempt has a fresh connection, and all the time that is left: the server may be slow."""
         try:
             return self._send_once(wanted, ATTEMPT_S if wanted.is_repeatable else math.inf)
         except (ProtocolError, ReadTimeoutError):
-            if not wanted.is_repeatable or wanted.is_over:
+            if not wanted.is_repeatable or time.monotonic() >= wanted.until:
                 raise  # a POST may have arrived: the caller looks at the server first
-        return self._send_once(wanted)
+        return self._send_once(wanted, math.inf)
 
-    def _send_once(self, wanted: _Request, most_s: float = math.inf) -> urllib3.BaseHTTPResponse:
+    def _send_once(self, wanted: _Request, most_s: float) -> tuple[urllib3.BaseHTTPResponse, bytes]:
         if self.limiter is not None:
-            self.limiter.acquire(math.inf if wanted.until is None else wanted.until - time.monotonic())
-        if wanted.until is not None:
-            wanted = replace(wanted, until=min(wanted.until, time.monotonic() + most_s))
-        pool = self._pool_now()
+            self.limiter.acquire(wanted.until - time.monotonic())
+        until = min(wanted.until, time.monotonic() + most_s)
+        official = self._now()
         status: int | None = None
         try:
-            with answered_by(wanted.until, wanted.idle_s):
-                response = pool.urlopen(
-                    wanted.method,
-                    wanted.url,
-                    body=wanted.body,
-                    headers=self._request_headers(wanted),
-                    timeout=wanted.timeout(most_s),
-                    retries=False,
-                    redirect=False,
-                    preload_content=wanted.until is not None,
-                )
+            response = self._opened(official, wanted, until)
             status = response.status
+            if wanted.until < math.inf or status >= 300:
+                return response, _body(response, min(until, time.monotonic() + wanted.idle_s))
+            _wait_at_most(response, wanted.idle_s)
+            return response, b""
         except (ProtocolError, ReadTimeoutError):
-            self._leave(pool)
+            self._leave(official)
             raise
         finally:
             if self.observe is not None:
                 self.observe(wanted.method, status)
+
+    def _opened(
+        self, official: kubernetes.client.ApiClient, wanted: _Request, until: float
+    ) -> urllib3.BaseHTTPResponse:
+        """The answer whose head has arrived. Raises: what urllib3 raises."""
+        from kubernetes.client import ApiException
+
+        left = min(until - time.monotonic(), wanted.idle_s)
+        if left <= 0:
+            raise TimeoutError("no time was left to ask the API server")
+        method, url, headers, _, _ = official.param_serialize(
+            wanted.method,
+            wanted.path,
+            query_params=dict(wanted.query or {}),
+            header_params={"Accept": JSON, **(self.headers or {})},
+        )
+        headers |= self._authorization(official)
+        if wanted.body is not None:
+            headers["Content-Type"] = wanted.content_type
+        try:
+            answer = official.call_api(
+                method, url, headers, wanted.body, _request_timeout=(min(left, CONNECT_TIMEOUT_S), left)
+            )
+        except ApiException as error:  # so it reports trouble with TLS, as a text of several lines
+            raise error.__context__ or error from None
+        response: urllib3.BaseHTTPResponse = answer.response
         return response
 
-    def _leave(self, pool: urllib3.PoolManager) -> None:
+    def _authorization(self, official: kubernetes.client.ApiClient) -> dict[str, str]:
+        """The header of that name. The configuration reads its token again when it is a minute old or has expired.
+
+        Raises: ApiUnavailableError for what no header can carry.
+        """
+        with contextlib.suppress(Exception):  # the last token is valid for a while yet
+            official.configuration.auth_settings()
+        token = str(official.configuration.api_key.get("BearerToken") or "").strip()
+        if not (token.isascii() and token.isprintable()):  # the complaint of http.client would show it
+            raise ApiUnavailableError(
+                f"the bearer token of {self.endpoint.origin} has characters that no token has; renew it"
+            )
+        return {"Authorization": token} if token else {}
+
+    def _leave(self, official: kubernetes.client.ApiClient) -> None:
         """Begin a new pool: the other connections of this one may end at the same peer, which is gone. It is not
         cleared: other threads may be about to take a connection of it. Its last user closes them."""
         with self._lock:
-            if self._pool is pool:
-                self._pool = None
+            if self._official is official:
+                self._official = None
 
-    def _request_headers(self, wanted: _Request) -> dict[str, str]:
-        """Made anew for each attempt: the token may have been renewed in between."""
-        headers = dict(self._headers)
-        token = self.endpoint.token.header()
-        if token:
-            if not (token.isascii() and token.isprintable()):  # the complaint of http.client would show it
-                raise ApiUnavailableError(
-                    f"the bearer token of {self.endpoint.origin} has characters that no token has; renew it"
-                )
-            headers["Authorization"] = token
-        if wanted.body is not None:
-            headers["Content-Type"] = wanted.content_type
-        return headers
-
-    def _pool_now(self) -> urllib3.PoolManager:
-        """The pool; a new one once a certificate or CA file was replaced."""
-        current = self.endpoint.tls.fingerprint()
+    def _now(self) -> kubernetes.client.ApiClient:
+        """The official client; a new one once the configuration or the file of the CA is another. Raises:
+        InvalidConfigError."""
+        configuration = self.endpoint.configuration
+        ca = configuration.ssl_ca_cert
+        wanted = (configuration, ca and stamp_or_none(ca))
         with self._lock:
-            if self._pool is None or current != self._pool_of:
-                old, self._pool = self._pool, self._new_pool()
-                self._pool_of = current
-                if old is not None:
-                    old.clear()
-            return self._pool
+            if self._official is None or self._made_from != wanted:
+                self._official, self._made_from = self._new_official(configuration), wanted
+            return self._official
 
-    def _new_pool(self) -> urllib3.PoolManager:
-        options: dict[str, Any] = {"num_pools": 2, "maxsize": POOL_SIZE, "socket_options": _socket_options()}
-        tls = self.endpoint.tls
-        if self.endpoint.server.startswith("https://"):
-            options["ssl_context"] = tls.context()
-            if tls.server_name:
-                options |= {"server_hostname": tls.server_name, "assert_hostname": tls.server_name}
-            if tls.insecure:
-                urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
-                options |= {"assert_hostname": False}
-        proxy = self.endpoint.proxy
-        if proxy is not None:
-            headers = None
-            if proxy.credentials:
-                # As Go does; urllib3 would write the text in Latin-1, and fail where that cannot be.
-                credentials = base64.b64encode(proxy.credentials.encode()).decode()
-                headers = {"proxy-authorization": f"Basic {credentials}"}
-            return time_answers(urllib3.ProxyManager(proxy.url, proxy_headers=headers, **options))
-        return time_answers(urllib3.PoolManager(**options))
+    def _new_official(self, configuration: kubernetes.client.Configuration) -> kubernetes.client.ApiClient:
+        from kubernetes.client import ApiClient as OfficialClient
 
-    def _url(self, path: str, query: Mapping[str, str] | None) -> str:
-        return self.endpoint.server + path + (f"?{urlencode(query)}" if query else "")
+        configuration.connection_pool_maxsize = POOL_SIZE
+        configuration.socket_options = _socket_options()
+        client = OfficialClient(configuration)
+        client.user_agent = USER_AGENT
+        if configuration.host.startswith("https://"):
+            try:
+                context = _tls_context(configuration)
+            except (OSError, ValueError) as error:
+                raise InvalidConfigError(
+                    f"{self.endpoint.origin}: the CA, the client certificate or its key cannot be loaded: {error};"
+                    " give them as PEM"
+                ) from error
+            client.rest_client.pool_manager.connection_pool_kw["ssl_context"] = context
+        return client
 
     def _until(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
+
+
+def _tls_context(configuration: kubernetes.client.Configuration) -> ssl.SSLContext:
+    """Raises: OSError (ssl.SSLError is one) if a file is missing or is not PEM."""
+    context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
+    # Python 3.13 began to refuse CAs without key identifiers; Kubernetes installers make such CAs.
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    if not configuration.verify_ssl:
+        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+        context.check_hostname = False
+    if configuration.cert_file:
+        context.load_cert_chain(configuration.cert_file, configuration.key_file)
+    return context
 
 
 def _socket_options() -> list[tuple[int, int, int]]:
@@ -272,6 +281,94 @@ def _socket_options() -> list[tuple[int, int, int]]:
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(ATTEMPT_S * 1000)),
     ]
+
+
+def _body(response: urllib3.BaseHTTPResponse, until: float) -> bytes:
+    """The whole body. urllib3 alone would wait for each piece as long as for the first, and read without a limit.
+
+    Raises: ReadTimeoutError once it is `until` (time.monotonic()), HTTPError for more than MOST_BYTES.
+    """
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        while size <= MOST_BYTES:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise ReadTimeoutError(None, None, "the answer was not complete in time")  # type: ignore[arg-type]
+            _wait_at_most(response, left)
+            piece = response.read1(_READ_BYTES)
+            if not piece:
+                return b"".join(pieces)
+            pieces.append(piece)
+            size += len(piece)
+        raise HTTPError(f"the answer is larger than {MOST_BYTES >> 20} MiB")
+    except BaseException:
+        response.close()
+        raise
+
+
+def _wait_at_most(response: urllib3.BaseHTTPResponse, seconds: float) -> None:
+    """Limit each wait for bytes of the body from now on."""
+    sock = getattr(response.connection, "sock", None)
+    if sock is not None:  # None once the server has said that it will close the connection
+        sock.settimeout(seconds)
+
+
+class WatchStream:
+    """Iterate for events ({"type", "object"}); `close()` from any thread ends the iteration at once.
+
+    Ends silently when the server closes the watch in order. Raises while iterating: ApiUnavailableError
+    when the connection breaks or stays silent too long, and for an ERROR event as for an answer of its code.
+    """
+
+    def __init__(self, response: urllib3.BaseHTTPResponse, action: str) -> None:
+        self._response = response
+        self._action = action
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Wake the reader, if there is one, and make it end."""
+        self._closed.set()
+        # Not response.close(): that would wait for the lock that the reader holds.
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            self._response.shutdown()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        try:
+            with api_errors(self._action):
+                for line in self._lines():
+                    yield self._event(line)
+        except ApiUnavailableError:
+            if not self._closed.is_set():
+                raise
+        finally:
+            self._closed.set()
+            self._response.close()
+
+    def _lines(self) -> Iterator[bytes]:
+        rest = b""
+        for chunk in self._response.stream(_READ_BYTES):
+            if self._closed.is_set():
+                return
+            *lines, rest = (rest + chunk).split(b"\n")
+            yield from (line for line in lines if line)
+            if len(rest) > MOST_BYTES:
+                raise HTTPError(f"an event is larger than {MOST_BYTES >> 20} MiB")
+        if rest and not self._closed.is_set():
+            raise HTTPError("the watch ended in the middle of an event")
+
+    def _event(self, line: bytes) -> dict[str, Any]:
+        event = decoded_json(line, self._action)
+        if not isinstance(event, dict):
+            raise ApiUnavailableError(f"{self._action}: an event of the watch is not an object")
+        if event.get("type") != "ERROR":
+            return event
+        status = event.get("object")
+        status = status if isinstance(status, dict) else {}
+        code = status.get("code")
+        code = code if isinstance(code, int) else 500
+        text = f"{self._action}: {one_line(str(status.get('message') or 'watch failed'))} (HTTP {code})"
+        raise failure(text, code, status)
 
 
 def path_segment(name: str) -> str:

@@ -1,129 +1,201 @@
-"""How to reach the API server: in-cluster service account or kubeconfig, and the TLS settings of either."""
+"""Where the API server is and who we are: the official client's configuration, from a kubeconfig or a pod's service
+account.
+
+The package `kubernetes` costs 12 MiB and some tenths of a second. It is imported when the configuration is first
+needed, which in the daemon is after the kubelet has registered the plugin.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-import ssl
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
-from dra_driver.base.atomic import Stamp, stamp_or_none
-from dra_driver.errors import InvalidConfigError
-from dra_driver.kube.credentials import FileToken, NoToken, TokenSource
-from dra_driver.kube.proxies import Proxy, proxy_of_environment
+from urllib3.util import make_headers, parse_url
+
+from dra_driver.errors import DraDriverError, InvalidConfigError
+from dra_driver.kube.api_errors import one_line
+
+if TYPE_CHECKING:
+    from kubernetes.client import Configuration
 
 _SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 SERVICE_ACCOUNT_VARIABLE = "SERVICE_ACCOUNT_DIRECTORY"
 """Names another directory, for tests and measurements: there a daemon outside of pods finds what a pod has."""
+_OTHER_USER = ("as", "as-uid", "as-groups", "as-user-extra")
 
 
-@dataclass(slots=True)
-class TlsSettings:
-    """Files of the server's CA and of the client certificate; all None with plain HTTP. A credential plugin may give
-    another certificate later."""
-
-    ca_file: Path | None = None
-    cert_file: Path | None = None
-    key_file: Path | None = None
-    insecure: bool = False
-    server_name: str | None = None
-
-    def fingerprint(self) -> tuple[Stamp | None, ...]:
-        """One entry a file; it differs once any of them was replaced. Missing files count as None."""
-        return tuple(map(stamp_or_none, self._files()))
-
-    def context(self) -> ssl.SSLContext:
-        """A client context from the files as they are now.
-
-        Raises: OSError (ssl.SSLError is one) if a file is missing or is not PEM.
-        """
-        context = ssl.create_default_context(cafile=self.ca_file)
-        # Python 3.13 began to refuse CAs without key identifiers; Kubernetes installers make such CAs.
-        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-        if self.insecure:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        if self.cert_file is not None:
-            context.load_cert_chain(self.cert_file, self.key_file)
-        return context
-
-    def check(self, origin: str) -> None:
-        """Fails at start instead of at the first request. Raises: InvalidConfigError with the file's name."""
-        for path in self._files():
-            if not os.access(path, os.R_OK):
-                raise InvalidConfigError(f"{origin}: {path} is missing or unreadable; mount or repair it")
-        try:
-            self.context()
-        except (OSError, ValueError) as error:
-            raise InvalidConfigError(
-                f"{origin}: the CA, the client certificate or its key cannot be loaded: {error}; give them as PEM"
-            ) from error
-
-    def _files(self) -> list[Path]:
-        return [path for path in (self.ca_file, self.cert_file, self.key_file) if path is not None]
-
-
-@dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One API server. `server` is its URL without trailing slash, `origin` says where that was read,
-    `namespace` is that of objects that name none."""
+    """One API server with our credentials: those of a context of a kubeconfig, else those of the pod. Any thread.
 
-    server: str
-    origin: str
-    tls: TlsSettings = field(default_factory=TlsSettings)
-    token: TokenSource = field(default_factory=NoToken)
-    proxy: Proxy | None = None
-    namespace: str = "default"
-
-
-def load_endpoint(
-    kubeconfig: Path | str | None = None,
-    *,
-    context: str | None = None,
-    environ: Mapping[str, str] | None = None,
-) -> Endpoint:
-    """The kubeconfig if one is given, else the pod's service account; through the proxy of the kubeconfig, else that of
-    the environment.
-
-    Raises: InvalidConfigError naming the file and what to do.
+    `origin` names the source of the configuration in texts. `server` is a URL that needs neither.
     """
-    environ = os.environ if environ is None else environ
-    endpoint = _of_kubeconfig(kubeconfig, context) if kubeconfig else _in_cluster(environ)
-    if endpoint.proxy is not None:
-        return endpoint
-    return replace(endpoint, proxy=proxy_of_environment(endpoint.server, environ))
+
+    def __init__(
+        self, kubeconfig: Path | str | None = None, *, context: str | None = None, server: str | None = None
+    ) -> None:
+        """Raises: InvalidConfigError if there is no kubeconfig and this is not a pod."""
+        self._kubeconfig, self._context, self._server = kubeconfig, context, server
+        self._environ = dict(os.environ)
+        self._directory = Path(os.environ.get(SERVICE_ACCOUNT_VARIABLE) or _SERVICE_ACCOUNT)
+        account = f"service account {self._directory}"
+        self.origin = server or (f"kubeconfig {kubeconfig}" if kubeconfig else account)
+        self._lock = threading.Lock()
+        self._read: tuple[Configuration, str] | None = None
+        in_pod = os.environ.get("KUBERNETES_SERVICE_HOST") and os.environ.get("KUBERNETES_SERVICE_PORT")
+        if not (kubeconfig or server or in_pod):
+            raise InvalidConfigError(
+                "no API server configured: KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set, so"
+                " this is not a pod; give a kubeconfig with --kubeconfig"
+            )
+
+    @property
+    def configuration(self) -> Configuration:
+        """As last read. Raises: InvalidConfigError that names the file and says what to do."""
+        return self._now()[0]
+
+    @property
+    def server(self) -> str:
+        """The URL of the API server, without trailing slash. Raises: as `configuration`."""
+        return str(self.configuration.host)
+
+    @property
+    def namespace(self) -> str:
+        """The namespace of objects that name none. Raises: as `configuration`."""
+        return self._now()[1]
+
+    def read_again(self, refused: Configuration) -> None:
+        """Read files and run the credential plugin again, unless another thread did since `refused` was read.
+
+        Raises: InvalidConfigError.
+        """
+        with self._lock:
+            if self._read is None or self._read[0] is refused:
+                self._read = self._load()
+
+    def _now(self) -> tuple[Configuration, str]:
+        with self._lock:
+            if self._read is None:
+                self._read = self._load()
+            return self._read
+
+    def _load(self) -> tuple[Configuration, str]:
+        from kubernetes.client import Configuration
+
+        with _one_sentence(self.origin):
+            configuration = Configuration(host=self._server or "", retries=False)
+            # As for kubectl, the environment's proxy is not for servers on this machine.
+            configuration.no_proxy = f"{configuration.no_proxy or ''},localhost,127.0.0.0/8,::1"
+            namespace = "default"
+            if self._kubeconfig:
+                namespace = _read_kubeconfig(str(self._kubeconfig), self._context, configuration)
+            elif self._server is None:
+                namespace = _read_service_account(self._directory, self._environ, configuration)
+            if not configuration.host.startswith(("http://", "https://")):
+                raise ValueError(f"{configuration.host!r} is not an http(s) URL of an API server")
+            _split_proxy(configuration)
+        return configuration, namespace
 
 
-def _of_kubeconfig(kubeconfig: Path | str, context: str | None) -> Endpoint:
+def load_endpoint(kubeconfig: Path | str | None = None, *, context: str | None = None) -> Endpoint:
+    """An endpoint whose configuration is read. Raises: InvalidConfigError that names the file and says what to do."""
+    endpoint = Endpoint(kubeconfig, context=context)
+    _ = endpoint.configuration
+    return endpoint
+
+
+@contextmanager
+def _one_sentence(origin: str) -> Iterator[None]:
+    """Raises: InvalidConfigError for whatever the libraries raise inside."""
     try:
-        from dra_driver.kube.kubeconfig import kubeconfig_endpoint
-    except ModuleNotFoundError as error:
+        yield
+    except DraDriverError:
+        raise
+    except OSError as error:
         raise InvalidConfigError(
-            f"kubeconfig {kubeconfig}: the Python package `kubernetes`, which reads kubeconfigs, is missing"
-            f" ({error}); run the command where it is installed (`pip install kubernetes`; the image of"
-            " gpu-dra-driver does not have it), or in a pod leave --kubeconfig out"
+            f"{origin}: {error.filename} cannot be read: {error.strerror}; check the path and the file's permissions"
         ) from error
-    return kubeconfig_endpoint(kubeconfig, context=context)
+    except Exception as error:
+        # PyYAML's texts have several lines, and quote the file, in which there may be a token.
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1} is not YAML" if mark is not None else one_line(str(error))
+        raise InvalidConfigError(f"{origin} cannot be used: {where}; repair or replace it") from None
 
 
-def _in_cluster(environ: Mapping[str, str]) -> Endpoint:
-    """The endpoint that the kubelet gives every pod. Raises: InvalidConfigError."""
-    host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
-    if not host or not port:
-        raise InvalidConfigError(
-            "no API server configured: KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set, so"
-            " this is not a pod; give a kubeconfig with --kubeconfig"
-        )
-    directory = Path(environ.get(SERVICE_ACCOUNT_VARIABLE) or _SERVICE_ACCOUNT)
-    tls = TlsSettings(ca_file=directory / "ca.crt")
-    tls.check(f"service account {directory}")
-    bracketed = f"[{host}]" if ":" in host else host
+def _read_service_account(directory: Path, environ: Mapping[str, str], configuration: Configuration) -> str:
+    """Fills the configuration and returns the pod's namespace. The client reads the token again each minute."""
+    from kubernetes.config.incluster_config import InClusterConfigLoader
+
+    token, ca = str(directory / "token"), str(directory / "ca.crt")
+    InClusterConfigLoader(token_filename=token, cert_filename=ca, environ=environ).load_and_set(configuration)
     try:
-        namespace = (directory / "namespace").read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        namespace = ""
-    token = FileToken(directory / "token")
-    return Endpoint(
-        f"https://{bracketed}:{port}", str(directory), tls, token, namespace=namespace or "default"
+        return (directory / "namespace").read_text(encoding="utf-8").strip() or "default"
+    except FileNotFoundError:
+        return "default"
+
+
+def _read_kubeconfig(paths: str, context: str | None, configuration: Configuration) -> str:
+    """Fills the configuration and returns the namespace of the context. Raises: what the package raises."""
+    from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
+
+    merger = KubeConfigMerger(paths)
+    merged = merger.config
+    if merged is None:
+        raise InvalidConfigError(f"kubeconfig {paths} cannot be read: no such file; check --kubeconfig")
+    # Of several files the first that names one, as for kubectl; for the package it is the last.
+    current = next(filter(None, (file.get("current-context") for file in merger.config_files.values())), None)
+    loader = KubeConfigLoader(config_dict=merged, active_context=context or current, config_base_path=None)
+    chosen = loader.current_context["context"]
+    user: dict[str, Any] = next(
+        (
+            one.value.get("user") or {}
+            for one in merged.value["users"]
+            if one.value["name"] == chosen.get("user")
+        ),
+        {},
     )
+    if acts_as := sorted(user.keys() & {*_OTHER_USER}):
+        raise ValueError(
+            f"its user acts as another one (`{acts_as[0]}`), which gpu-dra-driver cannot; choose another context with"
+            " --context"
+        )
+    with _failures_logged() as failures:
+        loader.load_and_set(configuration)
+    if failures and not configuration.api_key and not configuration.cert_file:
+        raise ValueError(f"its credential plugin failed: {one_line('; '.join(failures))}; run it by hand")
+    return str(chosen.get("namespace") or "default")
+
+
+@contextmanager
+def _failures_logged() -> Iterator[list[str]]:
+    """What is logged as an error inside: the package only logs that a credential plugin failed."""
+    failures: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: failures.append(record.getMessage())  # type: ignore[method-assign]
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield failures
+    finally:
+        root.removeHandler(handler)
+
+
+def _split_proxy(configuration: Configuration) -> None:
+    """Move the credentials of the proxy from its URL to a header: only there the client sends them, and texts show the
+    URL. Raises: ValueError."""
+    if not configuration.proxy:
+        return
+    text = configuration.proxy
+    with suppress(ValueError):  # it would show the credentials
+        url = parse_url(text if "://" in text else f"http://{text}")
+        if url.scheme in ("http", "https") and url.host:
+            configuration.proxy = url._replace(auth=None).url
+            if url.auth:
+                configuration.proxy_headers = make_headers(proxy_basic_auth=unquote(url.auth))
+            return
+    raise ValueError("its proxy is not http://HOST:PORT or https://HOST:PORT")

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dra_driver.kube.api_errors import PathNotFoundError
-from dra_driver.kube.client import JSON, ApiClient, path_segment
-from dra_driver.kube.watch_stream import WatchStream
+from dra_driver.kube.client import JSON, ApiClient, WatchStream, path_segment
 
 GROUP = "resource.k8s.io"
 GROUP_VERSION = f"{GROUP}/v1"

@@ -12,8 +12,8 @@ import structlog
 from dra_driver.base.backoff import Backoff
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import WatchExpiredError
+from dra_driver.kube.client import WatchStream
 from dra_driver.kube.slices import SliceClient
-from dra_driver.kube.watch_stream import WatchStream
 
 log = structlog.get_logger(__name__)
 

@@ -6,9 +6,8 @@ import random
 from typing import Any
 
 from dra_driver.errors import ApiRejectedError
-from dra_driver.kube.client import is_not_found
+from dra_driver.kube.client import WatchStream, is_not_found
 from dra_driver.kube.resource_api import GROUP_VERSION, ResourceApi
-from dra_driver.kube.watch_stream import WatchStream
 
 _PLURAL = "resourceslices"
 _jitter = random.Random()  # noqa: S311  spreads load; not a matter of security

@@ -50,8 +50,8 @@ from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.api_errors import api_errors, check_status
 from dra_driver.kube.claims import parse_allocated_claim, parse_claim_now
+from dra_driver.kube.client import WatchStream
 from dra_driver.kube.slice_cache import version_after
-from dra_driver.kube.watch_stream import WatchStream
 from dra_driver.kubelet.dra import check_claims
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
@@ -324,7 +324,7 @@ def api_refusal(content: bytes) -> None:
     response = mock.Mock(status=int(code) if code.isdecimal() and len(code) < 4 else 503, data=body)
     response.reason, response.headers = "a reason", {"Retry-After": retry_after}
     try:
-        check_status("try", response)
+        check_status("try", response, response.data)
     except ApiUnavailableError as error:
         _check_error(error)
         if not 0 <= (error.retry_after_s or 0) <= _LONGEST_WAIT_S:

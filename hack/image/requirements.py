@@ -1,8 +1,7 @@
 """Print what the image needs of pyproject.toml's dependencies, for `make lock`.
 
-The package `kubernetes` and what only it needs are more than half of all packages. It reads kubeconfigs; a pod has a
-service account. CEL (`cel-expr-python`) is for `validate` and `cluster`, which people run elsewhere; in the image they
-judge the selectors of our own classes.
+CEL (`cel-expr-python`) is for `validate` and `cluster`, which people run elsewhere; in the image they judge the
+selectors of our own classes.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 import tomllib
 from pathlib import Path
 
-NOT_IN_IMAGE = frozenset({"kubernetes", "cel-expr-python"})
+NOT_IN_IMAGE = frozenset({"cel-expr-python"})
 _PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 

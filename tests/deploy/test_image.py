@@ -36,7 +36,7 @@ DECLARED = [
     Requirement(line)
     for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 ]
-LEFT_OUT = {"kubernetes", "cel-expr-python"}
+LEFT_OUT = {"cel-expr-python"}
 LOCK_OF_IMAGE = ROOT / "requirements-image.txt"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 from unittest import mock
-from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given
@@ -36,10 +35,9 @@ class OddServer:
     def __init__(self) -> None:
         self.lists: Json = {}
 
-    def answer(self, request: Any) -> HTTPResponse:
-        path = urlsplit(request.url).path
-        body = json.dumps(self.lists.get(path, {})).encode()
-        return HTTPResponse(body, status=200 if path in self.lists else 404)
+    def answer(self, request: Any) -> tuple[HTTPResponse, bytes]:
+        body = json.dumps(self.lists.get(request.path, {})).encode()
+        return HTTPResponse(status=200 if request.path in self.lists else 404), body
 
     def serve(self, objects: Json) -> None:
         """These lists, by plural."""
@@ -57,10 +55,8 @@ class OddServer:
         with (
             redirect_stdout(out),
             redirect_stderr(err),
-            mock.patch(
-                "dra_driver.kube.endpoint.load_endpoint", return_value=Endpoint("http://api", "a test")
-            ),
-            mock.patch.object(ApiClient, "_send", lambda _client, request: self.answer(request)),
+            mock.patch("dra_driver.kube.endpoint.load_endpoint", return_value=Endpoint(server="http://api")),
+            mock.patch.object(ApiClient, "_send_repeated", lambda _client, request: self.answer(request)),
         ):
             try:
                 call(["cluster", "-o", output])
