@@ -50,10 +50,9 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.kube.client import ApiClient
+from dra_driver.kube.client import ApiClient, ResourceApi
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import Endpoint
-from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.model.driver_files import IMEX_PROGRAM, SMI_PROGRAM

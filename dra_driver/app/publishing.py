@@ -10,10 +10,9 @@ from dra_driver.health.rules.taints import withdrawals
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.records import RecordStore
+from dra_driver.kube.client import ResourceApi
 from dra_driver.kube.cluster import node_uid
-from dra_driver.kube.resource_api import ResourceApi
-from dra_driver.kube.slice_cache import SliceCache
-from dra_driver.kube.slices import SliceClient
+from dra_driver.kube.slices import SliceCache, SliceClient
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import GpuLayout
 from dra_driver.reporting.reporter import Reports

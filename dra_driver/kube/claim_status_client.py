@@ -15,8 +15,7 @@ import structlog
 from dra_driver.base.fields import NUMBER, TEXT, Kind, Shape, left_out
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient, reserved_pods
-from dra_driver.kube.client import is_not_found
-from dra_driver.kube.resource_api import ResourceApi
+from dra_driver.kube.client import ResourceApi, is_not_found
 from dra_driver.model.claim import ClaimRef, DeviceFacts, DeviceStatus, MpsFacts, Pods, allocation_results
 from dra_driver.model.problems import EventObject
 from dra_driver.model.schema import JsonObject

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError
 from dra_driver.kube.api_errors import PathNotFoundError
-from dra_driver.kube.client import is_not_found
-from dra_driver.kube.resource_api import ResourceApi
+from dra_driver.kube.client import ResourceApi, is_not_found
 from dra_driver.model.claim import (
     AllocatedClaim,
     ClaimNow,

@@ -39,7 +39,7 @@ class Endpoint:
     def __init__(
         self, kubeconfig: Path | str | None = None, *, context: str | None = None, server: str | None = None
     ) -> None:
-        """Raises: InvalidConfigError if there is no kubeconfig and this is not a pod."""
+        """Raises: InvalidConfigError if the kubeconfig cannot be read, or there is none and this is not a pod."""
         self._kubeconfig, self._context, self._server = kubeconfig, context, server
         self._environ = dict(os.environ)
         self._directory = Path(os.environ.get(SERVICE_ACCOUNT_VARIABLE) or _SERVICE_ACCOUNT)
@@ -47,6 +47,11 @@ class Endpoint:
         self.origin = server or (f"kubeconfig {kubeconfig}" if kubeconfig else account)
         self._lock = threading.Lock()
         self._read: tuple[Configuration, str] | None = None
+        files = [Path(file).expanduser() for file in str(kubeconfig or "").split(os.pathsep)]
+        if kubeconfig and not any(os.access(file, os.R_OK) for file in files):
+            raise InvalidConfigError(
+                f"{self.origin} cannot be read; check --kubeconfig and the file's permissions"
+            )
         in_pod = os.environ.get("KUBERNETES_SERVICE_HOST") and os.environ.get("KUBERNETES_SERVICE_PORT")
         if not (kubeconfig or server or in_pod):
             raise InvalidConfigError(
@@ -144,17 +149,16 @@ def _read_kubeconfig(paths: str, context: str | None, configuration: Configurati
     from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 
     merger = KubeConfigMerger(paths)
-    merged = merger.config
-    if merged is None:
-        raise InvalidConfigError(f"kubeconfig {paths} cannot be read: no such file; check --kubeconfig")
     # Of several files the first that names one, as for kubectl; for the package it is the last.
     current = next(filter(None, (file.get("current-context") for file in merger.config_files.values())), None)
-    loader = KubeConfigLoader(config_dict=merged, active_context=context or current, config_base_path=None)
+    loader = KubeConfigLoader(
+        config_dict=merger.config, active_context=context or current, config_base_path=None
+    )
     chosen = loader.current_context["context"]
     user: dict[str, Any] = next(
         (
             one.value.get("user") or {}
-            for one in merged.value["users"]
+            for one in merger.config.value["users"]
             if one.value["name"] == chosen.get("user")
         ),
         {},

@@ -18,8 +18,8 @@ from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.claims import ClaimClient
+from dra_driver.kube.client import ResourceApi
 from dra_driver.kube.events import EventWriter
-from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.mig.mode import MigAction
 from dra_driver.model.claim import ClaimRef, ReportedDevice
 from dra_driver.model.inventory import Inventory

@@ -26,9 +26,8 @@ from typing import Protocol
 import structlog
 
 from dra_driver.errors import ApiRejectedError, DraDriverError
-from dra_driver.kube.client import ApiClient
+from dra_driver.kube.client import ApiClient, ResourceApi
 from dra_driver.kube.cluster import server_version
-from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.mig.rules.counters import is_counted
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.schema import JsonObject

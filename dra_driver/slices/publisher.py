@@ -19,7 +19,7 @@ from dra_driver.base.backoff import Backoff
 from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.kube.client import FIELD_MANAGER
-from dra_driver.kube.slice_cache import SliceCache
+from dra_driver.kube.slices import SliceCache
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.schema import JsonObject

@@ -33,12 +33,10 @@ from dra_driver.app.settings import Settings
 from dra_driver.errors import ApiRejectedError
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import discover_once
-from dra_driver.kube.client import ApiClient
+from dra_driver.kube.client import ApiClient, ResourceApi
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.resource_api import ResourceApi
-from dra_driver.kube.slice_cache import SliceCache
-from dra_driver.kube.slices import SliceClient
+from dra_driver.kube.slices import SliceCache, SliceClient
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.sharing import NO_SHARING
 from dra_driver.nvml.reader import NvmlReader

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from dra_driver.kube.client import ApiClient
+from dra_driver.kube.client import ApiClient, ResourceApi
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kube.slices import SliceClient
 from tests.e2e.conftest import SIMULATOR_DIR, SLOW_S, Cluster, claim_and_pod, wait_for
 

@@ -13,10 +13,9 @@ from playground.apiserver.server import PlaygroundApiServer
 from dra_driver.claims import lifecycle
 from dra_driver.claims.reconciler import Rhythm
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.kube.client import ApiClient
+from dra_driver.kube.client import ApiClient, ResourceApi
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.claim import ClaimRef, Prepared, ReportedDevice
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.fakes.preparing import Node as SmallNode

@@ -87,7 +87,7 @@ def entered_until_written(publisher: Publisher) -> list[str]:
         if event != "call" or code in seen or is_written:
             return
         seen.add(code)
-        is_written = file == "kube/slice_cache.py" and code.co_name in ("create", "update")
+        is_written = file == "kube/slices.py" and code.co_name in ("create", "update")
         is_entered = caller is not None and caller.f_code.co_filename != code.co_filename
         if is_entered and file.startswith(PUBLISHING) and file not in BESIDE and file != found[-1]:
             found.append(file)

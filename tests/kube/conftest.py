@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from playground.apiserver import PlaygroundApiServer
 
-from dra_driver.kube.client import ApiClient
+from dra_driver.kube.client import ApiClient, ResourceApi
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.kube.slices import SliceClient
 from tests.kube.support import DRIVER
 

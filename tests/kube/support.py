@@ -10,7 +10,7 @@ from playground.apiserver.failure import ApiFailure, expired
 from playground.apiserver.faults import Faults
 
 from dra_driver.kube.claim_status_client import ClaimStatusClient
-from dra_driver.kube.resource_api import ResourceApi
+from dra_driver.kube.client import ResourceApi
 
 DRIVER = "gpu.nvidia.com"
 

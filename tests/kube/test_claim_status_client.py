@@ -10,8 +10,7 @@ from playground.apiserver import Identity, PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.kube.client import ApiClient
-from dra_driver.kube.resource_api import ResourceApi
+from dra_driver.kube.client import ApiClient, ResourceApi
 from dra_driver.model.claim import ClaimRef, DeviceFacts, DeviceStatus, MpsFacts, PodRef
 from dra_driver.model.problems import EventObject
 from tests.fakes.tables import data_of

@@ -83,10 +83,10 @@ def in_base64(file):
     return base64.b64encode(file.read_bytes()).decode()
 
 
-def refusal(endpoint):
+def refusal(kubeconfig=None):
     """Why a configuration cannot be used; it is one line."""
     with pytest.raises(InvalidConfigError) as caught:
-        ApiClient(endpoint).open()
+        ApiClient(Endpoint(kubeconfig)).open()
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -120,7 +120,7 @@ def test_service_account_with_a_bad_file_is_refused(pod, file, content, said):
     (pod / file).unlink()
     if content is not None:
         (pod / file).write_text(content)
-    text = refusal(Endpoint())
+    text = refusal()
     assert said in text
     assert f"service account {pod}" in text
 
@@ -217,14 +217,14 @@ def test_watch_stops_promptly_over_tls(pod, tls_server, client_of):
         (b"", "file is empty"),
         (b"clusters: [{name: c}]\ncurrent-context: y\n", "Expected object with name y in"),
         ("clusters: [{name: c}]\n".encode("utf-16"), "cannot be used: "),
-        (None, "no such file; check --kubeconfig"),
+        (None, "cannot be read; check --kubeconfig"),
     ],
 )
 def test_kubeconfig_is_refused_when_its_content_is_wrong(tmp_path, content, said):
     path = tmp_path / "kubeconfig"
     if content is not None:
         path.write_bytes(content)
-    text = refusal(Endpoint(path))
+    text = refusal(path)
     assert said in text
     assert f"kubeconfig {path}" in text
 
@@ -240,7 +240,7 @@ def test_kubeconfig_is_refused_when_its_content_is_wrong(tmp_path, content, said
     ],
 )  # fmt: skip
 def test_kubeconfig_is_refused_when_a_part_is_wrong(tmp_path, cluster, user, said):
-    text = refusal(Endpoint(write(tmp_path / "kubeconfig", cluster, user)))
+    text = refusal(write(tmp_path / "kubeconfig", cluster, user))
     assert said in text
     assert "secret" not in text
 
@@ -351,7 +351,7 @@ def test_exec_plugin_gives_a_certificate_and_later_another_one(
 )
 def test_exec_plugin_that_fails_is_reported_in_a_sentence(tmp_path, plugin, script, said, caplog):
     plugin.does(script)
-    text = refusal(Endpoint(write(tmp_path / "kubeconfig", user=plugin.user)))
+    text = refusal(write(tmp_path / "kubeconfig", user=plugin.user))
     assert said in text
     assert "its credential plugin failed: " in text
 

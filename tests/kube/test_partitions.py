@@ -6,7 +6,7 @@ import pytest
 from playground.apiserver import Identity, PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.resource_api import ResourceApi
+from dra_driver.kube.client import ResourceApi
 from dra_driver.slices.api_support import partitions_problem
 from dra_driver.slices.rules.diff import Owner
 from tests.kube.support import DRIVER

@@ -8,7 +8,7 @@ from playground.apiserver import PlaygroundApiServer
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.kube.resource_api import ResourceApi
+from dra_driver.kube.client import ResourceApi
 from dra_driver.kube.slices import SliceClient
 from dra_driver.model.claim import ClaimRef
 from tests.kube.support import DRIVER, make_slice

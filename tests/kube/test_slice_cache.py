@@ -10,9 +10,8 @@ import pytest
 from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.errors import ApiUnavailableError
-from dra_driver.kube.resource_api import ResourceApi
-from dra_driver.kube.slice_cache import SliceCache
-from dra_driver.kube.slices import SliceClient
+from dra_driver.kube.client import ResourceApi
+from dra_driver.kube.slices import SliceCache, SliceClient
 from tests.fakes.waiting import eventually
 from tests.kube.support import (
     AN_END_OF_EACH_WATCH,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dra_driver.errors import ApiRejectedError
-from dra_driver.kube.resource_api import ResourceApi
+from dra_driver.kube.client import ResourceApi
 from dra_driver.kube.slices import SliceClient
 from tests.kube.support import DRIVER, make_slice
 

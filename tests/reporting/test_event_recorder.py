@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.client import ApiClient
+from dra_driver.kube.client import ApiClient, ResourceApi
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.events import EventWriter
-from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.claim import ClaimRef, DeviceStatus
 from dra_driver.model.problems import PREPARE_FAILED, EventObject, node_object
 from dra_driver.reporting.event_recorder import (

@@ -11,8 +11,7 @@ import pytest
 from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.client import ApiClient
-from dra_driver.kube.resource_api import ResourceApi
+from dra_driver.kube.client import ApiClient, ResourceApi
 from dra_driver.model.mig import Partitioning, Placement
 from dra_driver.model.passthrough import Card
 from dra_driver.model.sharing import SharingRule, share_all

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playground.apiserver import PlaygroundApiServer
 
-from dra_driver.kube.resource_api import ResourceApi
+from dra_driver.kube.client import ResourceApi
 from dra_driver.kube.slices import SliceClient
 from dra_driver.model.units import same_quantity
 from dra_driver.slices.rules.build import Pool, SliceContent

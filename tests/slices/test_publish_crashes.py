@@ -15,11 +15,9 @@ from typing import Any
 import pytest
 from playground.apiserver import PlaygroundApiServer
 
-from dra_driver.kube.client import ApiClient
+from dra_driver.kube.client import ApiClient, ResourceApi
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.resource_api import ResourceApi
-from dra_driver.kube.slice_cache import SliceCache
-from dra_driver.kube.slices import SliceClient
+from dra_driver.kube.slices import SliceCache, SliceClient
 from dra_driver.model.inventory import Inventory
 from dra_driver.slices.rules.build import build_pool
 from dra_driver.slices.rules.diff import Owner

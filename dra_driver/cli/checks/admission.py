@@ -9,9 +9,8 @@ from dra_driver.cli.rules.admission import EXEMPT_VERB, MARK_RESOURCE, MARK_VERB
 from dra_driver.cli.rules.findings import Finding, skip, warn
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.kube.client import MERGE_PATCH, ApiClient
+from dra_driver.kube.client import GROUP_VERSION, MERGE_PATCH, ApiClient, ResourceApi
 from dra_driver.kube.cluster import Permission, is_allowed
-from dra_driver.kube.resource_api import GROUP_VERSION, ResourceApi
 from dra_driver.model.claim import ClaimRef, allocation_results
 from dra_driver.model.schema import JsonObject
 

@@ -11,9 +11,8 @@ from dra_driver.cli.rules.admission import MARK_RESOURCE, MARK_VERB
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError
-from dra_driver.kube.client import ApiClient
+from dra_driver.kube.client import GROUP, GROUP_VERSION, ApiClient, ResourceApi
 from dra_driver.kube.cluster import Permission, is_allowed, node_uid, read_node, server_version
-from dra_driver.kube.resource_api import GROUP, GROUP_VERSION, ResourceApi
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted, named

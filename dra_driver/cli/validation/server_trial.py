@@ -10,9 +10,8 @@ from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.rules.manifests import is_parameters
 from dra_driver.cli.validation.rules.server_answers import Answer, Made, refused, unknown_kind
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.client import JSON, ApiClient, is_not_found, path_segment
+from dra_driver.kube.client import JSON, ApiClient, ResourceApi, is_not_found, path_segment
 from dra_driver.kube.endpoint import Endpoint
-from dra_driver.kube.resource_api import ResourceApi
 from dra_driver.model.schema import JsonObject
 
 Reference = tuple[str, str, str]
