@@ -9,14 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from localcluster import binaries, debian, images, lifecycle
-from localcluster import status as _status
 from localcluster.chart import helm, manifests
 from localcluster.components import NAMES as COMPONENTS
 from localcluster.components import Options
 from localcluster.errors import ClusterError
 from localcluster.images import WORKLOAD_IMAGE
 from localcluster.layout import NODE_NAME, Addresses, Layout
-from localcluster.status import ComponentStatus
+from localcluster.lifecycle import ComponentStatus
 
 __all__ = [
     "COMPONENTS", "NODE_NAME", "WORKLOAD_IMAGE", "ClusterError", "ComponentStatus", "Options", "addresses",
@@ -68,7 +67,7 @@ def restart(component: str) -> None:
 
 def state() -> list[ComponentStatus]:
     """One row for each component."""
-    return _status.read(_layout())
+    return lifecycle.state(_layout())
 
 
 def is_up() -> bool:

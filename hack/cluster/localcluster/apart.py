@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from localcluster import containers, host, shell
+from localcluster import host, processes, shell
 from localcluster.layout import CDI_DIRECTORIES, CONTAINER_LOG_LINKS
 
 _NAMESPACES = ("--mount", "--net", "--pid", "--ipc", "--cgroup", "--fork", "--kill-child", "--mount-proc")
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
             return process.wait()
     finally:
         for group in groups:
-            containers.remove_cgroup(group)
+            processes.remove_cgroup(group)
         for path in made:
             host.remove_if_empty(path)
 

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import localcluster
-from localcluster import apart, progress, status
+from localcluster import apart, lifecycle, progress
 from localcluster.components import NAMES, Options
 from localcluster.errors import ClusterError
 from localcluster.layout import ADDRESSES
@@ -37,12 +37,12 @@ def _run(parsed: argparse.Namespace) -> int:
         case "up":
             names = [field.name for field in fields(Options)]
             localcluster.up(Options(**{name: getattr(parsed, name) for name in names}))
-            print(status.table(localcluster.state()))
+            print(lifecycle.table(localcluster.state()))
             print(_environment())
         case "down":
             localcluster.down()
         case "status":
-            print(status.table(localcluster.state()))
+            print(lifecycle.table(localcluster.state()))
             return 0 if localcluster.is_up() else 3
         case "env":
             print(_environment())

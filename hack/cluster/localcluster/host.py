@@ -1,22 +1,30 @@
-"""What the cluster changes on the host, and how the host gets it back."""
+"""What the cluster changes on the host, its network included, and how the host gets it back."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from localcluster import network, processes, shell
+from localcluster import processes, shell
 from localcluster.errors import ClusterError
 from localcluster.layout import (
+    ADDRESSES,
+    API_PORT,
+    BRIDGE,
+    BRIDGE_MAC,
     CDI_DIRECTORIES,
     CNI_RESULTS,
     CONTAINER_LOG_LINKS,
     KUBELET_ROOT,
+    NETWORK,
     SHIM_SOCKETS,
+    Addresses,
     Layout,
+    endpoint,
 )
 
 # Directories that our components create outside ours, the deepest first.
@@ -43,7 +51,7 @@ def remember(layout: Layout) -> None:
     if path.exists():
         return
     before = Before(
-        forwarding=network.forwarding(),
+        forwarding=forwarding(),
         private_mounts=_private_mounts(),
         absent=[str(path) for path in _MADE_BY_OTHERS if not path.exists()],
         cdi_specs=[str(spec) for spec in _cdi_specs()],
@@ -128,7 +136,7 @@ def restore(layout: Layout) -> None:
     _remove_log_links(layout)
     if before is None:
         return
-    network.restore_forwarding(before.forwarding)
+    restore_forwarding(before.forwarding)
     for point in before.private_mounts:
         shell.run(["mount", "--make-private", point])
     for spec in _cdi_specs():
@@ -186,3 +194,82 @@ def mount_points() -> list[Path]:
     """Mount points of this namespace in the order they were made."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return [Path(line.split()[4].replace("\\040", " ")) for line in lines]
+
+
+# --- network ----------------------------------------------------------------------------------------
+#
+# One bridge whose address is also the node's. There is no kube-proxy: the only Service that matters to a driver is the
+# API server's own, so two rules send its address to the API server. With IPv4 that one listens on loopback;
+# `route_localnet` is set on this bridge alone.
+
+_FORWARDING = {
+    "ipv4": Path("/proc/sys/net/ipv4/ip_forward"),
+    "ipv6": Path("/proc/sys/net/ipv6/conf/all/forwarding"),
+}
+_COMMENT = ["-m", "comment", "--comment", NETWORK]
+
+
+def make_network(addresses: Addresses) -> None:
+    """Create the bridge and the rules; what is there stays as it is."""
+    if not _bridge_exists():
+        shell.run(["ip", "link", "add", "name", BRIDGE, "address", BRIDGE_MAC, "type", "bridge"])
+    length = addresses.pods.partition("/")[2]
+    # Nobody else is on the bridge yet who could have the address, and a check would hold the kubelet up.
+    unchecked = ["nodad"] if ":" in addresses.node else []
+    shell.run(["ip", "address", "replace", f"{addresses.node}/{length}", "dev", BRIDGE, *unchecked])
+    shell.run(["ip", "link", "set", BRIDGE, "up"])
+    # A host without a default route could not even address the Service.
+    shell.run(["ip", "route", "replace", addresses.service, "dev", BRIDGE])
+    Path(f"/proc/sys/net/ipv4/conf/{BRIDGE}/route_localnet").write_text("1\n")
+    for table, chain, rule in _iptables_rules(addresses):
+        if not shell.succeeds(_iptables(addresses, table, "-C", chain, rule)):
+            shell.run(_iptables(addresses, table, "-I", chain, rule))
+
+
+def remove_network() -> None:
+    """Take the rules, the bridge and the plugins' notes away; absent ones are fine."""
+    for addresses in ADDRESSES.values():
+        for table, chain, rule in _iptables_rules(addresses):
+            while shell.succeeds(_iptables(addresses, table, "-D", chain, rule)):
+                continue
+    if _bridge_exists():
+        shell.run(["ip", "link", "delete", BRIDGE])
+    for note in CNI_RESULTS.glob(f"{NETWORK}-*"):
+        note.unlink(missing_ok=True)
+
+
+def forwarding() -> dict[str, str]:
+    """The host's switches by IP family, which the bridge plugin turns on; a host may know one family only."""
+    return {family: path.read_text().strip() for family, path in _FORWARDING.items() if path.exists()}
+
+
+def restore_forwarding(before: Mapping[str, str]) -> None:
+    """Give the host its own settings back."""
+    now = forwarding()
+    for family, value in before.items():
+        if now.get(family, value) != value:
+            _FORWARDING[family].write_text(f"{value}\n")
+
+
+def refuse_taken_name() -> None:
+    """A bridge without our address on it belongs to somebody else."""
+    if _bridge_exists() and BRIDGE_MAC not in shell.run(["ip", "link", "show", "dev", BRIDGE]):
+        raise ClusterError(f"A network interface {BRIDGE} exists that is not ours: remove it.")
+
+
+def _bridge_exists() -> bool:
+    return Path(f"/sys/class/net/{BRIDGE}").exists()
+
+
+def _iptables_rules(addresses: Addresses) -> Iterator[tuple[str, str, list[str]]]:
+    """Table, chain, rule. The accepting ones matter on hosts whose firewall drops by default."""
+    to_api = ["-d", addresses.service, "-p", "tcp", "--dport", "443"]
+    to_api += ["-j", "DNAT", "--to-destination", endpoint(addresses.api, API_PORT)]
+    yield "nat", "PREROUTING", ["-i", BRIDGE, *_COMMENT, *to_api]
+    yield "nat", "OUTPUT", [*_COMMENT, *to_api]
+    yield "filter", "INPUT", ["-i", BRIDGE, *_COMMENT, "-j", "ACCEPT"]
+    yield "filter", "FORWARD", ["-i", BRIDGE, "-o", BRIDGE, *_COMMENT, "-j", "ACCEPT"]
+
+
+def _iptables(addresses: Addresses, table: str, action: str, chain: str, rule: list[str]) -> list[str]:
+    return [addresses.iptables, "--wait", "-t", table, action, chain, *rule]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localcluster import api, debian, shell
-from localcluster.configs import PAUSE_IMAGE
+from localcluster.components import PAUSE_IMAGE
 from localcluster.errors import ClusterError
 from localcluster.layout import Layout
 

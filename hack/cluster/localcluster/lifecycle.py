@@ -1,4 +1,4 @@
-"""Bringing the cluster up, taking it down, and starting single components.
+"""Bringing the cluster up, taking it down, starting single components, and how each does.
 
 Every step of ``up`` makes sure of something instead of doing it: run on half a
 cluster, whatever broke it, ``up`` completes it.
@@ -11,25 +11,22 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from localcluster import (
     api,
     binaries,
     certificates,
-    configs,
-    containers,
     debian,
     host,
     images,
     locking,
-    network,
     processes,
     progress,
     shell,
 )
-from localcluster.components import NAMES, Component, Options, all_components
+from localcluster.components import NAMES, Component, Options, all_components, write_configs
 from localcluster.errors import ClusterError
 from localcluster.layout import SYSTEM_PATH, Layout
 
@@ -94,17 +91,17 @@ def find(layout: Layout, name: str) -> processes.Process | None:
 
 def _prepare(layout: Layout, options: Options) -> None:
     host.refuse_foreign_kubelet(layout)
-    network.refuse_taken_name()
+    host.refuse_taken_name()
     layout.state.chmod(0o755)
     host.remember(layout)
     _save_options(layout, options)
     kept = options_of(layout)
     with progress.step("certificates"):
         certificates.ensure(layout, kept.addresses)
-    configs.write(layout, kept)
+    write_configs(layout, kept)
     for directory in (layout.run, layout.logs, layout.pod_logs):
         directory.mkdir(parents=True, exist_ok=True)
-    network.ensure(kept.addresses)
+    host.make_network(kept.addresses)
     host.share_mounts()
     host.mount_kubelet_root(layout)
 
@@ -182,11 +179,11 @@ def _take_down(layout: Layout) -> None:
     """Kill rather than ask: all state goes, so nobody has anything to save."""
     running = [process for name in NAMES if (process := find(layout, name))]
     processes.stop(running, grace_seconds=0)
-    containers.kill_all(layout)
-    containers.remove_shim_sockets(layout)
+    processes.kill_all(layout)
+    processes.remove_shim_sockets(layout)
     host.unmount_all(layout)
-    containers.remove_cgroups()
-    network.remove()
+    processes.remove_cgroups()
+    host.remove_network()
     host.restore(layout)
 
 
@@ -215,3 +212,41 @@ def options_of(layout: Layout) -> Options:
 
 def _pid_file(layout: Layout, name: str) -> Path:
     return layout.run / f"{name}.pid"
+
+
+# --- status -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentStatus:
+    """One component; ``pid`` None when it does not run."""
+
+    name: str
+    pid: int | None
+    healthy: bool
+    log: Path
+
+
+def state(layout: Layout) -> list[ComponentStatus]:
+    """The state of every component, running or not."""
+    return [_read_one(layout, name) for name in NAMES]
+
+
+def table(rows: list[ComponentStatus]) -> str:
+    """The rows as text for a terminal."""
+    lines = [f"{'COMPONENT':<24} {'PID':>8} {'HEALTHY':<8} LOG"]
+    for row in rows:
+        healthy = "yes" if row.healthy else "no"
+        lines.append(f"{row.name:<24} {row.pid or '-':>8} {healthy:<8} {row.log}")
+    return "\n".join(lines)
+
+
+def _read_one(layout: Layout, name: str) -> ComponentStatus:
+    process = find(layout, name)
+    component = all_components(layout, binaries.directory(layout), options_of(layout))[name]
+    return ComponentStatus(
+        name=name,
+        pid=process.pid if process else None,
+        healthy=process is not None and api.answers(layout, component.probe),
+        log=layout.log(name),
+    )
