@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -43,6 +43,9 @@ _log = structlog.get_logger(__name__)
 _TURN_S = 0.05
 STEPS_S = 43.0
 """How long the steps on GPUs may take where the call has no deadline."""
+_USUAL_S = 25.0
+"""Longer than every tool may take for a step. Behind an operation that is older, no claim waits for a lane."""
+_LOOK_S = 1.0
 _FINISH_S = 0.5
 """What is left of the call's time for the files, and for taking back."""
 _TAKE_BACK_S = 5.0
@@ -131,8 +134,10 @@ class Executor:
         asked = [
             self.lanes.ask(gpus, STEP_TEXTS[type(steps[0])], partial(do, steps)) for gpus, steps in groups
         ]
-        _, late = wait(asked, max(0.0, end - time.monotonic()))
-        given_up.set()
+        try:
+            late = self._waited(groups, asked, end)
+        finally:
+            given_up.set()
         errors = [error for one in asked if one not in late and (error := one.exception()) is not None]
         for error in errors:
             if not isinstance(error, Exception):
@@ -141,6 +146,26 @@ class Executor:
             self._tell_late([gpus for (gpus, _), one in zip(groups, asked, strict=True) if one in late])
         if errors:
             raise min(errors, key=lambda error: isinstance(error, NvmlTransientError))
+
+    def _waited(
+        self,
+        groups: Sequence[tuple[frozenset[str], Sequence[Step]]],
+        asked: Sequence[Future[None]],
+        end: float,
+    ) -> set[Future[None]]:
+        """Wait until what was asked has ended, or until `end` (time.monotonic()); what has not ended. Raises:
+        GpuUnresponsiveError where one waits for its lane behind an operation that takes longer than usual."""
+        while True:
+            waiting = [
+                gpus
+                for (gpus, _), one in zip(groups, asked, strict=True)
+                if not (one.running() or one.done())
+            ]
+            self.lanes.refuse_unresponsive(frozenset[str]().union(*waiting), _USUAL_S)
+            left = max(0.0, end - time.monotonic())
+            late = wait(asked, min(_LOOK_S, left) if waiting else left).not_done
+            if not late or time.monotonic() >= end:
+                return late
 
     def _do(self, step: Step, plan: Plan, record: ClaimRecord) -> None:
         """Do a step on a GPU, after it is in the ledger. Whoever ends the claim from then on undoes it."""

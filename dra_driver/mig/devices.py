@@ -343,6 +343,11 @@ class MigDevices:
             )
             return "foreign"
         self._destroy_whole(known.gpu, there.gpu_instance_id, inside)
+        if at_slot(known, self._hardware.instances(*known.gpu)) is not None:
+            raise RetryableError(
+                f"NVML reported success, but GPU instance {there.gpu_instance_id} of GPU {known.gpu_uuid} is still "
+                "there"
+            )
         return "destroyed"
 
     def _destroy_whole(self, gpu: GpuAddress, number: int, inside: Sequence[tuple[int, str]]) -> None:

@@ -378,13 +378,18 @@ class Daemon:
         self._control.end_users()
 
     def _give_gpu_back(self) -> None:
-        """A GPU that does not answer keeps no other from being put back. Raises: the first error, after all."""
+        """A GPU that does not answer keeps no other from being put back. What was put back is read back. Raises: the
+        first error, after all."""
         mode, before = self._tools.compute_mode, self._record.modes_before
 
         def put_back(uuid: str) -> None:
             with suppress(NotSupportedError):
                 if mode.get(uuid) == EXCLUSIVE_PROCESS:
                     mode.set(uuid, before[uuid])
+                    if mode.get(uuid) == EXCLUSIVE_PROCESS:
+                        raise RetryableError(
+                            f"nvidia-smi reported success, but the compute mode of {uuid} is still EXCLUSIVE_PROCESS"
+                        )
 
         _, problem = _on_each(put_back, before)
         if problem is not None:

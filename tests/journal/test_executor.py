@@ -13,7 +13,7 @@ import pytest
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.journal.executor import Executor, OperationHangsError, changes_more_than_the_spec
-from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.rules.cleanups import LedgerEntry
 from dra_driver.model.plan import Plan
@@ -259,6 +259,29 @@ def test_step_that_does_not_begin_is_not_taken_back(tmp_path: Path) -> None:
     hangs.result()
     executor.lanes.ask({"GPU-1"}, "the last one", lambda _: None).result()
     assert disk.entries == []
+
+
+@pytest.mark.parametrize("hangs_first", [True, False])
+def test_claim_behind_a_step_that_takes_longer_than_usual_is_refused_with_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs_first: bool
+) -> None:
+    """A hang in its first minute would cost each claim behind it the kubelet's whole time."""
+    monkeypatch.setattr("dra_driver.journal.executor._LOOK_S", 0.01)
+    monkeypatch.setattr("dra_driver.journal.executor._USUAL_S", 0.0 if hangs_first else 0.2)
+    disk = SlowDisk()
+    executor = executor_over(disk)
+    executor.lanes = Lanes(GpuLocks(tmp_path))
+    plan = replace(planned(GPU_0), steps=(SetTimeSlice("GPU-1", 2), *planned(GPU_0).steps))
+    record = executor.intend(plan, None)
+    hangs = executor.lanes.ask({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(30))
+    while not executor.lanes.hanging():
+        pass
+    with pytest.raises(GpuUnresponsiveError, match="GPU-1 does not react: a step that hangs began at"):
+        executor.change(plan, record, 30)
+    disk.open.set()
+    hangs.result()
+    executor.lanes.ask({"GPU-1"}, "the last one", lambda _: None).result()
+    assert disk.entries == [], "a step whose claim was refused never begins"
 
 
 def test_nothing_is_done_when_the_intention_cannot_be_written(executor: Executor, journal: Journal) -> None:

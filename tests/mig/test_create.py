@@ -352,6 +352,21 @@ def test_device_freed_in_time_needs_no_second_call(node: MigNode, small) -> None
     assert node.state() == UNTOUCHED
 
 
+@pytest.mark.parametrize("function", ["destroy", "set_mode"])
+def test_undo_that_reports_success_without_effect_is_tried_again(
+    node: MigNode, small, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.prepare(small)
+    with monkeypatch.context() as broken:
+        broken.setattr(node.hardware, function, lambda *_given: None)
+        node.unprepare()
+        left = [f"{cause}" for _, cause in pending(node)] if function == "destroy" else ["is still there"]
+        assert ["is still there" in cause for cause in left] == [True]
+        assert (node.on_gpu()[0], len(node.ledger.details(OwnedMode))) == (True, 1)
+    node.work_off()
+    assert node.state() == UNTOUCHED
+
+
 def test_mode_that_cannot_be_left_withholds_nothing(node: MigNode, small, logs: list) -> None:
     node.prepare(small)
     node.machine.hold_gpu(0, 4711, "dcgm", gpu_instance=5)

@@ -23,10 +23,12 @@ PROHIBITED = 2
 
 
 class Modes:
-    """The compute modes of a host. A GPU in `silent` does not answer; `slow_s` is what each answer takes."""
+    """The compute modes of a host. A GPU in `silent` does not answer, one in `stuck` keeps its mode though nvidia-smi
+    reports success; `slow_s` is what each answer takes."""
 
     def __init__(self, host: Host) -> None:
         self.silent: set[str] = set()
+        self.stuck: set[str] = set()
         self.slow_s = 0.0
         self.together: threading.Barrier | None = None
         self._real = host.tools.compute_mode
@@ -37,7 +39,8 @@ class Modes:
 
     def set(self, gpu_uuid: str, mode: int) -> None:
         self._wait(gpu_uuid)
-        self._real.set(gpu_uuid, mode)
+        if gpu_uuid not in self.stuck:
+            self._real.set(gpu_uuid, mode)
 
     def _wait(self, gpu_uuid: str) -> None:
         if gpu_uuid in self.silent:
@@ -82,6 +85,20 @@ def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_put_back(host: H
     [status] = supervisor.status()
     assert (status.state, status.problem) == ("failed", f"nvidia-smi does not answer for {silent}")
     mode.silent.clear()
+    eventually(lambda: host.left() == [])
+    host.assert_nothing_left()
+
+
+def test_compute_mode_that_stays_although_nvidia_smi_reports_success_is_put_back_later(host: Host) -> None:
+    mode = Modes(host)
+    supervisor = host.supervisor(compute_mode=mode)
+    supervisor.ensure(host.group_spec(), 10)
+    stuck = host.machine.gpu(GROUP[1]).uuid
+    mode.stuck.add(stuck)
+    with pytest.raises(RetryableError, match=f"the compute mode of {stuck} is still EXCLUSIVE_PROCESS"):
+        supervisor.stop("gpu-2", 10)
+    assert host.modes() == [0, EXCLUSIVE_PROCESS, 0]
+    mode.stuck.clear()
     eventually(lambda: host.left() == [])
     host.assert_nothing_left()
 

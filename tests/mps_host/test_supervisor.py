@@ -555,8 +555,9 @@ def test_no_nvidia_smi_runs_while_the_driver_is_detached(host, logs):
     assert (processes.users_of(host.pipe()), host.compute_mode()) == ((), EXCLUSIVE_PROCESS)
     detachments.end()
     eventually(lambda: host.compute_mode() == 0)
+    eventually(lambda: supervisor.status() == ())
     (host.layout.root / LOCK_FILE).unlink()
-    eventually(lambda: (host.left(), supervisor.status()) == ([], ()))
+    assert host.left() == []
     host.assert_nothing_left()
 
 
