@@ -1,100 +1,59 @@
-"""The cluster's own certificate authority, kept for the life of the cluster."""
+"""The cluster's own certificate authority, kept for the life of the cluster. Needs OpenSSL 3."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pathlib import Path
 
 from localcluster import shell
 from localcluster.layout import NETWORK, NODE_NAME, Addresses, Layout
 
-_DAYS = "3650"
-_EC_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-
-
-@dataclass(frozen=True, slots=True)
-class Certificate:
-    """A certificate to issue: file name, subject, and the addresses it serves."""
-
-    name: str
-    subject: str
-    addresses: tuple[str, ...] = ()
+_NEW = (
+    *("openssl", "req", "-x509", "-days", "3650"),
+    *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
+)
+_OF_AUTHORITY = ("keyUsage=critical,keyCertSign,cRLSign,digitalSignature",)
+_OF_OTHERS = (
+    "basicConstraints=critical,CA:FALSE",
+    "extendedKeyUsage=clientAuth,serverAuth",
+    "keyUsage=digitalSignature",
+)
 
 
 def ensure(layout: Layout, addresses: Addresses) -> None:
     """Issue what is missing: the authority, each certificate, the token key pair."""
     layout.pki.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not layout.certificate("ca").exists():
-        _issue_authority(layout)
-    for certificate in _certificates(addresses):
-        if not layout.certificate(certificate.name).exists():
-            _issue(layout, certificate)
-    if not layout.certificate("service-account").exists():
-        _issue_token_keys(layout)
+    _issue(layout, "ca", f"/CN={NETWORK}", _OF_AUTHORITY)
+    authority = ("-CA", layout.certificate("ca"), "-CAkey", layout.key("ca"))
+    service = "DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc"
+    api = f"IP:127.0.0.1,IP:{addresses.service},IP:{addresses.node},DNS:localhost,{service}"
+    for name, subject, names in (
+        ("apiserver", "/CN=kube-apiserver", f"{api},DNS:kubernetes.default.svc.cluster.local"),
+        ("etcd", "/CN=etcd", "IP:127.0.0.1,DNS:localhost"),
+        ("kubelet-server", f"/CN={NODE_NAME}", f"IP:{addresses.node},DNS:{NODE_NAME}"),
+        ("kubelet", f"/O=system:nodes/CN=system:node:{NODE_NAME}", ""),
+        ("admin", "/O=system:masters/CN=admin", ""),
+        ("kube-controller-manager", "/CN=system:kube-controller-manager", ""),
+        ("kube-scheduler", "/CN=system:kube-scheduler", ""),
+    ):
+        served = (f"subjectAltName={names}",) if names else ()
+        _issue(layout, name, subject, (*_OF_OTHERS, *served), *authority)
+    public = layout.certificate("service-account")
+    if (
+        not public.exists()
+    ):  # the public half of the pair that signs service-account tokens is its 'certificate'
+        key = layout.key("service-account")
+        shell.run(["openssl", "genrsa", "-out", key, "2048"])
+        public.write_text(shell.run(["openssl", "rsa", "-in", key, "-pubout"]))
 
 
-def _certificates(addresses: Addresses) -> tuple[Certificate, ...]:
-    return (
-        Certificate(
-            "apiserver",
-            "/CN=kube-apiserver",
-            (
-                "IP:127.0.0.1",
-                f"IP:{addresses.service}",
-                f"IP:{addresses.node}",
-                "DNS:localhost",
-                "DNS:kubernetes",
-                "DNS:kubernetes.default",
-                "DNS:kubernetes.default.svc",
-                "DNS:kubernetes.default.svc.cluster.local",
-            ),
-        ),
-        Certificate("etcd", "/CN=etcd", ("IP:127.0.0.1", "DNS:localhost")),
-        Certificate("kubelet-server", f"/CN={NODE_NAME}", (f"IP:{addresses.node}", f"DNS:{NODE_NAME}")),
-        Certificate("kubelet", f"/O=system:nodes/CN=system:node:{NODE_NAME}"),
-        Certificate("admin", "/O=system:masters/CN=admin"),
-        Certificate("kube-controller-manager", "/CN=system:kube-controller-manager"),
-        Certificate("kube-scheduler", "/CN=system:kube-scheduler"),
-    )
-
-
-def _issue_authority(layout: Layout) -> None:
-    shell.run(
-        [
-            *("openssl", "req", "-x509", *_EC_KEY, "-subj", f"/CN={NETWORK}", "-days", _DAYS),
-            *("-addext", "keyUsage=critical,keyCertSign,cRLSign,digitalSignature"),
-            *("-keyout", layout.key("ca"), "-out", layout.certificate("ca")),
-        ]
-    )
-
-
-def _issue(layout: Layout, certificate: Certificate) -> None:
-    """Sign one certificate; the file appears last, so an interrupt is repaired."""
-    request = layout.pki / f"{certificate.name}.csr"
-    extensions = layout.pki / f"{certificate.name}.ext"
-    unfinished = layout.pki / f"{certificate.name}.unfinished"
-    lines = ["extendedKeyUsage=clientAuth,serverAuth", "keyUsage=digitalSignature"]
-    if certificate.addresses:
-        lines.append(f"subjectAltName={','.join(certificate.addresses)}")
-    extensions.write_text("\n".join(lines) + "\n")
-    shell.run(
-        [
-            *("openssl", "req", *_EC_KEY, "-subj", certificate.subject),
-            *("-keyout", layout.key(certificate.name), "-out", request),
-        ]
-    )
-    shell.run(
-        [
-            *("openssl", "x509", "-req", "-in", request, "-days", _DAYS, "-CAcreateserial"),
-            *("-CA", layout.certificate("ca"), "-CAkey", layout.key("ca")),
-            *("-extfile", extensions, "-out", unfinished),
-        ]
-    )
-    unfinished.replace(layout.certificate(certificate.name))
-
-
-def _issue_token_keys(layout: Layout) -> None:
-    """The pair that signs service-account tokens; the public half is its 'certificate'."""
-    key = layout.key("service-account")
-    shell.run(["openssl", "genrsa", "-out", key, "2048"])
-    public = shell.run(["openssl", "rsa", "-in", key, "-pubout"])
-    layout.certificate("service-account").write_text(public)
+def _issue(
+    layout: Layout, name: str, subject: str, extensions: tuple[str, ...], *authority: str | Path
+) -> None:
+    """A certificate that is not there yet; the file appears last, so an interrupt is repaired."""
+    certificate = layout.certificate(name)
+    if certificate.exists():
+        return
+    unfinished = certificate.with_suffix(".unfinished")
+    added = [word for extension in extensions for word in ("-addext", extension)]
+    shell.run([*_NEW, *authority, "-subj", subject, *added, "-keyout", layout.key(name), "-out", unfinished])
+    unfinished.replace(certificate)
