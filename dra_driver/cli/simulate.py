@@ -43,12 +43,12 @@ def _option(name: str, help_text: str, kind: type = str, **more: Any) -> Flag:
 
 
 def _calls(function: str, said: str = "", held_by: str = "", **fixed: Any) -> Callable[[Namespace], None]:
-    """What prints the lines or the table that a function of `simulator.commands` returns; it takes the machine and the
-    values of the command's flags by their names. With `said` it is a method of the machine, as `commands.done` has it.
+    """What prints the lines or the table that a function of `simulate_commands` returns; it takes the machine and the
+    values of the command's flags by their names. With `said` it is a method of the machine, as `done` has it.
     """
 
     def act(given: Namespace) -> None:
-        from dra_driver.simulator import commands
+        from dra_driver.simulator import simulate_commands
         from dra_driver.simulator.machine import open_machine
 
         values = {name: value for name, value in vars(given).items() if name != "faults"} | fixed
@@ -56,9 +56,9 @@ def _calls(function: str, said: str = "", held_by: str = "", **fixed: Any) -> Ca
         if function not in _WITHOUT_MACHINE:
             machine = open_machine(values.pop("directory"))
         if machine is not None and said:
-            found: Any = commands.done(machine, function, said, values, held_by)
+            found: Any = simulate_commands.done(machine, function, said, values, held_by)
         else:
-            found = getattr(commands, function)(
+            found = getattr(simulate_commands, function)(
                 **values if machine is None else {"machine": machine, **values}
             )
         for part in found if isinstance(found, tuple) else (found,):

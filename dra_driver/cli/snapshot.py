@@ -26,11 +26,11 @@ from dra_driver.model.passthrough import Card
 from dra_driver.model.problems import NodeProblem, ShownProblem
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
 from dra_driver.nvml.gpu_users import read_gpu_processes
-from dra_driver.nvml.health import read_health
+from dra_driver.nvml.health_polls import read_health
 from dra_driver.nvml.mig_partitions import PartitionReader
 from dra_driver.nvml.mig_reading import gpu_handle
 from dra_driver.nvml.reader import NvmlReader
-from dra_driver.nvml.usage import read_load
+from dra_driver.nvml.usage_source import read_load
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from dra_driver.model.health import HealthChange, PolledHealth
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import GpuLayout, OwnedInstance
 from dra_driver.model.problems import NodeProblem
-from dra_driver.nvml.events import HealthSource
+from dra_driver.nvml.health_source import HealthSource
 from dra_driver.slices.rules.build import NEWEST_TAINTS, TaintLimits, Taints
 
 

@@ -38,7 +38,7 @@ from dra_driver.model.health import (
 from dra_driver.model.problems import NodeProblem
 
 if TYPE_CHECKING:
-    from dra_driver.nvml.events import HealthSource
+    from dra_driver.nvml.health_source import HealthSource
 
 _LOOK_EVERY_S = 5.0
 _FORGET_AFTER_S = 600.0

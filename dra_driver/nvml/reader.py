@@ -15,9 +15,9 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance
 
 if TYPE_CHECKING:
-    from dra_driver.nvml.events import HealthSource
+    from dra_driver.nvml.health_source import HealthSource
     from dra_driver.nvml.scan import ScanMemory
-    from dra_driver.nvml.usage import UsageSource
+    from dra_driver.nvml.usage_source import UsageSource
 
 T = TypeVar("T")
 
@@ -77,13 +77,13 @@ class NvmlReader:
 
     def health_source(self) -> HealthSource:
         """Events and signals of health, through the same session."""
-        from dra_driver.nvml.events import HealthSource
+        from dra_driver.nvml.health_source import HealthSource
 
         return HealthSource(self.session)
 
     def usage_source(self, sees_all: Callable[[], bool]) -> UsageSource:
         """How GPUs are used, through the same session; `sees_all` as in `UsageSource`."""
-        from dra_driver.nvml.usage import UsageSource
+        from dra_driver.nvml.usage_source import UsageSource
 
         return UsageSource(self.session, sees_all=sees_all)
 

@@ -16,7 +16,7 @@ from dra_driver.model.gpu import GpuProcess, GpuUse
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuAddress, MigAddress
 from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.nvml.usage import UsageSource
+from dra_driver.nvml.usage_source import UsageSource
 from dra_driver.reporting.rules.claim_usage import (
     Made,
     NodeUse,

@@ -12,8 +12,8 @@ from dra_driver.model.units import counted
 from dra_driver.simulator import mig
 from dra_driver.simulator.faults import signal_names
 from dra_driver.simulator.hostroot import HostRoot
-from dra_driver.simulator.state import Gpu, Model, State, sysfs_bus_id
-from dra_driver.simulator.store import Policies, Session, Sessions, Store
+from dra_driver.simulator.machine_files import Policies, Session, Sessions, Store
+from dra_driver.simulator.machine_state import Gpu, Model, State, sysfs_bus_id
 
 Selector = int | str
 

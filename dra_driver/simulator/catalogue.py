@@ -13,7 +13,7 @@ import yaml
 
 from dra_driver.errors import InvalidConfigError
 from dra_driver.simulator import mig, pci
-from dra_driver.simulator.state import (
+from dra_driver.simulator.machine_state import (
     NVIDIA,
     ComputeInstance,
     Function,

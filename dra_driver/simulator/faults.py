@@ -13,7 +13,7 @@ import pynvml
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.units import counted
 from dra_driver.simulator.catalogue import driver_facts
-from dra_driver.simulator.state import Fault, Gpu, Model
+from dra_driver.simulator.machine_state import Fault, Gpu, Model
 
 _PREFIX = "NVML_ERROR_"
 

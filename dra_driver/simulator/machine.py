@@ -14,11 +14,11 @@ from dra_driver.errors import InvalidConfigError, StateError
 from dra_driver.simulator import catalogue, mig, pci
 from dra_driver.simulator.base import MachineBase, Selector
 from dra_driver.simulator.faults import error_text, fault_text, make_fault
-from dra_driver.simulator.hostroot.driver import IMEX_STATES
 from dra_driver.simulator.hostroot.entries import can_make_nodes
+from dra_driver.simulator.hostroot.installation import IMEX_STATES
 from dra_driver.simulator.hostroot.kernel import HOST_DEVICE_KINDS
-from dra_driver.simulator.state import NVIDIA, Fault, Function, Gpu, Holder, State
-from dra_driver.simulator.store import COMPUTE_MODE, TIMESLICE
+from dra_driver.simulator.machine_files import COMPUTE_MODE, TIMESLICE
+from dra_driver.simulator.machine_state import NVIDIA, Fault, Function, Gpu, Holder, State
 
 XID_OFF_THE_BUS = 79
 XID_RECOVERY_ACTION = 154

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pynvml
 
-from dra_driver.simulator.state import ComputeInstance, Gpu, GpuInstance, MigProfile, Model
+from dra_driver.simulator.machine_state import ComputeInstance, Gpu, GpuInstance, MigProfile, Model
 
 NAMESPACE = uuid.UUID("6a1b63f4-08f2-5d10-9d8b-4c2f2c0e7a11")
 # Compute slices of each compute instance profile enum; the enum doubles as the profile id inside an instance.

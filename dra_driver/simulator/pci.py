@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import os
 
-from dra_driver.simulator.state import NVIDIA, Function, Gpu, State
+from dra_driver.simulator.machine_state import NVIDIA, Function, Gpu, State
 
 VFIO_DRIVERS = {"vfio_pci": "vfio-pci", "nvgrace_gpu_vfio_pci": "nvgrace-gpu-vfio-pci"}
 """The driver in each module."""

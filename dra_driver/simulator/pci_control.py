@@ -13,7 +13,7 @@ from dra_driver.simulator import pci
 from dra_driver.simulator.faults import HANG, LATE_USER, NO_EFFECT, code_text
 from dra_driver.simulator.library.core import program
 from dra_driver.simulator.machine import Machine
-from dra_driver.simulator.state import NVIDIA, Fault, Gpu, State
+from dra_driver.simulator.machine_state import NVIDIA, Fault, Gpu, State
 
 _POLL_S = 0.02
 _PERSISTENCED = "nvidia-persistenced (process 801)"

@@ -23,7 +23,7 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import BindVfio
 from dra_driver.passthrough.cards import KnownCards
 from dra_driver.simulator import SimulatedPciControl, device_node_reader
-from dra_driver.simulator.state import Function
+from dra_driver.simulator.machine_state import Function
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.samples import claim
 from tests.fakes.tables import tabled

@@ -58,9 +58,9 @@ from dra_driver.passthrough.cards import KnownCards
 from dra_driver.passthrough.steps import VfioSteps
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.simulator import SimulatedPciControl, device_node_reader
+from dra_driver.simulator.machine_files import TIMESLICE, Policies
+from dra_driver.simulator.machine_state import Function, decode, encode
 from dra_driver.simulator.pci import functions
-from dra_driver.simulator.state import Function, decode, encode
-from dra_driver.simulator.store import TIMESLICE, Policies
 from tests.fakes.clock import Clock
 from tests.fakes.journal import Journaled
 from tests.fakes.machines import SimulatedNode

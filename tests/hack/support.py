@@ -12,7 +12,7 @@ from gpucheck.machine import View, opened
 from dra_driver.app.settings import Settings
 from dra_driver.model.gpu import Gpu
 from dra_driver.simulator import open_machine
-from dra_driver.simulator.state import nvlink_count
+from dra_driver.simulator.machine_state import nvlink_count
 
 
 @contextmanager

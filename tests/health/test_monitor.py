@@ -26,7 +26,7 @@ from dra_driver.model.health import (
     Xid,
     condition,
 )
-from dra_driver.nvml.events import HealthSource
+from dra_driver.nvml.health_source import HealthSource
 from tests.fakes.machines import SimulatedNode, silence
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually

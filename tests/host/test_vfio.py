@@ -26,7 +26,7 @@ from dra_driver.model.host import DeviceNode, HostPaths
 from dra_driver.model.passthrough import Card, uuid_of_bus_id
 from dra_driver.passthrough.cards import KnownCards
 from dra_driver.simulator import Machine, SimulatedPciControl, create_machine, device_node_reader
-from dra_driver.simulator.state import Function
+from dra_driver.simulator.machine_state import Function
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
 from tests.host.trees import put

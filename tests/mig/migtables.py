@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dra_driver.model.mig import GpuInstance, MigProfile, Partitioning, PlacedProfile, Placement
+from dra_driver.simulator import machine_state as simulated
 from dra_driver.simulator import mig
-from dra_driver.simulator import state as simulated
 from dra_driver.simulator.catalogue import load_models
 
 Slot = tuple[int, int]

@@ -14,7 +14,7 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice, Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, Placement
 from dra_driver.model.units import parse_quantity
-from dra_driver.simulator.state import Model
+from dra_driver.simulator.machine_state import Model
 from dra_driver.slices.rules.build import build_pool
 from tests.fakes.samples import GPU_0, NODE, h100, inventory
 from tests.mig.migtables import MODELS, Silicon, Slot, table

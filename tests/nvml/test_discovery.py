@@ -14,7 +14,7 @@ from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.model.gpu import Fabric, Gpu, UnreadyFabric
 from dra_driver.model.mig import Placement
 from dra_driver.nvml.calls import GpuWalk
-from dra_driver.nvml.health import read_health
+from dra_driver.nvml.health_polls import read_health
 from dra_driver.nvml.readings import read_gpu
 from dra_driver.nvml.scan import ScanMemory, read_nvml_fingerprint
 from dra_driver.nvml.topology import PeerMemory, read_reachable_pairs

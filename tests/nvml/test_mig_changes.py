@@ -25,8 +25,8 @@ from dra_driver.errors import (
 from dra_driver.model.mig import GpuInstance, MigProfile, Placement
 from dra_driver.nvml.mig_changes import MigHardware
 from dra_driver.nvml.mig_reading import whole_compute_profile
-from dra_driver.simulator.state import Gpu
-from dra_driver.simulator.state import MigProfile as Row
+from dra_driver.simulator.machine_state import Gpu
+from dra_driver.simulator.machine_state import MigProfile as Row
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.samples import ONE_G
 from tests.fakes.tables import tabled

@@ -9,7 +9,7 @@ import pynvml
 import pytest
 
 from dra_driver.nvml.calls import supported
-from dra_driver.nvml.health import read_health
+from dra_driver.nvml.health_polls import read_health
 from dra_driver.nvml.readings import accepts_work, confidential_mode
 from tests.fakes.machines import SimulatedNode, read_inventory
 from tests.fakes.tables import tabled

@@ -16,12 +16,12 @@ from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.nvml.gpu_users import read_processes
-from dra_driver.nvml.health import read_health
+from dra_driver.nvml.health_polls import read_health
 from dra_driver.nvml.mig_changes import MigHardware
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.nvml.scan import ScanMemory
 from dra_driver.nvml.session import NvmlSession, load_library
-from dra_driver.nvml.usage import read_load
+from dra_driver.nvml.usage_source import read_load
 from dra_driver.simulator import nvml_library
 from tests.fakes.machines import SimulatedNode, read_inventory
 

@@ -9,7 +9,7 @@ import pynvml
 import pytest
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.simulator import Machine, SimulatedPciControl, commands
+from dra_driver.simulator import Machine, SimulatedPciControl, simulate_commands
 
 GPU = "0000:16:00.0"
 
@@ -106,17 +106,17 @@ def test_commands_speak_of_drivers_modules_and_writes(make: Callable[..., Machin
         InvalidConfigError, match="there is no driver 'nouveau' for a GPU; choose of nvidia, vfio-pci"
     ):
         machine.give_to("1", "nouveau")
-    said = commands.vfio(machine, iommu=None, iommufd=True, installed=None, loaded=None)
+    said = simulate_commands.vfio(machine, iommu=None, iommufd=True, installed=None, loaded=None)
     assert (
         said
         == "IOMMU: on; iommufd: there; modules: vfio_pci, vfio_iommu_type1; loaded: vfio_pci, vfio_iommu_type1"
     )
-    said = commands.vfio(machine, iommu=False, iommufd=None, installed="", loaded="")
+    said = simulate_commands.vfio(machine, iommu=False, iommufd=None, installed="", loaded="")
     assert said == "IOMMU: off; iommufd: there; modules: none; loaded: none"
     with pytest.raises(
         InvalidConfigError, match="there are no modules vfio; choose of vfio_pci, nvgrace_gpu_vfio_pci"
     ):
-        commands.vfio(machine, iommu=None, iommufd=None, installed="vfio", loaded=None)
+        simulate_commands.vfio(machine, iommu=None, iommufd=None, installed="vfio", loaded=None)
     for code, text in (("EBUSY", "device or resource busy"), ("hang", "hang"), ("5", "input/output error")):
         assert machine.set_fault("unbind", code=code, gpu="1") == text
     with pytest.raises(InvalidConfigError, match="a write to sysfs cannot end with 'gpu-is-lost'; use EBUSY"):

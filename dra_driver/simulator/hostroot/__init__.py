@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dra_driver.simulator.hostroot.devices import devices
-from dra_driver.simulator.hostroot.driver import ElfFiles, driver_files, imex, nvidia_smi
+from dra_driver.simulator.hostroot.dev import devices
 from dra_driver.simulator.hostroot.entries import Entries, Tree
+from dra_driver.simulator.hostroot.installation import ElfFiles, driver_files, imex, nvidia_smi
 from dra_driver.simulator.hostroot.kernel import host_device_nodes, procfs, sysfs
-from dra_driver.simulator.state import State
+from dra_driver.simulator.machine_state import State
 
 __all__ = ["HostRoot"]
 _MARKER = "rendered"

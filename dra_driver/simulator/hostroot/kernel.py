@@ -9,7 +9,7 @@ import struct
 from dra_driver.simulator import mig, pci
 from dra_driver.simulator.catalogue import driver_facts
 from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Node, Text
-from dra_driver.simulator.state import NVIDIA, Function, Gpu, State
+from dra_driver.simulator.machine_state import NVIDIA, Function, Gpu, State
 
 _FIXED_DEVICES = ("  1 mem", "  4 tty", "  5 /dev/tty", "  5 /dev/console", " 10 misc", " 29 fb", "226 drm")
 HOST_DEVICE_KINDS = ("gds", "mofed", "gdrcopy")

@@ -17,9 +17,17 @@ from typing import Any
 import pynvml
 
 from dra_driver.errors import StateError
+from dra_driver.simulator.machine_files import Session
+from dra_driver.simulator.machine_state import (
+    NVIDIA,
+    ComputeInstance,
+    Fault,
+    Gpu,
+    GpuInstance,
+    State,
+    sysfs_bus_id,
+)
 from dra_driver.simulator.mig import Refusal
-from dra_driver.simulator.state import NVIDIA, ComputeInstance, Fault, Gpu, GpuInstance, State, sysfs_bus_id
-from dra_driver.simulator.store import Session
 
 KIND_GPU, KIND_MIG, KIND_GI, KIND_CI = range(4)
 _BASE = 0x7F3A_0000_0000

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pynvml
 
 from dra_driver.simulator.library.core import Core, Handle, address, number, put, put_handle, target
+from dra_driver.simulator.machine_state import ANY_INSTANCE, Gpu, Holder, State
 from dra_driver.simulator.mig import Refusal
-from dra_driver.simulator.state import ANY_INSTANCE, Gpu, Holder, State
 
 _RUBIN = 13
 

@@ -21,8 +21,8 @@ from dra_driver.simulator.library.core import (
     put_handle,
     target,
 )
+from dra_driver.simulator.machine_state import ComputeInstance, Gpu, GpuInstance, MigProfile, Model, State
 from dra_driver.simulator.mig import Refusal
-from dra_driver.simulator.state import ComputeInstance, Gpu, GpuInstance, MigProfile, Model, State
 
 _PROFILE_FIELDS = {
     "id": "id", "sliceCount": "slices", "instanceCount": "max_instances", "multiprocessorCount": "multiprocessors",

@@ -9,8 +9,7 @@ import pynvml
 
 from dra_driver.simulator.catalogue import PLACEHOLDER_BUS
 from dra_driver.simulator.library.core import Core, number, put, target
-from dra_driver.simulator.mig import Refusal
-from dra_driver.simulator.state import (
+from dra_driver.simulator.machine_state import (
     REMOTE_SWITCH,
     Gpu,
     Model,
@@ -20,6 +19,7 @@ from dra_driver.simulator.state import (
     nvml_bus_id,
     pci_numbers,
 )
+from dra_driver.simulator.mig import Refusal
 
 _GPU_FABRIC_V3_SINCE = 575
 _UNICAST_POINTER = 0

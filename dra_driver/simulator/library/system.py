@@ -25,8 +25,8 @@ from dra_driver.simulator.library.core import (
     target,
     text,
 )
+from dra_driver.simulator.machine_state import Event, State, nvml_bus_id, pci_numbers, sysfs_bus_id
 from dra_driver.simulator.mig import Refusal
-from dra_driver.simulator.state import Event, State, nvml_bus_id, pci_numbers, sysfs_bus_id
 
 _SET_BASE = 0x7E10_0000_0000
 _POLL_S = 0.2

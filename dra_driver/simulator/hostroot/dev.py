@@ -12,7 +12,7 @@ from dra_driver.model.host import DeviceNode
 from dra_driver.simulator import mig
 from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Node, can_make_nodes
 from dra_driver.simulator.hostroot.kernel import vfio_nodes
-from dra_driver.simulator.state import NVIDIA, State
+from dra_driver.simulator.machine_state import NVIDIA, State
 
 NVIDIA_MAJOR = 195
 DRM_MAJOR = 226
@@ -41,7 +41,10 @@ def devices(state: State) -> Entries:
             entries[f"dev/dri/by-path/pci-{gpu.bus_id}-card"] = Link(f"../{card}")
             entries[f"dev/dri/by-path/pci-{gpu.bus_id}-render"] = Link(f"../{render}")
         for gi, ci in gpu.mig_devices if system["cap_nodes"] else []:
-            for minor in (mig.cap_minor(gpu.minor, gi.id), mig.cap_minor(gpu.minor, gi.id, ci.id)):
+            for minor in (
+                mig.cap_minor(gpu.minor, gi.id),
+                mig.cap_minor(gpu.minor, gi.id, ci.id),
+            ):
                 entries[f"dev/nvidia-caps/nvidia-cap{minor}"] = Node(system["caps_major"], minor, 0o444)
     switches = [item for item in state.functions if item.driver == "nvidia-nvswitch"]
     for number in range(len(switches)):

@@ -18,7 +18,7 @@ import pynvml
 from dra_driver.simulator import mig
 from dra_driver.simulator.catalogue import driver_facts
 from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Socket, Text
-from dra_driver.simulator.state import Gpu, State
+from dra_driver.simulator.machine_state import Gpu, State
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 _PROGRAM = "#!/bin/sh\nprintf '%s\\n' \"{name} of the simulated driver {version}\"\n"

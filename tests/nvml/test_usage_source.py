@@ -7,7 +7,7 @@ import pytest
 from dra_driver.errors import DeviceLostError, NvmlUnavailableError
 from dra_driver.model.gpu import GpuLoad, GpuProcess
 from dra_driver.model.mig import GpuAddress, MigAddress
-from dra_driver.nvml.usage import UsageSource, read_load
+from dra_driver.nvml.usage_source import UsageSource, read_load
 
 MEMORY = 9984 << 20
 

@@ -24,8 +24,8 @@ from dra_driver.model.health import (
     Severity,
     Xid,
 )
-from dra_driver.nvml.events import HealthSource
-from dra_driver.nvml.health import read_health, read_instances
+from dra_driver.nvml.health_polls import read_health, read_instances
+from dra_driver.nvml.health_source import HealthSource
 from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.machines import SimulatedNode, silence
 from tests.fakes.tables import tabled
@@ -231,8 +231,8 @@ RARE_CALLS = {
 }
 GROWN = (
     "an idle poll of a GPU makes other calls of NVML than before. Eight GPUs are polled every 10 s within 0.4 % of a "
-    "core: query what changes rarely in `_with_rare` of dra_driver/nvml/health.py, or measure with `make bench` and "
-    "change the table of this test"
+    "core: query what changes rarely in `_with_rare` of dra_driver/nvml/health_polls.py, or measure with `make bench` "
+    "and change the table of this test"
 )
 
 

@@ -16,7 +16,7 @@ import pynvml
 from dra_driver.errors import DraDriverError, NvmlUnavailableError
 from dra_driver.model.health import DoubleBitError, HealthEvent, PolledHealth, Xid
 from dra_driver.nvml.calls import nvml_errors, supported
-from dra_driver.nvml.health import read_health, read_instances
+from dra_driver.nvml.health_polls import read_health, read_instances
 from dra_driver.nvml.mig_reading import gpu_handle
 
 if TYPE_CHECKING:

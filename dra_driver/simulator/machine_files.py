@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dra_driver.errors import StateError
-from dra_driver.simulator.state import FORMAT, State, decode, encode
+from dra_driver.simulator.machine_state import FORMAT, State, decode, encode
 
 STATE_FILE = "machine.json"
 LOCK_FILE = "machine.lock"

@@ -23,7 +23,7 @@ from dra_driver.nvml.readings import (
     fabric_registration,
     link_states,
 )
-from dra_driver.nvml.usage import temperature
+from dra_driver.nvml.usage_source import temperature
 
 T = TypeVar("T")
 _RECOVERY_ACTION_FIELD = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
