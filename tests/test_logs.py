@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from dra_driver.app.logs import configure_logs
-from dra_driver.app.posix_signals import show_stacks
+from dra_driver.app.logs import configure_logs, show_stacks
 from dra_driver.errors import DraDriverError, InvalidConfigError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import structlog
 
-from dra_driver.app.change_table import Change, Changes
+from dra_driver.app.gpus import NodeGpus, tools_seen
 from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.app.publishing import Publishing
 from dra_driver.app.settings import Settings
-from dra_driver.app.wiring.mig import MigParts
-from dra_driver.app.wiring.passthrough import PassthroughParts
-from dra_driver.base.atomic import stamp_or_none, write_atomically
+from dra_driver.base.atomic import write_atomically
 from dra_driver.base.backoff import TokenBucket
-from dra_driver.base.file_lock import UseMark
 from dra_driver.cdi.directory import CdiDirectory, temporary_files
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
@@ -28,20 +26,16 @@ from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.lifecycle import ClaimLifecycle
 from dra_driver.claims.planner import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
-from dra_driver.errors import FatalError, StateError
+from dra_driver.errors import FatalError
 from dra_driver.health.gpu_health import GpuHealth
 from dra_driver.health.rules.taints import TaintPolicy
 from dra_driver.health.rules.xids import XidPolicy
 from dra_driver.host.device_nodes import DevCharLinks
 from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
-from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
-from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.processes import any_runs, is_of_the_host, origin, sees_all_processes
 from dra_driver.host.sysfs import Sysfs
-from dra_driver.inventory.detachment import LOCK_FILE, Detachments
-from dra_driver.inventory.discovery import Discovery
-from dra_driver.inventory.rules.gpu_names import held_gpu_names, refuse_other_names
+from dra_driver.inventory.rules.gpu_names import refuse_other_names
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.lanes import Lanes
@@ -51,17 +45,25 @@ from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient, ResourceApi
-from dra_driver.kube.cluster import node_uid
+from dra_driver.kube.cluster import node_labels, node_uid
 from dra_driver.kube.endpoint import Endpoint
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.kubelet.registration import RegistrationStatus
-from dra_driver.model.driver_files import IMEX_PROGRAM, SMI_PROGRAM
-from dra_driver.model.health import LOST
-from dra_driver.model.mig import GpuInstance, OwnedInstance
+from dra_driver.mig.mode import MigAction
+from dra_driver.model.driver_files import IMEX_PROGRAM
+from dra_driver.model.health import LOST, HealthChange
+from dra_driver.model.mig import GpuLayout, OwnedInstance
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import RunMps, SetTimeSlice, WriteCdiSpec, WriteDeviceMetadata
+from dra_driver.model.steps import (
+    BindVfio,
+    CreateMig,
+    LeaveMigMode,
+    RunMps,
+    SetTimeSlice,
+    WriteCdiSpec,
+    WriteDeviceMetadata,
+)
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
-from dra_driver.nvml.reader import NvmlReader
 from dra_driver.reporting.http import HttpEndpoint, Probes, json_page, metrics_page, problems_page
 from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.node_problems import DiskWatch, NodeProblems
@@ -92,35 +94,48 @@ class Driver:
     def __init__(self, settings: Settings, platform: Platform | None = None) -> None:
         """Make every part; none runs yet. Raises: InvalidConfigError; StateError if the boot has no ID."""
         self.settings = settings
-        platform = platform or platform_of(settings)
-        paths, plugin_dir = platform.paths, settings.plugin_directory
-        self.boot_id = Sysfs(paths.sys, paths.proc).this_boot()
+        self._platform = platform or platform_of(settings)
+        self._paths, self._plugin_dir = self._platform.paths, settings.plugin_directory
+        self._host = Sysfs(self._paths.sys, self._paths.proc)
+        self.boot_id = self._host.this_boot()
         self._stopped = threading.Event()
         self._registered = threading.Event()
         self._fatal: FatalError | None = None
         self._running: list[Part] = []
-        changes = self.changes = Changes()
+        self._make_state()
+        self._make_api_client()
+        self._make_gpus()
+        self._make_health()
+        self._make_reports()
+        self._make_steps()
+        self._make_claims()
+        self._make_publishing()
+        self._make_kubelet_plugin()
+        self._show_node()
+        self._watch_usage()
 
-        # What is on disk, for the next instance as well.
-        self.records = RecordStore(plugin_dir / "claims")
-        self.planning = GpuLocks(plugin_dir / "locks", ".plan.lock")
-        self.lanes = Lanes(GpuLocks(plugin_dir / "locks"))
-        self.claim_locks = ClaimLocks(plugin_dir / "locks")
+    def _make_state(self) -> None:
+        """What is on disk, for the next instance as well."""
+        settings, directory = self.settings, self._plugin_dir
+        self.records = RecordStore(directory / "claims")
+        self.planning = GpuLocks(directory / "locks", ".plan.lock")
+        self.lanes = Lanes(GpuLocks(directory / "locks"))
+        self.claim_locks = ClaimLocks(directory / "locks")
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
-        self._metadata_files = MetadataFiles(plugin_dir, settings.cdi_root, settings.driver_name)
-        without_record = SpecsWithoutRecord(self.records, self._specs)
-        self.ledger = Ledger(plugin_dir / LEDGER, self.records, self.boot_id, without_record.uids)
-        mps_files = MpsHostFiles(
-            layout := mps_layout(plugin_dir),
+        self._metadata_files = MetadataFiles(directory, settings.cdi_root, settings.driver_name)
+        self._without_record = SpecsWithoutRecord(self.records, self._specs)
+        self.ledger = Ledger(directory / LEDGER, self.records, self.boot_id, self._without_record.uids)
+        self._mps_layout = mps_layout(directory)
+        self._mps_files = MpsHostFiles(
+            self._mps_layout,
             is_expected=settings.needs_mps,
             sees_daemons=lambda: sees_all_processes("/proc"),
         )
         # The time at which it is made decides which instance is the newest.
-        leadership = self.leadership = InstanceLeadership(
-            plugin_dir / DIRECTORY_OF_INSTANCES, settings.pod_uid
-        )
+        self.leadership = InstanceLeadership(directory / DIRECTORY_OF_INSTANCES, settings.pod_uid)
 
-        # The API server.
+    def _make_api_client(self) -> None:
+        settings = self.settings
         self.metrics = Metrics(settings.driver_name, settings.node_name, self._prepared_kinds)
         limiter = (
             TokenBucket(settings.kube_api_qps, settings.kube_api_burst) if settings.kube_api_qps else None
@@ -128,110 +143,116 @@ class Driver:
         self.client = ApiClient(
             Endpoint(settings.kubeconfig), limiter=limiter, observe=self.metrics.api_answered
         )
-        api = ResourceApi(self.client)
+        self._api = ResourceApi(self.client)
 
-        # The node's GPUs.
-        dev_char = DevCharLinks(paths, platform.nodes) if settings.dev_char_links else None
-        files = DriverRoot(paths, nodes=platform.nodes, hook=settings.nvidia_cdi_hook_path)
-        host = Sysfs(paths.sys, paths.proc)
-        programs = InstalledPrograms(paths.driver_root, plugin_dir / "host.lib")
-        detachments = Detachments(plugin_dir, self.boot_id)
-        smi = NvidiaSmi(programs, detachments.using_nvml)
-        extra_devices = ExtraDeviceFinder(
-            paths,
-            InstalledPrograms(paths.driver_root, plugin_dir / "imex.lib", names=(IMEX_PROGRAM,)),
-            nodes=platform.nodes,
+    def _make_gpus(self) -> None:
+        self._gpus = NodeGpus(
+            self.settings,
+            self._platform,
+            self.boot_id,
+            records=self.records,
+            ledger=self.ledger,
+            lanes=self.lanes,
+            planning=self.planning,
+            known_records=self.known_records,
+            lost_devices=self._without_record.lost_devices,
+            labels=partial(node_labels, self.client, self.settings.node_name),
+            leads=self.leadership.is_ours,
+            on_inventory=self._inventory_changed,
+            on_hardware=self._hardware_changed,
+            on_mig=self._mig_changed,
+            on_layouts=self._layouts_changed,
         )
-        load = detachments.guarded(platform.load_nvml)
-        kept_names = self._held_gpu_names if settings.device_names == "minor" else None
-        nvml = NvmlReader(
-            load, settings.on_demand, self._foreign_instances, UseMark(plugin_dir / LOCK_FILE), kept_names
-        )
-        self.mig = MigParts(self, paths, without_record.lost_devices, nvml.session, detachments)
-        self.passthrough = PassthroughParts(self, platform, nvml, detachments)
-        self.discovery = Discovery(
-            nvml,
-            host,
-            partial(changes.tell, Change.INVENTORY),
-            partial(changes.tell, Change.DRIVER_RELOADED),
-            self.mig.ownership,
-            partial(changes.tell, Change.HARDWARE),
-            detachments,
-            self.passthrough.cards,
-            files,
-            None if settings.imex_channel is None else ImexChannelNodes(paths.proc),
-        )
+        self.discovery, self.layouts = self._gpus.discovery, self._gpus.layouts
+        self.passthrough = self._gpus.passthrough
+
+    def _make_health(self) -> None:
+        settings = self.settings
         self.health = GpuHealth(
-            nvml.health_source(),
+            self._gpus.nvml.health_source(),
             node_name=settings.node_name,
-            plugin_directory=plugin_dir,
+            plugin_directory=self._plugin_dir,
             boot_id=self.boot_id,
             xids=XidPolicy(settings.ignored_xids, settings.fatal_xids),
             taint_policy=TaintPolicy(dict(settings.taint_effects)),
             discovery=self.discovery,
-            host=host,
+            host=self._host,
             lanes=self.lanes,
             under_vfio=self.passthrough.taken,
             made=lambda: self.ledger.details(OwnedInstance),
-            speaks_for_node=leadership.speaks_for_node,
-            on_shown=partial(changes.tell, Change.HEALTH_SHOWN),
-            on_transition=partial(changes.tell, Change.HEALTH),
-            on_polled=partial(changes.tell, Change.POLLED),
+            speaks_for_node=self.leadership.speaks_for_node,
+            on_shown=self._publish,
+            on_transition=self._health_moved,
+            on_polled=self.discovery.health_polled,
         )
 
-        # What users are told.
+    def _make_reports(self) -> None:
+        """What users are told."""
         self.reporting = Reports(
-            settings.driver_name,
-            settings.node_name,
-            api=api,
+            self.settings.driver_name,
+            self.settings.node_name,
+            api=self._api,
             metrics=self.metrics,
             records=self.records,
             known_records=self.known_records,
             lanes=self.lanes,
             inventory=self.discovery.latest,
-            created_instance=self.mig.created_instance,
+            created_instance=self.ledger.created_instance,
             monitor=self.health.monitor,
-            mps_files=mps_files,
-            speaks_for_node=leadership.speaks_for_node,
-            on_release=partial(changes.tell, Change.CLAIM_RELEASED),
+            mps_files=self._mps_files,
+            speaks_for_node=self.leadership.speaks_for_node,
+            on_release=self._claim_released,
         )
 
-        # Claims, and what they leave to be undone.
-        time_slices = TimeSliceSteps(smi, self.records)
-        steps = StepDispatcher(
-            self.mig.runners()
-            | self.passthrough.runners()
-            | {
-                SetTimeSlice: time_slices,
-                RunMps: MpsSteps(mps_files, self.mig.uuid_of),
+    def _make_steps(self) -> None:
+        """What claims set on GPUs and write, and what undoes it when they end."""
+        settings, paths, nodes, directory = self.settings, self._paths, self._platform.nodes, self._plugin_dir
+        detachments = self._gpus.detachments
+        programs = InstalledPrograms(paths.driver_root, directory / "host.lib")
+        self._time_slices = TimeSliceSteps(NvidiaSmi(programs, detachments.using_nvml), self.records)
+        self._dev_char = DevCharLinks(paths, nodes) if settings.dev_char_links else None
+        self._extra_devices = ExtraDeviceFinder(
+            paths,
+            InstalledPrograms(paths.driver_root, directory / "imex.lib", names=(IMEX_PROGRAM,)),
+            nodes=nodes,
+        )
+        self._steps = StepDispatcher(
+            {
+                CreateMig: self._gpus.mig_devices,
+                LeaveMigMode: self._gpus.mig_devices,
+                BindVfio: self._gpus.vfio_steps,
+                SetTimeSlice: self._time_slices,
+                RunMps: MpsSteps(self._mps_files, self.ledger.created_uuid),
                 WriteDeviceMetadata: MetadataSteps(self._metadata_files, self.discovery, self.ledger),
                 WriteCdiSpec: CdiSteps(
                     settings.driver_name,
                     self._specs,
-                    files,
-                    GpuNodes(paths, nodes=platform.nodes),
+                    self._gpus.driver_root,
+                    GpuNodes(paths, nodes=nodes),
                     self.discovery.driver_version,
-                    layout,
+                    self._mps_layout,
                     self.ledger,
-                    extra_devices,
-                    self.passthrough.host,
-                    dev_char,
+                    self._extra_devices,
+                    self._gpus.vfio_cards,
+                    self._dev_char,
                 ),
             },
             self.metrics,
         )
-
         self.cleaner = Cleaner(
             self.ledger,
             self.lanes,
-            steps,
+            self._steps,
             self.reporting.node,
-            partial(changes.tell, Change.CLEANUPS),
-            leadership.is_ours,
-            partial(_tools_seen, programs, layout.lock, paths.proc, detachments),
-            (time_slices, self.mig.mode),
-            temporary_files(plugin_dir, Path(settings.cdi_root), settings.driver_name),
+            self._cleanups_changed,
+            self.leadership.is_ours,
+            partial(tools_seen, programs, self._mps_layout.lock, self._host, detachments),
+            (self._time_slices, self._gpus.mig_mode),
+            temporary_files(directory, Path(settings.cdi_root), settings.driver_name),
         )
+
+    def _make_claims(self) -> None:
+        settings = self.settings
         self.claims = ClaimLifecycle(
             Identity(
                 settings.driver_name,
@@ -244,38 +265,42 @@ class Driver:
             records=self.records,
             locks=self.claim_locks,
             planning=self.planning,
-            without_record=without_record,
-            executor=Executor(self.records, self.cleaner, steps, self.lanes, self.boot_id),
+            without_record=self._without_record,
+            executor=Executor(self.records, self.cleaner, self._steps, self.lanes, self.boot_id),
             cleaner=self.cleaner,
-            lookup=ClaimClient(api, self.reporting.claim_pods.note),
+            lookup=ClaimClient(self._api, self.reporting.claim_pods.note),
             users=GpuProcesses(
-                nvml.processes,
-                self.mig.uuid_of,
+                self._gpus.nvml.processes,
+                self.ledger.created_uuid,
                 self.records.all,
                 self.boot_id,
-                is_of_the_host=partial(is_of_the_host, paths.proc),
-                driver_is_gone=lambda: not host.loaded_driver(),
+                is_of_the_host=partial(is_of_the_host, self._paths.proc),
+                driver_is_gone=lambda: not self._host.loaded_driver(),
             ),
-            extra_devices=extra_devices,
+            extra_devices=self._extra_devices,
             observer=self.reporting.reporter,
             pods_run=lambda record: any_runs("/proc", self.reporting.claim_pods.known_pods(record)),
             find_node=partial(node_uid, self.client, settings.node_name),
             setting_for_lost=lambda: self.publishing.missing_setting(LOST),
-            refuse_changing=self.mig.refuse_changing(),
+            refuse_changing=self.layouts.refuse_changing,
         )
 
-        # The cluster and the kubelet.
+    def _make_publishing(self) -> None:
         self.publishing = Publishing(
-            settings,
-            api=api,
+            self.settings,
+            api=self._api,
             discovery=self.discovery,
             records=self.records,
             health=self.health,
             cleaner=self.cleaner,
-            layouts=self.mig.layouts,
+            layouts=self.layouts,
             reports=self.reporting,
-            leadership=leadership,
+            leadership=self.leadership,
         )
+
+    def _make_kubelet_plugin(self) -> None:
+        """What answers the kubelet's calls and probes, and what is wrong with the node."""
+        settings, directory = self.settings, self._plugin_dir
         self.node_problems = NodeProblems(
             (
                 lambda: self._plugin.problems(),  # noqa: PLW0108  made later
@@ -283,21 +308,18 @@ class Driver:
                 self.discovery.problems,
                 self.health.problems,
                 self.passthrough.problems,
-                DiskWatch([plugin_dir, Path(settings.cdi_root)], write_atomically).problems,
-                mps_files.problems,
+                DiskWatch([directory, Path(settings.cdi_root)], write_atomically).problems,
+                self._mps_files.problems,
             ),
             self.reporting.failing,
             self.reporting.recorder,
-            leadership.speaks_for_node,
-            plugin_dir,
+            self.leadership.speaks_for_node,
+            directory,
         )
         self.probes = Probes(
-            lambda: self._plugin,
-            self.discovery,
-            lambda: self.publishing.publisher,
-            self.node_problems.notes,
+            lambda: self._plugin, self.discovery, lambda: self.publishing.publisher, self.node_problems.notes
         )
-        self._plugin: KubeletPlugin = KubeletPlugin(
+        self._plugin = KubeletPlugin(
             PluginSettings(
                 settings.driver_name,
                 Path(settings.kubelet_registrar_directory_path),
@@ -310,83 +332,52 @@ class Driver:
             on_status=self._registration_changed,
             on_fatal=self.fail,
             watch_device_health=self.health.stream.watch,
-            living=lambda: living_instances(plugin_dir / DIRECTORY_OF_INSTANCES),
-        )
-        self._show_node(mps_files)
-        self._unclaimed_memory = self._usage_watch(nvml, paths.proc) if settings.usage_metrics else None
-
-        changes.connect(
-            {
-                Change.REGISTERED: (leadership.announce, partial(changes.tell, Change.INVENTORY)),
-                Change.INVENTORY: (
-                    *(() if dev_char is None else (dev_char.make,)),
-                    self.reporting.claims.wake,
-                    self.health.devices_changed,
-                    self.publishing.publisher.mark_dirty,
-                ),
-                Change.DRIVER_RELOADED: (
-                    time_slices.driver_reloaded,
-                    self.cleaner.look_soon,
-                    self.mig.look_soon,
-                ),
-                Change.HARDWARE: (
-                    time_slices.driver_reloaded,
-                    self.cleaner.look_soon,
-                    self.mig.look_soon,
-                ),
-                Change.HEALTH_SHOWN: (self.publishing.publisher.mark_dirty,),
-                Change.HEALTH: (self.reporting.claims.health_changed,),
-                Change.POLLED: (self.discovery.health_polled,),
-                Change.MIG_DEVICE: (self.health.mig_changed, self.reporting.reporter.mig_changed),
-                Change.MIG_LAYOUT: (
-                    lambda _found: self.publishing.publisher.mark_dirty(),
-                    self.reporting.node.mig_layouts_changed,
-                ),
-                Change.CLAIM_RELEASED: (self.mig.look_soon, self.publishing.claim_released),
-                Change.CLEANUPS: (
-                    self.discovery.request_rescan,
-                    self.publishing.publisher.mark_dirty,
-                    self.cleaner.look_soon,
-                    self.mig.look_soon,
-                ),
-            }
+            living=lambda: living_instances(directory / DIRECTORY_OF_INSTANCES),
         )
 
-    def _show_node(self, mps: MpsHostFiles) -> None:
+    def _show_node(self) -> None:
         """Tell the metrics where their values come from."""
         show, inventory, monitor = self.metrics.show, self.discovery.latest, self.health.monitor
         publishing = self.publishing
         show.claims(
-            lambda: self.records.all().values(), self.mig.uuid_of, self.reporting.claim_pods.of, inventory
+            lambda: self.records.all().values(),
+            self.ledger.created_uuid,
+            self.reporting.claim_pods.of,
+            inventory,
         )
         show.devices(inventory, monitor, self.health.instances)
         show.inventory(inventory)
         show.health(inventory, monitor)
-        show.mig_layouts(self.mig.layouts)
+        show.mig_layouts(self.layouts.states)
         show.cleanups(self.cleaner.outstanding)
         show.reports(self.reporting.recorder.counts)
         show.value("readiness", "ready", lambda: not self.probes.readiness())
         show.value("problem", "node_problem", lambda: bool(self.problems()))
         show.problems(self.node_problems.codes)
         show.value("failing", "claims_failing", lambda: len(self.reporting.failing.all()))
-        show.mps(lambda: [status.state for status in mps.statuses()])
+        show.mps(lambda: [status.state for status in self._mps_files.statuses()])
         show.publishing(
             lambda: publishing.publisher.problem, publishing.slice_count, publishing.withdrawn_count
         )
         show.value("partitions", "partitions_unsupported", lambda: publishing.support.problem is not None)
 
-    def _usage_watch(self, nvml: NvmlReader, proc: str) -> UnclaimedMemory:
-        """What looks for memory that no claim has; scrapes measure the same."""
+    def _watch_usage(self) -> None:
+        """Look for memory that no claim has; scrapes measure the same."""
+        self._unclaimed_memory: UnclaimedMemory | None = None
+        if not self.settings.usage_metrics:
+            return
         usage = Usage(
             # The processes of a simulated machine are in no namespace.
-            nvml.usage_source(lambda: self.settings.simulate is not None or sees_all_processes("/proc")),
+            self._gpus.nvml.usage_source(
+                lambda: self.settings.simulate is not None or sees_all_processes("/proc")
+            ),
             self.discovery.latest,
             self.records.all,
-            self.mig.created_instance,
-            partial(origin, proc),
+            self.ledger.created_instance,
+            partial(origin, self._paths.proc),
         )
         self.metrics.show.usage(usage.look)
-        return UnclaimedMemory(usage.unclaimed, self.reporting.node.memory_unclaimed)
+        self._unclaimed_memory = UnclaimedMemory(usage.unclaimed, self.reporting.node.memory_unclaimed)
 
     def _parts(self) -> Iterator[Part]:
         """Everything that runs, in the order of starts."""
@@ -397,7 +388,7 @@ class Driver:
         yield Part("mps_events", self.reporting.mps.start, self.reporting.mps.stop)
         yield Part("failing_claims", self.reporting.failing.start, self.reporting.failing.stop)
         yield Part("discovery", self.discovery.start, self.discovery.stop)
-        yield Part("mig_layouts", self.mig.start, self.mig.stop)
+        yield Part("mig_layouts", self.layouts.start, self.layouts.stop)
         yield Part("health", self.health.monitor.start, self.health.monitor.stop)
         yield Part("kubelet_plugin", self._plugin.start)
         yield Part("api_configuration", self._open_client)
@@ -492,17 +483,55 @@ class Driver:
         """Of claims, and of ended claims whose cleanup is pending."""
         return [*self.records.all().values(), *self.ledger.ended()]
 
-    def _held_gpu_names(self) -> Mapping[str, str]:
-        return held_gpu_names(self.known_records())
-
-    def _foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> Sequence[GpuInstance]:
-        return self.mig.ownership.foreign_instances(gpu_uuid, existing)
+    # --- what changes, and who hears of it, in the thread that found the change ---------------------
 
     def _registration_changed(self, status: RegistrationStatus) -> None:
-        """If this announcement fails, the publisher tries again."""
+        """The kubelet has registered this instance: older instances stand by from now on. If this announcement fails,
+        the publisher tries again."""
         if status.registered:
             self._registered.set()
-            self.changes.tell(Change.REGISTERED)
+            _call_all(self.leadership.announce, self._inventory_changed)
+
+    def _inventory_changed(self) -> None:
+        """Discovery has found other devices than before, or cannot find any."""
+        _call_all(
+            *(() if self._dev_char is None else (self._dev_char.make,)),
+            self.reporting.claims.wake,
+            self.health.devices_changed,
+            self._publish,
+        )
+
+    def _hardware_changed(self) -> None:
+        """The NVIDIA driver was found for the first time or was loaded again, or NVML lists other GPUs, or answers
+        again."""
+        _call_all(self._time_slices.driver_reloaded, self.cleaner.look_soon, self.layouts.wake)
+
+    def _health_moved(self, change: HealthChange) -> None:
+        """The health of one GPU or MIG device went from one state to another."""
+        self.reporting.claims.health_changed(change)
+
+    def _mig_changed(self, action: MigAction, device: str, seconds: float, error: Exception | None) -> None:
+        """A MIG device was made or destroyed on demand, or a MIG mode was switched; or one of these failed."""
+        _call_all(
+            partial(self.health.mig_changed, action),
+            partial(self.reporting.reporter.mig_changed, action, device, seconds, error),
+        )
+
+    def _layouts_changed(self, found: Sequence[GpuLayout]) -> None:
+        """The MIG layout got another state on these GPUs; on none where GPUs have no layout any more."""
+        _call_all(self._publish, partial(self.reporting.node.mig_layouts_changed, found))
+
+    def _claim_released(self) -> None:
+        """A claim was unprepared: nothing of it is left on the node."""
+        _call_all(self.layouts.wake, self.publishing.claim_released)
+
+    def _cleanups_changed(self) -> None:
+        """A claim has ended and its cleanup is pending, or a pending cleanup has ended."""
+        _call_all(self.discovery.request_rescan, self._publish, self.cleaner.look_soon, self.layouts.wake)
+
+    def _publish(self) -> None:
+        """What the slices show has changed."""
+        self.publishing.publisher.mark_dirty()
 
     def _prepared_kinds(self) -> Iterator[str]:
         for record in self.records.all().values():
@@ -510,12 +539,8 @@ class Driver:
                 yield from (held.kind for held in record.devices)
 
 
-def _tools_seen(programs: InstalledPrograms, mps_lock: Path, proc: str, detachments: Detachments) -> Hashable:
-    """Differs when nvidia-smi, the MPS host or the NVIDIA driver comes, goes or is replaced, and when NVML may be
-    opened again."""
-    try:
-        smi = programs().paths.get(SMI_PROGRAM)
-    except StateError:
-        smi = None
-    stamp = None if smi is None else stamp_or_none(smi)
-    return stamp, stamp_or_none(mps_lock), Sysfs(proc=proc).loaded_driver(), detachments.now() is None
+def _call_all(*calls: Callable[[], object]) -> None:
+    """Call all of them in this order. Raises: what one of them raised, after the others were called too."""
+    with ExitStack() as others:
+        for call in reversed(calls):
+            others.callback(call)

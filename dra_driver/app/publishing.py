@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from dra_driver.app.settings import Settings
 from dra_driver.health.gpu_health import GpuHealth
@@ -13,8 +13,8 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.kube.client import ResourceApi
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.slices import SliceCache, SliceClient
+from dra_driver.mig.layouts import NodeLayouts
 from dra_driver.model.inventory import OfferedDevice
-from dra_driver.model.mig import GpuLayout
 from dra_driver.reporting.reporter import Reports
 from dra_driver.slices.api_support import ApiSupport
 from dra_driver.slices.leadership import InstanceLeadership
@@ -36,7 +36,7 @@ class Publishing:
         records: RecordStore,
         health: GpuHealth,
         cleaner: Cleaner,
-        layouts: Callable[[], Mapping[str, GpuLayout]],
+        layouts: NodeLayouts,
         reports: Reports,
         leadership: InstanceLeadership,
     ) -> None:
@@ -78,7 +78,7 @@ class Publishing:
 
     def taints(self, limits: TaintLimits = NEWEST_TAINTS) -> Taints:
         """How devices are tainted at the moment."""
-        return self._health.taints(self._cleaner.withheld(), self._layouts(), limits)
+        return self._health.taints(self._cleaner.withheld(), self._layouts.states(), limits)
 
     def left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
         """Which devices are left out of the slices, as of now. Pending cleanup is always in the way of a Prepare, so

@@ -50,8 +50,7 @@ _PREPARED_WAIT_S = 5.0
 class Preparer:
     """Prepares claims. No lock is held while the API server or a lane is waited for.
 
-    `refuse_changing` raises NvmlTransientError while the node's MIG layout changes one of these GPUs; None on
-    a node without layouts.
+    `refuse_changing` raises NvmlTransientError while the node's MIG layout changes one of these GPUs.
     """
 
     planner: ClaimPlanner
@@ -61,7 +60,7 @@ class Preparer:
     executor: Executor
     cleaner: Cleaner
     waiter: Waiter
-    refuse_changing: Callable[[Collection[str]], None] | None
+    refuse_changing: Callable[[Collection[str]], None]
 
     def __post_init__(self) -> None:
         self._begun: dict[str, PrepareAttempt] = {}
@@ -162,8 +161,7 @@ class Preparer:
             if not claim.results and known is None:
                 return Plan(claim, (), ()), None, ()
             with self.planning.hold(gpus, call.left(), call.has_left):
-                if self.refuse_changing is not None:
-                    self.refuse_changing(gpus)
+                self.refuse_changing(gpus)
                 try:
                     plan = self.planner.plan(claim, known)
                 except DeviceHeldError:

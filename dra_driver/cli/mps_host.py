@@ -16,7 +16,7 @@ from dra_driver.cli.flags import of_run
 from dra_driver.model.schema import Scalar
 
 if TYPE_CHECKING:
-    from dra_driver.app.posix_signals import SignalWatch
+    from dra_driver.app.logs import SignalWatch
     from dra_driver.host.device_nodes import DeviceNodeMaker
     from dra_driver.mps_host.daemon import HostTools
 
@@ -66,8 +66,7 @@ def mps_host(given: Namespace) -> None:
     container they end with the container, so its DaemonSet is updated on delete only. Needs root; in a pod
     also hostPID, privileged, and bidirectional mount propagation on the plugins directory.
     """
-    from dra_driver.app.logs import configure_logs
-    from dra_driver.app.posix_signals import watch_signals
+    from dra_driver.app.logs import configure_logs, watch_signals
     from dra_driver.host.capability_nodes import CapabilityNodes, MigCaps
     from dra_driver.host.device_nodes import Mknod
     from dra_driver.host.driver_programs import InstalledPrograms

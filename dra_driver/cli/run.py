@@ -40,8 +40,7 @@ def run(given: Namespace) -> None:
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
     settings = resolve(vars(given), given.config)
     from dra_driver.app.daemon import Driver
-    from dra_driver.app.logs import configure_logs
-    from dra_driver.app.posix_signals import watch_signals
+    from dra_driver.app.logs import configure_logs, watch_signals
 
     level = "debug" if given.log_level is None and (given.verbosity or 0) >= 5 else settings.log_level
     logs = configure_logs(level, settings.log_format)

@@ -247,6 +247,11 @@ class Ledger:
         made = (item for item in self.details(OwnedInstance) if item.device == device)
         return next((item for item in made if item.phase == "created"), None)
 
+    def created_uuid(self, device: str) -> str | None:
+        """The UUID that a MIG device made on demand has now. Raises: StateError."""
+        made = self.created_instance(device)
+        return None if made is None else made.uuid
+
     def unreadable(self) -> Collection[str]:
         """The GPUs whose ledger, or an earlier one that was set aside, could not be read when it was read last."""
         return {path.name.partition(".json")[0] for path in self._store.quarantined()}

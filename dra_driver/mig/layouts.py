@@ -65,8 +65,23 @@ _HANGS_S = 60.0
 _PLANNING_S = 5.0
 TAINTED_FIRST_S = 5.0
 """How long a GPU is tainted before it is changed: claims that got it before that are prepared by then."""
+LABELS_S = 20.0
+"""How old the labels of the node may be."""
 _LOOK_EVERY_S = 30.0
 _LOOK_WAITING_S = 5.0
+
+
+def remembered(labels: Callable[[], Mapping[str, str]]) -> Callable[[], Mapping[str, str]]:
+    """The labels as they were read last, for as long as no answer is too old: a layout may wait for days."""
+    known: tuple[float, Mapping[str, str]] | None = None
+
+    def read() -> Mapping[str, str]:
+        nonlocal known
+        if known is None or time.monotonic() >= known[0] + LABELS_S:
+            known = (time.monotonic(), labels())
+        return known[1]
+
+    return read
 
 
 @dataclass(eq=False)
@@ -110,6 +125,13 @@ class NodeLayouts(BackgroundWorker):
             on_crash=lambda _error: _LOOK_EVERY_S,
         )
 
+    def start(self) -> None:
+        """Begin to look, where the configuration has a layout."""
+        if self.wanted.is_on:
+            super().start()
+        else:
+            self.file.remove()
+
     def states(self) -> Mapping[str, GpuLayout]:
         """What became of the layout on each GPU that it is for, by UUID."""
         with self._guard:
@@ -118,6 +140,8 @@ class NodeLayouts(BackgroundWorker):
     def refuse_changing(self, gpu_uuids: Collection[str]) -> None:
         """For who plans a claim on these GPUs under their planning locks. Raises: NvmlTransientError while one of them
         is changed, by whichever instance of the plugin; StateError."""
+        if not self.wanted.is_on:
+            return
         try:
             with self.changing.hold(gpu_uuids, 0.0):
                 return

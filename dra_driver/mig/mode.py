@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
 import structlog
 
-from dra_driver.errors import ClaimRefusedError, DraDriverError, RetryableError
+from dra_driver.base.deadline import seconds_for
+from dra_driver.errors import ClaimRefusedError, DraDriverError, NvmlUnavailableError, RetryableError
 from dra_driver.journal.ledger import Ledger
 from dra_driver.mig.holders import MigHolders
 from dra_driver.model.mig import GpuAddress, OwnedInstance, OwnedMode
 from dra_driver.model.steps import CreateMig
 from dra_driver.nvml.mig_changes import MigHardware
+from dra_driver.nvml.session import NvmlSession
 
 _log = structlog.get_logger(__name__)
+
+_NVML_S = 30.0
 
 MigAction = Literal["create", "destroy", "mode-on", "mode-off"]
 MigObserver = Callable[[MigAction, str, float, Exception | None], None]
@@ -46,6 +51,30 @@ class MigContext:
         except Exception as error:
             self.observe(action, subject, self.clock() - began, error)
             raise
+
+
+def mig_context(
+    session: NvmlSession,
+    closed_elsewhere: Callable[[str, str], AbstractContextManager[object]],
+    ledger: Ledger,
+    users: MigHolders,
+    observe: MigObserver,
+) -> MigContext:
+    """The context of the running daemon. Within `closed_elsewhere` no other process of ours has NVML open."""
+
+    def kept_open() -> AbstractContextManager[None]:
+        return session.operation(lambda: seconds_for("wait until NVML is initialised", _NVML_S))
+
+    @contextmanager
+    def whole_action() -> Iterator[None]:
+        # Forgetting a detail of the ledger needs no NVML. Everything else fails by itself.
+        with ExitStack() as held:
+            with suppress(NvmlUnavailableError):
+                held.enter_context(kept_open())
+            yield
+
+    hardware = MigHardware(kept_open, closed_elsewhere)
+    return MigContext(hardware, ledger, users, observe, whole_action, time.monotonic, time.sleep)
 
 
 class MigMode:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import structlog
+
+from dra_driver.errors import StateError
 from dra_driver.host.vfio import VfioCards
 from dra_driver.journal.ledger import Ledger
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.passthrough import Card, OwnedCard
+from dra_driver.model.problems import NodeProblem
 from dra_driver.model.steps import BindVfio
+from dra_driver.passthrough.rules.unavailable_cards import refused, unavailable
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -54,6 +62,48 @@ class KnownCards:
             card.gpu_uuid, pci_bus_id=card.bus_id, product_name=card.product_name
         )
         return self.selected is not None and self.selected(gpu)
+
+
+class Passthrough:
+    """The GPUs for virtual machines, as discovery, health and readiness see them.
+
+    It exists also if passthrough is switched off, because earlier claims may still have to be undone; then it reads
+    nothing on a node whose ledgers have no card.
+    """
+
+    def __init__(self, known: KnownCards) -> None:
+        self._known = known
+        self._is_wanted = known.selected is not None
+        self._is_on = False
+        self._cards: tuple[Card, ...] = ()
+
+    def open(self) -> None:
+        """Look in the ledger, after it was opened, whether there is anything to do. Raises: StateError."""
+        ledger = self._known.ledger
+        self._is_on = self._is_wanted or bool(ledger.details(OwnedCard)) or bool(ledger.unreadable())
+
+    def cards(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
+        """The node's cards; `gpus` are those that NVML shows. Logs which of them no virtual machine can get, once and
+        after each change. Raises: StateError."""
+        if not self._is_on:
+            return ()
+        before, self._cards = self._cards, self._known.read(gpus)
+        reasons = refused(self._cards)
+        if reasons and reasons != refused(before):
+            _log.warning("cards_not_offered", cards=reasons, offered=len(self._cards) - len(reasons))
+        return self._cards
+
+    def problems(self) -> Sequence[NodeProblem]:
+        """That no virtual machine can get any of the node's GPUs, although passthrough is on."""
+        text = unavailable(self._cards) if self._is_wanted else None
+        return [] if text is None else [NodeProblem("passthrough-unavailable", text)]
+
+    def taken(self) -> frozenset[str]:
+        """The UUIDs of the GPUs that this plugin has bound to vfio, or is about to: NVML need not have them. Empty
+        while the ledger cannot be read."""
+        with suppress(StateError):
+            return frozenset(self._known.owned().values()) if self._is_on else frozenset()
+        return frozenset()
 
 
 def _known(card: Card, ours: dict[str, str], gpu: Gpu | None, name: str | None) -> Card:

@@ -12,8 +12,7 @@ from shlex import quote
 from typing import Any
 
 from dra_driver.app.config_file import read_document
-from dra_driver.app.logs import configure_logs
-from dra_driver.app.posix_signals import SignalWatch
+from dra_driver.app.logs import SignalWatch, configure_logs
 from dra_driver.app.settings import config_values
 from dra_driver.cli.scratch import scratch_directory
 from dra_driver.cli.validation.rules.standard_classes import standard_classes

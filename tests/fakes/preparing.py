@@ -213,7 +213,7 @@ def claims_of(
         pods_run=lambda _record: None,
         find_node=lambda: None,
         setting_for_lost=lambda: None,
-        refuse_changing=None,
+        refuse_changing=lambda _gpus: None,
         timeouts=timeouts,
     )
 

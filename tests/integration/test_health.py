@@ -42,7 +42,7 @@ def test_a_bad_instance_concerns_only_its_own_claim(make_node: Callable[..., Nod
     for number, name in enumerate("ab"):
         node.ready(node.allocated_by_hand(name, named(node, "1g.10gb", number)))
     eventually(lambda: ready(node) == {"a": PREPARED, "b": PREPARED})
-    made: Any = driver.mig.created_instance(named(node, "1g.10gb", 0))
+    made: Any = driver.ledger.created_instance(named(node, "1g.10gb", 0))
     node.machine.raise_xid(
         0, 95, gpu_instance=made.gpu_instance_id, compute_instance=made.compute_instance_id
     )

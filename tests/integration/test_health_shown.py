@@ -57,7 +57,7 @@ def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     for claim, device in (("keeps", bystander), ("first", name)):
         ref = node.allocated_by_hand(claim, device)
         node.ready(ref)
-    made = driver.mig.created_instance(name)
+    made = driver.ledger.created_instance(name)
     assert made is not None
     ids = (made.gpu_instance_id, made.compute_instance_id)
     hear_anew(driver, made.gpu_uuid)
@@ -74,7 +74,7 @@ def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     node.take_back(ref)
     eventually(lambda: tainted() == [])
     node.ready(node.allocated_by_hand("again", name))
-    successor = driver.mig.created_instance(name)
+    successor = driver.ledger.created_instance(name)
     assert successor is not None
     assert (successor.gpu_instance_id, successor.compute_instance_id) == ids
     assert health_of(driver, name) == v1.HEALTHY

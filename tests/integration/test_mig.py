@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dra_driver.app.wiring import mig as migparts
 from dra_driver.claims import lifecycle
 from dra_driver.claims.waiting import WaitTimeouts
+from dra_driver.mig import mode
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.mps_host.host_files import mps_layout
 from dra_driver.nvml.session import NvmlSession
@@ -266,7 +266,7 @@ def test_device_is_destroyed_though_nvml_is_being_initialised_anew(
         return at_most
 
     monkeypatch.setattr(NvmlSession, "_open", slowly)
-    monkeypatch.setattr(migparts, "seconds_for", patience)
+    monkeypatch.setattr(mode, "seconds_for", patience)
     function = node.machine.host_root / "sys/bus/pci/devices/0000:ff:00.0"
     function.mkdir()
     (function / "vendor").write_text("0x10de\n")

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from dra_driver.app.wiring import mig as wiring
 from dra_driver.cli.inspect import slices_to_publish
 from dra_driver.cli.state_on_disk import read_state
 from dra_driver.mig import layouts
@@ -31,7 +30,7 @@ CUT = 2 * 4 + 6
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wiring, "LABELS_S", 0.1)
+    monkeypatch.setattr(layouts, "LABELS_S", 0.1)
     monkeypatch.setattr(layouts, "TAINTED_FIRST_S", 0.3)
     monkeypatch.setattr(layouts, "_LOOK_EVERY_S", 0.1)
     monkeypatch.setattr(layouts, "_LOOK_WAITING_S", 0.1)

@@ -81,7 +81,7 @@ def looks(node: Node) -> None:
     """Begin every look that runs in the background."""
     node.driver.discovery.request_rescan()
     node.driver.health.monitor.devices_changed()
-    node.driver.mig.look_soon()
+    node.driver.layouts.wake()
     node.driver.cleaner.look_soon()
     threading.Thread(target=scraped, args=(node.driver.metrics,), daemon=True).start()
 

@@ -1,0 +1,158 @@
+"""The node's GPUs: NVML, MIG on demand, passthrough, discovery and MIG layouts, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from dra_driver.app.platforms import Platform
+from dra_driver.app.settings import Settings
+from dra_driver.base.atomic import stamp_or_none
+from dra_driver.base.file_lock import UseMark
+from dra_driver.errors import StateError
+from dra_driver.host.driver_programs import InstalledPrograms
+from dra_driver.host.driver_root import DriverRoot
+from dra_driver.host.imex import ImexChannelNodes
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.host.vfio import VfioCards
+from dra_driver.inventory.detachment import LOCK_FILE, Detachments, closed_elsewhere, nvml_pause
+from dra_driver.inventory.discovery import Discovery
+from dra_driver.inventory.rules.gpu_names import held_gpu_names
+from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.ledger import Ledger
+from dra_driver.journal.locks import GpuLocks
+from dra_driver.journal.records import RecordStore
+from dra_driver.mig.devices import MigDevices
+from dra_driver.mig.holders import MigHolders
+from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile
+from dra_driver.mig.layouts import NodeLayouts, remembered
+from dra_driver.mig.mode import MigMode, MigObserver, mig_context
+from dra_driver.mig.offer import LedgerOwnership
+from dra_driver.model.driver_files import SMI_PROGRAM
+from dra_driver.model.mig import GpuLayout
+from dra_driver.model.record import ClaimRecord, bindings
+from dra_driver.model.steps import BindVfio
+from dra_driver.nvml.gpu_users import PersistenceModes
+from dra_driver.nvml.reader import NvmlReader
+from dra_driver.passthrough.cards import KnownCards, Passthrough
+from dra_driver.passthrough.steps import VfioSteps, waits_for_nvml
+
+_RESCAN_S = 10.0
+
+
+class NodeGpus:
+    """`discovery` finds them with `nvml`; the steps of claims change them by `mig_devices` and `vfio_steps`; `layouts`
+    cuts them as the configuration says. MIG and passthrough exist also if they are switched off, because earlier claims
+    may still have to be undone."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        platform: Platform,
+        boot_id: str,
+        *,
+        records: RecordStore,
+        ledger: Ledger,
+        lanes: Lanes,
+        planning: GpuLocks,
+        known_records: Callable[[], Sequence[ClaimRecord]],
+        lost_devices: Callable[[], Collection[str]],
+        labels: Callable[[], Mapping[str, str]],
+        leads: Callable[[], bool],
+        on_inventory: Callable[[], None],
+        on_hardware: Callable[[], None],
+        on_mig: MigObserver,
+        on_layouts: Callable[[Sequence[GpuLayout]], None],
+    ) -> None:
+        """`known_records` are those of claims and of ended claims with pending cleanup, `lost_devices` the devices of
+        claims that have a CDI spec and no record, `labels` those of the node. `on_inventory` is called when the devices
+        have changed, `on_hardware` when the NVIDIA driver or the GPUs have."""
+        paths, directory = platform.paths, settings.plugin_directory
+        host = Sysfs(paths.sys, paths.proc)
+        self.detachments = detachments = Detachments(directory, boot_id)
+        ownership = LedgerOwnership(ledger)
+        by_minor = settings.device_names == "minor"
+        self.nvml = NvmlReader(
+            detachments.guarded(platform.load_nvml),
+            settings.on_demand,
+            ownership.foreign_instances,
+            UseMark(directory / LOCK_FILE),
+            (lambda: held_gpu_names(known_records())) if by_minor else None,
+        )
+        session = self.nvml.session
+
+        def recorded() -> Iterable[BindVfio]:
+            return bindings(known_records(), boot_id)
+
+        self.vfio_cards = VfioCards(paths, platform.nodes, platform.pci)
+        known = KnownCards(self.vfio_cards, ledger, settings.for_virtual_machines, recorded)
+        self.passthrough = Passthrough(known)
+        self.vfio_steps = VfioSteps(
+            self.vfio_cards,
+            ledger,
+            self.nvml,
+            nvml_pause(session, detachments),
+            PersistenceModes(lambda: session.operation(waits_for_nvml)),
+            self._rescan,
+            detachments.detached,
+            lanes.refuse_beside_hang,
+        )
+        mig = mig_context(
+            session,
+            closed_elsewhere(session, detachments, lanes.refuse_beside_hang),
+            ledger,
+            MigHolders(records, lost_devices),
+            on_mig,
+        )
+        self.mig_mode = MigMode(mig)
+        self.mig_devices = MigDevices(mig, self.mig_mode, paths.proc)
+        self.driver_root = DriverRoot(paths, nodes=platform.nodes, hook=settings.nvidia_cdi_hook_path)
+        self.discovery = Discovery(
+            self.nvml,
+            host,
+            on_inventory,
+            on_hardware,
+            ownership,
+            on_hardware,
+            detachments,
+            self.passthrough.cards,
+            self.driver_root,
+            None if settings.imex_channel is None else ImexChannelNodes(paths.proc),
+        )
+        self.layouts = NodeLayouts(
+            mig,
+            self.mig_devices,
+            self.mig_mode,
+            lanes,
+            planning,
+            GpuLocks(directory / "locks", ".layout.lock"),
+            LayoutFile(directory / LAYOUT_FILE),
+            settings.mig_layouts,
+            labels=remembered(labels),
+            inventory=self.discovery.latest,
+            is_on_demand=settings.on_demand or (lambda _gpu: False),
+            leads=leads,
+            rescan=partial(self.discovery.scan_now, _RESCAN_S),
+            on_change=on_layouts,
+        )
+
+    def _rescan(self, wait_s: float | None) -> None:
+        """Have discovery look again, and wait so many seconds for that; None: not at all."""
+        if wait_s is None:
+            self.discovery.request_rescan()
+        else:
+            self.discovery.scan_now(wait_s)
+
+
+def tools_seen(
+    programs: InstalledPrograms, mps_lock: Path, host: Sysfs, detachments: Detachments
+) -> Hashable:
+    """Differs when nvidia-smi, the MPS host or the NVIDIA driver comes, goes or is replaced, and when NVML may be
+    opened again."""
+    try:
+        smi = programs().paths.get(SMI_PROGRAM)
+    except StateError:
+        smi = None
+    stamp = None if smi is None else stamp_or_none(smi)
+    return stamp, stamp_or_none(mps_lock), host.loaded_driver(), detachments.now() is None
