@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fuzz.inputs import names
 from hypothesis import given
 
 from dra_driver.api.config import GROUP_VERSION
@@ -25,6 +24,7 @@ from dra_driver.model.record import ClaimRecord
 from dra_driver.mps_host.daemon_records import DaemonRecords
 from dra_driver.mps_host.host_files import MpsLayout
 from tests.integration.test_process import call
+from tests.security.test_fuzz import names
 
 DRIVER = "gpu.nvidia.com"
 LINK = "leads-out"

@@ -1,4 +1,4 @@
-"""The fuzz targets: every function that reads bytes from a socket, a claim, a file, a program or a person.
+"""Every function that reads bytes from a socket, a claim, a file, a program or a person, as a target for hypothesis.
 
 Each returns for whatever the parser announces: it catches the errors that the parser's docstring names, and no others.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +23,8 @@ from dra_driver.app.config_file import read_document
 from dra_driver.app.settings import config_values
 from dra_driver.base import bounded_program
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.rules.metadata import cdi_file, check_names, container_path, directory_name, requests_of
+from dra_driver.cdi.rules import metadata
+from dra_driver.cdi.rules.metadata import check_names, container_path, directory_name, requests_of
 from dra_driver.cdi.rules.spec import file_stem
 from dra_driver.cli.checks.runtime import read_configs
 from dra_driver.cli.validation.documents import read_documents
@@ -69,7 +69,6 @@ CPU_S, CPU_S_PER_BYTE = 4.0, 50e-6
 MEMORY, MEMORY_PER_BYTE = 32 << 20, 2_000
 _DEPTH = 1000  # Python's own, as the driver has it
 _BASE = Path("/base")
-_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # files are what most targets wait for
 _SMI = DriverPrograms("/", {"nvidia-smi": "/nvidia-smi"}, "/bin")
 _DEVICE = view(
     "a",
@@ -79,14 +78,23 @@ _LONGEST_WAIT_S = 600.0
 _LONGEST_ERROR = 2_000
 _LONGEST_LOG_TEXT = 20_000
 
+TARGETS: dict[str, Callable[[bytes, Path], object]] = {}
+"""By name, which is that of its samples; a target may write below the directory."""
 
-def check(target: str, content: bytes) -> None:
-    """Give a parser some bytes. Raises: whatever it must not raise; AssertionError for what it must not do."""
-    with tempfile.TemporaryDirectory(prefix="fuzz-", dir=_MEMORY) as directory, bounded(len(content)):
-        if target in OF_FILES:
-            OF_FILES[target](content, Path(directory))
-        else:
-            OF_BYTES[target](content)
+
+def target(parse: Callable[[bytes, Path], object]) -> Callable[[bytes, Path], object]:
+    TARGETS[parse.__name__.replace("_", "-")] = parse
+    return parse
+
+
+def require(holds: object, otherwise: str) -> None:
+    """Raises: AssertionError, which is a finding."""
+    if not holds:
+        raise AssertionError(otherwise)
+
+
+def decoded(content: bytes) -> str:
+    return content.decode(errors="replace")
 
 
 @contextmanager
@@ -110,8 +118,7 @@ def bounded(size: int) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
         sys.setrecursionlimit(depth)
     peak = (_kib("VmHWM") - resident) * 1024
-    if peak > MEMORY + MEMORY_PER_BYTE * size:
-        raise AssertionError(f"{peak} bytes of memory for an input of {size}")
+    require(peak <= MEMORY + MEMORY_PER_BYTE * size, f"{peak} bytes of memory for an input of {size}")
 
 
 def _kib(field: str) -> int:
@@ -124,7 +131,8 @@ class _TooLongError(BaseException):
     """No Exception, so that no parser takes it for one of its own."""
 
 
-def kubelet_message(content: bytes) -> None:
+@target
+def kubelet_message(content: bytes, _directory: Path) -> None:
     """What the kubelet's calls carry: accepted names stay below any directory that they are put into."""
     for message in (dra_v1_pb2.NodePrepareResourcesRequest, dra_v1_pb2.NodeUnprepareResourcesRequest):
         with suppress(DecodeError):
@@ -136,17 +144,22 @@ def kubelet_message(content: bytes) -> None:
                 for name in (ref.namespace, ref.name, ref.uid):
                     _check_below(_BASE / name, "an accepted claim reference")
             for uid, fault in checked.refused.items():
-                if not fault or "\n" in fault or len(fault) > 1024:
-                    raise AssertionError(f"the refusal of {uid[:50]!r} is no short line")
-            if {ref.uid for ref in checked.accepted} & checked.refused.keys():
-                raise AssertionError("a claim is accepted and refused")
+                require(
+                    fault and "\n" not in fault and len(fault) <= 1024,
+                    f"the refusal of {uid[:50]!r} is no short line",
+                )
+            require(
+                checked.refused.keys().isdisjoint(ref.uid for ref in checked.accepted),
+                "a claim is accepted and refused",
+            )
     with suppress(DecodeError):
         registration_pb2.RegistrationStatus.FromString(content)
 
 
-def claim_names(content: bytes) -> None:
+@target
+def claim_names(content: bytes, _directory: Path) -> None:
     """Names as any other part of the driver would put them into paths, past the check at the socket."""
-    namespace, name, uid, request, pod_claim, *_ = [*content.decode(errors="replace").split("\n"), *[""] * 5]
+    namespace, name, uid, request, pod_claim, *_ = [*decoded(content).split("\n"), *[""] * 5]
     ref = ClaimRef(namespace, name, uid)
     held = {"request": request, "driver": DRIVER, "pool": "node", "device": "gpu-0"}
     body = {"metadata": {"uid": uid}, "status": {"allocation": {"devices": {"results": [held]}}}}
@@ -170,19 +183,23 @@ def _check_metadata_paths(claim: AllocatedClaim) -> None:
     _check_below(_BASE / directory_name(claim.ref), "a metadata directory")
     for request in requests_of(claim):
         _check_below(_BASE / request, "a directory of a request")
-        _check_below(_BASE / cdi_file(DRIVER, claim.ref.uid, request), "a metadata CDI spec")
+        _check_below(_BASE / metadata.cdi_file(DRIVER, claim.ref.uid, request), "a metadata CDI spec")
         inside = container_path(claim, request, DRIVER)
-        if "/../" in inside or inside.count("/") != 8:
-            raise AssertionError(f"a container path leads elsewhere: {inside!r}")
+        require(
+            "/../" not in inside and inside.count("/") == 8, f"a container path leads elsewhere: {inside!r}"
+        )
 
 
 def _check_below(path: Path, what: str) -> None:
     name = path.name
-    if path.parent != _BASE or name == ".." or "\0" in name or len(name.encode()) > 300:
-        raise AssertionError(f"{what} leaves its directory: {str(path)!r}")
+    require(
+        path.parent == _BASE and name != ".." and "\0" not in name and len(name.encode()) <= 300,
+        f"{what} leaves its directory: {str(path)!r}",
+    )
 
 
-def claim_object(content: bytes) -> None:
+@target
+def claim(content: bytes, _directory: Path) -> None:
     """A claim as the API server sends it, whose allocation may hold anything."""
     allocation = _json(content)
     ref = ClaimRef("default", "claim", UID)
@@ -191,40 +208,41 @@ def claim_object(content: bytes) -> None:
     if not isinstance(allocation, dict):
         return
     with suppress(ClaimRefusedError):
-        claim = parse_allocated_claim(body, ref)
-        for result in claim.results:
+        parsed = parse_allocated_claim(body, ref)
+        for result in parsed.results:
             with suppress(InvalidConfigError):
-                config_for_result(result, claim.configs, DRIVER, "gpu")
+                config_for_result(result, parsed.configs, DRIVER, "gpu")
 
 
-def parameters(content: bytes) -> None:
+@target
+def parameters(content: bytes, _directory: Path) -> None:
     """Opaque parameters: a value or a list of faults, each on one line."""
     try:
         decode_parameters(_json(content))
     except InvalidConfigError as error:
-        if not error.faults or "\n" in str(error):
-            raise AssertionError(f"faults {error.faults!r} of {str(error)!r}") from error
+        require(error.faults and "\n" not in str(error), f"faults {error.faults!r} of {str(error)!r}")
 
 
-def record(content: bytes) -> None:
+@target
+def record(content: bytes, _directory: Path) -> None:
     """A claim record: what can be read is written and read again as the same."""
     with suppress(StateError):
         found = codec.decode(content)
         again = codec.decode(codec.encode(found))
-        if (again, again.claim.pods) != (found, found.claim.pods):
-            raise AssertionError("a record changes by being written")
+        require((again, again.claim.pods) == (found, found.claim.pods), "a record changes by being written")
         shown = "".join(f"{pod.name}{pod.uid}" for pod in found.claim.pods or ())
-        if not (shown.isascii() and shown.isprintable()):
-            raise AssertionError(f"pods {shown!r} may move a cursor")
+        require(shown.isascii() and shown.isprintable(), f"pods {shown!r} may move a cursor")
 
 
+@target
 def lock_file(content: bytes, directory: Path) -> None:
     """The lock file of a GPU, which says what the lock is held for."""
     (directory / "GPU-0.lock").write_bytes(content)
     GpuLocks(directory).uses()
 
 
-def cdi_file_of_ours(content: bytes, directory: Path) -> None:
+@target
+def cdi_file(content: bytes, directory: Path) -> None:
     """CDI specs of this driver."""
     found = CdiDirectory(directory, DRIVER)
     (directory / f"{file_stem(DRIVER, UID)}.json").write_bytes(content)
@@ -232,20 +250,23 @@ def cdi_file_of_ours(content: bytes, directory: Path) -> None:
     found.read(UID)
 
 
+@target
 def mps_record(content: bytes, directory: Path) -> None:
     """The records of MPS daemons with a bad one among them."""
     (directory / "gpu-0.json").write_bytes(content)
     DaemonRecords(MpsLayout(directory)).all()
 
 
-def mps_answer(content: bytes) -> None:
+@target
+def mps_answer(content: bytes, _directory: Path) -> None:
     """What the control daemon says of its limits."""
-    text = content.decode(errors="replace")
+    text = decoded(content)
     for wanted in ("25 %", "4096 MiB"):
         limits.is_answer(wanted, text)
 
 
-def smi_output(content: bytes) -> None:
+@target
+def nvidia_smi(content: bytes, _directory: Path) -> None:
     """What nvidia-smi says, with any exit code."""
     code = content[0] if content else 0
     said = content[1:].decode(errors="replace")
@@ -256,6 +277,7 @@ def smi_output(content: bytes) -> None:
         NvidiaSmi(lambda: _SMI).set_time_slice(GPU, 1)
 
 
+@target
 def proc(content: bytes, directory: Path) -> None:
     """Files of the kernel and of the driver in /proc, and of PCI functions in /sys."""
     access = directory / "driver/nvidia/capabilities/gpu0/mig/gi1/ci0/access"
@@ -265,17 +287,18 @@ def proc(content: bytes, directory: Path) -> None:
     caps, sysfs = MigCaps(str(directory)), Sysfs(str(directory), str(directory))
     with suppress(DraDriverError):
         for node in caps.nodes(0, 1, 0):
-            if not node.path.removeprefix("/dev/nvidia-caps/nvidia-cap").isdecimal():
-                raise AssertionError(f"a node anywhere: {node.path!r}")
+            require(
+                node.path.removeprefix("/dev/nvidia-caps/nvidia-cap").isdecimal(),
+                f"a node anywhere: {node.path!r}",
+            )
     caps.majors()
     imex = ImexChannelNodes(str(directory))
     (directory / "driver/nvidia/params").write_bytes(content)
     imex.count()
     with suppress(DraDriverError):
         imex.nodes(0)
-    for name in imex_settings(content.decode(errors="replace")):
-        if not name.startswith("IMEX_CMD_"):
-            raise AssertionError(f"a setting of another kind: {name!r}")
+    for name in imex_settings(decoded(content)):
+        require(name.startswith("IMEX_CMD_"), f"a setting of another kind: {name!r}")
     function = directory / "bus/pci/devices/0000:1b:00.0"
     function.mkdir(parents=True)
     for name in ("vendor", "device", "class", "numa_node"):
@@ -284,6 +307,7 @@ def proc(content: bytes, directory: Path) -> None:
     sysfs.numa_node(function.name)
 
 
+@target
 def runtime_config(content: bytes, host: Path) -> None:
     """The configuration of the container runtimes, which `doctor` reads."""
     for name in ("containerd/config.toml", "containerd/more.toml", "crio/crio.conf"):
@@ -294,10 +318,13 @@ def runtime_config(content: bytes, host: Path) -> None:
     with suppress(Exception):  # `doctor` tells any error as a check that failed
         found = list(read_configs(str(host)))
     for config in found:
-        if not (host / config.file.lstrip("/")).resolve().is_relative_to(host.resolve()):
-            raise AssertionError(f"a file outside: {config.file}")
+        require(
+            (host / config.file.lstrip("/")).resolve().is_relative_to(host.resolve()),
+            f"a file outside: {config.file}",
+        )
 
 
+@target
 def config_file(content: bytes, directory: Path) -> None:
     """The administrator's file."""
     path = directory / "config.yaml"
@@ -306,18 +333,19 @@ def config_file(content: bytes, directory: Path) -> None:
         config_values(read_document(path), path)
 
 
-def quantity(content: bytes) -> None:
+@target
+def quantity(content: bytes, _directory: Path) -> None:
     """Numbers with suffixes, and bus IDs."""
-    text = content.decode(errors="replace")
+    text = decoded(content)
     with suppress(InvalidConfigError):
         value = parse_quantity(text)
-        if len(format_bytes(value)) > 200:
-            raise AssertionError("a quantity that grows")
+        require(len(format_bytes(value)) <= 200, "a quantity that grows")
     with suppress(ValueError):
         pci_bus_id(text)
 
 
-def api_refusal(content: bytes) -> None:
+@target
+def api_refusal(content: bytes, _directory: Path) -> None:
     """A failed request: a line of status code and Retry-After, then the body of the API server or of a proxy."""
     head, _, body = content.partition(b"\n")
     code, _, retry_after = head.decode("latin-1").partition(" ")
@@ -327,18 +355,21 @@ def api_refusal(content: bytes) -> None:
         check_status("try", response, response.data)
     except ApiUnavailableError as error:
         _check_error(error)
-        if not 0 <= (error.retry_after_s or 0) <= _LONGEST_WAIT_S:
-            raise AssertionError(f"a wait of {error.retry_after_s} s") from error
+        require(
+            bool(0 <= (error.retry_after_s or 0) <= _LONGEST_WAIT_S), f"a wait of {error.retry_after_s} s"
+        )
     except ApiRejectedError as error:
         _check_error(error)
 
 
 def _check_error(error: Exception) -> None:
-    if "\n" in str(error) or len(str(error)) > _LONGEST_ERROR:
-        raise AssertionError(f"no short line: {str(error)[:100]!r}")
+    require(
+        "\n" not in str(error) and len(str(error)) <= _LONGEST_ERROR, f"no short line: {str(error)[:100]!r}"
+    )
 
 
-def api_claim(content: bytes) -> None:
+@target
+def api_claim(content: bytes, _directory: Path) -> None:
     """The object that is there now under the name of a claim."""
     with suppress(ApiUnavailableError), api_errors("look"):
         found = json.loads(content)
@@ -346,7 +377,8 @@ def api_claim(content: bytes) -> None:
             parse_claim_now(found, ClaimRef("default", "claim", "uid"))
 
 
-def api_watch(content: bytes) -> None:
+@target
+def api_watch(content: bytes, _directory: Path) -> None:
     """The body of a watch, cut into pieces anywhere."""
     pieces = [content[place : place + 1024] for place in range(0, len(content), 1024)]
     stream = WatchStream(mock.Mock(stream=lambda _size: iter(pieces)), "watch")
@@ -355,6 +387,7 @@ def api_watch(content: bytes) -> None:
             version_after("1", event)
 
 
+@target
 def documents(content: bytes, directory: Path) -> None:
     """YAML for `validate`: what is taken can be written out."""
     path = directory / "some.yaml"
@@ -366,20 +399,21 @@ def documents(content: bytes, directory: Path) -> None:
                 json.dumps(document.content)
 
 
-def selector(content: bytes) -> None:
+@target
+def selector(content: bytes, _directory: Path) -> None:
     """CEL of selectors, for a device."""
-    text = content.decode(errors="replace")
+    text = decoded(content)
     with suppress(InvalidConfigError, NotJudgedError, SelectorError):
         compiled(text).matches(_DEVICE)
 
 
-def log_text(content: bytes) -> None:
+@target
+def log_text(content: bytes, _directory: Path) -> None:
     """What anybody has written into the log: a bounded line."""
-    text = content.decode(errors="replace")
+    text = decoded(content)
     shown = logs._clean(None, "info", {"event": "told", "text": text, "more": [text, {"a": text}]})
     for line in (shown["text"], shown["more"][0], shown["more"][1]["a"]):
-        if "\n" in line or len(line) > _LONGEST_LOG_TEXT:
-            raise AssertionError("a long line, or several")
+        require("\n" not in line and len(line) <= _LONGEST_LOG_TEXT, "a long line, or several")
 
 
 def _json(content: bytes) -> Any:
@@ -388,15 +422,3 @@ def _json(content: bytes) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError):
         return None
-
-
-OF_BYTES: dict[str, Callable[[bytes], object]] = {
-    "kubelet-message": kubelet_message, "claim-names": claim_names, "claim": claim_object,
-    "parameters": parameters, "record": record, "mps-answer": mps_answer, "nvidia-smi": smi_output,
-    "quantity": quantity, "api-refusal": api_refusal, "api-claim": api_claim, "api-watch": api_watch,
-    "selector": selector, "log-text": log_text,
-}  # fmt: skip
-OF_FILES: dict[str, Callable[[bytes, Path], object]] = {
-    "lock-file": lock_file, "cdi-file": cdi_file_of_ours, "mps-record": mps_record, "proc": proc,
-    "runtime-config": runtime_config, "config-file": config_file, "documents": documents,
-}  # fmt: skip

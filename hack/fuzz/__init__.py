@@ -1,1 +1,0 @@
-"""Properties of everything that reads bytes which others wrote: `make fuzz`."""
