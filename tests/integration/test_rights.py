@@ -14,7 +14,7 @@ from dra_driver.reporting.event_recorder import EventRecorder, ReportLimits
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node
 
-RBAC = Path(__file__).resolve().parents[2] / "daemonset" / "base" / "rbac.yaml"
+RBAC = Path(__file__).resolve().parents[2] / "daemonset/install.yaml"
 _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 _OF_REQUESTS = {"get", "list", "watch", *_VERBS.values()}
 
