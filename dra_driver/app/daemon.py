@@ -53,9 +53,9 @@ from dra_driver.mig.mode import MigAction
 from dra_driver.model.driver_files import IMEX_PROGRAM
 from dra_driver.model.health import LOST, HealthChange
 from dra_driver.model.mig import GpuLayout, OwnedInstance
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import (
+from dra_driver.model.record import (
     BindVfio,
+    ClaimRecord,
     CreateMig,
     LeaveMigMode,
     RunMps,

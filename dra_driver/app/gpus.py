@@ -31,8 +31,7 @@ from dra_driver.mig.mode import MigMode, MigObserver, mig_context
 from dra_driver.mig.offer import LedgerOwnership
 from dra_driver.model.driver_files import SMI_PROGRAM
 from dra_driver.model.mig import GpuLayout
-from dra_driver.model.record import ClaimRecord, bindings
-from dra_driver.model.steps import BindVfio
+from dra_driver.model.record import BindVfio, ClaimRecord, bindings
 from dra_driver.nvml.gpu_users import PersistenceModes
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards, Passthrough

@@ -38,6 +38,7 @@ from dra_driver.model.host import (
     in_order,
 )
 from dra_driver.model.mig import MigLayouts
+from dra_driver.model.record import EVERY_METADATA_VERSION
 from dra_driver.model.schema import Choice, ListField, Object, Scalar, Shape, Words, faults
 from dra_driver.model.sharing import (
     MAX_SHARES,
@@ -47,7 +48,6 @@ from dra_driver.model.sharing import (
     SharingRule,
     share_all,
 )
-from dra_driver.model.steps import EVERY_METADATA_VERSION
 
 DEFAULT_DRIVER_NAME = "gpu.nvidia.com"
 DEFAULT_SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"

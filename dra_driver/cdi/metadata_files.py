@@ -47,8 +47,7 @@ from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.ledger import Ledger
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import Step, WriteDeviceMetadata
+from dra_driver.model.record import ClaimRecord, Step, WriteDeviceMetadata
 
 DIRECTORY = "dra-device-metadata"
 _FILE = "metadata.json"

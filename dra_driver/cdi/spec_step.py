@@ -23,8 +23,7 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.mps import MpsShared
 from dra_driver.model.plan import Plan, PlannedDevice
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import Step
+from dra_driver.model.record import ClaimRecord, Step
 from dra_driver.mps_host.host_files import MpsLayout
 
 _log = structlog.get_logger(__name__)

@@ -16,8 +16,7 @@ from dra_driver.inventory import detachment
 from dra_driver.inventory.rules.gpu_names import named_gpus
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.model.ids import gpu_device_names
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import RunMps
+from dra_driver.model.record import ClaimRecord, RunMps
 
 _DURATION = re.compile(r"([0-9]{1,5})([smh])\Z")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}

@@ -19,11 +19,9 @@ from dra_driver.inventory.rules.gpu_names import held_gpu_names
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
-from dra_driver.model.gpu import Gpu
+from dra_driver.model.gpu import Card, Gpu, is_vfio
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.passthrough import Card, is_vfio
-from dra_driver.model.record import bindings
-from dra_driver.model.steps import BindVfio
+from dra_driver.model.record import BindVfio, bindings
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards
 

@@ -30,7 +30,7 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks, LockUse
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
-from dra_driver.model.steps import BindVfio, RunMps, SetTimeSlice
+from dra_driver.model.record import BindVfio, RunMps, SetTimeSlice
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
 from dra_driver.passthrough.steps import VfioSteps, waits_for_nvml
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps

@@ -18,11 +18,10 @@ from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableEr
 from dra_driver.host.processes import origin, pod_uid
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
-from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
+from dra_driver.model.gpu import Card, Gpu, GpuLoad, GpuProcess
 from dra_driver.model.health import PolledHealth
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
-from dra_driver.model.passthrough import Card
 from dra_driver.model.problems import NodeProblem, ShownProblem
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
 from dra_driver.nvml.gpu_users import read_gpu_processes

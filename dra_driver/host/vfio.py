@@ -31,8 +31,8 @@ from dra_driver.host.processes import users_of
 from dra_driver.host.rooted_tree import RootedTree, names_in, text_of
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import HostNode, exit_text
+from dra_driver.model.gpu import VFIO_PCI, Card, is_vfio, uuid_of_bus_id
 from dra_driver.model.host import HostPaths
-from dra_driver.model.passthrough import VFIO_PCI, Card, is_vfio, uuid_of_bus_id
 
 NVIDIA = "nvidia"
 IOMMU_NODE = "/dev/iommu"

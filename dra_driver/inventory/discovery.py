@@ -42,11 +42,10 @@ from dra_driver.inventory.rules.assembly import (
 )
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.mig.offer import MigOffer, MigOwnership
-from dra_driver.model.gpu import Gpu
+from dra_driver.model.gpu import Card, Gpu
 from dra_driver.model.health import PolledHealth
 from dra_driver.model.host import HostFingerprint
 from dra_driver.model.inventory import DiscoveryFault, Inventory
-from dra_driver.model.passthrough import Card
 from dra_driver.model.problems import NodeProblem
 from dra_driver.nvml.reader import NvmlReader
 

@@ -44,8 +44,7 @@ from dra_driver.journal.rules.cleanups import (
 )
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import RunMps, SetTimeSlice, Step
+from dra_driver.model.record import ClaimRecord, RunMps, SetTimeSlice, Step
 
 _log = structlog.get_logger(__name__)
 

@@ -35,8 +35,14 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import LedgerEntry, by_gpus, is_undone_in_lane
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import STEP_TEXTS, Step, WriteCdiSpec, WriteDeviceMetadata, writes_files
+from dra_driver.model.record import (
+    STEP_TEXTS,
+    ClaimRecord,
+    Step,
+    WriteCdiSpec,
+    WriteDeviceMetadata,
+    writes_files,
+)
 
 _log = structlog.get_logger(__name__)
 

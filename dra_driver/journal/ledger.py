@@ -63,10 +63,9 @@ from dra_driver.journal.rules.cleanups import (
     is_undone_in_lane,
     pending_cleanups,
 )
+from dra_driver.model.gpu import FunctionBefore, OwnedCard
 from dra_driver.model.mig import OwnedInstance, OwnedMode
-from dra_driver.model.passthrough import FunctionBefore, OwnedCard
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import RunMps, Step
+from dra_driver.model.record import ClaimRecord, RunMps, Step
 
 _log = structlog.get_logger(__name__)
 

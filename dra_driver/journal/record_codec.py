@@ -34,11 +34,11 @@ from dra_driver.model.claim import (
 from dra_driver.model.host import HostDevice, ImexChannels, in_order
 from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsShared, SharingMode, TimeSliced
-from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.schema import JsonObject
-from dra_driver.model.steps import (
+from dra_driver.model.record import (
     BindVfio,
+    ClaimRecord,
     CreateMig,
+    HeldDevice,
     LeaveMigMode,
     RunMps,
     SetTimeSlice,
@@ -46,6 +46,7 @@ from dra_driver.model.steps import (
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
+from dra_driver.model.schema import JsonObject
 from dra_driver.mps_host.host_files import SPEC
 
 FORMAT_VERSION = 1

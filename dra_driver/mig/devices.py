@@ -61,8 +61,7 @@ from dra_driver.mig.mode import MigContext, MigMode
 from dra_driver.mig.rules.ownership import at_slot, is_ours
 from dra_driver.model.mig import GpuAddress, GpuInstance, OwnedInstance
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import CreateMig, LeaveMigMode, Step
+from dra_driver.model.record import ClaimRecord, CreateMig, LeaveMigMode, Step
 
 _log = structlog.get_logger(__name__)
 

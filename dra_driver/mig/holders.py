@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from dra_driver.journal.records import RecordStore
-from dra_driver.model.steps import CreateMig
+from dra_driver.model.record import CreateMig
 
 
 @dataclass(eq=False)

@@ -57,7 +57,7 @@ from dra_driver.model.mig import (
     PlacedProfile,
     Placement,
 )
-from dra_driver.model.steps import CreateMig
+from dra_driver.model.record import CreateMig
 
 _log = structlog.get_logger(__name__)
 

@@ -15,7 +15,7 @@ from dra_driver.errors import ClaimRefusedError, DraDriverError, NvmlUnavailable
 from dra_driver.journal.ledger import Ledger
 from dra_driver.mig.holders import MigHolders
 from dra_driver.model.mig import GpuAddress, OwnedInstance, OwnedMode
-from dra_driver.model.steps import CreateMig
+from dra_driver.model.record import CreateMig
 from dra_driver.nvml.mig_changes import MigHardware
 from dra_driver.nvml.session import NvmlSession
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from dra_driver.model.gpu import Gpu
+from dra_driver.model.gpu import Card, Gpu, uuid_of_bus_id
 from dra_driver.model.ids import (
     gpu_device_names,
     gpu_minor_names,
@@ -16,7 +16,6 @@ from dra_driver.model.ids import (
     vfio_device_name,
 )
 from dra_driver.model.mig import MigDevice, MigProfile, Placement
-from dra_driver.model.passthrough import Card, uuid_of_bus_id
 
 ConfidentialMode = Literal["off", "on", "devtools", "ppcie"]
 """How the GPUs of a machine are set for confidential computing: `devtools` lets developers look, `ppcie` protects the

@@ -10,9 +10,8 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.model.host import HostDevice, ImexChannels
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice
 from dra_driver.model.mps import SharingMode
-from dra_driver.model.record import HeldDevice
+from dra_driver.model.record import HeldDevice, Step
 from dra_driver.model.sharing import kind_of
-from dra_driver.model.steps import Step
 
 _SHARE_SUFFIX = re.compile(r"-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 

@@ -11,10 +11,9 @@ import structlog
 from dra_driver.errors import StateError
 from dra_driver.host.vfio import VfioCards
 from dra_driver.journal.ledger import Ledger
-from dra_driver.model.gpu import Gpu
-from dra_driver.model.passthrough import Card, OwnedCard
+from dra_driver.model.gpu import Card, Gpu, OwnedCard
 from dra_driver.model.problems import NodeProblem
-from dra_driver.model.steps import BindVfio
+from dra_driver.model.record import BindVfio
 from dra_driver.passthrough.rules.unavailable_cards import refused, unavailable
 
 _log = structlog.get_logger(__name__)

@@ -41,10 +41,9 @@ from dra_driver.errors import (
 from dra_driver.host.vfio import NVIDIA, VfioCards
 from dra_driver.journal.lanes import only_writes
 from dra_driver.journal.ledger import Ledger
-from dra_driver.model.passthrough import VFIO_PCI, Card, FunctionBefore, OwnedCard, is_vfio
+from dra_driver.model.gpu import VFIO_PCI, Card, FunctionBefore, OwnedCard, is_vfio
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import BindVfio, Step
+from dra_driver.model.record import BindVfio, ClaimRecord, Step
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.rules.moves import Move, are_bound, back, to_vfio
 

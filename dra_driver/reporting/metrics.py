@@ -26,7 +26,7 @@ from dra_driver.errors import (
     RetryableError,
     StateError,
 )
-from dra_driver.model.steps import Step
+from dra_driver.model.record import Step
 from dra_driver.reporting.metric_views import CAUSES, Readings, Views
 
 _REASONS: tuple[tuple[type[Exception], str], ...] = (

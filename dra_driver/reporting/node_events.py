@@ -25,8 +25,7 @@ from dra_driver.model.problems import (
     SLICE_FIELDS_DROPPED,
     SLICES_CONTESTED,
 )
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import RunMps
+from dra_driver.model.record import ClaimRecord, RunMps
 from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.rules.claim_usage import unclaimed_text

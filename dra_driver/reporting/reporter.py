@@ -39,8 +39,7 @@ from dra_driver.model.problems import (
     SCHEDULER_OUTDATED,
     UNPREPARE_FAILED,
 )
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import CreateMig, RunMps
+from dra_driver.model.record import ClaimRecord, CreateMig, RunMps
 from dra_driver.mps_host.host_files import MpsHostFiles
 from dra_driver.reporting.claim_status import ClaimHealthReporter, ClaimStatusReporter
 from dra_driver.reporting.event_recorder import EventRecorder

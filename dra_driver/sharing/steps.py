@@ -19,8 +19,7 @@ from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import RunMps, SetTimeSlice, Step
+from dra_driver.model.record import ClaimRecord, RunMps, SetTimeSlice, Step
 from dra_driver.mps_host.host_files import MpsHostFiles
 
 _log = structlog.get_logger(__name__)

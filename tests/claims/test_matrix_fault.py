@@ -28,7 +28,7 @@ from dra_driver.mig.mode import MigContext
 from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
-from dra_driver.model.steps import RunMps, SetTimeSlice
+from dra_driver.model.record import RunMps, SetTimeSlice
 from dra_driver.mps_host.host_files import (
     MpsHostFiles,
     MpsLayout,

@@ -19,9 +19,9 @@ import pytest
 from dra_driver.claims.kubelet_call import KubeletCall
 from dra_driver.errors import RetryableError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import (
+from dra_driver.model.record import (
     BindVfio,
+    ClaimRecord,
     CreateMig,
     LeaveMigMode,
     RunMps,

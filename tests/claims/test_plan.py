@@ -10,8 +10,7 @@ from dra_driver.claims.rules.plan import answer, our_part, plan_claim
 from dra_driver.errors import ClaimRefusedError, DraDriverError, InvalidConfigError
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult, Prepared, PreparedDevice
 from dra_driver.model.plan import Plan, PlannedDevice
-from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.steps import WriteCdiSpec
+from dra_driver.model.record import ClaimRecord, HeldDevice, WriteCdiSpec
 from tests.fakes.samples import (
     DRIVER,
     GPU_0,

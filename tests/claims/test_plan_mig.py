@@ -16,8 +16,7 @@ from dra_driver.model.claim import AllocatedClaim, DeviceConfig
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, StaticMigDevice
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.steps import CreateMig, LeaveMigMode, RunMps, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord, CreateMig, HeldDevice, LeaveMigMode, RunMps, WriteCdiSpec
 from tests.fakes.samples import (
     DRIVER,
     NODE,

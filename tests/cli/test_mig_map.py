@@ -26,8 +26,7 @@ from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.mig import GpuInstance, OwnedInstance
-from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.steps import CreateMig, Step, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord, CreateMig, HeldDevice, Step, WriteCdiSpec
 from tests.fakes.samples import GPU_0, h100, inventory, mig, uuid
 from tests.fakes.tables import tabled
 from tests.mig.migtables import MODELS, Silicon, table

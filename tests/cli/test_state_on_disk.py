@@ -12,7 +12,7 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import LedgerEntry
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode, Placement
-from dra_driver.model.steps import CreateMig
+from dra_driver.model.record import CreateMig
 from tests.fakes.samples import hold, record
 
 OWNED = OwnedInstance("gpu-1-mig-1g10gb-19-0", "GPU-1", None, 19, "1g.10gb", Placement(0, 1), "boot-1")

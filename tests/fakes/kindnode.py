@@ -34,12 +34,10 @@ from dra_driver.mig.holders import MigHolders
 from dra_driver.mig.mode import MigContext, MigMode
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
 from dra_driver.model.driver_files import DriverFiles
-from dra_driver.model.gpu import Gpu
+from dra_driver.model.gpu import Card, Gpu
 from dra_driver.model.inventory import DynamicMigDevice, VfioDevice
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
-from dra_driver.model.passthrough import Card
-from dra_driver.model.sharing import GpuSelector, SharingEntry, SharingPolicy, SharingRule
-from dra_driver.model.steps import (
+from dra_driver.model.record import (
     BindVfio,
     CreateMig,
     LeaveMigMode,
@@ -48,6 +46,7 @@ from dra_driver.model.steps import (
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
+from dra_driver.model.sharing import GpuSelector, SharingEntry, SharingPolicy, SharingRule
 from dra_driver.mps_host.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS
 from dra_driver.mps_host.daemon_processes import ProcessId
 from dra_driver.mps_host.daemon_records import DaemonRecord, DaemonRecords

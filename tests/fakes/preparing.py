@@ -28,8 +28,7 @@ from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import RunMps, Step, WriteCdiSpec, WriteDeviceMetadata
+from dra_driver.model.record import ClaimRecord, RunMps, Step, WriteCdiSpec, WriteDeviceMetadata
 from tests.fakes.journal import Journaled
 from tests.fakes.samples import DRIVER, NODE
 

@@ -22,8 +22,8 @@ from dra_driver.host.vfio import _NO_IOMMU, HostPciControl, VfioCards, VfioModul
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
+from dra_driver.model.gpu import Card, uuid_of_bus_id
 from dra_driver.model.host import DeviceNode, HostPaths
-from dra_driver.model.passthrough import Card, uuid_of_bus_id
 from dra_driver.passthrough.cards import KnownCards
 from dra_driver.simulator import Machine, SimulatedPciControl, create_machine, device_node_reader
 from dra_driver.simulator.machine_state import Function

@@ -27,8 +27,7 @@ from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, PodRe
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.mps import LostMps, MpsDaemonSpec, MpsShared, SharingMode, TimeSliced
-from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord, CreateMig, HeldDevice, RunMps, SetTimeSlice, WriteCdiSpec
 from dra_driver.slices.rules.build import build_pool
 from tests.fakes.samples import MIXED, h100, inventory
 from tests.fakes.tables import data_of, tabled

@@ -11,7 +11,7 @@ import pytest
 
 from dra_driver.model.claim import Failed
 from dra_driver.model.health import HealthTarget
-from dra_driver.model.steps import SetTimeSlice
+from dra_driver.model.record import SetTimeSlice
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Json, Node, poll_all, sliced
 from tests.integration.test_mig import named

@@ -13,7 +13,7 @@ import pytest
 from dra_driver.errors import RetryableError
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
-from dra_driver.model.steps import RunMps
+from dra_driver.model.record import RunMps
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node, parameters, sliced
 

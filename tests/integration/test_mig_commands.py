@@ -15,8 +15,7 @@ from dra_driver.journal.rules.cleanups import LedgerEntry
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.mig import OwnedInstance, Placement
-from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.steps import CreateMig
+from dra_driver.model.record import ClaimRecord, CreateMig, HeldDevice
 from dra_driver.simulator import create_machine
 from tests.integration.conftest import DRIVER
 from tests.integration.test_process import call

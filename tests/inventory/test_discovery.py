@@ -21,12 +21,11 @@ from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory import discovery as module
 from dra_driver.inventory.discovery import NOT_DISCOVERED, Discovery
-from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
+from dra_driver.model.gpu import Card, Fabric, FabricRegistration, Gpu, UnreadyFabric
 from dra_driver.model.health import NvLinks, PolledHealth
 from dra_driver.model.host import GpuFingerprint, HostFingerprint, NvmlFingerprint
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
-from dra_driver.model.passthrough import Card
 from dra_driver.model.problems import NodeProblem
 from dra_driver.nvml.reader import NvmlReader
 from tests.fakes.machines import SimulatedNode, silence

@@ -34,8 +34,7 @@ from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, Step, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord, CreateMig, RunMps, SetTimeSlice, Step, WriteCdiSpec
 from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, claim, hold
 from tests.fakes.waiting import eventually
 

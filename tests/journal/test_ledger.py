@@ -16,9 +16,9 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import LedgerEntry
 from dra_driver.mig.offer import LedgerOwnership
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.gpu import FunctionBefore, OwnedCard
 from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode, Placement
-from dra_driver.model.passthrough import FunctionBefore, OwnedCard
-from dra_driver.model.steps import SetTimeSlice
+from dra_driver.model.record import SetTimeSlice
 from tests.fakes.clock import Clock
 from tests.fakes.directories import names
 

@@ -14,10 +14,11 @@ from dra_driver.journal.record_codec import decode, encode
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult, PodRef
 from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec, MpsMember, MpsShared, TimeSliced
-from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.steps import (
+from dra_driver.model.record import (
     BindVfio,
+    ClaimRecord,
     CreateMig,
+    HeldDevice,
     LeaveMigMode,
     RunMps,
     SetTimeSlice,

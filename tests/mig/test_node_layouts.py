@@ -12,10 +12,9 @@ from dra_driver.errors import ApiUnavailableError, NvmlTransientError
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile, decode
 from dra_driver.mig.layouts import TAINTED_FIRST_S, NodeLayouts
-from dra_driver.model.gpu import Gpu
+from dra_driver.model.gpu import Card, Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuLayout, LayoutEntry, MigLayouts, OwnedInstance
-from dra_driver.model.passthrough import Card
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import MigNode, make_idle

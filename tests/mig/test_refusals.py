@@ -19,8 +19,7 @@ from dra_driver.mig.rules.counters import partitioned
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
 from dra_driver.model.inventory import DynamicMigDevice
 from dra_driver.model.mig import GpuInstance, OwnedInstance
-from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.steps import CreateMig, LeaveMigMode, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord, CreateMig, HeldDevice, LeaveMigMode, WriteCdiSpec
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
 from tests.fakes.preparing import Claims, Devices, Outcomes, SpecSteps, Users, claims_of, noted_waits

@@ -15,9 +15,9 @@ import pytest
 from dra_driver.api.config import GROUP_VERSION
 from dra_driver.errors import DeviceBusyError, InvalidConfigError
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
-from dra_driver.model.passthrough import OwnedCard
+from dra_driver.model.gpu import OwnedCard
 from dra_driver.model.plan import Plan
-from dra_driver.model.steps import BindVfio
+from dra_driver.model.record import BindVfio
 from dra_driver.simulator import SimulatedPciControl
 from tests.fakes.kindnode import FOR_MACHINES, KindNode, Site
 from tests.fakes.preparing import in_threads

@@ -11,7 +11,7 @@ from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ApiRejectedError, RetryableError
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.mps import MpsDaemonSpec
-from dra_driver.model.steps import RunMps, SetTimeSlice, Step, WriteCdiSpec
+from dra_driver.model.record import RunMps, SetTimeSlice, Step, WriteCdiSpec
 from dra_driver.reporting.metrics import Metrics, reason_of, step_label
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
 from tests.fakes.scrapes import by_label, labelled, scraped, value

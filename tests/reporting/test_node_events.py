@@ -10,8 +10,7 @@ from dra_driver.errors import ApiUnavailableError, RetryableError
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.model.problems import MPS_NOT_EXCLUSIVE, MPS_USERS_WAIT
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import RunMps
+from dra_driver.model.record import ClaimRecord, RunMps
 from dra_driver.reporting.node_events import MpsEvents, NodeEvents
 from tests.fakes.samples import GPU_0, claim, uuid
 from tests.fakes.waiting import eventually

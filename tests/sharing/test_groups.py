@@ -16,9 +16,8 @@ from dra_driver.model.driver_files import CdiDevice
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories, MpsMember, MpsShared
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord
+from dra_driver.model.record import ClaimRecord, LeaveMigMode, RunMps, SetTimeSlice, WriteCdiSpec
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all
-from dra_driver.model.steps import LeaveMigMode, RunMps, SetTimeSlice, WriteCdiSpec
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, GPU_2, NODE, claim, h100, inventory, result, uuid
 from tests.fakes.tables import tabled
 from tests.sharing.test_mps_requests import mps

@@ -17,8 +17,7 @@ from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import SetTimeSlice
+from dra_driver.model.record import ClaimRecord, SetTimeSlice
 from dra_driver.sharing.steps import TimeSliceSteps
 from tests.fakes.samples import claim
 

@@ -12,8 +12,8 @@ from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import ApiClient, ResourceApi
+from dra_driver.model.gpu import Card
 from dra_driver.model.mig import Partitioning, Placement
-from dra_driver.model.passthrough import Card
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.slices.api_support import Support, ask_support, shares_counters, sharing_caution
 from dra_driver.slices.rules.build import NEWEST_TAINTS, OLDEST_TAINTS, TaintLimits

@@ -16,9 +16,8 @@ from playground.apiserver.rules import slice_faults
 from dra_driver.cli.validation.rules.allocator import AllocationError, allocate, take_inventory
 from dra_driver.cli.validation.rules.standard_classes import standard_classes
 from dra_driver.mig.rules.counters import partitioned as beside
-from dra_driver.model.gpu import Gpu
+from dra_driver.model.gpu import Card, Gpu
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.passthrough import Card
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.slices.rules.build import Pool, build_pool
 from tests.fakes.samples import (

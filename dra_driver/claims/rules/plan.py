@@ -36,12 +36,13 @@ from dra_driver.model.inventory import (
 )
 from dra_driver.model.mps import LostMps, MpsShared, SharingMode, TimeSliced, usage_kind
 from dra_driver.model.plan import Plan, PlannedDevice, cdi_device, held_silicon
-from dra_driver.model.record import ClaimRecord, DeviceKind, HeldDevice
-from dra_driver.model.sharing import NO_SHARING, SharingPolicy, kind_of
-from dra_driver.model.steps import (
+from dra_driver.model.record import (
     EVERY_METADATA_VERSION,
     BindVfio,
+    ClaimRecord,
     CreateMig,
+    DeviceKind,
+    HeldDevice,
     LeaveMigMode,
     RunMps,
     SetTimeSlice,
@@ -49,6 +50,7 @@ from dra_driver.model.steps import (
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
+from dra_driver.model.sharing import NO_SHARING, SharingPolicy, kind_of
 from dra_driver.model.units import counted
 from dra_driver.sharing.rules.client_limits import most_clients
 from dra_driver.sharing.rules.modes import incompatibility, sharing_modes_of

@@ -29,7 +29,7 @@ from dra_driver.host.libraries import note_of_left_out, scan_libraries
 from dra_driver.host.rooted_tree import RootedTree, join_root, names_in
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import IMEX_PROGRAM
-from dra_driver.model.gpu import GpuProcess
+from dra_driver.model.gpu import GpuProcess, is_vfio
 from dra_driver.model.host import (
     FABRIC_REMEDY,
     HOST_DEVICE_NODES,
@@ -42,7 +42,6 @@ from dra_driver.model.host import (
     PciFunction,
 )
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.passthrough import is_vfio
 from dra_driver.model.units import counted, named
 from dra_driver.reporting.rules.claim_usage import unclaimed_text
 

@@ -9,9 +9,8 @@ from dra_driver.cli.checks.checks import Check
 from dra_driver.cli.rules.findings import Finding, fail, ok, warn
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.host.vfio import VfioCards
-from dra_driver.model.passthrough import Card
-from dra_driver.model.record import bindings
-from dra_driver.model.steps import BindVfio
+from dra_driver.model.gpu import Card
+from dra_driver.model.record import BindVfio, bindings
 from dra_driver.model.units import counted, named
 
 

@@ -29,8 +29,7 @@ from dra_driver.model.mig import (
     PlacedProfile,
     Placement,
 )
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import CreateMig
+from dra_driver.model.record import ClaimRecord, CreateMig
 
 WIDTH = 100
 _WIDEST_CELL = 18

@@ -11,8 +11,7 @@ from dra_driver.model.health import HealthState
 from dra_driver.model.ids import mig_device_name
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, GpuLayout, OwnedInstance
-from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import CreateMig
+from dra_driver.model.record import ClaimRecord, CreateMig
 
 BOOT_UNKNOWN = (
     "the ID of this boot cannot be read, so a claim that is shown as prepared may be of a boot before; "

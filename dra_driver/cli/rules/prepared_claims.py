@@ -12,8 +12,7 @@ from dra_driver.model.claim import Pods
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mps import INTERVALS, LostMps, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.problems import FailingClaim
-from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.steps import Step
+from dra_driver.model.record import ClaimRecord, HeldDevice, Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.gpu import OwnedCard
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import OwnedInstance, OwnedMode
-from dra_driver.model.passthrough import OwnedCard
-from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.steps import BindVfio, CreateMig, RunMps, SetTimeSlice, Step, writes_files
+from dra_driver.model.record import (
+    BindVfio,
+    ClaimRecord,
+    CreateMig,
+    HeldDevice,
+    RunMps,
+    SetTimeSlice,
+    Step,
+    writes_files,
+)
 
 CleanupKind = Literal["time-slice", "mps", "mig-device", "vfio"]
 Thing = tuple[str, str]

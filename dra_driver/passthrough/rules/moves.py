@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dra_driver.model.passthrough import VFIO_PCI
+from dra_driver.model.gpu import VFIO_PCI
 
 Action = Literal["override", "unbind", "probe", "bind"]
 

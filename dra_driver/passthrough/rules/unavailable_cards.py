@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dra_driver.model.passthrough import Card
+from dra_driver.model.gpu import Card
 from dra_driver.model.units import named
 
 
