@@ -282,7 +282,7 @@ class Driver:
             pods_run=lambda record: any_runs("/proc", self.reporting.claim_pods.known_pods(record)),
             find_node=partial(node_uid, self.client, settings.node_name),
             setting_for_lost=lambda: self.publishing.missing_setting(LOST),
-            refuse_changing=self.layouts.refuse_changing,
+            refuse_changing=self.layouts.refuse_changing if settings.mig_layouts.is_on else None,
         )
 
     def _make_publishing(self) -> None:

@@ -30,7 +30,7 @@ class ClaimLifecycle:
     `pods_run` returns whether a process of a claim's pods runs here, None if that is not known. `find_node` raises a
     DraDriverError unless the API server knows this node. `setting_for_lost` returns what to set so that new pods stay
     away from lost GPUs, None if they do. `refuse_changing` raises NvmlTransientError while the MIG layout changes one
-    of the GPUs with these UUIDs.
+    of the GPUs with these UUIDs; None on a node without layouts.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ClaimLifecycle:
         pods_run: Callable[[ClaimRecord], bool | None],
         find_node: Callable[[], object],
         setting_for_lost: Callable[[], str | None],
-        refuse_changing: Callable[[Collection[str]], None],
+        refuse_changing: Callable[[Collection[str]], None] | None,
         timeouts: WaitTimeouts | None = None,
     ) -> None:
         """Make the parts; none runs yet."""

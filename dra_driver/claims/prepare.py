@@ -50,7 +50,8 @@ _PREPARED_WAIT_S = 5.0
 class Preparer:
     """Prepares claims. No lock is held while the API server or a lane is waited for.
 
-    `refuse_changing` raises NvmlTransientError while the node's MIG layout changes one of these GPUs.
+    `refuse_changing` raises NvmlTransientError while the node's MIG layout changes one of these GPUs; None on
+    a node without layouts.
     """
 
     planner: ClaimPlanner
@@ -60,7 +61,7 @@ class Preparer:
     executor: Executor
     cleaner: Cleaner
     waiter: Waiter
-    refuse_changing: Callable[[Collection[str]], None]
+    refuse_changing: Callable[[Collection[str]], None] | None
 
     def __post_init__(self) -> None:
         self._begun: dict[str, PrepareAttempt] = {}
@@ -161,7 +162,8 @@ class Preparer:
             if not claim.results and known is None:
                 return Plan(claim, (), ()), None, ()
             with self.planning.hold(gpus, call.left(), call.has_left):
-                self.refuse_changing(gpus)
+                if self.refuse_changing is not None:
+                    self.refuse_changing(gpus)
                 try:
                     plan = self.planner.plan(claim, known)
                 except DeviceHeldError:

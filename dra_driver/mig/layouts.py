@@ -140,8 +140,6 @@ class NodeLayouts(BackgroundWorker):
     def refuse_changing(self, gpu_uuids: Collection[str]) -> None:
         """For who plans a claim on these GPUs under their planning locks. Raises: NvmlTransientError while one of them
         is changed, by whichever instance of the plugin; StateError."""
-        if not self.wanted.is_on:
-            return
         try:
             with self.changing.hold(gpu_uuids, 0.0):
                 return

@@ -1,5 +1,6 @@
-"""A GPU as NVML reports it: its attributes, processes, load, and its place in an NVLink fabric; and a GPU as a PCI
-function that a virtual machine can get (VFIO).
+"""A physical GPU as discovered, and how busy it is; and a GPU as a PCI function that a virtual machine can get (VFIO).
+
+Every value of a GPU but the UUID may be unknown; it is then None, never 0.
 """
 
 from __future__ import annotations

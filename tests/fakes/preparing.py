@@ -212,7 +212,7 @@ def claims_of(
         pods_run=lambda _record: None,
         find_node=lambda: None,
         setting_for_lost=lambda: None,
-        refuse_changing=lambda _gpus: None,
+        refuse_changing=None,
         timeouts=timeouts,
     )
 
