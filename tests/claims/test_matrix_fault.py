@@ -38,6 +38,7 @@ from dra_driver.mps_host.host_files import (
 )
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from tests.fakes.kindnode import KINDS, KindNode, RecordedMpsHost, Site
+from tests.fakes.matrix import BOOTS, Case
 from tests.fakes.samples import claim
 
 PAGE = Path(__file__).parents[2] / "docs/conformance.md"
@@ -314,6 +315,36 @@ def test_unprepare(node: FaultyNode, kind: str, fault: str, restarts: bool) -> N
         node = node.again()
     node.settled()
     assert node.state() == untouched
+
+
+@pytest.fixture(params=BOOTS)
+def case(request: pytest.FixtureRequest, site: Site, memory_path: Path, kind: str) -> Case:
+    return Case(site, memory_path / "node", kind, request.param)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prepare_after_one_with_a_change_that_failed_ends_as_any_other(case: Case) -> None:
+    untouched, expected = case.untouched(), case.uninterrupted()
+    for point, node in case.failing(case.fresh, case.prepare):
+        assert (case.prepare(node), node.cleaner.clean_all(), node.state()) == (
+            expected[0],
+            [],
+            expected[1],
+        ), point
+        assert (case.unprepare(node), node.state()) == (None, untouched), point
+
+
+def without_companion(state: dict[str, Any]) -> dict[str, Any]:
+    """An audio function whose driver does not take it back is only reported, so that it withholds no GPU."""
+    return state | {"GPUs": [seen for seen in state["GPUs"] if not str(seen[0]).endswith(".1")]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unprepare_after_one_with_a_change_that_failed_leaves_nothing(case: Case) -> None:
+    untouched = case.untouched()
+    for point, node in case.failing(case.prepared, case.unprepare):
+        assert (case.unprepare(node), node.cleaner.clean_all()) == (None, []), point
+        assert without_companion(node.state()) == without_companion(untouched), point
 
 
 def test_table_of_the_manual_names_every_kind_and_every_failure() -> None:

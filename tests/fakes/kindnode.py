@@ -3,6 +3,7 @@ metadata files and NVML binding. `restarted` is the next instance over the same 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -292,13 +293,14 @@ class RecordedMpsHost:
 
 class Deaths:
     """Counts what lasts: effects, and changes of directories, files and disk below a directory. Dies right after the
-    one that `at` says."""
+    one that `at` says, or with `fault` has that one raise an error instead."""
 
     FILES = ("replace", "rename", "unlink", "rmdir", "mkdir", "link")
     DESCRIPTORS = ("fsync", "ftruncate", "pwrite")
 
     def __init__(self) -> None:
         self.at: int | None = None
+        self.fault = False
         self.done: list[str] = []
         self.before: Callable[[], None] = lambda: None
         """Is called before each effect; a hang begins there."""
@@ -306,8 +308,16 @@ class Deaths:
 
     def note(self, name: str) -> None:
         self.done.append(name)
-        if len(self.done) == self.at:
+        if len(self.done) == self.at and not self.fault:
             raise Crash
+
+    def fail(self, name: str) -> None:
+        """Before it is done."""
+        if self.fault and len(self.done) + 1 == self.at:
+            self.done.append(name)
+            raise (
+                RetryableError("not today") if name in EFFECTS else OSError(errno.EIO, os.strerror(errno.EIO))
+            )
 
     def effects_of(self, subject: Any) -> Any:
         return _Effects(subject, self)
@@ -316,6 +326,7 @@ class Deaths:
     def effect(self, name: str) -> Iterator[None]:
         """What the machine writes for it is no change of ours."""
         self.before()
+        self.fail(name)
         self._within += 1
         try:
             yield
@@ -324,20 +335,22 @@ class Deaths:
         self.note(name)
 
     @contextmanager
-    def watching(self, directory: Path, at: int | None = None) -> Iterator[list[str]]:
-        self.at, self.done = at, []
+    def watching(self, directory: Path, at: int | None = None, *, fault: bool = False) -> Iterator[list[str]]:
+        self.at, self.fault, self.done = at, fault, []
         with pytest.MonkeyPatch.context() as patch:
             for name in (*self.FILES, *self.DESCRIPTORS):
                 patch.setattr(os, name, partial(self._called, name, getattr(os, name), str(directory)))
             yield self.done
 
     def _called(self, name: str, function: Any, top: str, *args: Any, **options: Any) -> Any:
-        answer = function(*args, **options)
         subject = args[0]
         # Names relative to a descriptor are those of a tree that is being removed.
         is_ours = not isinstance(subject, str | os.PathLike) or str(subject).startswith(top) or options
-        if not self._within and is_ours:
-            self.note(name)
+        if self._within or not is_ours:
+            return function(*args, **options)
+        self.fail(name)
+        answer = function(*args, **options)
+        self.note(name)
         return answer
 
 
@@ -420,8 +433,8 @@ class KindNode(Journaled):
         return self.service.unprepare([wanted.ref], None)[wanted.ref.uid]
 
     @contextmanager
-    def dying(self, at: int | None) -> Iterator[list[str]]:
-        with self.deaths.watching(self.directory, at) as done:
+    def dying(self, at: int | None, *, fault: bool = False) -> Iterator[list[str]]:
+        with self.deaths.watching(self.directory, at, fault=fault) as done:
             yield done
 
     def state(self) -> dict[str, object]:

@@ -103,6 +103,19 @@ class Case:
     def dead_unprepares(self, *, rolls: bool = False) -> Iterator[tuple[str, KindNode]]:
         yield from self._deaths(self.prepared, self.unprepare, rolls=rolls)
 
+    def failing(
+        self, begin: Callable[[], KindNode], call: Callable[[KindNode], object]
+    ) -> Iterator[tuple[str, KindNode]]:
+        """The same instance after a call of which one change failed, each in turn."""
+        node = begin()
+        with node.dying(None) as changes:
+            call(node)
+        for number, change in enumerate(list(changes), 1):
+            node = begin()
+            with node.dying(number, fault=True):
+                call(node)
+            yield f"{number}: {change}", node
+
     def _deaths(
         self, begin: Callable[[], KindNode], call: Callable[[KindNode], object], *, rolls: bool
     ) -> Iterator[tuple[str, KindNode]]:
