@@ -52,7 +52,7 @@ from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.mig.mode import MigAction
 from dra_driver.model.driver_files import IMEX_PROGRAM
 from dra_driver.model.health import LOST, HealthChange
-from dra_driver.model.mig import GpuLayout, OwnedInstance
+from dra_driver.model.mig import GpuLayout
 from dra_driver.model.record import (
     BindVfio,
     ClaimRecord,
@@ -179,8 +179,8 @@ class Driver:
             host=self._host,
             lanes=self.lanes,
             under_vfio=self.passthrough.taken,
-            made=lambda: self.ledger.details(OwnedInstance),
-            speaks_for_node=self.leadership.speaks_for_node,
+            ledger=self.ledger,
+            leadership=self.leadership,
             on_shown=self._publish,
             on_transition=self._health_moved,
             on_polled=self.discovery.health_polled,
@@ -369,7 +369,7 @@ class Driver:
         usage = Usage(
             # The processes of a simulated machine are in no namespace.
             self._gpus.nvml.usage_source(
-                lambda: self.settings.simulate is not None or sees_all_processes("/proc")
+                sees_all=self.settings.simulate is not None or sees_all_processes("/proc")
             ),
             self.discovery.latest,
             self.records.all,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from dra_driver.health.store import HealthStore, ServicedGpus
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.mig.mode import MigAction
 from dra_driver.model.health import HealthChange, PolledHealth
@@ -21,6 +22,7 @@ from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import GpuLayout, OwnedInstance
 from dra_driver.model.problems import NodeProblem
 from dra_driver.nvml.health_source import HealthSource
+from dra_driver.slices.leadership import InstanceLeadership
 from dra_driver.slices.rules.build import NEWEST_TAINTS, TaintLimits, Taints
 
 
@@ -28,9 +30,9 @@ class GpuHealth:
     """`monitor` watches the GPUs, `stream` reports their health to the kubelet.
 
     `under_vfio` returns the UUIDs of the GPUs that are bound to vfio, or are about to be: NVML need not show them.
-    `made` returns the MIG devices made on demand. `speaks_for_node` says whether this instance writes the file; another
-    instance of the plugin may do it. `on_shown`, `on_transition` and `on_polled` are called by several threads: when
-    others can see a change, for each change of a state, and for each poll.
+    `ledger` has the MIG devices made on demand. Another instance of the plugin may lead, and writes the file then.
+    `on_shown`, `on_transition` and `on_polled` are called by several threads: when others can see a change, for each
+    change of a state, and for each poll.
     """
 
     def __init__(
@@ -46,13 +48,13 @@ class GpuHealth:
         host: Sysfs,
         lanes: Lanes,
         under_vfio: Callable[[], Collection[str]],
-        made: Callable[[], Iterable[OwnedInstance]],
-        speaks_for_node: Callable[[], bool],
+        ledger: Ledger,
+        leadership: InstanceLeadership,
         on_shown: Callable[[], object],
         on_transition: Callable[[HealthChange], None],
         on_polled: Callable[[str, PolledHealth], None],
     ) -> None:
-        self._discovery, self._under_vfio, self._made = discovery, under_vfio, made
+        self._discovery, self._under_vfio, self._ledger = discovery, under_vfio, ledger
         self._on_shown = on_shown
         self.is_on_bus, self.hanging = host.is_bound, lanes.hanging
         self.health_moved, self.polled = on_transition, on_polled
@@ -60,7 +62,7 @@ class GpuHealth:
         self.monitor = Monitor(
             self,
             source,
-            HealthStore(plugin_directory / "health.json", speaks_for_node),
+            HealthStore(plugin_directory / "health.json", leadership.speaks_for_node),
             boot_id,
             ServicedGpus(plugin_directory, boot_id),
             xids,
@@ -87,7 +89,7 @@ class GpuHealth:
 
     def instances(self) -> Mapping[str, MadeInstance]:
         """The made MIG devices on demand, by device name."""
-        return instances_by_device(self._made())
+        return instances_by_device(self._ledger.details(OwnedInstance))
 
     def taints(
         self,

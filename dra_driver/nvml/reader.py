@@ -81,7 +81,7 @@ class NvmlReader:
 
         return HealthSource(self.session)
 
-    def usage_source(self, sees_all: Callable[[], bool]) -> UsageSource:
+    def usage_source(self, *, sees_all: bool) -> UsageSource:
         """How GPUs are used, through the same session; `sees_all` as in `UsageSource`."""
         from dra_driver.nvml.usage_source import UsageSource
 

@@ -77,7 +77,7 @@ class _Sample:
 class UsageSource:
     """NVML as the metrics ask it. Several GPUs may be read at the same time, one GPU once at a time.
 
-    `sees_all` returns whether this process is in the PID namespace of the host. From any other namespace NVML does not
+    `sees_all` says whether this process is in the PID namespace of the host. From any other namespace NVML does not
     show the processes of other containers.
     """
 
@@ -86,16 +86,16 @@ class UsageSource:
         session: NvmlSession,
         clock: Callable[[], float] = time.monotonic,
         *,
-        sees_all: Callable[[], bool] = lambda: True,
+        sees_all: bool = True,
     ) -> None:
         self._session = session
-        self._sees_all = sees_all
+        self.sees_all = sees_all
         self._clock = clock
         self._samples: dict[str, dict[str, _Sample]] = {}
 
     def _processes(self, gpu: GpuAddress, handle: Handle) -> Sequence[GpuProcess] | None:
         """None if this process cannot see those of others."""
-        return read_gpu_processes(gpu.uuid, handle) if self._sees_all() else None
+        return read_gpu_processes(gpu.uuid, handle) if self.sees_all else None
 
     def read(self, gpu: GpuAddress, devices: Collection[MigAddress]) -> GpuUse:
         """The GPU, and these MIG devices of it; one that is gone is missing. No MIG device is searched for, since NVML

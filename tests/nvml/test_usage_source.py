@@ -18,8 +18,7 @@ class Watched:
     def __init__(self, node, cut: bool = True) -> None:
         self.node, self.machine, self.now = node, node.machine, 0.0
         node.session.reopen()
-        self.sees_all = True
-        self.source = UsageSource(node.session, lambda: self.now, sees_all=lambda: self.sees_all)
+        self.source = UsageSource(node.session, lambda: self.now)
         found = self.machine.gpu(0)
         self.gpu = GpuAddress(found.uuid, found.bus_id)
         if cut:
@@ -54,7 +53,7 @@ def test_whole_gpu_has_its_load_and_its_processes(machine):
     use = seen.source.read(seen.gpu, ())
     assert use.load == GpuLoad(512 << 20, 81559 << 20, 70, 30, 70.0, 700.0)
     assert (use.mig, use.processes) == ({}, [GpuProcess(4711, "python3", 512 << 20)])
-    seen.sees_all = False
+    seen.source.sees_all = False
     assert seen.source.read(seen.gpu, ()).processes is None, "in another PID namespace than the host's"
     assert seen.source.read_processes(seen.gpu).processes is None
     seen.machine.lose_gpu(0)
