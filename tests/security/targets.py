@@ -23,8 +23,6 @@ from dra_driver.app.config_file import read_document
 from dra_driver.app.settings import config_values
 from dra_driver.base import bounded_program
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.rules import metadata
-from dra_driver.cdi.rules.metadata import check_names, container_path, directory_name, requests_of
 from dra_driver.cdi.rules.spec import file_stem
 from dra_driver.cli.checks.runtime import read_configs
 from dra_driver.cli.validation.documents import read_documents
@@ -36,7 +34,6 @@ from dra_driver.errors import (
     ClaimRefusedError,
     DraDriverError,
     InvalidConfigError,
-    PermanentError,
     StateError,
 )
 from dra_driver.host.capability_nodes import MigCaps
@@ -45,16 +42,14 @@ from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.imex import settings as imex_settings
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.journal import record_codec as codec
-from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks
-from dra_driver.journal.records import RecordStore
 from dra_driver.kube.api_errors import api_errors, check_status
 from dra_driver.kube.claims import parse_allocated_claim, parse_claim_now
 from dra_driver.kube.client import WatchStream
 from dra_driver.kube.slices import version_after
 from dra_driver.kubelet.dra import check_claims
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
-from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.units import format_bytes, parse_quantity
@@ -154,40 +149,6 @@ def kubelet_message(content: bytes, _directory: Path) -> None:
             )
     with suppress(DecodeError):
         registration_pb2.RegistrationStatus.FromString(content)
-
-
-@target
-def claim_names(content: bytes, _directory: Path) -> None:
-    """Names as any other part of the driver would put them into paths, past the check at the socket."""
-    namespace, name, uid, request, pod_claim, *_ = [*decoded(content).split("\n"), *[""] * 5]
-    ref = ClaimRef(namespace, name, uid)
-    held = {"request": request, "driver": DRIVER, "pool": "node", "device": "gpu-0"}
-    body = {"metadata": {"uid": uid}, "status": {"allocation": {"devices": {"results": [held]}}}}
-    claim = parse_allocated_claim(body, ref)
-    with suppress(ClaimRefusedError):
-        _check_below(_BASE / f"{file_stem(DRIVER, uid)}.yaml", "a CDI spec")
-    with suppress(StateError):
-        _check_below(RecordStore(_BASE).path(uid), "a claim record")
-    with suppress(PermanentError):
-        _check_below(MpsLayout(_BASE).record(name), "an MPS record")
-    with suppress(PermanentError):
-        _check_below(MpsLayout(_BASE).directory(name), "an MPS directory")
-    with suppress(StateError):
-        _check_below(Ledger(_BASE, RecordStore(_BASE), None)._store.path(name), "a ledger")
-    with suppress(ClaimRefusedError):
-        _check_metadata_paths(AllocatedClaim(ref, claim.results, (), pod_claim or None))
-
-
-def _check_metadata_paths(claim: AllocatedClaim) -> None:
-    check_names(claim)
-    _check_below(_BASE / directory_name(claim.ref), "a metadata directory")
-    for request in requests_of(claim):
-        _check_below(_BASE / request, "a directory of a request")
-        _check_below(_BASE / metadata.cdi_file(DRIVER, claim.ref.uid, request), "a metadata CDI spec")
-        inside = container_path(claim, request, DRIVER)
-        require(
-            "/../" not in inside and inside.count("/") == 8, f"a container path leads elsewhere: {inside!r}"
-        )
 
 
 def _check_below(path: Path, what: str) -> None:

@@ -14,6 +14,7 @@ from dra_driver.api.config import GROUP_VERSION
 from dra_driver.api.resolve import decode
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import MetadataFiles
+from dra_driver.cdi.rules.metadata import check_names, container_path
 from dra_driver.errors import DraDriverError, InvalidConfigError
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import ClaimLocks
@@ -86,6 +87,13 @@ def test_no_name_reads_writes_or_removes_outside(make_memory_path: Callable[[], 
                 attempt()
                 done.add(number)
         assert outside(root, base) == before
+        results = (DeviceResult(request, DRIVER, "node", device),)
+        claim = AllocatedClaim(ClaimRef(namespace, name, uid), results, (), request or None)
+        with suppress(DraDriverError):
+            check_names(claim)
+            assert "/../" not in container_path(claim, request, DRIVER)
+        with suppress(DraDriverError):
+            assert MpsLayout(base).directory(device).parent == base
 
     check()
     good = ClaimRef("default", "claim", "6a1b2c3d-0000-4000-8000-000000000001")
