@@ -26,7 +26,6 @@ class Resource:
     namespaced: bool
     has_status: bool = False
     short_names: tuple[str, ...] = ()
-    version: str = "v1"  # of its group, where only one is served
 
 
 RESOURCES = (
@@ -36,7 +35,6 @@ RESOURCES = (
     Resource("", "events", "Event", namespaced=True, short_names=("ev",)),
     Resource("", "serviceaccounts", "ServiceAccount", namespaced=True, short_names=("sa",)),
     Resource("", "configmaps", "ConfigMap", namespaced=True, short_names=("cm",)),
-    Resource("events.k8s.io", "events", "Event", namespaced=True),
     Resource(RESOURCE_GROUP, "resourceslices", "ResourceSlice", namespaced=False),
     Resource(RESOURCE_GROUP, "resourceclaims", "ResourceClaim", namespaced=True, has_status=True),
     Resource(RESOURCE_GROUP, "resourceclaimtemplates", "ResourceClaimTemplate", namespaced=True),
@@ -81,7 +79,7 @@ def parse_path(path: str, served: tuple[str, ...]) -> Route:
     resource = BY_PLURAL.get((group, rest[0]))
     if resource is None or len(rest) > 3 or (namespace is not None) > resource.namespaced:
         raise path_not_found()
-    if version not in (served if group == RESOURCE_GROUP else (resource.version,)):
+    if version not in (served if group else ("v1",)):
         raise path_not_found()
     route = Route(resource, version, namespace)
     route = replace(route, name=rest[1] if len(rest) > 1 else None)
@@ -96,8 +94,10 @@ def parse_path(path: str, served: tuple[str, ...]) -> Route:
 
 def document(path: str, served: tuple[str, ...], minor: int) -> dict[str, Any] | None:
     """The discovery document at a path of Kubernetes 1.`minor`, None if there is none there."""
-    groups = {one.group: served if one.group == RESOURCE_GROUP else ("v1",) for one in RESOURCES if one.group}
-    groups = {name: versions for name, versions in groups.items() if versions}
+    versions = [{"groupVersion": f"{RESOURCE_GROUP}/{one}", "version": one} for one in served]
+    groups = (
+        [{"name": RESOURCE_GROUP, "versions": versions, "preferredVersion": versions[0]}] if served else []
+    )
     match [part for part in path.split("/") if part]:
         case ["version"]:
             return {**_VERSION_INFO, "minor": str(minor), "gitVersion": f"v1.{minor}.0-playground"}
@@ -106,22 +106,18 @@ def document(path: str, served: tuple[str, ...], minor: int) -> dict[str, Any] |
         case ["api", "v1"]:
             return _resource_list("", "v1")
         case ["apis"]:
-            listed = [_group(*entry) for entry in groups.items()]
-            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": listed}
-        case ["apis", group] if group in groups:
-            return {"kind": "APIGroup", "apiVersion": "v1"} | _group(group, groups[group])
-        case ["apis", group, version] if version in groups.get(group, ()):
-            return _resource_list(group, version)
+            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+        case ["apis", "resource.k8s.io"] if groups:
+            return {"kind": "APIGroup", "apiVersion": "v1", **groups[0]}
+        case ["apis", "resource.k8s.io", version] if version in served:
+            return _resource_list(RESOURCE_GROUP, version)
         case ["openapi", "v3"]:
-            paths = [
-                "api/v1",
-                *(f"apis/{name}/{one}" for name, versions in groups.items() for one in versions),
-            ]
+            paths = ["api/v1", *(f"apis/{RESOURCE_GROUP}/{version}" for version in served)]
             return {"paths": {entry: {"serverRelativeURL": f"/openapi/v3/{entry}"} for entry in paths}}
         case ["openapi", "v3", "api", "v1"]:
             return _schema("", "v1")
-        case ["openapi", "v3", "apis", group, version] if group in groups:
-            return _schema(group, version)
+        case ["openapi", "v3", "apis", "resource.k8s.io", version] if groups:
+            return _schema(RESOURCE_GROUP, version)
     return None
 
 
@@ -142,11 +138,6 @@ def _schema(group: str, version: str) -> dict[str, Any]:
         if resource.group == group
     }
     return {"openapi": "3.0.0", "info": {"title": "playground", "version": version}, "paths": patches}
-
-
-def _group(name: str, served: tuple[str, ...]) -> dict[str, Any]:
-    versions = [{"groupVersion": f"{name}/{version}", "version": version} for version in served]
-    return {"name": name, "versions": versions, "preferredVersion": versions[0]}
 
 
 def _resource_list(group: str, version: str) -> dict[str, Any]:

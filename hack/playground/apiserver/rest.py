@@ -14,7 +14,6 @@ from playground.apiserver.resources import Resource, Route
 from playground.apiserver.store import Key, Object, copy_json, selector
 from playground.apiserver.tables import ACCEPTED, table
 
-_METADATA_LIST = "as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _PATCH_TYPES = ("application/merge-patch+json", "application/strategic-merge-patch+json")
 
 
@@ -76,10 +75,7 @@ class Rest:
         route = call.route
         selected = selector(route.resource, call.query, route.namespace)
         items, version = self._operations.store.select(route.resource, selected)
-        document = _list_document(route, items, version)
-        if _METADATA_LIST in call.accept:
-            document = _metadata_alone(document)
-        page = _page(document, call.query)
+        page = _page(_list_document(route, items, version), call.query)
         if ACCEPTED in call.accept:
             named = [{"kind": route.resource.kind, **item} for item in page["items"]]
             return table(named, page["metadata"])
@@ -175,11 +171,6 @@ def _list_document(route: Route, items: list[Object], version: int) -> dict[str,
         "metadata": {"resourceVersion": str(version)},
         "items": shown,
     }
-
-
-def _metadata_alone(document: dict[str, Any]) -> dict[str, Any]:
-    items = [{"metadata": item["metadata"]} for item in document["items"]]
-    return {**document, "kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1", "items": items}
 
 
 def _page(document: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:

@@ -336,7 +336,7 @@ def event_faults(obj: Json, _before: Json | None) -> list[Cause]:
     """Every fault of an event. Its namespace must be that of its object, or `default` if the object is
     cluster-scoped."""
     about = (obj.get("involvedObject") or {}).get("namespace") or ""
-    if obj.get("apiVersion") != "v1" or obj["metadata"].get("namespace") == (about or "default"):
+    if obj["metadata"].get("namespace") == (about or "default"):
         return []
     return [Cause("involvedObject.namespace", f'Invalid value: "{about}": does not match event.namespace')]
 
