@@ -107,7 +107,7 @@ def left_out(kind: Kind, default: Any = None, name: str | None = None) -> Field:
     return Field(kind, name, default, is_left_out=True)
 
 
-class Shape(Generic[T]):
+class Codec(Generic[T]):
     """How values of the dataclass `of` stand in JSON. The fields are given by attribute."""
 
     def __init__(self, of: type[T], **fields: Field) -> None:
@@ -138,23 +138,23 @@ class Shape(Generic[T]):
 class Tagged(Generic[T]):
     """Values of several dataclasses, told apart by the field `kind`; `what` names one in errors."""
 
-    def __init__(self, what: str, **shapes: Shape[Any]) -> None:
+    def __init__(self, what: str, **codecs: Codec[Any]) -> None:
         self._what = what
-        self._shapes = shapes
-        self._tags = {shape.of: tag for tag, shape in shapes.items()}
+        self._codecs = codecs
+        self._tags = {codec.of: tag for tag, codec in codecs.items()}
         self.kind = Kind(lambda _name, value: self.decode(value), self.encode)
 
     def encode(self, value: T) -> JsonObject:
         """The JSON object of a value, with its kind."""
         tag = self._tags[type(value)]
-        return {"kind": tag, **self._shapes[tag].encode(value)}
+        return {"kind": tag, **self._codecs[tag].encode(value)}
 
     def decode(self, entry: JsonObject) -> T:
         """The value in a JSON object. Raises: as `Kind.read`."""
         tag = TEXT.read("kind", entry["kind"])
-        if tag not in self._shapes:
+        if tag not in self._codecs:
             raise StateError(f"{self._what} {tag!r} is unknown")
-        made: T = self._shapes[tag].decode(entry)
+        made: T = self._codecs[tag].decode(entry)
         return made
 
 

@@ -21,9 +21,9 @@ from dra_driver.base.fields import (
     FLAG,
     NUMBER,
     TEXT,
+    Codec,
     Kind,
     NewerFormatError,
-    Shape,
     encode_file,
     left_out,
     list_of,
@@ -168,7 +168,7 @@ def _decode_state(_name: str, entry: JsonObject) -> HealthState:
     return _STATE.decode(entry, target=_TARGET.decode(entry))
 
 
-_REASON = Shape(
+_REASON = Codec(
     Reason,
     key=needed(TEXT),
     value=needed(TEXT),
@@ -179,19 +179,19 @@ _REASON = Shape(
     source=needed(one_of("source", "poll", "event")),
     reset_seen=left_out(FLAG, default=False),
 )
-_TARGET = Shape(
+_TARGET = Codec(
     HealthTarget,
     gpu_uuid=needed(TEXT),
     gpu_instance_id=left_out(NUMBER, name="gpuInstance"),
     compute_instance_id=left_out(NUMBER, name="computeInstance"),
 )
-_NVLINKS = Shape(
+_NVLINKS = Codec(
     NvLinks,
     up=needed(list_of(NUMBER)),
     product_name=left_out(TEXT),
     to_switches=left_out(FLAG),
 )
-_STATE = Shape(
+_STATE = Codec(
     HealthState,
     reasons=left_out(list_of(_REASON.kind), ()),
     ecc_uncorrected=left_out(NUMBER),
@@ -201,7 +201,7 @@ _STATE = Shape(
     pci_bus_id=left_out(TEXT),
     nvlinks=left_out(_NVLINKS.kind),
 )
-_KEPT = Shape(
+_KEPT = Codec(
     KeptHealth,
     boot_id=needed(TEXT),
     driver_version=left_out(TEXT),

@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from dra_driver.base.atomic import make_directory, read_or_none, remove_file, state_error, write_atomically
-from dra_driver.base.fields import NUMBER, TEXT, Kind, Shape, encode_file, needed, parse_file
+from dra_driver.base.fields import NUMBER, TEXT, Codec, Kind, encode_file, needed, parse_file
 from dra_driver.base.file_lock import UseMark
 from dra_driver.errors import (
     ClaimsInTheWayError,
@@ -100,7 +100,7 @@ class Detachment:
 
 
 _SECONDS = Kind(lambda _name, value: float(value))
-_SHAPE = Shape(
+_SHAPE = Codec(
     Detachment,
     boot_id=needed(TEXT, "bootID"),
     until_s=needed(_SECONDS, "untilBootSeconds"),
@@ -127,7 +127,7 @@ class Pause:
         return f"NVML is closed for a moment: process {self.pid} of gpu-dra-driver {self.what} since {self.since} UTC"
 
 
-_PAUSE_SHAPE = Shape(
+_PAUSE_SHAPE = Codec(
     Pause,
     boot_id=needed(TEXT, "bootID"),
     pid_namespace=needed(TEXT),

@@ -39,7 +39,7 @@ from dra_driver.base.fields import (
     FLAG,
     NUMBER,
     TEXT,
-    Shape,
+    Codec,
     Tagged,
     encode_file,
     left_out,
@@ -79,10 +79,10 @@ _REMEMBERED_S = 30.0
 Detail = OwnedInstance | OwnedMode | OwnedCard
 Item = LedgerEntry | Detail
 D = TypeVar("D", OwnedInstance, OwnedMode, OwnedCard)
-_FUNCTION = Shape(FunctionBefore, bus_id=needed(TEXT), driver=nullable(TEXT), override=left_out(TEXT))
+_FUNCTION = Codec(FunctionBefore, bus_id=needed(TEXT), driver=nullable(TEXT), override=left_out(TEXT))
 _ITEM: Tagged[Item] = Tagged(
     "ledger entry",
-    step=Shape(
+    step=Codec(
         LedgerEntry,
         claim=needed(REF.kind),
         boot_id=needed(TEXT),
@@ -90,7 +90,7 @@ _ITEM: Tagged[Item] = Tagged(
         ended=left_out(NUMBER),
         cause=left_out(TEXT),
     ),
-    mig_device=Shape(
+    mig_device=Codec(
         OwnedInstance,
         device=needed(TEXT),
         gpu_uuid=needed(TEXT),
@@ -106,8 +106,8 @@ _ITEM: Tagged[Item] = Tagged(
         gpu_minor=nullable(NUMBER),
         is_of_layout=left_out(FLAG, default=False),
     ),
-    mig_mode=Shape(OwnedMode, gpu_uuid=needed(TEXT), pci_bus_id=nullable(TEXT), boot_id=needed(TEXT)),
-    card=Shape(
+    mig_mode=Codec(OwnedMode, gpu_uuid=needed(TEXT), pci_bus_id=nullable(TEXT), boot_id=needed(TEXT)),
+    card=Codec(
         OwnedCard,
         gpu_uuid=needed(TEXT),
         pci_bus_id=needed(TEXT),

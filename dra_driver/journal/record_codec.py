@@ -10,8 +10,8 @@ from dra_driver.base.fields import (
     NUMBER,
     TEXT,
     TEXTS,
+    Codec,
     Kind,
-    Shape,
     Tagged,
     encode_file,
     left_out,
@@ -92,14 +92,14 @@ def _decode_claim(_name: str, entry: JsonObject) -> AllocatedClaim:
 
 
 _DEVICE_KIND = one_of("device kind", "gpu", "mig", "vfio")
-PLACEMENT = Shape(Placement, start=needed(NUMBER), size=needed(NUMBER))
+PLACEMENT = Codec(Placement, start=needed(NUMBER), size=needed(NUMBER))
 STEP: Tagged[Step] = Tagged(
     "step",
-    write_cdi_spec=Shape(WriteCdiSpec),
-    write_device_metadata=Shape(WriteDeviceMetadata, versions=needed(TEXTS)),
-    set_time_slice=Shape(SetTimeSlice, gpu_uuid=needed(TEXT), interval=needed(NUMBER)),
-    run_mps=Shape(RunMps, spec=needed(SPEC.kind)),
-    create_mig=Shape(
+    write_cdi_spec=Codec(WriteCdiSpec),
+    write_device_metadata=Codec(WriteDeviceMetadata, versions=needed(TEXTS)),
+    set_time_slice=Codec(SetTimeSlice, gpu_uuid=needed(TEXT), interval=needed(NUMBER)),
+    run_mps=Codec(RunMps, spec=needed(SPEC.kind)),
+    create_mig=Codec(
         CreateMig,
         device=needed(TEXT),
         gpu_uuid=needed(TEXT),
@@ -108,19 +108,19 @@ STEP: Tagged[Step] = Tagged(
         profile_name=needed(TEXT, "profile"),
         placement=needed(PLACEMENT.kind),
     ),
-    bind_vfio=Shape(
+    bind_vfio=Codec(
         BindVfio,
         device=needed(TEXT),
         gpu_uuid=needed(TEXT),
         pci_bus_id=needed(TEXT),
         vfio_driver=needed(TEXT),
     ),
-    leave_mig_mode=Shape(LeaveMigMode, gpu_uuid=needed(TEXT), pci_bus_id=nullable(TEXT)),
+    leave_mig_mode=Codec(LeaveMigMode, gpu_uuid=needed(TEXT), pci_bus_id=nullable(TEXT)),
 )
 _USAGE: Tagged[SharingMode] = Tagged(
     "sharing mode",
-    time_sliced=Shape(TimeSliced, interval=left_out(NUMBER)),
-    mps=Shape(
+    time_sliced=Codec(TimeSliced, interval=left_out(NUMBER)),
+    mps=Codec(
         MpsShared,
         spec=needed(SPEC.kind),
         memory_limit_mib=left_out(NUMBER),
@@ -128,7 +128,7 @@ _USAGE: Tagged[SharingMode] = Tagged(
         memory_limits_mib=left_out(list_of(or_null(NUMBER)), ()),
     ),
 )
-_HELD = Shape(
+_HELD = Codec(
     HeldDevice,
     device=needed(TEXT),
     kind=needed(_DEVICE_KIND),
@@ -141,7 +141,7 @@ _HELD = Shape(
     imex=left_out(Kind(_imex), name="imexChannel"),
     host_devices=left_out(Kind(_host_devices, list), ()),
 )
-_RESULT = Shape(
+_RESULT = Codec(
     DeviceResult,
     request=needed(TEXT),
     driver=needed(TEXT),
@@ -151,23 +151,23 @@ _RESULT = Shape(
     share_id=left_out(TEXT),
     consumed_capacity=left_out(Kind(lambda _name, value: dict(value), dict), {}),
 )
-_CONFIG = Shape(
+_CONFIG = Codec(
     DeviceConfig,
     source=needed(JSON),
     requests=needed(TEXTS),
     driver=nullable(TEXT),
     parameters=needed(JSON),
 )
-REF = Shape(ClaimRef, namespace=needed(TEXT), name=needed(TEXT), uid=needed(TEXT))
-_POD = Shape(PodRef, name=needed(TEXT), uid=needed(TEXT))
-_CLAIM = Shape(
+REF = Codec(ClaimRef, namespace=needed(TEXT), name=needed(TEXT), uid=needed(TEXT))
+_POD = Codec(PodRef, name=needed(TEXT), uid=needed(TEXT))
+_CLAIM = Codec(
     AllocatedClaim,
     results=needed(list_of(_RESULT.kind)),
     configs=needed(list_of(_CONFIG.kind)),
     pod_claim_name=left_out(TEXT),
     pods=left_out(Kind(_pods, list_of(_POD.kind).write)),
 )
-_RECORD = Shape(
+_RECORD = Codec(
     ClaimRecord,
     claim=needed(Kind(_decode_claim, _encode_claim)),
     phase=needed(one_of("phase", "preparing", "prepared")),

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import structlog
 
-from dra_driver.base.fields import NUMBER, TEXT, Kind, Shape, left_out
+from dra_driver.base.fields import NUMBER, TEXT, Codec, Kind, left_out
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient, reserved_pods
 from dra_driver.kube.client import ResourceApi, is_not_found
@@ -226,14 +226,14 @@ def _data(facts: DeviceFacts) -> JsonObject:
     return {"data": data} if data and fits else {}
 
 
-_MPS = Shape(
+_MPS = Codec(
     MpsFacts,
     active_thread_percentage=left_out(NUMBER),
     pinned_memory_limit_mib=left_out(
         Kind(NUMBER.read, lambda mib: f"{mib}Mi"), name="pinnedDeviceMemoryLimit"
     ),
 )
-_FACTS = Shape(
+_FACTS = Codec(
     DeviceFacts,
     type=left_out(TEXT),
     uuid=left_out(TEXT),

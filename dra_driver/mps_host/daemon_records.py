@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from dra_driver.base.atomic import sync_removals
-from dra_driver.base.fields import NUMBER, TEXT, Kind, NewerFormatError, Shape, needed, nullable, parse_file
+from dra_driver.base.fields import NUMBER, TEXT, Codec, Kind, NewerFormatError, needed, nullable, parse_file
 from dra_driver.base.json_store import JsonStore, UnreadableFile
 from dra_driver.errors import StateError
 from dra_driver.model.mps import MpsDaemonSpec
@@ -32,9 +32,9 @@ class DaemonRecord:
     modes_before: Mapping[str, int] = field(default_factory=dict)
 
 
-_PROCESS = Shape(ProcessId, pid=needed(NUMBER), start_time=needed(NUMBER))
+_PROCESS = Codec(ProcessId, pid=needed(NUMBER), start_time=needed(NUMBER))
 _MODES = Kind(lambda name, modes: {uuid: NUMBER.read(name, mode) for uuid, mode in modes.items()}, dict)
-_RECORD = Shape(
+_RECORD = Codec(
     DaemonRecord,
     spec=needed(SPEC.kind),
     boot_id=needed(TEXT),

@@ -68,8 +68,8 @@ from dra_driver.base.fields import (
     NUMBER,
     TEXT,
     TEXTS,
+    Codec,
     Kind,
-    Shape,
     left_out,
     list_of,
     needed,
@@ -118,8 +118,8 @@ _REPLACE = (
 )
 
 _LIMIT = left_out(or_null(NUMBER))
-_MEMBER = Shape(MpsMember, device=needed(TEXT), gpu_uuid=needed(TEXT), default_memory_limit_mib=_LIMIT)
-SPEC = Shape(
+_MEMBER = Codec(MpsMember, device=needed(TEXT), gpu_uuid=needed(TEXT), default_memory_limit_mib=_LIMIT)
+SPEC = Codec(
     MpsDaemonSpec,
     device=needed(TEXT),
     uuid=needed(TEXT),
@@ -131,7 +131,7 @@ SPEC = Shape(
     others=left_out(list_of(_MEMBER.kind), ()),
 )
 """Also in the records of claims."""
-_STATUS = Shape(
+_STATUS = Codec(
     MpsDaemonStatus,
     device=needed(TEXT),
     state=needed(one_of("the state", *MPS_STATES)),

@@ -33,7 +33,7 @@ from dra_driver.base.atomic import (
     state_error,
     write_atomically,
 )
-from dra_driver.base.fields import NUMBER, TEXT, Shape, encode_file, needed, one_of, parse_file
+from dra_driver.base.fields import NUMBER, TEXT, Codec, encode_file, needed, one_of, parse_file
 from dra_driver.base.file_lock import UseMark
 from dra_driver.base.threads import BackgroundWorker, BoundedCall
 from dra_driver.errors import DraDriverError, StateError
@@ -219,8 +219,8 @@ def _decoded(fields: JsonObject) -> Reported:
     return Reported(tuple(problems), tuple(map(_FAILING.decode, fields["failingClaims"])))
 
 
-_REF = Shape(ClaimRef, namespace=needed(TEXT), name=needed(TEXT), uid=needed(TEXT, "uid"))
-_FAILING = Shape(
+_REF = Codec(ClaimRef, namespace=needed(TEXT), name=needed(TEXT), uid=needed(TEXT, "uid"))
+_FAILING = Codec(
     FailingClaim,
     ref=needed(_REF.kind, "claim"),
     operation=needed(one_of("operation", "prepare", "unprepare")),

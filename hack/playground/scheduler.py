@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from dra_driver.cli.validation.rules.allocator import AllocationError, allocate, take_inventory
+from dra_driver.cli.validation.rules.allocator import AllocationError, allocate, free_devices
 from dra_driver.cli.validation.rules.extended_resources import (
     asked_resources,
     extended_requests,
@@ -138,7 +138,7 @@ class PlaygroundScheduler:
     def _allocate(self, claim: Object, others: list[Object], node: str) -> Object:
         classes = {c["metadata"]["name"]: c for c in self._server.objects("deviceclasses")}
         slices = self._server.objects("resourceslices")
-        return allocate(take_inventory(slices, others, node), claim, classes, node)
+        return allocate(free_devices(slices, others, node), claim, classes, node)
 
     def _nodes(self) -> list[str]:
         named = {item["spec"].get("nodeName") for item in self._server.objects("resourceslices")}

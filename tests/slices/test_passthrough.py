@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playground.apiserver.rules import slice_faults
 
-from dra_driver.cli.validation.rules.allocator import AllocationError, allocate, take_inventory
+from dra_driver.cli.validation.rules.allocator import AllocationError, allocate, free_devices
 from dra_driver.cli.validation.rules.standard_classes import standard_classes
 from dra_driver.mig.rules.counters import partitioned as beside
 from dra_driver.model.gpu import Card, Gpu
@@ -172,7 +172,7 @@ def test_no_card_is_given_out_twice_whatever_claims_ask_for(
         request = {"name": "r", "exactly": {"deviceClassName": name}}
         claim = {"metadata": {"name": f"c{number}"}, "spec": {"devices": {"requests": [request]}}}
         try:
-            allocation = allocate(take_inventory(slices, claims, NODE), claim, classes, NODE)
+            allocation = allocate(free_devices(slices, claims, NODE), claim, classes, NODE)
         except AllocationError:
             continue
         claims.append({**claim, "status": {"allocation": allocation}})

@@ -17,8 +17,8 @@ from dra_driver.cli.validation.rules.allocator import (
     all_wanted,
     allocate,
     counters_of,
+    free_devices,
     less,
-    take_inventory,
 )
 from dra_driver.cli.validation.rules.explain import Funnel, funnel, largest_group
 from dra_driver.errors import DraDriverError, RetryableError
@@ -60,7 +60,7 @@ class MachineFit:
         self._node = str(self.slices[0]["spec"]["nodeName"]) if self.slices else self.name
         # Pools are read in the order of the names of their slices.
         named = [{**entry, "metadata": {"name": f"{number:04d}"}} for number, entry in enumerate(self.slices)]
-        self._empty = take_inventory(named, (), self._node)
+        self._empty = free_devices(named, (), self._node)
         self.devices = self._empty.candidates
 
     def claim(

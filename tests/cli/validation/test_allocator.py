@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dra_driver.cli.validation.rules.allocator import AllocationError, allocate, take_inventory
+from dra_driver.cli.validation.rules.allocator import AllocationError, allocate, free_devices
 from dra_driver.cli.validation.rules.consumable import consumption, fits
 from dra_driver.mig.rules.counters import partitioned
 from dra_driver.model.mig import GpuInstance, Placement
@@ -39,7 +39,7 @@ class Allocations:
         """What the claim gets, in words. Raises: AllocationError."""
         spec = {"devices": {"requests": [*map(request, requests or [{}])], **devices}}
         claim = {"metadata": {"name": name}, "spec": spec}
-        left = take_inventory(self.slices, self.held.values(), NODE)
+        left = free_devices(self.slices, self.held.values(), NODE)
         self.held[name] = claim | {"status": {"allocation": allocate(left, claim, CLASSES, NODE)}}
         return [told(one) for one in self.results(name)]
 
@@ -109,7 +109,7 @@ def test_allocation_has_the_configuration_of_class_and_claim_and_the_node() -> N
     few = {"firstAvailable": [{"name": "few", "deviceClassName": "gpu"}]}
     claim = {"spec": {"devices": {"requests": [request(few)], "config": [entry]}}}
     allocation = allocate(
-        take_inventory([pool_of([gpu(0)]) | {"metadata": {"name": "s"}}], (), NODE), claim, classes, NODE
+        free_devices([pool_of([gpu(0)]) | {"metadata": {"name": "s"}}], (), NODE), claim, classes, NODE
     )
     assert allocation["devices"]["config"] == [
         {"source": "FromClass", "requests": ["gpu/few"], **of_class},

@@ -20,9 +20,9 @@ from dra_driver.cli.validation.rules.selection import DeviceView, SelectorError,
 from dra_driver.cli.validation.rules.selectors import Selector, compiled
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import allocation_results
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import parse_quantity
 
-Object = dict[str, Any]
 DeviceId = tuple[str, str, str]  # driver, pool, device
 CounterId = tuple[str, str, str, str]  # driver, pool, counter set, counter
 
@@ -92,8 +92,9 @@ class Pick:
 
 
 @dataclass(slots=True)
-class Inventory:
-    """Candidates in the scheduler's order, what is taken whole or in shares, and what the counters still hold."""
+class FreeDevices:
+    """What a node has left: candidates in the scheduler's order, without what is taken whole or in shares, and what the
+    counters still hold."""
 
     candidates: list[Candidate]
     taken: set[DeviceId]
@@ -101,7 +102,9 @@ class Inventory:
     counters: dict[CounterId, Fraction] = field(default_factory=dict)
 
 
-def allocate(inventory: Inventory, claim: Object, classes: Mapping[str, Object], node: str) -> Object:
+def allocate(
+    free: FreeDevices, claim: JsonObject, classes: Mapping[str, JsonObject], node: str
+) -> JsonObject:
     """The `status.allocation` for `claim`, from what a node has left.
 
     Raises: AllocationError; InvalidConfigError, NotJudgedError for a selector.
@@ -112,7 +115,7 @@ def allocate(inventory: Inventory, claim: Object, classes: Mapping[str, Object],
     for constraint in constraints:
         if not (constraint.get("matchAttribute") or constraint.get("distinctAttribute")):
             raise AllocationError(f"constraint {sorted(constraint)} is not supported by this scheduler")
-    search = _Search(inventory, constraints)
+    search = _Search(free, constraints)
     picks = next(search.all_of(variants, []), None)
     if picks is None:
         names = ", ".join(request["name"] for request in devices.get("requests") or ())
@@ -124,7 +127,7 @@ def allocate(inventory: Inventory, claim: Object, classes: Mapping[str, Object],
     return _allocation(claim, picks, classes, node)
 
 
-def take_inventory(slices: Sequence[Object], claims: Iterable[Object], node: str) -> Inventory:
+def free_devices(slices: Sequence[JsonObject], claims: Iterable[JsonObject], node: str) -> FreeDevices:
     """Devices and counters of the node's complete pools, less what other claims hold."""
     candidates: list[Candidate] = []
     counters: dict[CounterId, Fraction] = {}
@@ -135,11 +138,11 @@ def take_inventory(slices: Sequence[Object], claims: Iterable[Object], node: str
             for counter_set in member["spec"].get("sharedCounters") or ():
                 for name, counter in counter_set["counters"].items():
                     counters[driver, pool, counter_set["name"], name] = _amount(counter["value"])
-    return less(Inventory(candidates, set(), {}, counters), claims)
+    return less(FreeDevices(candidates, set(), {}, counters), claims)
 
 
-def less(empty: Inventory, claims: Iterable[Object]) -> Inventory:
-    """What is left of an inventory that no claim has anything of."""
+def less(empty: FreeDevices, claims: Iterable[JsonObject]) -> FreeDevices:
+    """What is left where no claim has anything of."""
     taken: set[DeviceId] = set()
     shares: dict[DeviceId, list[Amounts]] = {}
     for claim in claims:
@@ -151,7 +154,7 @@ def less(empty: Inventory, claims: Iterable[Object]) -> Inventory:
         if candidate.id in taken or candidate.id in shares:
             for key, amount in counters_of(candidate).items():
                 counters[key] = counters.get(key, Fraction(0)) - amount
-    return Inventory(empty.candidates, taken, shares, counters)
+    return FreeDevices(empty.candidates, taken, shares, counters)
 
 
 def counters_of(candidate: Candidate) -> dict[CounterId, Fraction]:
@@ -167,8 +170,8 @@ def counters_of(candidate: Candidate) -> dict[CounterId, Fraction]:
 class _Search:
     """Depth-first over requests, their variants and devices; the first complete choice is taken."""
 
-    def __init__(self, inventory: Inventory, constraints: Sequence[Mapping[str, Any]]) -> None:
-        self._inventory = inventory
+    def __init__(self, free: FreeDevices, constraints: Sequence[Mapping[str, Any]]) -> None:
+        self._free = free
         self._constraints = constraints
         self._matching: dict[str, list[Candidate]] = {}
 
@@ -183,7 +186,7 @@ class _Search:
 
     def _one_of(self, wanted: Wanted, picks: list[Pick]) -> Iterator[list[Pick]]:
         if wanted.name not in self._matching:
-            self._matching[wanted.name] = [c for c in self._inventory.candidates if _matches(wanted, c)]
+            self._matching[wanted.name] = [c for c in self._free.candidates if _matches(wanted, c)]
         matching = self._matching[wanted.name]
         if wanted.count is None:
             chosen = picks + [Pick(wanted, candidate) for candidate in matching]
@@ -217,9 +220,9 @@ class _Search:
         if pick.wanted.admin:
             return self._counters_suffice([*counted.values()])
         held = {other.candidate.id for other in picks if not other.wanted.admin}
-        if own in self._inventory.taken:
+        if own in self._free.taken:
             return False
-        shares = self._inventory.shares.get(own, [])
+        shares = self._free.shares.get(own, [])
         if not pick.is_share and (own in held or shares):
             return False
         if pick.is_share:
@@ -229,9 +232,9 @@ class _Search:
         return self._counters_suffice([*counted.values()])
 
     def _counters_suffice(self, held: list[Candidate]) -> bool:
-        left = dict(self._inventory.counters)
+        left = dict(self._free.counters)
         for candidate in held:
-            if candidate.id in self._inventory.shares:
+            if candidate.id in self._free.shares:
                 continue  # another claim's share has taken them already
             for key, amount in counters_of(candidate).items():
                 left[key] = left.get(key, Fraction(0)) - amount
@@ -240,10 +243,12 @@ class _Search:
         return True
 
 
-def _complete_pools(slices: Sequence[Object], node: str) -> Iterator[tuple[tuple[str, str], list[Object]]]:
+def _complete_pools(
+    slices: Sequence[JsonObject], node: str
+) -> Iterator[tuple[tuple[str, str], list[JsonObject]]]:
     """Pools whose slices of the highest generation are all there, in the scheduler's order."""
 
-    def key(item: Object) -> tuple[str, str]:
+    def key(item: JsonObject) -> tuple[str, str]:
         return item["spec"]["driver"], item["spec"]["pool"]["name"]
 
     ordered = sorted(slices, key=lambda item: (*key(item), item["metadata"]["name"]))
@@ -257,7 +262,7 @@ def _complete_pools(slices: Sequence[Object], node: str) -> Iterator[tuple[tuple
             yield pool, members
 
 
-def _on_node(spec: Object, node: str, pool: tuple[str, str]) -> bool:
+def _on_node(spec: JsonObject, node: str, pool: tuple[str, str]) -> bool:
     if "nodeSelector" in spec or "perDeviceNodeSelection" in spec:
         raise AllocationError(
             f"pool {'/'.join(pool)} selects nodes in a way that this scheduler does not support"
@@ -265,13 +270,13 @@ def _on_node(spec: Object, node: str, pool: tuple[str, str]) -> bool:
     return bool(spec.get("allNodes")) or spec.get("nodeName") == node
 
 
-def _held(claim: Object) -> Iterator[DeviceId]:
+def _held(claim: JsonObject) -> Iterator[DeviceId]:
     for result in allocation_results(claim):
         if not result.get("adminAccess") and not result.get("shareID"):
             yield result["driver"], result["pool"], result["device"]
 
 
-def all_wanted(devices: Object, classes: Mapping[str, Object]) -> list[list[Wanted]]:
+def all_wanted(devices: JsonObject, classes: Mapping[str, JsonObject]) -> list[list[Wanted]]:
     """The alternatives of each request of a claim, in order of preference. `devices` is `spec.devices` of a claim.
 
     Raises: AllocationError, InvalidConfigError, NotJudgedError.
@@ -282,7 +287,7 @@ def all_wanted(devices: Object, classes: Mapping[str, Object]) -> list[list[Want
     ]
 
 
-def _wanted(name: str, body: Object, classes: Mapping[str, Object]) -> Wanted:
+def _wanted(name: str, body: JsonObject, classes: Mapping[str, JsonObject]) -> Wanted:
     class_name = body["deviceClassName"]
     if class_name not in classes:
         raise AllocationError(f"request {name}: device class {class_name} does not exist")
@@ -298,7 +303,7 @@ def _wanted(name: str, body: Object, classes: Mapping[str, Object]) -> Wanted:
     )
 
 
-def _selectors(body: Object) -> tuple[Selector, ...]:
+def _selectors(body: JsonObject) -> tuple[Selector, ...]:
     return tuple(compiled(entry["cel"]["expression"]) for entry in body.get("selectors") or ())
 
 
@@ -345,8 +350,10 @@ def _holds(constraint: Mapping[str, Any], picks: list[Pick]) -> bool:
     return len(set(values)) <= 1 if constraint.get("matchAttribute") else len(set(values)) == len(values)
 
 
-def _allocation(claim: Object, picks: list[Pick], classes: Mapping[str, Object], node: str) -> Object:
-    devices: Object = {"results": [_result(pick) for pick in picks]}
+def _allocation(
+    claim: JsonObject, picks: list[Pick], classes: Mapping[str, JsonObject], node: str
+) -> JsonObject:
+    devices: JsonObject = {"results": [_result(pick) for pick in picks]}
     config = [*_class_config(picks, classes)]
     for entry in claim["spec"]["devices"].get("config") or ():
         config.append({"source": "FromClaim", **entry})
@@ -356,9 +363,9 @@ def _allocation(claim: Object, picks: list[Pick], classes: Mapping[str, Object],
     return {"devices": devices, "nodeSelector": {"nodeSelectorTerms": [{"matchFields": fields}]}}
 
 
-def _result(pick: Pick) -> Object:
+def _result(pick: Pick) -> JsonObject:
     driver, pool, device = pick.candidate.id
-    result: Object = {"request": pick.wanted.name, "driver": driver, "pool": pool, "device": device}
+    result: JsonObject = {"request": pick.wanted.name, "driver": driver, "pool": pool, "device": device}
     if pick.wanted.admin:
         result["adminAccess"] = True
     if pick.is_share:
@@ -369,7 +376,7 @@ def _result(pick: Pick) -> Object:
     return result
 
 
-def _class_config(picks: list[Pick], classes: Mapping[str, Object]) -> Iterator[Object]:
+def _class_config(picks: list[Pick], classes: Mapping[str, JsonObject]) -> Iterator[JsonObject]:
     """Class configuration of each request that was served, in request order."""
     for wanted in {pick.wanted.name: pick.wanted for pick in picks}.values():
         for entry in classes[wanted.class_name]["spec"].get("config") or ():
