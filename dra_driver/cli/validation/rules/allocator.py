@@ -171,7 +171,7 @@ class _Search:
     """Depth-first over requests, their variants and devices; the first complete choice is taken."""
 
     def __init__(self, free: FreeDevices, constraints: Sequence[Mapping[str, Any]]) -> None:
-        self._free = free
+        self._left = free
         self._constraints = constraints
         self._matching: dict[str, list[Candidate]] = {}
 
@@ -186,7 +186,7 @@ class _Search:
 
     def _one_of(self, wanted: Wanted, picks: list[Pick]) -> Iterator[list[Pick]]:
         if wanted.name not in self._matching:
-            self._matching[wanted.name] = [c for c in self._free.candidates if _matches(wanted, c)]
+            self._matching[wanted.name] = [c for c in self._left.candidates if _matches(wanted, c)]
         matching = self._matching[wanted.name]
         if wanted.count is None:
             chosen = picks + [Pick(wanted, candidate) for candidate in matching]
@@ -220,9 +220,9 @@ class _Search:
         if pick.wanted.admin:
             return self._counters_suffice([*counted.values()])
         held = {other.candidate.id for other in picks if not other.wanted.admin}
-        if own in self._free.taken:
+        if own in self._left.taken:
             return False
-        shares = self._free.shares.get(own, [])
+        shares = self._left.shares.get(own, [])
         if not pick.is_share and (own in held or shares):
             return False
         if pick.is_share:
@@ -232,9 +232,9 @@ class _Search:
         return self._counters_suffice([*counted.values()])
 
     def _counters_suffice(self, held: list[Candidate]) -> bool:
-        left = dict(self._free.counters)
+        left = dict(self._left.counters)
         for candidate in held:
-            if candidate.id in self._free.shares:
+            if candidate.id in self._left.shares:
                 continue  # another claim's share has taken them already
             for key, amount in counters_of(candidate).items():
                 left[key] = left.get(key, Fraction(0)) - amount
