@@ -102,17 +102,17 @@ def kubectl() -> Path:
 
 def promql() -> Path:
     """Prometheus' engine for queries as a program (go/promql/main.go), built first if it is not there."""
-    return binaries.build(_layout(), binaries.PROMQL) / "promql"
+    return binaries.build(_layout(), ("promql",)) / "promql"
 
 
 def metadata_reader() -> Path:
     """Kubernetes' reader of device metadata as a program (go/metadata/main.go), built first if it is not there."""
-    return binaries.build(_layout(), binaries.METADATA) / "metadata"
+    return binaries.build(_layout(), ("metadata",)) / "metadata"
 
 
 def cdi_hook() -> Path:
     """NVIDIA's CDI hook of a pinned version, built first if it is not there."""
-    return binaries.build(_layout(), binaries.CDI_HOOK) / "nvidia-cdi-hook"
+    return binaries.build(_layout(), ("nvidia-cdi-hook",)) / "nvidia-cdi-hook"
 
 
 def compute_domains_chart() -> Path:

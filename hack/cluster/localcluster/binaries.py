@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,81 +28,61 @@ _NETWORK = re.compile(
 )
 
 
+CLUSTER = (KUBERNETES, "etcd", "containerd", "runc")
+"""The modules of what a cluster consists of. The others are apart: a cluster comes up without them, and another version
+of one builds nothing else again."""
+HELM = {3: "helm", 4: "helm4"}
+"""By major version."""
+COMPUTE_DOMAINS = ("compute-domains", "sigs.k8s.io/dra-driver-nvidia-gpu")
+"""NVIDIA's DRA driver, of which the tests want the chart: its part for compute domains runs beside this driver."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One program: the module it is built in and its Go package."""
+    """One program: the folder of the module it is built in and its Go package."""
 
     name: str
     module: str
     package: str
 
-    def module_of(self, layout: Layout) -> str:
-        """The folder of the module: that of Kubernetes depends on the release."""
-        return layout.kubernetes if self.module == KUBERNETES else self.module
+
+def parts(layout: Layout, modules: tuple[str, ...]) -> list[Part]:
+    """The programs of modules: the tools of each, or its own. The folder of Kubernetes depends on the release."""
+    found = []
+    for module in modules:
+        folder = layout.kubernetes if module == KUBERNETES else module
+        tools = re.search(
+            r"^tool (?:\((.*?)\)|(\S+))", (_MODULES / folder / "go.mod").read_text(), re.M | re.S
+        )
+        for package in (tools[1] or tools[2]).split() if tools else ["."]:
+            last = package.rpartition("/")[2]
+            is_name = re.fullmatch(r"\.|v\d+", last) is None
+            found.append(Part(last if is_name else module, folder, package))
+    return found
 
 
-PARTS = (
-    Part("kube-apiserver", KUBERNETES, "k8s.io/kubernetes/cmd/kube-apiserver"),
-    Part("kube-controller-manager", KUBERNETES, "k8s.io/kubernetes/cmd/kube-controller-manager"),
-    Part("kube-scheduler", KUBERNETES, "k8s.io/kubernetes/cmd/kube-scheduler"),
-    Part("kubelet", KUBERNETES, "k8s.io/kubernetes/cmd/kubelet"),
-    Part("kubectl", KUBERNETES, "k8s.io/kubernetes/cmd/kubectl"),
-    Part("etcd", "etcd", "go.etcd.io/etcd/server/v3"),
-    Part("containerd", "containerd", "github.com/containerd/containerd/v2/cmd/containerd"),
-    Part(
-        "containerd-shim-runc-v2",
-        "containerd",
-        "github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2",
-    ),
-    Part("ctr", "containerd", "github.com/containerd/containerd/v2/cmd/ctr"),
-    Part("runc", "runc", "github.com/opencontainers/runc"),
-)
-HELM = {
-    3: (Part("helm", "helm", "helm.sh/helm/v3/cmd/helm"),),
-    4: (Part("helm", "helm4", "helm.sh/helm/v4/cmd/helm"),),
-}
-"""By major version. Apart, in folders of their own: a cluster comes up without them, and another version of one builds
-nothing else anew."""
-PROMQL = (Part("promql", "promql", "."),)
-"""Prometheus' engine for queries; the tests of dashboard and alerts ask it."""
-METADATA = (Part("metadata", "metadata", "."),)
-"""Kubernetes' own reader of the files that describe the devices of a claim."""
-
-CDI_HOOK = (
-    Part(
-        "nvidia-cdi-hook", "nvidia-cdi-hook", "github.com/NVIDIA/nvidia-container-toolkit/cmd/nvidia-cdi-hook"
-    ),
-)
-"""NVIDIA's own, which hosts have; containerd runs it for each container with a GPU."""
-
-
-COMPUTE_DOMAINS = ("compute-domains", "sigs.k8s.io/dra-driver-nvidia-gpu")
-"""NVIDIA's DRA driver, of which the tests want the chart: its part for compute domains runs beside this driver."""
-
-
-def directory(layout: Layout, parts: tuple[Part, ...] = PARTS) -> Path:
+def directory(layout: Layout, modules: tuple[str, ...] = CLUSTER) -> Path:
     """Where the programs lie that the present go.mod files and flags give."""
     digest = hashlib.sha256(_machine().encode())
-    for module in sorted({part.module_of(layout) for part in parts}):
-        digest.update("\0".join(_flags(module)).encode())
-        for file in sorted((_MODULES / module).iterdir()):
+    for folder in sorted({part.module for part in parts(layout, modules)}):
+        digest.update("\0".join(_flags(folder)).encode())
+        for file in sorted((_MODULES / folder).iterdir()):
             digest.update(file.read_bytes())
     return layout.binaries / digest.hexdigest()[:16]
 
 
-def build(layout: Layout, parts: tuple[Part, ...] = PARTS) -> Path:
+def build(layout: Layout, modules: tuple[str, ...] = CLUSTER) -> Path:
     """Build what is missing and return the directory; fast when nothing is."""
-    target = directory(layout, parts)
-    if not list(_missing(target, parts)):
+    target, wanted = directory(layout, modules), parts(layout, modules)
+    if all((target / part.name).exists() for part in wanted):
         return target
     with locking.exclusive(layout.binaries / "lock", wait=True):
-        missing = list(_missing(target, parts))
-        if missing:
-            _require_go()
-            target.mkdir(parents=True, exist_ok=True)
-        for part in missing:
-            with progress.step(f"[{parts.index(part) + 1}/{len(parts)}] {part.name}"):
-                _provide_part(part, layout, target)
+        _require_go()
+        target.mkdir(parents=True, exist_ok=True)
+        for number, part in enumerate(wanted, 1):
+            if not (target / part.name).exists():
+                with progress.step(f"[{number}/{len(wanted)}] {part.name}"):
+                    _provide_part(part, layout, target)
     return target
 
 
@@ -116,23 +95,19 @@ def source_of(folder: str, module: str) -> Path:
     return Path(json.loads(done.stdout)["Dir"])
 
 
-def _missing(target: Path, parts: tuple[Part, ...]) -> Iterator[Part]:
-    return (part for part in parts if not (target / part.name).exists())
-
-
 def _provide_part(part: Part, layout: Layout, target: Path) -> None:
     """What every release of Kubernetes shares is there already if the usual one was built."""
     usual = directory(replace(layout, kubernetes=KUBERNETES)) / part.name
-    if part.module != KUBERNETES and usual.exists():
+    if part.module != layout.kubernetes and usual.exists():
         os.link(usual, target / part.name)
     else:
-        _build_part(part, part.module_of(layout), target)
+        _build_part(part, target)
 
 
-def _build_part(part: Part, module: str, target: Path) -> None:
+def _build_part(part: Part, target: Path) -> None:
     """Build beside and rename, so that an interrupted build leaves no half file."""
     unfinished = target / f".{part.name}.unfinished"
-    done = _run_go(["go", "build", *_flags(module), "-o", str(unfinished), part.package], module)
+    done = _run_go(["go", "build", *_flags(part.module), "-o", str(unfinished), part.package], part.module)
     if done.returncode != 0:
         raise ClusterError(f"Building {part.name} failed: {done.stderr.strip()[-2000:]}")
     unfinished.replace(target / part.name)

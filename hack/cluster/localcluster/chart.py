@@ -33,7 +33,7 @@ _HELMS_LABELS = re.compile(
 
 def helm(major: int = 3) -> Path:
     """Helm 3 or 4 of a pinned version, built first if it is not there."""
-    return binaries.build(Layout.from_environment(), binaries.HELM[major]) / "helm"
+    return binaries.build(Layout.from_environment(), (binaries.HELM[major],)) / "helm"
 
 
 def template(
