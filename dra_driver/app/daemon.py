@@ -44,7 +44,7 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.kube.client import ApiClient, ResourceApi
+from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_labels, node_uid
 from dra_driver.kube.endpoint import Endpoint
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
@@ -143,7 +143,6 @@ class Driver:
         self.client = ApiClient(
             Endpoint(settings.kubeconfig), limiter=limiter, observe=self.metrics.api_answered
         )
-        self._api = ResourceApi(self.client)
 
     def _make_gpus(self) -> None:
         self._gpus = NodeGpus(
@@ -191,7 +190,7 @@ class Driver:
         self.reporting = Reports(
             self.settings.driver_name,
             self.settings.node_name,
-            api=self._api,
+            api=self.client,
             metrics=self.metrics,
             records=self.records,
             known_records=self.known_records,
@@ -268,7 +267,7 @@ class Driver:
             without_record=self._without_record,
             executor=Executor(self.records, self.cleaner, self._steps, self.lanes, self.boot_id),
             cleaner=self.cleaner,
-            lookup=ClaimClient(self._api, self.reporting.claim_pods.note),
+            lookup=ClaimClient(self.client, self.reporting.claim_pods.note),
             users=GpuProcesses(
                 self._gpus.nvml.processes,
                 self.ledger.created_uuid,
@@ -288,7 +287,7 @@ class Driver:
     def _make_publishing(self) -> None:
         self.publishing = Publishing(
             self.settings,
-            api=self._api,
+            api=self.client,
             discovery=self.discovery,
             records=self.records,
             health=self.health,

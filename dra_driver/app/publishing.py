@@ -10,9 +10,9 @@ from dra_driver.health.rules.taints import withdrawals
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.records import RecordStore
-from dra_driver.kube.client import ResourceApi
+from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_uid
-from dra_driver.kube.slices import SliceCache, SliceClient
+from dra_driver.kube.slices import SliceCache
 from dra_driver.mig.layouts import NodeLayouts
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.reporting.reporter import Reports
@@ -31,7 +31,7 @@ class Publishing:
         self,
         settings: Settings,
         *,
-        api: ResourceApi,
+        api: ApiClient,
         discovery: Discovery,
         records: RecordStore,
         health: GpuHealth,
@@ -47,13 +47,13 @@ class Publishing:
         self._withdraws = False
         self.leads, self.inventory = leadership.is_ours, discovery.latest
         self.support = ApiSupport(api, settings.sharing, reports.reporter)
-        self.cache = SliceCache(SliceClient(api, settings.driver_name, settings.node_name), self._dirty)
+        self.cache = SliceCache(api, settings.driver_name, settings.node_name, self._dirty)
         self.publisher = Publisher(self, self.cache, settings.sharing, self.support, reports.node)
 
     def owner(self) -> Owner:
         """Who publishes."""
         names = self._settings.driver_name, self._settings.node_name
-        return Owner(*names, node_uid(self._api.client, self._settings.node_name))
+        return Owner(*names, node_uid(self._api, self._settings.node_name))
 
     def slice_count(self) -> int:
         """Slices of ours that the API server has."""

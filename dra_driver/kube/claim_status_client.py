@@ -15,7 +15,7 @@ import structlog
 from dra_driver.base.fields import NUMBER, TEXT, Codec, Kind, left_out
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient, reserved_pods
-from dra_driver.kube.client import ResourceApi, is_not_found
+from dra_driver.kube.client import ApiClient, is_not_found
 from dra_driver.model.claim import ClaimRef, DeviceFacts, DeviceStatus, MpsFacts, Pods, allocation_results
 from dra_driver.model.problems import EventObject
 from dra_driver.model.schema import JsonObject
@@ -44,7 +44,7 @@ class ClaimStatusClient:
     `note_pods` hears of the pods of every claim that is read, by its UID.
     """
 
-    api: ResourceApi
+    api: ApiClient
     driver: str
     node: str
     _: KW_ONLY

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError
 from dra_driver.kube.api_errors import PathNotFoundError
-from dra_driver.kube.client import ResourceApi, is_not_found
+from dra_driver.kube.client import ApiClient, is_not_found
 from dra_driver.model.claim import (
     AllocatedClaim,
     ClaimNow,
@@ -30,7 +30,7 @@ class ClaimClient:
     """Reads ResourceClaims; needs `get` on them and nothing else. `note_pods` hears of the pods of every claim that
     `read` and `look` find, by its UID."""
 
-    api: ResourceApi
+    api: ApiClient
     note_pods: Callable[[str, Pods], None] = lambda _uid, _pods: None
 
     def get_claim(self, namespace: str, name: str, *, timeout_s: float | None = None) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -42,6 +41,9 @@ if TYPE_CHECKING:
 FIELD_MANAGER = "gpu-dra-driver"
 """Whose writes ours are in `metadata.managedFields`, unless a request says otherwise: how the user agent begins."""
 USER_AGENT = f"{FIELD_MANAGER}/{dra_driver.__version__}"
+GROUP = "resource.k8s.io"
+GROUP_VERSION = f"{GROUP}/v1"
+"""Kubernetes serves it from 1.34 on."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 DEFAULT_TIMEOUT_S = 10.0
@@ -123,6 +125,23 @@ class ApiClient:
         decoded = decoded_json(data or b"{}", action)
         return decoded if isinstance(decoded, dict) else {"items": decoded}
 
+    def call(
+        self,
+        method: str,
+        plural: str,
+        *,
+        namespace: str | None = None,
+        name: str | None = None,
+        subresource: str | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
+        """A request to resource.k8s.io; `more` is as for `request`."""
+        return self.request(method, group_path(plural, namespace, name, subresource), **more)
+
+    def check_group(self) -> None:
+        """Ask whether the server has resource.k8s.io. Raises: PathNotFoundError if it has not."""
+        self.request("GET", f"/apis/{GROUP_VERSION}", action=f"ask for {GROUP_VERSION}")
+
     def text(self, path: str, *, action: str, timeout_s: float | None = None) -> str:
         """What a path answers that serves no object, such as a pod behind the server's proxy."""
         return self._answer(_Request("GET", path, until=self._until(timeout_s)), action)[1].decode(
@@ -153,7 +172,17 @@ class ApiClient:
             if response.status == 401:
                 self.endpoint.read_again(used)
                 response, data = self._send_repeated(wanted)
-            check_status(action, response, data)
+            try:
+                check_status(action, response, data)
+            except PathNotFoundError as error:
+                if not wanted.path.startswith(f"/apis/{GROUP_VERSION}"):
+                    raise
+                raise PathNotFoundError(
+                    f"{error}; the API server does not serve {GROUP_VERSION}, or something before it does not pass it"
+                    " on: use Kubernetes 1.34 or later",
+                    status=error.status,
+                    reason=error.reason,
+                ) from error
         return response, data
 
     def _send_repeated(self, wanted: _Request) -> tuple[urllib3.BaseHTTPResponse, bytes]:
@@ -402,74 +431,11 @@ def is_not_found(error: BaseException) -> bool:
     return isinstance(error, ApiRejectedError) and error.status == 404
 
 
-GROUP = "resource.k8s.io"
-GROUP_VERSION = f"{GROUP}/v1"
+def group_path(plural: str, namespace: str | None = None, *rest: str | None) -> str:
+    """URL path in resource.k8s.io of a collection, object or subresource.
 
-
-class ResourceApi:
-    """The group of one server. Safe for many threads."""
-
-    def __init__(self, client: ApiClient) -> None:
-        self.client = client
-
-    def call(
-        self,
-        method: str,
-        plural: str,
-        *,
-        action: str,
-        namespace: str | None = None,
-        name: str | None = None,
-        subresource: str | None = None,
-        query: Mapping[str, str] | None = None,
-        body: dict[str, Any] | None = None,
-        content_type: str = JSON,
-        timeout_s: float | None = None,
-    ) -> dict[str, Any]:
-        """One request. Raises: as ApiClient.request."""
-        path = _path(plural, namespace, name, subresource)
-        with _group_is_served():
-            return self.client.request(
-                method,
-                path,
-                action=action,
-                query=query,
-                body=body,
-                content_type=content_type,
-                timeout_s=timeout_s,
-            )
-
-    def watch(
-        self, plural: str, *, action: str, query: Mapping[str, str], idle_timeout_s: float
-    ) -> WatchStream:
-        """Start a watch over a cluster-scoped collection."""
-        with _group_is_served():
-            path = _path(plural, None)
-            return self.client.watch(path, action=action, query=query, idle_timeout_s=idle_timeout_s)
-
-    def check(self) -> None:
-        """Ask whether the server has the group. Raises: ApiUnavailableError, ApiRejectedError (404 if it has not)."""
-        with _group_is_served():
-            self.client.request("GET", f"/apis/{GROUP_VERSION}", action=f"ask for {GROUP_VERSION}")
-
-
-def _path(plural: str, namespace: str | None, *rest: str | None) -> str:
-    """URL path of a collection, object or subresource. Raises: ApiRejectedError for an impossible name."""
+    Raises: ApiRejectedError for an impossible name.
+    """
     inside = ["namespaces", path_segment(namespace)] if namespace is not None else []
     named = [path_segment(part) for part in rest if part is not None]
     return "/".join(["/apis", GROUP_VERSION, *inside, plural, *named])
-
-
-@contextmanager
-def _group_is_served() -> Iterator[None]:
-    """Raises: PathNotFoundError that says what is missing. It is not the kind of 404 that says that an object does not
-    exist."""
-    try:
-        yield
-    except PathNotFoundError as error:
-        raise PathNotFoundError(
-            f"{error}; the API server does not serve {GROUP_VERSION}, or something before it does not pass it on: use "
-            "Kubernetes 1.34 or later",
-            status=error.status,
-            reason=error.reason,
-        ) from error

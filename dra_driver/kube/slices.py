@@ -1,4 +1,4 @@
-"""ResourceSlices of one driver on one node: list, write and watch, nothing else can be seen or touched."""
+"""ResourceSlices of one driver on one node: list, write and watch; nothing else can be seen or touched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import structlog
 from dra_driver.base.backoff import Backoff
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import WatchExpiredError
-from dra_driver.kube.client import GROUP_VERSION, ResourceApi, WatchStream, is_not_found
+from dra_driver.kube.client import GROUP_VERSION, ApiClient, WatchStream, group_path, is_not_found
+
+log = structlog.get_logger(__name__)
 
 _PLURAL = "resourceslices"
 _jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
@@ -21,76 +23,7 @@ _WATCH_S = (300, 600)  # the server ends a watch after that long; spread, so tha
 _IDLE_S = 90.0
 """Bookmarks come about once a minute. When one is missing, the server is dead, and a balancer acknowledges in its
 place. Until then nothing tells of slices that somebody deletes; claims and health do not need the watch."""
-
-
-class SliceClient:
-    """The slices with `spec.driver` and `spec.nodeName` as given."""
-
-    def __init__(self, api: ResourceApi, driver: str, node: str, *, idle_timeout_s: float = _IDLE_S) -> None:
-        self._api = api
-        self._idle_timeout_s = idle_timeout_s
-        self._selector = {"fieldSelector": f"spec.driver={driver},spec.nodeName={node}"}
-        self._whose = f"{driver} on node {node}"
-
-    def list(self) -> tuple[list[dict[str, Any]], str]:
-        """(slices sorted by name, resource version to watch from)."""
-        action = f"list resource slices of {self._whose}"
-        answer = self._api.call("GET", _PLURAL, query=self._selector, action=action)
-        items = [
-            {"apiVersion": GROUP_VERSION, "kind": "ResourceSlice"} | item
-            for item in answer.get("items") or ()
-        ]
-        items.sort(key=lambda item: str(item["metadata"]["name"]))
-        return items, str((answer.get("metadata") or {}).get("resourceVersion") or "")
-
-    def create(self, obj: dict[str, Any]) -> dict[str, Any]:
-        """The stored slice, which may lack fields of `obj`."""
-        metadata = obj["metadata"]
-        action = f"create resource slice {metadata.get('name') or metadata.get('generateName')}"
-        return self._api.call("POST", _PLURAL, body=_typed(obj), action=action)
-
-    def update(self, obj: dict[str, Any]) -> dict[str, Any]:
-        """Replace the slice of that name, and return the stored one; a stale resourceVersion is refused with 409."""
-        name = obj["metadata"]["name"]
-        action = f"update resource slice {name}"
-        return self._api.call("PUT", _PLURAL, name=name, body=_typed(obj), action=action)
-
-    def delete(self, name: str, uid: str, resource_version: str | None = None) -> None:
-        """Delete exactly that object; that it is gone already is success. A changed one is a 409."""
-        preconditions = {"uid": uid}
-        if resource_version:
-            preconditions["resourceVersion"] = resource_version
-        body = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": preconditions}
-        try:
-            self._api.call("DELETE", _PLURAL, name=name, body=body, action=f"delete resource slice {name}")
-        except ApiRejectedError as error:
-            if not is_not_found(error):
-                raise
-
-    def open_watch(self, resource_version: str) -> WatchStream:
-        """A raw stream of events after `resource_version`; the caller closes it.
-
-        Raises: WatchExpiredError (list again), ApiUnavailableError, ApiRejectedError; while it is read also
-        ApiUnavailableError for a connection that broke or 90 s of silence, after which the server is dead.
-        """
-        # Not a matter of security: spreads load.
-        seconds = _jitter.uniform(*_WATCH_S)
-        query = self._selector | {
-            "watch": "true",
-            "allowWatchBookmarks": "true",
-            "resourceVersion": resource_version,
-            "timeoutSeconds": str(int(seconds)),
-        }
-        action = f"watch resource slices of {self._whose}"
-        return self._api.watch(_PLURAL, query=query, action=action, idle_timeout_s=self._idle_timeout_s)
-
-
-def _typed(obj: dict[str, Any]) -> dict[str, Any]:
-    return obj | {"apiVersion": GROUP_VERSION, "kind": "ResourceSlice"}
-
-
-log = structlog.get_logger(__name__)
-
+_TYPE = {"apiVersion": GROUP_VERSION, "kind": "ResourceSlice"}
 _JOIN_S = 5.0
 _BACKOFF_S = (1.6, 30.0)
 """The first wait, half of which is left to chance, is that of client-go's informers: 10,000 nodes whose watches end in
@@ -98,22 +31,29 @@ the same moment come back over 0.8 s."""
 
 
 class SliceCache:
-    """The slices, listed anew once an event of the watch or a write of ours made the last list old.
+    """The slices with `spec.driver` and `spec.nodeName` as given, listed again once an event of the watch or a write of
+    ours made the last list old.
 
     `on_change()` runs on the watch thread, and must be quick: after each list that the watch begins with, and after
-    each event. An event may be the echo of our own write. Who then looks finds nothing to do, and so it ends.
-    Idle it sleeps in one socket read.
+    each event. An event may be the echo of our own write; the publisher then finds nothing to do. Idle it sleeps in one
+    socket read. `list` and the writes also work without `start`.
     """
 
     def __init__(
         self,
-        client: SliceClient,
-        on_change: Callable[[], None],
+        api: ApiClient,
+        driver: str,
+        node: str,
+        on_change: Callable[[], None] = lambda: None,
         *,
+        idle_timeout_s: float = _IDLE_S,
         backoff_s: tuple[float, float] = _BACKOFF_S,
     ) -> None:
-        self._client = client
+        self._api = api
         self._on_change = on_change
+        self._idle_timeout_s = idle_timeout_s
+        self._selector = {"fieldSelector": f"spec.driver={driver},spec.nodeName={node}"}
+        self._whose = f"{driver} on node {node}"
         self._backoff = Backoff(*backoff_s, spread=(0.5, 1.0))
         self._lock = threading.Lock()
         self._slices: list[dict[str, Any]] = []
@@ -155,29 +95,61 @@ class SliceCache:
             self._list()
         return self._slices
 
+    def list(self) -> tuple[list[dict[str, Any]], str]:
+        """Asks the server: (slices sorted by name, resource version to watch from)."""
+        action = f"list resource slices of {self._whose}"
+        answer = self._api.call("GET", _PLURAL, query=self._selector, action=action)
+        items = [_TYPE | item for item in answer.get("items") or ()]
+        items.sort(key=lambda item: str(item["metadata"]["name"]))
+        return items, str((answer.get("metadata") or {}).get("resourceVersion") or "")
+
     def create(self, obj: dict[str, Any]) -> dict[str, Any]:
-        """As SliceClient.create."""
-        try:
-            return self._client.create(obj)
-        finally:
-            self._outdate()
+        """The stored slice, which may lack fields of `obj`."""
+        metadata = obj["metadata"]
+        action = f"create resource slice {metadata.get('name') or metadata.get('generateName')}"
+        return self._write("POST", obj | _TYPE, action=action)
 
     def update(self, obj: dict[str, Any]) -> dict[str, Any]:
-        """As SliceClient.update."""
-        try:
-            return self._client.update(obj)
-        finally:
-            self._outdate()
+        """Replace the slice of that name, and return the stored one; a stale resourceVersion is refused with 409."""
+        name = obj["metadata"]["name"]
+        return self._write("PUT", obj | _TYPE, name=name, action=f"update resource slice {name}")
 
     def delete(self, name: str, uid: str, resource_version: str | None = None) -> None:
-        """As SliceClient.delete."""
+        """Delete exactly that object; that it is gone already is success. A changed one is a 409."""
+        version = {"resourceVersion": resource_version} if resource_version else {}
+        body = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid} | version}
         try:
-            self._client.delete(name, uid, resource_version)
+            self._write("DELETE", body, name=name, action=f"delete resource slice {name}")
+        except ApiRejectedError as error:
+            if not is_not_found(error):
+                raise
+
+    def _write(self, method: str, body: dict[str, Any], **more: Any) -> dict[str, Any]:
+        try:
+            return self._api.call(method, _PLURAL, body=body, **more)
         finally:
-            self._outdate()
+            self._outdate()  # also after a write that failed: it may have arrived
+
+    def open_watch(self, resource_version: str) -> WatchStream:
+        """A raw stream of events after `resource_version`; the caller closes it.
+
+        Raises: WatchExpiredError (list again), ApiUnavailableError, ApiRejectedError; while it is read also
+        ApiUnavailableError for a connection that broke or 90 s of silence, after which the server is dead.
+        """
+        # Not a matter of security: spreads load.
+        seconds = _jitter.uniform(*_WATCH_S)
+        query = self._selector | {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": resource_version,
+            "timeoutSeconds": str(int(seconds)),
+        }
+        action = f"watch resource slices of {self._whose}"
+        return self._api.watch(
+            group_path(_PLURAL), query=query, action=action, idle_timeout_s=self._idle_timeout_s
+        )
 
     def _outdate(self) -> None:
-        """Also after a write that failed: it may have arrived."""
         with self._lock:
             self._changes += 1
 
@@ -185,7 +157,7 @@ class SliceCache:
         """The version of the list. What changes while it is on its way makes it old at once."""
         with self._lock:
             changes = self._changes
-        slices, version = self._client.list()
+        slices, version = self.list()
         with self._lock:
             if changes >= self._listed_at:  # another thread may have asked later, and be done
                 self._slices, self._listed_at = slices, changes
@@ -237,7 +209,7 @@ class SliceCache:
         Raises: WatchExpiredError also for an event from before `version`: the history was set back.
         """
         started = time.monotonic()
-        stream = self._client.open_watch(version)
+        stream = self.open_watch(version)
         self.failing = None
         with self._lock:
             self._stream = stream

@@ -18,7 +18,7 @@ from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.kube.client import ResourceApi
+from dra_driver.kube.client import ApiClient
 from dra_driver.kube.events import EventWriter
 from dra_driver.mig.mode import MigAction
 from dra_driver.model.claim import ClaimRef, ReportedDevice
@@ -216,7 +216,7 @@ class Reports:
         driver: str,
         node_name: str,
         *,
-        api: ResourceApi,
+        api: ApiClient,
         metrics: Metrics,
         records: RecordStore,
         known_records: Callable[[], Sequence[ClaimRecord]],
@@ -233,7 +233,7 @@ class Reports:
         self.claim_pods = ClaimPods()
         self.recorder = EventRecorder(
             node_name,
-            EventWriter(api.client, driver, node_name),
+            EventWriter(api, driver, node_name),
             ClaimStatusClient(api, driver, node_name, note_pods=self.claim_pods.note),
         )
         states = ClaimStatusReporter(self.recorder, inventory, created_instance, monitor.states, records.get)

@@ -26,7 +26,7 @@ from typing import Protocol
 import structlog
 
 from dra_driver.errors import ApiRejectedError, DraDriverError
-from dra_driver.kube.client import ApiClient, ResourceApi
+from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import server_version
 from dra_driver.mig.rules.counters import is_counted
 from dra_driver.model.inventory import Inventory
@@ -87,7 +87,7 @@ class Support:
     keeps_groups: bool = False
 
 
-def ask_support(api: ResourceApi, owner: Owner, known: Support, *, partitions: bool) -> Support:
+def ask_support(api: ApiClient, owner: Owner, known: Support, *, partitions: bool) -> Support:
     """What the API server says to dry runs. It remains what is `known` of taints and shares if it refuses to be asked.
 
     Raises: ApiUnavailableError; with `partitions` ApiRejectedError if it refuses to be asked (permissions, admission).
@@ -98,7 +98,7 @@ def ask_support(api: ResourceApi, owner: Owner, known: Support, *, partitions: b
     return Support(missing, limits, problem, keeps_groups)
 
 
-def _device_fields(api: ResourceApi, owner: Owner) -> tuple[frozenset[str], TaintLimits] | None:
+def _device_fields(api: ApiClient, owner: Owner) -> tuple[frozenset[str], TaintLimits] | None:
     """The feature gates that are missing, and what is taken of taints; None if the server refuses to be asked."""
     for limits in (NEWEST_TAINTS, OLDEST_TAINTS):
         effects = ["NoSchedule"] * limits.most + ["None"] * limits.informational
@@ -114,7 +114,7 @@ def _device_fields(api: ResourceApi, owner: Owner) -> tuple[frozenset[str], Tain
     return None
 
 
-def partitions_problem(api: ResourceApi, owner: Owner) -> str | None:
+def partitions_problem(api: ApiClient, owner: Owner) -> str | None:
     """Why the API server cannot count partitions, as one sentence with the remedy; None if it can.
 
     It is asked to create the two slices of a partitioned pool, counter sets and devices apart, as a dry run: nothing is
@@ -130,7 +130,7 @@ def partitions_problem(api: ResourceApi, owner: Owner) -> str | None:
     return _drops_counters(lost) if lost else None
 
 
-def _keeps_groups(api: ResourceApi, owner: Owner) -> bool:
+def _keeps_groups(api: ApiClient, owner: Owner) -> bool:
     """Raises: as `partitions_problem`."""
     content = SliceContent(devices=(_GROUPED,))
     return not _lost_in_trial(api, owner, "ask the API server for compatibility groups of devices", content)
@@ -142,7 +142,7 @@ def _drops_counters(lost: Iterable[Drop]) -> str:
 
 
 def _lost_in_trial(
-    api: ResourceApi, owner: Owner, action: str, *contents: SliceContent
+    api: ApiClient, owner: Owner, action: str, *contents: SliceContent
 ) -> tuple[Drop, ...] | ApiRejectedError:
     """The fields that the API server would drop of the first such slices, each asked about until one loses some; the
     error if it takes no such slice. Raises: as `partitions_problem`."""
@@ -202,7 +202,7 @@ class ApiSupport:
     For the publisher's thread; any thread may read `problem` and `drops_taints`.
     """
 
-    api: ResourceApi
+    api: ApiClient
     sharing: SharingPolicy
     observer: SupportObserver
     clock: Callable[[], float] = time.monotonic
@@ -318,4 +318,4 @@ class ApiSupport:
 
     def _caution(self, inventory: Inventory) -> str | None:
         """What is wrong with counters for these devices on a server that keeps them."""
-        return sharing_caution(self.api.client) if shares_counters(inventory, self.sharing) else None
+        return sharing_caution(self.api) if shares_counters(inventory, self.sharing) else None

@@ -33,10 +33,10 @@ from dra_driver.app.settings import Settings
 from dra_driver.errors import ApiRejectedError
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import discover_once
-from dra_driver.kube.client import ApiClient, ResourceApi
+from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.slices import SliceCache, SliceClient
+from dra_driver.kube.slices import SliceCache
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.sharing import NO_SHARING
 from dra_driver.nvml.reader import NvmlReader
@@ -93,8 +93,8 @@ class NodePublisher:
 
     def __init__(self, kubeconfig: str, name: str, content: Inventory, observe: Callable[..., None]) -> None:
         self._client = ApiClient(load_endpoint(kubeconfig), observe=observe, timeout_s=60.0)
-        api = ResourceApi(self._client)
-        self.cache = SliceCache(SliceClient(api, DRIVER, name), lambda: self.publisher.mark_dirty())  # noqa: PLW0108  made next
+        api = self._client
+        self.cache = SliceCache(api, DRIVER, name, lambda: self.publisher.mark_dirty())  # noqa: PLW0108  made next
         self._name, self._content = name, content
         support = _KeepsAll(api, NO_SHARING, mock.Mock())
         self.publisher = Publisher(self, self.cache, NO_SHARING, support, mock.Mock())

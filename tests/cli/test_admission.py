@@ -9,6 +9,7 @@ import pytest
 from dra_driver.cli.checks.admission import AdmissionProof
 from dra_driver.cli.rules.admission import refusal_finding
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
+from dra_driver.kube.client import ApiClient
 from dra_driver.model.claim import ClaimRef
 from tests.cli.test_doctor import DRIVER, NODE, says
 from tests.fakes.tables import data_of, tabled
@@ -36,6 +37,8 @@ CLAIM = {
 
 class Server:
     """Answers of an API server to one account: `rights` on the mark, `writes` by method, the rest by path."""
+
+    call = ApiClient.call
 
     def __init__(self, *rights: str, **writes: Exception | None) -> None:
         self.rights = rights

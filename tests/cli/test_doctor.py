@@ -656,6 +656,8 @@ def test_the_mps_host(tells: Tells, kubelet: KubeletChecks) -> None:
 class Answers:
     """An API client with answers by method and path; what is not there is not served."""
 
+    call, check_group = ApiClient.call, ApiClient.check_group
+
     def __init__(self, **answers: Any) -> None:
         self.answers: dict[str, Any] = {"/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"}}
         self.denied: set[str] = set()
@@ -697,7 +699,9 @@ def test_the_api_server(
     status: str,
     parts: tuple[str, ...],
 ) -> None:
-    missing = PathNotFoundError("the server could not find the requested resource (HTTP 404)", status=404)
+    missing = PathNotFoundError(
+        "the server does not serve resource.k8s.io/v1: use Kubernetes 1.34 or later", status=404
+    )
     answers.answers["/apis/resource.k8s.io/v1"] = {} if is_served else missing
     [outcome] = run_checks([Check("API server", cluster.api_server)])
     says(outcome.finding, status, *parts)

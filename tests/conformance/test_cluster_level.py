@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from playground.apiserver import Identity, PlaygroundApiServer
 
-from dra_driver.kube.client import ApiClient, ResourceApi
+from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.slices import SliceCache, SliceClient
+from dra_driver.kube.slices import SliceCache
 from dra_driver.model.claim import Prepared
 from dra_driver.model.inventory import Inventory
 from dra_driver.slices.rules.build import (
@@ -231,7 +231,7 @@ class Publishing:
 
     def __init__(self, server: PlaygroundApiServer, client: ApiClient, content: Inventory) -> None:
         [uid] = [entry["metadata"]["uid"] for entry in server.objects("nodes", group="")]
-        self.cache = SliceCache(SliceClient(ResourceApi(client), DRIVER, NODE), self._changed)
+        self.cache = SliceCache(client, DRIVER, NODE, self._changed)
         self.publisher = publisher_of(lambda: content, self.cache, lambda: Owner(DRIVER, NODE, uid))
 
     def run(self) -> None:

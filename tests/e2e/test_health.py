@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from dra_driver.kube.client import ApiClient, ResourceApi
+from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.slices import SliceClient
+from dra_driver.kube.slices import SliceCache
 from tests.e2e.conftest import SIMULATOR_DIR, SLOW_S, Cluster, claim_and_pod, wait_for
 
 # Some waits are the kubelet's, which by default tries again after a minute or more.
@@ -53,7 +53,7 @@ def taint_by_xid_79(cluster: Cluster, index: int) -> float:
     From the moment at which the simulated machine changed, so that no start of a program counts.
     """
     client = ApiClient(load_endpoint(str(cluster.local.kubeconfig())))
-    slices = SliceClient(ResourceApi(client), "gpu.nvidia.com", cluster.node)
+    slices = SliceCache(client, "gpu.nvidia.com", cluster.node)
     _, version = slices.list()
     name = device(cluster, index)["name"]
     stream = slices.open_watch(version)

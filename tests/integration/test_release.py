@@ -13,7 +13,7 @@ from playground.apiserver.server import PlaygroundApiServer
 from dra_driver.claims import lifecycle
 from dra_driver.claims.reconciler import Rhythm
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.kube.client import ApiClient, ResourceApi
+from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.model.claim import ClaimRef, Prepared, ReportedDevice
@@ -108,7 +108,7 @@ class Stage:
         server.add("nodes", {"metadata": {"name": NODE}})
         server.write_kubeconfig(directory / "kubeconfig")
         self.client = ApiClient(load_endpoint(str(directory / "kubeconfig")))
-        claims = ClaimClient(ResourceApi(self.client))
+        claims = ClaimClient(self.client)
         self.node = SmallNode(directory, MIXED, claims=claims)  # type: ignore[arg-type]
         self.told = Told()
         self.now = 0.0

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from playground.apiserver import PlaygroundApiServer
 
-from dra_driver.kube.client import ApiClient, ResourceApi
+from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.slices import SliceClient
+from dra_driver.kube.slices import SliceCache
 from tests.kube.support import DRIVER
 
 _REAL = os.environ.get("DRA_TEST_KUBECONFIG")
@@ -29,13 +29,13 @@ class Target:
     """An API server to test against; `server` is None for a real one."""
 
     kubeconfig: Path
-    api: ResourceApi
+    api: ApiClient
     node: str
     namespace: str
     server: PlaygroundApiServer | None
 
-    def slices(self) -> SliceClient:
-        return SliceClient(self.api, DRIVER, self.node)
+    def slices(self) -> SliceCache:
+        return SliceCache(self.api, DRIVER, self.node)
 
 
 def _params() -> list[Any]:
@@ -55,13 +55,13 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
         server.write_kubeconfig(kubeconfig)
         server.add("nodes", {"metadata": {"name": node}})
         client = ApiClient(load_endpoint(kubeconfig), timeout_s=5)
-        yield Target(kubeconfig, ResourceApi(client), node, "default", server)
+        yield Target(kubeconfig, client, node, "default", server)
         client.close()
 
 
 def _real_target(kubeconfig: Path, node: str) -> Iterator[Target]:
     client = ApiClient(load_endpoint(kubeconfig), timeout_s=60)
-    api = ResourceApi(client)
+    api = client
     target = Target(kubeconfig, api, node, "default", None)
     yield target
     for item in target.slices().list()[0]:

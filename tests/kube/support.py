@@ -10,7 +10,7 @@ from playground.apiserver.failure import ApiFailure, expired
 from playground.apiserver.faults import Faults
 
 from dra_driver.kube.claim_status_client import ClaimStatusClient
-from dra_driver.kube.client import ResourceApi
+from dra_driver.kube.client import ApiClient
 
 DRIVER = "gpu.nvidia.com"
 
@@ -95,7 +95,7 @@ class Patience:
 
 
 def allocated_claim(
-    api: ResourceApi,
+    api: ApiClient,
     namespace: str,
     results: Sequence[Mapping[str, Any]],
     *,
@@ -126,7 +126,7 @@ def allocated_claim(
     return write_claim_status(api, stored)
 
 
-def write_claim_status(api: ResourceApi, claim: dict[str, Any]) -> dict[str, Any]:
+def write_claim_status(api: ApiClient, claim: dict[str, Any]) -> dict[str, Any]:
     """Replace the whole status, as the scheduler does."""
     metadata = claim["metadata"]
     return api.call(

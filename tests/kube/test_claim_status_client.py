@@ -10,7 +10,7 @@ from playground.apiserver import Identity, PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.kube.client import ApiClient, ResourceApi
+from dra_driver.kube.client import ApiClient
 from dra_driver.model.claim import ClaimRef, DeviceFacts, DeviceStatus, MpsFacts, PodRef
 from dra_driver.model.problems import EventObject
 from tests.fakes.tables import data_of
@@ -41,11 +41,11 @@ def failed(device="gpu-0", message="fell off the bus"):
     return DeviceStatus("n", device, False, "GPULost", message)
 
 
-class Meddler(ResourceApi):
+class Meddler(ApiClient):
     """Does something to the cluster just before a status is written."""
 
     def __init__(self, client: ApiClient) -> None:
-        super().__init__(client)
+        super().__init__(client.endpoint, timeout_s=client.timeout_s)
         self.meddle = []
 
     def call(self, method, plural, **options):
@@ -58,7 +58,7 @@ class Case:
     """A claim with two devices of ours, one of them shared, and one of another driver."""
 
     def __init__(self, target) -> None:
-        self.api = Meddler(target.api.client)
+        self.api = Meddler(target.api)
         self.seconds = 0
         self.node = target.node
         self.ref = self.allocate(target.namespace)
@@ -230,14 +230,14 @@ def test_what_is_over_the_limits_is_cut_or_left_out(case):
 @pytest.fixture
 def single(server, connect):
     """A claim on one API server of the playground, and the writer for it."""
-    api = ResourceApi(connect(server))
+    api = connect(server)
     results = [{"driver": DRIVER, "pool": "n", "device": "gpu-0"}]
     metadata = allocated_claim(api, "default", results, node="node-a")["metadata"]
     return claim_status_client(api, DRIVER, "node-a"), ClaimRef("default", metadata["name"], metadata["uid"])
 
 
 def test_pods_of_every_claim_that_is_read_are_noted(server, connect):
-    api, noted = ResourceApi(connect(server)), []
+    api, noted = connect(server), []
     metadata = allocated_claim(
         api, "default", [{"driver": DRIVER, "pool": "n", "device": "gpu-0"}], node="node-a"
     )["metadata"]
@@ -277,7 +277,7 @@ def test_a_refusal_is_raised_when_the_claim_is_as_it_was(server, single, code, t
 
 def test_a_server_that_drops_the_entries_is_told_once_an_hour(connect):
     with PlaygroundApiServer(gates={"DRAResourceClaimDeviceStatus": False}) as server:
-        api = ResourceApi(connect(server))
+        api = connect(server)
         results = [{"driver": DRIVER, "pool": "n", "device": "gpu-0"}]
         metadata = allocated_claim(api, "default", results)["metadata"]
         ref = ClaimRef("default", metadata["name"], metadata["uid"])
@@ -302,12 +302,10 @@ def test_a_node_writes_only_what_is_allocated_on_it(connect):
         }
     ) as server:
         results = [{"driver": DRIVER, "pool": "n", "device": "gpu-0"}]
-        admin = ResourceApi(connect(server, token="admin"))
+        admin = connect(server, token="admin")
         metadata = allocated_claim(admin, "default", results, node="node-a")["metadata"]
         ref = ClaimRef("default", metadata["name"], metadata["uid"])
-        other = claim_status_client(ResourceApi(connect(server, token="b")), DRIVER, "node-b")
+        other = claim_status_client(connect(server, token="b"), DRIVER, "node-b")
         with pytest.raises(ApiRejectedError, match="resourceclaims/driver"):
             other.write(ref, [ready()])
-        assert claim_status_client(ResourceApi(connect(server, token="a")), DRIVER, "node-a").write(
-            ref, [ready()]
-        )
+        assert claim_status_client(connect(server, token="a"), DRIVER, "node-a").write(ref, [ready()])

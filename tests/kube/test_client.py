@@ -19,8 +19,11 @@ import dra_driver
 from dra_driver.base.backoff import TokenBucket
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError, WatchExpiredError
+from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import JSON, MERGE_PATCH, ApiClient, is_not_found
 from dra_driver.kube.endpoint import Endpoint
+from dra_driver.kube.slices import SliceCache
+from dra_driver.model.claim import ClaimRef
 from tests.fakes.tables import tabled
 
 NODES = "/api/v1/nodes"
@@ -446,3 +449,38 @@ def test_every_request_is_observed_with_its_answer(server, connect):
     with pytest.raises(ApiUnavailableError):
         client.request("DELETE", f"{NODES}/n", action="delete node")
     assert seen[2:] == [("DELETE", None)]
+
+
+@pytest.mark.parametrize("served", [(), ("v1beta1", "v1beta2")])
+def test_error_names_kubernetes_versions_when_v1_is_not_served(connect, served):
+    """A claim is not taken for deleted either: else every claim of the node would be."""
+    with PlaygroundApiServer(served=served) as server:
+        client = connect(server)
+        asks = [
+            client.check_group,
+            lambda: SliceCache(client, "gpu.nvidia.com", "n").open_watch("1"),
+            lambda: ClaimClient(client).look(ClaimRef("default", "absent", "uid-1")),
+        ]
+        for ask in asks:
+            with pytest.raises(PathNotFoundError, match=r"resource\.k8s\.io/v1.*Kubernetes 1\.34 or later"):
+                ask()
+        assert len(server.requests) == len(asks)
+
+
+def test_claim_that_does_not_exist_is_none(client):
+    assert ClaimClient(client).look(ClaimRef("default", "absent", "uid-1")) is None
+
+
+@pytest.mark.parametrize("name", ["..", ".", ""])
+def test_impossible_name_never_reaches_the_server(server, client, name):
+    with pytest.raises(ApiRejectedError, match="cannot be the name of an API object"):
+        ClaimClient(client).get_claim("default", name)
+    assert server.requests == []
+
+
+def test_name_stays_one_path_segment(server, client):
+    name = "a/../../b?x=y#z"
+    with pytest.raises(ApiRejectedError) as caught:
+        ClaimClient(client).get_claim("default", name)
+    assert f'resourceclaims.resource.k8s.io "{name}" not found' in str(caught.value)
+    assert server.requests[-1].query == {}

@@ -112,5 +112,5 @@ def test_an_event_lives_with_what_it_is_about(target, namespace, about):
     event = {"metadata": {"generateName": "x."}, "involvedObject": {"kind": "Pod", "namespace": about}}
     path = f"/api/v1/namespaces/{namespace}/events"
     with pytest.raises(ApiRejectedError, match="does not match event") as caught:
-        target.api.client.request("POST", path, action="test", body=event)
+        target.api.request("POST", path, action="test", body=event)
     assert caught.value.status == 422

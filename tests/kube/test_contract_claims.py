@@ -50,9 +50,9 @@ def pod(target):
             "containers": [{"name": "main", "image": "local/workload:e2e"}],
         },
     }
-    made = target.api.client.request("POST", pods, action="test", body=body)["metadata"]
+    made = target.api.request("POST", pods, action="test", body=body)["metadata"]
     yield PodRef(made["name"], made["uid"])
-    target.api.client.request("DELETE", f"{pods}/{made['name']}", action="test")
+    target.api.request("DELETE", f"{pods}/{made['name']}", action="test")
 
 
 def test_claim_has_v1_shape_whatever_is_served(target, claim):
@@ -179,13 +179,13 @@ def test_empty_allocation_is_valid():
 
 
 def test_node_uid_is_read(target):
-    nodes = target.api.client.request("GET", "/api/v1/nodes", action="list nodes")["items"]
-    assert node_uid(target.api.client, nodes[0]["metadata"]["name"]) == nodes[0]["metadata"]["uid"]
+    nodes = target.api.request("GET", "/api/v1/nodes", action="list nodes")["items"]
+    assert node_uid(target.api, nodes[0]["metadata"]["name"]) == nodes[0]["metadata"]["uid"]
 
 
 def test_missing_node_is_named(target):
     with pytest.raises(ApiRejectedError, match='get node absent: nodes "absent" not found'):
-        node_uid(target.api.client, "absent")
+        node_uid(target.api, "absent")
 
 
 def test_name_in_the_pod_is_read_from_the_annotation():

@@ -12,18 +12,19 @@ import pytest
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.api_errors import WatchExpiredError
-from dra_driver.kube.slices import SliceClient
+from dra_driver.kube.client import group_path
+from dra_driver.kube.slices import SliceCache
 from dra_driver.slices.rules.diff import dropped_fields
 from tests.fakes.tables import tabled
 from tests.kube.support import DRIVER, bump, make_slice
 
 
 @pytest.fixture
-def slices(target: Any) -> SliceClient:
+def slices(target: Any) -> SliceCache:
     return target.slices()
 
 
-def told(slices: SliceClient, version: str) -> Iterator[dict[str, Any]]:
+def told(slices: SliceCache, version: str) -> Iterator[dict[str, Any]]:
     """The events after that version."""
     with closing(slices.open_watch(version)) as stream:
         yield from (event for event in stream if event["type"] != "BOOKMARK")
@@ -47,7 +48,7 @@ def test_generated_name_keeps_index_when_prefix_is_long(target, slices):
 
 
 def test_list_shows_only_own_slices_when_others_exist(target, slices):
-    other = SliceClient(target.api, DRIVER, f"{target.node}-other")
+    other = SliceCache(target.api, DRIVER, f"{target.node}-other")
     foreign = other.create(make_slice(f"{target.node}-other"))
     mine = [slices.create(make_slice(target.node, index=i)) for i in (1, 0)]
     items, version = slices.list()
@@ -148,7 +149,7 @@ def test_watch_resumes_without_loss_when_continued_from_an_event(target, slices)
 
 def test_watch_hides_slices_of_other_nodes(target, slices):
     _, version = slices.list()
-    other = SliceClient(target.api, DRIVER, f"{target.node}-other")
+    other = SliceCache(target.api, DRIVER, f"{target.node}-other")
     foreign = other.create(make_slice(f"{target.node}-other"))["metadata"]
     mine = slices.create(make_slice(target.node))
     other.delete(foreign["name"], foreign["uid"])
@@ -183,3 +184,22 @@ def test_taint_gets_time_when_sent_without(target, slices):
     if missing:
         pytest.skip(f"this server dropped {missing}")
     assert stored["spec"]["devices"][0]["taints"][0]["timeAdded"]
+
+
+def test_watch_that_begins_with_a_list_has_a_bookmark_at_its_end(target, slices):
+    """As kubectl's does since 1.36: without the bookmark, `kubectl wait` waits for ever."""
+    stored = slices.create(make_slice(target.node))
+    query = {
+        "watch": "true",
+        "sendInitialEvents": "true",
+        "resourceVersionMatch": "NotOlderThan",
+        "allowWatchBookmarks": "true",
+        "timeoutSeconds": "20",
+        "fieldSelector": f"spec.nodeName={target.node}",
+    }
+    path = group_path("resourceslices")
+    with closing(target.api.watch(path, action="watch slices", query=query, idle_timeout_s=20)) as stream:
+        first, end = islice(stream, 2)
+    assert (first["type"], first["object"]["metadata"]["name"]) == ("ADDED", stored["metadata"]["name"])
+    assert end["type"] == "BOOKMARK"
+    assert end["object"]["metadata"]["annotations"] == {"k8s.io/initial-events-end": "true"}

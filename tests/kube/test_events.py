@@ -37,7 +37,7 @@ def time():
 
 @pytest.fixture
 def writer(target, time):
-    return EventWriter(target.api.client, DRIVER, target.node, clock=time.clock, now=time.now)
+    return EventWriter(target.api, DRIVER, target.node, clock=time.clock, now=time.now)
 
 
 def unique(kind, *, name=None, namespace="default"):
@@ -50,7 +50,7 @@ def events_of(target, about):
     terms = {"name": about.name, "uid": about.uid, "kind": about.kind}
     selector = ",".join(f"involvedObject.{key}={value}" for key, value in terms.items())
     path = f"/api/v1/namespaces/{about.namespace or 'default'}/events"
-    answer = target.api.client.request("GET", path, query={"fieldSelector": selector}, action="list")
+    answer = target.api.request("GET", path, query={"fieldSelector": selector}, action="list")
     return answer["items"]
 
 
@@ -115,7 +115,7 @@ def test_an_event_that_the_server_forgot_is_made_anew(target, writer):
     writer.write(about, "A", "why", warning=True)
     (event,) = events_of(target, about)
     name = event["metadata"]["name"]
-    target.api.client.request("DELETE", f"/api/v1/namespaces/default/events/{name}", action="delete")
+    target.api.request("DELETE", f"/api/v1/namespaces/default/events/{name}", action="delete")
     writer.write(about, "A", "why", warning=True, times=3)
     (event,) = events_of(target, about)
     assert (event["count"], event["metadata"]["name"] == name) == (3, False)
@@ -152,7 +152,7 @@ class LosesAnswers(ApiClient):
 
 
 def test_an_answer_that_was_lost_counts_once(target):
-    client = LosesAnswers(target.api.client.endpoint, timeout_s=60)
+    client = LosesAnswers(target.api.endpoint, timeout_s=60)
     writer = EventWriter(client, DRIVER, target.node)
     about = unique("Pod")
     for times in (1, 2):  # created, then counted up

@@ -6,7 +6,6 @@ import pytest
 from playground.apiserver import Identity, PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.client import ResourceApi
 from dra_driver.slices.api_support import partitions_problem
 from dra_driver.slices.rules.diff import Owner
 from tests.kube.support import DRIVER
@@ -22,7 +21,7 @@ def test_a_server_that_keeps_counters_is_known_without_a_write(target):
 
 def test_a_gate_that_is_off_is_named(connect):
     with PlaygroundApiServer(gates={"DRAPartitionableDevices": False}) as server:
-        problem = partitions_problem(ResourceApi(connect(server)), _OWNER)
+        problem = partitions_problem(connect(server), _OWNER)
     assert problem is not None
     assert problem.startswith("the API server drops spec.sharedCounters of a slice: its feature gate ")
     assert _REMEDY in problem
@@ -30,7 +29,7 @@ def test_a_gate_that_is_off_is_named(connect):
 
 @pytest.mark.parametrize("accepted", [0, 1])
 def test_the_layout_of_older_releases_is_told(server, connect, accepted):
-    api = ResourceApi(connect(server))
+    api = connect(server)
     text = (
         b'{"kind":"Status","message":"spec: must be in one slice","reason":"Invalid","details":{"name":"x"}}'
     )
@@ -53,7 +52,7 @@ def _echo(driver):
 
 
 def test_what_is_no_answer_is_raised(server, connect):
-    api = ResourceApi(connect(server))
+    api = connect(server)
     server.faults.fail(1, 403, path="resourceslices")
     with pytest.raises(ApiRejectedError, match="ask the API server for partitionable devices") as caught:
         partitions_problem(api, _OWNER)
@@ -65,7 +64,7 @@ def test_what_is_no_answer_is_raised(server, connect):
 
 def test_the_policy_for_own_slices_lets_the_question_through(connect):
     with PlaygroundApiServer(tokens={"t": Identity("driver", "node-a")}) as server:
-        api = ResourceApi(connect(server, token="t"))
+        api = connect(server, token="t")
         assert partitions_problem(api, _OWNER) is None
         with pytest.raises(ApiRejectedError, match="may not modify resource slices of other nodes"):
             partitions_problem(api, Owner(DRIVER, "node-b", "uid-b"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.client import ApiClient, ResourceApi
+from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.events import EventWriter
 from dra_driver.model.claim import ClaimRef, DeviceStatus
@@ -252,7 +252,7 @@ def test_over_a_real_connection_that_goes_and_comes(tmp_path):
         kubeconfig = tmp_path / "kubeconfig"
         api_server.write_kubeconfig(kubeconfig)
         client = ApiClient(load_endpoint(kubeconfig), timeout_s=5)
-        api = ResourceApi(client)
+        api = client
         metadata = allocated_claim(api, "default", [{"driver": DRIVER, "pool": "n", "device": "gpu-0"}])[
             "metadata"
         ]

@@ -11,7 +11,7 @@ import pytest
 from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.client import ApiClient, ResourceApi
+from dra_driver.kube.client import ApiClient
 from dra_driver.model.gpu import Card
 from dra_driver.model.mig import Partitioning, Placement
 from dra_driver.model.sharing import SharingRule, share_all
@@ -205,7 +205,7 @@ def test_other_changes_of_the_server_are_taken_for_what_was_sent_while_they_are_
 def test_devices_are_what_the_server_says_only_if_it_can_be_asked(connect: Callable[..., ApiClient]) -> None:
     known = Support(frozenset({TAINTS_GATE}), OLDEST_TAINTS)
     with PlaygroundApiServer() as server:
-        api = ResourceApi(connect(server))
+        api = connect(server)
         server.faults.fail(1, 400, reason="BadRequest", method="POST")
         assert ask_support(api, OWNER, known, partitions=False) == known
         assert ask_support(api, OWNER, known, partitions=False) == ALL
@@ -234,7 +234,7 @@ def test_servers_are_asked_without_a_write(
 ) -> None:
     """The limits of taints that are dropped do not matter."""
     with PlaygroundApiServer(minor=minor, gates=gates) as server:
-        api = ResourceApi(connect(server))
+        api = connect(server)
         assert ask_support(api, OWNER, ALL, partitions=False) == Support(frozenset(missing), limits)
         assert server.objects("resourceslices") == []
 
@@ -245,7 +245,7 @@ def test_groups_are_published_only_where_a_new_slice_keeps_them(
 ) -> None:
     """A scheduler without the gate would pass over the devices."""
     with PlaygroundApiServer(minor=37, gates={GROUPS_GATE: gate}) as server:
-        api = ResourceApi(connect(server))
+        api = connect(server)
         assert ask_support(api, OWNER, ALL, partitions=True) == Support(keeps_groups=gate)
         assert server.objects("resourceslices") == []
 
@@ -254,7 +254,7 @@ def test_a_server_that_refuses_groups_counts_partitions_all_the_same(
     connect: Callable[..., ApiClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with PlaygroundApiServer() as server:
-        api = ResourceApi(connect(server))
+        api = connect(server)
 
         def refuse(*_: object, **__: object) -> Never:
             raise INVALID

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playground.apiserver import PlaygroundApiServer
 
-from dra_driver.kube.client import ResourceApi
-from dra_driver.kube.slices import SliceClient
+from dra_driver.kube.slices import SliceCache
 from dra_driver.model.units import same_quantity
 from dra_driver.slices.rules.build import Pool, SliceContent
 from dra_driver.slices.rules.diff import Owner, SliceChanges, dropped_fields, same_content, slice_changes
@@ -353,7 +352,7 @@ def test_quantities_are_compared_by_value(left, right, same):
 def test_loss_is_seen_when_server_has_the_gate_off(connect):
     gates = {"DRADeviceTaints": False, "DRAConsumableCapacity": False}
     with PlaygroundApiServer(gates=gates) as server:
-        slices = SliceClient(ResourceApi(connect(server)), DRIVER, "n")
+        slices = SliceCache(connect(server), DRIVER, "n")
         sent = make_slice("n")
         sent["spec"]["devices"][0] |= {"taints": [_TAINT], "allowMultipleAllocations": True}
         assert dropped_fields(sent, slices.create(sent)) == (

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from playground.apiserver import PlaygroundApiServer
 
-from dra_driver.kube.client import ApiClient, ResourceApi
+from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.kube.slices import SliceCache, SliceClient
+from dra_driver.kube.slices import SliceCache
 from dra_driver.model.inventory import Inventory
 from dra_driver.slices.rules.build import build_pool
 from dra_driver.slices.rules.diff import Owner
@@ -85,7 +85,6 @@ class Cluster:
             self.server.add("resourceslices", body, group="resource.k8s.io")
         self.server.write_kubeconfig(directory / "kubeconfig")
         self._client = ApiClient(load_endpoint(directory / "kubeconfig"), timeout_s=5)
-        self._slices = SliceClient(ResourceApi(self._client), DRIVER, NODE)
         self.views: list[View] = [self.view()]
         self.written: list[str] = []
 
@@ -103,7 +102,7 @@ class Cluster:
     def publish(self, inventory: Inventory, die_at: int | None = None) -> list[str]:
         """The writes that a publisher made until it was done, or died."""
         self.written = []
-        cache = SliceCache(self._slices, self._changed)
+        cache = SliceCache(self._client, DRIVER, NODE, self._changed)
         publisher = self._publisher = publisher_of(
             lambda: inventory, DyingCache(cache, die_at, self._note), lambda: self._owner
         )

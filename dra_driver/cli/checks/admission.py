@@ -9,7 +9,7 @@ from dra_driver.cli.rules.admission import EXEMPT_VERB, MARK_RESOURCE, MARK_VERB
 from dra_driver.cli.rules.findings import Finding, skip, warn
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.kube.client import GROUP_VERSION, MERGE_PATCH, ApiClient, ResourceApi
+from dra_driver.kube.client import GROUP_VERSION, MERGE_PATCH, ApiClient
 from dra_driver.kube.cluster import Permission, is_allowed
 from dra_driver.model.claim import ClaimRef, allocation_results
 from dra_driver.model.schema import JsonObject
@@ -42,7 +42,7 @@ class AdmissionProof:
         pool = {"name": _FOREIGN, "generation": 1, "resourceSliceCount": 1}
         spec = {"driver": self.driver, "nodeName": _FOREIGN, "pool": pool, "devices": []}
         try:
-            ResourceApi(self.client).call(
+            self.client.call(
                 *("POST", "resourceslices"),
                 action="try a slice of another node",
                 query={"dryRun": "All"},
@@ -61,7 +61,7 @@ class AdmissionProof:
             return skip("no claim with a device is known here, so there is none to try it on")
         metadata, status = claim["metadata"], claim["status"]
         try:
-            ResourceApi(self.client).call(
+            self.client.call(
                 *("PATCH", "resourceclaims"),
                 action="try to take a claim for another pod",
                 namespace=metadata["namespace"],
@@ -93,7 +93,7 @@ class AdmissionProof:
 
     def _allocated_claim(self) -> JsonObject | None:
         """One that this node has prepared, with a device of gpu-dra-driver."""
-        lookup = ClaimClient(ResourceApi(self.client))
+        lookup = ClaimClient(self.client)
         for ref in self.claims():
             claim = lookup.find(ref)
             if claim is not None and any(

@@ -11,7 +11,7 @@ from dra_driver.cli.rules.admission import MARK_RESOURCE, MARK_VERB
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError
-from dra_driver.kube.client import GROUP, GROUP_VERSION, ApiClient, ResourceApi
+from dra_driver.kube.client import GROUP, GROUP_VERSION, ApiClient
 from dra_driver.kube.cluster import Permission, is_allowed, node_uid, read_node, server_version
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.schema import JsonObject
@@ -59,7 +59,7 @@ class ClusterChecks:
                 "not asked: this is not a pod, and no kubeconfig was given", "give one with --kubeconfig"
             )
         client = self.client.get()
-        ResourceApi(client).check()
+        client.check_group()
         release = server_version(client) or "unknown"
         return ok(f"Kubernetes {release} at {client.endpoint.server}, {GROUP_VERSION} is used")
 
@@ -167,9 +167,8 @@ class ClusterChecks:
     def feature_gates(self) -> Finding:
         """Does the API server keep what gpu-dra-driver publishes as it is configured? Dry runs show it."""
         client = self.client.get()
-        api = ResourceApi(client)
         owner = Owner(self.driver, self.node, node_uid(client, self.node))
-        support = ask_support(api, owner, Support(), partitions=True)
+        support = ask_support(client, owner, Support(), partitions=True)
         problem = support.no_partitions
         off = set(support.missing) | (set() if problem is None else {PARTITIONS_GATE})
         if problem is not None and self.dynamic_mig:
@@ -226,7 +225,7 @@ class ClusterChecks:
         return looked
 
     def _list(self, plural: str, query: Mapping[str, str] | None = None) -> JsonObject:
-        return ResourceApi(self.client.get()).call("GET", plural, action=f"list {plural}", query=query)
+        return self.client.get().call("GET", plural, action=f"list {plural}", query=query)
 
 
 def _is_renamed(name: str, other: str) -> bool:

@@ -10,7 +10,7 @@ from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.rules.manifests import is_parameters
 from dra_driver.cli.validation.rules.server_answers import Answer, Made, refused, unknown_kind
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
-from dra_driver.kube.client import JSON, ApiClient, ResourceApi, is_not_found, path_segment
+from dra_driver.kube.client import JSON, ApiClient, is_not_found, path_segment
 from dra_driver.kube.endpoint import Endpoint
 from dra_driver.model.schema import JsonObject
 
@@ -48,7 +48,6 @@ class ServerTrial:
         """`namespace` is that of documents that name none."""
         self._warnings: list[str] = []
         self._client = ApiClient(endpoint, timeout_s=_TIMEOUT_S, warned=self._warnings.append)
-        self._api = ResourceApi(self._client)
         self._namespace = namespace
         self._kinds: dict[str, Mapping[str, JsonObject] | None] = {}
         self._server = endpoint.server
@@ -172,7 +171,7 @@ class ServerTrial:
     def _classes(self) -> list[JsonObject] | None:
         try:
             return list(
-                self._api.call("GET", "deviceclasses", action="list device classes").get("items") or ()
+                self._client.call("GET", "deviceclasses", action="list device classes").get("items") or ()
             )
         except ApiRejectedError:
             return None
@@ -181,7 +180,7 @@ class ServerTrial:
         """The object, None if there is none; nothing if this user may not look."""
         kind, namespace, name = reference
         try:
-            found = self._api.call(
+            found = self._client.call(
                 "GET", _PLURALS[kind], action=f"get {kind} {namespace}/{name}", namespace=namespace, name=name
             )
         except ApiRejectedError as error:
