@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +20,14 @@ from dra_driver.cli.flags import (
     usual_kubeconfig,
 )
 from dra_driver.cli.inspect import OwnershipUnknownError, slices_to_publish
+from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored
 from dra_driver.cli.rules.tables import hanging
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.machine_fit import MachineFit
-from dra_driver.errors import InvalidConfigError, NvmlUnavailableError
+from dra_driver.cli.validation.rules.layout_trial import MigGpu
+from dra_driver.errors import DraDriverError, InvalidConfigError, NvmlUnavailableError
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted
 
@@ -203,10 +206,28 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
         return None, f"this one has no usable GPU ({reason}); name one with --simulate"
     except OwnershipUnknownError as error:
         return None, f"{error}; run this as root"
-    fit = MachineFit(name, settings.driver_name, slices)
+    fit = MachineFit(name, settings.driver_name, slices, gpus_for_layouts(settings))
     if settings.simulate is None and not fit.devices:
         return None, "this one has no GPU; name one with --simulate"
     return fit, counted(len(fit.devices), "device")
+
+
+def gpus_for_layouts(settings: Settings) -> list[MigGpu]:
+    """The GPUs of the machine in the order of their PCI addresses, with what each can be cut into."""
+    from dra_driver.nvml.mig_changes import MigHardware
+
+    machine, found = CommandMachine(settings), []
+    with ExitStack() as session, suppress(NvmlUnavailableError):
+        inventory = machine.open_nvml(session).read_inventory()
+        hardware = MigHardware(nullcontext)
+        for index, gpu in enumerate(inventory.gpus):
+            try:
+                pci_id, profiles = hardware.cuts(gpu)
+            except DraDriverError:
+                continue
+            name = f"GPU {index} ({gpu.product_name or gpu.uuid})"
+            found.append(MigGpu(index, name, pci_id, profiles if gpu.mig_capable else ()))
+    return found
 
 
 def configured_among(documents: Sequence[Document]) -> tuple[JsonObject, Mapping[int, tuple[str, ...]]]:

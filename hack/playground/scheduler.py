@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from dra_driver.cli.validation.rules.allocator import AllocationError, allocate, free_devices
-from dra_driver.cli.validation.rules.extended_resources import (
+from dra_driver.cli.validation.rules.pods import (
     asked_resources,
     extended_requests,
     served_resources,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dra_driver.cli.validation.rules.extended_resources import IMPLICIT
+from dra_driver.cli.validation.rules.pods import IMPLICIT
 from dra_driver.model.claim import allocation_results
 from dra_driver.model.gpu import GpuLoad
 from dra_driver.model.schema import JsonObject

@@ -20,7 +20,8 @@ from dra_driver.cli.validation.rules.allocator import (
     free_devices,
     less,
 )
-from dra_driver.cli.validation.rules.explain import Funnel, funnel, largest_group
+from dra_driver.cli.validation.rules.explain import Funnel, funnel, largest_group, meant_attribute
+from dra_driver.cli.validation.rules.layout_trial import MigGpu
 from dra_driver.errors import DraDriverError, RetryableError
 from dra_driver.kube.claims import parse_allocated_claim
 from dra_driver.model.claim import ClaimRef
@@ -50,11 +51,12 @@ class Fit:
 
 @dataclass(eq=False)
 class MachineFit:
-    """One empty machine: nothing of it is allocated yet."""
+    """One empty machine: nothing of it is allocated yet. `gpus` are those that MIG layouts are tried on."""
 
     name: str
     driver: str
     slices: Sequence[JsonObject]
+    gpus: Sequence[MigGpu] = ()
 
     def __post_init__(self) -> None:
         self._node = str(self.slices[0]["spec"]["nodeName"]) if self.slices else self.name
@@ -138,7 +140,7 @@ class MachineFit:
                 largest = (
                     f"the largest group has {number} ({value})"
                     if number
-                    else "no matching device has this attribute"
+                    else f"no matching device has this attribute{meant_attribute(attribute, self.devices)}"
                 )
                 asks = f"the claim asks for {count} devices with one value"
                 return f"constraint matchAttribute {attribute}: {asks}, {largest}"

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
+from typing import Any
 
+from dra_driver.app.config_file import MIG_LAYOUTS, mig_layouts
 from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.machine_fit import Fit, MachineFit
 from dra_driver.cli.validation.rules.device_classes import profile_of_class
-from dra_driver.cli.validation.rules.extended_resources import (
-    IMPLICIT,
-    asked_resources,
-    extended_requests,
-    served_resources,
-)
+from dra_driver.cli.validation.rules.layout_trial import known_names, layout_problems, manager_layouts
 from dra_driver.cli.validation.rules.manifests import (
     KINDS,
     alternative_hints,
@@ -23,12 +20,23 @@ from dra_driver.cli.validation.rules.manifests import (
     claim_spec,
     class_names,
     class_type,
-    hidden_volumes,
+    default_hints,
     is_parameters,
     object_faults,
     parameter_faults,
-    pod_faults,
     requests_of,
+    taint_rule_faults,
+)
+from dra_driver.cli.validation.rules.neighbours import misspelled_kind, neighbour
+from dra_driver.cli.validation.rules.pods import (
+    IMPLICIT,
+    asked_resources,
+    extended_requests,
+    pod_faults,
+    pod_specs,
+    served_resources,
+    trap_hints,
+    unknown_requests,
     unused_claims,
     uses_mps,
 )
@@ -36,9 +44,9 @@ from dra_driver.cli.validation.rules.selection import NotJudgedError
 from dra_driver.cli.validation.rules.selectors import compiled, driver_asked_for
 from dra_driver.cli.validation.rules.server_answers import Answer
 from dra_driver.cli.validation.rules.standard_classes import standard_classes
-from dra_driver.cli.validation.rules.workloads import pod_specs
 from dra_driver.cli.validation.server_trial import Reference, ServerFindings
-from dra_driver.model.schema import JsonObject
+from dra_driver.model.mig import LAYOUT_LABEL, Layouts
+from dra_driver.model.schema import JsonObject, faults
 from dra_driver.model.units import counted, named
 
 NOT_JUDGED = "not judged"
@@ -157,6 +165,14 @@ class ManifestCheck:
         )
         self._has_vfio = any(one.get("type") == "vfio" for one in attributes)
         profiles = {one.get("profile") for one in attributes}
+        self._layouts = {
+            name: entries
+            for document in self.documents
+            if isinstance(document.content, dict)
+            for _, text in manager_layouts(document.content)
+            if not faults({"fromLabel": True, "configuration": _layout_file(text)}, MIG_LAYOUTS, "")
+            for name, entries in mig_layouts({"configuration": _layout_file(text)}).named.items()
+        }
         self._faults: dict[int, list[str]] = {}
         self._good: dict[Reference, JsonObject] = {}
         self._places: dict[Reference, str] = {}
@@ -169,13 +185,13 @@ class ManifestCheck:
                 self._labels[str(_metadata(content).get("name"))] = labels if isinstance(labels, dict) else {}
             if kind not in KINDS:
                 continue
-            faults = [str(fault) for fault in object_faults(content, self.driver)]
-            self._faults[id(document)] = faults
+            found = [str(fault) for fault in object_faults(content, self.driver)]
+            self._faults[id(document)] = found
             of_cluster = kind == "DeviceClass"
             own = "" if of_cluster else self._namespace_of(content)
             reference = (kind, own, str(_metadata(content).get("name")))
             self._places[reference] = document.place
-            if not faults:
+            if not found:
                 v1 = as_v1(content)
                 self._good[reference] = v1
                 profiles |= set() if of_cluster else set(map(profile_of_class, class_names(claim_spec(v1))))
@@ -204,9 +220,81 @@ class ManifestCheck:
             report.faults += [str(fault) for fault in parameter_faults(content, "")]
         elif pods := list(pod_specs(content)):
             self._pods(pods, self._namespace_of(content), report)
-        elif not document.is_configuration:
+        else:
+            self._other(document, content, report)
+
+    def _other(self, document: Document, content: JsonObject, report: DocumentReport) -> None:
+        """What is neither a claim nor a class nor makes pods."""
+        if content.get("kind") == "DeviceTaintRule":
+            self._taint_rule(content, report)
+        elif document.is_configuration:
+            given = content.get("migLayouts")
+            if isinstance(given, dict) and not report.faults:
+                wanted = mig_layouts(given)
+                self._try_layouts([wanted.name] if wanted.name else [*wanted.named], wanted.named, report)
+        elif files := [*manager_layouts(content)]:
+            for key, text in files:
+                self._manager_file(key, text, report)
+        elif content.get("kind") == "Node" and (
+            name := (_metadata(content).get("labels") or {}).get(LAYOUT_LABEL)
+        ):
+            self._try_layouts([str(name)], self._layouts, report)
+        elif meant := misspelled_kind(content, (*KINDS, "DeviceTaintRule", "Pod")):
+            report.faults.append(f"kind: {content['kind']!r} is not known; did you mean {meant}?")
+        else:
+            what = neighbour(content)
             report.verdict = "SKIP"
-            report.notes.append("skipped: not related to gpu-dra-driver")
+            report.notes.append(f"skipped: {what or 'it has nothing to do with GPUs'}")
+
+    def _manager_file(self, key: str, text: str, report: DocumentReport) -> None:
+        """A file of NVIDIA's mig-manager: its faults, and which of its layouts the machine takes."""
+        content = _layout_file(text)
+        found = faults({"fromLabel": True, "configuration": content}, MIG_LAYOUTS, "")
+        report.faults += [f"{key}: {str(fault).removeprefix('configuration.')}" for fault in found]
+        if not found:
+            layouts = mig_layouts({"configuration": content}).named
+            self._try_layouts([*layouts], layouts, report, needs_all=False)
+
+    def _try_layouts(
+        self, names: Sequence[str], layouts: Layouts, report: DocumentReport, *, needs_all: bool = True
+    ) -> None:
+        for machine in self.machines:
+            problems: list[str] = []
+            for name in names:
+                refused, hints = layout_problems(name, layouts, machine.gpus)
+                report.hints += hints
+                problems += refused
+                if not refused:
+                    report.notes.append(f"layout {name} fits {machine.name}")
+            unknown = any("there is no layout" in text for text in problems)
+            near = get_close_matches(names[0], known_names(layouts, machine.gpus), 1) if unknown else []
+            if near:
+                problems.append(f"did you mean {near[0]}?")
+            (report.faults if needs_all or len(problems) >= len(names) else report.notes).extend(
+                f"{text} (on {machine.name})" if len(self.machines) > 1 else text for text in problems
+            )
+
+    def _taint_rule(self, content: JsonObject, report: DocumentReport) -> None:
+        """Whether a rule of ours chooses a device that there is."""
+        report.faults += [str(fault) for fault in taint_rule_faults(content)]
+        chosen = (content.get("spec") or {}).get("deviceSelector") or {}
+        if report.faults or chosen.get("driver") not in (None, self.driver):
+            report.verdict = "SKIP"
+            if not report.faults:
+                report.notes.append(f"skipped: is for devices of {chosen['driver']}")
+            return
+        device = chosen.get("device")
+        for machine in self.machines:
+            names = [one.name for one in machine.devices]
+            if device is not None and device not in names:
+                report.hints.append(
+                    f"no device of {machine.name} is called {device}; its devices are {named(names)}"
+                    + (
+                        "; with deviceNames: minor GPUs are called gpu-0, gpu-1"
+                        if device[4:].isdecimal()
+                        else ""
+                    )
+                )
 
     def _object(self, content: JsonObject, v1: JsonObject, report: DocumentReport) -> None:
         if content["apiVersion"] != v1["apiVersion"]:
@@ -221,6 +309,7 @@ class ManifestCheck:
         self._admin_hint(spec, self._namespace_of(content), report)
         path = "spec.spec.devices" if v1["kind"] == "ResourceClaimTemplate" else "spec.devices"
         report.hints += alternative_hints(spec.get("devices") or {}, path, self.driver)
+        report.hints += default_hints(claim_spec(content), path)
         if self._knows_classes(sorted(set(class_names(spec))), report):
             self._try_claim(spec, report)
 
@@ -262,6 +351,7 @@ class ManifestCheck:
                 for known in get_close_matches(name, self._classes, 1, _ALIKE)
                 if not name.endswith(f".{known}")
             ]
+            near = near or [known for known in self._classes if known.startswith(f"{name}.")][:1]
             meant = f"; did you mean {near[0]}?" if near else ""
             if self._cluster_classes is not None:
                 absent = f"DeviceClass {name} is not in the cluster and not in the files"
@@ -353,12 +443,8 @@ class ManifestCheck:
             if found is None:
                 continue
             claims.append(found)
-            if uses_mps(found, self._classes, self.driver):
-                report.hints += [
-                    f"container {container}: the claim {entry} uses MPS, whose /dev/shm hides the volume {volume} that "
-                    "the container mounts there; leave the volume out"
-                    for container, volume in hidden_volumes(spec, entry)
-                ]
+            report.faults += [str(fault) for fault in unknown_requests(spec, entry, found)]
+            report.hints += trap_hints(spec, entry, uses_mps=uses_mps(found, self._classes, self.driver))
         if claims and spec.get("hostUsers") is False:
             report.hints.append(
                 "hostUsers is false: the NVIDIA driver's device nodes must be in the host's /dev; if a container does "
@@ -426,6 +512,15 @@ class ManifestCheck:
                 self._knows_classes([resource.removeprefix(IMPLICIT)], report)
         ours = {resource: name for resource, name in served.items() if self._other_driver(name) is None}
         return extended_requests(spec, ours)
+
+
+def _layout_file(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        return f"is not valid YAML: {error}"
 
 
 def _metadata(content: JsonObject) -> JsonObject:

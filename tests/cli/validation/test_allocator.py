@@ -144,12 +144,12 @@ SHARED = {"capacity": DATA["capacity"], "allowMultipleAllocations": True}
 
 @tabled("requests", "expected")
 def test_request_is_rounded_by_the_policy(requests: Json, expected: Json | None) -> None:
-    assert consumption(requests, SHARED, DRIVER) == expected
+    assert consumption(requests, SHARED) == expected
 
 
 @tabled("requests", "expected")
 def test_capacity_without_policy_is_taken_whole_or_as_asked(requests: Json, expected: Json | None) -> None:
-    assert consumption(requests, {"capacity": {"m": {"value": "8Gi"}}}, DRIVER) == expected
+    assert consumption(requests, {"capacity": {"m": {"value": "8Gi"}}}) == expected
 
 
 def test_room_is_counted_by_value() -> None:

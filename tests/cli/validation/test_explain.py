@@ -67,8 +67,14 @@ def test_a_missing_key_is_an_error_with_the_guard_that_avoids_it() -> None:
     found = funnel(wanted(f"{A}.profile == '1g.10gb'"), MACHINE)
     assert found.matching == ()
     assert found.error is not None
-    assert f"fails on device {GPU_0}: no such key: profile" in found.error
-    assert 'test `"profile" in' in found.error
+    assert "no device of the class has profile; there are: " in found.error
+    machine = [
+        *MACHINE,
+        *candidates([devices()[0] | {"name": "other", "attributes": {"type": {"string": "gpu"}}}]),
+    ]
+    some = funnel(wanted(f"{A}.productName == 'x'"), machine)
+    assert some.error is not None
+    assert 'which has no productName; test `"productName" in' in some.error
     guarded = funnel(wanted(f"'profile' in {A} && {A}.profile == '1g.10gb'"), MACHINE)
     assert guarded.error is None
 
@@ -84,7 +90,8 @@ def test_capacity(capacity: dict[str, str], left: int) -> None:
     found = funnel(wanted(capacity=capacity), MACHINE)
     assert len(found.matching) == left
     [(name, amount)] = capacity.items()
-    assert found.sentence().endswith(f"{left} have {name} {amount}")
+    assert f"{left} have {name} {amount}" in found.sentence()
+    assert ("is no capacity; there are: memory" in found.sentence()) == (name != "memory")
 
 
 @tabled("effect", "tolerations", "is_left")

@@ -15,10 +15,8 @@ from dra_driver.cli.validation.rules.manifests import (
     class_names,
     object_faults,
     parameter_faults,
-    pod_faults,
-    unused_claims,
 )
-from dra_driver.cli.validation.rules.workloads import pod_specs
+from dra_driver.cli.validation.rules.pods import pod_faults, pod_specs, unused_claims
 from tests.fakes.tables import data_of, tabled
 
 ROOT = Path(__file__).parents[3]

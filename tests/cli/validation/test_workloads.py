@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dra_driver.cli.validation.rules.extended_resources import extended_requests, served_resources
-from dra_driver.cli.validation.rules.workloads import pod_specs
+from dra_driver.cli.validation.rules.pods import extended_requests, pod_specs, served_resources
 from tests.fakes.tables import tabled
 
 Json = dict[str, Any]

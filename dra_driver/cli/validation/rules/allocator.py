@@ -87,8 +87,7 @@ class Pick:
 
     def consumes(self) -> Amounts:
         """What it takes of the device's capacities."""
-        driver, _, _ = self.candidate.id
-        return consumption(self.wanted.capacity, self.candidate.device, driver) or {}
+        return consumption(self.wanted.capacity, self.candidate.device) or {}
 
 
 @dataclass(slots=True)
@@ -313,7 +312,7 @@ def _matches(wanted: Wanted, candidate: Candidate) -> bool:
             return False
     except SelectorError as error:
         raise AllocationError(f"request {wanted.name}, device {'/'.join(candidate.id)}: {error}") from error
-    return consumption(wanted.capacity, candidate.device, candidate.id[0]) is not None
+    return consumption(wanted.capacity, candidate.device) is not None
 
 
 def _tolerated(taint: Mapping[str, Any], tolerations: Sequence[Mapping[str, Any]]) -> bool:

@@ -19,27 +19,12 @@ def shareable(device: Mapping[str, Any]) -> bool:
     return bool(device.get("allowMultipleAllocations"))
 
 
-def requested(requests: Mapping[str, Any], device: Mapping[str, Any], driver: str) -> Amounts | None:
-    """The requests under the device's own names, where the domain of their DRA driver may be left out.
-
-    None if the device does not have a requested capacity, or has it asked for twice.
-    """
-    capacity, found = device.get("capacity") or {}, {}
-    for name, amount in requests.items():
-        domain, slash, identifier = name.rpartition("/")
-        own = [name, identifier] if domain == driver else [name, f"{driver}/{name}"] if not slash else [name]
-        key = next((candidate for candidate in own if candidate in capacity), None)
-        if key is None or key in found:
-            return None
-        found[key] = str(amount)
-    return found
-
-
-def consumption(requests: Mapping[str, Any], device: Mapping[str, Any], driver: str) -> Amounts | None:
+def consumption(requests: Mapping[str, Any], device: Mapping[str, Any]) -> Amounts | None:
     """What an allocation takes of every capacity, zeros too; None if the device cannot give it even when free."""
-    wanted = requested(requests, device, driver)
-    if wanted is None:
+    # kube-scheduler compares names as they are written, so `gpu.nvidia.com/memory` is no capacity called `memory`.
+    if not requests.keys() <= (device.get("capacity") or {}).keys():
         return None
+    wanted = {name: str(amount) for name, amount in requests.items()}
     taken = {}
     for name, entry in (device.get("capacity") or {}).items():
         amount = _amount_of(wanted.get(name), entry)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from dra_driver.cli.validation.rules.allocator import Candidate, Wanted
 from dra_driver.cli.validation.rules.consumable import consumption
-from dra_driver.cli.validation.rules.selection import SelectorError
+from dra_driver.cli.validation.rules.selection import SelectorError, Version
 from dra_driver.cli.validation.rules.selectors import Selector
+from dra_driver.model.units import named
 
 _LONGEST_SHOWN = 100
+_NONE = "no device of the class"
+_MOST_VALUES, _MOST_NAMES = 8, 24
+_NAMED = re.compile(r"""device\.(attributes|capacity)\[\??["']([^"'\\]+)["']\]\.\??(\w+)""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +60,12 @@ def funnel(wanted: Wanted, machine: Sequence[Candidate]) -> Funnel:
     for text, selectors in groups:
         for selector in selectors:
             try:
-                kept = [device for device in left if _matches(selector, device)]
+                kept = [device for device in left if _matches(selector, device, left)]
             except SelectorError as failure:
                 return Funnel(wanted.name, tuple(steps), error=f"{_cut(selector.text)}: {failure}")
             if left and not kept:
-                return Funnel(wanted.name, (*steps, FunnelStep(text, 0)))
+                values = "; ".join(_values(selector, left)) if selector in wanted.selectors else ""
+                return Funnel(wanted.name, (*steps, FunnelStep(f"{text} ({values})" if values else text, 0)))
             left = kept
         steps.append(FunnelStep(text, len(left)))
     return _with_the_rest(wanted, left, steps)
@@ -68,8 +75,13 @@ def _with_the_rest(wanted: Wanted, left: list[Candidate], steps: list[FunnelStep
     """Capacity and taints, which are looked at after the selectors."""
     if wanted.capacity:
         asked = ", ".join(f"{name} {amount}" for name, amount in wanted.capacity.items())
-        left = [one for one in left if consumption(wanted.capacity, one.device, one.view.driver) is not None]
-        steps.append(FunnelStep(f"have {asked}", len(left)))
+        able = [one for one in left if consumption(wanted.capacity, one.device) is not None]
+        there = {name for one in left for name in one.device.get("capacity") or {}}
+        unknown = [
+            f"{name} is no capacity{_meant(name, there)}" for name in wanted.capacity if name not in there
+        ]
+        steps.append(FunnelStep(f"have {asked}{f' ({unknown[0]})' if unknown else ''}", len(able)))
+        left = able
     taints = [taint for device in left if (taint := wanted.untolerated(device)) is not None]
     if taints:
         left = [device for device in left if wanted.untolerated(device) is None]
@@ -89,15 +101,67 @@ def largest_group(attribute: str, machine: Sequence[Candidate], names: Collectio
     return next(((number, value) for value, number in values.most_common(1)), (0, ""))
 
 
-def _matches(selector: Selector, device: Candidate) -> bool:
+def _matches(selector: Selector, device: Candidate, others: Sequence[Candidate]) -> bool:
     """Raises: SelectorError, which makes kube-scheduler give up the whole claim."""
     try:
         return device.matches(selector)
     except SelectorError as error:
         text = str(error)
         key = text.removeprefix("no such key: ")
-        remedy = f'; test `"{key}" in device.attributes[…]` before it' if key != text else ""
-        raise SelectorError(f"fails on device {device.name}: {text}{remedy}") from error
+        if key == text:
+            text = "compares values of different types" if "overload" in text.lower() else text
+            raise SelectorError(
+                "; ".join([f"fails on device {device.name}: {text}", *_values(selector, others)])
+            ) from error
+        unknown = [found for found in _values(selector, others) if found.startswith(_NONE)]
+        if unknown:
+            raise SelectorError("; ".join(unknown)) from error
+        remedy = f'test `"{key}" in device.attributes[…]` before it, since other devices have it'
+        raise SelectorError(f"fails on device {device.name}, which has no {key}; {remedy}") from error
+
+
+def _values(selector: Selector, devices: Sequence[Candidate]) -> list[str]:
+    """Which values the devices have of what a selector names, or what may be meant by a name that none has."""
+    found = []
+    for kind, domain, name in dict.fromkeys(_NAMED.findall(selector.text)):
+        views = [getattr(one.view, kind) for one in devices]
+        held = [of.get(domain, {}) for of in views]
+        written = str if kind == "capacity" else _written
+        values = sorted({written(of[name]) for of in held if name in of})
+        if values:
+            found.append(f"{name} is {named(values, _MOST_VALUES)}")
+        elif not any(held):
+            found.append(
+                f"{_NONE} has {kind} of {domain}{_meant(domain, {key for of in views for key in of})}"
+            )
+        else:
+            found.append(f"{_NONE} has {name}{_meant(name, {key for of in held for key in of})}")
+    return found
+
+
+def _written(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) and not isinstance(value, Version) else str(value)
+
+
+def _meant(name: str, known: Collection[str]) -> str:
+    """What may be meant, and else all that there is."""
+    near = get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]}?" if near else f"; there are: {named(sorted(known), _MOST_NAMES)}"
+
+
+def meant_attribute(attribute: str, machine: Sequence[Candidate]) -> str:
+    """What may be meant by a qualified attribute that no device has."""
+    return _meant(
+        attribute,
+        {
+            f"{domain}/{key}"
+            for one in machine
+            for domain, names in one.view.attributes.items()
+            for key in names
+        },
+    )
 
 
 def _cut(text: str) -> str:

@@ -1,38 +1,24 @@
-"""ResourceClaims, their templates, DeviceClasses and pods, as people write them: what is wrong with them.
+"""ResourceClaims, their templates and DeviceClasses, as people write them: what is wrong with them.
 
-Source: types and validation of resource.k8s.io/v1 as of Kubernetes 1.37. What a served older version would
-take is taken too; `as_v1` brings it into the shape of v1.
+Source: validation of resource.k8s.io/v1 in Kubernetes 1.37. Objects of an older version that is served are taken too;
+`as_v1` brings them into the shape of v1, with the values that the API server fills in.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Final
 
 from dra_driver.api.config import GROUP_VERSION, DeviceType
 from dra_driver.api.config import KINDS as CONFIG_KINDS
 from dra_driver.api.resolve import decode, needs_admin_access
-from dra_driver.cli.validation.rules.selection import NotJudgedError
-from dra_driver.cli.validation.rules.selectors import compiled
+from dra_driver.cli.validation.rules.schema import GROUP, QUALIFIED, SERVED, dns_name, object_shape
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.ids import is_dns_label
-from dra_driver.model.schema import (
-    Anything,
-    FieldFault,
-    JsonObject,
-    ListField,
-    MapField,
-    Object,
-    Scalar,
-    Shape,
-    faults,
-)
+from dra_driver.model.schema import FieldFault, JsonObject, Scalar, faults
 from dra_driver.model.units import parse_quantity
 
-GROUP = "resource.k8s.io"
-SERVED = ("v1", "v1beta2", "v1beta1")
 KINDS = ("ResourceClaim", "ResourceClaimTemplate", "DeviceClass")
 CLASS_TYPES: Mapping[str, DeviceType] = {
     "gpu.nvidia.com": "gpu",
@@ -44,49 +30,9 @@ CLASS_TYPES: Mapping[str, DeviceType] = {
 """Which devices the classes that are installed with gpu-dra-driver give."""
 _FOREIGN_KINDS: Final = ("ComputeDomain", "ComputeDomainClique")
 """Objects of NVIDIA's own DRA driver in the API group of our parameters."""
+_ALIKE: Final = 0.8
 PROFILE_CLASS: Final = ("mig-", ".nvidia.com")
 """How the names of the classes for MIG profiles begin and end."""
-
-_SUBDOMAIN = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*\Z")
-_ATTRIBUTE = re.compile(r"^(?:[a-z0-9][-a-z0-9.]*/)?[A-Za-z_][A-Za-z0-9_]{0,31}\Z")
-_FULL_ATTRIBUTE = re.compile(r"^[a-z0-9][-a-z0-9.]*/[A-Za-z_][A-Za-z0-9_]{0,31}\Z")
-
-
-def _one_of(*values: str) -> Scalar:
-    return Scalar(str, lambda value: None if value in values else f"{value!r} must be {' or '.join(values)}")
-
-
-def _label(value: str) -> str | None:
-    if is_dns_label(value):
-        return None
-    return f"{value!r} is not a DNS label (lower-case letters, digits and -, at most 63)"
-
-
-def _name(value: str) -> str | None:
-    return (
-        None if len(value) <= 253 and _SUBDOMAIN.match(value) else f"{value!r} is not a lower-case DNS name"
-    )
-
-
-def _positive(value: int) -> str | None:
-    return None if value > 0 else f"{value} must be greater than zero"
-
-
-def _cel(value: str) -> str | None:
-    try:
-        compiled(value)
-    except InvalidConfigError as error:
-        return str(error)
-    except NotJudgedError:
-        return None  # not known to be wrong; the report says that it is not judged
-    return None
-
-
-def _attribute(value: str) -> str | None:
-    if _FULL_ATTRIBUTE.match(value):
-        return None
-    domain = "; put its domain before it, such as gpu.nvidia.com/" + value if _ATTRIBUTE.match(value) else ""
-    return f"{value!r} is not a qualified attribute name{domain}"
 
 
 def _amount(value: Any) -> str | None:
@@ -94,99 +40,6 @@ def _amount(value: Any) -> str | None:
         return None if parse_quantity(str(value)) >= 0 else f"{value!r} must not be negative"
     except InvalidConfigError as error:
         return str(error)
-
-
-_SELECTORS = ListField(
-    Object(
-        {"cel": Object({"expression": Scalar(str, _cel)}, ("expression",))},
-        ("cel",),
-        {"expression": "stands under `cel`: cel.expression"},
-    )
-)
-_TOLERATION = Object(
-    {
-        "key": Scalar(str),
-        "operator": _one_of("Exists", "Equal"),
-        "value": Scalar(str),
-        "effect": _one_of("NoSchedule", "NoExecute"),
-        "tolerationSeconds": Scalar(int),
-    }
-)
-_EXACT: dict[str, Shape] = {
-    "deviceClassName": Scalar(str, _name),
-    "selectors": _SELECTORS,
-    "allocationMode": _one_of("ExactCount", "All"),
-    "count": Scalar(int, _positive),
-    "tolerations": ListField(_TOLERATION, 16),
-    "capacity": Object({"requests": MapField(Anything())}),
-}
-_WITH_ADMIN = {**_EXACT, "adminAccess": Scalar(bool)}
-_ALTERNATIVES = ListField(Object({"name": Scalar(str, _label), **_EXACT}, ("name", "deviceClassName")), 8)
-_CONFIG = Object(
-    {
-        "requests": ListField(Scalar(str)),
-        "opaque": Object({"driver": Scalar(str, _name), "parameters": Anything()}, ("driver", "parameters")),
-    },
-    ("opaque",),
-)
-_CLASS_CONFIG = Object({"opaque": _CONFIG.fields["opaque"]}, ("opaque",))
-_CONSTRAINT = Object(
-    {
-        "requests": ListField(Scalar(str)),
-        "matchAttribute": Scalar(str, _attribute),
-        "distinctAttribute": Scalar(str, _attribute),
-    }
-)
-_UNDER_EXACTLY = {name: f"stands under `exactly` in {GROUP}/v1: exactly.{name}" for name in _WITH_ADMIN}
-_REQUEST = Object(
-    {
-        "name": Scalar(str, _label),
-        "exactly": Object(_WITH_ADMIN, ("deviceClassName",)),
-        "firstAvailable": _ALTERNATIVES,
-    },
-    ("name",),
-    _UNDER_EXACTLY,
-)
-_FLAT_REQUEST = Object(
-    {"name": Scalar(str, _label), "firstAvailable": _ALTERNATIVES, **_WITH_ADMIN},
-    ("name",),
-    {"exactly": f"does not exist in {GROUP}/v1beta1; write apiVersion: {GROUP}/v1"},
-)
-_OLD_CLAIM = dict.fromkeys(
-    ("resourceClassName", "parametersRef", "allocationMode", "controller"),
-    f"belongs to {GROUP}/v1alpha2, which is gone; describe the devices under spec.devices.requests",
-)
-
-
-def _claim_spec(request: Object) -> Object:
-    devices = Object(
-        {"requests": ListField(request), "constraints": ListField(_CONSTRAINT), "config": ListField(_CONFIG)}
-    )
-    stray = {"requests": "stands under `devices`: devices.requests"}
-    return Object({"devices": devices}, ("devices",), {**_OLD_CLAIM, **stray})
-
-
-def _shape(kind: str, version: str) -> Object:
-    spec = _claim_spec(_FLAT_REQUEST if version == "v1beta1" else _REQUEST)
-    if kind == "ResourceClaimTemplate":
-        inner = "a template holds a claim, so it stands one `spec` deeper: spec.spec.devices"
-        spec = Object({"metadata": Anything(), "spec": spec}, ("spec",), {"devices": inner})
-    elif kind == "DeviceClass":
-        spec = Object(
-            {
-                "selectors": _SELECTORS,
-                "config": ListField(_CLASS_CONFIG),
-                "extendedResourceName": Scalar(str),
-            },
-            (),
-            {"suitableNodes": f"belongs to an alpha version of {GROUP}, which is gone; remove it"},
-        )
-    fields: dict[str, Shape] = {
-        "apiVersion": Scalar(str), "kind": Scalar(str), "metadata": Anything(), "spec": spec
-    }  # fmt: skip
-    if kind == "ResourceClaim":
-        fields["status"] = Anything()
-    return Object(fields, ("spec",))
 
 
 def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
@@ -197,7 +50,7 @@ def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
             f"{document.get('apiVersion')!r} is gone or unknown; write {GROUP}/v1 (Kubernetes 1.34 and newer)"
         )
         return [FieldFault("apiVersion", text)]
-    found = faults(document, _shape(kind, version), "")
+    found = faults(document, object_shape(kind, version), "")
     found += _metadata_faults(document.get("metadata"))
     if found:
         return found
@@ -209,12 +62,16 @@ def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
 
 
 def as_v1(document: JsonObject) -> JsonObject:
-    """A claim, template or class that has the right fields, in the shape of v1."""
-    if document.get("apiVersion") != f"{GROUP}/v1beta1" or document.get("kind") == "DeviceClass":
+    """A claim, template or class that has the right fields, in the shape of v1. A `count` of 0 is 1, as the API server
+    makes it."""
+    if document.get("kind") == "DeviceClass":
         return document | {"apiVersion": f"{GROUP}/v1"}
     spec = claim_spec(document)
     devices = spec.get("devices") or {}
-    requests = [_exact_request(request) for request in devices.get("requests") or ()]
+    is_flat = document.get("apiVersion") == f"{GROUP}/v1beta1"
+    requests = [
+        _counted(_exact_request(request) if is_flat else request) for request in devices.get("requests") or ()
+    ]
     spec = spec | {"devices": devices | {"requests": requests}}
     if document.get("kind") == "ResourceClaimTemplate":
         spec = document["spec"] | {"spec": spec}
@@ -251,6 +108,18 @@ def class_names(spec: JsonObject) -> list[str]:
     return [str(body.get("deviceClassName")) for request in requests_of(spec) for body in bodies(request)]
 
 
+def _counted(request: JsonObject) -> JsonObject:
+    def filled(body: JsonObject) -> JsonObject:
+        return body | {"count": 1} if body.get("count") == 0 else body
+
+    inner: JsonObject = (
+        {"exactly": filled(request["exactly"])} if isinstance(request.get("exactly"), dict) else {}
+    )
+    if request.get("firstAvailable"):
+        inner["firstAvailable"] = [filled(body) for body in request["firstAvailable"]]
+    return request | inner
+
+
 def _exact_request(request: JsonObject) -> JsonObject:
     outer = {key: value for key, value in request.items() if key in ("name", "firstAvailable")}
     inner = {key: value for key, value in request.items() if key not in outer}
@@ -261,7 +130,7 @@ def _metadata_faults(metadata: Any) -> list[FieldFault]:
     if not isinstance(metadata, dict) or not (metadata.get("name") or metadata.get("generateName")):
         return [FieldFault("metadata.name", "is required")]
     name = metadata.get("name")
-    return [] if name is None else faults(name, Scalar(str, _name), "metadata.name")
+    return [] if name is None else faults(name, Scalar(str, dns_name), "metadata.name")
 
 
 def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFault]:
@@ -276,8 +145,9 @@ def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFaul
         if (request.get("exactly") is None) == (not request.get("firstAvailable")):
             found.append(FieldFault(here, "exactly one of `exactly` and `firstAvailable` is required"))
             continue
-        for _, body in alternatives(request):
-            found += _body_faults(body, f"{here}.{'exactly' if request.get('exactly') else 'firstAvailable'}")
+        for index, (_, body) in enumerate(alternatives(request)):
+            place = "exactly" if request.get("exactly") else f"firstAvailable[{index}]"
+            found += _body_faults(body, f"{here}.{place}")
             seen.update({f"{request['name']}/{body['name']}"} if "name" in body else ())
     for number, constraint in enumerate(devices.get("constraints") or ()):
         here = f"{path}.constraints[{number}]"
@@ -349,10 +219,16 @@ def _use_faults(use: _Use) -> Iterator[FieldFault]:
 
 
 def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[str]:
-    """Parameters that name a request by the name of all its alternatives, and fit only some of them."""
+    """Parameters that name a request by the name of all its alternatives and fit only some of them, and those without
+    a name that fit a request in no way."""
     for use in _uses(devices, path, driver):
         fits = use.of_type(None, CONFIG_KINDS[use.kind])
         misfits = [name for name in use.bodies if name not in fits]
+        if use.named is None and not fits:
+            yield (
+                f"{use.entry}: {use.kind} applies to no request of class "
+                f"{', '.join(dict.fromkeys(body['deviceClassName'] for body in use.bodies.values()))}, and is ignored"
+            )
         if use.named is not None and misfits and fits:
             yield (
                 f"{use.entry}.requests: {use.kind} does not fit {', '.join(misfits)}, whose devices Prepare would "
@@ -371,9 +247,19 @@ def _body_faults(body: JsonObject, path: str) -> Iterator[FieldFault]:
         yield FieldFault(f"{path}.deviceClassName", "is required")
     if body.get("allocationMode") == "All" and body.get("count"):
         yield FieldFault(f"{path}.count", "does not go with allocationMode All; remove one of them")
+    if (body.get("count") or 0) < 0:
+        yield FieldFault(f"{path}.count", f"{body['count']} must be greater than zero")
+    for number, toleration in enumerate(body.get("tolerations") or ()):
+        here = f"{path}.tolerations[{number}]"
+        if toleration.get("operator") == "Exists" and toleration.get("value"):
+            yield FieldFault(f"{here}.value", "must be empty with operator Exists; write operator: Equal")
+        if toleration.get("operator") != "Exists" and not toleration.get("key"):
+            yield FieldFault(
+                f"{here}.operator", "must be Exists where there is no key, which tolerates every taint"
+            )
     for name, amount in ((body.get("capacity") or {}).get("requests") or {}).items():
         here = f"{path}.capacity.requests.{name}"
-        if not _ATTRIBUTE.match(str(name)):
+        if not QUALIFIED.match(str(name)):
             yield FieldFault(here, f"{name!r} is not the name of a capacity")
         wrong = _amount(amount)
         if wrong is not None:
@@ -389,8 +275,12 @@ def _config_faults(
         here = f"{path}[{number}]"
         if requests is not None:
             found += _unknown_requests(entry.get("requests"), f"{here}.requests", requests)
-        if entry["opaque"]["driver"] == driver:
+        named = entry["opaque"]["driver"]
+        if named == driver:
             found += parameter_faults(entry["opaque"]["parameters"], f"{here}.opaque.parameters")
+        elif get_close_matches(named, [driver], 1, _ALIKE):
+            text = f"{named!r} is another driver, so gpu-dra-driver ignores the parameters; did you mean {driver}?"
+            found.append(FieldFault(f"{here}.opaque.driver", text))
     return found
 
 
@@ -430,122 +320,19 @@ def is_parameters(document: Any) -> bool:
     )
 
 
-def _uses_claim(value: Any) -> str | None:
-    has_name = isinstance(value, dict) and isinstance(value.get("name"), str)
-    return None if has_name else "must be an object with a name"
+def default_hints(spec: JsonObject, path: str) -> Iterator[str]:
+    """What the API server makes of a claim, of any version, that is probably not meant."""
+    for number, request in enumerate(requests_of(spec)):
+        for body in (request, request.get("exactly") or {}, *(request.get("firstAvailable") or ())):
+            if body.get("count") == 0:
+                yield f"{path}.requests[{number}]: the API server makes 1 of a count of 0; write how many you want"
 
 
-_CONTAINERS = ListField(
-    Object(
-        {
-            "resources": Object(
-                {
-                    "limits": MapField(Anything()),
-                    "requests": MapField(Anything()),
-                    "claims": ListField(Scalar(object, _uses_claim), None),
-                },
-                open=True,
-            )
-        },
-        open=True,
-    ),
-    None,
-)
-_POD = Object(
-    {
-        "initContainers": _CONTAINERS,
-        "containers": _CONTAINERS,
-        "resourceClaims": ListField(
-            Object(
-                {
-                    "name": Scalar(str, _label),
-                    "resourceClaimName": Scalar(str, _name),
-                    "resourceClaimTemplateName": Scalar(str, _name),
-                },
-                ("name",),
-                {
-                    "source": "is gone since Kubernetes 1.31; write resourceClaimName or resourceClaimTemplateName here"
-                },
-            )
-        ),
-    },
-    open=True,
-)
-
-
-def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
-    """The faults of the parts of a pod that have to do with claims."""
-    found = faults(spec, _POD, path)
-    if found:
-        return found
-    entries = spec.get("resourceClaims") or []
-    for number, entry in enumerate(entries):
-        given = [key for key in ("resourceClaimName", "resourceClaimTemplateName") if entry.get(key)]
-        if len(given) != 1:
-            text = "exactly one of `resourceClaimName` and `resourceClaimTemplateName` is required"
-            found.append(FieldFault(f"{path}.resourceClaims[{number}]", text))
-    names = {entry["name"] for entry in entries}
-    for here, name in _used_claims(spec):
-        if name not in names:
-            known = ", ".join(sorted(names)) or "none"
-            text = f"there is no entry {name!r} in resourceClaims; there are: {known}"
-            found.append(FieldFault(f"{path}.{here}", text))
-    return [*found, *_parts_of_devices(spec, path)]
-
-
-def _parts_of_devices(spec: JsonObject, path: str) -> Iterator[FieldFault]:
-    """Extended resources, such as nvidia.com/gpu, of which a container asks for a part."""
-    for place in ("initContainers", "containers"):
-        for number, container in enumerate(spec.get(place) or ()):
-            for kind in ("requests", "limits"):
-                amounts = (container.get("resources") or {}).get(kind) or {}
-                for name, amount in amounts.items():
-                    if "/" in str(name) and not _is_whole(amount):
-                        text = f"{amount!r} is not a whole number; a device cannot be asked for in parts"
-                        yield FieldFault(f"{path}.{place}[{number}].resources.{kind}.{name}", text)
-
-
-def _is_whole(amount: Any) -> bool:
-    try:
-        return parse_quantity(str(amount)).denominator == 1
-    except InvalidConfigError:
-        return False
-
-
-def unused_claims(spec: JsonObject) -> list[str]:
-    """Entries of a pod's `resourceClaims` that no container uses, so that no container sees the devices."""
-    used = {name for _, name in _used_claims(spec)}
-    return [entry["name"] for entry in spec.get("resourceClaims") or () if entry["name"] not in used]
-
-
-def uses_mps(claim: JsonObject, classes: Mapping[str, JsonObject], driver: str) -> bool:
-    """Whether the parameters of a claim without faults, or of one of its classes, share devices by MPS."""
-    specs = [classes[name].get("spec") or {} for name in class_names(claim) if name in classes]
-    for configured in (claim.get("devices") or {}, *specs):
-        for entry in configured.get("config") or ():
-            opaque = entry.get("opaque") or {}
-            sharing = (opaque.get("parameters") or {}).get("sharing") or {}
-            if opaque.get("driver") == driver and sharing.get("strategy") == "MPS":
-                return True
-    return False
-
-
-def hidden_volumes(spec: JsonObject, claim: str) -> Iterator[tuple[str, str]]:
-    """(container, volume) for each container of a pod without faults that uses this entry of `resourceClaims`, and
-    mounts a volume at /dev/shm, where a claim with MPS puts the memory of its daemon."""
-    for place in ("initContainers", "containers"):
-        for container in spec.get(place) or ():
-            used = [one["name"] for one in (container.get("resources") or {}).get("claims") or ()]
-            for mount in container.get("volumeMounts") or ():
-                place_of = str(mount.get("mountPath")) if isinstance(mount, dict) else ""
-                if claim in used and place_of.rstrip("/") == "/dev/shm":  # noqa: S108
-                    yield str(container.get("name")), str(mount.get("name"))
-
-
-def _used_claims(spec: JsonObject) -> Iterator[tuple[str, str]]:
-    """The entries of `resourceClaims` that containers of a pod without faults use: where, and the name."""
-    for place in ("initContainers", "containers"):
-        for number, container in enumerate(spec.get(place) or ()):
-            claims = (container.get("resources") or {}).get("claims") or ()
-            for index, claim in enumerate(claims):
-                yield f"{place}[{number}].resources.claims[{index}].name", claim["name"]
+def taint_rule_faults(document: JsonObject) -> list[FieldFault]:
+    """The faults of a DeviceTaintRule."""
+    version = str(document.get("apiVersion")).partition("/")[2]
+    if version not in ("v1", "v1beta2", "v1alpha3"):
+        return [FieldFault("apiVersion", f"{document.get('apiVersion')!r} has no DeviceTaintRule")]
+    return faults(document, object_shape("DeviceTaintRule", version), "") + _metadata_faults(
+        document.get("metadata")
+    )

@@ -28,7 +28,7 @@ def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, 
     """
     whole, mig = _of_type(driver, "gpu"), _of_type(driver, "mig")
     classes = [
-        _class("gpu.nvidia.com", whole),
+        _class("gpu.nvidia.com", whole, resource="nvidia.com/gpu"),
         _class("mig.nvidia.com", mig),
         _class("timeslice.gpu.nvidia.com", whole, _sharing(driver, "TimeSlicing")),
         _class("mps.gpu.nvidia.com", whole, _sharing(driver, "MPS")),
@@ -77,10 +77,14 @@ def _of_type(driver: str, kind: str) -> str:
     return f'device.driver == "{driver}" && "type" in {attributes} && {attributes}.type == "{kind}"'
 
 
-def _class(name: str, expression: str, config: JsonObject | None = None) -> JsonObject:
+def _class(
+    name: str, expression: str, config: JsonObject | None = None, resource: str | None = None
+) -> JsonObject:
     spec: JsonObject = {"selectors": [{"cel": {"expression": expression}}]}
     if config is not None:
         spec["config"] = [config]
+    if resource is not None:
+        spec["extendedResourceName"] = resource
     return {"apiVersion": API_VERSION, "kind": "DeviceClass", "metadata": {"name": name}, "spec": spec}
 
 

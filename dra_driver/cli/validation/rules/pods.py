@@ -1,0 +1,236 @@
+"""Pods as people write them: what is wrong with the parts that have to do with devices, and the claims that the
+scheduler makes of extended resources such as `nvidia.com/gpu: 2`.
+
+Sources: validation of Pods in Kubernetes 1.37, and createRequestsAndMappings of its kube-scheduler. A DeviceClass
+serves the resource that its `extendedResourceName` says, and always `deviceclass.resource.kubernetes.io/<its name>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+from dra_driver.cli.validation.rules.manifests import class_names, requests_of
+from dra_driver.cli.validation.rules.schema import model_shape
+from dra_driver.errors import InvalidConfigError
+from dra_driver.model.schema import Anything, FieldFault, JsonObject, ListField, MapField, Object, faults
+from dra_driver.model.units import parse_quantity
+
+IMPLICIT = "deviceclass.resource.kubernetes.io/"
+_DEEPEST = 16
+_PLACES = ("initContainers", "containers")
+_STANDARD = ("cpu", "memory", "ephemeral-storage")
+
+
+def pod_specs(content: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, JsonObject]]:
+    """Path and spec of the pods of an object of any kind: of a Pod `spec`, of a Deployment `spec.template.spec`, of a
+    JobSet one for each of its jobs."""
+    if depth > _DEEPEST:
+        return
+    if isinstance(content, list):
+        for number, inner in enumerate(content):
+            yield from pod_specs(inner, f"{path}[{number}]", depth + 1)
+    elif isinstance(content, dict) and depth == 0:
+        yield from pod_specs(content.get("spec"), "spec", 1)
+    elif isinstance(content, dict) and path.endswith("spec") and isinstance(content.get("containers"), list):
+        yield path, content
+    elif isinstance(content, dict):
+        for name, inner in content.items():
+            yield from pod_specs(inner, f"{path}.{name}", depth + 1)
+
+
+@cache
+def _pod_shape() -> Object:
+    """The parts of a pod that have to do with claims; also of a pod in an object of a kind that is not known here."""
+    resources = model_shape("V1ResourceRequirements")
+    claims = {"claims": "stands beside limits and requests: resources.claims"}
+    amounts = MapField(Anything(), lambda name: name not in claims, "{}")
+    resources = Object({**resources.fields, "limits": amounts, "requests": amounts})
+    containers = ListField(
+        Object({"resources": resources, "env": ListField(Anything(), None)}, open=True), None
+    )
+    entries = ListField(model_shape("V1PodResourceClaim"), None)
+    return Object(
+        {"initContainers": containers, "containers": containers, "resourceClaims": entries}, open=True
+    )
+
+
+def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
+    """The faults of the parts of a pod that have to do with claims."""
+    found = faults(spec, _pod_shape(), path)
+    if found:
+        return found
+    entries = spec.get("resourceClaims") or []
+    for number, entry in enumerate(entries):
+        given = [key for key in ("resourceClaimName", "resourceClaimTemplateName") if entry.get(key)]
+        if len(given) != 1:
+            text = "exactly one of `resourceClaimName` and `resourceClaimTemplateName` is required"
+            found.append(FieldFault(f"{path}.resourceClaims[{number}]", text))
+    names = {entry["name"] for entry in entries}
+    for here, claim in _used_claims(spec):
+        if claim["name"] not in names:
+            known = ", ".join(sorted(names)) or "none"
+            text = f"there is no entry {claim['name']!r} in resourceClaims; there are: {known}"
+            found.append(FieldFault(f"{path}.{here}.name", text))
+    return [*found, *_resource_faults(spec, path)]
+
+
+def _resource_faults(spec: JsonObject, path: str) -> Iterator[FieldFault]:
+    """Extended resources, such as nvidia.com/gpu, that the API server refuses."""
+    for place in _PLACES:
+        for number, container in enumerate(spec.get(place) or ()):
+            resources = container.get("resources") or {}
+            limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
+            for kind, amounts in (("requests", requests), ("limits", limits)):
+                for name, amount in amounts.items():
+                    here = f"{path}.{place}[{number}].resources.{kind}.{name}"
+                    if "/" not in str(name):
+                        yield from _not_standard(str(name), here)
+                    elif not _is_whole(amount):
+                        text = f"{amount!r} is not a whole number; a device cannot be asked for in parts"
+                        yield FieldFault(here, text)
+                    elif kind == "requests" and str(limits.get(name)) != str(amount):
+                        text = "an extended resource needs a limit that is equal to the request"
+                        yield FieldFault(here, f"{text}; write it under limits alone")
+
+
+def _not_standard(name: str, path: str) -> Iterator[FieldFault]:
+    if name not in _STANDARD and not name.startswith("hugepages-"):
+        near = get_close_matches(name, [*_STANDARD, "nvidia.com/gpu"], 1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        yield FieldFault(path, f"is no resource of Kubernetes, and has no domain{meant}")
+
+
+def _is_whole(amount: Any) -> bool:
+    try:
+        return parse_quantity(str(amount)).denominator == 1
+    except InvalidConfigError:
+        return False
+
+
+def unused_claims(spec: JsonObject) -> list[str]:
+    """Entries of a pod's `resourceClaims` that no container uses, so that no container sees the devices."""
+    used = {claim["name"] for _, claim in _used_claims(spec)}
+    return [entry["name"] for entry in spec.get("resourceClaims") or () if entry["name"] not in used]
+
+
+def unknown_requests(spec: JsonObject, entry: str, claim: JsonObject) -> list[FieldFault]:
+    """The requests that containers name and a claim lacks; `entry` is the claim's name in the pod. The container would
+    run without a device."""
+    there = [str(request["name"]) for request in requests_of(claim)]
+    return [
+        FieldFault(
+            f"{here}.request",
+            f"the claim has no request {used['request']!r}, so the container would get no device; there are: "
+            f"{', '.join(there) or 'none'}",
+        )
+        for here, used in _used_claims(spec)
+        if used["name"] == entry and used.get("request") and used["request"] not in there
+    ]
+
+
+def uses_mps(claim: JsonObject, classes: Mapping[str, JsonObject], driver: str) -> bool:
+    """Whether the parameters of a claim without faults, or of one of its classes, share devices by MPS."""
+    specs = [classes[name].get("spec") or {} for name in class_names(claim) if name in classes]
+    for configured in (claim.get("devices") or {}, *specs):
+        for entry in configured.get("config") or ():
+            opaque = entry.get("opaque") or {}
+            sharing = (opaque.get("parameters") or {}).get("sharing") or {}
+            if opaque.get("driver") == driver and sharing.get("strategy") == "MPS":
+                return True
+    return False
+
+
+def trap_hints(spec: JsonObject, entry: str, *, uses_mps: bool) -> Iterator[str]:
+    """What is known to go wrong with containers of a pod without faults that use this entry of `resourceClaims`."""
+    users = set()
+    for place in _PLACES:
+        for container in spec.get(place) or ():
+            claims = (container.get("resources") or {}).get("claims") or ()
+            if entry not in [one["name"] for one in claims]:
+                continue
+            who = f"container {container.get('name')}"
+            user = (container.get("securityContext") or spec.get("securityContext") or {}).get("runAsUser")
+            users |= {user} if place == "containers" else set()
+            for mount in container.get("volumeMounts") or () if uses_mps else ():
+                if isinstance(mount, dict) and str(mount.get("mountPath")).rstrip("/") == "/dev/shm":  # noqa: S108
+                    yield (
+                        f"{who}: the claim {entry} uses MPS, whose /dev/shm hides the volume {mount.get('name')} that "
+                        "the container mounts there; leave the volume out"
+                    )
+            for variable in container.get("env") or ():
+                if isinstance(variable, dict) and variable.get("name") == "NVIDIA_VISIBLE_DEVICES":
+                    yield (
+                        f"{who}: NVIDIA_VISIBLE_DEVICES={variable.get('value')} gives it other GPUs than its claim "
+                        "where NVIDIA's container runtime is the default; remove the variable"
+                    )
+    if uses_mps and len(users) > 1:
+        yield (
+            f"containers of several users use the claim {entry}, and an MPS daemon without multiUser serves one user "
+            "at a time: the others wait; give them one runAsUser, or set multiUser (docs/sharing.md)"
+        )
+
+
+def _used_claims(spec: JsonObject) -> Iterator[tuple[str, JsonObject]]:
+    """The entries of `resourceClaims` that containers of a pod without faults use: where, and the container's entry."""
+    for place in _PLACES:
+        for number, container in enumerate(spec.get(place) or ()):
+            claims = (container.get("resources") or {}).get("claims") or ()
+            for index, claim in enumerate(claims):
+                yield f"{place}[{number}].resources.claims[{index}]", claim
+
+
+def served_resources(classes: Iterable[JsonObject]) -> Mapping[str, str]:
+    """Resource name to class; of two classes for one resource the newer serves it."""
+    ordered = sorted(classes, key=lambda entry: str(entry["metadata"].get("creationTimestamp") or ""))
+    explicit = {
+        entry["spec"]["extendedResourceName"]: entry["metadata"]["name"]
+        for entry in ordered
+        if (entry.get("spec") or {}).get("extendedResourceName")
+    }
+    return {IMPLICIT + entry["metadata"]["name"]: entry["metadata"]["name"] for entry in ordered} | explicit
+
+
+def extended_requests(spec: JsonObject, served: Mapping[str, str]) -> list[JsonObject]:
+    """The requests of the claim that the scheduler makes for a pod; none if it asks for no such resource.
+
+    Init containers that end use what containers after them have anyway, so only the most that one of them wants beyond
+    that counts.
+    """
+    initial = [one for one in spec.get("initContainers") or () if isinstance(one, dict)]
+    containers = [*initial, *(one for one in spec.get("containers") or () if isinstance(one, dict))]
+    short = {index for index, one in enumerate(initial) if one.get("restartPolicy") != "Always"}
+    found: list[JsonObject] = []
+    for resource in sorted({name for one in containers for name in asked_resources(one) if name in served}):
+        amounts = [asked_resources(one).get(resource, 0) for one in containers]
+        kept = [0 if index in short else amount for index, amount in enumerate(amounts)]
+        more = {index: amounts[index] - sum(kept[index:]) for index in sorted(short)}
+        most = max(more, key=lambda index: more[index], default=None)
+        if most is not None and more[most] > 0:
+            kept[most] = more[most]
+        for index, amount in enumerate(kept):
+            if amount > 0:
+                number = sorted(_resources(containers[index])).index(resource)
+                exactly = {
+                    "deviceClassName": served[resource], "allocationMode": "ExactCount", "count": amount
+                }  # fmt: skip
+                found.append({"name": f"container-{index}-request-{number}", "exactly": exactly})
+    return sorted(found, key=lambda request: str(request["name"]))
+
+
+def asked_resources(container: JsonObject) -> dict[str, int]:
+    """How many of each resource a container wants, as far as that is a whole number."""
+    return {
+        str(name): int(str(amount))
+        for name, amount in _resources(container).items()
+        if str(amount).isascii() and str(amount).isdecimal()
+    }
+
+
+def _resources(container: JsonObject) -> JsonObject:
+    resources = container.get("resources")
+    resources = resources if isinstance(resources, dict) else {}
+    parts = [part for part in (resources.get("requests"), resources.get("limits")) if isinstance(part, dict)]
+    return {str(name): amount for part in parts for name, amount in part.items()}

@@ -1,0 +1,161 @@
+"""Fields and types of the objects of the API, from the models of Kubernetes' official client, and the rules of values
+that validation of Kubernetes 1.37 adds to them.
+
+The client is imported when the first object is looked at: only `validate` pays for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, Final
+
+from dra_driver.cli.validation.rules.selection import NotJudgedError
+from dra_driver.cli.validation.rules.selectors import compiled
+from dra_driver.errors import InvalidConfigError
+from dra_driver.model.ids import is_dns_label
+from dra_driver.model.schema import Anything, ListField, MapField, Object, Scalar, Shape
+
+GROUP: Final = "resource.k8s.io"
+SERVED: Final = ("v1", "v1beta2", "v1beta1")
+
+_VERSION = re.compile(r"^(?:Core|Resource)?V\d+(?:(?:alpha|beta)\d+)?")
+_SUBDOMAIN = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*\Z")
+QUALIFIED: Final = re.compile(r"^(?:[a-z0-9][-a-z0-9.]*/)?[A-Za-z_][A-Za-z0-9_]{0,31}\Z")
+"""The name of an attribute or a capacity, with or without its domain."""
+
+
+def dns_label(value: str) -> str | None:
+    """What is wrong with the name of a request or of a claim of a pod."""
+    if is_dns_label(value):
+        return None
+    return f"{value!r} is not a DNS label (lower-case letters, digits and -, at most 63)"
+
+
+def dns_name(value: str) -> str | None:
+    """What is wrong with the name of an object."""
+    return (
+        None if len(value) <= 253 and _SUBDOMAIN.match(value) else f"{value!r} is not a lower-case DNS name"
+    )
+
+
+def _one_of(*values: str) -> Scalar:
+    return Scalar(str, lambda value: None if value in values else f"{value!r} must be {' or '.join(values)}")
+
+
+def _cel(value: str) -> str | None:
+    try:
+        compiled(value)
+    except InvalidConfigError as error:
+        return str(error)
+    except NotJudgedError:
+        return None  # not known to be wrong; the report says that it is not judged
+    return None
+
+
+def _attribute(value: str) -> str | None:
+    if "/" in value and QUALIFIED.match(value):
+        return None
+    domain = "; put its domain before it, such as gpu.nvidia.com/" + value if QUALIFIED.match(value) else ""
+    return f"{value!r} is not a qualified attribute name{domain}"
+
+
+def _text(test: Callable[[str], str | None]) -> Scalar:
+    return Scalar(str, test)
+
+
+_VALUES: Mapping[str, Shape] = {
+    "DeviceRequest.name": _text(dns_label),
+    "DeviceRequest.deviceClassName": _text(dns_name),
+    "ExactDeviceRequest.deviceClassName": _text(dns_name),
+    "DeviceSubRequest.deviceClassName": _text(dns_name),
+    "DeviceSubRequest.name": _text(dns_label),
+    "CELDeviceSelector.expression": _text(_cel),
+    "DeviceToleration.operator": _one_of("Exists", "Equal"),
+    "DeviceToleration.effect": _one_of("NoSchedule", "NoExecute"),
+    "DeviceConstraint.matchAttribute": _text(_attribute),
+    "DeviceConstraint.distinctAttribute": _text(_attribute),
+    "OpaqueDeviceConfiguration.driver": _text(dns_name),
+    "CapacityRequirements.requests": MapField(Anything()),
+    "PodResourceClaim.name": _text(dns_label),
+    "PodResourceClaim.resourceClaimName": _text(dns_name),
+    "PodResourceClaim.resourceClaimTemplateName": _text(dns_name),
+    "ResourceRequirements.limits": MapField(Anything()),
+    "ResourceRequirements.requests": MapField(Anything()),
+    "DeviceTaint.effect": _one_of("None", "NoSchedule", "NoExecute"),
+}
+"""By the name of a model without its version, and of the field: what the model does not say."""
+_MODES: Final = _one_of("ExactCount", "All")
+_MOST: Mapping[str, int | None] = {
+    "DeviceRequest.firstAvailable": 8, "ExactDeviceRequest.tolerations": 16, "DeviceSubRequest.tolerations": 16,
+    "DeviceRequest.tolerations": 16, "ResourceRequirements.claims": None,
+}  # fmt: skip
+"""How long a list may be; 32 for others."""
+_REQUIRED: Mapping[str, tuple[str, ...]] = {
+    "DeviceSelector": ("cel",), "DeviceClaimConfiguration": ("opaque",), "DeviceClassConfiguration": ("opaque",),
+    "ResourceClaimSpec": ("devices",), "ResourceClaimTemplateSpec": ("spec",),
+}  # fmt: skip
+_OLD_CLAIM = dict.fromkeys(
+    ("resourceClassName", "parametersRef", "allocationMode", "controller"),
+    f"belongs to {GROUP}/v1alpha2, which is gone; describe the devices under spec.devices.requests",
+)
+_BODY = ("deviceClassName", "selectors", "allocationMode", "count", "tolerations", "capacity", "adminAccess")
+_MISTAKES: Mapping[str, Mapping[str, str]] = {
+    "DeviceSelector": {"expression": "stands under `cel`: cel.expression"},
+    "ResourceClaimSpec": {**_OLD_CLAIM, "requests": "stands under `devices`: devices.requests"},
+    "ResourceClaimTemplateSpec": {
+        "devices": "a template holds a claim, so it stands one `spec` deeper: spec.spec.devices"
+    },
+    "DeviceClassSpec": {"suitableNodes": f"belongs to an alpha version of {GROUP}, which is gone; remove it"},
+    "DeviceRequest": {name: f"stands under `exactly` in {GROUP}/v1: exactly.{name}" for name in _BODY},
+    "V1beta1DeviceRequest": {"exactly": f"does not exist in {GROUP}/v1beta1; write apiVersion: {GROUP}/v1"},
+    "PodResourceClaim": {
+        "source": "is gone since Kubernetes 1.31; write resourceClaimName or resourceClaimTemplateName here"
+    },
+}
+"""Fields that people write in a model, with what they should write."""
+
+
+def object_shape(kind: str, version: str) -> Object:
+    """What an object of the group resource.k8s.io may hold."""
+    prefix = version[0].upper() + version[1:]
+    name = f"Resource{prefix}{kind}" if (kind, version) == ("ResourceClaim", "v1") else f"{prefix}{kind}"
+    whole = model_shape(name)
+    unchecked = {"metadata": Anything(), "status": Anything()}
+    fields = {name: unchecked.get(name, shape) for name, shape in whole.fields.items()}
+    return Object(fields, ("spec",), whole.mistakes)
+
+
+@cache
+def model_shape(name: str) -> Object:
+    """What a model of the client may hold, such as `V1DeviceClaim`."""
+    from kubernetes.client import models
+
+    model, base = getattr(models, name), _VERSION.sub("", name)
+    names: Mapping[str, str] = model.attribute_map
+    fields = {
+        field: _field(f"{base}.{field}", str(model.openapi_types[attribute]))
+        for attribute, field in names.items()
+        if model.openapi_types[attribute] != "V1ObjectMeta"
+    }
+    fields |= {field: Anything() for field in names.values() if field not in fields}
+    given = tuple(names[attribute] for attribute, one in model.model_fields.items() if one.is_required())
+    mistakes = _MISTAKES.get(name, _MISTAKES.get(base, {}))
+    return Object(fields, (*given, *_REQUIRED.get(base, ())), mistakes)
+
+
+def _field(where: str, kind: str) -> Shape:
+    if where.endswith(".allocationMode"):
+        return _MODES
+    listed = re.fullmatch(r"List\[(.+)\]", kind)
+    if listed is not None:
+        return ListField(_field(f"{where}[]", listed[1]), _MOST.get(where, 32))
+    if where in _VALUES:
+        return _VALUES[where]
+    if kind.startswith("Dict["):
+        return MapField(Scalar(str))
+    simple: Mapping[str, type[Any]] = {"str": str, "int": int, "bool": bool}
+    if kind in simple:
+        return Scalar(simple[kind])
+    return model_shape(kind) if kind.startswith(("V1", "Core", "Resource")) else Anything()
