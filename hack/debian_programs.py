@@ -159,7 +159,7 @@ def link(source: Path, output: Path, libc: Path, *options: str) -> None:
 
 
 def compile_c(source: Path, output: Path, *options: str, after: Sequence[str] = ()) -> None:
-    """Run the C compiler; `after` stands behind the source."""
+    """Run the C compiler; `after` comes behind the source."""
     command = ["cc", *options, "-o", str(output), str(source), *after]
     subprocess.run(command, check=True, timeout=60, env={**os.environ, "LC_ALL": "C"})
 

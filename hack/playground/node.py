@@ -90,7 +90,7 @@ class PlaygroundNode:
             "--kubelet-registrar-directory-path": str(self.registry),
             "--kubelet-plugins-directory-path": str(root / "plugins"),
         }  # fmt: skip
-        """What a command of `gpu-dra-driver` is told to find this node: `settings` as flags."""
+        """The flags with which a command of `gpu-dra-driver` finds this node: `settings`."""
         self.server = server or PlaygroundApiServer()
         self.server.start()
         self.server.add("nodes", {"metadata": {"name": name}, "status": _NODE_STATUS})

@@ -25,14 +25,14 @@ _OVER = ("Succeeded", "Failed")
 class PodLoop:
     """Does for the pods of one node what scheduler, claim controller, kubelet and garbage collector do.
 
-    Runs in a thread inside `with`; at its end all claims are unprepared. `tell` gets a line for each step of a pod.
+    Runs in a thread inside `with`; at its end all claims are unprepared. `report` gets a line for each step of a pod.
     """
 
-    def __init__(self, node: PlaygroundNode, tell: Callable[[str], object]) -> None:
+    def __init__(self, node: PlaygroundNode, report: Callable[[str], object]) -> None:
         self._node = node
-        self._tell = tell
+        self._say = report
         self._prepared: dict[str, tuple[str, list[ClaimRef]]] = {}  # by the pod's UID, with its name
-        self._troubles: dict[str, str] = {}  # what was told of a pod that waits, by its name
+        self._troubles: dict[str, str] = {}  # the last line about a pod that waits, by its name
         self._again_at: dict[str, float] = {}  # by the UID of a pod whose Prepare or Unprepare failed
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="playground-pods", daemon=True)
@@ -77,7 +77,7 @@ class PodLoop:
         except Exception as error:  # this API server stores any pod, also one with fields of a wrong type
             self._again_at[uid] = time.monotonic() + _AGAIN_S
             if self._troubles.get(name) != str(error):
-                self._tell(f"pod {name} waits: {error}")
+                self._say(f"pod {name} waits: {error}")
                 if pod is not None:
                     self._report(pod, str(error))
             self._troubles[name] = str(error)
@@ -132,7 +132,7 @@ class PodLoop:
         ]
         where = f"Successfully assigned {_name(pod)} to {bound['spec']['nodeName']}"
         self._event(pod, "Normal", "Scheduled", where, "default-scheduler")
-        self._tell(
+        self._say(
             f"pod {_name(pod)} scheduled on {bound['spec']['nodeName']}: {', '.join(devices) or 'no devices'}"
         )
 
@@ -145,7 +145,7 @@ class PodLoop:
                 raise KubeletError(outcome.error)
         self._prepared[pod["metadata"]["uid"]] = (_name(pod), claims)
         if claims:
-            self._tell(f"pod {_name(pod)} prepared in {(time.monotonic() - started) * 1000:.0f} ms")
+            self._say(f"pod {_name(pod)} prepared in {(time.monotonic() - started) * 1000:.0f} ms")
         containers = [
             {
                 "name": one["name"], "image": one.get("image", ""), "imageID": "", "ready": True, "started": True,
@@ -158,7 +158,7 @@ class PodLoop:
         ]
         status = {"phase": "Running", "conditions": conditions, "containerStatuses": containers}
         self._set_status(pod, status | {"startTime": now()})
-        self._tell(f"pod {_name(pod)} running")
+        self._say(f"pod {_name(pod)} running")
 
     def _end_pods(self, staying: Iterable[str]) -> None:
         """Unprepare what only pods have that are not there any more."""
@@ -173,7 +173,7 @@ class PodLoop:
                 if outcome is not None:
                     raise KubeletError(outcome.error)
         del self._prepared[uid]
-        self._tell(f"pod {name} ended" + (", its claims are unprepared" if left else ""))
+        self._say(f"pod {name} ended" + (", its claims are unprepared" if left else ""))
 
     def _take_claims_back(self, pods: set[str]) -> None:
         """Drop the reservations of pods that are gone, and delete the claims that were made for them."""
@@ -181,7 +181,7 @@ class PodLoop:
         for claim in server.objects("resourceclaims"):
             key = (claim["metadata"]["namespace"], claim["metadata"]["name"])
             owners = [owner["uid"] for owner in claim["metadata"].get("ownerReferences") or ()]
-            with contextlib.suppress(AllocationError, ApiFailure):  # somebody else deleted it meanwhile
+            with contextlib.suppress(AllocationError, ApiFailure):  # it was deleted meanwhile
                 for entry in (claim.get("status") or {}).get("reservedFor") or ():
                     if entry["uid"] not in pods:
                         self._node.scheduler.release_claim(*key, pod={"metadata": entry})

@@ -46,7 +46,7 @@ class PlaygroundScheduler:
             return self._write_status("resourceclaims", _GROUP, claim)
 
     def release_claim(self, namespace: str, name: str, *, pod: Object | None = None) -> Object:
-        """Drop the reservation of `pod`, or all, and deallocate once nobody is left; the stored claim."""
+        """Drop the reservation of `pod`, or all, and deallocate once none is left; the stored claim."""
         with self._server.store.changed:
             claim = self._get("resourceclaims", namespace, name)
             uid = pod["metadata"]["uid"] if pod is not None else None

@@ -130,8 +130,8 @@ def test_pod_runs_and_ends_and_nothing_is_left_when_the_playground_ends(
     playground.delete("one-gpu")
     eventually(lambda: not playground.claims())
     assert list(cdi.glob("*")) == []
-    told = [re.sub(r"\d+ ms", "N ms", line) for line in playground.lines("pod ")]
-    assert told == [
+    printed = [re.sub(r"\d+ ms", "N ms", line) for line in playground.lines("pod ")]
+    assert printed == [
         f"pod default/one-gpu scheduled on playground-node: {device['device']}",
         "pod default/one-gpu prepared in N ms",
         "pod default/one-gpu running",

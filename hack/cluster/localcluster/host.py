@@ -121,7 +121,7 @@ def share_mounts() -> None:
 def unmount_all(layout: Layout) -> None:
     """Unmount everything below our directories, the newest mount first.
 
-    The list is read anew each time: one unmount may take others with it.
+    The list is read again each time: one unmount may take others with it.
     """
     roots = [layout.state]
     if holds_kubelet_root(layout):
@@ -160,7 +160,7 @@ def _remove_log_links(layout: Layout) -> None:
 
 
 def remove_if_empty(directory: Path) -> None:
-    """Remove a directory, unless somebody else uses it by now."""
+    """Remove a directory, unless another program uses it by now."""
     try:
         directory.rmdir()
     except FileNotFoundError:
@@ -252,7 +252,7 @@ def restore_forwarding(before: Mapping[str, str]) -> None:
 
 
 def refuse_taken_name() -> None:
-    """A bridge without our address on it belongs to somebody else."""
+    """A bridge without our address on it belongs to another program."""
     if _bridge_exists() and BRIDGE_MAC not in shell.run(["ip", "link", "show", "dev", BRIDGE]):
         raise ClusterError(f"A network interface {BRIDGE} exists that is not ours: remove it.")
 

@@ -176,7 +176,7 @@ def _wait(complaint: str, condition: Callable[[], bool]) -> None:
 
 
 def _take_down(layout: Layout) -> None:
-    """Kill rather than ask: all state goes, so nobody has anything to save."""
+    """Kill rather than ask: all state goes, so there is nothing to save."""
     running = [process for name in NAMES if (process := find(layout, name))]
     processes.stop(running, grace_seconds=0)
     processes.kill_all(layout)

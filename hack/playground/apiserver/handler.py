@@ -182,7 +182,7 @@ class WatchCutError(Exception):
 @dataclass(frozen=True, slots=True)
 class Watch:
     """What a watch request asked for; `start` is the version to begin after, None for "from the list". With `is_list` a
-    bookmark tells where the list ends, which kubectl 1.36 waits for (`sendInitialEvents`)."""
+    bookmark shows where the list ends, which kubectl 1.36 waits for (`sendInitialEvents`)."""
 
     route: Route
     selected: Predicate
@@ -221,9 +221,8 @@ class WatchServer:
 
     def serve(self, watch: Watch, write: Callable[[bytes], None]) -> None:
         """Return at the watch's timeout. Raises: WatchCutError; OSError if the client left."""
-        told = self._faults.watch_events
-        if told is not None:
-            for event in told:
+        if self._faults.watch_events is not None:
+            for event in self._faults.watch_events:
                 write(_line(event["type"], event["object"]))
             return
         ends_at = time.monotonic() + watch.timeout_s

@@ -105,7 +105,7 @@ def is_label_value(text: object) -> bool:
 
 
 def default_gates(minor: int) -> dict[str, bool]:
-    """The gates of Kubernetes 1.`minor`, as they are if nobody sets them; from 1.34 on."""
+    """The gates of Kubernetes 1.`minor`, as they are by default; from 1.34 on."""
     new = "DRADeviceCompatibilityGroups"
     return {gate: gate != new and (minor > 35 or gate == "DRAResourceClaimDeviceStatus") for gate in _GATED}
 

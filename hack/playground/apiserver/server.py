@@ -271,7 +271,7 @@ class _Http(ThreadingHTTPServer):
                 socket.socket.setsockopt(connection, socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Wrap in TLS on the connection's own thread: a slow handshake delays nobody else."""
+        """Wrap in TLS on the connection's own thread: a slow handshake delays no other connection."""
         if self.tls is None or request.recv(1, socket.MSG_PEEK) != _TLS_HANDSHAKE:
             super().finish_request(request, client_address)
             return

@@ -107,7 +107,7 @@ class Store:
     def wait_after(self, version: int, timeout_s: float, unless: Callable[[], bool]) -> None:
         """Return once there is something after `version`, at a `wake`, or after `timeout_s`.
 
-        `unless` is looked at under the lock: what it tells cannot come true unnoticed in between.
+        `unless` is asked under the lock, so that a change is not missed in between.
         """
         with self.changed:
             if self._version == version and not unless():
