@@ -20,8 +20,7 @@ from debian_programs import Programs
 from dra_driver.errors import RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
-from dra_driver.mps_host.daemon_control import DaemonControl
-from dra_driver.mps_host.daemon_limits import limit_commands
+from dra_driver.mps_host.daemon_control import DaemonControl, limit_commands
 
 TOP = Path(__file__).parents[1]
 MANUAL = TOP / "docs/versions.md"

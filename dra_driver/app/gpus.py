@@ -24,10 +24,9 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.devices import MigDevices
-from dra_driver.mig.holders import MigHolders
 from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile
 from dra_driver.mig.layouts import NodeLayouts, remembered
-from dra_driver.mig.mode import MigMode, MigObserver, mig_context
+from dra_driver.mig.mode import MigHolders, MigMode, MigObserver, mig_context
 from dra_driver.mig.offer import LedgerOwnership
 from dra_driver.model.driver_files import SMI_PROGRAM
 from dra_driver.model.mig import GpuLayout

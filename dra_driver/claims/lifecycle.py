@@ -1,27 +1,120 @@
-"""The parts of a claim's life: fetch, plan, wait, prepare, unprepare, reconcile."""
+"""A claim's life: the kubelet's calls, each claim of a call by itself, and the parts that serve them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
+import structlog
+from structlog.contextvars import bound_contextvars
+
+from dra_driver.base.deadline import until
+from dra_driver.base.threads import side_by_side
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
-from dra_driver.claims.fetch import ClaimFetch, RecordedPods
+from dra_driver.claims.calls import (
+    CLAIMS_AT_ONCE,
+    CallsUnderWay,
+    ClaimFetch,
+    KubeletCall,
+    Observer,
+    RecordedPods,
+    failed,
+)
 from dra_driver.claims.gpu_processes import GpuProcesses
-from dra_driver.claims.kubelet_call import Observer
-from dra_driver.claims.planner import ClaimPlanner, Identity
-from dra_driver.claims.prepare import Preparer
+from dra_driver.claims.prepare import ClaimPlanner, Identity, Preparer
 from dra_driver.claims.reconciler import Reconciler, Rhythm
-from dra_driver.claims.service import ClaimService
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.unprepare import Unpreparer
-from dra_driver.claims.waiting import Waiter, WaitTimeouts
+from dra_driver.claims.waiting import PrepareAttempt, Waiter, WaitTimeouts
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
+from dra_driver.model.claim import ClaimRef, PrepareOutcome, UnprepareOutcome
 from dra_driver.model.record import ClaimRecord
+
+_log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class ClaimService:
+    """Serves the kubelet. The claims of one call are worked on side by side: one that fails or waits does not touch the
+    others."""
+
+    fetch: ClaimFetch
+    preparer: Preparer
+    unpreparer: Unpreparer
+    waiter: Waiter
+    calls: CallsUnderWay
+    observer: Observer
+
+    def prepare(
+        self,
+        claims: Sequence[ClaimRef],
+        deadline_s: float | None,
+        has_left: Callable[[], bool] | None = None,
+    ) -> Mapping[str, PrepareOutcome]:
+        """An outcome for each claim, by its UID."""
+        call = KubeletCall.begin(deadline_s, has_left)
+        with self.observer.in_flight("prepare", claims), ExitStack() as under_way:
+            for ref in claims:
+                under_way.enter_context(self.calls.calling("prepare", ref.uid))
+            return _each(self._prepare_one, claims, call)
+
+    def unprepare(
+        self,
+        claims: Sequence[ClaimRef],
+        deadline_s: float | None,
+        has_left: Callable[[], bool] | None = None,
+    ) -> Mapping[str, UnprepareOutcome]:
+        """As `Unpreparer.unprepare`, by the claim's UID."""
+        with self.observer.in_flight("unprepare", claims):
+            return _each(self.unpreparer.unprepare, claims, KubeletCall.begin(deadline_s, has_left))
+
+    def _prepare_one(self, ref: ClaimRef, call: KubeletCall) -> PrepareOutcome:
+        started = time.monotonic()
+        try:
+            attempt = PrepareAttempt(ref, call, self.fetch.allocated(ref, call))
+            try:
+                prepared, record = self.preparer.prepare(attempt)
+            finally:
+                if attempt.waits_since is not None:
+                    self.observer.waited(ref, self.waiter.waited_s(attempt))
+        except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
+            return failed(self.observer, "prepare", ref, time.monotonic() - started, error)
+        duration = time.monotonic() - started
+        # The record may be older than what was read now.
+        self.observer.prepared(ref, duration, record and replace(record, claim=attempt.claim))
+        _log.info(
+            "claim_prepared",
+            claim=f"{ref.namespace}/{ref.name}",
+            claim_uid=ref.uid,
+            devices=[device.device for device in prepared.devices],
+            duration_s=round(duration, 4),
+        )
+        return prepared
+
+
+def _each(
+    work: Callable[[ClaimRef, KubeletCall], T], claims: Sequence[ClaimRef], call: KubeletCall
+) -> dict[str, T]:
+    """What the work answers for each claim, by its UID; side by side."""
+
+    def one(ref: ClaimRef) -> T:
+        with bound_contextvars(claim_uid=ref.uid):
+            return work(ref, call)
+
+    with until(call.deadline):
+        outcomes = side_by_side([partial(one, ref) for ref in claims], CLAIMS_AT_ONCE)
+    return {ref.uid: outcome.result() for ref, outcome in zip(claims, outcomes, strict=True)}
 
 
 class ClaimLifecycle:
@@ -56,8 +149,9 @@ class ClaimLifecycle:
     ) -> None:
         """Make the parts; none runs yet."""
         driver = identity.driver
-        self.waiter = Waiter(lookup, records, driver, users, timeouts or WaitTimeouts())
-        self.unpreparer = Unpreparer(records, locks, executor, self.waiter, observer)
+        self.calls = CallsUnderWay()
+        self.waiter = Waiter(lookup, records, driver, users, self.calls, timeouts or WaitTimeouts())
+        self.unpreparer = Unpreparer(records, locks, executor, self.calls, observer)
         pods = RecordedPods(records, locks)
         self.reconciler = Reconciler(
             records,
@@ -78,4 +172,4 @@ class ClaimLifecycle:
             planner, records, locks, planning, executor, cleaner, self.waiter, refuse_changing
         )
         fetch = ClaimFetch(lookup, records, driver)
-        self.service = ClaimService(fetch, self.preparer, self.unpreparer, self.waiter, observer)
+        self.service = ClaimService(fetch, self.preparer, self.unpreparer, self.waiter, self.calls, observer)

@@ -55,9 +55,8 @@ import structlog
 
 from dra_driver.base.backoff import Backoff
 from dra_driver.base.threads import BackgroundWorker
-from dra_driver.claims.fetch import RecordedPods
+from dra_driver.claims.calls import Observer, RecordedPods
 from dra_driver.claims.gpu_processes import GpuProcesses
-from dra_driver.claims.kubelet_call import Observer
 from dra_driver.claims.rules.release import staleness
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.unprepare import Unpreparer

@@ -10,8 +10,7 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from dra_driver.base.deadline import until
-from dra_driver.claims.kubelet_call import KubeletCall, Observer, failed
-from dra_driver.claims.waiting import Waiter
+from dra_driver.claims.calls import CallsUnderWay, KubeletCall, Observer, failed
 from dra_driver.errors import RetryableError
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.locks import ClaimGuard, ClaimLocks
@@ -32,7 +31,7 @@ class Unpreparer:
     records: RecordStore
     claim_locks: ClaimLocks
     executor: Executor
-    waiter: Waiter
+    calls: CallsUnderWay
     observer: Observer
 
     def reclaim(
@@ -47,7 +46,7 @@ class Unpreparer:
         call = KubeletCall(time.monotonic_ns(), time.monotonic() + within_s)
 
         def is_wanted(guard: ClaimGuard) -> bool:
-            is_newer = guard.was_prepared_since(looked_ns) or self.waiter.is_called("prepare", ref.uid)
+            is_newer = guard.was_prepared_since(looked_ns) or self.calls.is_called("prepare", ref.uid)
             return is_newer or self.records.get(ref.uid) != expected
 
         with until(call.deadline), bound_contextvars(claim_uid=ref.uid):
@@ -65,7 +64,7 @@ class Unpreparer:
     def _take_back(self, ref: ClaimRef, call: KubeletCall, is_wanted: Callable[[ClaimGuard], bool]) -> bool:
         """End the claim, unless it `is_wanted`; whether that was done."""
         started = time.monotonic()
-        with self.waiter.calling("unprepare", ref.uid):
+        with self.calls.calling("unprepare", ref.uid):
             with self.claim_locks.hold(ref.uid, call.left(), call.has_left) as guard:
                 if is_wanted(guard):
                     return False

@@ -27,17 +27,14 @@ rolling update, they read the holders' records ten times a second. Attempts that
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import structlog
 
+from dra_driver.claims.calls import CallsUnderWay, KubeletCall
 from dra_driver.claims.gpu_processes import GpuProcesses
-from dra_driver.claims.kubelet_call import Action, KubeletCall
 from dra_driver.claims.rules.plan import Conflict, DeviceHeldError
 from dra_driver.claims.rules.release import ReleaseReason, release_reason
 from dra_driver.errors import (
@@ -100,19 +97,17 @@ class WaitTimeouts:
 
 @dataclass(eq=False)
 class Waiter:
-    """Waits for devices, and knows which claims are being prepared and unprepared in this process. For many threads."""
+    """Waits for devices. For many threads."""
 
     lookup: ClaimClient
     records: RecordStore
     driver: str
     users: GpuProcesses
+    calls: CallsUnderWay
     timeouts: WaitTimeouts = WaitTimeouts()
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._changed = threading.Condition()
-        self._changes = 0
-        self._calls: Counter[tuple[Action, str]] = Counter()  # with the claim's UID
         self._stop_by = math.inf
         self._on_leaving: Callable[[ClaimRef], None] = lambda _ref: None
 
@@ -123,33 +118,12 @@ class Waiter:
 
     def stop(self) -> None:
         """The driver is being stopped: each attempt that waits has a few seconds more, then fails for now."""
-        with self._changed:
-            self._stop_by = self.clock() + self.timeouts.stop_s
-            self._wake()
+        self._stop_by = self.clock() + self.timeouts.stop_s
+        self.calls.wake()
 
-    @contextmanager
-    def calling(self, action: Action, uid: str) -> Iterator[None]:
-        """Within it the claim is being prepared, from the fetch on, or unprepared."""
-        with self._changed:
-            self._calls[action, uid] += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._calls[action, uid] -= 1
-                if not self._calls[action, uid]:
-                    del self._calls[action, uid]
-                if action == "unprepare":
-                    self._wake()
-
-    def is_called(self, action: Action, uid: str) -> bool:
-        """Whether such a call is under way for the claim."""
-        with self._changed:
-            return self._calls[action, uid] > 0
-
-    def waited_s(self, attempt: PrepareAttempt) -> float | None:
-        """Seconds since the attempt first waited; None if it did not wait."""
-        return None if attempt.waits_since is None else self.clock() - attempt.waits_since
+    def waited_s(self, attempt: PrepareAttempt) -> float:
+        """Seconds since the attempt first waited."""
+        return 0.0 if attempt.waits_since is None else self.clock() - attempt.waits_since
 
     def wait(self, attempt: PrepareAttempt, error: NotNow) -> None:
         """Wait until the attempt should try again.
@@ -181,16 +155,9 @@ class Waiter:
             attempt.waits_after = type(error)
             _log.info("prepare_waits", claim_uid=attempt.ref.uid, reason=reason)
 
-    def _wake(self) -> None:
-        """The caller holds `_changed`."""
-        self._changes += 1
-        self._changed.notify_all()
-
     def _sleep(self, attempt: PrepareAttempt, seconds: float) -> None:
         """Sleep until there is a change that the attempt has not seen, but at most `seconds`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._changes != attempt.seen, timeout=seconds)
-            attempt.seen = self._changes
+        attempt.seen = self.calls.wait(attempt.seen, seconds)
 
     def _has_changed(self, holder: ClaimRecord) -> bool:
         """Whether the holder now holds something else, or nothing."""
@@ -217,13 +184,13 @@ class Waiter:
 
     def _is_known_to_leave(self, attempt: PrepareAttempt, conflict: Conflict) -> bool:
         uid = conflict.holder.ref.uid
-        return uid in attempt.leaving or self.is_called("unprepare", uid)
+        return uid in attempt.leaving or self.calls.is_called("unprepare", uid)
 
     def _why_leaving(self, attempt: PrepareAttempt, conflict: Conflict) -> str | None:
         """Why the holder is about to release the device, None if it is not. Raises: ClaimRefusedError if that is not
         known."""
         holder = conflict.holder
-        if self.is_called("unprepare", holder.ref.uid) or self._has_changed(holder):
+        if self.calls.is_called("unprepare", holder.ref.uid) or self._has_changed(holder):
             return "is being unprepared"
         if _is_lost(holder):
             return None
@@ -252,7 +219,7 @@ class Waiter:
         self, attempt: PrepareAttempt, error: NotNow, conflict: Conflict | None, why: str
     ) -> DraDriverError:
         """The error of an attempt that has waited in vain; `why` is why the holder of the `conflict` leaves."""
-        waited = f"waited {self.waited_s(attempt) or 0.0:.0f} s; the kubelet tries again"
+        waited = f"waited {self.waited_s(attempt):.0f} s; the kubelet tries again"
         if conflict is None or not isinstance(error, DeviceHeldError):
             kind = NvmlTransientError if isinstance(error, NvmlTransientError) else DeviceBusyError
             return kind(f"{error}; {waited}")

@@ -20,8 +20,7 @@ from dra_driver.health.rules.state import rebooted
 from dra_driver.health.store import decode
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
 from dra_driver.journal.ledger import Ledger
-from dra_driver.journal.record_codec import step_kind
-from dra_driver.journal.records import RecordStore
+from dra_driver.journal.records import RecordStore, step_kind
 from dra_driver.mig.layout_file import LAYOUT_FILE
 from dra_driver.mig.layout_file import decode as decode_layouts
 from dra_driver.model.health import HealthState

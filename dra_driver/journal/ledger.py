@@ -52,8 +52,7 @@ from dra_driver.base.fields import (
 )
 from dra_driver.base.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.errors import StateError
-from dra_driver.journal.record_codec import PLACEMENT, REF, STEP
-from dra_driver.journal.records import RecordStore
+from dra_driver.journal.records import PLACEMENT, REF, STEP, RecordStore
 from dra_driver.journal.rules.cleanups import (
     LedgerEntry,
     PendingCleanup,

@@ -50,10 +50,10 @@ from dra_driver.mps_host.daemon_control import (
     DaemonControl,
     Timings,
     bound_logs,
+    check_spec,
     log_tail,
     status_text,
 )
-from dra_driver.mps_host.daemon_limits import check_spec
 from dra_driver.mps_host.daemon_mounts import KernelMounter, SelinuxLabels
 from dra_driver.mps_host.daemon_processes import ProcessId
 from dra_driver.mps_host.daemon_records import DaemonRecord, DaemonRecords

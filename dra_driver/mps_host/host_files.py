@@ -91,7 +91,7 @@ from dra_driver.model.mps import (
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted
-from dra_driver.mps_host.daemon_limits import check_spec
+from dra_driver.mps_host.daemon_control import check_spec
 from dra_driver.mps_host.daemon_processes import identify, is_control_daemon, users_of
 
 _log = structlog.get_logger(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.model.gpu import Card, Gpu, OwnedCard
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import BindVfio
-from dra_driver.passthrough.rules.unavailable_cards import refused, unavailable
+from dra_driver.model.units import named
 
 _log = structlog.get_logger(__name__)
 
@@ -114,3 +114,23 @@ def _known(card: Card, ours: dict[str, str], gpu: Gpu | None, name: str | None) 
     driver = card.vfio_driver if is_ours and card.driver is None else card.driver
     name = card.product_name or name
     return replace(card, gpu_uuid=uuid, by_us=is_ours, driver=driver, product_name=name)
+
+
+def refused(cards: Sequence[Card]) -> Mapping[str, str]:
+    """The reason of each card that is not offered, by bus ID."""
+    return {card.bus_id: card.problem for card in cards if card.problem is not None}
+
+
+def unavailable(cards: Sequence[Card]) -> str | None:
+    """One sentence if there are cards and none is offered; equal reasons are named once.
+
+    For example `no GPU of this node can be given to a virtual machine: 0000:1b:00.0, 0000:1c:00.0: <reason>; <remedy>`.
+    """
+    reasons = refused(cards)
+    if not cards or len(reasons) < len(cards):
+        return None
+    by_reason: dict[str, list[str]] = {}
+    for bus_id, reason in reasons.items():
+        by_reason.setdefault(reason, []).append(bus_id)
+    found = "; ".join(f"{named(bus_ids)}: {reason}" for reason, bus_ids in by_reason.items())
+    return f"no GPU of this node can be given to a virtual machine: {found}"

@@ -29,7 +29,7 @@ from dra_driver.model.record import ClaimRecord, RunMps
 from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.rules.claim_usage import unclaimed_text
-from dra_driver.sharing.rules.mps_notes import notes_of
+from dra_driver.sharing.rules.client_limits import notes_of
 
 
 @dataclass(eq=False)

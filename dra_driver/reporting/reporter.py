@@ -11,7 +11,7 @@ from typing import Literal
 
 import structlog
 
-from dra_driver.claims.fetch import ClaimPods
+from dra_driver.claims.calls import ClaimPods
 from dra_driver.errors import DraDriverError
 from dra_driver.health.monitor import Monitor
 from dra_driver.journal.lanes import Lanes

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dra_driver.claims.fetch import ClaimPods, RecordedPods
+from dra_driver.claims.calls import ClaimPods, RecordedPods
 from dra_driver.cli.state_on_disk import read_state
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.kube.claims import ClaimClient

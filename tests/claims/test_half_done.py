@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.claims.kubelet_call import KubeletCall
+from dra_driver.claims.calls import KubeletCall
 from dra_driver.claims.prepare import Preparer
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.claims.waiting import PrepareAttempt

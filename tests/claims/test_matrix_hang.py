@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.claims.kubelet_call import KubeletCall
+from dra_driver.claims.calls import KubeletCall
 from dra_driver.errors import RetryableError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
 from dra_driver.model.record import (

@@ -14,8 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from dra_driver.claims.planner import ClaimPlanner
-from dra_driver.claims.prepare import Preparer
+from dra_driver.claims.prepare import ClaimPlanner, Preparer
 from dra_driver.claims.unprepare import Unpreparer
 from dra_driver.journal.locks import ClaimLocks
 from dra_driver.kubelet.pb import dra_v1_pb2

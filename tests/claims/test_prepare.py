@@ -375,10 +375,10 @@ def test_call_fails_for_now_when_its_deadline_is_over(node: Node) -> None:
 def test_no_record_appears_when_the_deadline_passes_while_it_is_planned(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dra_driver.claims import kubelet_call
+    from dra_driver.claims import calls
 
     now = [1000.0]
-    monkeypatch.setattr(kubelet_call.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(calls.time, "monotonic", lambda: now[0])
     node.devices.inventory, node.devices.hidden = inventory(h100(1)), MIXED
     scan = node.devices.scan_now
 

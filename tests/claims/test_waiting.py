@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dra_driver.claims.planner import Identity
+from dra_driver.claims.prepare import Identity
 from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.errors import ApiRejectedError, DeviceBusyError, NvmlTransientError, StateError
 from dra_driver.journal.locks import ClaimLocks
@@ -270,7 +270,7 @@ def test_unprepare_under_way_is_waited_for_without_the_api_server(node: Node, ca
     with ClaimLocks(node.directory / "locks").hold("holder", 10):
         unprepare = threading.Thread(target=lambda: node.unprepare(HOLDER))
         unprepare.start()
-        eventually(lambda: node.waiter.is_called("unprepare", "holder"))
+        eventually(lambda: node.calls.is_called("unprepare", "holder"))
         calls.prepare(node, claim(GPU_0))
         waits(node, "uid-1")
     assert isinstance(calls.answer("uid-1"), Prepared)

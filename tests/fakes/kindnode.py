@@ -20,7 +20,7 @@ from dra_driver.cdi.directory import CdiDirectory, temporary_files
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps
-from dra_driver.claims.planner import Identity
+from dra_driver.claims.prepare import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.errors import NvmlInUseError, PermanentError, RetryableError
 from dra_driver.host.driver_root import DriverRoot
@@ -31,8 +31,7 @@ from dra_driver.journal.ledger import DIRECTORY as LEDGER
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.devices import MigDevices
-from dra_driver.mig.holders import MigHolders
-from dra_driver.mig.mode import MigContext, MigMode
+from dra_driver.mig.mode import MigContext, MigHolders, MigMode
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
 from dra_driver.model.driver_files import DriverFiles
 from dra_driver.model.gpu import Card, Gpu

@@ -13,8 +13,7 @@ from dra_driver.errors import NvmlTransientError
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.mig.devices import MigDevices
-from dra_driver.mig.holders import MigHolders
-from dra_driver.mig.mode import MigContext, MigMode
+from dra_driver.mig.mode import MigContext, MigHolders, MigMode
 from dra_driver.mig.offer import LedgerOwnership
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.gpu import Gpu

@@ -14,10 +14,10 @@ from typing import Any
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
-from dra_driver.claims.fetch import RecordedPods
+from dra_driver.claims.calls import RecordedPods
 from dra_driver.claims.gpu_processes import InUse
 from dra_driver.claims.lifecycle import ClaimLifecycle
-from dra_driver.claims.planner import Identity
+from dra_driver.claims.prepare import Identity
 from dra_driver.claims.reconciler import Reconciler, Rhythm
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting import PrepareAttempt, Waiter, WaitTimeouts
@@ -274,7 +274,7 @@ class Node(Journaled):
         parts = claims_of(self, identity, self.devices, Users(self.users), self.patience)
         parts.waiter.tell_leaving(lambda ref: self.waited_for.append(ref.uid))
         self.service, self.preparer, self.unpreparer = parts.service, parts.preparer, parts.unpreparer
-        self.waiter = parts.waiter
+        self.waiter, self.calls = parts.waiter, parts.calls
         self.waiting = noted_waits(parts.waiter)
 
     def restarted(self, *, boot_id: str = "boot-1", metadata: tuple[str, ...] | None = None) -> Node:

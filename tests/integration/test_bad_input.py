@@ -114,7 +114,7 @@ def test_unreadable_record_is_set_aside_and_its_device_stays_protected(
 
 
 def test_api_server_slow(node: Node, bystander: ClaimRef, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dra_driver.claims.kubelet_call._KNOWN_CLAIMS_API_S", 0.2)
+    monkeypatch.setattr("dra_driver.claims.calls._KNOWN_CLAIMS_API_S", 0.2)
     known = [bystander, *(node.claim(f"known-{number}") for number in range(7))]
     for ref in known[1:]:
         node.ready(ref)
@@ -130,7 +130,7 @@ def test_api_server_that_never_answers_a_driver_that_starts(
     node: Node, bystander: ClaimRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It accepts, so that nothing fails at once; each of the first requests waits for it by itself."""
-    monkeypatch.setattr("dra_driver.claims.kubelet_call._KNOWN_CLAIMS_API_S", 0.2)
+    monkeypatch.setattr("dra_driver.claims.calls._KNOWN_CLAIMS_API_S", 0.2)
     known = [bystander, *(node.claim(f"known-{number}") for number in range(7))]
     for ref in known[1:]:
         assert isinstance(node.prepare(ref)[ref.uid], Prepared)

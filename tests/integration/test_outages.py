@@ -170,7 +170,7 @@ def test_driver_is_reloaded_under_load(node: Node) -> None:
 
 def test_hanging_nvml_delays_nobody_who_needs_it_not(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one GPU hangs every call of NVML, known devices are served, and a call that needs a look is bounded."""
-    monkeypatch.setattr("dra_driver.claims.planner._SCAN_WAIT_S", 0.2)
+    monkeypatch.setattr("dra_driver.claims.prepare._SCAN_WAIT_S", 0.2)
     known = prepared(node, 4)
     others = [
         node.allocated_by_hand(f"other-{device['name']}", device["name"]) for device in node.devices()[4:]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.errors import StateError
-from dra_driver.journal.record_codec import decode, encode
+from dra_driver.journal.records import decode, encode
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult, PodRef
 from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec, MpsMember, MpsShared, TimeSliced

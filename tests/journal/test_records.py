@@ -10,8 +10,7 @@ from dra_driver.base import json_store
 from dra_driver.base.atomic import read_plain
 from dra_driver.errors import StateError
 from dra_driver.journal import records as module
-from dra_driver.journal.record_codec import encode
-from dra_driver.journal.records import RecordStore
+from dra_driver.journal.records import RecordStore, encode
 from dra_driver.model.record import ClaimRecord
 from tests.fakes import directories
 from tests.fakes.preparing import in_threads

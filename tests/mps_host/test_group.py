@@ -13,8 +13,7 @@ import pytest
 from dra_driver.errors import PermanentError, RetryableError
 from dra_driver.model.mps import MpsMember
 from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS
-from dra_driver.mps_host.daemon_control import DaemonControl
-from dra_driver.mps_host.daemon_limits import check_spec
+from dra_driver.mps_host.daemon_control import DaemonControl, check_spec
 from dra_driver.mps_host.host_files import MpsHostFiles, NoMpsHostError
 from tests.fakes.waiting import eventually
 from tests.mps_host.conftest import GROUP, Host

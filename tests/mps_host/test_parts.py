@@ -19,8 +19,7 @@ from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps_host import daemon_processes as processes
 from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
-from dra_driver.mps_host.daemon_control import bound_logs, log_tail, status_text
-from dra_driver.mps_host.daemon_limits import is_answer, limit_commands
+from dra_driver.mps_host.daemon_control import bound_logs, is_answer, limit_commands, log_tail, status_text
 from dra_driver.mps_host.daemon_mounts import KernelMounter, SelinuxLabels, is_tmpfs
 from dra_driver.mps_host.daemon_processes import ProcessId
 from dra_driver.mps_host.daemon_records import DaemonRecord, DaemonRecords

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from dra_driver import __version__, errors
-from dra_driver.claims.kubelet_call import KUBELET_DEADLINE_S
+from dra_driver.claims.calls import KUBELET_DEADLINE_S
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ApiRejectedError, RetryableError
 from dra_driver.journal.executor import StepDispatcher

@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from dra_driver.claims.fetch import ClaimPods
+from dra_driver.claims.calls import ClaimPods
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, PodRef
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.metrics import Metrics

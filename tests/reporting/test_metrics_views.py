@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.claims.fetch import ClaimPods
+from dra_driver.claims.calls import ClaimPods
 from dra_driver.errors import StateError
 from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import MadeInstance

@@ -41,7 +41,7 @@ from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.imex import settings as imex_settings
 from dra_driver.host.sysfs import Sysfs
-from dra_driver.journal import record_codec as codec
+from dra_driver.journal import records as codec
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.kube.api_errors import api_errors, check_status
 from dra_driver.kube.claims import parse_allocated_claim, parse_claim_now
@@ -53,7 +53,7 @@ from dra_driver.model.claim import ClaimRef
 from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.units import format_bytes, parse_quantity
-from dra_driver.mps_host import daemon_limits as limits
+from dra_driver.mps_host import daemon_control as limits
 from dra_driver.mps_host.daemon_records import DaemonRecords
 from dra_driver.mps_host.host_files import MpsLayout
 

@@ -18,7 +18,7 @@ from dra_driver.model.mps import LostMps, MpsShared
 from dra_driver.model.record import ClaimRecord, RunMps
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all
 from dra_driver.sharing.rules.client_limits import most_clients
-from dra_driver.sharing.rules.share_limits import ShareLimits, limits_of
+from dra_driver.sharing.rules.shared_device import ShareLimits, limits_of
 from dra_driver.slices.rules.build import build_pool
 from tests.fakes.samples import DRIVER, GPU_0, NODE, claim, h100, inventory, result
 

@@ -15,8 +15,7 @@ from dra_driver.errors import InvalidConfigError
 from dra_driver.model.inventory import OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.sharing import MAX_MPS_SHARES, SharingRule
 from dra_driver.sharing.rules.client_limits import BoundedRule
-from dra_driver.sharing.rules.share_limits import ShareLimits, limits_of
-from dra_driver.sharing.rules.shared_device import memory_mib_of, multiprocessors_of
+from dra_driver.sharing.rules.shared_device import ShareLimits, limits_of, memory_mib_of, multiprocessors_of
 from dra_driver.slices.rules.attributes import wire_device
 from tests.fakes.samples import DRIVER, MIG_1G, MIXED, ONE_G, h100, inventory, mig, partitioned, result
 

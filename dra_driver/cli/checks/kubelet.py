@@ -13,7 +13,7 @@ from dra_driver.cli.rules.node_state import BOOT_UNKNOWN, NodeState
 from dra_driver.cli.state_on_disk import set_aside_files
 from dra_driver.model.units import counted, named
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
-from dra_driver.sharing.rules.mps_notes import notes_of
+from dra_driver.sharing.rules.client_limits import notes_of
 from dra_driver.slices.leadership import DIRECTORY as INSTANCES
 from dra_driver.slices.leadership import living_instances
 

@@ -1,4 +1,5 @@
-"""How many clients and users an MPS daemon serves at a time, and the rules of sharing bounded by that.
+"""How many clients and users an MPS daemon serves at a time, the rules of sharing bounded by that, and what users of a
+running daemon should know.
 
 A client is a CUDA context of one process. The numbers are those of NVIDIA's manual of MPS: 16 on a GPU before Volta, 48
 from Volta on, and 60 from CUDA 13.1 on, which came with driver branch R590. A MIG device has fewer; how many is not
@@ -12,10 +13,13 @@ this option.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DriverVersions, OfferedDevice
+from dra_driver.model.mps import MpsDaemonStatus
+from dra_driver.model.problems import MPS_NOT_EXCLUSIVE, MPS_USERS_WAIT
 from dra_driver.model.sharing import MAX_MPS_SHARES, SharingPolicy, SharingRule
 
 _VOLTA = (7, 0)
@@ -79,3 +83,23 @@ def bounded_rule(
         f"{most} clients on a GPU {cause}; set shares to {most} or fewer, or enforce to none"
     )
     return BoundedRule(replace(rule, shares=most), most, note)
+
+
+def notes_of(status: MpsDaemonStatus) -> Iterator[tuple[str, str]]:
+    """(reason of an event, a sentence for a person) for each thing."""
+    devices = ", ".join(status.spec.devices)
+    if status.not_exclusive:
+        yield (
+            MPS_NOT_EXCLUSIVE,
+            f"GPU {', '.join(status.not_exclusive)} does not support the compute mode EXCLUSIVE_PROCESS: a program "
+            f"that does not reach the MPS daemon of {devices} runs on it without the limits of its claim; use another "
+            "GPU where limits must hold",
+        )
+    if len(status.users) > 1 and not status.spec.multi_user:
+        users = ", ".join(map(str, status.users))
+        yield (
+            MPS_USERS_WAIT,
+            f"processes of the users {users} have the MPS daemon of {devices}, which serves one user at a time: CUDA "
+            "calls of one user wait until all CUDA programs of the other have ended; run the pods as one user "
+            "(runAsUser), or use multiUser, which needs NVIDIA driver R555 or newer",
+        )

@@ -24,8 +24,7 @@ from dra_driver.model.mps import (
 from dra_driver.model.sharing import SharingPolicy, SharingRule
 from dra_driver.sharing.rules.client_limits import bounded_rule, why_one_user
 from dra_driver.sharing.rules.mps_requests import refuse_mixed_requests
-from dra_driver.sharing.rules.share_limits import limits_of
-from dra_driver.sharing.rules.shared_device import memory_mib_of
+from dra_driver.sharing.rules.shared_device import limits_of, memory_mib_of
 
 _MIB = 1 << 20
 

@@ -4,16 +4,22 @@ The scheduler gives a claim the default of each capacity that it does not ask fo
 policy. So every capacity of a shared device has a policy. What the rule shares by, the clients of MPS and memory have a
 default above 0, all others have 0. Memory has one in every mode because it is what quotas are counted in: a share that
 takes none of it would cost nothing there.
+
+The limits of a share are rounded so that shares which fit on a device never add up to more than it has. The rule's
+`enforce` says whether they are enforced.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 
+from dra_driver.model.claim import DeviceResult
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import SharingRule
-from dra_driver.model.units import format_bytes, format_decimal
+from dra_driver.model.units import format_bytes, format_decimal, parse_quantity
 from dra_driver.sharing.rules.client_limits import BoundedRule
 
 MEMORY = "memory"
@@ -125,3 +131,70 @@ def _only(amount: int, total: int, step: int) -> JsonObject:
 
 def _text(value: int, step: int) -> str:
     return format_bytes(value) if step == _MIB else format_decimal(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareLimits:
+    """What the processes of a share may use of the device; None is no limit."""
+
+    memory_mib: int | None = None
+    active_thread_percentage: int | None = None
+
+
+def limits_of(result: DeviceResult, device: OfferedDevice, rule: SharingRule) -> ShareLimits:
+    """The limits of an allocated share.
+
+    Memory and multiprocessors that the claim asked for, and in mode shares its part of both; of two
+    limits the tighter one. What was not asked for, or is unknown of the device, is no limit. Memory that the
+    scheduler counts for a claim that asks for none is none either, except in mode memory.
+
+    Raises: InvalidConfigError if the allocation has an amount that is not a quantity.
+    """
+    memory = _memory_limits(result, device, rule)
+    threads = _thread_limits(result, device, rule)
+    return ShareLimits(min(memory, default=None), min(threads, default=None))
+
+
+def _memory_limits(result: DeviceResult, device: OfferedDevice, rule: SharingRule) -> list[int]:
+    limits = []
+    asked = _consumed(result, MEMORY)
+    part = _part(result, rule)
+    total = memory_mib_of(device)
+    is_default = rule.mode != "memory" and asked in (_MIB, default_memory((total or 0) * _MIB, rule))
+    if asked > 0 and not is_default:
+        limits.append(max(1, asked // _MIB))
+    if part and total:
+        limits.append(max(1, int(total * part)))
+    return limits
+
+
+def _thread_limits(result: DeviceResult, device: OfferedDevice, rule: SharingRule) -> list[int]:
+    limits = []
+    asked = _consumed(result, MULTIPROCESSORS)
+    total = multiprocessors_of(device)
+    if asked > 0 and total:
+        limits.append(_percentage(asked / total))
+    part = _part(result, rule)
+    if part:
+        # MPS rounds a percentage up to whole multiprocessors, so it must be that of a whole number of them.
+        limits.append(_percentage(Fraction(int(total * part), total) if total else part))
+    return limits
+
+
+def _part(result: DeviceResult, rule: SharingRule) -> Fraction:
+    """The part of the whole device that the shares of this allocation are.
+
+    Never more than the whole: a claim may have been allocated when the device had more shares than now.
+    """
+    return min(Fraction(1), _consumed(result, SHARES) / rule.shares) if rule.shares else Fraction(0)
+
+
+def _percentage(part: Fraction) -> int:
+    return min(100, max(1, int(100 * part)))
+
+
+def _consumed(result: DeviceResult, name: str) -> Fraction:
+    """An amount of the allocation; its name may be written with the domain of gpu-dra-driver."""
+    consumed = result.consumed_capacity
+    text = consumed.get(name, consumed.get(f"{result.driver}/{name}"))
+    return Fraction(0) if text is None else parse_quantity(text)

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.claims import fetch
-from dra_driver.claims.fetch import ClaimFetch
-from dra_driver.claims.kubelet_call import KubeletCall
+from dra_driver.claims import calls
+from dra_driver.claims.calls import ClaimFetch, KubeletCall
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, ClaimRefusedError, DraDriverError
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.api_errors import PathNotFoundError
@@ -87,7 +86,7 @@ def busy(retry_after_s: float | None) -> ApiUnavailableError:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(calls, "_FIRST_PAUSE_S", 0.01)
 
 
 def test_server_that_says_when_to_come_back_is_asked_again_within_the_call(tmp_path: Path) -> None:
