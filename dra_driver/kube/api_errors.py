@@ -15,7 +15,6 @@ import urllib3
 from urllib3.exceptions import (
     ConnectTimeoutError,
     HTTPError,
-    MaxRetryError,
     NewConnectionError,
     ProtocolError,
     ProxyError,
@@ -55,7 +54,7 @@ def api_errors(action: str, proxy: str | None = None) -> Iterator[None]:
     except InvalidConfigError as error:
         raise ApiUnavailableError(f"{action}: {error}") from error
     except HTTPError as error:
-        is_brief = isinstance(_cause(error), ConnectTimeoutError | ProtocolError)
+        is_brief = isinstance(error, ConnectTimeoutError | ProtocolError)
         raise ApiUnavailableError(f"{action}: {_transport_text(error, proxy)}", is_brief=is_brief) from error
     # Certificates being rotated; a body that is not JSON, or is nested too deep to be read.
     except (OSError, ValueError, RecursionError) as error:
@@ -156,23 +155,20 @@ def _details(status: dict[str, Any]) -> dict[str, Any]:
 
 def _transport_text(error: HTTPError, proxy: str | None) -> str:
     """A cause that a person understands; urllib3's own texts carry object addresses."""
-    cause = _cause(error)
-    if isinstance(cause, ProxyError):
+    if isinstance(error, ProxyError):
         return (
-            f"the proxy {proxy or 'before the API server'} cannot be used: {_root_text(cause.original_error)}; check"
+            f"the proxy {proxy or 'before the API server'} cannot be used: {_root_text(error.original_error)}; check"
             " proxy-url in the kubeconfig, or HTTPS_PROXY and NO_PROXY (credentials: http://USER:PASSWORD@HOST:PORT)"
         )
-    if isinstance(cause, SSLError):
-        return _tls_text(cause)
-    if isinstance(cause, NewConnectionError):
-        return f"cannot connect to the API server: {_root_text(cause)}"
-    if isinstance(cause, TimeoutError):
+    if isinstance(error, SSLError):
+        return _tls_text(error)
+    if isinstance(error, NewConnectionError):
+        return f"cannot connect to the API server: {_root_text(error)}"
+    if isinstance(error, TimeoutError):
         return "the API server did not answer in time"
-    return f"connection to the API server broke: {_root_text(cause)}"
-
-
-def _cause(error: HTTPError) -> BaseException:
-    return error.reason if isinstance(error, MaxRetryError) and error.reason is not None else error
+    if type(error) is HTTPError:  # our own
+        return str(error)
+    return f"connection to the API server broke: {_root_text(error)}"
 
 
 def _tls_text(error: SSLError) -> str:

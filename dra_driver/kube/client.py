@@ -392,7 +392,7 @@ class WatchStream:
             if len(rest) > MOST_BYTES:
                 raise HTTPError(f"an event is larger than {MOST_BYTES >> 20} MiB")
         if rest and not self._closed.is_set():
-            raise HTTPError("the watch ended in the middle of an event")
+            raise HTTPError("connection to the API server broke in the middle of an event")
 
     def _event(self, line: bytes) -> dict[str, Any]:
         event = decoded_json(line, self._action)
