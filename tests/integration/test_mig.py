@@ -106,21 +106,6 @@ def test_a_device_is_made_and_destroyed(node: Node) -> None:
     assert not node.events("SchedulerOutdated")
 
 
-def test_restart_clears_away_what_no_claim_holds(node: Node) -> None:
-    kept = node.allocated_by_hand("kept", named(node, "1g.10gb", 0))
-    lost = node.allocated_by_hand("lost", named(node, "1g.10gb", 1))
-    for ref in (kept, lost):
-        node.prepare(ref)
-    node.driver.stop()
-    node.driver.records.delete(lost.uid)
-    next(path for path in node.cdi.glob(f"*{lost.uid}*")).unlink()
-    node.start_driver(dynamic_mig=True)
-    eventually(lambda: sum(len(gpu.instances) for gpu in gpus(node)) == 1)
-    node.ready(kept)
-    node.take_back(kept)
-    eventually(lambda: clean(node))
-
-
 def test_switching_it_off_keeps_running_devices(node: Node) -> None:
     ref = node.allocated_by_hand("runs", named(node, "1g.10gb", 0))
     before = node.ready(ref)

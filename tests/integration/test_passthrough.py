@@ -290,30 +290,6 @@ def test_gpu_with_mig_devices_on_demand_goes_to_a_virtual_machine_when_they_are_
     node.ready(node.allocated_by_hand("again", small))
 
 
-def test_killed_daemon_leaves_no_card_without_a_driver(make_node: Callable[..., Node]) -> None:
-    node = without_virtual_functions(make_node)
-    gpu = node.machine.gpu(5)
-    node.machine.set_fault("drivers_probe", delay_s=60, count=1, gpu=gpu.uuid)
-    process = node.spawn(PASSTHROUGH="true")
-    node.wait_devices(16)
-    _, passed = named(node, 5)
-    ref = node.allocated_by_hand("machine", passed)
-    with ThreadPoolExecutor() as calls:
-        calls.submit(node.prepare, ref)
-        eventually(lambda: driver_of(node, gpu.uuid) == "")
-        process.kill()
-        process.wait()
-    node.machine.clear_faults()
-    node.start_driver(passthrough=True)
-    eventually(lambda: node.driver.discovery.unavailable() is None)
-    node.take_back(ref)
-    assert driver_of(node, gpu.uuid) == "nvidia"
-    assert node.machine.gpu(gpu.uuid).persistence == 1
-    node.wait_devices(16)
-    node.ready(ref)
-    assert driver_of(node, gpu.uuid) == "vfio-pci"
-
-
 def test_other_instance_of_a_rolling_update_closes_nvml_too(make_node: Callable[..., Node]) -> None:
     node = without_virtual_functions(make_node)
     node.spawn(PASSTHROUGH="true", POD_UID="older")

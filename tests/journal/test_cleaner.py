@@ -868,3 +868,23 @@ def test_loop_removes_again_and_again_what_killed_writers_left(bench: Bench) -> 
         left.touch()
         cleaner._turn()
         assert not left.exists()
+
+
+def test_gpus_of_one_prepare_are_cleaned_side_by_side(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, eight MPS daemons that do not end would use up the time of the call."""
+    monkeypatch.setattr("dra_driver.journal.cleaner.CLEAN_BEFORE_S", 20.0)
+    other = RunMps(MpsDaemonSpec(GPU_1, UUID_1, "gpu", UUID_1))
+    bench.tools.broken = [MPS, other]
+    bench.end(record(MPS))
+    bench.end(record(other, uid="uid-2"))
+    bench.tools.broken = []
+    both, undo = threading.Barrier(2), bench.tools.undo
+
+    def beside(step: Step, of: ClaimRecord) -> None:
+        both.wait(60)
+        undo(step, of)
+
+    bench.tools.undo = beside  # type: ignore[method-assign]
+    pending = bench.cleaner.pending_before({UUID_0, UUID_1})
+    bench.cleaner.clean_before(pending, [DEVICE_0, DEVICE_1])
+    assert bench.cleaner.outstanding() == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 import yaml
 
 from dra_driver import errors
-from dra_driver.errors import PermanentError, StateError
+from dra_driver.errors import PermanentError
 from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps_host import daemon_processes as processes
@@ -245,15 +244,6 @@ def test_records_there_and_back(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["gpu-1.json.unreadable-1"], "a person looks at it"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1}', '{"format": 2, "bootId": "boot"}', "\0"])
-def test_an_unreadable_record_is_set_aside(tmp_path, logs, text):
-    (tmp_path / "gpu-1.json").write_text(text)
-    assert DaemonRecords(MpsLayout(tmp_path)).all() == {}
-    assert [line["event"] for line in logs] == ["mps_record_unreadable"]
-    [aside] = tmp_path.iterdir()
-    assert aside.name.startswith("gpu-1.json.unreadable-")
-
-
 def test_records_are_written_and_removed_for_good(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(
@@ -266,20 +256,3 @@ def test_records_are_written_and_removed_for_good(tmp_path, monkeypatch):
     synced.clear()
     records.forget("gpu-1")
     assert synced == [tmp_path.name]
-
-
-def test_a_record_that_cannot_be_read_now_stays_as_it_is(tmp_path, monkeypatch):
-    DaemonRecords(MpsLayout(tmp_path)).save(DaemonRecord(SPEC, "boot"))
-
-    def read_plain(path):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr("dra_driver.base.json_store.read_plain", read_plain)
-    with pytest.raises(StateError, match=r"cannot read .*gpu-1\.json: Too many open files"):
-        DaemonRecords(MpsLayout(tmp_path)).all()
-    assert [path.name for path in tmp_path.iterdir()] == ["gpu-1.json"]
-
-
-def test_a_record_that_cannot_be_written_is_an_error(tmp_path):
-    with pytest.raises(StateError, match="cannot write"):
-        DaemonRecords(MpsLayout(tmp_path / "none")).save(DaemonRecord(SPEC, "boot"))
