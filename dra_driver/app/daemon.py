@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -327,11 +327,8 @@ class Driver:
                 f"[::]:{settings.healthcheck_port}" if settings.healthcheck_port >= 0 else None,
             ),
             self.claims.service,
-            ready=self.probes.is_ready,
-            on_status=self._registration_changed,
-            on_fatal=self.fail,
-            watch_device_health=self.health.stream.watch,
-            living=lambda: living_instances(directory / DIRECTORY_OF_INSTANCES),
+            self,
+            self.health.stream.watch,
         )
 
     def _show_node(self) -> None:
@@ -459,10 +456,18 @@ class Driver:
                 _log.exception("stop_failed", part=part.name)
         self._stopped.set()
 
-    def fail(self, error: FatalError) -> None:
+    def plugin_died(self, error: FatalError) -> None:
         """End `wait` with this error."""
         self._fatal = error
         self._stopped.set()
+
+    def is_ready(self) -> bool:
+        """Whether the readiness probe succeeds."""
+        return self.probes.is_ready()
+
+    def living_instances(self) -> Collection[str]:
+        """The pod UIDs of the living instances on this node."""
+        return living_instances(self._plugin_dir / DIRECTORY_OF_INSTANCES)
 
     def end(self) -> None:
         """End `wait`."""
@@ -484,7 +489,7 @@ class Driver:
 
     # --- what changes, and who hears of it, in the thread that found the change ---------------------
 
-    def _registration_changed(self, status: RegistrationStatus) -> None:
+    def registration_changed(self, status: RegistrationStatus) -> None:
         """The kubelet has registered this instance: older instances stand by from now on. If this announcement fails,
         the publisher tries again."""
         if status.registered:

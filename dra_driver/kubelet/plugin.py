@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from dra_driver.kubelet import dra
 from dra_driver.kubelet.grpc_server import Methods, SocketServer, streaming
 from dra_driver.kubelet.liveness import HealthServer, Liveness, dial
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as pb
-from dra_driver.kubelet.registration import Registrar, RegistrationStatus, SocketWatch
+from dra_driver.kubelet.registration import PluginOwner, Registrar, RegistrationStatus, SocketWatch
 from dra_driver.kubelet.sockets import (
     PLUGINS_DIR,
     REGISTRY_DIR,
@@ -69,23 +69,14 @@ class PluginSettings:
 
 
 class KubeletPlugin:
-    """Serves the kubelet from start() to stop(); used once.
-
-    `ready` is what readiness probes ask. `on_status` is called after each change of the registration, and `on_fatal`
-    once if a server dies. Threads of the plugin call both; both may call stop(). `living` returns the pod UIDs of the
-    living instances on this node that say so by their files.
-    """
+    """Serves the kubelet from start() to stop(); used once."""
 
     def __init__(
         self,
         settings: PluginSettings,
         claims: dra.ClaimCalls,
-        *,
-        ready: Callable[[], bool],
-        on_status: Callable[[RegistrationStatus], None] | None = None,
-        on_fatal: Callable[[FatalError], None] | None = None,
+        owner: PluginOwner,
         watch_device_health: DeviceHealthWatch | None = None,
-        living: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         self.settings = settings
         self.sockets: SocketPaths = socket_paths(
@@ -97,20 +88,24 @@ class KubeletPlugin:
         versions: tuple[str, ...] = (dra.V1, dra.V1BETA1)
         methods = dra.DraService(claims).methods()
         self._started_at: float | None = None
-        self._others = SocketWatch(settings.driver, settings.registry_dir, settings.plugin_dir, living)
+        self._others = SocketWatch(
+            settings.driver, settings.registry_dir, settings.plugin_dir, owner.living_instances
+        )
         if watch_device_health is not None:
             versions += HEALTH_VERSIONS
             methods |= _health_methods(watch_device_health)
-        self.registrar = Registrar(settings.driver, self.sockets.dra, versions, on_status)
+        self.registrar = Registrar(settings.driver, self.sockets.dra, versions, owner)
         self._dra = SocketServer("dra", self.sockets.dra, methods | self.registrar.get_info())
         self._registration = SocketServer("registration", self.sockets.registrar, self.registrar.methods())
         self.liveness = Liveness(self._dial_self)
         self._health = (
-            HealthServer(settings.health_address, self.liveness, lambda: not self.stopping and ready())
+            HealthServer(
+                settings.health_address, self.liveness, lambda: not self.stopping and owner.is_ready()
+            )
             if settings.health_address
             else None
         )
-        self._on_fatal = on_fatal
+        self._owner = owner
         self._stopping = threading.Event()
         self._stop_lock = threading.Lock()
         self._guard = threading.Thread(target=self._watch_sockets, name="socket-guard", daemon=True)
@@ -197,8 +192,7 @@ class KubeletPlugin:
             if fault is not None and not self.stopping:
                 error = FatalError(f"{fault}; restart the plugin")
                 _log.critical("kubelet_server_died", error=str(error))
-                if self._on_fatal is not None:
-                    self._on_fatal(error)
+                self._owner.plugin_died(error)
                 return
             try:
                 self._others.look()

@@ -13,12 +13,12 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import grpc
 import structlog
 
-from dra_driver.errors import DraDriverError
+from dra_driver.errors import DraDriverError, FatalError
 from dra_driver.kubelet.grpc_server import Methods, RpcError, ask_with_metadata, error_text, unary
 from dra_driver.kubelet.pb import registration_pb2 as pb
 from dra_driver.kubelet.sockets import identity, listening, socket_paths
@@ -48,6 +48,22 @@ class RegistrationStatus:
     error: str = ""
 
 
+class PluginOwner(Protocol):
+    """Who runs the plugin. Threads of the plugin call it; it may stop the plugin."""
+
+    def is_ready(self) -> bool:
+        """What readiness probes hear."""
+
+    def registration_changed(self, status: RegistrationStatus) -> None:
+        """The kubelet has registered the plugin, or refused it."""
+
+    def plugin_died(self, error: FatalError) -> None:
+        """A server has ended; the plugin is of no use any more."""
+
+    def living_instances(self) -> Collection[str]:
+        """The pod UIDs of the living instances on this node that say so by their files."""
+
+
 class Registrar:
     """Answers the plugin watcher as long as the process runs: a restarted kubelet asks again.
 
@@ -59,12 +75,12 @@ class Registrar:
         driver: str,
         endpoint: Path,
         versions: tuple[str, ...],
-        on_status: Callable[[RegistrationStatus], None] | None = None,
+        owner: PluginOwner,
     ) -> None:
         self._info = pb.PluginInfo(
             type=PLUGIN_TYPE, name=driver, endpoint=str(endpoint), supported_versions=versions
         )
-        self._on_status = on_status
+        self._owner = owner
         self.status: RegistrationStatus | None = None
         """The kubelet's last answer; None before the first one."""
 
@@ -87,8 +103,8 @@ class Registrar:
         changed, self.status = status != self.status, status
         if status.registered:
             _log.info("plugin_registered", driver=self._info.name)
-        if changed and self._on_status is not None:
-            self._on_status(status)
+        if changed:
+            self._owner.registration_changed(status)
         if not status.registered:
             raise RpcError(grpc.StatusCode.UNKNOWN, f"failed registration process: {status.error}")
         return pb.RegistrationStatusResponse()

@@ -45,6 +45,7 @@ from dra_driver.mps_host.host_files import encode_wanted, mps_layout
 from dra_driver.simulator import device_node_reader
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.tables import data_of, tabled
+from tests.kubelet.support import Owner
 
 ROOT = Path(__file__).parents[2]
 DRIVER, NODE = "gpu.nvidia.com", "node-a"
@@ -559,7 +560,7 @@ def plugin(stack: ExitStack, checks: KubeletChecks, pod_uid: str | None, plugins
         driver=DRIVER, registry_dir=checks.registry, plugins_dir=plugins or checks.plugins, pod_uid=pod_uid,
         health_address=None,
     )  # fmt: skip
-    made = KubeletPlugin(settings, NoClaims(), ready=lambda: True)  # type: ignore[arg-type]
+    made = KubeletPlugin(settings, NoClaims(), Owner())  # type: ignore[arg-type]
     made.start()
     stack.callback(made.stop)
 

@@ -22,7 +22,7 @@ from dra_driver.model.claim import ClaimRef
 from tests.e2e.conftest import _cluster, cluster, example
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import DRIVER, Json, Node
-from tests.kubelet.support import FakeClaims
+from tests.kubelet.support import FakeClaims, Owner
 
 __all__ = ["_cluster", "cluster", "example"]
 
@@ -111,7 +111,7 @@ def other_driver() -> Iterator[Callable[[ConformanceNode, FakeClaims], KubeletPl
         settings = PluginSettings(
             driver=OTHER_DRIVER, registry_dir=node.registry, plugins_dir=node.root / "plugins", grace_s=1.0
         )
-        plugin = KubeletPlugin(settings, claims, ready=lambda: True)
+        plugin = KubeletPlugin(settings, claims, Owner())
         started.append(plugin)
         plugin.start()
         node.kubelet.wait_registered(OTHER_DRIVER, timeout_s=SLOW_S)

@@ -16,7 +16,7 @@ from dra_driver.model.claim import Prepared
 from tests.deploy.test_beside_compute_domains import CLASSES as COMPUTE_DOMAIN_CLASSES
 from tests.e2e.conftest import DAEMONSET, NAMESPACE, PLUGIN_DIR, Cluster, install, uninstall, wait_for
 from tests.e2e.test_metadata import roll_out
-from tests.kubelet.support import FakeClaims, OtherDriver
+from tests.kubelet.support import FakeClaims, OtherDriver, Owner
 
 pytestmark = pytest.mark.cluster
 
@@ -61,7 +61,7 @@ def nics(cluster: Cluster) -> Iterator[dict[str, str]]:
     adapters = FakeClaims()
     # Nothing that a container would see.
     adapters.on_prepare = lambda claims: {ref.uid: Prepared(()) for ref in claims}
-    plugin = KubeletPlugin(PluginSettings(NICS), adapters, ready=lambda: True)
+    plugin = KubeletPlugin(PluginSettings(NICS), adapters, Owner())
     plugin.start()
     try:
         wait_for(

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 from playground.kubelet import KubeletSettings, PlaygroundKubelet
@@ -71,6 +72,16 @@ class Gate:
         return {ref.uid: Prepared((device(ref.uid),)) for ref in claims}
 
 
+class Owner:
+    """Who runs the plugin; a test replaces what it wants to hear or decide."""
+
+    def __init__(self, **callbacks: Any) -> None:
+        self.is_ready = lambda: True
+        self.registration_changed = self.plugin_died = lambda _news: None
+        self.living_instances = frozenset
+        vars(self).update(callbacks)
+
+
 class Node:
     """The kubelet's two directories, and plugins started in them."""
 
@@ -89,9 +100,8 @@ class Node:
             "grace_s": 5.0,
             "guard_s": 0.02,
         } | (settings or {})
-        plugin = KubeletPlugin(
-            PluginSettings(**options), claims or FakeClaims(), **{"ready": lambda: True, **callbacks}
-        )
+        watch = callbacks.pop("watch_device_health", None)
+        plugin = KubeletPlugin(PluginSettings(**options), claims or FakeClaims(), Owner(**callbacks), watch)
         self.started.append(plugin)
         if start:
             plugin.start()

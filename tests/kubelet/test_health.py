@@ -58,7 +58,7 @@ def test_server_that_takes_no_calls_is_not_alive_until_it_does(node, monkeypatch
     monkeypatch.setattr(grpc_server, "MAX_CALLS", 1)
     claims, gate = FakeClaims(), Gate()
     claims.on_prepare = gate
-    plugin = node.plugin(claims, settings=ON)
+    plugin = node.plugin(claims, settings=ON | {"guard_s": 60.0})  # its own dials are calls too
     plugin.liveness = Liveness(lambda: dial(plugin.sockets.registrar, 10), max_age_s=0)
     assert plugin.liveness.fault() is None
     eventually(lambda: not [thread for thread in threading.enumerate() if thread.name == "dra"])
@@ -78,7 +78,7 @@ def test_claims_that_hang_leave_the_driver_alive(node):
     """As they do when NVML or the API server does not answer."""
     claims, gate = FakeClaims(), Gate()
     claims.on_prepare = claims.on_unprepare = gate
-    plugin = node.plugin(claims, settings=ON, ready=lambda: False)
+    plugin = node.plugin(claims, settings=ON, is_ready=lambda: False)
     callers = [
         threading.Thread(target=prepare, args=(plugin.sockets.dra, claim(f"uid-{number}")))
         for number in range(8)
@@ -119,7 +119,7 @@ def test_startup_waits_for_the_first_answer(served):
 
 def test_readiness_follows_its_callable(node):
     ready = {"value": False}
-    port = node.plugin(settings=ON, ready=lambda: ready["value"]).health_port
+    port = node.plugin(settings=ON, is_ready=lambda: ready["value"]).health_port
     assert check(port, "readiness") == Status.NOT_SERVING
     ready["value"] = True
     assert check(port, "readiness") == Status.SERVING
@@ -173,7 +173,7 @@ def test_address_in_use_is_named(served):
     ("version", "api"), [("v1", dra_health_v1_pb2), ("v1alpha1", dra_health_v1alpha1_pb2)]
 )
 def test_device_health_is_unimplemented_without_a_stream_and_takes_no_thread(node, version, api):
-    plugin = node.plugin()
+    plugin = node.plugin(settings={"guard_s": 60.0})  # its own dials take a thread too
     with channel(plugin.sockets.dra) as opened:
         call = opened.unary_stream(f"/{version}.DRAResourceHealth/NodeWatchResources")
         for _ in range(5):

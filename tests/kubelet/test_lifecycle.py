@@ -189,7 +189,7 @@ def test_stop_is_bounded_when_a_call_hangs(node):
 @pytest.mark.parametrize("which", ["dra", "registrar"])
 def test_removed_socket_is_fatal_once(node, which):
     heard = []
-    plugin = node.plugin(on_fatal=heard.append)
+    plugin = node.plugin(plugin_died=heard.append)
     getattr(plugin.sockets, which).unlink()
     (error,) = eventually(lambda: heard)
     assert isinstance(error, FatalError)
@@ -202,7 +202,7 @@ def test_removed_socket_is_fatal_once(node, which):
 
 def test_socket_taken_over_is_fatal_and_stop_leaves_it_to_its_new_owner(node):
     heard = []
-    plugin = node.plugin(on_fatal=heard.append)
+    plugin = node.plugin(plugin_died=heard.append)
     path = plugin.sockets.registrar
     with socket.socket(socket.AF_UNIX) as owner:
         owner.bind(f"{path}.new")
@@ -221,7 +221,7 @@ def test_fatal_callback_may_stop_the_plugin(node):
         plugin.stop()
         stopped.set()
 
-    plugin = node.plugin(on_fatal=on_fatal)
+    plugin = node.plugin(plugin_died=on_fatal)
     plugin.sockets.dra.unlink()
     assert stopped.wait(20)
     assert node.files() == []

@@ -62,7 +62,7 @@ def test_the_health_port_queues_no_more_than_its_limit(node, monkeypatch):
         entered.append(1)
         return opened.wait(20)
 
-    plugin = node.plugin(settings={"health_address": "127.0.0.1:0"}, ready=ready)
+    plugin = node.plugin(settings={"health_address": "127.0.0.1:0"}, is_ready=ready)
     request = health_pb2.HealthCheckRequest(service="readiness")
 
     def check():

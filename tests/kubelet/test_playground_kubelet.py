@@ -23,7 +23,7 @@ def test_socket_created_again_between_two_looks_is_registered_anew(node, kubelet
 def test_refused_registration_is_told_and_tried_again(node, kubelet):
     heard = []
     kubelet.inject("Validate", "driver is not wanted")
-    node.plugin(on_status=heard.append)
+    node.plugin(registration_changed=heard.append)
     kubelet.wait_registered(DRIVER)
     eventually(lambda: len(heard) == 2)
     assert heard == [RegistrationStatus(False, "driver is not wanted"), RegistrationStatus(True)]

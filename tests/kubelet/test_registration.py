@@ -31,7 +31,7 @@ def test_get_info_tells_who_we_are_for_ever(node):
 
 def test_status_is_kept_and_told_once_per_change(node):
     heard = []
-    plugin = node.plugin(on_status=heard.append)
+    plugin = node.plugin(registration_changed=heard.append)
     assert plugin.status is None
     with pytest.raises(grpc.RpcError) as caught:
         notify(plugin.sockets.registrar, False, "no room")
@@ -210,7 +210,7 @@ def test_mistake_in_the_look_at_others_does_not_end_the_watch_of_our_own_sockets
 
     monkeypatch.setattr(SocketWatch, "look", fail)
     fatal: list[Exception] = []
-    plugin = node.plugin(on_fatal=fatal.append)
+    plugin = node.plugin(plugin_died=fatal.append)
     time.sleep(0.1)  # some looks
     plugin.sockets.registrar.unlink()
     eventually(lambda: "was removed" in str(fatal))
