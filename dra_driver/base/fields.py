@@ -1,4 +1,4 @@
-"""Dataclasses as JSON objects in files: tables of fields, and the format number of a file.
+"""Dataclasses as JSON objects in files, by the types of their attributes, and the format number of a file.
 
 A file of ours has the number of its kind. Any other number is refused; a higher number is that of a newer release,
 whose file is left alone. What is wrong with a file is a sentence in the error.
@@ -7,9 +7,10 @@ whose file is left alone. What is wrong with a file is a sentence in the error.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from types import UnionType
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dra_driver.errors import StateError
 from dra_driver.model.schema import JsonObject
@@ -52,6 +53,13 @@ NUMBER = Kind(_number)
 FLAG = Kind(lambda _name, value: bool(value))
 TEXTS = Kind(_texts, list)
 JSON = Kind(lambda _name, value: value)
+_KINDS: Mapping[Any, Kind] = {
+    str: TEXT,
+    int: NUMBER,
+    bool: FLAG,
+    float: Kind(lambda _name, value: float(value)),
+    Any: JSON,
+}
 
 
 def one_of(what: str, *values: str) -> Kind:
@@ -108,12 +116,16 @@ def left_out(kind: Kind, default: Any = None, name: str | None = None) -> Field:
 
 
 class Codec(Generic[T]):
-    """How values of the dataclass `of` stand in JSON. The fields are given by attribute."""
+    """How values of `of`, a dataclass or named tuple, stand in JSON: each attribute by its type, and left out where it
+    is its default. `given` are the fields for which that is not enough, by attribute; None for one that the caller
+    stores elsewhere."""
 
-    def __init__(self, of: type[T], **fields: Field) -> None:
+    def __init__(self, of: type[T], **given: Field | None) -> None:
         self.of = of
         self._fields = [
-            (attribute, field.name or _in_json(attribute), field) for attribute, field in fields.items()
+            (attribute, field.name or _in_json(attribute), field)
+            for attribute, field in _fields_of(of, given).items()
+            if field is not None
         ]
         self.kind = Kind(lambda _name, value: self.decode(value), self.encode)
 
@@ -158,6 +170,44 @@ class Tagged(Generic[T]):
         return made
 
 
+def _fields_of(of: type[Any], given: Mapping[str, Field | None]) -> dict[str, Field | None]:
+    defaults: Mapping[str, Any] = getattr(of, "_field_defaults", None) or {}
+    if is_dataclass(of):
+        defaults = {one.name: one.default for one in fields(of) if one.default is not MISSING} | {
+            one.name: one.default_factory() for one in fields(of) if one.default_factory is not MISSING
+        }
+    found: dict[str, Field | None] = {}
+    for name, hint in get_type_hints(of).items():
+        if name in given:
+            found[name] = given[name]
+            continue
+        kind = _kind_of(hint, name)
+        if name in defaults:
+            found[name] = left_out(kind, defaults[name])
+        else:
+            found[name] = nullable(kind) if type(None) in get_args(hint) else needed(kind)
+    return found
+
+
+def _kind_of(hint: Any, name: str) -> Kind:
+    """The kind of an attribute's type. A type without one has to be given to its codec."""
+    origin, arguments = get_origin(hint), [one for one in get_args(hint) if one is not type(None)]
+    if hint in _KINDS:
+        return _KINDS[hint]
+    if origin is Literal:
+        return one_of(name.replace("_", " "), *arguments)
+    if origin is tuple:
+        return TEXTS if arguments[0] is str else list_of(_kind_of(arguments[0], name))
+    if origin in (Union, UnionType) and len(arguments) == 1:
+        return or_null(_kind_of(arguments[0], name))
+    if origin is Mapping:
+        kind = _kind_of(arguments[1], name)
+        return Kind(lambda _name, value: {key: kind.read(key, one) for key, one in value.items()}, dict)
+    if is_dataclass(hint) or hasattr(hint, "_fields"):
+        return Codec(hint).kind
+    raise TypeError(f"{name}: {hint} needs a field of its own")
+
+
 def _in_json(attribute: str) -> str:
     first, *rest = attribute.split("_")
     return first + "".join(_SPELLED.get(word, word.capitalize()) for word in rest)
@@ -194,6 +244,6 @@ def parse_file(
         raise StateError(f"not a {what}: {error}") from error
 
 
-def encode_file(fields: JsonObject, number: int) -> bytes:
+def encode_file(document: JsonObject, number: int) -> bytes:
     """A file with this format number in `version`, which `parse_file` reads; equal fields give equal bytes."""
-    return json.dumps({"version": number, **fields}, separators=(",", ":"), sort_keys=True).encode()
+    return json.dumps({"version": number, **document}, separators=(",", ":"), sort_keys=True).encode()

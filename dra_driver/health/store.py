@@ -18,9 +18,6 @@ import structlog
 
 from dra_driver.base.atomic import read_or_none, write_atomically
 from dra_driver.base.fields import (
-    FLAG,
-    NUMBER,
-    TEXT,
     Codec,
     Kind,
     NewerFormatError,
@@ -28,13 +25,12 @@ from dra_driver.base.fields import (
     left_out,
     list_of,
     needed,
-    one_of,
     parse_file,
 )
 from dra_driver.base.json_store import JsonStore, UnreadableFile
 from dra_driver.errors import StateError
 from dra_driver.health.rules.state import merged
-from dra_driver.model.health import HealthState, HealthTarget, NvLinks, Reason, Severity
+from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.schema import JsonObject
 
 _log = structlog.get_logger(__name__)
@@ -168,45 +164,10 @@ def _decode_state(_name: str, entry: JsonObject) -> HealthState:
     return _STATE.decode(entry, target=_TARGET.decode(entry))
 
 
-_REASON = Codec(
-    Reason,
-    key=needed(TEXT),
-    value=needed(TEXT),
-    severity=needed(Kind(_severity, lambda severity: severity.name.lower())),
-    since=needed(NUMBER),
-    last_at=needed(NUMBER),
-    text=needed(TEXT),
-    source=needed(one_of("source", "poll", "event")),
-    reset_seen=left_out(FLAG, default=False),
-)
-_TARGET = Codec(
-    HealthTarget,
-    gpu_uuid=needed(TEXT),
-    gpu_instance_id=left_out(NUMBER, name="gpuInstance"),
-    compute_instance_id=left_out(NUMBER, name="computeInstance"),
-)
-_NVLINKS = Codec(
-    NvLinks,
-    up=needed(list_of(NUMBER)),
-    product_name=left_out(TEXT),
-    to_switches=left_out(FLAG),
-)
-_STATE = Codec(
-    HealthState,
-    reasons=left_out(list_of(_REASON.kind), ()),
-    ecc_uncorrected=left_out(NUMBER),
-    identity=left_out(TEXT),
-    setbacks=left_out(list_of(NUMBER), ()),
-    held_until=left_out(NUMBER),
-    pci_bus_id=left_out(TEXT),
-    nvlinks=left_out(_NVLINKS.kind),
-)
-_KEPT = Codec(
-    KeptHealth,
-    boot_id=needed(TEXT),
-    driver_version=left_out(TEXT),
-    states=needed(list_of(Kind(_decode_state, _encode_state))),
-)
+_REASON = Codec(Reason, severity=needed(Kind(_severity, lambda severity: severity.name.lower())))
+_TARGET = Codec(HealthTarget)
+_STATE = Codec(HealthState, target=None, reasons=left_out(list_of(_REASON.kind), ()))
+_KEPT = Codec(KeptHealth, states=needed(list_of(Kind(_decode_state, _encode_state))))
 
 
 @dataclass(frozen=True, slots=True)

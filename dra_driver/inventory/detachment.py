@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from dra_driver.base.atomic import make_directory, read_or_none, remove_file, state_error, write_atomically
-from dra_driver.base.fields import NUMBER, TEXT, Codec, Kind, encode_file, needed, parse_file
+from dra_driver.base.fields import Codec, encode_file, parse_file
 from dra_driver.base.file_lock import UseMark
 from dra_driver.errors import (
     ClaimsInTheWayError,
@@ -99,13 +99,7 @@ class Detachment:
         )
 
 
-_SECONDS = Kind(lambda _name, value: float(value))
-_SHAPE = Codec(
-    Detachment,
-    boot_id=needed(TEXT, "bootID"),
-    until_s=needed(_SECONDS, "untilBootSeconds"),
-    until=needed(TEXT),
-)
+_SHAPE = Codec(Detachment)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +121,7 @@ class Pause:
         return f"NVML is closed for a moment: process {self.pid} of gpu-dra-driver {self.what} since {self.since} UTC"
 
 
-_PAUSE_SHAPE = Codec(
-    Pause,
-    boot_id=needed(TEXT, "bootID"),
-    pid_namespace=needed(TEXT),
-    pid=needed(NUMBER),
-    started=needed(NUMBER),
-    what=needed(TEXT),
-    began_s=needed(_SECONDS, "beganBootSeconds"),
-    since=needed(TEXT),
-)
+_PAUSE_SHAPE = Codec(Pause)
 
 
 class Detachments:

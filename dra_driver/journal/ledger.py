@@ -36,23 +36,16 @@ from typing import TypeVar
 import structlog
 
 from dra_driver.base.fields import (
-    FLAG,
-    NUMBER,
-    TEXT,
     Codec,
     Tagged,
     encode_file,
-    left_out,
     list_of,
     needed,
-    nullable,
-    one_of,
-    or_null,
     parse_file,
 )
 from dra_driver.base.json_store import JsonStore, UnreadableFile, open_directory
 from dra_driver.errors import StateError
-from dra_driver.journal.records import PLACEMENT, REF, STEP, RecordStore
+from dra_driver.journal.records import STEP, RecordStore
 from dra_driver.journal.rules.cleanups import (
     LedgerEntry,
     PendingCleanup,
@@ -62,7 +55,7 @@ from dra_driver.journal.rules.cleanups import (
     is_undone_in_lane,
     pending_cleanups,
 )
-from dra_driver.model.gpu import FunctionBefore, OwnedCard
+from dra_driver.model.gpu import OwnedCard
 from dra_driver.model.mig import OwnedInstance, OwnedMode
 from dra_driver.model.record import ClaimRecord, RunMps, Step
 
@@ -78,43 +71,12 @@ _REMEMBERED_S = 30.0
 Detail = OwnedInstance | OwnedMode | OwnedCard
 Item = LedgerEntry | Detail
 D = TypeVar("D", OwnedInstance, OwnedMode, OwnedCard)
-_FUNCTION = Codec(FunctionBefore, bus_id=needed(TEXT), driver=nullable(TEXT), override=left_out(TEXT))
 _ITEM: Tagged[Item] = Tagged(
     "ledger entry",
-    step=Codec(
-        LedgerEntry,
-        claim=needed(REF.kind),
-        boot_id=needed(TEXT),
-        step=needed(STEP.kind),
-        ended=left_out(NUMBER),
-        cause=left_out(TEXT),
-    ),
-    mig_device=Codec(
-        OwnedInstance,
-        device=needed(TEXT),
-        gpu_uuid=needed(TEXT),
-        pci_bus_id=nullable(TEXT),
-        profile_id=needed(NUMBER),
-        profile_name=needed(TEXT, "profile"),
-        placement=needed(PLACEMENT.kind),
-        boot_id=needed(TEXT),
-        phase=needed(one_of("phase", "creating", "unknown", "created")),
-        gpu_instance_id=nullable(NUMBER),
-        compute_instance_id=nullable(NUMBER),
-        uuid=nullable(TEXT),
-        gpu_minor=nullable(NUMBER),
-        is_of_layout=left_out(FLAG, default=False),
-    ),
-    mig_mode=Codec(OwnedMode, gpu_uuid=needed(TEXT), pci_bus_id=nullable(TEXT), boot_id=needed(TEXT)),
-    card=Codec(
-        OwnedCard,
-        gpu_uuid=needed(TEXT),
-        pci_bus_id=needed(TEXT),
-        boot_id=needed(TEXT),
-        functions=needed(list_of(_FUNCTION.kind)),
-        persistence=needed(or_null(FLAG)),
-        product_name=nullable(TEXT),
-    ),
+    step=Codec(LedgerEntry, step=needed(STEP.kind)),
+    mig_device=Codec(OwnedInstance),
+    mig_mode=Codec(OwnedMode),
+    card=Codec(OwnedCard),
 )
 _ITEMS = list_of(_ITEM.kind)
 

@@ -11,10 +11,7 @@ import structlog
 
 from dra_driver.base.atomic import state_error, sync_removals
 from dra_driver.base.fields import (
-    FLAG,
-    JSON,
     NUMBER,
-    TEXT,
     TEXTS,
     Codec,
     Kind,
@@ -23,9 +20,6 @@ from dra_driver.base.fields import (
     left_out,
     list_of,
     needed,
-    nullable,
-    one_of,
-    or_null,
     parse_file,
 )
 from dra_driver.base.json_store import JsonStore, UnreadableFile, open_directory
@@ -33,14 +27,11 @@ from dra_driver.errors import StateError
 from dra_driver.model.claim import (
     AllocatedClaim,
     ClaimRef,
-    DeviceConfig,
-    DeviceResult,
     PodRef,
     Pods,
     pods_from,
 )
 from dra_driver.model.host import HostDevice, ImexChannels, in_order
-from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsShared, SharingMode, TimeSliced
 from dra_driver.model.record import (
     BindVfio,
@@ -55,7 +46,6 @@ from dra_driver.model.record import (
     WriteDeviceMetadata,
 )
 from dra_driver.model.schema import JsonObject
-from dra_driver.mps_host.host_files import SPEC
 
 _log = structlog.get_logger(__name__)
 
@@ -102,90 +92,31 @@ def _decode_claim(_name: str, entry: JsonObject) -> AllocatedClaim:
     return _CLAIM.decode(entry, ref=REF.decode(entry))
 
 
-_DEVICE_KIND = one_of("device kind", "gpu", "mig", "vfio")
-PLACEMENT = Codec(Placement, start=needed(NUMBER), size=needed(NUMBER))
 STEP: Tagged[Step] = Tagged(
     "step",
     write_cdi_spec=Codec(WriteCdiSpec),
-    write_device_metadata=Codec(WriteDeviceMetadata, versions=needed(TEXTS)),
-    set_time_slice=Codec(SetTimeSlice, gpu_uuid=needed(TEXT), interval=needed(NUMBER)),
-    run_mps=Codec(RunMps, spec=needed(SPEC.kind)),
-    create_mig=Codec(
-        CreateMig,
-        device=needed(TEXT),
-        gpu_uuid=needed(TEXT),
-        pci_bus_id=nullable(TEXT),
-        profile_id=needed(NUMBER),
-        profile_name=needed(TEXT, "profile"),
-        placement=needed(PLACEMENT.kind),
-    ),
-    bind_vfio=Codec(
-        BindVfio,
-        device=needed(TEXT),
-        gpu_uuid=needed(TEXT),
-        pci_bus_id=needed(TEXT),
-        vfio_driver=needed(TEXT),
-    ),
-    leave_mig_mode=Codec(LeaveMigMode, gpu_uuid=needed(TEXT), pci_bus_id=nullable(TEXT)),
+    write_device_metadata=Codec(WriteDeviceMetadata),
+    set_time_slice=Codec(SetTimeSlice),
+    run_mps=Codec(RunMps),
+    create_mig=Codec(CreateMig),
+    bind_vfio=Codec(BindVfio),
+    leave_mig_mode=Codec(LeaveMigMode),
 )
-_USAGE: Tagged[SharingMode] = Tagged(
-    "sharing mode",
-    time_sliced=Codec(TimeSliced, interval=left_out(NUMBER)),
-    mps=Codec(
-        MpsShared,
-        spec=needed(SPEC.kind),
-        memory_limit_mib=left_out(NUMBER),
-        active_thread_percentage=left_out(NUMBER),
-        memory_limits_mib=left_out(list_of(or_null(NUMBER)), ()),
-    ),
-)
+_USAGE: Tagged[SharingMode] = Tagged("sharing mode", time_sliced=Codec(TimeSliced), mps=Codec(MpsShared))
 _HELD = Codec(
     HeldDevice,
-    device=needed(TEXT),
-    kind=needed(_DEVICE_KIND),
-    uuid=needed(TEXT),
-    gpu_uuid=needed(TEXT),
-    admin_access=left_out(FLAG, default=False),
-    share_id=left_out(TEXT),
     usage=left_out(_USAGE.kind),
-    placement=left_out(PLACEMENT.kind),
     imex=left_out(Kind(_imex), name="imexChannel"),
     host_devices=left_out(Kind(_host_devices, list), ()),
 )
-_RESULT = Codec(
-    DeviceResult,
-    request=needed(TEXT),
-    driver=needed(TEXT),
-    pool=needed(TEXT),
-    device=needed(TEXT),
-    admin_access=left_out(FLAG, default=False),
-    share_id=left_out(TEXT),
-    consumed_capacity=left_out(Kind(lambda _name, value: dict(value), dict), {}),
-)
-_CONFIG = Codec(
-    DeviceConfig,
-    source=needed(JSON),
-    requests=needed(TEXTS),
-    driver=nullable(TEXT),
-    parameters=needed(JSON),
-)
-REF = Codec(ClaimRef, namespace=needed(TEXT), name=needed(TEXT), uid=needed(TEXT))
-_POD = Codec(PodRef, name=needed(TEXT), uid=needed(TEXT))
-_CLAIM = Codec(
-    AllocatedClaim,
-    results=needed(list_of(_RESULT.kind)),
-    configs=needed(list_of(_CONFIG.kind)),
-    pod_claim_name=left_out(TEXT),
-    pods=left_out(Kind(_pods, list_of(_POD.kind).write)),
-)
+REF = Codec(ClaimRef)
+_PODS = list_of(Codec(PodRef).kind)
+_CLAIM = Codec(AllocatedClaim, ref=None, pods=left_out(Kind(_pods, _PODS.write)), reported=None)
 _RECORD = Codec(
     ClaimRecord,
     claim=needed(Kind(_decode_claim, _encode_claim)),
-    phase=needed(one_of("phase", "preparing", "prepared")),
-    boot_id=needed(TEXT),
     devices=needed(list_of(_HELD.kind)),
     steps=needed(list_of(STEP.kind)),
-    prepared_at=left_out(TEXT),
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import structlog
 
-from dra_driver.base.fields import NUMBER, TEXT, Codec, Kind, left_out
+from dra_driver.base.fields import NUMBER, Codec, Kind, left_out
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient, reserved_pods
 from dra_driver.kube.client import ApiClient, is_not_found
@@ -226,23 +226,6 @@ def _data(facts: DeviceFacts) -> JsonObject:
     return {"data": data} if data and fits else {}
 
 
-_MPS = Codec(
-    MpsFacts,
-    active_thread_percentage=left_out(NUMBER),
-    pinned_memory_limit_mib=left_out(
-        Kind(NUMBER.read, lambda mib: f"{mib}Mi"), name="pinnedDeviceMemoryLimit"
-    ),
-)
-_FACTS = Codec(
-    DeviceFacts,
-    type=left_out(TEXT),
-    uuid=left_out(TEXT),
-    product_name=left_out(TEXT),
-    driver_version=left_out(TEXT),
-    pci_bus_id=left_out(TEXT),
-    parent_uuid=left_out(TEXT),
-    gpu_instance_id=left_out(NUMBER),
-    compute_instance_id=left_out(NUMBER),
-    profile=left_out(TEXT),
-    mps=left_out(_MPS.kind),
-)
+_LIMIT = Kind(NUMBER.read, lambda mib: f"{mib}Mi")
+_MPS = Codec(MpsFacts, pinned_memory_limit_mib=left_out(_LIMIT, name="pinnedDeviceMemoryLimit"))
+_FACTS = Codec(DeviceFacts, mps=left_out(_MPS.kind))

@@ -8,20 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from dra_driver.base.atomic import read_plain, write_atomically
-from dra_driver.base.fields import NUMBER, TEXT, Codec, needed, one_of, parse_file
+from dra_driver.base.fields import Codec, parse_file
 from dra_driver.errors import StateError
-from dra_driver.model.mig import LAYOUT_STATES, GpuLayout
+from dra_driver.model.mig import GpuLayout
 
 LAYOUT_FILE = "mig-layout.json"
 _FORMAT_VERSION = 1
-_SHAPE = Codec(
-    GpuLayout,
-    gpu_uuid=needed(TEXT),
-    layout=needed(TEXT),
-    state=needed(one_of("state", *LAYOUT_STATES)),
-    text=needed(TEXT),
-    since=needed(NUMBER),
-)
+_SHAPE = Codec(GpuLayout)
 
 
 class LayoutFile:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import structlog
 
 from dra_driver.base.atomic import sync_removals
-from dra_driver.base.fields import NUMBER, TEXT, Codec, Kind, NewerFormatError, needed, nullable, parse_file
+from dra_driver.base.fields import Codec, NewerFormatError, parse_file
 from dra_driver.base.json_store import JsonStore, UnreadableFile
 from dra_driver.errors import StateError
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps_host.daemon_processes import ProcessId
-from dra_driver.mps_host.host_files import SPEC, MpsLayout, is_device_name
+from dra_driver.mps_host.host_files import MpsLayout, is_device_name
 
 _log = structlog.get_logger(__name__)
 
@@ -32,15 +32,7 @@ class DaemonRecord:
     modes_before: Mapping[str, int] = field(default_factory=dict)
 
 
-_PROCESS = Codec(ProcessId, pid=needed(NUMBER), start_time=needed(NUMBER))
-_MODES = Kind(lambda name, modes: {uuid: NUMBER.read(name, mode) for uuid, mode in modes.items()}, dict)
-_RECORD = Codec(
-    DaemonRecord,
-    spec=needed(SPEC.kind),
-    boot_id=needed(TEXT),
-    process=nullable(_PROCESS.kind),
-    modes_before=needed(_MODES),
-)
+_RECORD = Codec(DaemonRecord)
 
 
 class DaemonRecords(JsonStore[DaemonRecord]):

@@ -64,29 +64,19 @@ from dra_driver.base.atomic import (
     write_atomically,
 )
 from dra_driver.base.fields import (
-    FLAG,
     NUMBER,
-    TEXT,
-    TEXTS,
     Codec,
     Kind,
-    left_out,
-    list_of,
     needed,
-    nullable,
-    one_of,
-    or_null,
     parse_file,
 )
 from dra_driver.base.file_lock import is_locked
 from dra_driver.base.json_store import JsonStore, UnreadableFile
 from dra_driver.errors import PermanentError, RetryableError, StateError
 from dra_driver.model.mps import (
-    MPS_STATES,
     MpsDaemonSpec,
     MpsDaemonStatus,
     MpsDirectories,
-    MpsMember,
 )
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.schema import JsonObject
@@ -117,33 +107,8 @@ _REPLACE = (
     "with it)"
 )
 
-_LIMIT = left_out(or_null(NUMBER))
-_MEMBER = Codec(MpsMember, device=needed(TEXT), gpu_uuid=needed(TEXT), default_memory_limit_mib=_LIMIT)
-SPEC = Codec(
-    MpsDaemonSpec,
-    device=needed(TEXT),
-    uuid=needed(TEXT),
-    kind=needed(one_of("the kind", "gpu", "mig")),
-    gpu_uuid=needed(TEXT),
-    multi_user=needed(FLAG),
-    default_active_thread_percentage=_LIMIT,
-    default_memory_limit_mib=_LIMIT,
-    others=left_out(list_of(_MEMBER.kind), ()),
-)
-"""Also in the records of claims."""
-_STATUS = Codec(
-    MpsDaemonStatus,
-    device=needed(TEXT),
-    state=needed(one_of("the state", *MPS_STATES)),
-    spec=needed(SPEC.kind),
-    pid=nullable(NUMBER),
-    since=needed(Kind(NUMBER.read, int)),
-    clients=nullable(NUMBER),
-    problem=nullable(TEXT),
-    users=needed(list_of(NUMBER)),
-    not_exclusive=needed(TEXTS),
-    directory=needed(TEXT),
-)
+SPEC = Codec(MpsDaemonSpec)
+_STATUS = Codec(MpsDaemonStatus, since=needed(Kind(NUMBER.read, int)))
 
 
 class NoMpsHostError(RetryableError):

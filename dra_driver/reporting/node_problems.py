@@ -33,11 +33,10 @@ from dra_driver.base.atomic import (
     state_error,
     write_atomically,
 )
-from dra_driver.base.fields import NUMBER, TEXT, Codec, encode_file, needed, one_of, parse_file
+from dra_driver.base.fields import Codec, encode_file, parse_file
 from dra_driver.base.file_lock import UseMark
 from dra_driver.base.threads import BackgroundWorker, BoundedCall
 from dra_driver.errors import DraDriverError, StateError
-from dra_driver.model.claim import ClaimRef
 from dra_driver.model.problems import (
     DISK_NOT_WRITABLE,
     DISK_WRITABLE,
@@ -219,16 +218,7 @@ def _decoded(fields: JsonObject) -> Reported:
     return Reported(tuple(problems), tuple(map(_FAILING.decode, fields["failingClaims"])))
 
 
-_REF = Codec(ClaimRef, namespace=needed(TEXT), name=needed(TEXT), uid=needed(TEXT, "uid"))
-_FAILING = Codec(
-    FailingClaim,
-    ref=needed(_REF.kind, "claim"),
-    operation=needed(one_of("operation", "prepare", "unprepare")),
-    since=needed(NUMBER),
-    last_at=needed(NUMBER),
-    count=needed(NUMBER),
-    error=needed(TEXT),
-)
+_FAILING = Codec(FailingClaim)
 
 
 ProblemSource = Callable[[], Sequence[NodeProblem]]

@@ -79,7 +79,7 @@ def test_a_file_that_cannot_be_read_detaches_nobody(
 def test_a_field_of_another_type_detaches_nobody(detachments: Detachments, tmp_path: Path) -> None:
     detachments.begin(60)
     path = tmp_path / "detach.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"untilBootSeconds": "later"}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"untilS": "later"}))
     assert detachments.now() is None
 
 
@@ -559,7 +559,7 @@ def test_pause_of_a_killed_process_is_over_though_it_is_still_a_zombie(
         ({"started": 1}, False),
         ({"bootID": "boot-0"}, False),
         ({"pidNamespace": "pid:[1]", "pid": 1}, True),
-        ({"pidNamespace": "pid:[1]", "beganBootSeconds": 939.0}, False),
+        ({"pidNamespace": "pid:[1]", "beganS": 939.0}, False),
         ({"version": 2}, False),
         ({"pid": "one"}, False),
     ],
@@ -573,7 +573,7 @@ def test_pause_lasts_as_long_as_its_process_or_a_minute_where_that_cannot_be_see
 ) -> None:
     [file] = (tmp_path / "pauses").iterdir()
     document = json.loads(file.read_text())
-    file.write_text(json.dumps({**document, "beganBootSeconds": 941.0, **changed}))
+    file.write_text(json.dumps({**document, "beganS": 941.0, **changed}))
     assert (detachments.paused() is not None) == lasts
 
 

@@ -223,7 +223,7 @@ def test_record_is_refused_when_a_field_is_missing(field: str) -> None:
         (changed(devices=["gpu-0"]), "not a claim record"),
         (of_claim(results=None), "not a claim record"),
         (of_claim(podClaimName=5), "field 'podClaimName' is 5, which is not text"),
-        (of_device(kind="npu"), "device kind 'npu' is unknown"),
+        (of_device(kind="npu"), "kind 'npu' is unknown"),
         (of_device(usage={"kind": "dmem"}), "sharing mode 'dmem' is unknown"),
         (of_step(kind="drain"), "step 'drain' is unknown"),
         (of_step(kind="set_time_slice", gpuUUID="GPU-1", interval="1"), "'1', which is not a whole number"),
