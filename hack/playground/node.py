@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, Literal, Self
@@ -19,11 +20,10 @@ from dra_driver.app.daemon import Driver
 from dra_driver.app.platforms import Platform
 from dra_driver.app.settings import Settings
 from dra_driver.cli.validation.rules.standard_classes import standard_classes
-from dra_driver.mps_host.host_files import mps_layout
+from dra_driver.mps_host.host_files import MpsHostFiles, MpsLayout, mps_layout
 from dra_driver.simulator import create_machine
 from playground.apiserver.server import PlaygroundApiServer
 from playground.kubelet import KubeletSettings, PlaygroundKubelet
-from playground.mps_host import MpsHostProcess
 from playground.scheduler import PlaygroundScheduler
 
 DRIVER = "gpu.nvidia.com"
@@ -42,6 +42,8 @@ version = 3
 enable_cdi = true
 cdi_spec_dirs = ["{cdi}"]
 """
+
+_START_S = _STOP_S = 10.0
 
 JsonObject = dict[str, Any]
 
@@ -178,3 +180,32 @@ class PlaygroundNode:
         resource = self.server.resource("resourceslices")
         for entry in self.server.objects("resourceslices"):
             self.server.operations.delete(resource, ("", entry["metadata"]["name"]), {})
+
+
+class MpsHostProcess:
+    """An MPS host at work from the constructor until `stop`. Its control daemons run on after it.
+
+    `command` is `gpu-dra-driver mps-host` with the flags that lead to `layout`. The process has a session of its own,
+    so Ctrl-C in a terminal does not reach it; its output goes to the file `log`.
+    """
+
+    def __init__(self, command: Sequence[str], layout: MpsLayout, log: Path) -> None:
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+        files, deadline = MpsHostFiles(layout), time.monotonic() + _START_S
+        while files.host_problem() is not None:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                raise RuntimeError(f"the MPS host did not start: {log.read_text()}")
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """End the process; harmless twice."""
+        self.process.terminate()
+        try:
+            self.process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from playground.mps_host import MpsHostProcess
+from playground.node import MpsHostProcess
 
 from dra_driver.errors import RetryableError
 from dra_driver.inventory.detachment import Detachments

@@ -52,17 +52,17 @@ def down() -> None:
 
 def start(component: str) -> None:
     """Start one stopped component and wait until it serves."""
-    lifecycle.start(_layout(), component)
+    lifecycle.change(_layout(), component, stop=False, start=True)
 
 
 def stop(component: str) -> None:
     """Stop one component; running pods stay."""
-    lifecycle.stop(_layout(), component)
+    lifecycle.change(_layout(), component, stop=True, start=False)
 
 
 def restart(component: str) -> None:
     """Stop and start one component with the same flags."""
-    lifecycle.restart(_layout(), component)
+    lifecycle.change(_layout(), component, stop=True, start=True)
 
 
 def state() -> list[ComponentStatus]:

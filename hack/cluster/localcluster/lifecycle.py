@@ -62,26 +62,22 @@ def down(layout: Layout) -> None:
         shutil.rmtree(layout.state)
 
 
-def start(layout: Layout, name: str) -> None:
-    """Start one component, unless it runs, and wait until it serves."""
-    _require_cluster(layout, name)
+def change(layout: Layout, name: str, *, stop: bool, start: bool) -> None:
+    """Stop one component, or start it unless it runs and wait until it serves, or both; pods go on running."""
+    shell.require_root("Changing a component")
+    if name not in NAMES:
+        raise ClusterError(f"There is no component {name}: choose one of {', '.join(NAMES)}.")
+    if not layout.kubeconfig.exists():
+        raise ClusterError("There is no cluster: bring it up first.")
     with locking.exclusive(layout.state / "lock"):
-        _start_one(layout, name)
-
-
-def stop(layout: Layout, name: str) -> None:
-    """Stop one component and nothing else; pods go on running."""
-    _require_cluster(layout, name)
-    with locking.exclusive(layout.state / "lock"):
-        _stop_one(layout, name)
-
-
-def restart(layout: Layout, name: str) -> None:
-    """Stop one component and start it with the flags it had."""
-    _require_cluster(layout, name)
-    with locking.exclusive(layout.state / "lock"):
-        _stop_one(layout, name)
-        _start_one(layout, name)
+        process = find(layout, name)
+        if stop:
+            processes.stop([process] if process is not None else [])
+            _pid_file(layout, name).unlink(missing_ok=True)
+        if start:
+            component = all_components(layout, binaries.build(layout), options_of(layout))[name]
+            _launch(layout, component)
+            _wait_serving(layout, component)
 
 
 def find(layout: Layout, name: str) -> processes.Process | None:
@@ -119,19 +115,6 @@ def _start_rest(layout: Layout, components: dict[str, Component], built: Path) -
         _launch(layout, components[name])
     images.load(layout, built, images.write_archive(layout))
     _start_together(layout, components, ("kubelet", "kube-controller-manager", "kube-scheduler"))
-
-
-def _start_one(layout: Layout, name: str) -> None:
-    component = all_components(layout, binaries.build(layout), options_of(layout))[name]
-    _launch(layout, component)
-    _wait_serving(layout, component)
-
-
-def _stop_one(layout: Layout, name: str) -> None:
-    process = find(layout, name)
-    if process is not None:
-        processes.stop([process])
-    _pid_file(layout, name).unlink(missing_ok=True)
 
 
 def _launch(layout: Layout, component: Component) -> None:
@@ -185,14 +168,6 @@ def _take_down(layout: Layout) -> None:
     processes.remove_cgroups()
     host.remove_network()
     host.restore(layout)
-
-
-def _require_cluster(layout: Layout, name: str) -> None:
-    shell.require_root("Changing a component")
-    if name not in NAMES:
-        raise ClusterError(f"There is no component {name}: choose one of {', '.join(NAMES)}.")
-    if not layout.kubeconfig.exists():
-        raise ClusterError("There is no cluster: bring it up first.")
 
 
 def _save_options(layout: Layout, options: Options) -> None:
