@@ -61,8 +61,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Target]:
 
 def _real_target(kubeconfig: Path, node: str) -> Iterator[Target]:
     client = ApiClient(load_endpoint(kubeconfig), timeout_s=60)
-    api = client
-    target = Target(kubeconfig, api, node, "default", None)
+    target = Target(kubeconfig, client, node, "default", None)
     yield target
     for item in target.slices().list()[0]:
         target.slices().delete(item["metadata"]["name"], item["metadata"]["uid"])
