@@ -4,7 +4,7 @@
 |---|---|---|
 | before the first step | nothing: the claim has no record | none |
 | between the first step and the spec | the record of the other steps | the rollback of the failed Prepare |
-| after the spec was written | the spec; containers that start later lack the node | the next Prepare writes it anew |
+| after the spec was written | the spec; containers that start later lack the node | the next Prepare writes it again |
 
 Nothing here changes the host, so there is nothing to undo.
 """
@@ -27,7 +27,7 @@ _log = structlog.get_logger(__name__)
 
 
 class ExtraDeviceFinder:
-    """Finds extra devices on the host; nobody asks for a plan that has none."""
+    """Finds extra devices on the host; no one asks for a plan that has none."""
 
     def __init__(
         self, paths: HostPaths, programs: FindPrograms, *, nodes: DeviceNodeReader | None = None

@@ -246,7 +246,7 @@ class HealthBook:
 
 
 class HealthHistory:
-    """The last changes of each GPU, and its Xids by number. The node hears of each change, but of what keeps nobody
+    """The last changes of each GPU, and its Xids by number. The node hears of each change, but of what keeps no one
     away only the first time."""
 
     def __init__(self, node: WatchedNode) -> None:

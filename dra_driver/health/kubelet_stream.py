@@ -1,7 +1,7 @@
 """The stream of device health that the kubelet shows in the status of pods.
 
 The kubelet takes a device for unknown when it has not heard of it for a while, so everything is sent again at
-intervals. Each answer is made anew from the monitor's last poll of the GPU: while the monitor hangs in the NVIDIA
+intervals. Each answer is made again from the monitor's last poll of the GPU: while the monitor hangs in the NVIDIA
 driver, devices become unknown and do not stay healthy."""
 
 from __future__ import annotations

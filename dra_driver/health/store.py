@@ -52,8 +52,7 @@ class HealthStore:
     """One JSON file, written when its content changes. A power cut may bring the content before back, but it also ends
     the boot, and with it most of what there is to remember.
 
-    An unreadable file is set aside even if it is of a newer release: health is observed anew, and must be kept from now
-    on.
+    An unreadable file is set aside even if it is of a newer release: health is observed again, and kept from now on.
 
     Of two instances that run side by side only the one whose turn it is writes, and it reads again when its turn comes.
     For one thread.

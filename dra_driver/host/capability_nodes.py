@@ -1,5 +1,5 @@
 """Device nodes of MIG devices: read from /proc, so that they need not exist on the host, and made where programs on the
-host need them. NVML makes a MIG device without them: they appear when somebody runs nvidia-smi or nvidia-modprobe on
+host need them. NVML makes a MIG device without them: they appear when someone runs nvidia-smi or nvidia-modprobe on
 the host, and again after each reboot."""
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class CapabilityNodes:
 
     def make_missing(self) -> None:
         """Have a node for every GPU instance and compute instance that is there now, as nvidia-smi does. A node with
-        the right numbers is left alone; one with others is from before a reload of the NVIDIA driver, and is made anew.
+        the right numbers is left alone; one with others is from before a reload of the NVIDIA driver, and is replaced.
 
         Raises: RetryableError if one is missing and cannot be made.
         """

@@ -110,7 +110,7 @@ def _has_open(proc: str, pid: int, is_wanted: Callable[[str], bool]) -> bool:
     for name in names_in(directory):
         with suppress(OSError):
             file = os.readlink(f"{directory}/{name}")  # noqa: PTH115  no Path objects wanted
-            # Whoever has a node open keeps it, though it is removed.
+            # A process that has a node open keeps it, though it is removed.
             if is_wanted(file.removesuffix(_IS_GONE)):
                 return True
     return False

@@ -18,7 +18,7 @@ all have closed NVML. The MPS host reads the same file, and holds the lock while
 A file and not a socket of one daemon: both instances of a rolling update close NVML, and a restart changes nothing.
 
 A pause is shorter: NVML is closed for the moment in which a GPU goes to another kernel driver, or, in the other
-processes only, in which its MIG mode is switched. Whoever needs it writes a file with its process ID; all others close
+processes only, in which its MIG mode is switched. The process that needs it writes a file with its ID; all others close
 NVML while the file is there and its process lives. No device is withdrawn, and calls wait where they can.
 
     wanted ──no operation, no nvidia-smi──▶ own NVML closed ──file──▶ others closing ──▶ paused ──file removed──▶ over
@@ -78,7 +78,7 @@ _MOST_NAMED = 8
 
 
 def _seconds_of_boot() -> float:
-    """Unlike the time of day, nobody sets this clock; it goes on while the machine sleeps."""
+    """Unlike the time of day, no one sets this clock; it goes on while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -332,7 +332,7 @@ class Detachments:
             return None
 
     def put_back(self, made: Detachment, before: bytes | None) -> None:
-        """Have the file as it was before `made`, unless somebody has asked anew since. Raises: StateError."""
+        """Have the file as it was before `made`, unless someone has asked again since. Raises: StateError."""
         if self.now() != made:
             return
         if before is None:

@@ -1,7 +1,7 @@
 """Keeping a snapshot of the node's devices, with or without a working driver.
 
 The snapshot is level-triggered. Every two seconds one thread looks at a cheap fingerprint of the host and of NVML.
-When it differs, or when somebody asks, the thread reads everything anew, once for all who asked. Where only MIG devices
+When it differs, or when someone asks, the thread reads everything again, once for all who asked. Where only MIG devices
 came or went, a look at those GPUs shows whether we made them ourselves, which changes nothing. gRPC does not wait for
 this: until NVML answers there is no inventory, and Unprepare works from records alone.
 """
@@ -71,7 +71,7 @@ class Discovery:
     found for the first time or loaded again; `on_hardware` when NVML shows other GPUs under the same driver, or
     answers again.
 
-    Without an `ownership` every MIG device is somebody else's. While GPUs are detached, NVML is kept closed; during a
+    Without an `ownership` every MIG device is someone else's. While GPUs are detached, NVML is kept closed; during a
     pause too, but then devices stay on offer. `cards` returns the GPUs for virtual machines, those beside the ones that
     NVML shows too. Without `files` the NVIDIA driver's files are not checked, without `imex` its channels are not
     counted.
@@ -177,7 +177,7 @@ class Discovery:
             self.request_rescan()
 
     def scan_now(self, timeout_s: float) -> None:
-        """Have everything read anew and wait for it, but no longer than `timeout_s` seconds.
+        """Have everything read again and wait for it, but no longer than `timeout_s` seconds.
 
         Callers that come while a scan runs share the next one. NVML's absence becomes the state, no error.
         """
@@ -284,7 +284,7 @@ class Discovery:
                 self._turn.notify_all()
 
     def _sits_out_pause(self) -> bool:
-        """Keep NVML closed in this process too, until nobody on this node needs that; False if a change of a GPU is
+        """Keep NVML closed in this process too, until no one on this node needs that; False if a change of a GPU is
         under way, which goes first, or this process ends."""
         if self._paused() is None:
             return True
@@ -306,7 +306,7 @@ class Discovery:
         return not self._worker.is_stopping
 
     def _read_everything(self) -> bool:
-        """False if NVML was closed for a moment meanwhile: then it is to be read anew, and nothing is known of it."""
+        """False if NVML was closed for a moment meanwhile: then it is to be read again, and nothing is known of it."""
         detached = self._detached()
         if detached is not None:
             self._let_go(detached)
@@ -349,7 +349,7 @@ class Discovery:
         return True
 
     def _let_go(self, detached: Detachment) -> None:
-        """Close NVML and withdraw the devices. Whoever resets a GPU or changes its MIG mode may make other devices of
+        """Close NVML and withdraw the devices. A reset of a GPU or a change of its MIG mode may make other devices of
         it, so they are no longer offered rather than tainted. All that closing NVML may undo, such as time slices, is
         set again afterwards, as when NVML answers again."""
         try:
@@ -446,7 +446,7 @@ class Discovery:
         self.on_change()
 
     def _without_ledger(self, error: StateError) -> None:
-        """Nobody can say now who made which MIG device, or bound which card; the devices that are known stay as they
+        """No one can say now who made which MIG device, or bound which card; the devices that are known stay as they
         are."""
         _log.error("ledger_unusable", reason=str(error))
         if self._problem is not None:
@@ -458,7 +458,7 @@ class Discovery:
         from this container."""
         self._has_nvml = False
         if not host.driver:
-            self._driver = None  # whatever comes is loaded anew
+            self._driver = None  # whatever comes is loaded again
         functions, cards = self.host.gpu_functions(), tuple[Card, ...]()
         if functions and not isinstance(error, NvmlLibraryError):
             try:
@@ -518,4 +518,4 @@ def _without_bound(functions: Collection[str], cards: Sequence[Card]) -> frozens
 
 
 def _ignored() -> None:
-    """Nobody hears of a change between two looks where there is only one."""
+    """No one hears of a change between two looks where there is only one."""

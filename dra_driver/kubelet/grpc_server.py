@@ -122,7 +122,7 @@ def unix_target(path: Path) -> str:
 def ask(path: Path, method: str, request: Any, answer: Any, within_s: float) -> Any:
     """What `method` of the socket returns, a message of the class `answer`, over a connection of its own.
 
-    Raises: grpc.RpcError, as DEADLINE_EXCEEDED after `within_s` seconds and as UNAVAILABLE if nobody listens.
+    Raises: grpc.RpcError, as DEADLINE_EXCEEDED after `within_s` seconds and as UNAVAILABLE if no one listens.
     """
     return ask_with_metadata(path, method, request, answer, within_s)[0]
 

@@ -82,7 +82,7 @@ def process_name(pid: int) -> str:
 
 
 def process_text(pid: int, name: str) -> str:
-    """`process 4711 (python3)`, without the name where that is empty. Whoever runs in a pod chooses it."""
+    """`process 4711 (python3)`, without the name where that is empty. The program in the pod chooses it."""
     return f"process {pid} ({quoted(name)})" if name else f"process {pid}"
 
 

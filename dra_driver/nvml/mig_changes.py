@@ -66,7 +66,7 @@ _NO_SPACE = "the NVIDIA driver has no free space at that placement"
 class MigHardware:
     """The MIG state of the GPUs. A call asks one question or makes one change, and ends before NVML is shut down.
 
-    Every method finds its GPU anew, because a handle does not outlive a driver reload. Any thread may call; the
+    Every method searches its GPU, because a handle does not outlive a driver reload. Any thread may call; the
     caller sees to it that no two threads change one GPU at a time.
 
     Raises, all methods: DeviceLostError where the GPU is gone or another one stands at its address,
@@ -113,7 +113,7 @@ class MigHardware:
             "and run `nvidia-smi --gpu-reset`, or reboot the node or virtual machine"
         )
         try:
-            # Whoever has NVML open is a client of every GPU.
+            # Every process that has NVML open is a client of every GPU.
             with (
                 self._closed_elsewhere(gpu_uuid, f"switches MIG mode of GPU {gpu_uuid}"),
                 nvml_errors(action),

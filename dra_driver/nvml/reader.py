@@ -27,10 +27,10 @@ class NvmlReader:
     """NVML as discovery and the commands use it.
 
     `on_demand` selects the GPUs on which MIG devices are made on demand, where that is possible; None selects none.
-    Of the instances on such a GPU `foreign_instances` returns those that somebody else made, and only those are read
+    Of the instances on such a GPU `foreign_instances` returns those that someone else made, and only those are read
     in detail; with None all are. Where GPUs are named by minor number, `kept_names` returns the names, by UUID, of
     those that keep theirs; with None they are named by UUID.
-    `loader` returns the NVML library, and is asked anew at each `reopen`. `mark` is held while NVML is open.
+    `loader` returns the NVML library, and is asked again at each `reopen`. `mark` is held while NVML is open.
     """
 
     loader: Callable[[], object]
@@ -47,7 +47,7 @@ class NvmlReader:
         self._opening = 0
 
     def reopen(self) -> None:
-        """Initialise anew. Raises: NvmlUnavailableError; RetryableError where access is refused; NvmlInUseError, with
+        """Initialise again. Raises: NvmlUnavailableError; RetryableError where access is refused; NvmlInUseError, with
         all as it was, while a change of a GPU is under way."""
         self.session.reopen()
 

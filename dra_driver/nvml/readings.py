@@ -245,7 +245,7 @@ def fabric_info(handle: Handle) -> Any:
 
 def fabric_registration(info: Any) -> FabricRegistration:
     """What the structure of `fabric_info` says. A single board completes its registration too, but with a cluster UUID
-    of zeros; before that nobody can tell whether the fabric ends at the board."""
+    of zeros; before that no one can tell whether the fabric ends at the board."""
     state, status = int(info.state), int(info.status)
     if state == ABSENT:
         return None
@@ -283,7 +283,7 @@ def confidential_mode() -> ConfidentialMode:
 
 
 def accepts_work() -> bool | None:
-    """Whether programs can use the GPUs: always without confidential computing, else once somebody has set the ready
+    """Whether programs can use the GPUs: always without confidential computing, else once someone has set the ready
     state. None where NVML does not support the queries. Raises: the errors of `nvml_errors`; ValueError if NVML gives a
     mode that is not known."""
     mode = supported(confidential_mode)

@@ -26,7 +26,7 @@ from dra_driver.nvml.readings import NOT_GPUS, FaultLog, confidential_mode, read
 from dra_driver.nvml.topology import PeerMemory, read_reachable_pairs
 
 ForeignInstances = Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]]
-"""Of the instances on a GPU (its UUID) those that somebody else made. Raises: StateError."""
+"""Of the instances on a GPU (its UUID) those that someone else made. Raises: StateError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class ScanMemory:
     fingerprints: dict[int, GpuFingerprint | None] = field(default_factory=dict)
 
     def reopened(self) -> None:
-        """NVML was initialised anew: its numbers may mean other GPUs."""
+        """NVML was initialised again: its numbers may mean other GPUs."""
         self.peers.reopened()
         self.uuids.clear()
         self.fingerprints.clear()

@@ -60,8 +60,8 @@ class NvmlSession:
     on the linker's path. After a driver reload `reopen` maps the new library. Calls need no lock: NVML is
     thread-safe. A call is made inside `kept_open` (a look), or inside `operation` if a GPU would be left half changed.
 
-    NVML is never shut down under a call, because that may hang, or end the process. Whoever wants it closed waits for
-    the calls; until then operations begin as usual, and looks give way:
+    NVML is never shut down under a call, because that may hang, or end the process. Closing waits for the calls; until
+    then operations begin as usual, and looks give way:
 
         closed ──reopen──▶ opening ──▶ open ──a pause waits; no call is under way──▶ closing ──▶ paused
                               ▲          └── a call hangs, or the wait is too long: refused, all is as it was │
@@ -107,7 +107,7 @@ class NvmlSession:
         """NVML is shut down only after the calls made inside have ended.
 
         Yields the number of the opening: handles and event sets of an earlier one must not be used any more.
-        Raises: NvmlUnavailableError if NVML is not initialised, or somebody waits for the last looks to end.
+        Raises: NvmlUnavailableError if NVML is not initialised, or someone waits for the last looks to end.
         """
         look = object()
         with self._turn:
@@ -278,7 +278,7 @@ class NvmlSession:
         return None
 
     def _begin(self, what: str) -> bool:
-        """Nobody else opens or closes NVML until `_end`. Whether it was open."""
+        """No one else opens or closes NVML until `_end`. Whether it was open."""
         was_open, self.is_open = self.is_open, False
         self._change = (what, self._clock())
         return was_open
@@ -372,7 +372,7 @@ class NvmlSession:
 
     def _open(self) -> None:
         # The loader is asked while the mark is held: whoever asks everybody to close NVML, and then sees no mark, is
-        # sure that nobody is about to open NVML.
+        # sure that no one is about to open NVML.
         with nvml_errors("initialise NVML"), self._marked():
             pynvml.nvmlLib = self._loader()
             pynvml._nvmlGetFunctionPointer_cache.clear()
@@ -382,7 +382,7 @@ class NvmlSession:
     @contextmanager
     def _marked(self) -> Iterator[None]:
         """Hold the mark from before the initialisation on, unless that fails. A disk that does not take the lock keeps
-        nobody from NVML."""
+        no one from NVML."""
         if self.mark is not None:
             with suppress(StateError):
                 self.mark.hold()

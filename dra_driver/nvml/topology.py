@@ -22,7 +22,7 @@ _SWITCH = "switch"
 class PeerMemory:
     """What was last read of each GPU while its MIG mode was off.
 
-    MIG mode switches peer access off. Without this memory a GPU that is in MIG mode only until somebody wants it whole
+    MIG mode switches peer access off. Without this memory a GPU that is in MIG mode only until someone wants it whole
     would leave its NVLink domain and come back all the time. The mode may change at any moment, so that a reading
     counts only if the mode was off before and after it.
     """
@@ -33,7 +33,7 @@ class PeerMemory:
         self.pairs: dict[frozenset[str], int] = {}
 
     def reopened(self) -> None:
-        """NVML was initialised anew: what a driver never changes while it is loaded may be different now."""
+        """NVML was initialised again: what a driver never changes while it is loaded may be different now."""
         self._remotes.clear()
 
     def recalled(self, handle: Handle, gpu: Gpu) -> Gpu:

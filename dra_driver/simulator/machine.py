@@ -297,7 +297,7 @@ class Machine(MachineBase):
                 now.system["imex_channels"] = channels
 
     def set_confidential_compute(self, mode: str, *, ready: bool = False) -> None:
-        """The mode that the host set before the GPUs came up, and whether somebody has set the ready state since."""
+        """The mode that the host set before the GPUs came up, and whether someone has set the ready state since."""
         catalogue.check_confidential_mode(mode)
         with self._change() as now:
             now.system["confidential_compute"] = mode
@@ -480,7 +480,7 @@ def create_machine(
 
 def _make_hostile(state: State) -> None:
     """Everything that real machines of this kind may do, and that a driver must stand; what users try at first does not
-    need it. The capability nodes of MIG devices are there only when somebody makes them, and the first GPU has virtual
+    need it. The capability nodes of MIG devices are there only when someone makes them, and the first GPU has virtual
     functions (SR-IOV), where its kind can."""
     state.system["cap_nodes"] = False
     has_some = any(item.physical for item in state.functions)  # of a machine that was recorded

@@ -143,7 +143,7 @@ class Store:
 
 
 class Session:
-    """One open session. It ends also when nobody has the object any more."""
+    """One open session. It ends also when no one has the object any more."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -203,7 +203,7 @@ class Sessions:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a process holds the file; one that nobody holds is removed."""
+    """Whether a process holds the file; a file that no process holds is removed."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -85,7 +85,7 @@ def come_up(state: State, item: Gpu | Function) -> None:
 
 
 def after_load(state: State) -> None:
-    """The NVIDIA driver was loaded: it takes what nobody has."""
+    """The NVIDIA driver was loaded: it takes what no one has."""
     for gpu in state.present:
         probe(state, gpu.bus_id)
 

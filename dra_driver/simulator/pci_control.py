@@ -29,7 +29,7 @@ class SimulatedPciControl:
         self._machine = machine
 
     def write(self, path: str, text: str) -> None:
-        """Write to a file of the machine's sysfs. Unbinding blocks while somebody uses the GPU. Raises: OSError."""
+        """Write to a file of the machine's sysfs. Unbinding blocks while someone uses the GPU. Raises: OSError."""
         try:
             place = Path(path).relative_to(self._machine.host_root / "sys/bus/pci").parts
             match place:

@@ -1,8 +1,8 @@
 """Which instance publishes and speaks for the node while an old and a new one run side by side: the newest.
 
 Each instance that the kubelet has accepted keeps a file with its start in the name, and holds an open-file-description
-lock on it. The kernel releases the lock however the process ends. So a file that nobody holds is that of a dead
-instance: after a crash, and after a reboot, which starts the clock of the names anew.
+lock on it. The kernel releases the lock however the process ends. So a file that no one holds is that of a dead
+instance: after a crash, and after a reboot, which starts the clock of the names again.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class InstanceLeadership:
                 self._held = None
 
     def _hold_file(self) -> None:
-        """Have our file in the directory, locked; again if somebody removed it."""
+        """Have our file in the directory, locked; again if someone removed it."""
         if self._held is not None:
             if _is_at(self._file, self._held):
                 return
@@ -117,7 +117,7 @@ class InstanceLeadership:
         try:
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE_WRITE_LOCK)
             os.link(temporary, self._file)
-        except (FileNotFoundError, BlockingIOError):  # somebody cleared it before it was locked
+        except (FileNotFoundError, BlockingIOError):  # someone cleared it before it was locked
             os.close(descriptor)
             return None
         except OSError as error:

@@ -1,6 +1,6 @@
 """The only writer of ResourceSlices: level-triggered, one thread, no write when nothing differs.
 
-What has to wait (the leadership, a refused deletion, the next answer to somebody who fights over the slices) holds
+What has to wait (the leadership, a refused deletion, the next answer to someone who fights over the slices) holds
 nothing else back: the thread sleeps until the earliest of them is due, and any change wakes it before that.
 """
 
@@ -63,7 +63,7 @@ class PublishObserver(Protocol):
         """Slices could not be brought up to date; it is tried again."""
 
     def contested(self, reason: str) -> None:
-        """Somebody else changes our slices again and again."""
+        """Someone else changes our slices again and again."""
 
     def device_left_out(self, fault: str) -> None:
         """A device is left out, because the API server would refuse it."""

@@ -83,7 +83,7 @@ HOLD_S, HOLD_MOST_S = 600, 4 * 3600
 UNRESPONSIVE_AFTER_S = 60
 """How long an operation hangs on a GPU until that GPU counts as unresponsive: as long as claims wait for it."""
 REBOOT_AFTER_S = 15 * 60
-"""How long until nobody may expect any more that it ends by itself."""
+"""After so long, do not expect any more that it ends by itself."""
 
 
 class Ending(Enum):

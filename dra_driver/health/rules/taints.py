@@ -123,7 +123,7 @@ def device_taints(
     """The taints of a device in the wire shape, one a key, in the order of the keys. `pending` is what is
     to be undone for an ended claim on it. `layout` is what became of the MIG layout on its GPU.
 
-    A fabric that was not ready when discovery read the GPU is a reason until discovery has read it anew, whatever polls
+    A fabric that was not ready when discovery read the GPU is a reason until discovery reads it again, whatever polls
     say meanwhile: the device that is published lacks its fabric attributes for so long. Of several reasons with one key
     the worst counts, and of equals the first.
     """
@@ -152,7 +152,7 @@ def _reason_of(pending: PendingCleanup) -> Reason:
 
 
 def taints_of(reasons: Iterable[Reason], policy: TaintPolicy) -> tuple[JsonObject, ...]:
-    """As `device_taints`, from the reasons alone. That nobody hears of a GPU that is lost goes without saying."""
+    """As `device_taints`, from the reasons alone. A lost GPU gets no taint for events that cannot be heard."""
     ranked = sorted(reasons, key=_rank)
     is_lost = any(reason.key == LOST and reason.severity == Severity.LOST for reason in ranked)
     chosen: dict[str, tuple[Reason, Effect]] = {}
@@ -175,7 +175,7 @@ def keep_away(taints: Iterable[JsonObject]) -> bool:
 def is_withdrawn(
     device: OfferedDevice, taints: Iterable[JsonObject], *, is_held: bool, is_shared: bool
 ) -> bool:
-    """Whether a device is left out of the slices instead of being tainted, where taints keep nobody away.
+    """Whether a device is left out of the slices instead of being tainted, where taints keep no one away.
 
     A device that a claim holds stays: no other claim gets it, and readers of the slices find it. Where claims share it,
     others would get a share, so it goes; unless it has counters, because the scheduler forgets what a device that is

@@ -101,7 +101,7 @@ class HardwareFingerprint:
 
 
 def is_other_hardware(now: HostFingerprint, before: HostFingerprint) -> bool:
-    """Whether GPUs came or went, or the NVIDIA driver was loaded anew: NVML has to be initialised anew to show it."""
+    """Whether GPUs came or went, or the NVIDIA driver was loaded again: NVML has to be initialised again to show it."""
     return (now.hardware, now.driver) != (before.hardware, before.driver)
 
 
@@ -126,7 +126,7 @@ def repartitioned_gpus(now: HardwareFingerprint, before: HardwareFingerprint) ->
 
 def differs(now: Inventory, before: Inventory | None) -> bool:
     """Whether there is anything to publish or report. The minor number of a GPU that is cut on demand does not count:
-    its MIG mode changes the number, which is read anew wherever it is needed."""
+    its MIG mode changes the number, which is read again wherever it is needed."""
     return (
         before is None or now.gpu_names != before.gpu_names or _without_minors(now) != _without_minors(before)
     )

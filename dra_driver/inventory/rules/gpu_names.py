@@ -49,7 +49,7 @@ def named_gpus(
     """The UUIDs of the GPUs with these device names, UUIDs, indices or PCI bus IDs, in any case of letters.
 
     `inventory` is what NVML shows, None if it is not asked. `known` has UUIDs by names that others know, such as those
-    of a lost GPU. `is_whole` says that NVML shows every GPU on the bus; otherwise it counts the others anew, and an
+    of a lost GPU. `is_whole` says that NVML shows every GPU on the bus; otherwise it counts the others again, and an
     index may be another GPU's. Raises: InvalidConfigError for a name that no GPU has, or that is not sure.
     """
     found = {name.lower(): uuid for name, uuid in known.items()}

@@ -29,7 +29,7 @@ def nvlink_domains(gpus: Sequence[Gpu], reachable: Mapping[Pair, int]) -> dict[s
     own domains; of several the one counts that most of the GPUs are in.
 
     A GPU in MIG mode has none: MIG switches peer access off. One that leaves
-    the mode for whoever wants it whole counts as if it were out of it. A group of one is none.
+    the mode for a claim that wants it whole counts as if it were out of it. A group of one is none.
     """
     whole = [gpu for gpu in gpus if gpu.can_be_whole]
     domains = _fabric_domains({gpu.uuid: gpu.fabric.domains for gpu in whole if gpu.fabric is not None})

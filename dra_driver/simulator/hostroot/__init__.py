@@ -67,7 +67,7 @@ class HostRoot:
         self._last = (new.boot_id, new.version, wanted)
 
     def _forget_made_nodes(self, wanted: Entries) -> None:
-        """/dev is empty after a boot: what somebody made there is gone."""
+        """/dev is empty after a boot: what someone made there is gone."""
         for path in (self.root / "dev/nvidia-caps").glob("nvidia-cap*"):
             if str(path.relative_to(self.root)) not in wanted:
                 path.unlink()

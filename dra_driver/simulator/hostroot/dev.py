@@ -87,7 +87,7 @@ class SimulatedDeviceNodes:
         return None if described is None else DeviceNode(path=path, type="c", uid=0, **described)
 
     def make(self, path: str, node: DeviceNode) -> None:
-        """Make a node as somebody on the host would: a file that describes it where nodes cannot be made. Raises:
+        """Make a node as someone on the host would: a file that describes it where nodes cannot be made. Raises:
         FileExistsError; OSError."""
         full = self._full(path)
         full.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ class SimulatedDeviceNodes:
                 file.write(Node(node.major, node.minor, node.mode, node.gid).described.raw)
 
     def remove(self, path: str) -> None:
-        """Remove a node as somebody on the host would. Raises: OSError."""
+        """Remove a node as someone on the host would. Raises: OSError."""
         self._full(path).unlink()
 
     def _full(self, path: str) -> Path:

@@ -178,7 +178,7 @@ def _entry(
 
 def _within_limit(device: JsonObject) -> JsonObject:
     """A shared device that has one entry too many, as a MIG device as large as its GPU may, without the capacities of
-    which it has nothing: nobody can ask for those. If there is none, without the attribute that it is shared."""
+    which it has nothing: no one can ask for those. If there is none, without the attribute that it is shared."""
     attributes, capacity = device["attributes"], device.get("capacity", {})
     if len(attributes) + len(capacity) > MAX_ATTRIBUTES_AND_CAPACITIES:
         capacity = {name: entry for name, entry in capacity.items() if entry["value"] != "0"}

@@ -14,7 +14,7 @@ _ONE_TIME_S = 2.0
 """A driver writes its slices one after the other: what comes within this time of the first is one time."""
 _CALM_S = 180.0
 """A rival may be away for long: upstream's helper waits 30 s, and so does the slowest of our answers."""
-_PROMPT_ANSWERS = 10  # to others who change our slices; a kubelet that starts anew is one
+_PROMPT_ANSWERS = 10  # to others who change our slices; a kubelet that starts again is one
 _CALM_AFTER_S = 60.0
 _LONGEST_WAIT_S = 30.0
 
@@ -80,8 +80,8 @@ def _version(entry: JsonObject) -> tuple[str, str]:
 class WritePacing:
     """When a write may follow the one before. Moments are seconds of a monotonic clock.
 
-    To write a pool again that did not change is to answer somebody who changed the slices. The first answers go out at
-    once. Each later one waits twice as long as the one before, until nobody touched the slices for a minute. What
+    To write a pool again that did not change is to answer someone who changed the slices. The first answers go out at
+    once. Each later one waits twice as long as the one before, until no one touched the slices for a minute. What
     changed on our side never waits for that.
     """
 
