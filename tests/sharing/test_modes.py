@@ -77,7 +77,7 @@ def test_every_device_of_every_machine_is_valid_and_leaves_room(
             capacity = device.get("capacity", {})
             assert capacity.keys() >= plain.get("capacity", {}).keys()
             assert list(capacity) == sorted(capacity)
-            taken = consumption({}, device, DRIVER)
+            taken = consumption({}, device)
             assert taken is not None, name
             counted = {key for key, amount in taken.items() if parse_quantity(amount) > 0}
             shared_by = ["shares"] if rule.mode == "shares" else []
@@ -91,7 +91,7 @@ def test_every_device_of_every_machine_is_valid_and_leaves_room(
 @pytest.mark.parametrize("machine", ["dgx-h100", "h100-mig-static"])
 def test_ten_claims_fit_where_ten_shares_are(machines: dict[str, Inventory], machine: str) -> None:
     for device in devices(machines[machine], RULES["shares-10"]):
-        taken = consumption({}, device, DRIVER)
+        taken = consumption({}, device)
         assert taken is not None
         for name, entry in device["capacity"].items():
             assert 10 * parse_quantity(taken[name]) <= parse_quantity(entry["value"])
@@ -124,7 +124,7 @@ def test_capacities_are_the_golden_ones(rule: str, is_golden: Callable[[Path, st
 def test_every_share_costs_memory(machines: dict[str, Inventory], rule: SharingRule, asked: dict) -> None:
     """A quota of memory charges what the scheduler counts; in mode shares all shares of a device still fit."""
     for device in devices(machines["dgx-h100"], rule) + devices(machines["h100-mig-static"], rule):
-        taken = consumption(asked, device, DRIVER)
+        taken = consumption(asked, device)
         assert taken is not None
         memory = parse_quantity(taken["memory"])
         assert memory > 0

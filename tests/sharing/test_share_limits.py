@@ -17,7 +17,7 @@ from dra_driver.model.sharing import MAX_MPS_SHARES, SharingRule
 from dra_driver.sharing.rules.client_limits import BoundedRule
 from dra_driver.sharing.rules.shared_device import ShareLimits, limits_of, memory_mib_of, multiprocessors_of
 from dra_driver.slices.rules.attributes import wire_device
-from tests.fakes.samples import DRIVER, MIG_1G, MIXED, ONE_G, h100, inventory, mig, partitioned, result
+from tests.fakes.samples import MIG_1G, MIXED, ONE_G, h100, inventory, mig, partitioned, result
 
 GPU = WholeGpu("gpu-0", h100(0, multiprocessors=132))
 BLIND = WholeGpu("gpu-0", h100(0, memory_bytes=None))
@@ -104,7 +104,7 @@ def test_limits_of_shares_that_fit_never_exceed_the_device(
         requests = {
             name: str(int(part * totals[name])) for name, part in wanted.items() if name in entry["capacity"]
         }
-        taken = consumption(requests, entry, DRIVER)
+        taken = consumption(requests, entry)
         if taken is not None and fits(entry, [*held, taken]):
             held.append(dict(taken))
     limits = [limits_of(result(device.name, consumed_capacity=taken), device, rule) for taken in held]
@@ -126,7 +126,7 @@ def test_percentage_gives_no_more_multiprocessors_than_were_counted(total: int, 
     """MPS rounds a percentage up to whole multiprocessors."""
     device = WholeGpu("gpu-0", h100(0, multiprocessors=total))
     entry = wire_device(device, MIXED, BoundedRule(MEMORY, MAX_MPS_SHARES))
-    taken = consumption({"multiprocessors": str(data.draw(st.integers(1, total)))}, entry, DRIVER)
+    taken = consumption({"multiprocessors": str(data.draw(st.integers(1, total)))}, entry)
     if taken is None:
         return
     counted = int(taken["multiprocessors"])
