@@ -221,7 +221,7 @@ class Driver:
                 LeaveMigMode: self._gpus.mig_devices,
                 BindVfio: self._gpus.vfio_steps,
                 SetTimeSlice: self._time_slices,
-                RunMps: MpsSteps(self._mps_files, self.ledger.created_uuid),
+                RunMps: MpsSteps(self._mps_files, self.ledger),
                 WriteDeviceMetadata: MetadataSteps(self._metadata_files, self.discovery, self.ledger),
                 WriteCdiSpec: CdiSteps(
                     settings.driver_name,
@@ -281,7 +281,7 @@ class Driver:
             pods_run=lambda record: any_runs("/proc", self.reporting.claim_pods.known_pods(record)),
             find_node=partial(node_uid, self.client, settings.node_name),
             setting_for_lost=lambda: self.publishing.missing_setting(LOST),
-            refuse_changing=self.layouts.refuse_changing if settings.mig_layouts.is_on else None,
+            layouts=self.layouts if settings.mig_layouts.is_on else None,
         )
 
     def _make_publishing(self) -> None:

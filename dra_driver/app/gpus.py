@@ -94,7 +94,7 @@ class NodeGpus:
             PersistenceModes(lambda: session.operation(waits_for_nvml)),
             self._rescan,
             detachments.detached,
-            lanes.refuse_beside_hang,
+            lanes,
         )
         mig = mig_context(
             session,

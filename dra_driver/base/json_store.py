@@ -15,6 +15,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+import structlog
+
 from dra_driver.base.atomic import (
     NO_STAMP,
     QUARANTINE,
@@ -35,6 +37,8 @@ from dra_driver.base.atomic import (
 from dra_driver.base.fields import NewerFormatError
 from dra_driver.errors import StateError
 
+_log = structlog.get_logger(__name__)
+
 T = TypeVar("T")
 
 _SUFFIX = ".json"
@@ -52,6 +56,24 @@ class UnreadableFile:
     kept_as: Path
     reason: str
     is_newer: bool
+
+
+def log_unreadable(
+    *, unreadable_event: str, name: str, remedy: str, newer: str | None = None
+) -> Callable[[UnreadableFile], None]:
+    """A function that logs a file as the event `unreadable_event`, with the file's name in the field `name`, and with
+    what to do: `newer` where only a newer release can read it."""
+
+    def log(found: UnreadableFile) -> None:
+        _log.error(
+            unreadable_event,
+            reason=found.reason,
+            kept_as=str(found.kept_as),
+            remedy=newer if newer is not None and found.is_newer else remedy,
+            **{name: found.name},
+        )
+
+    return log
 
 
 @dataclass(eq=False)

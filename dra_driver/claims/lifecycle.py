@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,6 +36,7 @@ from dra_driver.journal.executor import Executor
 from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
+from dra_driver.mig.layouts import NodeLayouts
 from dra_driver.model.claim import ClaimRef, PrepareOutcome, UnprepareOutcome
 from dra_driver.model.record import ClaimRecord
 
@@ -122,8 +123,8 @@ class ClaimLifecycle:
 
     `pods_run` returns whether a process of a claim's pods runs here, None if that is not known. `find_node` raises a
     DraDriverError unless the API server knows this node. `setting_for_lost` returns what to set so that new pods stay
-    away from lost GPUs, None if they do. `refuse_changing` raises NvmlTransientError while the MIG layout changes one
-    of the GPUs with these UUIDs; None on a node without layouts.
+    away from lost GPUs, None if they do. `layouts` is None on a node without MIG
+    layouts.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class ClaimLifecycle:
         pods_run: Callable[[ClaimRecord], bool | None],
         find_node: Callable[[], object],
         setting_for_lost: Callable[[], str | None],
-        refuse_changing: Callable[[Collection[str]], None] | None,
+        layouts: NodeLayouts | None,
         timeouts: WaitTimeouts | None = None,
     ) -> None:
         """Make the parts; none runs yet."""
@@ -168,8 +169,6 @@ class ClaimLifecycle:
         )
         self.waiter.tell_leaving(self.reconciler.look_soon)
         planner = ClaimPlanner(identity, discovery, records, without_record, extra_devices, setting_for_lost)
-        self.preparer = Preparer(
-            planner, records, locks, planning, executor, cleaner, self.waiter, refuse_changing
-        )
+        self.preparer = Preparer(planner, records, locks, planning, executor, cleaner, self.waiter, layouts)
         fetch = ClaimFetch(lookup, records, driver)
         self.service = ClaimService(fetch, self.preparer, self.unpreparer, self.waiter, self.calls, observer)

@@ -38,6 +38,7 @@ from dra_driver.journal.executor import Executor
 from dra_driver.journal.locks import ClaimGuard, ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
+from dra_driver.mig.layouts import NodeLayouts
 from dra_driver.model.claim import AllocatedClaim, DeviceResult, Prepared
 from dra_driver.model.host import NO_EXTRA_DEVICES, ExtraDevices
 from dra_driver.model.inventory import Inventory, OfferedDevice
@@ -175,8 +176,7 @@ class ClaimPlanner:
 class Preparer:
     """Prepares claims. No lock is held while the API server or a lane is waited for.
 
-    `refuse_changing` raises NvmlTransientError while the node's MIG layout changes one of these GPUs; None on
-    a node without layouts.
+    `layouts` is None on a node without MIG layouts.
     """
 
     planner: ClaimPlanner
@@ -186,7 +186,7 @@ class Preparer:
     executor: Executor
     cleaner: Cleaner
     waiter: Waiter
-    refuse_changing: Callable[[Collection[str]], None] | None
+    layouts: NodeLayouts | None
 
     def __post_init__(self) -> None:
         self._begun: dict[str, PrepareAttempt] = {}
@@ -287,8 +287,8 @@ class Preparer:
             if not claim.results and known is None:
                 return Plan(claim, (), ()), None, ()
             with self.planning.hold(gpus, call.left(), call.has_left):
-                if self.refuse_changing is not None:
-                    self.refuse_changing(gpus)
+                if self.layouts is not None:
+                    self.layouts.refuse_changing(gpus)
                 try:
                     plan = self.planner.plan(claim, known)
                 except DeviceHeldError:

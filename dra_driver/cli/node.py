@@ -110,14 +110,13 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
         # NVML shows a GPU that has come back when it is opened.
         lambda wait_s: None if wait_s is None else nvml.reopen(),
         machine.detachments.detached,
-        lanes.refuse_beside_hang,
+        lanes,
     )
     runner = StepDispatcher(
         {
             BindVfio: vfio,
             SetTimeSlice: TimeSliceSteps(smi, records),
-            # A pending step names its device with the UUID that it had.
-            RunMps: MpsSteps(MpsHostFiles(mps_layout(directory)), lambda _: None),
+            RunMps: MpsSteps(MpsHostFiles(mps_layout(directory)), ledger),
         }
     )
     with closing(nvml.session):

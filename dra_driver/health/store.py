@@ -14,8 +14,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from dra_driver.base.atomic import read_or_none, write_atomically
 from dra_driver.base.fields import (
     Codec,
@@ -27,13 +25,11 @@ from dra_driver.base.fields import (
     needed,
     parse_file,
 )
-from dra_driver.base.json_store import JsonStore, UnreadableFile
+from dra_driver.base.json_store import JsonStore, log_unreadable
 from dra_driver.errors import StateError
 from dra_driver.health.rules.state import merged
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.schema import JsonObject
-
-_log = structlog.get_logger(__name__)
 
 FORMAT_VERSION = 1
 _FILE = "serviced.json"
@@ -68,7 +64,11 @@ class HealthStore:
             path.parent,
             "health file",
             lambda _, content: (content, decode(content)),
-            _tell,
+            log_unreadable(
+                unreadable_event="health_unreadable",
+                name="file",
+                remedy="health is observed again; remove the file when it was looked at",
+            ),
             is_name=lambda name: name == path.stem,
         )
         self._written: bytes | None = None
@@ -100,15 +100,6 @@ class HealthStore:
         if self._is_ours() and content != self._written:
             self._store.write(self._name, content, durable=False, whole=True)
             self._written = content
-
-
-def _tell(found: UnreadableFile) -> None:
-    _log.error(
-        "health_unreadable",
-        reason=found.reason,
-        kept_as=str(found.kept_as),
-        remedy="health is observed anew; remove the file when it was looked at",
-    )
 
 
 def encode(kept: KeptHealth) -> bytes:

@@ -43,7 +43,7 @@ from dra_driver.base.fields import (
     needed,
     parse_file,
 )
-from dra_driver.base.json_store import JsonStore, UnreadableFile, open_directory
+from dra_driver.base.json_store import JsonStore, UnreadableFile, log_unreadable, open_directory
 from dra_driver.errors import StateError
 from dra_driver.journal.records import STEP, RecordStore
 from dra_driver.journal.rules.cleanups import (
@@ -101,7 +101,15 @@ class Ledger:
             self.directory,
             "ledger",
             lambda _name, content: _decode(content),
-            self.reader or _tell,
+            self.reader
+            or log_unreadable(
+                unreadable_event="ledger_unreadable",
+                name="gpu_uuid",
+                remedy="what prepared claims have set on the GPU is written again; what ended claims left on it may "
+                "stay until the node reboots; look at the file, then remove it",
+                newer="claims that set something on the GPU are not prepared, and what ended claims left on it stays; "
+                "install that release again, or remove the file and reboot the node",
+            ),
             is_name=lambda name: _SAFE_GPU_UUID.fullmatch(name) is not None,
             only_reads=self.reader is not None,
         )
@@ -335,21 +343,4 @@ def _decode(content: bytes) -> tuple[Item, ...]:
         "ledger",
         lambda document: tuple(_ITEMS.read("entries", document["entries"])),
         known=_FORMAT_VERSION,
-    )
-
-
-def _tell(found: UnreadableFile) -> None:
-    remedy = "what prepared claims have set on the GPU is written again; what ended claims left on it may stay until "
-    remedy += "the node reboots; look at the file, then remove it"
-    if found.is_newer:
-        remedy = (
-            "claims that set something on the GPU are not prepared, and what ended claims left on it stays; "
-        )
-        remedy += "install that release again, or remove the file and reboot the node"
-    _log.error(
-        "ledger_unreadable",
-        gpu_uuid=found.name,
-        reason=found.reason,
-        kept_as=str(found.kept_as),
-        remedy=remedy,
     )

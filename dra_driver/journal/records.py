@@ -22,7 +22,7 @@ from dra_driver.base.fields import (
     needed,
     parse_file,
 )
-from dra_driver.base.json_store import JsonStore, UnreadableFile, open_directory
+from dra_driver.base.json_store import JsonStore, UnreadableFile, log_unreadable, open_directory
 from dra_driver.errors import StateError
 from dra_driver.model.claim import (
     AllocatedClaim,
@@ -136,7 +136,14 @@ class RecordStore(JsonStore[ClaimRecord]):
             directory,
             "claim record",
             self._decode,
-            reader or _tell,
+            reader
+            or log_unreadable(
+                unreadable_event="record_unreadable",
+                name="claim_uid",
+                remedy="the claim can be prepared and unprepared again; look at the file, then remove it",
+                newer="the claim keeps its devices until it is unprepared; to prepare it again, install that release "
+                "again",
+            ),
             is_name=_is_safe,
             only_reads=reader is not None,
         )
@@ -180,16 +187,3 @@ class RecordStore(JsonStore[ClaimRecord]):
 
 def _is_safe(uid: str) -> bool:
     return _SAFE_UID.fullmatch(uid) is not None
-
-
-def _tell(found: UnreadableFile) -> None:
-    remedy = "the claim can be prepared and unprepared again; look at the file, then remove it"
-    if found.is_newer:
-        remedy = "the claim keeps its devices until it is unprepared; to prepare it again, install that release again"
-    _log.error(
-        "record_unreadable",
-        claim_uid=found.name,
-        reason=found.reason,
-        kept_as=str(found.kept_as),
-        remedy=remedy,
-    )

@@ -6,17 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import structlog
-
 from dra_driver.base.atomic import sync_removals
 from dra_driver.base.fields import Codec, NewerFormatError, parse_file
-from dra_driver.base.json_store import JsonStore, UnreadableFile
+from dra_driver.base.json_store import JsonStore, log_unreadable
 from dra_driver.errors import StateError
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.mps_host.daemon_processes import ProcessId
 from dra_driver.mps_host.host_files import MpsLayout, is_device_name
-
-_log = structlog.get_logger(__name__)
 
 FORMAT = 2
 
@@ -40,7 +36,12 @@ class DaemonRecords(JsonStore[DaemonRecord]):
     aside too: the daemon is found again by its claims."""
 
     def __init__(self, layout: MpsLayout) -> None:
-        super().__init__(layout.root, "MPS record", _decode, _tell, is_name=is_device_name)
+        tell = log_unreadable(
+            unreadable_event="mps_record_unreadable",
+            name="device",
+            remedy="the daemon is found again by its claims; look at the file, then remove it",
+        )
+        super().__init__(layout.root, "MPS record", _decode, tell, is_name=is_device_name)
         self._layout = layout
 
     def save(self, record: DaemonRecord) -> None:
@@ -64,7 +65,3 @@ def _decode(device: str, content: bytes) -> DaemonRecord:
     if record.spec.device != device:
         raise StateError(f"it is the record of {record.spec.device}")
     return record
-
-
-def _tell(found: UnreadableFile) -> None:
-    _log.error("mps_record_unreadable", fault=f"{found.kept_as}: {found.reason}")

@@ -39,7 +39,7 @@ from dra_driver.errors import (
     RetryableError,
 )
 from dra_driver.host.vfio import NVIDIA, VfioCards
-from dra_driver.journal.lanes import only_writes
+from dra_driver.journal.lanes import Lanes, only_writes
 from dra_driver.journal.ledger import Ledger
 from dra_driver.model.gpu import VFIO_PCI, Card, FunctionBefore, OwnedCard, is_vfio
 from dra_driver.model.plan import Plan
@@ -83,7 +83,6 @@ class VfioSteps:
     Within `pause` NVML is closed in every process of ours; its arguments are what is done during the pause, for people,
     and what returns how many seconds it may wait for calls of NVML. `rescan` has discovery look again, and waits so
     many seconds for that, None: not at all. `detached` says why NVML is kept closed, None if it is not.
-    `refuse_hanging` raises if another GPU than the one with this UUID hangs: closing NVML might hang with it.
     """
 
     cards: VfioCards
@@ -93,7 +92,7 @@ class VfioSteps:
     persistence: PersistenceModes
     rescan: Callable[[float | None], None]
     detached: Callable[[], str | None]
-    refuse_hanging: Callable[[str], None]
+    lanes: Lanes
 
     def __post_init__(self) -> None:
         self._meetings: dict[str, _Meeting] = {}  # by claim UID
@@ -172,7 +171,7 @@ class VfioSteps:
                 "host; set hostPID: true for its pods"
             )
         self._refuse_detached()
-        self.refuse_hanging(step.gpu_uuid)
+        self.lanes.refuse_beside_hang(step.gpu_uuid)  # closing NVML might hang with the other GPU
 
     def _refuse_detached(self) -> None:
         reason = self.detached()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import structlog
@@ -16,6 +15,7 @@ from dra_driver.errors import (
     StateError,
 )
 from dra_driver.host.driver_programs import NvidiaSmi
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.plan import Plan
@@ -110,11 +110,11 @@ class TimeSliceSteps:
 @dataclass(eq=False)
 class MpsSteps:
     """Does and undoes `RunMps`: one daemon a device, or for several GPUs of one request, for all claims that
-    share them. `made_uuid` answers the UUID that a MIG device made on demand has now.
+    share them.
     """
 
     host: MpsHostFiles
-    made_uuid: Callable[[str], str | None]
+    ledger: Ledger
 
     def do(self, step: Step, plan: Plan) -> None:
         """Have the daemon run and answer. Raises: RetryableError, ClaimRefusedError."""
@@ -137,7 +137,7 @@ class MpsSteps:
         """The spec with the UUID that the device has now, where each making gives it another one."""
         if spec.uuid:
             return spec
-        uuid = self.made_uuid(spec.device)
+        uuid = self.ledger.created_uuid(spec.device)
         if uuid is None:
             raise StateError(f"MIG device {spec.device} was not made before its MPS daemon is started")
         return replace(spec, uuid=uuid)

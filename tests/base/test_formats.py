@@ -105,10 +105,10 @@ def test_daemons_and_health_of_a_newer_release_are_set_aside(tmp_path: Path, log
     (layout.root / "gpu-1.json").write_text('{"format": 3, "daemons": []}')
     as_newer(tmp_path / "health.json")
     assert DaemonRecords(layout).all() == {}
-    [fault] = [line["fault"] for line in logs]
-    assert fault.startswith(f"{layout.root}/gpu-1.json.unreadable-")
-    assert fault.endswith(
-        ": the MPS record has format version 3 of a newer release of gpu-dra-driver, and this one reads only version "
+    [line] = logs
+    assert line["kept_as"].startswith(f"{layout.root}/gpu-1.json.unreadable-")
+    assert line["reason"] == (
+        "the MPS record has format version 3 of a newer release of gpu-dra-driver, and this one reads only version "
         "2; install that release again"
     )
     assert HealthStore(tmp_path / "health.json").load() is None

@@ -158,7 +158,7 @@ class FaultyNode(KindNode):
         client = MpsHostFiles(layout, wait_s=0.0)
         return runners | {
             SetTimeSlice: TimeSliceSteps(NvidiaSmi(programs), self.records),
-            RunMps: MpsSteps(client, self._uuid_of),
+            RunMps: MpsSteps(client, self.ledger),
         }
 
     def state(self) -> dict[str, object]:

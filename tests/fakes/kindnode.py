@@ -461,7 +461,7 @@ class KindNode(Journaled):
             CreateMig: mig,
             LeaveMigMode: mig,
             SetTimeSlice: TimeSliceSteps(settings, self.records),
-            RunMps: MpsSteps(mps, self._uuid_of),
+            RunMps: MpsSteps(mps, self.ledger),
             BindVfio: VfioSteps(
                 self._vfio(),
                 self.ledger,
@@ -470,7 +470,7 @@ class KindNode(Journaled):
                 self.deaths.effects_of(PersistenceModes(nullcontext)),
                 self._look_again,
                 lambda: site.detachment,
-                self.lanes.refuse_beside_hang,
+                self.lanes,
             ),
             WriteDeviceMetadata: MetadataSteps(
                 self.metadata_files, SimpleNamespace(latest=lambda: site.inventory), self.ledger
@@ -495,10 +495,6 @@ class KindNode(Journaled):
     def _vfio(self) -> VfioCards:
         control = self.deaths.effects_of(SimulatedPciControl(self.site.machine))
         return VfioCards(self.site.simulated.paths, self.site.nodes, control)
-
-    def _uuid_of(self, device: str) -> str | None:
-        made = self.ledger.created_instance(device)
-        return None if made is None else made.uuid
 
 
 def _is_fixed(path: Path) -> bool:

@@ -212,7 +212,7 @@ def claims_of(
         pods_run=lambda _record: None,
         find_node=lambda: None,
         setting_for_lost=lambda: None,
-        refuse_changing=None,
+        layouts=None,
         timeouts=timeouts,
     )
 
