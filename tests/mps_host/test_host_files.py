@@ -76,7 +76,11 @@ class FakeHost:
     def answer(self, spec: MpsDaemonSpec, **changes: object) -> None:
         """A daemon whose process is this one."""
         status = replace(MpsDaemonStatus(spec.device, "ready", spec, pid=os.getpid()), **changes)
-        self.layout.status(spec.device).write_bytes(encode_status(status))
+        self.report(status)
+
+    def report(self, status: MpsDaemonStatus) -> None:
+        """As the host does it: a reader that lists the directory sees by the directory's time that a file is new."""
+        write_atomically(self.layout.status(status.device), encode_status(status), durable=False)
 
 
 @pytest.fixture
@@ -305,7 +309,7 @@ def test_daemon_that_failed_is_a_problem_of_its_device_until_it_works(
     failed = MpsDaemonStatus(
         "gpu-1", "failed", SPEC, problem="it ended with exit code 46", directory="/m/gpu-1"
     )
-    fake.layout.status("gpu-1").write_bytes(encode_status(failed))
+    fake.report(failed)
     for _ in range(2):
         assert files.problems() == [
             NodeProblem(
