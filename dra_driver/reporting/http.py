@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple
+from io import StringIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 from wsgiref.simple_server import WSGIRequestHandler
 
 import structlog
@@ -161,6 +162,10 @@ class _Handler(WSGIRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Log no line for each request."""
+
+    def get_stderr(self) -> TextIO:
+        """Where wsgiref writes the traceback of a write that fails: nowhere, since such a client has hung up."""
+        return StringIO()
 
 
 def _listen(host: str, port: int) -> socket.socket:

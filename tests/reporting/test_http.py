@@ -86,6 +86,24 @@ def test_client_that_hangs_up_leaves_no_traceback(
     assert capfd.readouterr().err == ""
 
 
+def test_client_that_does_not_read_is_cut_off_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("dra_driver.reporting.http._Handler.timeout", 0.1)
+    one = HttpEndpoint("127.0.0.1:0", {"/big": lambda: Response(200, "text/x", b"x" * (64 << 20))})
+    one.start()
+    before = threading.active_count()
+    with socket.create_connection(("127.0.0.1", one.port), timeout=20) as client:
+        client.sendall(b"GET /big HTTP/1.0\r\n\r\n")
+        assert client.recv(1) == b"H"
+        deadline = time.monotonic() + 20
+        while threading.active_count() > before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    one.stop()
+    assert capfd.readouterr().err == ""
+
+
 def test_clients_that_stay_without_a_word_cost_a_bounded_number_of_threads_and_keep_nobody_out(
     endpoint: HttpEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
