@@ -267,8 +267,9 @@ class NodeLayouts(BackgroundWorker):
         with self.changing.hold({gpu.uuid}, _PLANNING_S):
             with self.planning.hold({gpu.uuid}, _PLANNING_S):
                 holder = self.context.users.on_gpu(gpu.uuid, gpu_name, self._ledger.boot_id or "")
-            if holder is None and (pending := self._ledger.pending({gpu.uuid})):
-                return pending[0].text
+            for pending in self._ledger.pending({gpu.uuid}):
+                if "mig-device" in pending.kinds:
+                    raise RetryableError(pending.text)
             if holder is None:
                 try:
                     self._change(target, GpuAddress(gpu.uuid, gpu.pci_bus_id), gpu_name)

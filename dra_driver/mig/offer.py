@@ -47,8 +47,8 @@ class LedgerOwnership:
         # In this order: what is removed between the two looks must not seem to be somebody else's.
         now = self.ledger.details(OwnedInstance, gpu_uuid)
         ours = {one.slot for one in (*now, *self.ledger.lately(OwnedInstance, gpu_uuid))}
-        ended, _ = self.ledger.look({gpu_uuid})
-        steps = [entry.step for entry in ended if entry.cause is not None]
+        failed = (one for one in self.ledger.pending({gpu_uuid}) if one.cause is not None)
+        steps = [step for one in failed for step in one.steps]
         return instances_to_withhold(
             existing, ours, {one.slot for one in steps if isinstance(one, CreateMig)}
         )

@@ -146,6 +146,22 @@ def test_a_gpu_that_a_virtual_machine_has_keeps_its_place_among_the_others(node:
     assert layouts.keeper.states().keys() == {node.gpu_uuid}
 
 
+def test_a_device_whose_undo_has_failed_keeps_its_gpu_until_it_is_destroyed(node: MigNode) -> None:
+    node.prepare(node.wanted("1g.10gb", 3))
+    node.machine.hold_gpu(0, 4711, "python3", gpu_instance=10, compute_instance=0)
+    node.unprepare()
+    layouts = Layouts(node)
+    state = layouts.settle()
+    assert (state.state, state.text.startswith("Cleanup pending for claim default/claim-uid-1")) == (
+        "waiting",
+        True,
+    )
+    assert slots(node) == [(ONE, 3)]
+    node.machine.release_gpu(0)
+    assert layouts.settle().state == "applied"
+    assert profiles(node) == [THREE, ONE, ONE]
+
+
 def test_a_claim_keeps_its_gpu_until_it_ends(node: MigNode) -> None:
     hold(node)
     layouts = Layouts(node)
