@@ -58,7 +58,7 @@ from dra_driver.errors import (
 )
 from dra_driver.host.capability_nodes import MigCaps
 from dra_driver.mig.mode import MigContext, MigMode
-from dra_driver.mig.rules.ownership import at_slot, is_ours
+from dra_driver.mig.rules.offered_devices import at_slot, is_ours
 from dra_driver.model.mig import GpuAddress, GpuInstance, OwnedInstance
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, CreateMig, LeaveMigMode, Step

@@ -9,12 +9,12 @@ from typing import Protocol
 from dra_driver.journal.ledger import Ledger
 from dra_driver.mig.rules.offered_devices import (
     instances_of,
+    instances_to_withhold,
     is_fully_read,
     offered_as_before,
     offered_beside,
     offered_without_partitioning,
 )
-from dra_driver.mig.rules.ownership import instances_to_withhold
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode

@@ -46,7 +46,7 @@ from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.node_events import MpsEvents, NodeEvents
-from dra_driver.sharing.rules.mps_requests import advice_on_requests
+from dra_driver.sharing.rules.modes import advice_on_requests
 
 _log = structlog.get_logger(__name__)
 

@@ -12,7 +12,7 @@ from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing import GpuSelector, SharingEntry, SharingPolicy, SharingRule
-from dra_driver.sharing.rules.mps_requests import advice_on_requests
+from dra_driver.sharing.rules.modes import advice_on_requests
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, NODE, claim, result, uuid
 
 

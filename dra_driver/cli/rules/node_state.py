@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dra_driver.journal.rules.cleanups import PendingCleanup
-from dra_driver.mig.rules.ownership import instances_to_withhold
+from dra_driver.mig.rules.offered_devices import instances_to_withhold
 from dra_driver.model.health import HealthState
 from dra_driver.model.ids import mig_device_name
 from dra_driver.model.inventory import Inventory

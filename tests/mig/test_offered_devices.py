@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dra_driver.mig.rules.ownership import (
+from dra_driver.mig.rules.offered_devices import (
     instances_to_withhold,
     is_ours,
 )
