@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Final
 
@@ -92,6 +94,9 @@ def call(arguments: Sequence[str], called: str | None = None) -> int:
     Raises: InvalidConfigError for what was mistyped, and as the command."""
     if arguments and arguments[0] in DAEMONS:
         return _carried_out(arguments, called)
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _ended)
     try:
         try:
             return _carried_out(arguments, called)
@@ -105,6 +110,11 @@ def call(arguments: Sequence[str], called: str | None = None) -> int:
         if isinstance(error, BrokenPipeError):
             return 1
         raise DraDriverError(f"standard output cannot be used: {error.strerror or error}") from error
+
+
+def _ended(number: int, _frame: object) -> None:
+    """End as Ctrl-C does, so that nothing is left behind."""
+    raise SystemExit(128 + number)
 
 
 def _carried_out(arguments: Sequence[str], called: str | None) -> int:

@@ -24,14 +24,17 @@ from dra_driver.cli.flags import of_run
 from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.node import node_snapshot
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored
+from dra_driver.cli.plugin_problems import plugin_problems
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
 from dra_driver.cli.rules.tables import hanging
 from dra_driver.cli.scratch import node_settings, this_machine
+from dra_driver.cli.state_on_disk import read_claims
 from dra_driver.errors import DraDriverError
 from dra_driver.host.processes import gpu_users
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.units import counted
 
 if TYPE_CHECKING:
     from dra_driver.cli.checks.checks import Outcome
@@ -51,7 +54,7 @@ FLAGS = (
         "passthrough",
         "device_names",
     ),
-    *of_run("imex_channel", "host_devices"),
+    *of_run("imex_channel", "host_devices", "http_endpoint"),
 )
 EXAMPLES = (
     "",
@@ -61,7 +64,8 @@ EXAMPLES = (
 
 
 def doctor(given: Namespace) -> int:
-    """Host, health of the GPUs, runtime, kubelet and cluster. Changes nothing. Run it in the pod of gpu-dra-driver
+    """Host, health of the GPUs, runtime, plugin, kubelet and cluster. It writes a small file into each directory that
+    the plugin needs and removes it; nothing else changes. Run it in the pod of gpu-dra-driver
     (`kubectl exec`), where it has the right settings, or on the node with the flags of `run`. Exit code 0: nothing
     fails, 1: a line says FAIL.
     """
@@ -70,6 +74,17 @@ def doctor(given: Namespace) -> int:
     outcomes = run_checks(doctor_checks(node_settings(given, this_machine())))
     _print(outcomes, given.output, is_colored=given.color.is_on())
     return int(any(outcome.finding.status == "FAIL" for outcome in outcomes))
+
+
+_LAST = ("OK", "SKIP", "WARN", "FAIL")
+"""Problems come last, where a person looks first."""
+
+
+def _filled(remedy: str) -> str:
+    """With release and namespace of the pod of gpu-dra-driver in which this runs."""
+    for name in ("RELEASE", "NAMESPACE"):
+        remedy = remedy.replace(name, os.environ.get(name) or "gpu-dra-driver")
+    return remedy
 
 
 def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> None:
@@ -82,13 +97,15 @@ def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> 
     def lines(width: int | None) -> Iterator[str]:
         shown = folded(outcomes)
         names = max(len(outcome.check) for outcome in shown)
-        for outcome in shown:
+        for outcome in sorted(shown, key=lambda one: _LAST.index(one.finding.status)):
             finding = outcome.finding
             line = hanging(f"{finding.status:<4}  {outcome.check:<{names}}  ", finding.seen, width)
             yield colored(finding.status, line, is_on=is_colored)
             if finding.remedy is not None:
-                yield hanging(f"      {'':<{names}}  -> ", finding.remedy, width)
-        yield "\n" + ", ".join(f"{count} {status}" for status, count in counts.items())
+                yield hanging(f"      {'':<{names}}  -> ", _filled(finding.remedy), width)
+        bad = counts["FAIL"] + counts["WARN"]
+        told = f"{counted(bad, 'problem')}: " if bad else "no problem: "
+        yield "\n" + told + ", ".join(f"{count} {status}" for status, count in counts.items())
 
     checks = [{"check": outcome.check, **asdict(outcome.finding)} for outcome in outcomes]
     verdicts = verified([(outcome.check, outcome.finding) for outcome in outcomes])
@@ -119,7 +136,10 @@ def doctor_checks(settings: Settings) -> list[Check]:
             facts = NvmlFacts(inventory.or_none() or Inventory())
         node, driver, notes = settings.node_name, settings.driver_name, state.get().notes
         now = datetime.now(UTC)
-        return node_view(node, driver, now, facts, (), state.get(), (), notes, machine.is_on_demand)
+        claims = read_claims(
+            state.get(), settings.plugin_directory, Path(settings.cdi_root), driver, now
+        ).claims
+        return node_view(node, driver, now, facts, claims, state.get(), (), notes, machine.is_on_demand)
 
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     host = host_directory(machine.paths, simulated=settings.simulate is not None, in_pod=in_pod)
@@ -151,6 +171,9 @@ def doctor_checks(settings: Settings) -> list[Check]:
         Path(settings.kubelet_plugins_directory_path),
         state.get,
         Path(settings.cdi_root),
+        None
+        if settings.simulate is not None and not Path(settings.plugin_directory).is_dir()
+        else lambda: plugin_problems(settings.plugin_directory, settings.http_endpoint),
     )
     cluster = ClusterChecks(
         Shared(lambda: _api_client(settings)),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from dra_driver.app.settings import FLAGS as SETTINGS
 from dra_driver.app.settings import Flag, Settings
 from dra_driver.cli.flags import of_run, switch
-from dra_driver.cli.machine import CommandMachine, unread
+from dra_driver.cli.machine import CommandMachine, answered, unread
 from dra_driver.cli.output import OUTPUT, Output, print_objects
 from dra_driver.cli.rules.mig_map import GpuMap, gpu_maps, waiting_for_mig_mode
 from dra_driver.cli.rules.node_state import NodeState, Ownership
@@ -36,10 +36,6 @@ from dra_driver.slices.rules.diff import Owner, slice_changes
 
 if TYPE_CHECKING:
     from dra_driver.cli.rules.mig_map import GpuMap
-
-
-_WAIT_S = 60.0
-"""Without another client NVML wakes every GPU first, which takes seconds each."""
 
 
 FLAGS = (
@@ -68,7 +64,6 @@ def inspect(given: Namespace) -> None:
     is room for. GPUs that differ in nothing share rows and drawings. Changes nothing. What could not be read is printed
     on standard error.
     """
-    from dra_driver.base.threads import bounded
     from dra_driver.errors import InvalidConfigError, NotSupportedError, NvmlUnavailableError
 
     output, mig = given.output, given.mig
@@ -89,7 +84,7 @@ def inspect(given: Namespace) -> None:
                 slices, notes = ([], []) if mig else slices_to_publish(settings, is_empty=is_empty)
             return slices, [*notes, *more], maps
 
-        slices, notes, maps = bounded("NVML", look, _WAIT_S)
+        slices, notes, maps = answered(settings, look)
     for note in dict.fromkeys(notes):
         print(f"note: {printable(note)}", file=sys.stderr)
     devices = [device for entry in slices for device in entry["spec"].get("devices", [])]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from typing import TypeVar
 
 from dra_driver.app.platforms import platform_of
 from dra_driver.app.settings import Settings
 from dra_driver.base.file_lock import UseMark
+from dra_driver.base.threads import NotAnsweredError, bounded
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.state_on_disk import read_state
@@ -24,6 +27,12 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.record import BindVfio, bindings
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards
+from dra_driver.reporting.node_problems import read_problems
+
+T = TypeVar("T")
+_HANGS_S = 5.0
+_WAKES_S = 40.0
+_SHOWS_WHY = "`dmesg | grep -i nvrm` on the node shows why"
 
 
 class CommandMachine:
@@ -94,6 +103,28 @@ class CommandMachine:
         reader.reopen()
         session.callback(reader.session.close)
         return reader
+
+
+def answered(settings: Settings, read: Callable[[], T]) -> T:
+    """What `read` returns of NVML. One that hangs is left behind after five seconds. Where no plugin runs, NVML may
+    first wake each GPU, which takes seconds each: then a line on standard error says so, and the wait goes on.
+
+    Raises: what `read` raises, and NotAnsweredError.
+    """
+    try:
+        return bounded("NVML", read, _HANGS_S)
+    except NotAnsweredError as late:
+        if settings.simulate is not None or read_problems(settings.plugin_directory)[0]:
+            raise NotAnsweredError(f"{late}; {_SHOWS_WHY}", late.answer) from None
+        print(
+            f"gpu-dra-driver: {late}; GPUs that no program uses take seconds to wake, so it waits {_WAKES_S:g} s more",
+            file=sys.stderr,
+        )
+        try:
+            return late.answer.result(_WAKES_S)  # type: ignore[no-any-return]
+        except TimeoutError:
+            text = f"NVML has not answered for more than {_HANGS_S + _WAKES_S:g} s"
+            raise NotAnsweredError(f"{text}; {_SHOWS_WHY}", late.answer) from None
 
 
 def unread(inventory: Inventory) -> list[str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import shutil
 import socket
 import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +24,47 @@ if TYPE_CHECKING:
 
 @contextmanager
 def scratch_directory(purpose: str) -> Iterator[str]:
-    """The path of a fresh directory, which is removed at the end. Raises: FatalError if none can be made."""
+    """The path of a fresh directory, which is removed at the end, with those that killed commands left. Raises:
+    FatalError if none can be made."""
     try:
-        made = tempfile.TemporaryDirectory(prefix=f"gpu-dra-{purpose}-")
+        _remove_left_ones(Path(tempfile.gettempdir()))
+        made = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-")
     except OSError as error:
         raise FatalError(
             f"cannot make a temporary directory ({error.strerror or error}); set TMPDIR to one that is writable"
         ) from error
-    with made as path:
+    with made as path, _locked(Path(path)):
         yield path
+
+
+_PREFIX = "gpu-dra-scratch-"
+_YOUNG_S = 60.0
+"""A directory is locked a moment after it is made."""
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[bool]:
+    """Whether this process holds the lock of a directory, which ends with the process."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    is_mine = True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        is_mine = False
+    try:
+        yield is_mine
+    finally:
+        os.close(descriptor)
+
+
+def _remove_left_ones(where: Path) -> None:
+    """The directories of commands that were killed: nobody has them locked."""
+    for left in where.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            if left.is_dir() and time.time() - left.stat().st_mtime > _YOUNG_S:
+                with _locked(left) as is_mine:
+                    if is_mine:
+                        shutil.rmtree(left)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from dra_driver.cli.flags import (
     usual_kubeconfig,
 )
 from dra_driver.cli.inspect import OwnershipUnknownError, slices_to_publish
-from dra_driver.cli.machine import CommandMachine
+from dra_driver.cli.machine import CommandMachine, answered
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored
 from dra_driver.cli.rules.tables import hanging
 from dra_driver.cli.scratch import scratch_settings
@@ -127,7 +128,7 @@ def _machines(
     for name in dict.fromkeys(names):
         own = {} if name is None else {"simulate": name}
         with scratch_settings("validate", configured | stated | own, config) as settings:
-            machine, sentence = machine_to_try(settings)
+            machine, sentence = answered(settings, partial(machine_to_try, settings))
             driver = settings.driver_name
         if machine is not None:
             found.append(machine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import socket
@@ -18,12 +19,13 @@ import yaml
 from playground.apiserver.server import PlaygroundApiServer
 
 from dra_driver.base.file_lock import hold_file
-from dra_driver.cli.checks.checks import Check, Outcome, Shared, folded, run_checks
+from dra_driver.cli.checks.checks import Check, Outcome, Shared, folded, not_written, run_checks
 from dra_driver.cli.checks.cluster import ClusterChecks, needed_permissions
 from dra_driver.cli.checks.driver import DriverChecks
 from dra_driver.cli.checks.kubelet import KubeletChecks
 from dra_driver.cli.checks.runtime import RuntimeChecks
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
+from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.rules.node_view import NodeView, SeenGpu, SeenProcess
 from dra_driver.cli.state_on_disk import read_state
 from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
@@ -40,8 +42,10 @@ from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.host import DeviceNode, ExtraDevices
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.problems import FailingClaim, NodeProblem, ProblemCode, ShownProblem
 from dra_driver.model.record import ClaimRecord
 from dra_driver.mps_host.host_files import encode_wanted, mps_layout
+from dra_driver.reporting.node_problems import Reported
 from dra_driver.simulator import device_node_reader
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.tables import data_of, tabled
@@ -842,3 +846,53 @@ def test_an_api_server_that_is_away_is_one_failure(
     (line,) = folded([Outcome(name, finding) for name, finding in found.items()])
     assert line.check == "7 checks"
     tells(line.finding)
+
+
+# --- what the plugin itself reports --------------------------------------------------------------
+
+
+def shown(code: ProblemCode, text: str) -> ShownProblem:
+    return ShownProblem(NodeProblem(code, text), 0)
+
+
+def test_what_keeps_pods_from_their_devices_fails_and_the_rest_warns(tmp_path: Path) -> None:
+    claim = FailingClaim(ClaimRef("ml", "train", "u"), "prepare", 0, 9, 3, "no room; end its pods")
+    reported = Reported(
+        (
+            shown("plugin-not-running", "gpu-dra-driver is not running; look at its pods"),
+            shown("foreign-driver", "other-reg.sock is of another driver; remove that driver"),
+            shown("not-registered", "the kubelet refused the plugin: because"),
+            shown("health-unknown", "the health is not known; restart it"),
+            shown("claims-failing", "a claim fails"),
+        ),
+        (claim,),
+    )
+    checks = KubeletChecks(DRIVER, tmp_path, tmp_path, NodeState, None, lambda: reported)
+    found = checks.plugin()
+    assert [(one.status, one.seen) for one in found] == [
+        ("FAIL", "Prepare of claim ml/train fails (tried 3 times): no room"),
+        ("FAIL", "gpu-dra-driver is not running"),
+        ("FAIL", "other-reg.sock is of another driver"),
+        ("FAIL", "the kubelet refused the plugin: because"),
+        ("WARN", "the health is not known"),
+    ]
+    assert [one.remedy for one in found[:3]] == ["end its pods", "look at its pods", "remove that driver"]
+    assert "kubectl -n NAMESPACE logs" in str(found[3].remedy)
+    assert replace(checks, reported=Reported).plugin() == [ok("the plugin runs and reports no problem")]
+    [skipped] = replace(checks, reported=None).plugin()
+    assert skipped.status == "SKIP"
+
+
+def test_directory_on_a_full_disk_fails_though_its_permissions_allow_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not_written(tmp_path) is None
+
+    def full(_file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    found = not_written(tmp_path)
+    assert found is not None
+    assert (found.status, "No space left" in found.seen, "df -h" in str(found.remedy)) == ("FAIL", True, True)
+    assert list(tmp_path.iterdir()) == []

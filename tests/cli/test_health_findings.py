@@ -8,7 +8,7 @@ from typing import Any
 
 from dra_driver.cli.rules.findings import Finding
 from dra_driver.cli.rules.health_findings import health_findings
-from dra_driver.cli.rules.node_view import NodeView, SeenGpu, SeenReason
+from dra_driver.cli.rules.node_view import Holding, NodeView, SeenGpu, SeenReason
 from tests.fakes.tables import tabled
 
 ONE = SeenGpu("gpu-1", "GPU-1", health="ok", pci_bus_id="0000:1b:00.0")
@@ -76,8 +76,38 @@ def test_detach_names_no_gpu_when_its_uuid_is_not_known() -> None:
     )
     assert (found.status, found.seen) == ("FAIL", "0000:1b:00.0 is lost: text of gpu-lost (for 12m)")
     assert str(found.remedy).startswith(
-        "`gpu-dra-driver detach`, then `nvidia-smi --gpu-reset -i 0000:1b:00.0`"
+        "end its pods, then `gpu-dra-driver detach` and `nvidia-smi --gpu-reset -i 0000:1b:00.0`"
     )
+
+
+def test_pods_on_a_lost_gpu_and_its_mig_devices_are_named_in_the_command_that_ends_them() -> None:
+    holdings = tuple(
+        Holding(f"{namespace}/c", "u", "prepared", 1.0, device, "gpu", "", pods=pods)
+        for namespace, device, pods in (
+            ("ml", "gpu-1", ("a", "b")),
+            ("web", "gpu-1-mig-1g10gb-19-0", ("c",)),
+            ("ml", "gpu-2", ("other",)),
+        )
+    )
+    view = NodeView("n", "d", "now", gpus=(ONE, TWO), holdings=holdings, health=(seen("lost", "gpu-lost"),))
+    (found,) = health_findings(view, has_nvml=True)
+    assert str(found.remedy).startswith(
+        "`kubectl -n ml delete pod a b` and `kubectl -n web delete pod c`, then `gpu-dra-driver detach 0000:1b:00.0`"
+    )
+
+
+def test_wait_is_the_first_advice_only_for_the_fault_of_a_program() -> None:
+    for number, waits in (
+        (48, False),
+        (79, False),
+        (95, False),
+        (62, False),
+        (13, True),
+        (31, True),
+        (43, True),
+    ):
+        (found,) = of(seen("degraded", f"xid {number}"))
+        assert ("clears by itself" in str(found.remedy)) == waits, number
 
 
 def test_what_is_not_known_is_a_warning() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,23 @@ def test_directory_is_there_and_then_gone(tmp_path: Path, monkeypatch: pytest.Mo
     with scratch_directory("look") as path:
         assert [Path(path)] == list(tmp_path.iterdir())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_directory_of_a_killed_command_is_removed_by_the_next_one_and_a_living_ones_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with scratch_directory("alive") as alive:
+        left = tmp_path / "gpu-dra-scratch-killed-1"
+        young = tmp_path / "gpu-dra-scratch-young-1"
+        other = tmp_path / "gpu-dra-of-a-person"
+        for path in (left, young, other):
+            (path / "machine").mkdir(parents=True)
+        for path in (left, Path(alive)):
+            os.utime(path, (0, 0))
+        with scratch_directory("look"):
+            pass
+        assert sorted(tmp_path.iterdir()) == sorted([Path(alive), young, other])
 
 
 def test_read_only_root_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,11 +52,13 @@ def doctor_options(node: Node) -> list[str]:
 
 
 def health_lines(node: Node) -> list[tuple[str, str, str]]:
-    """Status, what was seen, and the remedy, of each line `health`; all that fails is among them."""
+    """Status, what was seen, and the remedy, of each line `health`. Nothing else fails, but for a plugin that does not
+    run."""
     done = call("doctor", "-o", "json", *doctor_options(node))
     checks = json.loads(done.stdout)["checks"]
     failing = {check["check"] for check in checks if check["status"] == "FAIL"}
-    assert (done.returncode, failing - {"health"}) == (int(bool(failing)), set())
+    away = {"plugin", "registration"} if node.driver is None else set()
+    assert (done.returncode, failing - {"health"}) == (int(bool(failing)), away)
     return [
         (check["status"], check["seen"], str(check["remedy"]))
         for check in checks
@@ -97,7 +99,7 @@ def test_doctor_names_the_gpus_that_are_ill_when_the_plugin_runs(node: Node) -> 
     ]
     assert [remedy.partition(" and ")[0].rpartition("; ")[2] for *_, remedy in found] == [
         "end its pods, then have the GPU replaced",
-        f"if it stays, end its pods, then `gpu-dra-driver detach {two.bus_id}`",
+        f"end its pods, then `gpu-dra-driver detach {two.bus_id}`",
     ]
     machine.set_remapped_rows(2)
     machine.set_gpu(3, ecc_uncorrected=1)
@@ -114,7 +116,7 @@ def test_doctor_names_the_gpus_that_are_ill_when_the_plugin_runs(node: Node) -> 
     )
     assert " (for " in seen
     assert remedy.startswith(
-        f"`gpu-dra-driver detach {lost.bus_id}`, then `nvidia-smi --gpu-reset -i {lost.bus_id}`"
+        f"end its pods, then `gpu-dra-driver detach {lost.bus_id}` and `nvidia-smi --gpu-reset -i {lost.bus_id}`"
     )
     assert "or reboot the node" in remedy
 
@@ -195,7 +197,7 @@ def test_doctor_on_a_node_at_work(node: Node) -> None:
     assert "-> `modprobe nvidia`" in lines[start + 1]
     verified = json.loads(call("doctor", "-o", "json", *options).stdout)["verified"]
     assert verified["driver"] == {"status": "FAIL", "version": None}
-    assert lines[-1].split()[1] == "OK,"
+    assert re.match(r"\d+ problems: \d+ OK, ", lines[-1])
     assert "Traceback" not in done.stdout + done.stderr
 
 

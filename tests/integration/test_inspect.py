@@ -81,16 +81,18 @@ def test_taints_and_sharing_are_shown_as_published(node: Node, tmp_path: Path) -
     assert "TAINTS" not in call("inspect", "--simulate", "dgx-h100").stdout
 
 
-@pytest.mark.parametrize("output", ["table", "json"])
-def test_nvml_that_hangs_is_told(output: str, memory_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command", [["inspect"], ["inspect", "-o", "json"], ["validate", "examples/one-gpu"]]
+)
+def test_nvml_that_hangs_is_reported_with_what_shows_why(command: list[str], memory_path: Path) -> None:
     directory = str(memory_path / "machine")
     machine = ["--simulate", "t4-4", "--simulator-dir", directory]
     assert call("simulate", "create", *machine[1:]).returncode == 0
     fault = ["fault", "nvmlDeviceGetCount_v2", "--delay", "30"]
     assert call("simulate", *fault, *machine[2:]).returncode == 0
-    impatient = "import sys; from dra_driver.cli import inspect, main; inspect._WAIT_S = 0.3; main.main()"
+    impatient = "from dra_driver.cli import machine, main; machine._HANGS_S = 0.3; main.main()"
     done = subprocess.run(
-        [sys.executable, "-c", impatient, "inspect", "-o", output, *machine],
+        [sys.executable, "-c", impatient, *command, *machine],
         capture_output=True,
         text=True,
         env=environment(),
@@ -98,7 +100,9 @@ def test_nvml_that_hangs_is_told(output: str, memory_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "gpu-dra-driver: NVML has not answered for more than 0.3 s\n"
+    assert done.stderr == (
+        "gpu-dra-driver: NVML has not answered for more than 0.3 s; `dmesg | grep -i nvrm` on the node shows why\n"
+    )
 
 
 def test_a_machine_without_gpus_is_told(memory_path: Path) -> None:

@@ -15,7 +15,7 @@ from dra_driver.model.claim import ClaimRef, allocation_results
 from dra_driver.model.schema import JsonObject
 
 _FOREIGN = "not-this-node.invalid"
-_APPLY = "upgrade gpu-dra-driver with its chart (`helm upgrade`) as an administrator"
+_APPLY = "`helm upgrade RELEASE CHART -n NAMESPACE --reuse-values` as an administrator"
 _SLICE: JsonObject = {
     "apiVersion": GROUP_VERSION,
     "kind": "ResourceSlice",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dra_driver.cli.checks.admission import AdmissionProof
 from dra_driver.cli.checks.checks import Check, Shared
 from dra_driver.cli.rules.admission import MARK_RESOURCE, MARK_VERB
-from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
+from dra_driver.cli.rules.findings import HELM_SET, Finding, fail, ok, skip, warn
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.client import GROUP, GROUP_VERSION, ApiClient
@@ -19,7 +19,7 @@ from dra_driver.model.units import counted, named
 from dra_driver.slices.api_support import Support, ask_support
 from dra_driver.slices.rules.diff import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE, Owner
 
-_APPLY = "upgrade gpu-dra-driver with its chart (`helm upgrade`) as an administrator"
+_APPLY = "`helm upgrade RELEASE CHART -n NAMESPACE --reuse-values` as an administrator"
 
 
 def needed_permissions(driver: str) -> tuple[Permission, ...]:
@@ -59,7 +59,17 @@ class ClusterChecks:
                 "not asked: this is not a pod, and no kubeconfig was given", "give one with --kubeconfig"
             )
         client = self.client.get()
-        client.check_group()
+        try:
+            client.check_group()
+        except ApiUnavailableError as error:
+            if "did not answer in time" in str(error):
+                return warn(
+                    f"{client.endpoint.server} did not answer in time, so nothing of the cluster was checked",
+                    f"`time curl -k {client.endpoint.server}/readyz` from the node; run doctor again when it is faster",
+                )
+            seen, _, remedy = str(error).partition("; ")
+            remedy = remedy or f"`curl -kv {client.endpoint.server}/readyz` from the node shows where it ends"
+            return fail(f"{client.endpoint.server}: {seen}", remedy)
         release = server_version(client) or "unknown"
         return ok(f"Kubernetes {release} at {client.endpoint.server}, {GROUP_VERSION} is used")
 
@@ -118,6 +128,11 @@ class ClusterChecks:
         if ready not in (None, "True"):
             return warn(f"node {self.node} is not ready", f"`kubectl describe node {self.node}`")
         runtime = info.get("containerRuntimeVersion")
+        if str(runtime).startswith("docker:"):
+            return fail(
+                f"the runtime of node {self.node} is Docker (cri-dockerd), which gives containers no devices of claims",
+                "set up the node with containerd or CRI-O, as `kubeadm join --cri-socket` takes it",
+            )
         return ok(
             f"node {self.node}{f' ({versions})' if versions else ''}",
             None if runtime is None else str(runtime),
@@ -137,7 +152,7 @@ class ClusterChecks:
             why = f"; renamed, it seems, to {named(renamed)}, but claims ask by the name" if renamed else ""
             return warn(
                 f"missing: {', '.join(missing)}{why}",
-                "run `helm upgrade` with `--set deviceClasses.create=true`",
+                HELM_SET.format("deviceClasses.create=true"),
             )
         return ok(named(ours))
 
@@ -147,7 +162,7 @@ class ClusterChecks:
         items = self._list("resourceslices", query=query).get("items") or []
         foreign = sorted({item["spec"]["pool"]["name"] for item in items} - {self.node})
         if foreign:
-            return warn(
+            return fail(
                 f"pools that gpu-dra-driver did not make: {named(foreign)}",
                 f"another DRA driver publishes as {self.driver}: `kubectl get resourceslices --field-selector "
                 f"spec.nodeName={self.node} -o yaml | grep manager`",

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dra_driver.cli.checks.checks import Check, Look, Shared
-from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
+from dra_driver.cli.rules.findings import HELM_SET, Finding, fail, ok, skip, warn
 from dra_driver.cli.rules.health_findings import health_findings
 from dra_driver.cli.rules.node_view import NodeView
 from dra_driver.errors import (
@@ -181,7 +181,7 @@ class DriverChecks:
             do = "does" if len(silent) == 1 else "do"
             return warn(
                 f"{len(silent)} of {counted(total, 'GPU')} {do} not answer: {named(silent)}",
-                "do what the line `health` of the GPU says; `dmesg | grep -i xid` on the node says why",
+                "`dmesg | grep -i xid` on the node shows the cause; the line `health` of this GPU says what to do",
             )
         if inventory.faults:
             first = inventory.faults[0]
@@ -255,7 +255,8 @@ class DriverChecks:
         if empty and not self.dynamic_mig:
             return warn(
                 f"in MIG mode without MIG devices, so nothing of it is offered: {named(empty)}",
-                f"`nvidia-smi mig -i {empty[0]} -cgi 19 -C`, `nvidia-smi -i {empty[0]} -mig 0`, or --dynamic-mig",
+                f"{HELM_SET.format('dynamicMig.enabled=true')} makes them on demand; "
+                f"`nvidia-smi -i {empty[0]} -mig 0` on the node offers the whole GPU again",
             )
         return ok(f"{len(on)} of {counted(len(inventory.gpus), 'GPU')} in MIG mode")
 
@@ -369,7 +370,7 @@ class DriverChecks:
         found = [one for one in self.node_view().processes if one.is_unclaimed]
         texts = (unclaimed_text(one.gpu, GpuProcess(one.pid, one.name, one.memory_bytes)) for one in found)
         findings = [warn(*text.split("; ", 1)) for text in texts]
-        return findings or [ok("NVML shows no process without a claim or a container")]
+        return findings or [ok("No unknown processes on the GPUs")]
 
     def persistence(self) -> Finding:
         """Does something keep the state of the NVIDIA driver while nobody uses a GPU?"""
@@ -396,7 +397,7 @@ class DriverChecks:
         gpus = self._known().gpus
         nodes = [str(gpu.memory_numa_node) for gpu in gpus if gpu.memory_numa_node is not None]
         if not nodes:
-            return ok("not memory of the host")
+            return ok("GPU memory is separate from host memory")
         return warn(
             f"NUMA nodes of the host ({named(nodes)}): the kubelet counts it as the node's memory, and pods without a "
             "GPU may get it",

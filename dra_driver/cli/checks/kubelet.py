@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dra_driver.cli.checks.checks import Check
-from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
+from dra_driver.cli.checks.checks import Check, not_written
+from dra_driver.cli.rules.findings import (
+    CODES_THAT_FAIL,
+    LOGS,
+    Finding,
+    fail,
+    of_text,
+    ok,
+    skip,
+    warn,
+)
 from dra_driver.cli.rules.node_state import BOOT_UNKNOWN, NodeState
 from dra_driver.cli.state_on_disk import set_aside_files
 from dra_driver.model.units import counted, named
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
+from dra_driver.reporting.node_problems import Reported
 from dra_driver.sharing.rules.client_limits import notes_of
 from dra_driver.slices.leadership import DIRECTORY as INSTANCES
 from dra_driver.slices.leadership import living_instances
@@ -25,7 +34,8 @@ _LOOKS = 2
 class KubeletChecks:
     """`registry` is the kubelet's plugin registry, `plugins` its plugin directory, `driver` the name of our DRA driver.
 
-    `node_state` reads what gpu-dra-driver wrote down, `cdi` is the directory with CDI specs.
+    `node_state` reads what gpu-dra-driver wrote down, `cdi` is the directory with CDI specs. `reported` asks the plugin
+    for its problems; None where there can be no plugin.
     """
 
     driver: str
@@ -33,18 +43,36 @@ class KubeletChecks:
     plugins: Path
     node_state: Callable[[], NodeState]
     cdi: Path | None = None
+    reported: Callable[[], Reported] | None = None
 
     @property
     def state(self) -> Path:
         """The directory of gpu-dra-driver."""
         return self.plugins / self.driver
 
+    def plugin(self) -> list[Finding]:
+        """What does the plugin itself report, and whose Prepare fails?"""
+        if self.reported is None:
+            return [skip("a machine that is simulated for this command has no plugin")]
+        problems, failing = self.reported()
+        found = [
+            fail(
+                f"{one.operation.capitalize()} of claim {one.ref.namespace}/{one.ref.name} fails (tried "
+                f"{counted(one.count, 'time')}): {one.error.rpartition('; ')[0] or one.error}",
+                one.error.rpartition("; ")[2] if "; " in one.error else LOGS,
+            )
+            for one in failing
+        ]
+        for shown in problems:
+            problem = shown.problem
+            if problem.code != "claims-failing" or not failing:
+                found.append(of_text(problem.text, fails=problem.code in CODES_THAT_FAIL))
+        return found or [ok("the plugin runs and reports no problem")]
+
     def directories(self) -> Finding:
-        """Are the kubelet's directories there, and writable?"""
+        """Can a file be written into the kubelet's directories?"""
         # A pod without privileges has its own directory mounted, and not those of other plugins.
-        plugins = self.plugins
-        if self.state.is_dir() and not os.access(plugins, os.W_OK | os.X_OK):
-            plugins = self.state
+        plugins = self.state if self.state.is_dir() else self.plugins
         for path, flag in (
             (self.registry, "--kubelet-registrar-directory-path"),
             (plugins, "--kubelet-plugins-directory-path"),
@@ -54,12 +82,10 @@ class KubeletChecks:
                     f"{path} is not there",
                     f"`ps -o args= -C kubelet` shows the kubelet's --root-dir; set {flag} (and the mount) to match",
                 )
-            if not os.access(path, os.W_OK | os.X_OK):
-                return fail(
-                    f"{path} is not writable",
-                    "mount it writable into the pod of gpu-dra-driver, which has to run as root",
-                )
-        return ok(f"{self.registry} and {plugins} are writable")
+            problem = not_written(path)
+            if problem is not None:
+                return problem
+        return ok(f"a file can be written to {self.registry} and {plugins}")
 
     def sockets(self) -> Finding:
         """Is one instance registered under our name, or two in a rolling update?"""
@@ -85,9 +111,7 @@ class KubeletChecks:
                 f"`rm {dead[0]}`, if no instance of gpu-dra-driver is starting at this moment",
             )
         if not alive:
-            return warn(
-                f"no instance of {self.driver} is registered", "start gpu-dra-driver; see its log if it runs"
-            )
+            return fail(f"no instance of {self.driver} is registered with the kubelet", LOGS)
         update = " (a rolling update is under way)" if len(alive) == 2 else ""
         return ok(f"{named(alive)} answers{update}")
 
@@ -146,7 +170,8 @@ class KubeletChecks:
         files = MpsHostFiles(layout)
         problem = files.host_problem()
         if problem is not None:
-            return warn(problem, "claims with MPS wait until it runs")
+            # A host that starts needs no help; without one no claim with MPS gets its devices.
+            return of_text(problem, fails="is starting" not in problem)
         waiting = files.unseen()
         if waiting:
             return warn(
@@ -162,6 +187,7 @@ class KubeletChecks:
     def all(self) -> list[Check]:
         """By name."""
         return [
+            Check("plugin", self.plugin),
             Check("kubelet directories", self.directories),
             Check("registration", self.sockets),
             Check("records", self.records),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import posixpath
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dra_driver.cli.checks.checks import Check
+from dra_driver.cli.checks.checks import Check, not_written
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip
 from dra_driver.cli.rules.runtime_config import (
     RuntimeConfig,
@@ -22,12 +21,13 @@ from dra_driver.model.host import HostPaths
 from dra_driver.model.schema import JsonObject
 
 _CONTAINERD = (
-    "/etc/containerd/config.toml",
     "/var/lib/rancher/k3s/agent/etc/containerd/config.toml",
     "/var/lib/rancher/rke2/agent/etc/containerd/config.toml",
     "/var/snap/microk8s/current/args/containerd.toml",
     "/etc/k0s/containerd.toml",
+    "/etc/containerd/config.toml",
 )
+"""That of a distribution comes first: where there is one, the last file is Docker's."""
 _CRIO = ("/etc/crio/crio.conf",)
 _CRIO_DIRECTORIES = ("/usr/share/crio/crio.conf.d", "/etc/crio/crio.conf.d")
 _UNNAMED = "unnamed"
@@ -59,19 +59,10 @@ class RuntimeChecks:
         path = Path(self.cdi_root)
         if not path.exists():
             parent = next(parent for parent in path.parents if parent.exists())
-            if os.access(parent, os.W_OK | os.X_OK):
-                return ok(f"{path} does not exist yet; gpu-dra-driver makes it")
-            return fail(
-                f"{path} is not there and {parent} is not writable", f"`mkdir -p {path}` on the node, as root"
-            )
+            return not_written(parent) or ok(f"{path} does not exist yet; gpu-dra-driver makes it")
         if not path.is_dir():
             return fail(f"{path} is not a directory", f"`rm {path}`; gpu-dra-driver makes the directory")
-        if not os.access(path, os.W_OK | os.X_OK):
-            return fail(
-                f"{path} is not writable",
-                "mount it writable into the pod of gpu-dra-driver, which has to run as root",
-            )
-        return ok(f"{path} is writable")
+        return not_written(path) or ok(f"a file can be written to {path}")
 
     def all(self) -> list[Check]:
         """From the runtime's configuration to the directory that it reads."""

@@ -7,19 +7,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.cli.rules.node_view import NodeView, SeenGpu, SeenReason
 from dra_driver.cli.rules.prepared_claims import age_text
+from dra_driver.health.rules.xids import is_program_fault
 from dra_driver.model.units import counted, named
 
 _RESET = (
-    "end its pods, then `gpu-dra-driver detach{gpu}` and `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot "
+    "{end}, then `gpu-dra-driver detach{gpu}` and `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot "
     "the node"
 )
-_WAIT = (
-    f"wait: it ends by itself if NVML requests no action; if it stays, {_RESET}; if it stays after the reset, "
-    "`gpu-dra-driver serviced{gpu}`"
-)
-_REPLACE = "end its pods, then have the GPU replaced"
+_WAIT = f"the taint clears by itself in about 30 seconds; if it does not: {_RESET}"
+"""Only for what NVIDIA's catalog calls the fault of a program."""
+_RESET_OR_SERVICED = f"{_RESET}; if it stays after the reset, `gpu-dra-driver serviced{{gpu}}`"
+_REPLACE = "{end}, then have the GPU replaced"
 _REBOOT = "`kubectl drain` the node, then reboot it"
-_RESTART = f"wait; if it stays, delete the plugin's pod on the node; if that does not help, {_REBOOT}"
+_RESTART = (
+    f"`kubectl -n NAMESPACE delete pod` for the plugin's pod on this node; if that does not help, {_REBOOT}"
+)
 _FABRIC = "`nvidia-smi -q | grep -A9 Fabric` and `systemctl status nvidia-fabricmanager` on the node"
 _SLOW = "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {bus}`: look at the cooling and the power supply"
 _PCIE = (
@@ -27,13 +29,13 @@ _PCIE = (
     "the firmware's settings of the slot"
 )
 _REMEDIES: tuple[tuple[str, str], ...] = (
-    ("gpu-lost", "`gpu-dra-driver detach{gpu}`, then `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot the "
-                 "node; `dmesg | grep -i xid` says why it was lost"),
+    ("program", _WAIT),
+    ("gpu-lost", f"{_RESET}; `dmesg | grep -i xid` shows why it was lost"),
     ("row-remap failure", _REPLACE),
     ("recovery-action reboot", _REBOOT),
     ("recovery-action system-reboot", _REBOOT),
     ("recovery-action bus-reset", _REBOOT),
-    ("recovery-action drain-p2p", "end the pods that use the GPU together with others"),
+    ("recovery-action drain-p2p", "{end}: they use the GPU together with others"),
     ("recovery-action recover-imex-domain", "`nvidia-imex-ctl -N` on the node: repair the IMEX daemons of its domain"),
     ("recovery-action", _RESET),
     ("row-remap pending", _RESET),
@@ -44,8 +46,8 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("repair", _RESET),
     ("unresponsive no-answer", _RESET),
     ("unresponsive", _RESTART),
-    ("xid", _WAIT),
-    ("ecc", _WAIT),
+    ("xid", _RESET_OR_SERVICED),
+    ("ecc", _RESET_OR_SERVICED),
     ("fabric pending", f"wait; if it stays, {_FABRIC}"),
     ("fabric", _FABRIC),
     ("nvlink", f"{_RESET}; `nvidia-smi nvlink -s -i {{bus}}` shows its links; if they stay down, have the GPU or its "
@@ -73,18 +75,36 @@ def health_findings(found: NodeView, *, has_nvml: bool) -> list[Finding]:
         if not reason.is_over:
             ill.setdefault(reason.subject, []).append(reason)
     worst_first = sorted(ill.values(), key=lambda reasons: _WORST_FIRST.index(_worst(reasons)))
-    lines = [_finding(places[reasons[0].subject.partition(" ")[0]], reasons) for reasons in worst_first]
+    lines = [
+        _finding(gpu, reasons, _pods_on(gpu, found))
+        for reasons in worst_first
+        for gpu in [places[reasons[0].subject.partition(" ")[0]]]
+    ]
     lines += [*_unknown(found.gpus if has_nvml else ()), *_problems(found.notes)]
     return lines or [_all_well(found.gpus, has_nvml=has_nvml)]
 
 
-def _finding(gpu: SeenGpu, reasons: Sequence[SeenReason]) -> Finding:
+def _pods_on(gpu: SeenGpu, found: NodeView) -> str:
+    """The command that ends the pods of claims on a GPU and its MIG devices."""
+    pods: dict[str, dict[str, None]] = {}
+    for held in found.holdings:
+        if held.device == gpu.name or held.device.startswith(f"{gpu.name}-"):
+            namespace = held.claim.partition("/")[0]
+            pods.setdefault(namespace, {}).update(dict.fromkeys(held.pods or ()))
+    commands = [
+        f"`kubectl -n {namespace} delete pod {' '.join(names)}`" for namespace, names in pods.items() if names
+    ]
+    return " and ".join(commands) or "end its pods"
+
+
+def _finding(gpu: SeenGpu, reasons: Sequence[SeenReason], end: str) -> Finding:
     worst = _worst(reasons)
     texts = "; ".join(f"{reason.text}{_age(reason.since_s)}" for reason in reasons)
     seen = f"{_name(gpu, reasons[0])} is {worst}: {texts}"
     if worst == "information":
         seen = f"{_name(gpu, reasons[0])}: {texts}"
-    return fail(seen, _remedy(gpu, reasons)) if worst in _FAILING else warn(seen, _remedy(gpu, reasons))
+    remedy = _remedy(gpu, reasons, end)
+    return fail(seen, remedy) if worst in _FAILING else warn(seen, remedy)
 
 
 def _worst(reasons: Iterable[SeenReason]) -> str:
@@ -105,14 +125,21 @@ def _age(seconds: float | None) -> str:
     return "" if seconds is None else f" (for {age_text(seconds)})"
 
 
-def _remedy(gpu: SeenGpu, reasons: Sequence[SeenReason]) -> str:
+def _is_of_a_program(reason: str) -> bool:
+    key, _, number = reason.partition(" ")
+    return key == "xid" and number.isdecimal() and is_program_fault(int(number))
+
+
+def _remedy(gpu: SeenGpu, reasons: Sequence[SeenReason], end: str) -> str:
     told = [f"{reason.reason} " for reason in reasons]
+    if all(_is_of_a_program(reason.reason) for reason in reasons):
+        told = ["program "]
     remedy = next(
         (text for start, text in _REMEDIES if any(one.startswith(f"{start} ") for one in told)), _OTHER
     )
     place = gpu.pci_bus_id or gpu.uuid
     # Without its UUID `detach` does not know which claims are on a GPU; without a GPU all claims count.
-    return remedy.format(gpu=f" {place}" if gpu.uuid else "", bus=place)
+    return remedy.format(gpu=f" {place}" if gpu.uuid else "", bus=place, end=end)
 
 
 def _unknown(gpus: Iterable[SeenGpu]) -> Iterator[Finding]:

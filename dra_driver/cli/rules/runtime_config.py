@@ -42,8 +42,9 @@ def containerd_config(path: str, document: Toml, imported: Iterable[tuple[str, T
                         config.enabled if enabled is None else bool(enabled),
                         config.directories if directories is None else directories,
                     )
-    if config.enabled is None and document.get("version") == 3:
-        # Only containerd 2 reads this version of the file, and there CDI is on.
+    version = document.get("version")
+    if config.enabled is None and isinstance(version, int) and version >= 3:
+        # Only containerd 2 reads these versions of the file, and there CDI is on.
         return RuntimeConfig("containerd", config.file, True, config.directories)
     return config
 
@@ -71,23 +72,40 @@ def judge_runtimes(found: Sequence[RuntimeConfig], cdi_root: str) -> Finding:
     return worst(_judged(config, cdi_root) for config in found)
 
 
+_RANCHER = "/var/lib/rancher/{}/agent/etc/containerd/config-v3.toml.tmpl"
+_OWN_FILES = (
+    ("/rancher/k3s/", _RANCHER.format("k3s"), "systemctl restart k3s-agent || systemctl restart k3s"),
+    ("/rancher/rke2/", _RANCHER.format("rke2"), "systemctl restart rke2-agent || systemctl restart rke2-server"),
+    ("/microk8s/", "/var/snap/microk8s/current/args/containerd-template.toml", "snap restart microk8s"),
+    ("/etc/k0s/", "/etc/k0s/containerd.d/cdi.toml", "k0s stop && k0s start"),
+)  # fmt: skip
+"""By a part of the path of the file that is read: the file that a person edits, and what restarts the runtime. The file
+that is read is generated from it."""
+
+
+def _edited(config: RuntimeConfig) -> tuple[str, str]:
+    own = [(file, restart) for part, file, restart in _OWN_FILES if part in config.file]
+    return own[0] if own else (config.file, f"systemctl restart {config.runtime}")
+
+
 def _judged(config: RuntimeConfig, cdi_root: str) -> Finding:
+    file, restart = _edited(config)
     directories = config.directories if config.directories is not None else DEFAULT_DIRECTORIES
     if config.enabled is False:
         return fail(
             f"{config.runtime}: CDI is off ({config.file})",
-            f"set enable_cdi = true in {config.file}, then `systemctl restart {config.runtime}`",
+            f"set enable_cdi = true in {file}, then `{restart}`",
         )
     if canonical(cdi_root) not in map(canonical, directories):
         return fail(
             f"{config.runtime} reads {', '.join(directories) or 'nothing'}, gpu-dra-driver writes to {cdi_root}",
             f"run gpu-dra-driver with --cdi-root {directories[-1] if directories else DEFAULT_DIRECTORIES[1]}, or add "
-            f"{cdi_root} to cdi_spec_dirs in {config.file} and restart {config.runtime}",
+            f"{cdi_root} to cdi_spec_dirs in {file}, then `{restart}`",
         )
     if config.enabled is None and config.runtime == "containerd":
         return warn(
             f"containerd: enable_cdi is not set in {config.file}; off before 2.0, on since",
-            f"`containerd --version`; before 2.0 set enable_cdi = true in {config.file} and restart it",
+            f"set enable_cdi = true in {file}, then `{restart}`",
         )
     return ok(f"{config.runtime} reads {', '.join(directories)} ({config.file})")
 
