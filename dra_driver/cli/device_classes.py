@@ -26,7 +26,7 @@ def device_classes(given: Namespace) -> None:
     nvidia.com/mig-PROFILE, without a claim.
     """
     from dra_driver.cli.inspect import possible_profiles
-    from dra_driver.cli.validation.rules.device_classes import mig_classes
+    from dra_driver.cli.validation.rules.classes import mig_classes
     from dra_driver.errors import NotSupportedError
 
     names: set[str] = set()

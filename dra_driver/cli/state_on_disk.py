@@ -1,9 +1,12 @@
-"""What the plugin wrote down on a node, read by another process: nothing is created, renamed or locked."""
+"""What the plugin of a node wrote down and what it reports, read by another process: nothing is created, renamed or
+locked."""
 
 from __future__ import annotations
 
+import http.client
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -15,7 +18,7 @@ from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import DIRECTORY as METADATA
 from dra_driver.cli.rules.node_state import BOOT_UNKNOWN, NodeState
 from dra_driver.cli.rules.prepared_claims import NodeClaims, contradictions, prepared_claims, shown
-from dra_driver.errors import DraDriverError, StateError
+from dra_driver.errors import DraDriverError, InvalidConfigError, StateError
 from dra_driver.health.rules.state import rebooted
 from dra_driver.health.store import decode
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
@@ -24,7 +27,58 @@ from dra_driver.journal.records import RecordStore, step_kind
 from dra_driver.mig.layout_file import LAYOUT_FILE
 from dra_driver.mig.layout_file import decode as decode_layouts
 from dra_driver.model.health import HealthState
+from dra_driver.model.ids import split_address
 from dra_driver.model.mig import GpuLayout, OwnedInstance, OwnedMode
+from dra_driver.model.problems import NodeProblem, ShownProblem
+from dra_driver.reporting.node_problems import Reported, read_problems
+from dra_driver.reporting.node_problems import decode as decode_problems
+
+_ANSWER_S = 1.0
+"""The plugin is on the same node; it answers within milliseconds unless the node is in trouble itself."""
+_LONGEST = 1 << 22
+NOT_RUNNING = (
+    "gpu-dra-driver is not running on this node, so no pod with a GPU can start here or end; "
+    "`kubectl get pods -A -o wide -l app.kubernetes.io/name=gpu-dra-driver` shows its pods"
+)
+
+
+def plugin_problems(directory: Path, http_endpoint: str) -> Reported:
+    """The problems of the node and the failing claims as the plugin sees them; that no plugin runs is one of the
+    problems.
+
+    `directory` is that of the plugin, `http_endpoint` the address where it serves HTTP, empty if it serves none. A full
+    disk keeps the file old, so the answer of the plugin comes first.
+    """
+    answered = _asked(http_endpoint)
+    if answered is not None:
+        return answered
+    try:
+        runs, written = read_problems(directory)
+    except StateError as error:
+        text = f"it is not known whether gpu-dra-driver runs and what it reports: {error}"
+        return Reported((_of_now(NodeProblem("check-failed", text)),))
+    if runs:
+        return written
+    return Reported((_of_now(NodeProblem("plugin-not-running", NOT_RUNNING)),), written.failing)
+
+
+def _asked(http_endpoint: str) -> Reported | None:
+    """What the plugin answers; None if it does not."""
+    if not http_endpoint:
+        return None
+    try:
+        host, port = split_address(http_endpoint)
+        with closing(http.client.HTTPConnection(host or "localhost", port, timeout=_ANSWER_S)) as connection:
+            connection.request("GET", "/problems")
+            answer = connection.getresponse()
+            return decode_problems(answer.read(_LONGEST)) if answer.status == http.client.OK else None
+    except (OSError, http.client.HTTPException, InvalidConfigError, StateError):
+        return None
+
+
+def _of_now(problem: NodeProblem) -> ShownProblem:
+    return ShownProblem(problem, int(time.time()))
+
 
 Value = TypeVar("Value")
 

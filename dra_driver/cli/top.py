@@ -29,8 +29,8 @@ from dra_driver.model.schema import Choice, Scalar
 if TYPE_CHECKING:
     from rich.console import Console, Group, RenderableType
 
+    from dra_driver.cli.node import NodeSnapshot
     from dra_driver.cli.rules.node_view import Holding, NodeView, SeenGpu, SeenProcess
-    from dra_driver.cli.snapshot import NodeSnapshot
 
 Order = Literal["index", "memory", "utilisation", "health"]
 

@@ -19,7 +19,7 @@ from unittest import mock
 from dra_driver.app.daemon import Driver
 from dra_driver.app.platforms import Platform
 from dra_driver.app.settings import Settings
-from dra_driver.cli.validation.rules.standard_classes import standard_classes
+from dra_driver.cli.validation.rules.classes import standard_classes
 from dra_driver.mps_host.host_files import MpsHostFiles, MpsLayout, mps_layout
 from dra_driver.simulator import create_machine
 from playground.apiserver.server import PlaygroundApiServer

@@ -15,7 +15,7 @@ from dra_driver.app.config_file import read_document
 from dra_driver.app.logs import SignalWatch, configure_logs
 from dra_driver.app.settings import config_values
 from dra_driver.cli.scratch import scratch_directory
-from dra_driver.cli.validation.rules.standard_classes import standard_classes
+from dra_driver.cli.validation.rules.classes import standard_classes
 from dra_driver.model.ids import gpu_device_names
 from playground.node import DRIVER, PlaygroundNode
 from playground.pods import PodLoop

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.cli.checks.admission import AdmissionProof
-from dra_driver.cli.rules.admission import refusal_finding
+from dra_driver.cli.checks.admission import AdmissionProof, refusal_finding
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import ApiClient
 from dra_driver.model.claim import ClaimRef

@@ -19,7 +19,7 @@ from dra_driver.cli.rules.cluster_rows import (
     seen_slice,
     use_text,
 )
-from dra_driver.cli.validation.rules.standard_classes import standard_classes
+from dra_driver.cli.validation.rules.classes import standard_classes
 from dra_driver.model.gpu import GpuLoad
 from dra_driver.reporting.metrics import Metrics
 from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, NODE

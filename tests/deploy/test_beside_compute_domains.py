@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dra_driver.app.settings import DEFAULT_DRIVER_NAME
 from dra_driver.cdi.rules.spec import spec_kind
-from dra_driver.cli.validation.rules.standard_classes import standard_classes
+from dra_driver.cli.validation.rules.classes import standard_classes
 from dra_driver.slices.rules.build import build_pool
 from tests.deploy.test_daemonset import installed, of_kind
 from tests.fakes.samples import MIXED

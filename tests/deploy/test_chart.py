@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from dra_driver.app.settings import Settings
-from dra_driver.cli.validation.rules.standard_classes import standard_classes
+from dra_driver.cli.validation.rules.classes import standard_classes
 from tests.deploy.test_daemonset import DAEMONSET, Manifest, assert_has, mounts_of, of_kind, one
 
 ROOT = DAEMONSET.parent

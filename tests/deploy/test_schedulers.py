@@ -18,9 +18,9 @@ import yaml
 from dra_driver.app.settings import DEFAULT_DRIVER_NAME
 from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.manifest_check import check_documents
-from dra_driver.cli.validation.rules.selection import SelectorError, view
+from dra_driver.cli.validation.rules.cel import SelectorError, view
+from dra_driver.cli.validation.rules.classes import standard_classes
 from dra_driver.cli.validation.rules.selectors import compiled
-from dra_driver.cli.validation.rules.standard_classes import standard_classes
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.slices.rules.build import Pool, build_pool

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.api.resolve import MAX_BYTES
-from dra_driver.cli.rules.admission import MARK_RESOURCE, MARK_VERB
+from dra_driver.cli.checks.admission import MARK_RESOURCE, MARK_VERB
 from dra_driver.kubelet import dra, grpc_server, liveness
 from tests.deploy.test_daemonset import DAEMONSET, installed, mounts_of, of_kind, one
 

@@ -17,7 +17,7 @@ from urllib3 import HTTPResponse
 
 from dra_driver.cli.commands import call
 from dra_driver.cli.output import Output
-from dra_driver.cli.validation.rules.standard_classes import standard_classes
+from dra_driver.cli.validation.rules.classes import standard_classes
 from dra_driver.errors import DraDriverError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import Endpoint

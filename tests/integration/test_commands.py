@@ -18,7 +18,7 @@ import yaml
 from dra_driver.cli.claims import pods_text
 from dra_driver.cli.rules.prepared_claims import age_text, usage_text
 from dra_driver.cli.validation.machine_fit import MachineFit
-from dra_driver.cli.validation.rules.standard_classes import standard_classes
+from dra_driver.cli.validation.rules.classes import standard_classes
 from dra_driver.health.store import KeptHealth, encode
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks, LockUse

@@ -20,9 +20,9 @@ import pytest
 import yaml
 
 from dra_driver.base.file_lock import UseMark
-from dra_driver.cli.plugin_problems import plugin_problems
+from dra_driver.cli.node import NodePaths, NodeSnapshot
 from dra_driver.cli.rules.node_view import NodeView
-from dra_driver.cli.snapshot import NodePaths, NodeSnapshot
+from dra_driver.cli.state_on_disk import plugin_problems
 from dra_driver.errors import NvmlDetachedError, NvmlUnavailableError, StateError
 from dra_driver.health.store import KeptHealth, encode
 from dra_driver.journal.records import RecordStore

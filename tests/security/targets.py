@@ -26,7 +26,7 @@ from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.rules.spec import file_stem
 from dra_driver.cli.checks.runtime import read_configs
 from dra_driver.cli.validation.documents import read_documents
-from dra_driver.cli.validation.rules.selection import NotJudgedError, SelectorError, view
+from dra_driver.cli.validation.rules.cel import NotJudgedError, SelectorError, view
 from dra_driver.cli.validation.rules.selectors import compiled
 from dra_driver.errors import (
     ApiRejectedError,

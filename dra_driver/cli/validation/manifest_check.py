@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
-from typing import Any
 
-from dra_driver.app.config_file import MIG_LAYOUTS, mig_layouts
+from dra_driver.app.config_file import mig_layouts
 from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.machine_fit import Fit, MachineFit
-from dra_driver.cli.validation.rules.device_classes import profile_of_class
-from dra_driver.cli.validation.rules.layout_trial import known_names, layout_problems, manager_layouts
+from dra_driver.cli.validation.rules.cel import NotJudgedError
+from dra_driver.cli.validation.rules.classes import profile_of_class, standard_classes
+from dra_driver.cli.validation.rules.layout_trial import Trial, manager_layouts, read_layouts
 from dra_driver.cli.validation.rules.manifests import (
     KINDS,
     alternative_hints,
@@ -22,12 +22,13 @@ from dra_driver.cli.validation.rules.manifests import (
     class_type,
     default_hints,
     is_parameters,
+    misspelled_kind,
+    neighbour,
     object_faults,
     parameter_faults,
     requests_of,
     taint_rule_faults,
 )
-from dra_driver.cli.validation.rules.neighbours import misspelled_kind, neighbour
 from dra_driver.cli.validation.rules.pods import (
     IMPLICIT,
     asked_resources,
@@ -40,13 +41,10 @@ from dra_driver.cli.validation.rules.pods import (
     unused_claims,
     uses_mps,
 )
-from dra_driver.cli.validation.rules.selection import NotJudgedError
 from dra_driver.cli.validation.rules.selectors import compiled, driver_asked_for
-from dra_driver.cli.validation.rules.server_answers import Answer
-from dra_driver.cli.validation.rules.standard_classes import standard_classes
-from dra_driver.cli.validation.server_trial import Reference, ServerFindings
+from dra_driver.cli.validation.server_trial import Answer, Reference, ServerFindings
 from dra_driver.model.mig import LAYOUT_LABEL, Layouts
-from dra_driver.model.schema import JsonObject, faults
+from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted, named
 
 NOT_JUDGED = "not judged"
@@ -170,8 +168,7 @@ class ManifestCheck:
             for document in self.documents
             if isinstance(document.content, dict)
             for _, text in manager_layouts(document.content)
-            if not faults({"fromLabel": True, "configuration": _layout_file(text)}, MIG_LAYOUTS, "")
-            for name, entries in mig_layouts({"configuration": _layout_file(text)}).named.items()
+            for name, entries in read_layouts(text)[0].items()
         }
         self._faults: dict[int, list[str]] = {}
         self._good: dict[Reference, JsonObject] = {}
@@ -248,31 +245,19 @@ class ManifestCheck:
 
     def _manager_file(self, key: str, text: str, report: DocumentReport) -> None:
         """A file of NVIDIA's mig-manager: its faults, and which of its layouts the machine takes."""
-        content = _layout_file(text)
-        found = faults({"fromLabel": True, "configuration": content}, MIG_LAYOUTS, "")
-        report.faults += [f"{key}: {str(fault).removeprefix('configuration.')}" for fault in found]
+        layouts, found = read_layouts(text)
+        report.faults += [f"{key}: {fault}" for fault in found]
         if not found:
-            layouts = mig_layouts({"configuration": content}).named
             self._try_layouts([*layouts], layouts, report, needs_all=False)
 
     def _try_layouts(
         self, names: Sequence[str], layouts: Layouts, report: DocumentReport, *, needs_all: bool = True
     ) -> None:
         for machine in self.machines:
-            problems: list[str] = []
-            for name in names:
-                refused, hints = layout_problems(name, layouts, machine.gpus)
-                report.hints += hints
-                problems += refused
-                if not refused:
-                    report.notes.append(f"layout {name} fits {machine.name}")
-            unknown = any("there is no layout" in text for text in problems)
-            near = get_close_matches(names[0], known_names(layouts, machine.gpus), 1) if unknown else []
-            if near:
-                problems.append(f"did you mean {near[0]}?")
-            (report.faults if needs_all or len(problems) >= len(names) else report.notes).extend(
-                f"{text} (on {machine.name})" if len(self.machines) > 1 else text for text in problems
-            )
+            tried = Trial(machine.name, machine.gpus, layouts)
+            problems = tried.problems(names)
+            report.hints, report.notes = report.hints + tried.hints, report.notes + tried.fits
+            (report.faults if needs_all or not tried.fits else report.notes).extend(problems)
 
     def _taint_rule(self, content: JsonObject, report: DocumentReport) -> None:
         """Whether a rule of ours chooses a device that there is."""
@@ -512,15 +497,6 @@ class ManifestCheck:
                 self._knows_classes([resource.removeprefix(IMPLICIT)], report)
         ours = {resource: name for resource, name in served.items() if self._other_driver(name) is None}
         return extended_requests(spec, ours)
-
-
-def _layout_file(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        return f"is not valid YAML: {error}"
 
 
 def _metadata(content: JsonObject) -> JsonObject:

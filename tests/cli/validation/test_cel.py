@@ -13,8 +13,8 @@ import yaml
 from dra_driver.cli.validation.documents import Document, read_documents
 from dra_driver.cli.validation.machine_fit import MachineFit
 from dra_driver.cli.validation.manifest_check import check_documents
-from dra_driver.cli.validation.rules import cel, standard_classes
-from dra_driver.cli.validation.rules.selection import NotJudgedError, SelectorError, view
+from dra_driver.cli.validation.rules import cel, classes
+from dra_driver.cli.validation.rules.cel import NotJudgedError, SelectorError, view
 from dra_driver.cli.validation.rules.selectors import NOT_INSTALLED, compiled
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.inventory import Inventory
@@ -105,10 +105,10 @@ def test_classes_of_the_driver_choose_the_same_devices_without_the_package() -> 
         for entry in yaml.safe_load_all((ROOT / "daemonset" / file).read_text())
         if entry["kind"] == "DeviceClass"
     ]  # fmt: skip
-    for entry in (*shipped, *standard_classes.standard_classes(DRIVER).values()):
+    for entry in (*shipped, *classes.standard_classes(DRIVER).values()):
         (selector,) = entry["spec"]["selectors"]
         text = selector["cel"]["expression"]
-        meaning = standard_classes.standard_selector(text)
+        meaning = classes.standard_selector(text)
         assert meaning is not None, entry["metadata"]["name"]
         assert [meaning(one) for one in views] == [compiled(text).matches(one) for one in views]
 

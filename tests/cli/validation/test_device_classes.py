@@ -10,8 +10,8 @@ import pytest
 import yaml
 from playground.apiserver import PlaygroundApiServer
 
-from dra_driver.cli.validation.rules.device_classes import mig_classes, profile_label
-from dra_driver.cli.validation.rules.selection import view
+from dra_driver.cli.validation.rules.cel import view
+from dra_driver.cli.validation.rules.classes import mig_classes, profile_label
 from dra_driver.cli.validation.rules.selectors import compiled
 from dra_driver.errors import InvalidConfigError
 from dra_driver.mig.rules.counters import partitioned

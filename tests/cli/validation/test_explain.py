@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.cli.validation.rules.allocator import Candidate, Wanted
+from dra_driver.cli.validation.rules.cel import SelectorError, view
+from dra_driver.cli.validation.rules.classes import standard_classes
 from dra_driver.cli.validation.rules.explain import funnel
-from dra_driver.cli.validation.rules.selection import SelectorError, view
 from dra_driver.cli.validation.rules.selectors import compiled
-from dra_driver.cli.validation.rules.standard_classes import standard_classes
 from dra_driver.slices.rules.build import build_pool
 from tests.fakes.samples import DRIVER, MIXED, NODE, h100, inventory
 from tests.fakes.tables import tabled

@@ -9,7 +9,7 @@ import pytest
 
 from dra_driver.cli.validate import EXIT_NOT_ASKED
 from dra_driver.cli.validation.rules import cel
-from dra_driver.cli.validation.rules.selection import NotJudgedError
+from dra_driver.cli.validation.rules.cel import NotJudgedError
 from dra_driver.cli.validation.rules.selectors import NOT_INSTALLED, compiled
 
 PAGE = (Path(__file__).parents[3] / "docs/validate.md").read_text()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dra_driver.cli.validation.rules.selection import SelectorError, view
+from dra_driver.cli.validation.rules.cel import SelectorError, view
 from dra_driver.cli.validation.rules.selectors import compiled
 from dra_driver.model.inventory import Inventory
 from dra_driver.slices.rules.build import build_pool

@@ -13,9 +13,15 @@ from playground.apiserver import Identity, PlaygroundApiServer
 
 from dra_driver.cli.validation.documents import Document, read_documents
 from dra_driver.cli.validation.manifest_check import DocumentReport, check_documents, references
-from dra_driver.cli.validation.rules.server_answers import Answer, Made, refused, unknown_kind
-from dra_driver.cli.validation.rules.standard_classes import standard_classes
-from dra_driver.cli.validation.server_trial import ServerFindings, ServerTrial
+from dra_driver.cli.validation.rules.classes import standard_classes
+from dra_driver.cli.validation.server_trial import (
+    Answer,
+    Made,
+    ServerFindings,
+    ServerTrial,
+    refused,
+    unknown_kind,
+)
 from dra_driver.kube.client import warning_text
 from dra_driver.kube.endpoint import load_endpoint
 from tests.fakes.samples import DRIVER

@@ -14,9 +14,9 @@ from fractions import Fraction
 from itertools import groupby
 from typing import Any
 
+from dra_driver.cli.validation.rules.cel import DeviceView, SelectorError, view
 from dra_driver.cli.validation.rules.consumable import Amounts, consumption, fits, shareable, shares_of
 from dra_driver.cli.validation.rules.manifests import alternatives
-from dra_driver.cli.validation.rules.selection import DeviceView, SelectorError, view
 from dra_driver.cli.validation.rules.selectors import Selector, compiled
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import allocation_results

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from dra_driver.cli.validation.rules.allocator import Candidate, Wanted
+from dra_driver.cli.validation.rules.cel import SelectorError, Version
 from dra_driver.cli.validation.rules.consumable import consumption
-from dra_driver.cli.validation.rules.selection import SelectorError, Version
 from dra_driver.cli.validation.rules.selectors import Selector
 from dra_driver.model.units import named
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
+import yaml
+
+from dra_driver.app.config_file import MIG_LAYOUTS, mig_layouts
 from dra_driver.mig.rules.layouts import LayoutRefusedError, entry_for, generated_names, target_of
 from dra_driver.model.mig import Layouts, PlacedProfile
+from dra_driver.model.schema import faults
 from dra_driver.model.units import named
 
 
@@ -30,36 +35,60 @@ def manager_layouts(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         )
 
 
-def layout_problems(name: str, layouts: Layouts, gpus: Sequence[MigGpu]) -> tuple[list[str], list[str]]:
-    """Why GPUs would refuse the layout of this name, and what is probably not meant by it."""
-    refused: dict[str, list[str]] = {}
-    hints: list[str] = []
-    for gpu in gpus:
-        try:
-            if not gpu.profiles and name not in layouts:
-                continue
-            entry = entry_for(name, layouts, gpu.index, gpu.pci_id, gpu.profiles)
-            if entry is not None and not (entry.devices is None and not gpu.profiles):
-                target_of(entry, gpu.profiles, (), ())
-        except LayoutRefusedError as error:
-            refused.setdefault(str(error), []).append(gpu.name)
-    capable = [gpu for gpu in gpus if gpu.profiles]
-    if not capable:
-        return [f"layout {name}: the machine has no GPU with MIG"] if name != "all-disabled" else [], []
-    there = {gpu.index for gpu in gpus}
-    absent = sorted(
-        {index for entry in layouts.get(name, ()) for index in entry.devices or () if index not in there}
-    )
-    if absent:
-        listed = ", ".join(map(str, absent))
-        hints.append(f"layout {name}: entries name GPUs that the machine lacks: {listed}")
-    without = [gpu.name for gpu in gpus if not gpu.profiles]
-    if without and not absent:
-        hints.append(f"layout {name}: {named(without)} has no MIG and is left as it is")
-    return [f"layout {name}: {named(gpus)}: {text}" for text, gpus in refused.items()], hints
+def read_layouts(text: str) -> tuple[Layouts, list[str]]:
+    """The layouts of a file of mig-manager by name, and its faults, with which it has none."""
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        return {}, [f"is not valid YAML: {' '.join(str(error).split())}"]
+    found = faults({"fromLabel": True, "configuration": content}, MIG_LAYOUTS, "")
+    if found:
+        return {}, [str(fault).removeprefix("configuration.") for fault in found]
+    return mig_layouts({"configuration": content}).named, []
 
 
-def known_names(layouts: Layouts, gpus: Sequence[MigGpu]) -> list[str]:
-    """The layouts that a machine can have by name."""
-    made = {name for gpu in gpus if gpu.profiles for name in generated_names(gpu.profiles)}
-    return sorted({*layouts, *made})
+@dataclass
+class Trial:
+    """Layouts on one machine. `hints` are what is probably not meant, `fits` which layouts every GPU takes."""
+
+    machine: str
+    gpus: Sequence[MigGpu]
+    layouts: Layouts
+    hints: list[str] = field(default_factory=list)
+    fits: list[str] = field(default_factory=list)
+
+    def problems(self, names: Sequence[str]) -> list[str]:
+        """Why GPUs would refuse the layouts of these names."""
+        found = [text for name in names for text in self._problems_of(name)]
+        made = {name for gpu in self.gpus if gpu.profiles for name in generated_names(gpu.profiles)}
+        near = (
+            get_close_matches(names[0], {*self.layouts, *made}, 1)
+            if "there is no layout" in "".join(found)
+            else []
+        )
+        return found + [f"did you mean {name}?" for name in near]
+
+    def _problems_of(self, name: str) -> list[str]:
+        refused: dict[str, list[str]] = {}
+        for gpu in self.gpus:
+            try:
+                if not gpu.profiles and name not in self.layouts:
+                    continue
+                entry = entry_for(name, self.layouts, gpu.index, gpu.pci_id, gpu.profiles)
+                if entry is not None and not (entry.devices is None and not gpu.profiles):
+                    target_of(entry, gpu.profiles, (), ())
+            except LayoutRefusedError as error:
+                refused.setdefault(str(error), []).append(gpu.name)
+        if not any(gpu.profiles for gpu in self.gpus) and name != "all-disabled":
+            return [f"layout {name}: {self.machine} has no GPU with MIG"]
+        there = {gpu.index for gpu in self.gpus}
+        named_ones = {index for entry in self.layouts.get(name, ()) for index in entry.devices or ()}
+        absent = ", ".join(map(str, sorted(named_ones - there)))
+        without = [gpu.name for gpu in self.gpus if not gpu.profiles]
+        if absent:
+            self.hints.append(f"layout {name}: entries name GPUs that the machine lacks: {absent}")
+        elif without:
+            self.hints.append(f"layout {name}: {named(without)} has no MIG and is left as it is")
+        if not refused:
+            self.fits.append(f"layout {name} fits {self.machine}")
+        return [f"layout {name}: {named(gpus)}: {text}" for text, gpus in refused.items()]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Final
 
-from dra_driver.cli.validation.rules.selection import NotJudgedError
+from dra_driver.cli.validation.rules.cel import NotJudgedError
 from dra_driver.cli.validation.rules.selectors import compiled
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import is_dns_label

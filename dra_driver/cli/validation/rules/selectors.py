@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from dra_driver.cli.validation.rules.cel import program
-from dra_driver.cli.validation.rules.selection import DeviceView, NotJudgedError
-from dra_driver.cli.validation.rules.standard_classes import standard_selector
+from dra_driver.cli.validation.rules.cel import DeviceView, NotJudgedError, program
+from dra_driver.cli.validation.rules.classes import standard_selector
 from dra_driver.errors import InvalidConfigError
 
 MAX_EXPRESSION_BYTES = 10 * 1024
