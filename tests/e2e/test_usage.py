@@ -8,12 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.deploy.test_monitoring import ALERTS, asked, series
-from tests.e2e.conftest import NAMESPACE, Cluster, Json, wait_for
+from tests.e2e.conftest import NAMESPACE, Cluster, wait_for
 from tests.fakes.scrapes import Samples, samples_in
 
 pytestmark = pytest.mark.cluster
@@ -38,11 +37,11 @@ def teams(cluster: Cluster) -> Iterator[dict[str, str]]:
         cluster.kubectl("delete", "namespace", BUSY, IDLE, "--ignore-not-found", "--timeout=300s")
 
 
-def usage_by(cluster: Cluster, what: str, *arguments: str) -> Any:
+def usage(cluster: Cluster, *arguments: str) -> str:
     """What the plugin of kubectl prints, which kubectl itself finds and starts."""
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        [str(cluster.local.kubectl()), "gpus", "--usage", "--by", what, *arguments],
+        [str(cluster.local.kubectl()), "gpus", "--usage", *arguments],
         env={**os.environ, "KUBECONFIG": str(cluster.local.kubeconfig()), "PATH": programs},
         capture_output=True,
         text=True,
@@ -52,22 +51,23 @@ def usage_by(cluster: Cluster, what: str, *arguments: str) -> Any:
     return done.stdout
 
 
-def used_by_teams(cluster: Cluster, what: str) -> dict[str, Json]:
-    """In the order of the rows, which is that of waste."""
-    rows = json.loads(usage_by(cluster, what, "-o", "json"))["rows"]
-    return {row["namespace"]: row["used"] for row in rows if row["namespace"] in (BUSY, IDLE)}
+def used_by_teams(cluster: Cluster) -> list[tuple[str, int]]:
+    """Namespace and utilisation of each claim of the teams, in the order of the rows, which is that of waste."""
+    rows = [
+        (row["claim"].partition("/")[0], row["load"])
+        for row in json.loads(usage(cluster, "-o", "json"))["rows"]
+    ]
+    return [(team, load["utilisation_percent"]) for team, load in rows if team in (BUSY, IDLE)]
 
 
 def test_busy_and_idle_pods_are_told_apart(cluster: Cluster, teams: dict[str, str]) -> None:
-    for what in ("claim", "pod", "workload", "namespace"):
-        found = used_by_teams(cluster, what)
-        assert [(team, used["utilisation_percent"]) for team, used in found.items()] == [
-            (IDLE, 0),
-            (BUSY, 90),
-        ]
-    table = [line.split() for line in usage_by(cluster, "claim").splitlines()]
-    percent = table[0].index("UTIL")
-    assert [(row[0], row[percent]) for row in table[1:] if row[0] in teams] == [(IDLE, "0%"), (BUSY, "90%")]
+    assert used_by_teams(cluster) == [(IDLE, 0), (BUSY, 90)]
+    lines = usage(cluster).splitlines()
+    [idle], [busy] = ([line for line in lines if f"{team}/" in line] for team in (IDLE, BUSY))
+    assert lines.index(idle) < lines.index(busy)
+    assert " 0% " in idle
+    assert " 90% " in busy
+    assert teams[IDLE] in idle
 
 
 def scraped(cluster: Cluster) -> Samples:
