@@ -8,7 +8,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -35,7 +35,7 @@ from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.client import ApiClient
-from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.kube.endpoint import Endpoint, load_endpoint
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.gpu import UnreadyFabric
@@ -259,6 +259,19 @@ def test_memory_that_nobody_claims_is_a_warning_for_each_process(tells: Tells, h
     tells(first)
     tells(second)
     tells(host.checks().gpu_processes()[0])
+
+
+@pytest.mark.parametrize(
+    ("release", "name"), [("6.6.87.2-microsoft-standard-WSL2", "WSL2"), ("5.15.148-tegra", "NVIDIA Jetson")]
+)
+def test_node_whose_gpu_is_not_a_pci_device_is_named(
+    host: Host, tmp_path: Path, release: str, name: str
+) -> None:
+    file = tmp_path / "sys/kernel/osrelease"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"{release}\n")
+    nothing = {"sys": str(tmp_path / "none"), "proc": str(tmp_path)}
+    says(host.checks(paths=nothing).gpus_on_the_bus(), "FAIL", name, "not a PCI device", "device plugin")
 
 
 def test_a_node_without_gpu_misses_nothing(tells: Tells, host: Host, tmp_path: Path) -> None:
@@ -767,6 +780,8 @@ def test_the_node_and_what_a_device_plugin_offers_there(
     info = {"kubeletVersion": "v1.36.1", "containerRuntimeVersion": "containerd://2.1.4"}
     answers.answers[path] = node_with(nodeInfo=info)
     assert cluster.node_object().version == "containerd://2.1.4"
+    answers.answers[path] = node_with(nodeInfo={"containerRuntimeVersion": "docker://29.4.0"})
+    says(cluster.node_object(), "FAIL", "Docker (cri-dockerd), which gives containers no devices of claims")
     ill = {"conditions": [{"type": "Ready", "status": "False"}]}
     answers.answers[path] = node_with(**ill, allocatable={"nvidia.com/mig-x": "0"})
     tells(cluster.node_object())
@@ -785,6 +800,14 @@ def against(server: PlaygroundApiServer, directory: Path, **more: Any) -> Cluste
     server.write_kubeconfig(directory / "kubeconfig")
     client = ApiClient(load_endpoint(directory / "kubeconfig"))
     return ClusterChecks(Shared(lambda: client), DRIVER, NODE, **more)
+
+
+def test_api_server_that_is_slow_is_a_warning_with_its_address(tmp_path: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        client = ApiClient(Endpoint(server=address), timeout_s=0.2)
+        found = ClusterChecks(Shared(lambda: client), DRIVER, NODE).api_server()
+    says(found, "WARN", f"{address} did not answer in time", "/readyz")
 
 
 def test_classes_and_slices(tells: Tells, server: PlaygroundApiServer, tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ from dra_driver.model.units import counted, named
 from dra_driver.reporting.rules.claim_usage import unclaimed_text
 
 _KERNEL_VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
+_WITHOUT_PCI = {"microsoft": "Windows Subsystem for Linux (WSL2)", "tegra": "an NVIDIA Jetson"}
+"""By a word in the release of the kernel."""
 _GPU_NODE = re.compile(r"nvidia(\d+)\Z")
 
 
@@ -71,6 +73,12 @@ class DriverChecks:
     def gpus_on_the_bus(self) -> Finding:
         """Are there GPUs, and are they bound to the NVIDIA driver?"""
         functions = self._sysfs.gpus()
+        for sign, name in _WITHOUT_PCI.items() if not functions else ():
+            if sign in self._kernel_release():
+                return fail(
+                    f"this node is {name}: its GPU is not a PCI device, and gpu-dra-driver does not support it",
+                    "use NVIDIA's device plugin there (docs/versions.md)",
+                )
         if not functions:
             return warn(
                 "no NVIDIA GPU on the PCI bus", "`lspci -d 10de:` on the node; expected on a node without GPU"
@@ -439,6 +447,12 @@ class DriverChecks:
             return found if is_ok or gpus else skip("this node has no GPU")
 
         return looked
+
+    def _kernel_release(self) -> str:
+        try:
+            return Path(self.paths.proc, "sys/kernel/osrelease").read_text().lower()
+        except OSError:
+            return ""
 
     @property
     def _sysfs(self) -> Sysfs:

@@ -17,18 +17,22 @@ Toml = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RuntimeConfig:
-    """What a runtime's configuration says of CDI. `enabled` None: not said; `file` is a path on the host."""
+    """What a runtime's configuration says of CDI. `enabled` None: not said; `file` is a path on the host, and `version`
+    that of containerd's configuration."""
 
     runtime: str
     file: str
     enabled: bool | None = None
     directories: tuple[str, ...] | None = None
+    version: int = 3
 
 
 def containerd_config(path: str, document: Toml, imported: Iterable[tuple[str, Toml]]) -> RuntimeConfig:
     """The main file with those that it imports, which win, as in containerd. What none of them says is left to the
     default of containerd's version."""
-    config = RuntimeConfig("containerd", path)
+    version = document.get("version")
+    number = version if isinstance(version, int) else 1
+    config = RuntimeConfig("containerd", path, version=number)
     for file, part in [(path, document), *imported]:
         plugins = part.get("plugins") or {}
         for name in _CRI_PLUGINS:
@@ -41,11 +45,11 @@ def containerd_config(path: str, document: Toml, imported: Iterable[tuple[str, T
                         file,
                         config.enabled if enabled is None else bool(enabled),
                         config.directories if directories is None else directories,
+                        number,
                     )
-    version = document.get("version")
-    if config.enabled is None and isinstance(version, int) and version >= 3:
+    if config.enabled is None and number >= 3:
         # Only containerd 2 reads these versions of the file, and there CDI is on.
-        return RuntimeConfig("containerd", config.file, True, config.directories)
+        return RuntimeConfig("containerd", config.file, True, config.directories, number)
     return config
 
 
@@ -84,7 +88,13 @@ that is read is generated from it."""
 
 
 def _edited(config: RuntimeConfig) -> tuple[str, str]:
-    own = [(file, restart) for part, file, restart in _OWN_FILES if part in config.file]
+    # Of containerd 1, which has version 2 of the file, the template of k3s and RKE2 has another name.
+    old = "config-v3" if config.version < 3 else ""
+    own = [
+        (file.replace(old, "config") if old else file, restart)
+        for part, file, restart in _OWN_FILES
+        if part in config.file
+    ]
     return own[0] if own else (config.file, f"systemctl restart {config.runtime}")
 
 
