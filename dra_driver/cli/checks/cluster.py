@@ -18,6 +18,8 @@ from dra_driver.model.units import counted, named
 from dra_driver.slices.api_support import Support, ask_support
 from dra_driver.slices.rules.diff import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE, Owner
 
+_SLOW = ("did not answer in time", "no time was left")
+"""How a client says that it waited and nothing was refused."""
 _APPLY = "`helm upgrade RELEASE CHART -n NAMESPACE --reuse-values` as an administrator"
 
 
@@ -61,7 +63,7 @@ class ClusterChecks:
         try:
             client.check_group()
         except ApiUnavailableError as error:
-            if "did not answer in time" in str(error):
+            if any(sign in str(error) for sign in _SLOW):
                 return warn(
                     f"{client.endpoint.server} did not answer in time, so nothing of the cluster was checked",
                     f"`time curl -k {client.endpoint.server}/readyz` from the node; run doctor again when it is faster",
