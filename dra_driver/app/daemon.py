@@ -55,7 +55,6 @@ from dra_driver.model.health import LOST, HealthChange
 from dra_driver.model.mig import GpuLayout
 from dra_driver.model.record import (
     BindVfio,
-    ClaimRecord,
     CreateMig,
     LeaveMigMode,
     RunMps,
@@ -136,7 +135,7 @@ class Driver:
 
     def _make_api_client(self) -> None:
         settings = self.settings
-        self.metrics = Metrics(settings.driver_name, settings.node_name, self._prepared_kinds)
+        self.metrics = Metrics(settings.driver_name, settings.node_name, self.records.prepared_kinds)
         limiter = (
             TokenBucket(settings.kube_api_qps, settings.kube_api_burst) if settings.kube_api_qps else None
         )
@@ -153,7 +152,6 @@ class Driver:
             ledger=self.ledger,
             lanes=self.lanes,
             planning=self.planning,
-            known_records=self.known_records,
             lost_devices=self._without_record.lost_devices,
             labels=partial(node_labels, self.client, self.settings.node_name),
             leads=self.leadership.is_ours,
@@ -193,10 +191,9 @@ class Driver:
             api=self.client,
             metrics=self.metrics,
             records=self.records,
-            known_records=self.known_records,
+            ledger=self.ledger,
             lanes=self.lanes,
             inventory=self.discovery.latest,
-            created_instance=self.ledger.created_instance,
             monitor=self.health.monitor,
             mps_files=self._mps_files,
             speaks_for_node=self.leadership.speaks_for_node,
@@ -417,7 +414,7 @@ class Driver:
     def _open_state(self) -> None:
         self.records.open(self.boot_id)
         self.ledger.open()
-        refuse_other_names(self.settings.device_names, self.known_records())
+        refuse_other_names(self.settings.device_names, self.ledger.known_records())
         self.planning.open()
         self.claim_locks.open()
         self._specs.create()
@@ -483,10 +480,6 @@ class Driver:
         """What is wrong, one sentence each: first the faults that fail readiness, then the notes."""
         return [*self.probes.readiness(), *self.probes.notes()]
 
-    def known_records(self) -> list[ClaimRecord]:
-        """Of claims, and of ended claims whose cleanup is pending."""
-        return [*self.records.all().values(), *self.ledger.ended()]
-
     # --- what changes, and who hears of it, in the thread that found the change ---------------------
 
     def registration_changed(self, status: RegistrationStatus) -> None:
@@ -536,11 +529,6 @@ class Driver:
     def _publish(self) -> None:
         """What the slices show has changed."""
         self.publishing.publisher.mark_dirty()
-
-    def _prepared_kinds(self) -> Iterator[str]:
-        for record in self.records.all().values():
-            if record.phase == "prepared":
-                yield from (held.kind for held in record.devices)
 
 
 def _call_all(*calls: Callable[[], object]) -> None:

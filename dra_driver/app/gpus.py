@@ -30,7 +30,7 @@ from dra_driver.mig.mode import MigHolders, MigMode, MigObserver, mig_context
 from dra_driver.mig.offer import LedgerOwnership
 from dra_driver.model.driver_files import SMI_PROGRAM
 from dra_driver.model.mig import GpuLayout
-from dra_driver.model.record import BindVfio, ClaimRecord, bindings
+from dra_driver.model.record import BindVfio, bindings
 from dra_driver.nvml.gpu_users import PersistenceModes
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards, Passthrough
@@ -54,7 +54,6 @@ class NodeGpus:
         ledger: Ledger,
         lanes: Lanes,
         planning: GpuLocks,
-        known_records: Callable[[], Sequence[ClaimRecord]],
         lost_devices: Callable[[], Collection[str]],
         labels: Callable[[], Mapping[str, str]],
         leads: Callable[[], bool],
@@ -63,9 +62,8 @@ class NodeGpus:
         on_mig: MigObserver,
         on_layouts: Callable[[Sequence[GpuLayout]], None],
     ) -> None:
-        """`known_records` are those of claims and of ended claims with pending cleanup, `lost_devices` the devices of
-        claims that have a CDI spec and no record, `labels` those of the node. `on_inventory` is called when the devices
-        have changed, `on_hardware` when the NVIDIA driver or the GPUs have."""
+        """`lost_devices` are the devices of claims that have a CDI spec and no record, `labels` those of the node.
+        `on_inventory` is called when the devices changed, `on_hardware` when the NVIDIA driver or the GPUs did."""
         paths, directory = platform.paths, settings.plugin_directory
         host = Sysfs(paths.sys, paths.proc)
         self.detachments = detachments = Detachments(directory, boot_id)
@@ -76,12 +74,12 @@ class NodeGpus:
             settings.on_demand,
             ownership.foreign_instances,
             UseMark(directory / LOCK_FILE),
-            (lambda: held_gpu_names(known_records())) if by_minor else None,
+            (lambda: held_gpu_names(ledger.known_records())) if by_minor else None,
         )
         session = self.nvml.session
 
         def recorded() -> Iterable[BindVfio]:
-            return bindings(known_records(), boot_id)
+            return bindings(ledger.known_records(), boot_id)
 
         self.vfio_cards = VfioCards(paths, platform.nodes, platform.pci)
         known = KnownCards(self.vfio_cards, ledger, settings.for_virtual_machines, recorded)

@@ -242,6 +242,10 @@ class Ledger:
         """The records of claims that have ended, as far as something of them is to be undone. Raises: StateError."""
         return [one.record for one in self.pending()]
 
+    def known_records(self) -> list[ClaimRecord]:
+        """Of claims, and of ended claims whose cleanup is pending. Raises: StateError."""
+        return [*self.records.all().values(), *self.ended()]
+
     def _since(self, entry: LedgerEntry) -> int:
         """When its claim ended, in seconds since 1970; until the first try to undo it has ended, since when this
         process knows that."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,12 @@ class RecordStore(JsonStore[ClaimRecord]):
         open_directory(
             self.directory, boot_id, lambda uid: _log.info("record_torn", claim_uid=uid), durable=True
         )
+
+    def prepared_kinds(self) -> Iterator[str]:
+        """The kind of each device of a prepared claim."""
+        for record in self.all().values():
+            if record.phase == "prepared":
+                yield from (held.kind for held in record.devices)
 
     def save(self, record: ClaimRecord, *, durable: bool = True, whole: bool = True) -> None:
         """Write the record. With `durable` it survives a power cut. With `whole` a power cut leaves this version or the

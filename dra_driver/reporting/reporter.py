@@ -15,6 +15,7 @@ from dra_driver.claims.calls import ClaimPods
 from dra_driver.errors import DraDriverError
 from dra_driver.health.monitor import Monitor
 from dra_driver.journal.lanes import Lanes
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.claims import ClaimClient
@@ -219,10 +220,9 @@ class Reports:
         api: ApiClient,
         metrics: Metrics,
         records: RecordStore,
-        known_records: Callable[[], Sequence[ClaimRecord]],
+        ledger: Ledger,
         lanes: Lanes,
         inventory: Callable[[], Inventory | None],
-        created_instance: Callable[[str], OwnedInstance | None],
         monitor: Monitor,
         mps_files: MpsHostFiles,
         speaks_for_node: Callable[[], bool],
@@ -230,6 +230,7 @@ class Reports:
     ) -> None:
         """`on_release` is called when a claim was unprepared."""
         self._lanes, self._records = lanes, records
+        created_instance = ledger.created_instance
         self.claim_pods = ClaimPods()
         self.recorder = EventRecorder(
             node_name,
@@ -249,7 +250,7 @@ class Reports:
             self.recorder,
             states,
             created_instance,
-            lambda device: claim_using(device, known_records()),
+            lambda device: claim_using(device, ledger.known_records()),
             on_release,
             self.mps,
             self.failing,
