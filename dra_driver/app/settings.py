@@ -219,7 +219,7 @@ class Settings:
         "/",
         "Driver root on the host.",
         _PATH,
-        spelled=("--nvidia-driver-root", "--host_driver-root"),
+        spelled=("--host_driver-root", "--nvidia-driver-root"),
         env=("NVIDIA_DRIVER_ROOT", "HOST_DRIVER_ROOT"),
     )
     container_driver_root: str = _setting(

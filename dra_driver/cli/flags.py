@@ -167,7 +167,9 @@ def _add(parser: Parser, flag: Flag) -> None:
     if flag.count:
         parser.arguments.add_argument(flag.name, help=text, **form)
     else:
-        parser.flags.add_argument(*flag.spellings, dest=flag.name, help=text, **form)
+        # Names of NVIDIA's own driver, which have underscores, come after ours.
+        spelled = sorted(flag.spellings, key=lambda name: "_" in name)
+        parser.flags.add_argument(*spelled, dest=flag.name, help=text, **form)
 
 
 def _help(flag: Flag) -> str:
