@@ -76,7 +76,7 @@ def test_help_shows_what_is_not_hidden(capsys: pytest.CaptureFixture[str], monke
     text = capsys.readouterr().out
     assert text.startswith("Usage: command [FLAGS]\n\nWhat it does: 100 % of it.\n")
     for part in (
-        "--old_root, --driver-root TEXT",
+        "--driver-root, --old_root TEXT",
         "[env: ROOT OLD_ROOT]",
         "--mig, --no-mig",
         "100 % of calls [from 0 to 10] [default: 5] [env: QPS]",
