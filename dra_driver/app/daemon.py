@@ -80,11 +80,11 @@ _REGISTRATION_S = 0.3
 
 class Part(NamedTuple):
     """A part of the daemon that runs. The daemon starts its parts in the order of its list, and stops them in the
-    reverse order. A function is None if there is nothing to do."""
+    reverse order."""
 
     name: str
-    start: Callable[[], object] | None = None
-    stop: Callable[[], object] | None = None
+    start: Callable[[], object] = lambda: None
+    stop: Callable[[], object] = lambda: None
 
 
 class Driver:
@@ -426,8 +426,7 @@ class Driver:
         try:
             for part in self._parts():
                 self._running.append(part)
-                if part.start is not None:
-                    part.start()
+                part.start()
         except BaseException:
             self.stop()
             raise
@@ -447,8 +446,7 @@ class Driver:
         while self._running:
             part = self._running.pop()
             try:
-                if part.stop is not None:
-                    part.stop()
+                part.stop()
             except Exception:  # noqa: BLE001  the other parts must be stopped too
                 _log.exception("stop_failed", part=part.name)
         self._stopped.set()

@@ -196,7 +196,7 @@ def _kind_of(hint: Any, name: str) -> Kind:
         return _KINDS[hint]
     if origin is Literal:
         return one_of(name.replace("_", " "), *arguments)
-    if origin is tuple:
+    if origin is tuple and arguments[1:] == [...]:
         return TEXTS if arguments[0] is str else list_of(_kind_of(arguments[0], name))
     if origin in (Union, UnionType) and len(arguments) == 1:
         return or_null(_kind_of(arguments[0], name))

@@ -1,14 +1,18 @@
-"""A file has one format number. What a newer release wrote is left alone and told, and its claim can still end."""
+"""Files as JSON: their fields, and one format number. What a newer release wrote is left alone and reported, and its
+claim can still end."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
-from dra_driver.base.fields import NewerFormatError, parse_file
+from dra_driver.base.fields import Codec, NewerFormatError, parse_file
 from dra_driver.errors import StateError
 from dra_driver.health.store import HealthStore
 from dra_driver.model.claim import Failed, Prepared
@@ -114,3 +118,36 @@ def test_daemons_and_health_of_a_newer_release_are_set_aside(tmp_path: Path, log
     assert HealthStore(tmp_path / "health.json").load() is None
     assert [line["event"] for line in logs] == ["mps_record_unreadable", "health_unreadable"]
     assert len(list(tmp_path.rglob("*.unreadable*"))) == 2
+
+
+@dataclass(frozen=True)
+class Kept:
+    name: str
+    places: tuple[int, ...]
+    state: Literal["good", "bad"]
+    gpu_uuid: str | None
+    counts: Mapping[str, int] = field(default_factory=dict)
+    note: str | None = None
+
+
+def test_codec_of_a_dataclass_leaves_out_defaults_and_checks_types() -> None:
+    codec = Codec(Kept)
+    least, full = Kept("a", (1,), "good", None), Kept("a", (), "bad", "GPU-1", {"x": 2}, "text")
+    assert codec.encode(least) == {"name": "a", "places": [1], "state": "good", "gpuUUID": None}
+    assert [codec.decode(codec.encode(one)) for one in (least, full)] == [least, full]
+    for wrong, said in (
+        ({"places": ["1"]}, "field 'places' is '1', which is not a whole number"),
+        ({"state": "odd"}, "state 'odd' is unknown"),
+        ({"counts": {"x": "2"}}, "field 'x' is '2', which is not a whole number"),
+    ):
+        with pytest.raises(StateError, match=re.escape(said)):
+            codec.decode(codec.encode(full) | wrong)
+
+
+def test_codec_of_a_type_that_it_does_not_know_is_refused() -> None:
+    @dataclass
+    class Odd:
+        either: int | str
+
+    with pytest.raises(TypeError, match=r"either: .* needs a field of its own"):
+        Codec(Odd)
