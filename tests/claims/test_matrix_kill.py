@@ -89,6 +89,7 @@ def test_the_other_instance_of_a_rolling_update_takes_back_what_a_dead_one_left(
             assert other.state() == untouched, point
 
 
+@pytest.mark.parametrize("case", [name for name in KINDS if EXPECTED[name]["unprepare"]], indirect=True)
 def test_an_instance_that_starts_while_nvml_is_detached_takes_back_when_that_is_over(case: Case) -> None:
     untouched = case.untouched()
     for deaths in (case.dead_prepares, case.dead_unprepares):
