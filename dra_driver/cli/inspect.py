@@ -13,11 +13,10 @@ from dra_driver.app.settings import FLAGS as SETTINGS
 from dra_driver.app.settings import Flag, Settings
 from dra_driver.cli.flags import of_run, switch
 from dra_driver.cli.machine import CommandMachine, answered, unread
-from dra_driver.cli.output import OUTPUT, Output, print_objects
+from dra_driver.cli.output import OUTPUT, Output, device_table, print_objects, terminal_width, value_of
 from dra_driver.cli.rules.mig_map import GpuMap, gpu_maps, waiting_for_mig_mode
 from dra_driver.cli.rules.node_state import NodeState, Ownership
 from dra_driver.cli.scratch import scratch_settings
-from dra_driver.cli.tables import device_table, terminal_width, value_of
 from dra_driver.errors import StateError
 from dra_driver.health.rules.taints import TaintPolicy, device_taints, instances_by_device, withdrawals
 from dra_driver.host.driver_root import DriverRoot

@@ -73,8 +73,8 @@ def _calls(function: str, said: str = "", held_by: str = "", **fixed: Any) -> Ca
 
 
 def _print_table(rows: list[dict[str, str]]) -> None:
+    from dra_driver.cli.output import terminal_width
     from dra_driver.cli.rules.tables import Column, hanging, table
-    from dra_driver.cli.tables import terminal_width
 
     if rows and "description" in rows[0]:
         names = max(len(row["machine"]) for row in rows)

@@ -7,7 +7,7 @@ import sys
 
 from dra_driver.app.logs import configure_logs
 from dra_driver.app.settings import FLAGS, Settings
-from dra_driver.cli.tables import device_table, terminal_width
+from dra_driver.cli.output import device_table, terminal_width
 from dra_driver.errors import DraDriverError
 from dra_driver.slices.rules.build import build_pool
 from gpucheck.compare import check_smi, check_spec, spec_of_all

@@ -10,9 +10,9 @@ from typing import Any
 
 from dra_driver.app.daemon import Driver
 from dra_driver.app.logs import configure_logs
+from dra_driver.cli.output import device_table, terminal_width
 from dra_driver.cli.rules.tables import hanging
 from dra_driver.cli.scratch import scratch_directory
-from dra_driver.cli.tables import device_table, terminal_width
 from dra_driver.errors import FatalError
 from dra_driver.model.claim import ClaimRef, Failed
 from playground.node import DRIVER, JsonObject, PlaygroundNode

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from dra_driver.cli.tables import device_table
+from dra_driver.cli.output import device_table
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import LedgerEntry
