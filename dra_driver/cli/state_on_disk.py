@@ -33,7 +33,7 @@ from dra_driver.model.problems import NodeProblem, ShownProblem
 from dra_driver.reporting.node_problems import Reported, read_problems
 from dra_driver.reporting.node_problems import decode as decode_problems
 
-_ANSWER_S = 1.0
+_ANSWER_S = 0.5
 """The plugin is on the same node; it answers within milliseconds unless the node is in trouble itself."""
 _LONGEST = 1 << 22
 NOT_RUNNING = (
