@@ -60,7 +60,7 @@ APART = tuple(map(tuple, yaml.safe_load(Path(__file__).with_suffix(".yaml").read
 _SUMMARY = re.compile(r"(FAILED|ERROR) .*|=+ \d+ .* in [\d.]+s.* =+")
 """What pytest says at the end of its run."""
 TESTS = ("tests/e2e", "tests/conformance", "tests/kube", "tests/deploy", "tests/playground")
-IMAGE = [sys.executable, "hack/image/build.py"]
+IMAGE = [sys.executable, "hack/image.py"]
 
 
 class Interrupted(Exception):  # noqa: N818  a signal is no error

@@ -1,49 +1,43 @@
-"""`make release VERSION=0.2.0`: everything that a version consists of, in `dist/`.
+"""`make release VERSION=0.2.0`: everything that a version consists of but its images, in `dist/`.
 
-Images for amd64 and arm64 as OCI archives, wheel, source archive, chart, rendered manifests, SBOMs, release notes and
-checksums. Two runs from the same commit give the same bytes, as long as Debian's mirror has the same packages: the
-SBOM of an image lists them. A version that the files do not agree on, and a tree with changes, are refused, and `dist/`
-stays as it was until all is there.
+Wheel, source archive, chart, manifests, SBOMs, release notes and checksums; and the command that builds and pushes the
+images for amd64 and arm64. Two runs from the same commit give the same bytes. A version that the files do not agree on,
+and a tree with changes, are refused, and `dist/` stays as it was until all is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import gzip
 import hashlib
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "hack" / name) for name in ("cluster", "image")]
-
-import audit  # noqa: E402
-from imagebuild import archives, image, wheels  # noqa: E402
-from imagebuild.architectures import ARCHITECTURES, own  # noqa: E402
-from localcluster import progress  # noqa: E402
-from localcluster.errors import ClusterError  # noqa: E402
-
 NAME = "gpu-dra-driver"
-UNSIGNED = (
-    "Nothing is signed: `cosign sign-blob --bundle dist/SHA256SUMS.sigstore.json dist/SHA256SUMS` signs all files, and "
-    "`cosign sign IMAGE@DIGEST` an image that you pushed."
-)
+SBOMS = {"wheel": "requirements.txt", "image": "requirements-image.txt"}
+IMAGES = """\
+Build and push the images, with an SBOM of all that is in them:
+  docker buildx build --platform linux/amd64,linux/arm64 --file daemonset/Dockerfile --tag {image}:{version} \\
+    --build-arg SOURCE_DATE_EPOCH={epoch} --sbom=true --output type=image,push=true,rewrite-timestamp=true \\
+    --label org.opencontainers.image.version={version} --label org.opencontainers.image.revision={revision} \\
+    --label org.opencontainers.image.licenses=Apache-2.0{source} .
+Nothing is signed: `cosign sign-blob --bundle dist/SHA256SUMS.sigstore.json dist/SHA256SUMS` signs all files, and
+`cosign sign IMAGE@DIGEST` an image that you pushed."""
 # What Python's packages, the chart and the image's tag can all be named by: PEP 440 and semantic versioning.
 _VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-(alpha|beta|rc)\.(0|[1-9]\d*))?")
-
-Json = dict[str, Any]
+_UMASK = 0o022
+"""The permissions of files in archives are the same for everybody who makes a release."""
 
 
 class RefusedError(Exception):
@@ -65,14 +59,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         check(ROOT, parsed.version)
-        target = release(ROOT, parsed.version, parsed.image, parsed.source)
-    except (RefusedError, ClusterError) as error:
-        progress.say(f"release: {error}")
+        target = release(ROOT, parsed.version, parsed.image)
+    except RefusedError as error:
+        print(f"release: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
     print((target / "SHA256SUMS").read_text(), end="")
-    progress.say(UNSIGNED)
+    source = f" --label org.opencontainers.image.source={parsed.source}" if parsed.source else ""
+    revision, epoch = _git(ROOT, "log", "-1", "--format=%H %ct").split()
+    told = {"image": parsed.image, "version": parsed.version, "source": source}
+    print(IMAGES.format(**told, revision=revision, epoch=epoch), file=sys.stderr)
     return 0
 
 
@@ -124,20 +121,36 @@ def notes(changelog: str, version: str) -> str:
     return found[1].strip() if found else ""
 
 
-def release(root: Path, version: str, image_name: str, source: str) -> Path:
+def release(root: Path, version: str, image_name: str) -> Path:
     """Write `dist/`, which is replaced as a whole; its path."""
-    epoch = int(_git(root, "log", "-1", "--format=%ct"))
+    epoch = _git(root, "log", "-1", "--format=%ct")
     target = root / "dist"
     (root / "build").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root / "build") as name:
-        folder = Path(name, "dist")
+        folder, tree = Path(name, "dist"), Path(name, "tree")
         folder.mkdir()
-        packages(folder, version, epoch)
-        (folder / f"{NAME}-{version}.tgz").write_bytes(chart(root, epoch))
-        text = (root / "daemonset" / "install.yaml").read_text()
-        (folder / f"{NAME}-{version}-install.yaml").write_text(with_image(text, image_name, version))
-        images(folder, version, image_name, epoch, origin(root, source))
-        (folder / "RELEASE_NOTES.md").write_text(notes((root / "CHANGELOG.md").read_text(), version) + "\n")
+        tree.mkdir()
+        archive = ["git", "-C", str(root), "-c", "tar.umask=0022", "archive"]
+        source = folder / f"{NAME}-{version}-source.tar.gz"
+        _run([*archive, "--format=tar.gz", f"--prefix={NAME}-{version}/", f"--output={source}", "HEAD"])
+        _run(["tar", "--extract", "--file", str(source), "--strip-components=1", "--directory", str(tree)])
+        wheel = [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            "--no-build-isolation",
+        ]
+        _run([*wheel, "--wheel-dir", str(folder), str(tree)], SOURCE_DATE_EPOCH=epoch)
+        (folder / f"{NAME}-{version}.tgz").write_bytes(chart(tree, epoch))
+        manifests = (tree / "daemonset" / "install.yaml").read_text()
+        (folder / f"{NAME}-{version}-install.yaml").write_text(with_image(manifests, image_name, version))
+        for part, lock in SBOMS.items():
+            sbom(tree, lock, folder / f"{NAME}-{version}-{part}.cdx.json")
+        (folder / "RELEASE_NOTES.md").write_text(notes((tree / "CHANGELOG.md").read_text(), version) + "\n")
         (folder / "SHA256SUMS").write_text("".join(f"{line}\n" for line in checksums(folder)))
         folder.chmod(0o755)
         shutil.rmtree(target, ignore_errors=True)
@@ -145,62 +158,17 @@ def release(root: Path, version: str, image_name: str, source: str) -> Path:
     return target
 
 
-def packages(folder: Path, version: str, epoch: int) -> None:
-    """Wheel, source archive and the SBOM of both."""
-    made = wheels.project(epoch)
-    for wheel in made.glob("*.whl"):
-        shutil.copyfile(wheel, folder / wheel.name)
-    for source in made.glob("*.tar.gz"):
-        # setuptools writes the time of the build and the user into it.
-        with tempfile.TemporaryDirectory() as name, tarfile.open(source) as content:
-            content.extractall(name, filter="data")
-            files = [path for path in Path(name).rglob("*") if path.is_file()]
-            entries = [(str(path.relative_to(name)), path) for path in files]
-            archives.write_tar_gz(folder / source.name, entries, epoch)
-    document = audit.sbom(audit.read_lock(audit.LOCK.read_text()), audit.read_installed(), version=version)
-    _write_json(folder / f"{NAME}-{version}-wheel.cdx.json", document)
-
-
-def origin(root: Path, source: str) -> dict[str, str]:
-    """What the image's labels say of where it comes from."""
-    return {"revision": _git(root, "rev-parse", "HEAD")} | ({"source": source} if source else {})
-
-
-def images(folder: Path, version: str, image_name: str, epoch: int, made_from: Json) -> None:
-    """An archive and an SBOM for each architecture; this machine's first, which compiles for the others."""
-    lock = audit.read_lock((ROOT / "requirements-image.txt").read_text())
-    for architecture in sorted(ARCHITECTURES.values(), key=lambda one: one != own()):
-        stem = f"{NAME}-{version}-linux-{architecture.name}"
-        made = image.release(
-            architecture, full_name(image_name, version), folder / f"{stem}.oci.tar", epoch, made_from
-        )
-        reference = f"pkg:oci/{NAME}@{made.digest.replace(':', '%3A')}?arch={architecture.name}&tag={version}"
-        subject = {
-            "type": "container", "bom-ref": reference, "name": NAME, "version": version, "purl": reference,
-        }  # fmt: skip
-        debian = [_debian_component(entry) for _, entry in sorted(made.debian.items())]
-        document = audit.sbom(lock, audit.read_installed(), version=version, image=subject, beside=debian)
-        _write_json(folder / f"{stem}.cdx.json", document)
-
-
-def full_name(image_name: str, version: str) -> str:
-    """The name under which runtimes keep an image that manifests call by `image_name`."""
-    first, slash, _ = image_name.partition("/")
-    if not slash:
-        return f"docker.io/library/{image_name}:{version}"
-    registry = "." in first or ":" in first or first == "localhost"
-    return f"{image_name}:{version}" if registry else f"docker.io/{image_name}:{version}"
-
-
-def chart(root: Path, epoch: int) -> bytes:
+def chart(tree: Path, epoch: str) -> bytes:
     """The chart as `helm package` makes it, but for the time of day that helm writes into it."""
-    folder = root / "daemonset" / "chart"
-    listed = _git(root, "ls-files", "-z", "daemonset/chart").split("\0")
-    entries = [(f"{NAME}/{(root / name).relative_to(folder)}", root / name) for name in listed if name]
-    with tempfile.TemporaryDirectory() as name:
-        file = Path(name, "chart.tgz")
-        archives.write_tar_gz(file, entries, epoch)
-        return file.read_bytes()
+    owners = ["--sort=name", "--owner=0", "--group=0", "--numeric-owner", f"--mtime=@{epoch}"]
+    place = [f"--transform=s,^chart,{NAME},", "--directory", str(tree / "daemonset"), "chart"]
+    return gzip.compress(_run(["tar", "--create", *owners, *place]), mtime=0)
+
+
+def sbom(tree: Path, lock: str, target: Path) -> None:
+    """Write the CycloneDX document of the package and of what a lock file names."""
+    tool = [str(Path(sys.executable).with_name("cyclonedx-py")), "requirements", "--output-reproducible"]
+    _run([*tool, "--pyproject", str(tree / "pyproject.toml"), "--output-file", str(target), str(tree / lock)])
 
 
 def with_image(manifests: str, image_name: str, version: str) -> str:
@@ -215,12 +183,15 @@ def checksums(folder: Path) -> Iterator[str]:
             yield f"{hashlib.file_digest(content, 'sha256').hexdigest()}  {file.name}"
 
 
-def _debian_component(control: dict[str, str]) -> Json:
-    name, version, architecture = (control[key] for key in ("Package", "Version", "Architecture"))
-    purl = f"pkg:deb/debian/{name}@{version.replace('+', '%2B')}?arch={architecture}"
-    return {
-        "type": "library", "bom-ref": purl, "name": name, "version": version, "purl": purl, "scope": "required",
-    }  # fmt: skip
+def _run(command: Sequence[str], **environment: str) -> bytes:
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, umask=_UMASK, capture_output=True, check=False
+    )
+    if done.returncode:
+        raise RefusedError(
+            f"{Path(command[0]).name} failed: {done.stderr.decode(errors='replace').strip()[-1000:]}"
+        )
+    return done.stdout
 
 
 def _python_version(file: Path) -> str:
@@ -239,10 +210,6 @@ def _git(root: Path, *arguments: str) -> str:
     if done.returncode:
         raise RefusedError(f"git {arguments[0]} failed in {root}: {done.stderr.strip()}")
     return done.stdout.rstrip("\n")
-
-
-def _write_json(file: Path, document: Json) -> None:
-    file.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

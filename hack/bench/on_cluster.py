@@ -201,7 +201,7 @@ def _age_s(pid: int) -> float:
 def prepare_cluster() -> Cluster:
     """The cluster with this checkout's driver; brought up if it is not there. Raises: CalledProcessError."""
     for command in (
-        ["hack/image/build.py"],
+        ["hack/image.py"],
         ["hack/cluster/cluster.py", "up"],
         ["hack/cluster/install.py"],
     ):

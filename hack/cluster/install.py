@@ -15,10 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(ROOT / "hack" / "image"))
+sys.path.insert(0, str(ROOT / "hack"))
 
+import image  # noqa: E402
 import localcluster  # noqa: E402
-from imagebuild import image  # noqa: E402
 
 _READY_S = 600
 

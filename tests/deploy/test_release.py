@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import re
 import shutil
 import subprocess
-import tarfile
 import tomllib
 from pathlib import Path
 
@@ -93,28 +91,21 @@ def test_refusal_is_one_sentence_and_leaves_dist_alone(capsys: pytest.CaptureFix
     assert said.err.startswith("release: ")
 
 
-def test_image_names_the_commit_and_where_it_is_kept(repository: Path) -> None:
-    head = (repository / ".git/HEAD").read_text().removeprefix("ref: ").strip()
-    revision = (repository / ".git" / head).read_text().strip()
-    assert release.origin(repository, "https://example.com/x") == {
-        "revision": revision,
-        "source": "https://example.com/x",
-    }
-    assert release.origin(repository, "") == {"revision": revision}
-
-
-def test_release_says_in_one_line_that_nothing_is_signed_and_how_to(
+def test_release_says_how_images_are_built_and_that_nothing_is_signed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "SHA256SUMS").write_text("0  file\n")
     monkeypatch.setattr(release, "check", lambda *_args: None)
     monkeypatch.setattr(release, "release", lambda *_args: tmp_path)
-    assert release.main(["1.2.3"]) == 0
+    monkeypatch.setattr(release, "_git", lambda *_args: "5b1c 1700000000")
+    assert release.main(["1.2.3", "--image", "example.com/x", "--source", "https://example.com/x"]) == 0
     shown = capsys.readouterr()
     assert shown.out == "0  file\n"
-    [line] = [line for line in shown.err.splitlines() if "signed" in line]
-    assert "cosign sign-blob" in line
-    assert "cosign sign IMAGE@DIGEST" in line
+    for words in (
+        "--file daemonset/Dockerfile", "--tag example.com/x:1.2.3", "SOURCE_DATE_EPOCH=1700000000",
+        "image.revision=5b1c", "image.source=https://example.com/x", "cosign sign-blob", "cosign sign IMAGE@DIGEST",
+    ):  # fmt: skip
+        assert words in shown.err
 
 
 def test_files_of_this_repository_agree_on_the_version() -> None:
@@ -132,23 +123,6 @@ def test_notes_are_the_section_of_the_version(heading: str) -> None:
     assert release.notes(text, "1.2.3") == "### Fixed\n- One."
     assert release.notes(text, "1.2.30") == "- Two."
     assert release.notes(text, "1.2") == ""
-
-
-def test_chart_is_what_git_has_and_the_same_bytes_from_every_checkout(
-    repository: Path, tmp_path: Path
-) -> None:
-    (repository / "daemonset" / "chart" / "editor.swp").touch()
-    first = release.chart(repository, 1_700_000_000)
-    git(tmp_path, "clone", "--quiet", str(repository), "again")
-    assert release.chart(tmp_path / "again", 1_700_000_000) == first
-    with tarfile.open(fileobj=io.BytesIO(first)) as archive:
-        assert archive.getnames() == ["gpu-dra-driver/Chart.yaml", "gpu-dra-driver/templates/one.yaml"]
-        assert {entry.mtime for entry in archive} == {1_700_000_000}
-
-
-@tabled("name", "full")
-def test_image_is_called_as_runtimes_call_it(name: str, full: str) -> None:
-    assert release.full_name(name, "1.2.3") == full
 
 
 def test_manifests_ask_for_the_released_image() -> None:

@@ -15,9 +15,8 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import image
 import pytest
-from imagebuild import architectures, archives, base, image, places
-from localcluster import debian
 from localcluster.layout import Layout
 
 import dra_driver
@@ -37,19 +36,21 @@ from tests.e2e.conftest import (
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 _DOCKER = """#!{python}
-import subprocess, sys
-buildah = {buildah!r}
+import pathlib, sys
+sys.path.insert(0, "{hack}")
+import image, localcluster
 command, *words = sys.argv[1:]
 if command == "build":
-    options = ["--isolation=chroot", "--pull-never", "--build-arg=BASE_IMAGE={base}"]
-    subprocess.run([*buildah, "bud", *options, *words], check=True)
+    *options, folder = words
+    image.build(*options, folder=pathlib.Path(folder))
 elif command == "push":
     [name] = words
-    subprocess.run([*buildah, "push", name, "docker-archive:{archive}:" + name], check=True)
-    subprocess.run([sys.executable, "{cluster}", "load", "{archive}"], check=True)
+    image.save(name, pathlib.Path("{archive}"))
+    localcluster.load_image(pathlib.Path("{archive}"))
 else:
     sys.exit(f"docker {{command}} is not known here")
 """
+"""Buildah with the base that Debian's packages make, and the cluster in the place of a registry."""
 
 
 REGISTRY = "registry.example.com/gpu"
@@ -74,31 +75,9 @@ DEVICE_PLUGIN = {
 @pytest.fixture
 def reader(cluster: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
     """What a reader's shell has; afterwards the cluster has the driver of the other tests again."""
-    debian.install_missing({"buildah": "buildah"})
-    architecture = architectures.own()
-    [layer, *_] = image._layers(base.ensure(architecture), epoch=0)
-    platform = {"architecture": architecture.name, "os": "linux"}
-    name = "localhost/python:3.13"
-    archives.write_image(tmp_path / "base.tar", name, platform, {}, [layer], 0)
-    store = tmp_path / "store"
-    buildah = ["buildah", "--root", str(store), "--runroot", f"{store}-run", "--storage-driver", "vfs"]
-    pulled = subprocess.run(
-        [*buildah, "pull", "--quiet", f"oci-archive:{tmp_path}/base.tar"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert pulled.returncode == 0, pulled.stderr
-    subprocess.run([*buildah, "tag", pulled.stdout.split()[-1], name], check=True)
     programs = tmp_path / "bin"
     programs.mkdir()
-    text = _DOCKER.format(
-        python=sys.executable,
-        buildah=buildah,
-        base=name,
-        archive=tmp_path / "pushed.tar",
-        cluster=ROOT / "hack/cluster/cluster.py",
-    )
+    text = _DOCKER.format(python=sys.executable, hack=ROOT / "hack", archive=tmp_path / "pushed.tar")
     (programs / "docker").write_text(text)
     (programs / "docker").chmod(0o755)
     (programs / "helm").symlink_to(cluster.local.helm())
@@ -207,7 +186,7 @@ def administrator(cluster: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
         str(Layout.from_environment().containerd_socket),
     ]
     name = f"{REGISTRY}/gpu-dra-driver:{dra_driver.__version__}"
-    subprocess.run([*ctr, "images", "tag", "--force", places.IMAGE, name], check=True, capture_output=True)
+    subprocess.run([*ctr, "images", "tag", "--force", image.IMAGE, name], check=True, capture_output=True)
     cluster.apply([DEVICE_PLUGIN])
     programs = tmp_path / "bin"
     programs.mkdir()

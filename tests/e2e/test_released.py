@@ -1,25 +1,22 @@
-"""What `make release` writes: whole images for both architectures, the same bytes again, and a driver that runs."""
+"""What `make release` writes, and the image of the Dockerfile: the same bytes again, and a driver that runs."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import posixpath
 import re
 import shutil
-import struct
 import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import image
 import pytest
 import release
-from imagebuild import places
 
-from tests.deploy.test_image import check_layout, read_archive
 from tests.e2e.conftest import DAEMONSET, NAMESPACE, ROOT, Cluster, pod, wait_for
 from tests.e2e.test_updates import rolled_out
 
@@ -27,8 +24,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 VERSION = "99.0.1-rc.2"
 STEM = f"gpu-dra-driver-{VERSION}"
-ELF_MACHINES = {"amd64": 62, "arm64": 183}
-LOADERS = {"amd64": "ld-linux-x86-64.so.2", "arm64": "ld-linux-aarch64.so.1"}
+NAME = f"localhost/gpu-dra-driver:{VERSION}"
+EPOCH = 1_700_000_000
+FULLY = ("--no-cache", "--file", image.DOCKERFILE, "--tag")
 NOBODY = 65532
 
 
@@ -74,142 +72,95 @@ def dist(repository: Path) -> Path:
 
 
 def test_dist_holds_all_of_a_version(dist: Path) -> None:
-    packages = VERSION.replace("-rc.", "rc")
-    assert {file.name for file in dist.iterdir()} == {
-        *(f"{STEM}-linux-{name}{end}" for name in ELF_MACHINES for end in (".oci.tar", ".cdx.json")),
-        *(f"{STEM}{end}" for end in (".tgz", "-manifests.yaml", "-manifests-base.yaml", "-wheel.cdx.json")),
-        f"gpu_dra_driver-{packages}-py3-none-any.whl",
-        f"gpu_dra_driver-{packages}.tar.gz",
-        "RELEASE_NOTES.md",
-        "SHA256SUMS",
-    }
-    assert run("sha256sum", "--check", "--strict", "SHA256SUMS", cwd=dist).count(": OK\n") == 11
+    wheel = f"gpu_dra_driver-{VERSION.replace('-rc.', 'rc')}-py3-none-any.whl"
+    ends = (".tgz", "-source.tar.gz", "-install.yaml", "-wheel.cdx.json", "-image.cdx.json")
+    named = {*(f"{STEM}{end}" for end in ends), wheel, "RELEASE_NOTES.md"}
+    assert {file.name for file in dist.iterdir()} == {*named, "SHA256SUMS"}
+    assert run("sha256sum", "--check", "--strict", "SHA256SUMS", cwd=dist).count(": OK\n") == len(named)
     assert "## " not in (dist / "RELEASE_NOTES.md").read_text().replace("### ", "")
+    with tarfile.open(dist / f"{STEM}.tgz") as chart:
+        files = {one.name for one in chart if one.isfile()}
+    tracked = git(ROOT, "ls-files", "daemonset/chart").split()
+    assert files == {name.replace("daemonset/chart", "gpu-dra-driver", 1) for name in tracked}
 
 
-@pytest.mark.parametrize("architecture", ELF_MACHINES)
-def test_image_is_whole_and_all_its_programs_are_of_its_architecture(dist: Path, architecture: str) -> None:
-    """Every library that a program asks for is in the image; nothing of this machine got in."""
-    files = read_archive(dist / f"{STEM}-linux-{architecture}.oci.tar")
-    config = check_layout(files, f"docker.io/library/gpu-dra-driver:{VERSION}", architecture)
-    assert config["config"]["Labels"]["org.opencontainers.image.version"] == VERSION
-    [entry] = json.loads(files["index.json"])["manifests"]
-    manifest = json.loads(files[f"blobs/{entry['digest'].replace(':', '/')}"])
-    programs, names, owners, writable, sizes = {}, set(), set(), {}, []
-    for layer in manifest["layers"]:
-        blob = files[f"blobs/{layer['digest'].replace(':', '/')}"]
-        sizes.append(0)
-        with tarfile.open(fileobj=io.BytesIO(blob), mode="r:gz") as archive:
-            for member in archive:
-                names.add(member.name)
-                owners.add((member.uid, member.gid, member.mode & 0o6000))
-                if member.mode & 0o022 and not member.issym():
-                    writable[member.name] = member.mode
-                sizes[-1] += member.size
-                if member.isfile():
-                    content = archive.extractfile(member).read()  # type: ignore[union-attr]
-                    if content.startswith(b"\x7fELF"):
-                        programs[member.name] = content
-    assert owners == {(0, 0, 0)}
-    assert set(writable.values()) == {0o1777}
-    assert set(writable) == {"tmp", "var/lock", "var/tmp"}
-    assert len(programs) > 100
-    assert {struct.unpack_from("<H", content, 18)[0] for content in programs.values()} == {
-        ELF_MACHINES[architecture]
-    }
-    libraries = {posixpath.basename(name) for name in names}
-    missing = {
-        (name, library)
-        for name, content in programs.items()
-        for library in needed_libraries(content)
-        if library not in libraries
-    }
-    assert missing == set()
-    assert LOADERS[architecture] in libraries
-    # Modules and their bytecode, and nothing that installs or tests.
-    packages = {name.partition("site-packages/")[2] for name in names if "site-packages/" in name}
-    tops = {name.partition("/")[0] for name in packages}
-    assert {"dra_driver", "grpc", "urllib3"} <= tops
-    assert not {"kubernetes", "grpc_tools", "pip", "setuptools", "aiohttp"} & tops
-    assert {
-        "dra_driver/__pycache__/errors.cpython-313.pyc",
-        "grpc/__pycache__/__init__.cpython-313.pyc",
-    } <= packages
-    assert sizes[1] + sizes[2] <= 70e6, "the Python packages are larger than 70 MB"
+@pytest.mark.parametrize(("part", "lock"), release.SBOMS.items())
+def test_sbom_lists_what_is_locked(dist: Path, part: str, lock: str) -> None:
+    document = json.loads((dist / f"{STEM}-{part}.cdx.json").read_text())
+    assert document["metadata"]["component"]["name"] == "gpu-dra-driver"
+    locked = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / lock).read_text(), re.MULTILINE))
+    assert {one["name"]: one["version"] for one in document["components"]} == locked
 
 
-def needed_libraries(content: bytes) -> list[str]:
-    """DT_NEEDED of a little-endian 64-bit ELF file, in which both architectures are alike."""
-    offset, size, count = struct.unpack_from("<Q", content, 32)[0], *struct.unpack_from("<HH", content, 54)
-    segments = [struct.unpack_from("<IIQQQQ", content, offset + size * number) for number in range(count)]
-
-    def in_file(address: int) -> int:
-        for kind, _, start, virtual, _, length in segments:
-            if kind == 1 and virtual <= address < virtual + length:
-                return int(start + address - virtual)
-        raise AssertionError(f"address {address:#x} is in no segment")
-
-    found, strings = [], 0
-    for kind, _, start, _, _, length in segments:
-        if kind == 2:
-            for position in range(start, start + length, 16):
-                tag, value = struct.unpack_from("<QQ", content, position)
-                if tag == 1:
-                    found.append(value)
-                elif tag == 5:
-                    strings = in_file(value)
-                elif tag == 0:
-                    break
-    return [content[strings + name : content.index(b"\0", strings + name)].decode() for name in found]
+@pytest.fixture(scope="module")
+def again(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another checkout, by a user with another umask, at another time."""
+    place = tmp_path_factory.mktemp("again")
+    run("bash", "-c", f"umask 077; git clone --quiet {repository} again", cwd=place)
+    return place / "again"
 
 
-@pytest.mark.parametrize("architecture", ELF_MACHINES)
-def test_sbom_lists_what_is_in_the_image(dist: Path, architecture: str) -> None:
-    document = json.loads((dist / f"{STEM}-linux-{architecture}.cdx.json").read_text())
-    subject = document["metadata"]["component"]
-    index = json.loads(read_archive(dist / f"{STEM}-linux-{architecture}.oci.tar")["index.json"])
-    assert index["manifests"][0]["digest"].replace(":", "%3A") in subject["purl"]
-    listed = {component["purl"] for component in document["components"]}
-    assert f"pkg:pypi/gpu-dra-driver@{VERSION}" in listed
-    locked = re.findall(r"^([\w.-]+)==", (ROOT / "requirements-image.txt").read_text(), re.MULTILINE)
-    names = {
-        purl.removeprefix("pkg:pypi/").partition("@")[0] for purl in listed if purl.startswith("pkg:pypi/")
-    }
-    assert names == {*(name.lower() for name in locked), "gpu-dra-driver"}
-    architectures = {purl.rpartition("arch=")[2] for purl in listed if purl.startswith("pkg:deb/")}
-    assert architectures == {architecture, "all"}
-    refs = {component["bom-ref"] for component in document["components"]} | {subject["bom-ref"]}
-    for entry in document["dependencies"]:
-        assert {entry["ref"], *entry["dependsOn"]} <= refs
-
-
-def test_second_run_gives_the_same_bytes(dist: Path, repository: Path, disk_path: Path) -> None:
-    """From another checkout, by a user with another umask, at another time, with the driver's layers made anew."""
-    cache = disk_path / "cache" / "gpu-dra-driver" / "image"
-    cache.mkdir(parents=True)
-    cache.with_name("cluster").symlink_to(places.cache().with_name("cluster"))
-    kept = [file for name in ("base-", "dependencies-", "tools-") for file in places.cache().glob(f"{name}*")]
-    run("cp", "--archive", "--link", *kept, cache, cwd=disk_path)
-    git(disk_path, "clone", "--quiet", repository, "again")
-    again = disk_path / "again"
-    program = (
-        f"umask 077; export XDG_CACHE_HOME={disk_path}/cache; exec {sys.executable} hack/release.py {VERSION}"
+def test_second_run_gives_the_same_bytes(dist: Path, again: Path) -> None:
+    run("bash", "-c", f"umask 077; exec {sys.executable} hack/release.py {VERSION}", cwd=again)
+    first, second = (
+        {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+        for folder in (dist, again / "dist")
     )
-    run("bash", "-c", program, cwd=again)
-    first = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in dist.iterdir()}
-    assert {
-        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (again / "dist").iterdir()
-    } == first
+    assert first == second
+
+
+@pytest.fixture(scope="module")
+def archive(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The image of the version."""
+    image.build(*FULLY, NAME, folder=repository, epoch=EPOCH)
+    target = tmp_path_factory.mktemp("image") / "image.tar"
+    image.save(NAME, target)
+    return target
+
+
+def test_second_build_gives_the_same_image(archive: Path, again: Path, tmp_path: Path) -> None:
+    image.build(*FULLY, f"{NAME}-again", folder=again, epoch=EPOCH)
+    image.save(f"{NAME}-again", tmp_path / "again.tar")
+    first, second = (manifest(file) for file in (archive, tmp_path / "again.tar"))
+    assert (first["Config"], first["Layers"]) == (second["Config"], second["Layers"])
+
+
+def manifest(file: Path) -> dict[str, Any]:
+    """Names in a docker archive are digests of what they name."""
+    with tarfile.open(file) as archive:
+        [found] = json.load(archive.extractfile("manifest.json"))  # type: ignore[arg-type]
+    return dict(found)
+
+
+def test_image_can_be_changed_by_root_alone_and_installs_nothing(archive: Path) -> None:
+    """Nor are there mounts of the build in it."""
+    names, own = set(), {}
+    with tarfile.open(archive) as whole:
+        for layer in manifest(archive)["Layers"]:
+            with tarfile.open(fileobj=whole.extractfile(layer)) as content:
+                for one in content:
+                    names.add(one.name)
+                    if one.name.startswith("opt/"):
+                        own[one.name] = one
+    assert {(one.uid, one.gid, one.mode & 0o6022) for one in own.values() if not one.issym()} == {(0, 0, 0)}
+    tops = {name.partition("site-packages/")[2].partition("/")[0] for name in own}
+    assert {"dra_driver", "grpc", "urllib3"} <= tops
+    assert not {"cel_expr_python", "grpc_tools", "pip", "setuptools"} & tops
+    assert (
+        "opt/gpu-dra-driver/lib/python3.13/site-packages/dra_driver/__pycache__/errors.cpython-313.pyc"
+        in names
+    )
+    unwanted = re.compile(r"(usr/bin/(gcc|cc|pip.*)|root/(ca\.crt|\.cache|\.config).*|src|tools|wheels)")
+    assert not list(filter(unwanted.fullmatch, names))
 
 
 @pytest.fixture
-def released(cluster: Cluster, dist: Path) -> Iterator[str]:
+def released(cluster: Cluster, archive: Path) -> Iterator[str]:
     """The driver of the archive serves the node; afterwards the one of before."""
-    [name] = cluster.local.load_image(dist / f"{STEM}-linux-amd64.oci.tar")
-    assert name == f"docker.io/library/gpu-dra-driver:{VERSION}"
-    cluster.kubectl("set", "image", DAEMONSET, "-n", NAMESPACE, f"driver={name}")
+    assert cluster.local.load_image(archive) == [NAME]
+    cluster.kubectl("set", "image", DAEMONSET, "-n", NAMESPACE, f"driver={NAME}")
     rolled_out(cluster)
-    yield name
+    yield NAME
     cluster.kubectl("rollout", "undo", DAEMONSET, "-n", NAMESPACE)
     rolled_out(cluster)
 

@@ -50,6 +50,15 @@ def mirror(release: str) -> str:
     return site
 
 
+def sources(release: str) -> dict[str, str]:
+    """By suite of a release the package source of this machine; of updates and security as far as it uses those."""
+    mine, found = own_release(), _sites()
+    more = {
+        f"{release}{kind}": found[mine + kind] for kind in ("-updates", "-security") if mine + kind in found
+    }
+    return {release: mirror(mine), **more}
+
+
 def is_debian() -> bool:
     """Whether this is Debian itself, whose mirror has all its releases, and none of its children."""
     return _of_system("ID") == "debian"
@@ -62,7 +71,7 @@ def unpack(packages: Sequence[str], release: str, folder: Path, component: str =
     has no such release, component or package, or if no key of this machine has signed it.
     """
     with tempfile.TemporaryDirectory() as name:
-        options = _apart(Path(name), release, component=component)
+        options = _apart(Path(name), {release: mirror(own_release())}, component)
         _apt_get(*options, "update", "--error-on=any")
         _apt_get(*options, "download", *packages, folder=Path(name))
         folder.mkdir(parents=True)
@@ -98,7 +107,7 @@ def download(packages: Sequence[str], release: str, architecture: str, folder: P
     """
     with tempfile.TemporaryDirectory() as name:
         options = [
-            *_apart(Path(name), release, "-updates", "-security"),
+            *_apart(Path(name), sources(release)),
             f"--option=APT::Architecture={architecture}",
             f"--option=APT::Architectures={architecture}",
             "--option=APT::Install-Recommends=false",
@@ -110,12 +119,6 @@ def download(packages: Sequence[str], release: str, architecture: str, folder: P
     return sorted(folder.glob("*.deb"))
 
 
-def control_fields(text: str) -> dict[str, str]:
-    """The fields of one paragraph of control data that take one line."""
-    pairs = (line.partition(": ") for line in text.splitlines() if not line.startswith((" ", "\t")))
-    return {name: value for name, _, value in pairs}
-
-
 def _sites() -> dict[str, str]:
     """The package sources of this machine's apt by release, such as bookworm and bookworm-security."""
     listed = shell.run(["apt-get", "indextargets", "--format", "$(CREATED_BY) $(RELEASE) $(SITE)"])
@@ -123,19 +126,16 @@ def _sites() -> dict[str, str]:
     return {found: site for kind, found, site in rows if kind == "Packages"}
 
 
-def _apart(top: Path, release: str, *suites: str, component: str = "main") -> list[str]:
-    """Options with which apt knows only a release of this machine's mirror, and keeps all it has below ``top``.
+def _apart(top: Path, sites: Mapping[str, str], component: str = "main") -> list[str]:
+    """Options with which apt knows only these package sources, and keeps all it has below ``top``.
 
-    What this machine prefers among versions and releases does not count: it would be in the image of everybody else.
-    Of the suites beside the release those too whose like this machine uses for its own.
+    What this machine prefers among versions and releases does not count.
     """
     for directory in ("state/lists/partial", "cache/archives/partial"):
         (top / directory).mkdir(parents=True)
     (top / "status").touch()
     keys = f"/usr/share/keyrings/{_of_system('ID')}-archive-keyring.gpg"
-    sites = {"": mirror(own_release())}
-    sites |= {suite: site for suite in suites if (site := _sites().get(own_release() + suite))}
-    lines = [f"deb [signed-by={keys}] {site} {release}{suite} {component}\n" for suite, site in sites.items()]
+    lines = [f"deb [signed-by={keys}] {site} {suite} {component}\n" for suite, site in sites.items()]
     (top / "sources.list").write_text("".join(lines))
     return [
         f"--option=Dir::State={top}/state",

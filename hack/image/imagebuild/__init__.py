@@ -1,1 +1,0 @@
-"""Building the driver's container image without a registry or a daemon."""
