@@ -154,7 +154,7 @@ WITHOUT: dict[str, tuple[str, str]] = {
     "plugins-registry": ("terminated", "kubelet registry directory /var/lib/kubelet/plugins_registry"),
     "plugins": ("terminated", "cannot create the directory /var/lib/kubelet/plugins/"),
     "cdi": ("terminated", "cannot create the directory /var/run/cdi"),
-    "api-token": ("terminated", "ca.crt is missing or unreadable"),
+    "api-token": ("terminated", "Service token file does not exist"),
     "driver-root": ("gpu-dra-driver inspect", "neither the PCI bus nor NVML (libnvidia-ml.so.1) shows a GPU"),
     "tmp": ("gpu-dra-driver inspect", "No usable temporary directory"),
 }
