@@ -40,7 +40,7 @@ class Publishing:
         reports: Reports,
         leadership: InstanceLeadership,
     ) -> None:
-        """`layouts` returns what became of the MIG layout on each GPU, by UUID. While another instance of the plugin
+        """`layouts` knows what became of the MIG layout on each GPU, by UUID. While another instance of the plugin
         leads, nothing is published."""
         self._settings, self._api, self._records = settings, api, records
         self._health, self._cleaner, self._layouts = health, cleaner, layouts
