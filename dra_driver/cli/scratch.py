@@ -37,7 +37,8 @@ def scratch_directory(purpose: str) -> Iterator[str]:
         yield path
 
 
-_PREFIX = "gpu-dra-scratch-"
+_PREFIX = "gpu-dra-tmp-"
+"""Short: sockets of MPS daemons lie below, and their paths have at most 106 bytes."""
 _YOUNG_S = 60.0
 """A directory is locked a moment after it is made."""
 

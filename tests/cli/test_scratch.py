@@ -22,8 +22,8 @@ def test_directory_of_a_killed_command_is_removed_by_the_next_one_and_a_living_o
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with scratch_directory("alive") as alive:
-        left = tmp_path / "gpu-dra-scratch-killed-1"
-        young = tmp_path / "gpu-dra-scratch-young-1"
+        left = tmp_path / "gpu-dra-tmp-killed-1"
+        young = tmp_path / "gpu-dra-tmp-young-1"
         other = tmp_path / "gpu-dra-of-a-person"
         for path in (left, young, other):
             (path / "machine").mkdir(parents=True)

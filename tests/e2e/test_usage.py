@@ -67,7 +67,7 @@ def test_busy_and_idle_pods_are_told_apart(cluster: Cluster, teams: dict[str, st
     assert lines.index(idle) < lines.index(busy)
     assert " 0% " in idle
     assert " 90% " in busy
-    assert teams[IDLE] in idle
+    assert f"gpu-{teams[IDLE].removeprefix('GPU-')[:8]}" in idle
 
 
 def scraped(cluster: Cluster) -> Samples:
