@@ -38,8 +38,10 @@ class Sysfs:
     def fingerprint(self) -> HostFingerprint:
         """A value that changes with the hardware, the NVIDIA driver and its MIG devices: a few directory listings,
         under a millisecond on a node with eight GPUs. The vendor of each function is read once."""
-        gpus = names_in(self._proc / "driver/nvidia/gpus")
-        return HostFingerprint((gpus, self._names_of_nvidia()), self.loaded_driver(), _instances(self._proc))
+        gpus, functions = names_in(self._proc / "driver/nvidia/gpus"), self._names_of_nvidia()
+        # While the kernel waits for a program to close a GPU that is taken from the NVIDIA driver, the driver lists it.
+        bound = tuple(filter(self.is_bound, functions))
+        return HostFingerprint((gpus, functions, bound), self.loaded_driver(), _instances(self._proc))
 
     def loaded_driver(self) -> str:
         """What the NVIDIA kernel driver says of its version; empty while it is not loaded."""

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.host.sysfs import Sysfs
+from dra_driver.inventory.rules.assembly import is_other_hardware
 from dra_driver.model.host import HostFingerprint, PciFunction
 from tests.fakes.tables import tabled
 from tests.host.trees import pci_function, put
@@ -103,6 +104,17 @@ def test_the_fingerprint_changes_when_something_comes(tmp_path: Path, path: str)
     assert fingerprint(sys, proc) == before
     put(tmp_path, path, "x")
     assert fingerprint(sys, proc) != before
+
+
+def test_the_fingerprint_changes_with_a_binding_that_the_driver_does_not_show(
+    tmp_path: Path, sysfs: Sysfs
+) -> None:
+    """The NVIDIA driver lists a GPU until the last program has closed it; the kernel has removed the link before."""
+    put(tmp_path, f"proc/driver/nvidia/gpus/{GPU}/information", "")
+    place = pci_function(tmp_path / "sys", GPU)
+    unbound = sysfs.fingerprint()
+    (place / "driver").symlink_to("../../../bus/pci/drivers/nvidia")
+    assert is_other_hardware(sysfs.fingerprint(), unbound)
 
 
 def test_only_functions_of_nvidia_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
