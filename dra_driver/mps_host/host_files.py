@@ -247,8 +247,10 @@ class MpsHostFiles:
     def _is_needed(self) -> bool:
         """Whether the configuration wants a host, a claim has or had a daemon, or asked for one a short time ago: the
         kubelet asks again every two minutes as long as the pod exists."""
-        if self._is_expected or self._clock() - self._missed_at < _ASKED_AGAIN_S:
-            return True
+        return self._is_expected or self._clock() - self._missed_at < _ASKED_AGAIN_S or self.is_in_use()
+
+    def is_in_use(self) -> bool:
+        """Whether a claim has or had a daemon of which anything is left."""
         return any(
             is_device_name(path.name.removesuffix(SUFFIX))
             for directory in (self._layout.wishes, self._layout.statuses)

@@ -657,6 +657,8 @@ def test_the_mps_host(tells: Tells, kubelet: KubeletChecks) -> None:
     layout = mps_layout(kubelet.state)
     for directory in (layout.wishes, layout.statuses):
         directory.mkdir(parents=True)
+    layout.lock.touch()
+    tells(kubelet.mps_host())
     with hold_file(layout.lock, threading.Lock(), 0.0, "it"):
         tells(kubelet.mps_host())
         layout.lock.write_text('{"format": 4}')

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dra_driver.base.file_lock import is_locked
 from dra_driver.cli.checks.checks import Check, not_written
 from dra_driver.cli.rules.findings import (
     CODES_THAT_FAIL,
@@ -170,8 +171,9 @@ class KubeletChecks:
         files = MpsHostFiles(layout)
         problem = files.host_problem()
         if problem is not None:
-            # A host that starts needs no help; without one no claim with MPS gets its devices.
-            return of_text(problem, fails="is starting" not in problem)
+            # A host that starts needs no help, and one that is gone hurts no one where no claim has a daemon.
+            is_there = is_locked(layout.lock)
+            return of_text(problem, fails="is starting" not in problem and (is_there or files.is_in_use()))
         waiting = files.unseen()
         if waiting:
             return warn(
