@@ -184,7 +184,7 @@ class Driver:
         )
 
     def _make_reports(self) -> None:
-        """What users are told."""
+        """Events, the status of claims, and metrics."""
         self.reporting = Reports(
             self.settings.driver_name,
             self.settings.node_name,

@@ -140,8 +140,10 @@ class Observer(Protocol):
     def waited(self, ref: ClaimRef, duration_s: float) -> None:
         """A Prepare has ended, with or without success, which waited for a device."""
 
-    def failed(self, action: Action, ref: ClaimRef, duration_s: float, error: Exception, told: str) -> None:
-        """A Prepare or Unprepare failed; `told` is the text in the answer to the kubelet."""
+    def failed(
+        self, action: Action, ref: ClaimRef, duration_s: float, error: Exception, message: str
+    ) -> None:
+        """A Prepare or Unprepare failed; the kubelet gets `message` as the answer."""
 
     def recovered(self, ref: ClaimRef, why: str) -> None:
         """The driver unprepared a stale claim, for which the kubelet would not have called."""
@@ -162,9 +164,9 @@ def failed(observer: Observer, action: Action, ref: ClaimRef, duration_s: float,
     else:
         text = f"internal error ({type(error).__name__}: {' '.join(str(error).split())}); see the log of gpu-dra-driver"
         _log.exception("claim_crashed", action=action, claim_uid=ref.uid)
-    told = f"{action} claim {ref.namespace}/{ref.name} (UID {ref.uid}): {text}"
-    observer.failed(action, ref, duration_s, error, told)
-    return Failed(told)
+    message = f"{action} claim {ref.namespace}/{ref.name} (UID {ref.uid}): {text}"
+    observer.failed(action, ref, duration_s, error, message)
+    return Failed(message)
 
 
 class ClaimFetch:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from dra_driver.app.settings import Settings
 from dra_driver.base.threads import bounded
-from dra_driver.cli.checks.checks import Check, Shared
+from dra_driver.cli.checks.check import Check, Shared
 from dra_driver.cli.checks.cluster import ClusterChecks
 from dra_driver.cli.checks.driver import DriverChecks
 from dra_driver.cli.checks.kubelet import KubeletChecks
@@ -36,7 +36,7 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.units import counted
 
 if TYPE_CHECKING:
-    from dra_driver.cli.checks.checks import Outcome
+    from dra_driver.cli.checks.check import Outcome
 
 
 FLAGS = (
@@ -68,7 +68,7 @@ def doctor(given: Namespace) -> int:
     (`kubectl exec`), where it has the right settings, or on the node with the flags of `run`. Exit code 0: nothing
     fails, 1: a line says FAIL.
     """
-    from dra_driver.cli.checks.checks import run_checks
+    from dra_driver.cli.checks.check import run_checks
 
     outcomes = run_checks(doctor_checks(node_settings(given, this_machine())))
     _print(outcomes, given.output, is_colored=given.color.is_on())
@@ -87,7 +87,7 @@ def _filled(remedy: str) -> str:
 
 
 def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> None:
-    from dra_driver.cli.checks.checks import folded
+    from dra_driver.cli.checks.check import folded
     from dra_driver.cli.rules.findings import verified
 
     found = Counter(outcome.finding.status for outcome in outcomes)

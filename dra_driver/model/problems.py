@@ -1,4 +1,4 @@
-"""What users are told: problems of this node, in sentences for operators, and the reasons of events.
+"""What users see: problems of this node, in sentences for operators, and the reasons of events.
 
 Each part of the plugin that can be in trouble returns its problems whenever it is called. `reporting/node_problems.py`
 calls them all and turns what it gets into events, readiness notes, a metric and the file that `top` reads. So a problem

@@ -19,7 +19,7 @@ import yaml
 from playground.apiserver.server import PlaygroundApiServer
 
 from dra_driver.base.file_lock import hold_file
-from dra_driver.cli.checks.checks import Check, Outcome, Shared, folded, not_written, run_checks
+from dra_driver.cli.checks.check import Check, Outcome, Shared, folded, not_written, run_checks
 from dra_driver.cli.checks.cluster import ClusterChecks, needed_permissions
 from dra_driver.cli.checks.driver import DriverChecks
 from dra_driver.cli.checks.kubelet import KubeletChecks

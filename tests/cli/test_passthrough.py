@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.cli.checks.checks import Shared
+from dra_driver.cli.checks.check import Shared
 from dra_driver.cli.checks.driver import DriverChecks
 from dra_driver.cli.checks.passthrough import PassthroughChecks
 from dra_driver.cli.rules.findings import Finding

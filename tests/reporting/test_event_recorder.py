@@ -1,4 +1,4 @@
-"""What users are told, how often, and what becomes of it when the API server is busy, away or says no."""
+"""Which events users see, how often, and what becomes of them when the API server is busy, away or says no."""
 
 from __future__ import annotations
 

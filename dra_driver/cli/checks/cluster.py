@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dra_driver.cli.checks.admission import MARK_RESOURCE, MARK_VERB, AdmissionProof
-from dra_driver.cli.checks.checks import Check, Shared
+from dra_driver.cli.checks.check import Check, Shared
 from dra_driver.cli.rules.findings import HELM_SET, Finding, fail, ok, skip, warn
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dra_driver.cli.checks.checks import Check, Look, Shared
+from dra_driver.cli.checks.check import Check, Look, Shared
 from dra_driver.cli.rules.findings import HELM_SET, Finding, fail, ok, skip, warn
 from dra_driver.cli.rules.health_findings import health_findings
 from dra_driver.cli.rules.node_view import NodeView

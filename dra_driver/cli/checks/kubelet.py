@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dra_driver.base.file_lock import is_locked
-from dra_driver.cli.checks.checks import Check, not_written
+from dra_driver.cli.checks.check import Check, not_written
 from dra_driver.cli.rules.findings import (
     CODES_THAT_FAIL,
     LOGS,

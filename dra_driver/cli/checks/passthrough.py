@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dra_driver.cli.checks.checks import Check
+from dra_driver.cli.checks.check import Check
 from dra_driver.cli.rules.findings import Finding, fail, ok, warn
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.host.vfio import VfioCards

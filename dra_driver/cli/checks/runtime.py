@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dra_driver.cli.checks.checks import Check, not_written
+from dra_driver.cli.checks.check import Check, not_written
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip
 from dra_driver.cli.rules.runtime_config import (
     RuntimeConfig,

@@ -1,4 +1,4 @@
-"""How checks are run: side by side, each with a time limit, so that none can spoil another."""
+"""What a check of `doctor` is. Checks run side by side, each with a time limit, so that none spoils another."""
 
 from __future__ import annotations
 
