@@ -59,7 +59,7 @@ APART = tuple(map(tuple, yaml.safe_load(Path(__file__).with_suffix(".yaml").read
 """The tests of each further cluster."""
 _SUMMARY = re.compile(r"(FAILED|ERROR) .*|=+ \d+ .* in [\d.]+s.* =+")
 """What pytest says at the end of its run."""
-TESTS = ("tests/e2e", "tests/conformance", "tests/kube", "tests/deploy", "tests/playground")
+TESTS = ("tests/e2e", "tests/kube", "tests/deploy", "tests/playground")
 IMAGE = [sys.executable, "hack/image.py"]
 
 

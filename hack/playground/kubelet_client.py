@@ -1,11 +1,9 @@
-"""A registered plugin as the playground's kubelet sees it: one connection for its calls and its health stream."""
+"""A registered plugin as the playground's kubelet sees it: one connection for its calls."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +12,7 @@ from urllib.parse import quote
 import grpc
 from grpc._cython.cygrpc import ConnectivityState
 
-from dra_driver.kubelet.pb import dra_health_v1_pb2, dra_health_v1alpha1_pb2, dra_v1_pb2, dra_v1beta1_pb2
+from dra_driver.kubelet.pb import dra_v1_pb2, dra_v1beta1_pb2
 from dra_driver.kubelet.pb import registration_pb2 as registration
 from dra_driver.model.claim import (
     ClaimRef,
@@ -26,10 +24,6 @@ from dra_driver.model.claim import (
 )
 
 DRA_APIS: Mapping[str, ModuleType] = {"v1.DRAPlugin": dra_v1_pb2, "v1beta1.DRAPlugin": dra_v1beta1_pb2}
-HEALTH_APIS: Mapping[str, ModuleType] = {
-    "v1.DRAResourceHealth": dra_health_v1_pb2,
-    "v1alpha1.DRAResourceHealth": dra_health_v1alpha1_pb2,
-}
 
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, also to a path that was used before
@@ -46,19 +40,6 @@ class KubeletError(Exception):
     def __init__(self, message: str, code: grpc.StatusCode | None = None) -> None:
         super().__init__(message)
         self.code = code
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One recorded call; `error` is None when it succeeded."""
-
-    method: str
-    driver: str
-    path: Path
-    request: Any
-    response: Any
-    error: str | None
-    duration_s: float
 
 
 def open_channel(path: Path) -> Any:
@@ -92,16 +73,13 @@ def registration_call(channel: Any, method: str, request: Any, response: Any, ti
 class Instance:
     """One endpoint of one driver. `socket` is its registration socket, `version` the DRA API in use."""
 
-    def __init__(
-        self, driver: str, socket: Path, endpoint: Path, version: str, supported: tuple[str, ...]
-    ) -> None:
+    def __init__(self, driver: str, socket: Path, endpoint: Path, version: str) -> None:
         self.driver = driver
         self.socket = socket
         self.endpoint = endpoint
         self.version = version
-        self.supported = supported
         self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self.closed = False
         self._channel = open_channel(endpoint)
         self.look()
 
@@ -109,10 +87,6 @@ class Instance:
     def connected(self) -> bool:
         """Whether there is a connection now."""
         return self.look()
-
-    @property
-    def closed(self) -> bool:
-        return self._closed.is_set()
 
     def look(self) -> bool:
         """Whether there is a connection; asks for one if not, so it has to be called now and then.
@@ -139,75 +113,10 @@ class Instance:
         response = getattr(api, f"{method}Response")
         return ask(self._channel, path, request, response, timeout_s, wait_for_ready=True)
 
-    def watch_health(self, version: str, report: Callable[[Any], None]) -> None:
-        """Feeds `report` from one health stream until it ends. Raises: KubeletError with its status."""
-        api = HEALTH_APIS[version]
-        stream = self._channel.unary_stream(
-            method_path(api, "DRAResourceHealth", "NodeWatchResources"),
-            api.NodeWatchResourcesRequest.SerializeToString,
-            api.NodeWatchResourcesResponse.FromString,
-        )
-        try:
-            for message in stream(api.NodeWatchResourcesRequest()):
-                report(message)
-        except grpc.RpcError as error:
-            raise KubeletError(f"{error.details()}", error.code()) from error
-        except ValueError as error:  # the channel was closed meanwhile
-            raise KubeletError(f"connection closed: {error}", grpc.StatusCode.CANCELLED) from error
-
-    def wait_closed(self, timeout_s: float) -> bool:
-        return self._closed.wait(timeout_s)
-
     def close(self) -> None:
         with self._lock:
-            self._closed.set()
+            self.closed = True
             self._channel.close()
-
-
-class Recorder:
-    """Runs calls, writes them down, and lets injected faults take their place."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls: list[Call] = []
-        self._faults: list[tuple[str, str, bool]] = []
-
-    def inject(self, method: str, error: str, times: int, after: bool) -> None:
-        with self._lock:
-            self._faults += [(method, error, after)] * times
-
-    def calls(self, method: str | None) -> list[Call]:
-        with self._lock:
-            return [call for call in self._calls if method in (None, call.method)]
-
-    def run(self, method: str, driver: str, path: Path, request: Any, send: Callable[[], Any]) -> Any:
-        """What `send` returns. Raises: its KubeletError, or one that was injected."""
-        started = time.monotonic()
-        response, failure = None, None
-        fault = self.take(method)
-        try:
-            if fault is not None and not fault[1]:
-                raise KubeletError(fault[0], grpc.StatusCode.UNAVAILABLE)
-            response = send()
-            if fault is not None:
-                raise KubeletError(fault[0], grpc.StatusCode.UNAVAILABLE)
-        except KubeletError as error:
-            failure = str(error)
-            raise
-        finally:
-            call = Call(method, driver, path, request, response, failure, time.monotonic() - started)
-            with self._lock:
-                self._calls.append(call)
-        return response
-
-    def take(self, method: str) -> tuple[str, bool] | None:
-        """The next injected fault of the method and whether it comes after the call; removes it."""
-        with self._lock:
-            for fault in self._faults:
-                if fault[0] == method:
-                    self._faults.remove(fault)
-                    return fault[1], fault[2]
-        return None
 
 
 def prepare_outcomes(response: Any) -> dict[str, PrepareOutcome]:

@@ -101,7 +101,7 @@ class PlaygroundNode:
         self.server.write_kubeconfig(root / "kubeconfig")
         self.scheduler = PlaygroundScheduler(self.server)
         self._mps_host: MpsHostProcess | None = None
-        self.kubelet = PlaygroundKubelet(self.registry, kubelet, on_wipe=lambda _driver: self.wipe())
+        self.kubelet = PlaygroundKubelet(self.registry, kubelet, on_start=self.wipe)
         self.kubelet.start()
 
     def __enter__(self) -> Self:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.e2e.conftest import Cluster, Json, claim_and_pod, wait_for
+from tests.e2e.conftest import SLOW_S, Cluster, Json, claim_and_pod, wait_for
 from tests.e2e.test_health import only
 from tests.fakes import logind
 
@@ -48,15 +48,35 @@ def tainted(cluster: Cluster, key: str) -> Iterator[None]:
 
 
 @contextmanager
-def away(cluster: Cluster) -> Iterator[None]:
-    """The node does not report while its containers run on; then it is back."""
+def without_kubelet(cluster: Cluster) -> Iterator[None]:
     cluster.local.stop("kubelet")
     try:
-        wait_for("the node to be given up", lambda: ready(cluster) == "Unknown")
         yield
     finally:
         cluster.local.start("kubelet")
-        wait_for("the node to be ready", lambda: ready(cluster) == "True")
+
+
+@contextmanager
+def away(cluster: Cluster) -> Iterator[None]:
+    """The node does not report while its containers run on; then it is back."""
+    with without_kubelet(cluster):
+        wait_for("the node to be given up", lambda: ready(cluster) == "Unknown")
+        yield
+    wait_for("the node to be ready", lambda: ready(cluster) == "True")
+
+
+def test_pod_that_is_bound_while_the_kubelet_is_down_runs_after_its_start(cluster: Cluster) -> None:
+    with without_kubelet(cluster):
+        cluster.apply(claim_and_pod("early"))
+        wait_for("the pod to be bound", lambda: cluster.pod("early")["spec"].get("nodeName"))
+    cluster.wait_running("early", timeout_s=SLOW_S)
+
+
+def test_claim_of_a_pod_that_is_deleted_while_the_kubelet_is_down_is_unprepared(cluster: Cluster) -> None:
+    cluster.start("gone")
+    with without_kubelet(cluster):
+        cluster.kubectl("delete", "pod", "gone", "--grace-period=0", "--force")
+    wait_for("the claim to be unprepared", lambda: not cluster.leftovers())
 
 
 def test_a_taint_that_evicts_pods_leaves_the_driver_which_lets_them_end(cluster: Cluster) -> None:

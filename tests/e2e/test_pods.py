@@ -21,8 +21,10 @@ from tests.e2e.conftest import (
     claim,
     claim_and_pod,
     claim_template,
+    container,
     gpu_config,
     objects_of,
+    pod,
     pods_of,
     wait_for,
     with_test_workload,
@@ -259,14 +261,9 @@ def test_the_kubelet_tells_a_monitor_which_container_has_which_gpu(
         label = (use.namespace, use.pod, use.container)
         uuid = uuids[use.driver, use.pool, use.device]["string"]
         told[label] = list(dict.fromkeys([*told.get(label, []), uuid]))
-    for pod, container in (
-        ("two-claims", "first"),
-        ("two-claims", "second"),
-        ("reader", None),
-        ("writer", None),
-    ):
-        (label,) = [key for key in told if key[:2] == ("default", pod) and container in (None, key[2])]
-        assert told[label] == cluster.seen_by(pod, container)
+    for name, part in (("two-claims", "first"), ("two-claims", "second"), ("reader", None), ("writer", None)):
+        (label,) = [key for key in told if key[:2] == ("default", name) and part in (None, key[2])]
+        assert told[label] == cluster.seen_by(name, part)
     (monitor,) = [label for label in told if label[0] == "gpu-monitoring"]
     assert sorted(told[monitor]) == sorted(uuid["string"] for uuid in uuids.values())
     assert len(told) == 5
@@ -406,9 +403,38 @@ def test_refused_parameters_are_shown_on_the_pod_and_the_claim(cluster: Cluster)
     wait_for("the event on the pod", lambda: "PrepareFailed" in told("pod"))
 
 
+@pytest.mark.core
+def test_containers_of_every_kind_see_the_claim(cluster: Cluster) -> None:
+    """A claim that no container uses is prepared as well."""
+    once = container("first", "gpu", command="nvidia-smi -L")
+    sidecar = container("sidecar", "gpu", restartPolicy="Always")
+    claims = [{"name": name, "resourceClaimTemplateName": "burst"} for name in ("gpu", "unused")]
+    user = pod("kinds", container("main", "gpu"), initContainers=[once, sidecar], resourceClaims=claims)
+    cluster.apply([BURST, user])
+    cluster.wait_running("kinds")
+    [first, *others] = [cluster.seen_by("kinds", name) for name in ("first", "sidecar", "main")]
+    assert (len(first), others) == (1, [first, first])
+    assert len(cluster.leftovers()) == 4, "record and spec of both claims"
+
+
+def metrics_of_kubelet(cluster: Cluster) -> str:
+    return cluster.kubectl("get", "--raw", f"/api/v1/nodes/{cluster.node}/proxy/metrics")
+
+
+def test_kubelet_counts_the_claims_in_use(cluster: Cluster) -> None:
+    def in_use() -> list[str]:
+        pattern = r'^dra_resource_claims_in_use\{driver_name="gpu.nvidia.com"\} (\S+)'
+        return re.findall(pattern, metrics_of_kubelet(cluster), re.MULTILINE)
+
+    cluster.start("used")
+    wait_for("one claim in use", lambda: in_use() == ["1"])
+    cluster.kubectl("delete", "pod", "used")
+    wait_for("no claim in use", lambda: in_use() in (["0"], []))
+
+
 def test_kubelet_measures_prepare_and_unprepare(cluster: Cluster) -> None:
     """No assertion on time: the figures of the kubelet itself are printed for the record."""
-    text = cluster.kubectl("get", "--raw", f"/api/v1/nodes/{cluster.node}/proxy/metrics")
+    text = metrics_of_kubelet(cluster)
     for method in ("NodePrepareResources", "NodeUnprepareResources"):
         found = {}
         for kind in ("sum", "count"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, Cluster, Json, wait_for
+from tests.e2e.conftest import DAEMONSET, NAMESPACE, SLOW_S, Cluster, Json, claim_and_pod, wait_for
 from tests.e2e.test_health import pod_health
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -64,6 +64,15 @@ def test_health_is_unknown_without_a_driver_and_told_when_it_is_back(stoppable: 
     assert len(stoppable.seen_by("watched")) == 1
     stoppable.kubectl("delete", "pod", "watched", "-n", "default", "--timeout=300s")
     wait_for("the claim to be unprepared by the new instance", lambda: not stoppable.leftovers(), 300)
+
+
+def test_pod_that_is_created_while_no_driver_runs_starts_with_the_driver(stoppable: Cluster) -> None:
+    """The kubelet deletes the slices of a driver that stays away, and the next one publishes them again."""
+    stop(stoppable)
+    wait_for("the slices to be removed", lambda: not stoppable.slices())
+    stoppable.apply(claim_and_pod("patient"))
+    start(stoppable)
+    stoppable.wait_running("patient", timeout_s=SLOW_S)
 
 
 def test_the_kubelet_reads_health_in_the_newest_version_that_it_knows(stoppable: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""The main job end to end, over real sockets and HTTP. More of it, by number, is in tests/conformance."""
+"""The main job end to end, over real sockets and HTTP."""
 
 from __future__ import annotations
 

@@ -30,14 +30,8 @@ def node():
 
 
 @pytest.fixture
-def wiped():
-    """What the playground's kubelets wiped."""
-    return []
-
-
-@pytest.fixture
-def kubelets(node, wiped):
-    with made_kubelets(node, wiped) as make:
+def kubelets(node):
+    with made_kubelets(node) as make:
         yield make
 
 

@@ -205,7 +205,7 @@ def _serve(path: Path, methods) -> grpc.Server:
     return made
 
 
-FAST = KubeletSettings(health_retry_s=0.05, wipe_after_s=0.2, retry_s=0.02, max_retry_s=0.05, poll_s=0.005)
+FAST = KubeletSettings(retry_s=0.02, max_retry_s=0.05, poll_s=0.005)
 
 
 @contextmanager
@@ -220,12 +220,12 @@ def made_node() -> Iterator[Node]:
 
 
 @contextmanager
-def made_kubelets(node: Node, wiped: list) -> Iterator[Callable[..., PlaygroundKubelet]]:
+def made_kubelets(node: Node) -> Iterator[Callable[..., PlaygroundKubelet]]:
     """Starts kubelets of the playground, with changes to FAST, and stops them at the end."""
     started = []
 
     def make(**changes):
-        kubelet = PlaygroundKubelet(node.registry, replace(FAST, **changes), on_wipe=wiped.append)
+        kubelet = PlaygroundKubelet(node.registry, replace(FAST, **changes))
         kubelet.start()
         started.append(kubelet)
         return kubelet
@@ -233,8 +233,3 @@ def made_kubelets(node: Node, wiped: list) -> Iterator[Callable[..., PlaygroundK
     yield make
     for kubelet in started:
         kubelet.stop()
-
-
-def methods(kubelet: PlaygroundKubelet, *names: str) -> list[str]:
-    """The recorded calls of these methods."""
-    return [call.method for call in kubelet.calls() if call.method in names]
