@@ -212,7 +212,8 @@ def policy() -> str:
             for name, expression in zip(("named", "unnamed"), _without_admin(kind), strict=True):
                 found.fault(f"{kind}_{name}_without_admin", expression)
     found.add("faults", " +\n".join(found.faults))
-    found.add("text", "variables.faults.join('; ').replace('\\n', ' ')")
+    # Neither line breaks nor escape sequences reach a terminal.
+    found.add("text", r"variables.faults.join('; ').findAll(r'[^\pC\p{Zl}\p{Zp}]+').join(' ')")
     return "".join([_FIXED["head"], *_written(found.variables), _FIXED["validation"]])
 
 

@@ -15,7 +15,7 @@ import structlog
 from dra_driver.app.gpus import NodeGpus, tools_seen
 from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.app.publishing import Publishing
-from dra_driver.app.settings import Settings
+from dra_driver.app.settings import PROBE_PATHS, Settings
 from dra_driver.base.atomic import write_atomically
 from dra_driver.base.backoff import TokenBucket
 from dra_driver.cdi.directory import CdiDirectory, temporary_files
@@ -394,16 +394,16 @@ class Driver:
         if self._unclaimed_memory is not None:
             yield Part("unclaimed_memory", self._unclaimed_memory.start, self._unclaimed_memory.stop)
         if self.settings.http_endpoint:
-            http = HttpEndpoint(
-                self.settings.http_endpoint,
-                {
-                    self.settings.metrics_path: metrics_page(self.metrics.registry),
-                    "/healthz": problems_page(self.probes.liveness),
-                    "/startupz": problems_page(self.probes.startup),
-                    "/readyz": problems_page(self.probes.readiness, self.probes.notes),
-                    "/problems": json_page(self.node_problems.as_json),
-                },
+            pages = (
+                problems_page(self.probes.liveness),
+                problems_page(self.probes.startup),
+                problems_page(self.probes.readiness, self.probes.notes),
+                json_page(self.node_problems.as_json),
             )
+            served = dict(zip(PROBE_PATHS, pages, strict=True))
+            if self.settings.metrics_path != "off":
+                served[self.settings.metrics_path] = metrics_page(self.metrics.registry)
+            http = HttpEndpoint(self.settings.http_endpoint, served)
             yield Part("http", http.start, http.stop)
 
     def _open_client(self) -> None:

@@ -59,6 +59,7 @@ METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
 """The versions to write, newest first, for each value of `device_metadata`. Readers take the first that they know, and
 some know one version only, so there are always both."""
 DeviceNames = Literal["uuid", "minor"]
+PROBE_PATHS = ("/healthz", "/startupz", "/readyz", "/problems")
 UNHEALTHY_DEVICES = ("auto", "taint", "withdraw")
 TaintEffect = Literal["None", "NoSchedule", "NoExecute"]
 _TEXT: Final = Scalar(str)
@@ -144,6 +145,12 @@ def _dns_name(longest: int) -> Scalar:
 
 def _begins_with_slash(expected: str, *others: str) -> Scalar:
     return Scalar(str, lambda path: None if path.startswith("/") or path in others else expected)
+
+
+def _metrics_path(path: str) -> str | None:
+    if path in PROBE_PATHS:
+        return f"{path} is already used by a probe"
+    return None if path == "off" or path.startswith("/") else "expected off, or a path that begins with /"
 
 
 def _address(text: str) -> str | None:
@@ -261,7 +268,11 @@ class Settings:
     http_endpoint: str = _setting(
         "", "host:port of metrics, /healthz, /readyz, /startupz.", Scalar(str, _address), shown="off"
     )
-    metrics_path: str = _setting("/metrics", "", _begins_with_slash("expected a path that begins with /"))
+    metrics_path: str = _setting(
+        "/metrics",
+        "Path of the metrics; off: only the probes are served.",
+        Scalar(str, _metrics_path),
+    )
     usage_metrics: bool = _setting(
         True,
         "Measure how the devices of claims are used, at each scrape, and look for memory that no claim has.",

@@ -384,7 +384,9 @@ def test_the_values_of_each_release_of_nvidias_chart_install_this_driver(
     reused = chart_of_values(tmp_path / "chart", values)
     assert names_of(template(ours, chart=reused, major=major)) == names_of(made)
     assert "kubeletPlugin.affinity" not in notes(merged(values, ours))
-    dropped = merged(values, ours, {"kubeletPlugin": {"affinity": None, "tolerations": None}})
+    dropped = merged(
+        values, ours, {"kubeletPlugin": {"affinity": None, "tolerations": None, "gpuNodesOnly": False}}
+    )
     pod = one(template(dropped, major=major), "DaemonSet", NAME)["spec"]["template"]["spec"]
     assert "affinity" not in pod, "null is Helm's way to drop a default"
     assert pod["tolerations"] == [{"operator": "Exists", "effect": "NoExecute"}]
@@ -415,10 +417,10 @@ def notes(chart_with_notes: Path) -> Callable[..., str]:
 
 def test_the_notes_tell_of_values_without_meaning_and_of_no_others(notes: Callable[..., str]) -> None:
     text = notes({})
-    assert "Values without meaning" not in text
-    assert text.count("\n  kubectl ") == 3
+    assert "These values are ignored" not in text
+    assert text.count("\n  kubectl ") == 4
     text = notes(incumbents_defaults())
-    told = text.partition("Values without meaning here:\n")[2].splitlines()
+    told = text.partition("These values are ignored:\n")[2].splitlines()
     assert [line.partition(":")[0] for line in told] == [
         "- gpuResourcesEnabledOverride",
         "- resources.computeDomains.enabled",
@@ -440,7 +442,7 @@ def test_the_notes_tell_what_to_mind_on_a_first_install(notes: Callable[..., str
 
 
 def test_the_defaults_of_nvidias_chart_are_nothing_to_tell_of(notes: Callable[..., str]) -> None:
-    assert "Values without meaning" not in notes(unused_values())
+    assert "These values are ignored" not in notes(unused_values())
 
 
 @pytest.mark.parametrize("case", yaml.safe_load((DATA / "refused-values.yaml").read_text()))
@@ -509,8 +511,8 @@ def test_every_driver_root_of_the_docs_is_tried() -> None:
     assert named <= tried
 
 
-def test_only_nodes_with_gpus_are_chosen_when_that_is_wanted() -> None:
-    manifests = template({"kubeletPlugin": {"gpuNodesOnly": True}, "mps": {"enabled": True}})
+def test_only_nodes_with_a_label_of_gpu_nodes_are_chosen() -> None:
+    manifests = template({"mps": {"enabled": True}})
     for name in (NAME, f"{NAME}-mps"):
         pod = one(manifests, "DaemonSet", name)["spec"]["template"]["spec"]
         required = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]

@@ -276,20 +276,20 @@ def test_the_notes_look_at_the_cluster(chart: Chart, cluster: Cluster) -> None:
     chart.take_over()
 
     def notes() -> str:
-        values = VALUES | {"kubeletPlugin": {"gpuNodesOnly": True}}
+        values = VALUES | {"simulator": {"enabled": False}}
         command = ("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, "--dry-run=server")
         done = chart.helm(*command, values=values)
         assert done.returncode == 0, done.stderr
         return done.stdout.partition("\nNOTES:\n")[2]
 
-    assert "no node has a label that tells of a GPU" in notes()
+    assert "No node is labelled as a GPU node" in notes()
     assert "does not say that it admits privileged pods" not in notes()
     cluster.kubectl("label", "node", cluster.node, "nvidia.com/gpu.present=true")
     privileged = "pod-security.kubernetes.io/enforce"
     cluster.kubectl("label", "namespace", NAMESPACE, f"{privileged}-")
     try:
         text = notes()
-        assert "no node has a label" not in text
+        assert "It runs on nodes that are labelled as GPU nodes: 1 of 1." in text
         assert f"kubectl label namespace {NAMESPACE} {privileged}=privileged" in text
     finally:
         cluster.kubectl("label", "node", cluster.node, "nvidia.com/gpu.present-")

@@ -191,6 +191,12 @@ def test_many_faults_are_told_as_far_as_the_server_takes_a_text(server: Server) 
     assert "opaque.parameters.unknown" in text
 
 
+def test_control_characters_of_a_name_do_not_reach_the_terminal(server: Server) -> None:
+    value = parameters(**{"a\x1b[31mb\u202ec\n": 1})
+    [fault] = told(server.refusal("ResourceClaim", with_parameters(value)))
+    assert fault == 'spec.devices.config[1].opaque.parameters."a [31mb c\\n": unknown field'
+
+
 @pytest.mark.parametrize("limits", [16, 650], ids=["of usual size", "of 10 KiB"])
 def test_a_fault_is_found_in_the_first_eight_entries_of_the_largest_claim(
     server: Server, limits: int

@@ -82,7 +82,8 @@ def reader(cluster: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
     (programs / "docker").write_text(text)
     (programs / "docker").chmod(0o755)
     (programs / "helm").symlink_to(cluster.local.helm())
-    yield with_kubectl(cluster, programs)
+    yield with_kubectl(cluster, programs) | {"NODE": cluster.node}
+    cluster.kubectl("label", "node", cluster.node, "nvidia.com/gpu.present-")
     cluster.kubectl("delete", "-f", "examples/one-gpu", "--ignore-not-found", "--timeout=300s")
     install(cluster)
 
@@ -141,6 +142,7 @@ def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, st
         wait_for("the pool without devices", lambda: cluster.devices() == [])
 
     [build] = printed_blocks("docs/install.md", "Build the image")
+    [label] = printed_blocks("docs/install.md", "Label the GPU nodes")
     with_helm, on_a_simulated_machine = printed_blocks("docs/install.md", "Install the chart")
     look, examine = printed_blocks("docs/install.md", "Check it")
     [first_workload] = printed_blocks("docs/install.md", "Run a first workload")
@@ -156,6 +158,7 @@ def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, st
         return done.returncode == 0 and " 0 FAIL" in done.stdout
 
     run(build)
+    run(label)
     uninstall(cluster, "--ignore-not-found")
     run(with_helm)
     is_installed()
@@ -197,9 +200,10 @@ def administrator(cluster: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "helm").symlink_to(cluster.local.helm())
+    cluster.kubectl("label", "node", cluster.node, "nvidia.com/gpu.present=true", "--overwrite")
     yield with_kubectl(cluster, programs) | {"NODE": cluster.node}
     cluster.kubectl("uncordon", cluster.node)
-    cluster.kubectl("label", "node", cluster.node, "gpus-by-")
+    cluster.kubectl("label", "node", cluster.node, "gpus-by-", "nvidia.com/gpu.present-")
     cluster.kubectl(
         "delete", "daemonset", "nvidia-device-plugin-daemonset", "-n", "kube-system", "--timeout=300s"
     )

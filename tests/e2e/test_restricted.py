@@ -192,6 +192,7 @@ def as_installed(cluster: Cluster) -> Iterator[Json]:
     for volume in spec["volumes"]:
         if volume["name"] == "driver-root":
             volume["hostPath"]["path"] = root
+    del spec["affinity"]  # the node of the tests has no label
     spec |= {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1}
     metadata = {"namespace": NAMESPACE, "labels": {"test": "mounts"}}
     yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}

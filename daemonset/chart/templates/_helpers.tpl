@@ -165,7 +165,7 @@ tolerations:
   {{- toYaml (list .) | nindent 2 }}
 {{- end }}
 {{- $affinity := deepCopy .Values.kubeletPlugin.affinity -}}
-{{- if .Values.kubeletPlugin.gpuNodesOnly -}}
+{{- if include "gpu-dra-driver.gpuNodesOnly" . -}}
 {{- $terms := include "gpu-dra-driver.gpuNodes" . | fromYamlArray -}}
 {{- $required := dict "requiredDuringSchedulingIgnoredDuringExecution" (dict "nodeSelectorTerms" $terms) -}}
 {{- $affinity = mergeOverwrite $affinity (dict "nodeAffinity" $required) -}}
@@ -174,6 +174,12 @@ tolerations:
 affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- end }}
+
+{{/* "true" or "": whether a node needs a label of a GPU node. */}}
+{{- define "gpu-dra-driver.gpuNodesOnly" -}}
+{{- $own := dig "nodeAffinity" "requiredDuringSchedulingIgnoredDuringExecution" "" .Values.kubeletPlugin.affinity -}}
+{{- if and .Values.kubeletPlugin.gpuNodesOnly (not .Values.simulator.enabled) (not $own) -}}true{{- end -}}
 {{- end }}
 
 {{/* By what nodes are known to have NVIDIA GPUs; one of them is enough. */}}

@@ -374,8 +374,8 @@ def plugin_pod(pod: Mapping[str, Any], driver: str) -> PluginPod | None:
     for container in spec.get("containers") or ():
         values = {entry["name"]: entry.get("value") or "" for entry in container.get("env") or ()}
         port = values.get("HTTP_ENDPOINT", "").rpartition(":")[2]
-        if values.get("DRIVER_NAME") == driver and port and spec.get("nodeName"):
-            path = values.get("METRICS_PATH") or "/metrics"
+        path = values.get("METRICS_PATH") or "/metrics"
+        if values.get("DRIVER_NAME") == driver and port and path != "off" and spec.get("nodeName"):
             place = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}:{port}/proxy{path}"
             return PluginPod(spec["nodeName"], metadata["namespace"], place, port)
     return None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dra_driver.cli.rules.findings import Finding, fail, ok, warn, worst
+from dra_driver.cli.rules.findings import HELM_SET, Finding, fail, ok, warn, worst
 
 DEFAULT_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
 _CRI_PLUGINS = ("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri", "cri")
@@ -70,7 +70,7 @@ def judge_runtimes(found: Sequence[RuntimeConfig], cdi_root: str) -> Finding:
         if not any(canonical(cdi_root) == canonical(path) for path in DEFAULT_DIRECTORIES):
             return warn(
                 f"no configuration found; runtimes read {' and '.join(DEFAULT_DIRECTORIES)}, not {cdi_root}",
-                f"run gpu-dra-driver with --cdi-root {DEFAULT_DIRECTORIES[1]}",
+                HELM_SET.format(f"cdiDirectory={DEFAULT_DIRECTORIES[1]}"),
             )
         return ok(f"no configuration found; {cdi_root} is read by default (containerd 2, CRI-O)")
     return worst(_judged(config, cdi_root) for config in found)
@@ -107,10 +107,11 @@ def _judged(config: RuntimeConfig, cdi_root: str) -> Finding:
             f"set enable_cdi = true in {file}, then `{restart}`",
         )
     if canonical(cdi_root) not in map(canonical, directories):
+        other = directories[-1] if directories else DEFAULT_DIRECTORIES[1]
         return fail(
             f"{config.runtime} reads {', '.join(directories) or 'nothing'}, gpu-dra-driver writes to {cdi_root}",
-            f"run gpu-dra-driver with --cdi-root {directories[-1] if directories else DEFAULT_DIRECTORIES[1]}, or add "
-            f"{cdi_root} to cdi_spec_dirs in {file}, then `{restart}`",
+            f"{HELM_SET.format(f'cdiDirectory={other}')}, or add {cdi_root} to cdi_spec_dirs in {file}, "
+            f"then `{restart}`",
         )
     if config.enabled is None and config.runtime == "containerd":
         return warn(
