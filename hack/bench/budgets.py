@@ -148,7 +148,7 @@ def measure_on_cluster(runs: int, idle_s: float, pods: int) -> list[Row]:
     import on_cluster as real
 
     cluster = real.prepare_cluster()
-    found: dict[str, list[float]] = {"start -> slices published": real.restarts(cluster, runs)}
+    found: dict[str, list[float]] = {"start -> slices published": real.starts(cluster, runs)}
     for what, value in (*real.rounds(cluster, runs), *real.churn(cluster, pods)):
         found.setdefault(what, []).append(value)
     idle_cpu = real.idle_percent(idle_s)
