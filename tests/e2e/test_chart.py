@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from localcluster import chart as localchart
 
 from tests.e2e.conftest import (
     CDI_DIR,
@@ -172,6 +173,22 @@ def test_it_takes_over_what_kubectl_applied(chart: Chart, cluster: Cluster) -> N
     assert len(cluster.seen_by("after")) == 1
     delete(cluster, "after")
     wait_for("its claim to be unprepared", lambda: len(cluster.leftovers()) == 2)
+
+
+CHOICES: Json = yaml.safe_load((ROOT / "tests/deploy/values/choices.yaml").read_text())["choices"]
+DISTRIBUTIONS = {
+    file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / "daemonset/values").glob("*.yaml")
+}
+"""The values of docs/install.md, by the distribution."""
+WITHOUT_CRDS = {name: values for name, values in CHOICES.items() if name != "monitoring"}
+
+
+@pytest.mark.parametrize("name", [*DISTRIBUTIONS, *WITHOUT_CRDS])
+def test_objects_of_a_choice_are_accepted_by_the_api_server(name: str, cluster: Cluster) -> None:
+    assert {"talos", "microk8s"} <= DISTRIBUTIONS.keys()
+    made = localchart.template((DISTRIBUTIONS | WITHOUT_CRDS)[name], name="other", namespace=NAMESPACE)
+    # The classes exist already, and belong to the release of the other tests.
+    cluster.kubectl("apply", "--dry-run=server", "--force-conflicts", "--server-side", "-f", "-", stdin=made)
 
 
 def test_an_upgrade_with_a_typo_changes_nothing_and_a_good_one_can_be_rolled_back(
