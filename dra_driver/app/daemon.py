@@ -264,7 +264,7 @@ class Driver:
             without_record=self._without_record,
             executor=Executor(self.records, self.cleaner, self._steps, self.lanes, self.boot_id),
             cleaner=self.cleaner,
-            lookup=ClaimClient(self.client, self.reporting.claim_pods.note),
+            lookup=ClaimClient(self.client),
             users=GpuProcesses(
                 self._gpus.nvml.processes,
                 self.ledger.created_uuid,
@@ -275,7 +275,7 @@ class Driver:
             ),
             extra_devices=self._extra_devices,
             observer=self.reporting.reporter,
-            pods_run=lambda record: any_runs("/proc", self.reporting.claim_pods.known_pods(record)),
+            pods_run=lambda record: any_runs("/proc", {pod.uid for pod in record.claim.pods or ()}),
             find_node=partial(node_uid, self.client, settings.node_name),
             setting_for_lost=lambda: self.publishing.missing_setting(LOST),
             layouts=self.layouts if settings.mig_layouts.is_on else None,
@@ -335,7 +335,6 @@ class Driver:
         show.claims(
             lambda: self.records.all().values(),
             self.ledger.created_uuid,
-            self.reporting.claim_pods.of,
             inventory,
         )
         show.devices(inventory, monitor, self.health.instances)

@@ -43,7 +43,6 @@ _MOST_PAUSE_S = 4.0
 _LOOK_EVERY_S = 1.0
 _LATE_RIGHTS = frozenset({401, 403})
 """After an installation or a renewal of tokens, rights may arrive some seconds after the plugin."""
-_MOST_REMEMBERED = 512
 _LOCK_WAIT_S = 1.0
 
 
@@ -218,35 +217,6 @@ def _may_end_soon(error: ApiUnavailableError | ApiRejectedError) -> bool:
     return error.is_brief or error.retry_after_s is not None
 
 
-class ClaimPods:
-    """The pods of each claim as last read, in memory; for many threads. When there are too many claims, the oldest
-    entries are dropped, and `of` takes the pods from the record."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._noted: dict[str, Pods] = {}  # by claim UID
-
-    def note(self, uid: str, pods: Pods) -> None:
-        """The API server has just answered with these pods; None changes nothing."""
-        if pods is None:
-            return
-        with self._lock:
-            self._noted.pop(uid, None)
-            self._noted[uid] = pods
-            while len(self._noted) > _MOST_REMEMBERED:
-                del self._noted[next(iter(self._noted))]
-
-    def of(self, record: ClaimRecord) -> Pods:
-        """The pods of a claim, None if they are not known."""
-        with self._lock:
-            noted = self._noted.get(record.ref.uid)
-        return record.claim.pods if noted is None else noted
-
-    def known_pods(self, record: ClaimRecord) -> frozenset[str]:
-        """UIDs of all pods that the claim is known to have been for."""
-        return frozenset(pod.uid for pods in (record.claim.pods, self.of(record)) for pod in pods or ())
-
-
 class RecordedPods:
     """Writes pods into records of claims that are prepared."""
 
@@ -262,7 +232,7 @@ class RecordedPods:
         """
         if pods is None or seen.claim.pods == pods:
             return
-        # If this write fails, the next look tries again; until then the pods in memory are right.
+        # If this write fails, the next look tries again.
         with suppress(DraDriverError), self._claim_locks.hold(seen.ref.uid, _LOCK_WAIT_S):
             record = self._records.get(seen.ref.uid)
             if record is None or record.claim.pods != seen.claim.pods:

@@ -23,9 +23,9 @@ soon after the start, every ten minutes, and when an attempt waits for a holder.
   does not know this node: then it is the API server of another cluster or has lost its data.
 - The grace time is for the kubelet, which may still be ending the claim's containers. If an attempt waits for a stale
   claim's devices, and no process of the claim's pods runs on this node, there is nothing to wait for: the claim is
-  taken back at once. That needs the host's process IDs, and pods that are known: those of the record, and those of the
-  last answers of the API server. The kubelet's pod-resources would add nothing: the kubelet lists the pods that the
-  API server has. A pod that was deleted by force is missing there at once, while its containers may still run.
+  taken back at once. That needs the host's process IDs, and pods in the record. The kubelet's pod-resources would add
+  nothing: the kubelet lists the pods that the API server has. A pod that was deleted by force is missing there at once,
+  while its containers may still run.
 - A claim that is prepared in between keeps its devices. Right before the reconciler takes a claim back, it asks the API
   server again, because the other instance of a rolling update may have prepared the claim; `reclaim` checks under the
   claim's lock that this instance did not. The kubelet's own Unprepare may come before, during or after that.
@@ -37,7 +37,7 @@ soon after the start, every ten minutes, and when an attempt waits for a holder.
   them, however long that takes. The driver reports the process IDs once. It looks again every half minute, and when an
   attempt waits for the device.
 - If a claim is reserved for other pods than its record says, the reconciler writes the pods into the record
-  (`claims.claim_pods`), under the claim's lock too. For everything above it is still the same record.
+  (`claims.calls.RecordedPods`), under the claim's lock too. For everything above it is still the same record.
 - A CDI spec without a record is only reported: the API server finds claims by name, not by UID, and containers from
   before may still need the spec.
 """

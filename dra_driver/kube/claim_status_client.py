@@ -16,7 +16,7 @@ from dra_driver.base.fields import NUMBER, Codec, Kind, left_out
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient, reserved_pods
 from dra_driver.kube.client import ApiClient, is_not_found
-from dra_driver.model.claim import ClaimRef, DeviceFacts, DeviceStatus, MpsFacts, Pods, allocation_results
+from dra_driver.model.claim import ClaimRef, DeviceFacts, DeviceStatus, MpsFacts, allocation_results
 from dra_driver.model.problems import EventObject
 from dra_driver.model.schema import JsonObject
 
@@ -40,15 +40,12 @@ class ClaimStatusClient:
 
     Entries are written by server-side apply under a field manager of this plugin and node. So drivers, and nodes that
     had the claim before, never change each other's entries. Raises: ApiUnavailableError, ApiRejectedError.
-
-    `note_pods` hears of the pods of every claim that is read, by its UID.
     """
 
     api: ApiClient
     driver: str
     node: str
     _: KW_ONLY
-    note_pods: Callable[[str, Pods], None]
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], datetime] = lambda: datetime.now(UTC)
 
@@ -121,7 +118,6 @@ class ClaimStatusClient:
         obj = self._claims.find(ref, timeout_s)
         if obj is None or obj["metadata"].get("uid") != ref.uid:
             return None
-        self.note_pods(ref.uid, reserved_pods(obj))
         return obj
 
     def _present(self, obj: JsonObject) -> dict[tuple[Any, ...], JsonObject]:

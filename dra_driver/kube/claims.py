@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -27,11 +27,9 @@ _POD_CLAIM_NAME = "resource.kubernetes.io/pod-claim-name"
 
 @dataclass(eq=False)
 class ClaimClient:
-    """Reads ResourceClaims; needs `get` on them and nothing else. `note_pods` hears of the pods of every claim that
-    `read` and `look` find, by its UID."""
+    """Reads ResourceClaims; needs `get` on them and nothing else."""
 
     api: ApiClient
-    note_pods: Callable[[str, Pods], None] = lambda _uid, _pods: None
 
     def get_claim(self, namespace: str, name: str, *, timeout_s: float | None = None) -> dict[str, Any]:
         """The claim; `timeout_s` bounds the request, None means the client's own bound.
@@ -59,9 +57,7 @@ class ClaimClient:
             raise ClaimRefusedError(
                 f"claim {ref.namespace}/{ref.name} does not exist in the API server; it was deleted"
             )
-        claim = parse_allocated_claim(obj, ref)
-        self.note_pods(ref.uid, claim.pods)
-        return claim
+        return parse_allocated_claim(obj, ref)
 
     def look(self, ref: ClaimRef, timeout_s: float | None = None) -> ClaimNow | None:
         """What the API server says of the claim of that name now; None if it says that there is none.
@@ -69,11 +65,7 @@ class ClaimClient:
         Raises: ApiRejectedError, ApiUnavailableError if the API server does not tell.
         """
         obj = self.find(ref, timeout_s)
-        if obj is None:
-            return None
-        now = parse_claim_now(obj, ref)
-        self.note_pods(now.uid, now.pods)
-        return now
+        return None if obj is None else parse_claim_now(obj, ref)
 
     def find(self, ref: ClaimRef, timeout_s: float | None = None) -> dict[str, Any] | None:
         """As `get_claim`; None only if the API server says that there is no claim of that name: a path that is not

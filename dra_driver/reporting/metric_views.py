@@ -196,7 +196,6 @@ class Views:
         self,
         records: Callable[[], Iterable[ClaimRecord]],
         made_uuid: Callable[[str], str | None],
-        pods: Callable[[ClaimRecord], Pods],
         inventory: InventorySource,
     ) -> None:
         """Which claim has which device, for which pods. `made_uuid` returns the UUID that a MIG device on demand has
@@ -208,7 +207,7 @@ class Views:
             for record in records():
                 if record.phase != "prepared":
                     continue
-                names = _names(pods(record))
+                names = _names(record.claim.pods)
                 for held in record.devices:
                     uuid = held.uuid or made_uuid(held.device) or ""
                     ref = record.ref

@@ -11,7 +11,6 @@ from typing import Literal
 
 import structlog
 
-from dra_driver.claims.calls import ClaimPods
 from dra_driver.errors import DraDriverError
 from dra_driver.health.monitor import Monitor
 from dra_driver.journal.lanes import Lanes
@@ -210,7 +209,7 @@ def claim_using(device: str, records: Iterable[ClaimRecord]) -> ClaimRef | None:
 
 class Reports:
     """`recorder` writes events; `node` and `mps` report what concerns the node, `claims` and `failing` what concerns
-    claims. `reporter` observes Prepare and Unprepare; `claim_pods` knows the pods of claims."""
+    claims. `reporter` observes Prepare and Unprepare."""
 
     def __init__(
         self,
@@ -231,18 +230,17 @@ class Reports:
         """`on_release` is called when a claim was unprepared."""
         self._lanes, self._records = lanes, records
         created_instance = ledger.created_instance
-        self.claim_pods = ClaimPods()
         self.recorder = EventRecorder(
             node_name,
             EventWriter(api, driver, node_name),
-            ClaimStatusClient(api, driver, node_name, note_pods=self.claim_pods.note),
+            ClaimStatusClient(api, driver, node_name),
         )
         states = ClaimStatusReporter(self.recorder, inventory, created_instance, monitor.states, records.get)
         self.node = NodeEvents(metrics, self.recorder, speaks_for_node)
         self.claims = ClaimHealthReporter(
             self.recorder, states, records.all, inventory, created_instance, speaks_for_node
         )
-        claims = ClaimClient(api, self.claim_pods.note)
+        claims = ClaimClient(api)
         self.failing = FailingClaims((driver, node_name), claims.look, self._prepare_is_slow, records.get)
         self.mps = MpsEvents(self.recorder, records.all, mps_files.statuses)
         self.reporter = Reporter(

@@ -1,4 +1,4 @@
-"""The pods of claims: noted whenever a claim is read, and written into its record by the reconciler alone."""
+"""The reconciler writes the pods of claims into their records."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dra_driver.claims.calls import ClaimPods, RecordedPods
+from dra_driver.claims.calls import RecordedPods
 from dra_driver.cli.state_on_disk import read_state
 from dra_driver.errors import RetryableError, StateError
-from dra_driver.kube.claims import ClaimClient
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, PodRef, Pods
 from dra_driver.model.record import ClaimRecord
 from tests.claims import test_reconciler
@@ -43,55 +42,6 @@ class Bench(test_reconciler.Bench):
 @pytest.fixture
 def bench(node: Node) -> Bench:
     return Bench(node)
-
-
-# --- in memory -------------------------------------------------------------------------------------
-
-
-def test_what_was_read_last_goes_before_what_the_record_says() -> None:
-    pods = ClaimPods()
-    record = ClaimRecord(used_by(ONE, A), "prepared", "boot-1", (), ())
-    assert pods.of(record) == (A,)
-    pods.note("uid-1", (A, B))
-    pods.note("uid-2", (C,))
-    assert pods.of(record) == (A, B)
-    pods.note("uid-1", None)
-    assert pods.of(record) == (A, B), "that said nothing"
-    pods.note("uid-1", ())
-    assert pods.of(record) == ()
-    assert pods.of(ClaimRecord(claim(GPU_0, uid="uid-3"), "prepared", "boot-1", (), ())) is None
-
-
-def test_of_the_claims_read_longest_ago_the_records_must_do() -> None:
-    pods = ClaimPods()
-    pods.note("uid-1", (A,))
-    for number in range(511):
-        pods.note(f"other-{number}", (C,))
-    pods.note("uid-1", (B,))
-    pods.note("one-more", (C,))
-    assert pods.of(ClaimRecord(ONE, "prepared", "boot-1", (), ())) == (B,)
-    first = claim(GPU_0, uid="other-0")
-    assert pods.of(ClaimRecord(used_by(first, A), "prepared", "boot-1", (), ())) == (A,)
-
-
-def test_reader_notes_the_pods_of_whatever_claim_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: list[tuple[str, Pods]] = []
-    reader = ClaimClient(None, lambda uid, pods: noted.append((uid, pods)))  # type: ignore[arg-type]
-    answers = [
-        {
-            "metadata": {"uid": uid},
-            "status": {
-                "allocation": {},
-                "reservedFor": [{"resource": "pods", "name": pod.name, "uid": pod.uid}],
-            },
-        }
-        for uid, pod in (("uid-1", A), ("uid-9", B))
-    ]
-    monkeypatch.setattr(ClaimClient, "find", lambda *_args: answers.pop(0) if answers else None)
-    reader.read(ONE.ref, 1)
-    reader.look(ONE.ref, 1)
-    assert reader.look(ONE.ref, 1) is None
-    assert noted == [("uid-1", (A,)), ("uid-9", (B,))], "the name may be another claim's by now"
 
 
 # --- in the record ---------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def complete_metrics() -> Metrics:
     prepared = record(hold(GPU_0), hold(MIG_1G))
     records = [replace(prepared, claim=replace(prepared.claim, pods=(PodRef("pod-0", "uid-0"),)))]
     metrics = Metrics(DRIVER, NODE, lambda: ["gpu"])
-    metrics.show.claims(lambda: records, lambda device: None, lambda record: record.claim.pods, lambda: MIXED)
+    metrics.show.claims(lambda: records, lambda device: None, lambda: MIXED)
     metrics.show.usage(lambda: node_use(records))
     metrics.show.devices(lambda: MIXED, health, dict)
     metrics.show.inventory(lambda: MIXED)

@@ -9,7 +9,6 @@ from typing import Any
 from playground.apiserver.failure import ApiFailure, expired
 from playground.apiserver.faults import Faults
 
-from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.client import ApiClient
 
 DRIVER = "gpu.nvidia.com"
@@ -138,8 +137,3 @@ def write_claim_status(api: ApiClient, claim: dict[str, Any]) -> dict[str, Any]:
         body=claim,
         action="test",
     )
-
-
-def claim_status_client(api, driver, node, *, note_pods=lambda uid, pods: None, **more):
-    """A client whose reader of pods is nobody unless a test says so."""
-    return ClaimStatusClient(api, driver, node, note_pods=note_pods, **more)

@@ -9,12 +9,13 @@ import structlog
 from playground.apiserver import Identity, PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError
+from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
-from dra_driver.model.claim import ClaimRef, DeviceFacts, DeviceStatus, MpsFacts, PodRef
+from dra_driver.model.claim import ClaimRef, DeviceFacts, DeviceStatus, MpsFacts
 from dra_driver.model.problems import EventObject
 from tests.fakes.tables import data_of
-from tests.kube.support import DRIVER, allocated_claim, claim_status_client, write_claim_status
+from tests.kube.support import DRIVER, allocated_claim, write_claim_status
 
 _SHARE = "5f0d4f1c-0000-4000-8000-000000000000"
 _OTHER = "nic.example.com"
@@ -76,7 +77,7 @@ class Case:
         return ClaimRef(namespace, metadata["name"], metadata["uid"])
 
     def client(self, driver=DRIVER, node=None):
-        return claim_status_client(
+        return ClaimStatusClient(
             self.api, driver, node or self.node, now=lambda: _START + timedelta(seconds=self.seconds)
         )
 
@@ -233,23 +234,7 @@ def single(server, connect):
     api = connect(server)
     results = [{"driver": DRIVER, "pool": "n", "device": "gpu-0"}]
     metadata = allocated_claim(api, "default", results, node="node-a")["metadata"]
-    return claim_status_client(api, DRIVER, "node-a"), ClaimRef("default", metadata["name"], metadata["uid"])
-
-
-def test_pods_of_every_claim_that_is_read_are_noted(server, connect):
-    api, noted = connect(server), []
-    metadata = allocated_claim(
-        api, "default", [{"driver": DRIVER, "pool": "n", "device": "gpu-0"}], node="node-a"
-    )["metadata"]
-    ref = ClaimRef("default", metadata["name"], metadata["uid"])
-    status = claim_status_client(api, DRIVER, "node-a", note_pods=lambda *said: noted.append(said))
-    expected = (ref.uid, tuple(PodRef(f"pod-{n}", f"uid-{n}") for n in (1, 2)))
-    status.pods_of(ref)
-    assert noted == [expected]
-    assert status.write(ref, [ready()])
-    assert noted == [expected] * 2
-    status.pods_of(ClaimRef(ref.namespace, ref.name, "another"))
-    assert noted == [expected] * 2, "that is another claim"
+    return ClaimStatusClient(api, DRIVER, "node-a"), ClaimRef("default", metadata["name"], metadata["uid"])
 
 
 def test_pods_are_those_for_which_the_claim_is_reserved(single):
@@ -282,7 +267,7 @@ def test_a_server_that_drops_the_entries_is_told_once_an_hour(connect):
         metadata = allocated_claim(api, "default", results)["metadata"]
         ref = ClaimRef("default", metadata["name"], metadata["uid"])
         moment = [0.0]
-        status = claim_status_client(api, DRIVER, "node-a", clock=lambda: moment[0])
+        status = ClaimStatusClient(api, DRIVER, "node-a", clock=lambda: moment[0])
         with structlog.testing.capture_logs() as lines:
             wrote = []
             for passed in (0.0, 3599.0, 3600.0):
@@ -305,7 +290,7 @@ def test_a_node_writes_only_what_is_allocated_on_it(connect):
         admin = connect(server, token="admin")
         metadata = allocated_claim(admin, "default", results, node="node-a")["metadata"]
         ref = ClaimRef("default", metadata["name"], metadata["uid"])
-        other = claim_status_client(connect(server, token="b"), DRIVER, "node-b")
+        other = ClaimStatusClient(connect(server, token="b"), DRIVER, "node-b")
         with pytest.raises(ApiRejectedError, match="resourceclaims/driver"):
             other.write(ref, [ready()])
-        assert claim_status_client(connect(server, token="a"), DRIVER, "node-a").write(ref, [ready()])
+        assert ClaimStatusClient(connect(server, token="a"), DRIVER, "node-a").write(ref, [ready()])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
+from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.events import EventWriter
@@ -26,7 +27,7 @@ from dra_driver.reporting.event_recorder import (
     ReportLimits,
 )
 from tests.fakes.waiting import eventually
-from tests.kube.support import DRIVER, allocated_claim, claim_status_client
+from tests.kube.support import DRIVER, allocated_claim
 
 _REF = ClaimRef("ns", "claim", "uid")
 _PODS = tuple(EventObject("Pod", f"pod-{n}", f"uid-{n}", "ns") for n in range(2))
@@ -259,7 +260,7 @@ def test_over_a_real_connection_that_goes_and_comes(tmp_path):
         ref = ClaimRef("default", metadata["name"], metadata["uid"])
         moment = datetime(2026, 8, 7, 12, tzinfo=UTC)
         events = EventWriter(client, DRIVER, "node-a", now=lambda: moment)
-        claims = claim_status_client(api, DRIVER, "node-a", now=lambda: moment)
+        claims = ClaimStatusClient(api, DRIVER, "node-a", now=lambda: moment)
         api_server.stop()
         with speaking(events, claims=claims) as recorder:
             for _ in range(5):

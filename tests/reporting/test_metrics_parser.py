@@ -11,7 +11,6 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from dra_driver.claims.calls import ClaimPods
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, PodRef
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.metrics import Metrics
@@ -63,7 +62,6 @@ def test_names_of_others_cannot_break_the_text() -> None:
     metrics.show.claims(
         lambda: [ClaimRecord(claim, "prepared", "boot-1", kept.devices, ())],
         lambda _: None,
-        ClaimPods().of,
         lambda: None,
     )
     families = parse_openmetrics(generate_openmetrics(metrics.registry).decode())

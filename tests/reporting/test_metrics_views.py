@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from dra_driver.claims.calls import ClaimPods
 from dra_driver.errors import StateError
 from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import MadeInstance
@@ -75,9 +74,7 @@ def test_claim_is_joined_to_the_uuids_of_its_devices(metrics: Metrics) -> None:
         record(made, lost, hold(GPU_1, kind="quantum"), uid="uid-2"),
         record(hold(GPU_1), uid="uid-3", phase="preparing"),
     ]
-    metrics.show.claims(
-        lambda: kept, lambda device: "MIG-made" if device == "made" else None, ClaimPods().of, lambda: MIXED
-    )
+    metrics.show.claims(lambda: kept, lambda device: "MIG-made" if device == "made" else None, lambda: MIXED)
     found = list(labelled(scraped(metrics), "nvidia_dra_claim_info"))
     common = {"driver": DRIVER, "node": NODE, "namespace": "default"}
     assert all(entry.items() >= common.items() for entry in found)
@@ -94,7 +91,7 @@ def test_claim_is_joined_to_the_uuids_of_its_devices(metrics: Metrics) -> None:
 
 def test_claim_has_the_labels_of_the_dcgm_exporter_too(metrics: Metrics) -> None:
     kept = [record(hold(GPU_0), hold(MIG_1G), hold(MIG_3G, uuid="", device="gone"), uid="u")]
-    metrics.show.claims(lambda: kept, lambda device: None, ClaimPods().of, lambda: MIXED)
+    metrics.show.claims(lambda: kept, lambda device: None, lambda: MIXED)
     found = labelled(scraped(metrics), "nvidia_dra_claim_info")
     told = {
         entry["device"]: {name: value for name, value in entry.items() if name.startswith("dra_")}
@@ -125,11 +122,9 @@ def test_claim_is_joined_to_its_pods_and_to_so_many_at_most(metrics: Metrics) ->
         used_by("one", "trainer-0"),
         used_by("shared", *many),
         used_by("idle"),
-        used_by("read-anew", "gone"),
+        used_by("repeated", "b", "a", "b"),
     ]
-    noted = ClaimPods()
-    noted.note("read-anew", (PodRef("b", "1"), PodRef("a", "2"), PodRef("b", "3")))
-    metrics.show.claims(lambda: kept, lambda device: None, noted.of, lambda: None)
+    metrics.show.claims(lambda: kept, lambda device: None, lambda: None)
     found = list(labelled(scraped(metrics), "nvidia_dra_claim_info"))
     pods = {
         (entry["claim_uid"], device): sorted(
@@ -139,7 +134,7 @@ def test_claim_is_joined_to_its_pods_and_to_so_many_at_most(metrics: Metrics) ->
         for uid, device in [(entry["claim_uid"], entry["device"])]
     }
     expected = {
-        "one": ["trainer-0"], "shared": sorted(many[:16]), "idle": [""], "read-anew": ["a", "b"],
+        "one": ["trainer-0"], "shared": sorted(many[:16]), "idle": [""], "repeated": ["a", "b"],
     }  # fmt: skip
     assert pods == {(uid, device): names for uid, names in expected.items() for device in (GPU_0, MIG_1G)}
 
@@ -311,7 +306,7 @@ def test_source_that_fails_costs_its_own_metrics_only_and_is_counted(metrics: Me
         raise StateError("the disk is gone")
 
     metrics.show.value("failing", "claims_failing", failing)
-    metrics.show.claims(kept, lambda device: None, ClaimPods().of, lambda: None)
+    metrics.show.claims(kept, lambda device: None, lambda: None)
     metrics.show.value("readiness", "ready", lambda: True)
     causes = ("source", "cause")
     for times, raised in enumerate((StateError("x"), ValueError("a surprise")), start=1):
