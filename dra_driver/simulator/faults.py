@@ -13,7 +13,7 @@ import pynvml
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.units import counted
 from dra_driver.simulator.catalogue import driver_facts
-from dra_driver.simulator.machine_state import Fault, Gpu, Model
+from dra_driver.simulator.machine_state import RUBIN, Fault, Gpu, Model
 
 _PREFIX = "NVML_ERROR_"
 
@@ -24,8 +24,6 @@ NO_EFFECT, HANG, LATE_USER = -1, -2, -3
 _BEHAVIOURS = {"no-effect": NO_EFFECT, "hang": HANG, "late-user": LATE_USER}
 _LANES = 16
 _REPAIRS = ("channel", "tpc")
-_RUBIN = 13
-"""The first architecture with a bank remapper."""
 
 
 def error_text(code: int) -> str:
@@ -127,7 +125,7 @@ def _whole(value: str) -> int:
 
 
 def _bank_remap(value: str, model: Model) -> bool:
-    if model.architecture < _RUBIN:
+    if model.architecture < RUBIN:
         raise ValueError(f"is not possible on {model.name}, which has no bank remapper")
     return _true(value, model)
 

@@ -18,6 +18,8 @@ FORMAT = 1
 KEPT_EVENTS = 512
 ANY_INSTANCE = 0xFFFFFFFF
 NVIDIA = "nvidia"
+RUBIN = 13
+"""The first architecture with a bank remapper."""
 REMOTE_GPU = 0x00
 REMOTE_SWITCH = 0x02
 
@@ -234,6 +236,11 @@ class State:
     event_seq: int = 0
     source: str = ""
     format: int = FORMAT
+
+    @property
+    def branch(self) -> int:
+        """The major version of the NVIDIA driver."""
+        return int(self.driver_version.partition(".")[0])
 
     @cached_property
     def by_uuid(self) -> dict[str, Gpu]:

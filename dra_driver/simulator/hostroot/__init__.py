@@ -20,7 +20,7 @@ class HostRoot:
     """`<directory>/root`. The caller of each method holds the machine's lock.
 
     The marker names the version of the machine that the tree shows. A process that died half-way leaves no marker; then
-    the next process compares the whole tree with the disk.
+    the next process writes the whole tree again.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -64,48 +64,18 @@ class Tree:
         self._known_directories: set[str] = set()
 
     def sync(self, old: Entries | None, new: Entries, stale: list[str]) -> None:
-        """Make it equal to `new`. With `old`, only the differences between both are written; without it, `new` is
-        compared with the disk."""
+        """Make it equal to `new`. With `old`, only the differences between both are written; without it, everything
+        is."""
         for path in stale if old is None else [path for path in old if path not in new]:
             if path not in new:
                 self._remove(path, new)
         for path, entry in new.items():
-            if old is not None:
-                before = old.get(path)
-                if before is entry or before == entry:
-                    continue
-            elif not self._fresh and self._is(path, entry):
-                continue
-            self._make(path, entry)
-
-    def _full(self, path: str) -> str:
-        return f"{self.root}/{path}"
-
-    def _is(self, path: str, entry: Entry) -> bool:
-        full = self._full(path)
-        try:
-            status = os.lstat(full)
-        except OSError:
-            return False
-        mode = stat.S_IMODE(status.st_mode)
-        if isinstance(entry, Node) and not self.real_nodes:
-            entry = entry.described
-        if isinstance(entry, Text):
-            if not stat.S_ISREG(status.st_mode) or mode != entry.mode or status.st_size != len(entry.raw):
-                return False
-            with Path(full).open("rb") as file:
-                return file.read() == entry.raw
-        if isinstance(entry, Link):
-            return stat.S_ISLNK(status.st_mode) and str(Path(full).readlink()) == entry.target
-        if isinstance(entry, Node):
-            same = stat.S_ISCHR(status.st_mode) and mode == entry.mode and status.st_gid == entry.gid
-            return same and status.st_rdev == os.makedev(entry.major, entry.minor)
-        if isinstance(entry, Socket):
-            return stat.S_ISSOCK(status.st_mode) or stat.S_ISREG(status.st_mode)
-        return stat.S_ISDIR(status.st_mode)
+            before = None if old is None else old.get(path)
+            if before is not entry and before != entry:
+                self._make(path, entry)
 
     def _make(self, path: str, entry: Entry) -> None:
-        full = self._full(path)
+        full = f"{self.root}/{path}"
         if isinstance(entry, Node) and not self.real_nodes:
             entry = entry.described
         if isinstance(entry, Directory):
@@ -142,15 +112,15 @@ class Tree:
         self._known_directories.add(full)
 
     def _remove(self, path: str, keep: Entries) -> None:
-        full = self._full(path)
+        full = f"{self.root}/{path}"
         _unlink(full)
         parent = path.rpartition("/")[0]
         while "/" in parent and parent not in keep:
             try:
-                os.rmdir(self._full(parent))  # noqa: PTH106
+                os.rmdir(f"{self.root}/{parent}")  # noqa: PTH106
             except OSError:
                 return
-            self._known_directories.discard(self._full(parent))
+            self._known_directories.discard(f"{self.root}/{parent}")
             parent = parent.rpartition("/")[0]
 
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from dra_driver.simulator.catalogue import driver_facts
-from dra_driver.simulator.library.device import Device, Fields, Gpm
+from dra_driver.simulator.faults import error_text
+from dra_driver.simulator.library.core import number
+from dra_driver.simulator.library.device import Device, Gpm
 from dra_driver.simulator.library.instances import Instances
 from dra_driver.simulator.library.links import Links
 from dra_driver.simulator.library.system import System, Waiting
 
 __all__ = ["SimulatedLibrary"]
-_PREFIX = "nvml"
 
 
-class _Topics(System, Device, Fields, Gpm, Instances, Links, Waiting):
+class _Topics(System, Device, Gpm, Instances, Links, Waiting):
     pass
 
 
@@ -26,23 +27,13 @@ class SimulatedLibrary:
     """
 
     def __init__(self, machine: Any) -> None:
-        topics = _Topics(machine)
-        state = machine.current()
-        major = int(state.driver_version.partition(".")[0])
+        topics, state = _Topics(machine), machine.current()
         later = driver_facts()["functions_since"].items()
-        missing = {name for since, names in later if since > major for name in names}
-        missing.update(state.missing_functions)
-        for name in dir(topics):
-            if not name.startswith(_PREFIX) or name in missing:
-                continue
-            method = getattr(topics, name)
-            setattr(self, name, method if name == "nvmlErrorString" else topics.entry(name, method))
-        self._error_string(topics)
+        missing = {name for since, names in later if since > state.branch for name in names}
+        functions = {name: getattr(topics, name) for name in dir(topics) if name.startswith("nvml")}
+        for name, function in (functions | topics.getters).items():
+            if name not in missing.union(state.missing_functions):
+                setattr(self, name, topics.entry(name, function))
 
-    def _error_string(self, topics: _Topics) -> None:
-        """The binding sets `restype` on this one, which a bound method would refuse."""
-
-        def text_of(code: Any) -> bytes:
-            return topics.nvmlErrorString(code)
-
-        self.nvmlErrorString = text_of
+    # The binding sets `restype` on this one, which a bound method would refuse.
+    nvmlErrorString = staticmethod(lambda code: error_text(number(code)).encode())  # noqa: N815

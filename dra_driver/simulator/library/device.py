@@ -5,16 +5,15 @@ instance and the metrics between two of them."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pynvml
 
 from dra_driver.simulator.library.core import Core, Handle, address, number, put, put_handle, target
-from dra_driver.simulator.machine_state import ANY_INSTANCE, Gpu, Holder, State
-from dra_driver.simulator.mig import Refusal
-
-_RUBIN = 13
+from dra_driver.simulator.machine_state import ANY_INSTANCE, RUBIN, Gpu, Holder, Model, State
+from dra_driver.simulator.mig import Refusal, max_devices
 
 MIB = 1 << 20
 _RESETLESS_MIG = 184
@@ -27,6 +26,53 @@ _NVLINK_ERRORS = {38: "crc", 45: "crc data", 52: "replay", 59: "recovery"}
 _LINK_RECOVERIES = 215
 _HOPPER = 9
 _UNLIKE = 4711.0
+
+_Read = Callable[[Model, Gpu], int | Sequence[int] | Mapping[str, int] | None]
+"""The value, those of several out arguments, or the fields of a struct; None if the GPU does not support the call."""
+_OF_GPUS: Mapping[str, _Read] = {
+    "nvmlDeviceGetCurrPcieLinkGeneration": lambda _, gpu: gpu.pcie_link[2],
+    "nvmlDeviceGetCurrPcieLinkWidth": lambda _, gpu: gpu.pcie_link[0],
+    "nvmlDeviceGetCurrentClocksEventReasons": lambda _, gpu: gpu.slowdown,
+    "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _, gpu: gpu.slowdown,
+    "nvmlDeviceGetEnforcedPowerLimit": lambda model, _: model.power_limit_w * 1000,
+    "nvmlDeviceGetMaxMigDeviceCount": lambda model, _: max_devices(model),
+    "nvmlDeviceGetMaxPcieLinkGeneration": lambda _, gpu: gpu.pcie_link[3],
+    "nvmlDeviceGetMaxPcieLinkWidth": lambda _, gpu: gpu.pcie_link[1],
+    "nvmlDeviceGetMigMode": lambda model, gpu: (gpu.mig_mode, gpu.mig_pending) if model.mig else None,
+    "nvmlDeviceGetMinorNumber": lambda _, gpu: gpu.minor,
+    "nvmlDeviceGetNumGpuCores": lambda model, _: model.cores,
+    "nvmlDeviceGetPersistenceMode": lambda _, gpu: gpu.persistence,
+    "nvmlDeviceGetPowerUsage": lambda model, _: model.power_limit_w * 100,
+    "nvmlDeviceGetRetiredPagesPendingStatus": lambda model, gpu: gpu.retired_pending if model.retired_pages else None,
+    "nvmlDeviceGetTemperature": lambda _, gpu: 30 + gpu.minor % 8,
+    "nvmlDeviceGetTemperatureV": lambda _, gpu: {"temperature": 30 + gpu.minor % 8},
+    "nvmlDeviceGetVirtualizationMode": lambda _, gpu: gpu.virtualization,
+    "nvmlGpmQueryDeviceSupport": lambda model, _: {"isSupportedDevice": model.architecture >= _HOPPER},
+}  # fmt: skip
+_OF_ECC: Mapping[str, _Read] = {
+    "nvmlDeviceGetBankRemapperStatus_v1": lambda model, gpu: (
+        {"bPending": gpu.bank_remap_pending} if model.architecture >= RUBIN else None
+    ),
+    "nvmlDeviceGetRepairStatus": lambda _, gpu: dict(
+        zip(("bChannelRepairPending", "bTpcRepairPending"), gpu.repairs_pending, strict=True)
+    ),
+    "nvmlDeviceGetSramEccErrorStatus": lambda _, gpu: {"bThresholdExceeded": gpu.sram_exceeded},
+    "nvmlDeviceGetUnrepairableMemoryFlag_v1": lambda _, gpu: {"unrepairableMemory": gpu.memory_unrepairable},
+}
+_OF_MIG_TOO: Mapping[str, _Read] = {
+    **_OF_ECC,
+    "nvmlDeviceGetAddressingMode": lambda _, gpu: None if gpu.addressing is None else {"value": gpu.addressing},
+    "nvmlDeviceGetArchitecture": lambda model, _: model.architecture,
+    "nvmlDeviceGetBrand": lambda model, _: model.brand,
+    "nvmlDeviceGetCudaComputeCapability": lambda model, _: model.compute,
+    "nvmlDeviceGetNumaNodeId": lambda _, gpu: gpu.memory_numa,
+    "nvmlDeviceGetRemappedRows": lambda model, gpu: gpu.remapped_rows if model.row_remapper else None,
+}  # fmt: skip
+_VERSIONS = {
+    "nvmlDeviceGetAddressingMode": pynvml.nvmlDeviceAddressingMode_v1,
+    "nvmlDeviceGetSramEccErrorStatus": pynvml.nvmlEccSramErrorStatus_v1,
+}
+"""Of the structs whose version the library checks."""
 
 
 def busy(holders: Iterable[Holder]) -> int:
@@ -41,22 +87,27 @@ def _unsupported() -> Refusal:
 class Device(Core):
     """nvmlDeviceGet*/Set* of a single device."""
 
-    def nvmlDeviceGetBrand(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu, _ = self.device(handle)
-        put(out, state.model_of(gpu).brand)
+    @property
+    def getters(self) -> dict[str, Callable[..., None]]:
+        """The functions that return values of a GPU, by their names."""
+        return {name: partial(self._get, name, read) for name, read in {**_OF_GPUS, **_OF_MIG_TOO}.items()}
 
-    def nvmlDeviceGetArchitecture(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu, _ = self.device(handle)
-        put(out, state.model_of(gpu).architecture)
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> None:  # noqa: N802
-        state, gpu, _ = self.device(handle)
-        put(major, state.model_of(gpu).compute[0])
-        put(minor, state.model_of(gpu).compute[1])
-
-    def nvmlDeviceGetNumGpuCores(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        put(out, state.model_of(gpu).cores)
+    def _get(self, name: str, read: _Read, handle: Any, *arguments: Any) -> None:
+        state, gpu = self.device(handle)[:2] if name in _OF_MIG_TOO else self.gpu(handle)
+        found, out = read(state.model_of(gpu), gpu), target(arguments[-1])
+        if name in _VERSIONS and out.version != _VERSIONS[name]:
+            raise Refusal(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
+        match found:
+            case _ if found is None or (name in _OF_ECC and not state.model_of(gpu).ecc):
+                raise _unsupported()
+            case Mapping():
+                for field, value in found.items():
+                    setattr(out, field, value)
+            case int():
+                put(out, found)
+            case _:
+                for argument, value in zip(arguments, found, strict=True):
+                    put(argument, value)
 
     def nvmlDeviceGetMemoryInfo(self, handle: Any, out: Any) -> None:  # noqa: N802
         total, reserved, used = self._memory(handle)
@@ -92,38 +143,6 @@ class Device(Core):
             if holder.gpu_instance == parsed.gi and holder.compute_instance in (None, parsed.ci)
         ]
 
-    def nvmlDeviceGetAddressingMode(self, handle: Any, out: Any) -> None:  # noqa: N802
-        info = target(out)
-        if info.version != pynvml.nvmlDeviceAddressingMode_v1:
-            raise Refusal(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
-        mode = self.device(handle)[1].addressing
-        if mode is None:
-            raise _unsupported()
-        info.value = mode
-
-    def nvmlDeviceGetVirtualizationMode(self, handle: Any, out: Any) -> None:  # noqa: N802
-        put(out, self.gpu(handle)[1].virtualization)
-
-    def nvmlDeviceGetNumaNodeId(self, handle: Any, out: Any) -> None:  # noqa: N802
-        node = self.device(handle)[1].memory_numa
-        if node is None:
-            raise _unsupported()
-        put(out, node)
-
-    def nvmlDeviceGetTemperatureV(self, handle: Any, out: Any) -> None:  # noqa: N802
-        target(out).temperature = 30 + self.gpu(handle)[1].minor % 8
-
-    def nvmlDeviceGetTemperature(self, handle: Any, sensor: Any, out: Any) -> None:  # noqa: N802
-        put(out, 30 + self.gpu(handle)[1].minor % 8)
-
-    def nvmlDeviceGetPowerUsage(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        put(out, state.model_of(gpu).power_limit_w * 100)
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        put(out, state.model_of(gpu).power_limit_w * 1000)
-
     def nvmlDeviceGetUtilizationRates(self, handle: Any, out: Any) -> None:  # noqa: N802
         _, gpu = self.gpu(handle)
         if gpu.mig_mode:
@@ -131,9 +150,6 @@ class Device(Core):
         rates = target(out)
         rates.gpu = busy(gpu.holders)
         rates.memory = rates.gpu // 2
-
-    def nvmlDeviceGetPersistenceMode(self, handle: Any, out: Any) -> None:  # noqa: N802
-        put(out, self.gpu(handle)[1].persistence)
 
     def nvmlDeviceSetPersistenceMode(self, handle: Any, mode: Any) -> None:  # noqa: N802
         _, gpu = self.gpu(handle)
@@ -174,70 +190,13 @@ class Device(Core):
 
     # --- health --------------------------------------------------------------------------------
 
-    def _with_ecc(self, handle: Any) -> tuple[State, Gpu]:
+    def nvmlDeviceGetTotalEccErrors(self, handle: Any, kind: Any, counter: Any, out: Any) -> None:  # noqa: N802
         state, gpu, _ = self.device(handle)
         if not state.model_of(gpu).ecc:
             raise _unsupported()
-        return state, gpu
-
-    def nvmlDeviceGetTotalEccErrors(self, handle: Any, kind: Any, counter: Any, out: Any) -> None:  # noqa: N802
-        _, gpu = self._with_ecc(handle)
         put(out, gpu.ecc_uncorrected if number(kind) == 1 else gpu.ecc_corrected)
 
-    def nvmlDeviceGetRemappedRows(self, handle: Any, *out: Any) -> None:  # noqa: N802
-        state, gpu, _ = self.device(handle)
-        if not state.model_of(gpu).row_remapper:
-            raise _unsupported()
-        for argument, value in zip(out, gpu.remapped_rows, strict=True):
-            put(argument, value)
-
-    def nvmlDeviceGetRetiredPagesPendingStatus(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        if not state.model_of(gpu).retired_pages:
-            raise _unsupported()
-        put(out, gpu.retired_pending)
-
-    def nvmlDeviceGetSramEccErrorStatus(self, handle: Any, out: Any) -> int:  # noqa: N802
-        _, gpu = self._with_ecc(handle)
-        if target(out).version != pynvml.nvmlEccSramErrorStatus_v1:
-            return int(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)
-        target(out).bThresholdExceeded = gpu.sram_exceeded
-        return int(pynvml.NVML_SUCCESS)
-
-    def nvmlDeviceGetUnrepairableMemoryFlag_v1(self, handle: Any, out: Any) -> None:  # noqa: N802
-        target(out).unrepairableMemory = self._with_ecc(handle)[1].memory_unrepairable
-
-    def nvmlDeviceGetBankRemapperStatus_v1(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu = self._with_ecc(handle)
-        if state.model_of(gpu).architecture < _RUBIN:
-            raise _unsupported()
-        target(out).bPending = gpu.bank_remap_pending
-
-    def nvmlDeviceGetRepairStatus(self, handle: Any, out: Any) -> None:  # noqa: N802
-        _, gpu = self._with_ecc(handle)
-        target(out).bChannelRepairPending, target(out).bTpcRepairPending = gpu.repairs_pending
-
-    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: Any, out: Any) -> None:  # noqa: N802
-        put(out, self.gpu(handle)[1].pcie_link[0])
-
-    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: Any, out: Any) -> None:  # noqa: N802
-        put(out, self.gpu(handle)[1].pcie_link[1])
-
-    def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: Any, out: Any) -> None:  # noqa: N802
-        put(out, self.gpu(handle)[1].pcie_link[2])
-
-    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: Any, out: Any) -> None:  # noqa: N802
-        put(out, self.gpu(handle)[1].pcie_link[3])
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: Any, out: Any) -> None:  # noqa: N802
-        put(out, self.gpu(handle)[1].slowdown)
-
-    def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: Any, out: Any) -> None:  # noqa: N802
-        put(out, self.gpu(handle)[1].slowdown)
-
-
-class Fields(Core):
-    """Each value has its own return code."""
+    # --- field values: each has its own return code --------------------------------------------
 
     def nvmlDeviceGetFieldValues(self, handle: Any, count: Any, out: Any) -> None:  # noqa: N802
         state, gpu, parsed = self.device(handle)
@@ -260,7 +219,7 @@ class Fields(Core):
         if field == _RESETLESS_MIG and model.mig:
             return int(model.resetless_mig)
         if field == _RECOVERY_ACTION:
-            if int(state.driver_version.partition(".")[0]) < _RECOVERY_ACTION_SINCE:
+            if state.branch < _RECOVERY_ACTION_SINCE:
                 raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
             return gpu.recovery_action
         if model.nvlinks and model.architecture < _BLACKWELL and field in _NVLINK_ERRORS:
@@ -287,10 +246,6 @@ class Gpm(Core):
         super().__init__(machine)
         self._numbers = itertools.count(0x6000_0000, 16)
         self.gpm_samples: dict[int, _Taken | None] = {}
-
-    def nvmlGpmQueryDeviceSupport(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        target(out).isSupportedDevice = int(state.model_of(gpu).architecture >= _HOPPER)
 
     def nvmlGpmSampleAlloc(self, out: Any) -> None:  # noqa: N802
         self.state()

@@ -54,11 +54,6 @@ class Instances(Core):
             raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return state, gpu, model
 
-    def nvmlDeviceGetMigMode(self, handle: Any, current: Any, pending: Any) -> None:  # noqa: N802
-        _, gpu, _ = self._mig_capable(handle)
-        put(current, gpu.mig_mode)
-        put(pending, gpu.mig_pending)
-
     def nvmlDeviceSetMigMode(self, handle: Any, mode: Any, status: Any) -> None:  # noqa: N802
         _, gpu, _ = self._mig_capable(handle)
         has_clients = bool(self.machine.clients())
@@ -260,10 +255,6 @@ class Instances(Core):
         self._change(gpu, change)
 
     # --- MIG devices ---------------------------------------------------------------------------
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any, out: Any) -> None:  # noqa: N802
-        state, gpu = self.gpu(handle)
-        put(out, mig.max_devices(state.model_of(gpu)))
 
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: Any, out: Any) -> None:  # noqa: N802
         state, gpu = self.gpu(handle)

@@ -103,7 +103,7 @@ class Links(Core):
     def nvmlDeviceGetGpuFabricInfoV(self, handle: Any, out: Any) -> None:  # noqa: N802
         info = target(out)
         known = {pynvml.nvmlGpuFabricInfo_v2}
-        if int(self.state().driver_version.partition(".")[0]) >= _GPU_FABRIC_V3_SINCE:
+        if self.state().branch >= _GPU_FABRIC_V3_SINCE:
             known.add(pynvml.nvmlGpuFabricInfo_v3)
         if info.version not in known:
             raise Refusal(pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH)

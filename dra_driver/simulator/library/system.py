@@ -11,7 +11,6 @@ from typing import Any
 
 import pynvml
 
-from dra_driver.simulator.faults import error_text
 from dra_driver.simulator.library.core import (
     KIND_GPU,
     KIND_MIG,
@@ -138,9 +137,6 @@ class System(Core):
         _, gpu, parsed = self.device(handle)
         put_text(buffer, size, self.mig_device(gpu, parsed)[1].uuid if parsed.is_mig else gpu.uuid)
 
-    def nvmlDeviceGetMinorNumber(self, handle: Any, out: Any) -> None:  # noqa: N802
-        put(out, self.gpu(handle)[1].minor)
-
     def nvmlDeviceGetName(self, handle: Any, buffer: Any, size: Any) -> None:  # noqa: N802
         state, gpu, parsed = self.device(handle)
         model = state.model_of(gpu)
@@ -158,9 +154,6 @@ class System(Core):
         info.pciDeviceId, info.pciSubSystemId = model.pci_id, model.subsystem_id
         info.busIdLegacy = gpu.bus_id.upper().encode()
         info.busId = nvml_bus_id(gpu.bus_id).encode()
-
-    def nvmlErrorString(self, code: Any) -> bytes:  # noqa: N802
-        return error_text(number(code)).encode()
 
 
 @dataclass(slots=True)
