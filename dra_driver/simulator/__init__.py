@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dra_driver.simulator.base import Selector
 from dra_driver.simulator.catalogue import machine_names
-from dra_driver.simulator.hostroot.dev import SimulatedDeviceNodes
+from dra_driver.simulator.hostroot.kernel import SimulatedDeviceNodes
 from dra_driver.simulator.library import SimulatedLibrary
 from dra_driver.simulator.machine import Machine, create_machine, open_machine
 from dra_driver.simulator.pci_control import SimulatedPciControl

@@ -16,7 +16,7 @@ from dra_driver.simulator.base import MachineBase, Selector
 from dra_driver.simulator.faults import error_text, fault_text, make_fault
 from dra_driver.simulator.hostroot.entries import can_make_nodes
 from dra_driver.simulator.hostroot.installation import IMEX_STATES
-from dra_driver.simulator.hostroot.kernel import HOST_DEVICE_KINDS
+from dra_driver.simulator.hostroot.kernel import FIRST_SRIOV, HOST_DEVICE_KINDS
 from dra_driver.simulator.machine_files import COMPUTE_MODE, TIMESLICE
 from dra_driver.simulator.machine_state import NVIDIA, Fault, Function, Gpu, Holder, State
 
@@ -26,7 +26,6 @@ HOSTILE = "SIMULATE_HOSTILE"
 """The variable of the environment that makes new machines as unkind as real ones; the project's tests set it."""
 ELF = "SIMULATE_ELF"
 """With HOSTILE, a directory of ELF files that take the place of scripts, on machines of this architecture."""
-_FIRST_SRIOV = [8, 0]
 
 _OWN_FILES = ("machine.", "rendered", "root", ".")
 """How the names of a machine's files begin; the first of them are there before machine.json."""
@@ -485,7 +484,7 @@ def _make_hostile(state: State) -> None:
     state.system["cap_nodes"] = False
     has_some = any(item.physical for item in state.functions)  # of a machine that was recorded
     for gpu in [] if has_some else state.present[:1]:
-        if state.model_of(gpu).compute >= _FIRST_SRIOV and not gpu.virtualization:
+        if state.model_of(gpu).compute >= FIRST_SRIOV and not gpu.virtualization:
             state.functions += virtual_functions(state, gpu, 2)
 
 

@@ -65,7 +65,7 @@ def test_daemon_of_a_mig_device_has_the_nodes_of_the_device_when_nobody_made_its
 def test_nodes_of_an_earlier_load_of_the_driver_are_made_anew(
     bare: Host, are_real: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.simulator.hostroot.dev.can_make_nodes", lambda directory: are_real)
+    monkeypatch.setattr("dra_driver.simulator.hostroot.kernel.can_make_nodes", lambda directory: are_real)
     reader = device_node_reader(bare.machine)
     there_before = nodes(bare)
     bare.tools.make_capability_nodes()

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dra_driver.simulator.hostroot.dev import devices
 from dra_driver.simulator.hostroot.entries import Entries, Tree
 from dra_driver.simulator.hostroot.installation import ElfFiles, driver_files, imex, nvidia_smi
-from dra_driver.simulator.hostroot.kernel import host_device_nodes, procfs, sysfs
+from dra_driver.simulator.hostroot.kernel import devices, host_device_nodes, procfs, sysfs
 from dra_driver.simulator.machine_state import State
 
 __all__ = ["HostRoot"]

@@ -1,16 +1,26 @@
-"""/proc and /sys, what the kernel and the NVIDIA driver show of the GPUs there; IOMMU groups and vfio; and the nodes
-of other kernel modules that serve a GPU (GPUDirect Storage, RDMA, GDRCopy)."""
+"""/proc, /sys and /dev: what the kernel and the NVIDIA driver show of the GPUs; IOMMU groups and vfio; nodes of other
+kernel modules that serve a GPU (GPUDirect Storage, RDMA, GDRCopy); and a reader of nodes that could not be made."""
 
 from __future__ import annotations
 
 import functools
+import json
+import os
+import stat
 import struct
+from pathlib import Path
+from typing import Any
 
+from dra_driver.model.host import DeviceNode
 from dra_driver.simulator import mig, pci
 from dra_driver.simulator.catalogue import driver_facts
-from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Node, Text
+from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Node, Text, can_make_nodes
 from dra_driver.simulator.machine_state import NVIDIA, Function, Gpu, State
 
+NVIDIA_MAJOR = 195
+DRM_MAJOR = 226
+SWITCH_MAJOR = 234
+_VIDEO, _RENDER = 44, 993
 _FIXED_DEVICES = ("  1 mem", "  4 tty", "  5 /dev/tty", "  5 /dev/console", " 10 misc", " 29 fb", "226 drm")
 HOST_DEVICE_KINDS = ("gds", "mofed", "gdrcopy")
 """NVSwitches are functions of a machine, and so are their nodes."""
@@ -24,7 +34,8 @@ _VFIO_MAJOR, _DEVICE_MAJOR, _MISC_MAJOR = 243, 242, 10
 _VFIO_MINOR, _IOMMU_MINOR = 196, 125
 _GRACE_MODULE = "nvgrace_gpu_vfio_pci"
 _GRACE_GPUS = (0x2342, 0x2345, 0x2348, 0x2941, 0x31C2)
-_FIRST_SRIOV = [8, 0]
+FIRST_SRIOV = [8, 0]
+"""Compute capability of the first GPUs with virtual functions."""
 _REGISTERS_MIB, _LAST_MIB = 16, 32
 
 
@@ -120,76 +131,89 @@ def _information(state: State, gpu: Gpu) -> str:
 
 
 def sysfs(state: State) -> Entries:
-    entries: Entries = {"sys/module/firmware_class/parameters/path": Text("\n")}
+    """Below sys; and the lists of modules below lib."""
+    entries: Entries = {
+        "sys/module/firmware_class/parameters/path": Text("\n"),
+        **{f"sys/bus/pci/drivers/{driver}": Directory() for driver in pci.drivers(state)},
+    }
     if state.driver_loaded:
         entries["sys/module/nvidia/version"] = Text(f"{state.driver_version}\n")
         entries["sys/module/nvidia/initstate"] = Text("live\n")
-    for gpu in state.present:
-        device = _pci_device(entries, gpu.bus_id, gpu.pcie, gpu.numa)
-        model = state.model_of(gpu)
-        number, vendor = model.pci_id >> 16, model.pci_id & 0xFFFF
-        entries.update(_identity(device, vendor, number, model.pci_class, model.subsystem_id, lost=gpu.lost))
-        entries[f"{device}/local_cpulist"] = Text(f"{gpu.cpus}\n")
-        if gpu.driver == NVIDIA and state.driver_loaded:
-            _bind(entries, device, gpu.bus_id, NVIDIA)
-            if gpu.drm is not None:
-                entries[f"{device}/drm/card{gpu.drm}/dev"] = Text(f"226:{gpu.drm}\n")
-                entries[f"{device}/drm/renderD{127 + gpu.drm}/dev"] = Text(f"226:{127 + gpu.drm}\n")
-    for function in state.functions:
-        _other_function(entries, state, function)
-    return entries | vfio_files(state)
+    groups = pci.groups(state)
+    for item in pci.functions(state).values():
+        entries |= _function(state, item, groups.get(item.bus_id))
+    return entries | _module_lists(state)
 
 
-def _up(device: str) -> str:
-    """The way from a device directory to /sys."""
-    return "/".join([".."] * (device.count("/")))
+def _function(state: State, item: Gpu | Function, group: int | None) -> Entries:
+    """The directory of a PCI function, and the links that lead there."""
+    bus_id, place, driver = (
+        item.bus_id,
+        f"devices/{item.pcie}/{item.bus_id}",
+        pci.driver_of(state, item.bus_id),
+    )
+    device, up = f"sys/{place}", "/".join([".."] * (place.count("/") + 1))
+    if isinstance(item, Gpu):
+        model = state.model_of(item)
+        numbers = (model.pci_id & 0xFFFF, model.pci_id >> 16, model.pci_class, model.subsystem_id)
+        more = _of_a_gpu(state, item, device, driver)
+    else:
+        numbers = (item.vendor, item.device, item.pci_class, item.device << 16 | item.vendor)
+        more = {f"{device}/physfn": Link(f"../{item.physical}")} if item.physical else {}
+    entries: Entries = {
+        **_identity(device, *numbers),
+        f"sys/bus/pci/devices/{bus_id}": Link(f"../../../{place}"),
+        f"{device}/numa_node": Text(f"{item.numa}\n"),
+        f"{device}/driver_override": Text(f"{item.override or '(null)'}\n"),
+        **more,
+    }
+    if driver:
+        entries[f"{device}/driver"] = Link(f"{up}/bus/pci/drivers/{driver}")
+        entries[f"sys/bus/pci/drivers/{driver}/{bus_id}"] = Link(f"../../../../{place}")
+        if item.vfio is not None:
+            entries[f"{device}/vfio-dev/vfio{item.vfio}/dev"] = Text(f"{_DEVICE_MAJOR}:{item.vfio}\n")
+    if group is not None:
+        entries[f"{device}/iommu_group"] = Link(f"{up}/kernel/iommu_groups/{group}")
+        entries[f"sys/kernel/iommu_groups/{group}/devices/{bus_id}"] = Link(f"../../../../{place}")
+    return entries
 
 
-def _pci_device(entries: Entries, bus_id: str, pcie: str, numa: int) -> str:
-    device = f"sys/devices/{pcie}/{bus_id}"
-    entries[f"sys/bus/pci/devices/{bus_id}"] = Link(f"../../../devices/{pcie}/{bus_id}")
-    entries[f"{device}/numa_node"] = Text(f"{numa}\n")
-    return device
+def _of_a_gpu(state: State, gpu: Gpu, device: str, driver: str) -> Entries:
+    entries: Entries = {
+        f"{device}/local_cpulist": Text(f"{gpu.cpus}\n"),
+        f"{device}/resource": Text(_regions(state, gpu)),
+    }
+    if gpu.lost:
+        entries[f"{device}/config"] = Text(b"\xff" * 64)
+    if driver == NVIDIA and gpu.drm is not None:
+        entries[f"{device}/drm/card{gpu.drm}/dev"] = Text(f"226:{gpu.drm}\n")
+        entries[f"{device}/drm/renderD{127 + gpu.drm}/dev"] = Text(f"226:{127 + gpu.drm}\n")
+    if list(state.model_of(gpu).compute) >= FIRST_SRIOV:
+        virtual = [other for other in state.functions if other.physical == gpu.bus_id]
+        entries[f"{device}/sriov_numvfs"] = Text(f"{len(virtual)}\n")
+        for number, other in enumerate(virtual):
+            entries[f"{device}/virtfn{number}"] = Link(f"../{other.bus_id}")
+    return entries
 
 
 @functools.lru_cache(maxsize=1024)
-def _identity(
-    device: str,
-    vendor: int,
-    number: int,
-    pci_class: int,
-    subsystem: int,
-    *,
-    lost: bool = False,
-) -> Entries:
+def _identity(device: str, vendor: int, number: int, pci_class: int, subsystem: int) -> Entries:
     """What does not change while the device is there."""
     header = struct.pack("<HHHHI", vendor, number, 0x0406, 0x0010, pci_class << 8 | 0xA1).ljust(0x2C, b"\0")
     config = (header + struct.pack("<HH", subsystem & 0xFFFF, subsystem >> 16)).ljust(64, b"\0")
+    modalias = (
+        f"pci:v{vendor:08X}d{number:08X}sv{subsystem & 0xFFFF:08X}sd{subsystem >> 16:08X}"
+        f"bc{pci_class >> 16:02X}sc{pci_class >> 8 & 0xFF:02X}i{pci_class & 0xFF:02X}"
+    )
     return {
         f"{device}/vendor": Text(f"0x{vendor:04x}\n"),
         f"{device}/device": Text(f"0x{number:04x}\n"),
         f"{device}/class": Text(f"0x{pci_class:06x}\n"),
         f"{device}/subsystem_vendor": Text(f"0x{subsystem & 0xFFFF:04x}\n"),
         f"{device}/subsystem_device": Text(f"0x{subsystem >> 16:04x}\n"),
-        f"{device}/config": Text(b"\xff" * 64 if lost else config),
+        f"{device}/modalias": Text(f"{modalias}\n"),
+        f"{device}/config": Text(config),
     }
-
-
-def _bind(entries: Entries, device: str, bus_id: str, driver: str) -> None:
-    entries[f"{device}/driver"] = Link(f"{_up(device)}/bus/pci/drivers/{driver}")
-    entries[f"sys/bus/pci/drivers/{driver}/{bus_id}"] = Link(f"../../../../{device[4:]}")
-
-
-def _other_function(entries: Entries, state: State, function: Function) -> None:
-    device = _pci_device(entries, function.bus_id, function.pcie, function.numa)
-    subsystem = function.device << 16 | function.vendor
-    entries.update(_identity(device, function.vendor, function.device, function.pci_class, subsystem))
-    if function.physical:
-        entries[f"{device}/physfn"] = Link(f"../{function.physical}")
-    # A vfio driver is linked where everything of vfio is.
-    has_driver = state.driver_loaded or not function.driver.startswith("nvidia")
-    if function.driver and function.vfio is None and has_driver:
-        _bind(entries, device, function.bus_id, function.driver)
 
 
 def host_devices(state: State) -> list[str]:
@@ -212,33 +236,6 @@ def host_device_nodes(state: State) -> Entries:
     if "gdrcopy" in kinds:
         entries["dev/gdrdrv"] = Node(_GDR, 0)
     return entries
-
-
-def vfio_files(state: State) -> Entries:
-    """Below sys and lib."""
-    entries: Entries = {f"sys/bus/pci/drivers/{driver}": Directory() for driver in pci.drivers(state)}
-    groups = pci.groups(state)
-    for bus_id, item in pci.functions(state).items():
-        place = f"devices/{item.pcie}/{bus_id}"
-        device, up = f"sys/{place}", "/".join([".."] * (place.count("/") + 1))
-        entries[f"{device}/driver_override"] = Text(f"{item.override or '(null)'}\n")
-        entries[f"{device}/modalias"] = Text(f"{_modalias(state, item)}\n")
-        if isinstance(item, Gpu):
-            entries[f"{device}/resource"] = Text(_regions(state, item))
-            if list(state.model_of(item).compute) >= _FIRST_SRIOV:
-                virtual = [other for other in state.functions if other.physical == bus_id]
-                entries[f"{device}/sriov_numvfs"] = Text(f"{len(virtual)}\n")
-                for number, other in enumerate(virtual):
-                    entries[f"{device}/virtfn{number}"] = Link(f"../{other.bus_id}")
-        group = groups.get(bus_id)
-        if group is not None:
-            entries[f"{device}/iommu_group"] = Link(f"{up}/kernel/iommu_groups/{group}")
-            entries[f"sys/kernel/iommu_groups/{group}/devices/{bus_id}"] = Link(f"../../../../{place}")
-        if item.vfio is not None and not pci.is_leaving(item):
-            entries[f"{device}/driver"] = Link(f"{up}/bus/pci/drivers/{item.driver}")
-            entries[f"sys/bus/pci/drivers/{item.driver}/{bus_id}"] = Link(f"../../../../{place}")
-            entries[f"{device}/vfio-dev/vfio{item.vfio}/dev"] = Text(f"{_DEVICE_MAJOR}:{item.vfio}\n")
-    return entries | _module_lists(state)
 
 
 def vfio_nodes(state: State) -> Entries:
@@ -292,21 +289,6 @@ def _module_lists(state: State) -> Entries:
     return entries
 
 
-def _modalias(state: State, item: Gpu | Function) -> str:
-    if isinstance(item, Gpu):
-        model = state.model_of(item)
-        numbers = (model.pci_id & 0xFFFF, model.pci_id >> 16, model.subsystem_id)
-        code = model.pci_class
-    else:
-        numbers = (item.vendor, item.device, item.device << 16 | item.vendor)
-        code = item.pci_class
-    vendor, device, subsystem = numbers
-    return (
-        f"pci:v{vendor:08X}d{device:08X}sv{subsystem & 0xFFFF:08X}sd{subsystem >> 16:08X}"
-        f"bc{code >> 16:02X}sc{code >> 8 & 0xFF:02X}i{code & 0xFF:02X}"
-    )
-
-
 def _regions(state: State, gpu: Gpu) -> str:
     """Registers below 4 GiB, then the memory and a small region above: start, end, flags, as the kernel lists them."""
     memory = state.model_of(gpu).memory_bytes or 0
@@ -326,3 +308,97 @@ def _regions(state: State, gpu: Gpu) -> str:
 
 
 _NO_REGION = " ".join(["0x" + "0" * 16] * 3)
+
+
+def devices(state: State) -> Entries:
+    """While the NVIDIA driver is unloaded, its nodes stay, as on a host; the nodes of the DRM subsystem disappear."""
+    system = state.system
+    entries: Entries = {
+        "dev/char": Directory(),  # udev makes links there, but none to the nodes of the NVIDIA driver
+        "dev/nvidiactl": Node(NVIDIA_MAJOR, 255),
+        "dev/nvidia-modeset": Node(NVIDIA_MAJOR, 254),
+        "dev/nvidia-uvm": Node(system["uvm_major"], 0),
+        "dev/nvidia-uvm-tools": Node(system["uvm_major"], 1),
+        "dev/nvidia-caps/nvidia-cap1": Node(system["caps_major"], 1, 0o400),
+        "dev/nvidia-caps/nvidia-cap2": Node(system["caps_major"], 2, 0o444),
+    }
+    for gpu in state.present:
+        entries[f"dev/nvidia{gpu.minor}"] = Node(NVIDIA_MAJOR, gpu.minor)
+        if gpu.drm is not None and state.driver_loaded and gpu.driver == NVIDIA:
+            card, render = f"card{gpu.drm}", f"renderD{127 + gpu.drm}"
+            entries[f"dev/dri/{card}"] = Node(DRM_MAJOR, gpu.drm, 0o660, _VIDEO)
+            entries[f"dev/dri/{render}"] = Node(DRM_MAJOR, 127 + gpu.drm, 0o660, _RENDER)
+            entries[f"dev/dri/by-path/pci-{gpu.bus_id}-card"] = Link(f"../{card}")
+            entries[f"dev/dri/by-path/pci-{gpu.bus_id}-render"] = Link(f"../{render}")
+        for gi, ci in gpu.mig_devices if system["cap_nodes"] else []:
+            for minor in (
+                mig.cap_minor(gpu.minor, gi.id),
+                mig.cap_minor(gpu.minor, gi.id, ci.id),
+            ):
+                entries[f"dev/nvidia-caps/nvidia-cap{minor}"] = Node(system["caps_major"], minor, 0o444)
+    switches = [item for item in state.functions if item.driver == "nvidia-nvswitch"]
+    for number in range(len(switches)):
+        entries[f"dev/nvidia-nvswitch{number}"] = Node(SWITCH_MAJOR, number)
+    if switches:
+        entries["dev/nvidia-nvswitchctl"] = Node(SWITCH_MAJOR, 255)
+    if state.fabric.get("cluster"):
+        entries["dev/nvidia-caps-imex-channels/channel0"] = Node(system["imex_major"], 0)
+    return entries | vfio_nodes(state)
+
+
+class SimulatedDeviceNodes:
+    """Reads device nodes below the host root, real or described.
+
+    It has the interface of the reader in `host`. A path may be one below the host root, or one as containers see it
+    (`/dev/nvidia0`).
+    """
+
+    def __init__(self, host_root: Path) -> None:
+        self._root = str(host_root)
+
+    def read(self, path: str) -> DeviceNode | None:
+        """The node at the path, or None where there is none."""
+        full = self._full(os.path.normpath(path))
+        try:
+            status = full.lstat()
+        except OSError:
+            return None
+        if stat.S_ISCHR(status.st_mode):
+            return DeviceNode(
+                path=path,
+                type="c",
+                major=os.major(status.st_rdev),
+                minor=os.minor(status.st_rdev),
+                mode=stat.S_IMODE(status.st_mode),
+                uid=status.st_uid,
+                gid=status.st_gid,
+            )
+        described = _description(full) if stat.S_ISREG(status.st_mode) else None
+        return None if described is None else DeviceNode(path=path, type="c", uid=0, **described)
+
+    def make(self, path: str, node: DeviceNode) -> None:
+        """Make a node as someone on the host would: a file that describes it where nodes cannot be made. Raises:
+        FileExistsError; OSError."""
+        full = self._full(path)
+        full.parent.mkdir(parents=True, exist_ok=True)
+        if can_make_nodes(Path(self._root).parent):
+            os.mknod(full, stat.S_IFCHR | node.mode, os.makedev(node.major, node.minor))
+        else:
+            with full.open("xb") as file:
+                file.write(Node(node.major, node.minor, node.mode, node.gid).described.raw)
+
+    def remove(self, path: str) -> None:
+        """Remove a node as someone on the host would. Raises: OSError."""
+        self._full(path).unlink()
+
+    def _full(self, path: str) -> Path:
+        return Path(path if path.startswith(f"{self._root}/") else f"{self._root}{path}")
+
+
+def _description(path: Path) -> dict[str, Any] | None:
+    """What the file says that stands for a node; None for any other file."""
+    try:
+        said = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return said if isinstance(said, dict) and said.keys() == {"major", "minor", "mode", "gid"} else None

@@ -7,9 +7,8 @@ from typing import Any
 from dra_driver.simulator.catalogue import driver_facts
 from dra_driver.simulator.faults import error_text
 from dra_driver.simulator.library.core import number
-from dra_driver.simulator.library.device import Device, Gpm
+from dra_driver.simulator.library.device import Device, Gpm, Links
 from dra_driver.simulator.library.instances import Instances
-from dra_driver.simulator.library.links import Links
 from dra_driver.simulator.library.system import System, Waiting
 
 __all__ = ["SimulatedLibrary"]
