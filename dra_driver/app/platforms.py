@@ -43,7 +43,12 @@ def real_platform(settings: Settings) -> Platform:
 
 def simulated_platform(machine_name: str, directory: Path, plugin_directory: Path | None = None) -> Platform:
     """A machine made of data, kept in `directory`."""
-    from dra_driver.simulator import SimulatedPciControl, create_machine, device_node_reader, nvml_library
+    from dra_driver.simulator import (
+        SimulatedDeviceNodes,
+        SimulatedLibrary,
+        SimulatedPciControl,
+        create_machine,
+    )
 
     machine = create_machine(machine_name, directory)
     root = machine.host_root
@@ -56,7 +61,9 @@ def simulated_platform(machine_name: str, directory: Path, plugin_directory: Pat
         plugin_directory=None if plugin_directory is None else str(plugin_directory),
     )
     control = SimulatedPciControl(machine)
-    return Platform(paths, device_node_reader(machine), lambda: nvml_library(machine), control)
+    return Platform(
+        paths, SimulatedDeviceNodes(machine.host_root), lambda: SimulatedLibrary(machine), control
+    )
 
 
 def platform_of(settings: Settings) -> Platform:

@@ -146,7 +146,7 @@ def _driver_root(host: str | None, inside: str | None) -> str:
 
 def _simulated_root(name: str, directory: str | None) -> tuple[str, DeviceNodeMaker]:
     """The host root of the machine, and who makes its nodes; made by whoever comes first, this process or `run`."""
-    from dra_driver.simulator import create_machine, device_node_reader
+    from dra_driver.simulator import SimulatedDeviceNodes, create_machine
 
     machine = create_machine(name, Path(directory or DEFAULT_SIMULATOR_DIR))
-    return str(machine.host_root), device_node_reader(machine)
+    return str(machine.host_root), SimulatedDeviceNodes(machine.host_root)

@@ -48,8 +48,7 @@ def _calls(function: str, said: str = "", held_by: str = "", **fixed: Any) -> Ca
     """
 
     def act(given: Namespace) -> None:
-        from dra_driver.simulator import simulate_commands
-        from dra_driver.simulator.machine import open_machine
+        from dra_driver.simulator import open_machine, simulate_commands
 
         values = {name: value for name, value in vars(given).items() if name != "faults"} | fixed
         machine = None
@@ -89,7 +88,7 @@ def _print_table(rows: list[dict[str, str]]) -> None:
 def _be_a_client(given: Namespace) -> None:
     import signal
 
-    from dra_driver.simulator.machine import open_machine
+    from dra_driver.simulator import open_machine
 
     stopped = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, stopped)

@@ -1,36 +1,99 @@
 """Simulated machines with GPUs, for tests and for clusters without GPUs.
 
-`create_machine` writes a host root and keeps the machine's state in a locked file. `nvml_library` makes an object that
-replaces the NVML library in the binding. See machines/README.md for the format.
+`create_machine` writes a host root and keeps the machine's state in a locked file. `SimulatedLibrary` replaces the NVML
+library in the binding, `SimulatedDeviceNodes` reads the machine's device nodes, real or described. See
+machines/README.md for the format.
 """
 
 from __future__ import annotations
 
-from dra_driver.simulator.base import Selector
+import os
+from pathlib import Path
+
+from dra_driver.errors import InvalidConfigError, StateError
+from dra_driver.simulator import catalogue
 from dra_driver.simulator.catalogue import machine_names
-from dra_driver.simulator.hostroot.kernel import SimulatedDeviceNodes
+from dra_driver.simulator.hostroot.entries import can_make_nodes
+from dra_driver.simulator.hostroot.kernel import FIRST_SRIOV, SimulatedDeviceNodes
 from dra_driver.simulator.library import SimulatedLibrary
-from dra_driver.simulator.machine import Machine, create_machine, open_machine
+from dra_driver.simulator.machine import Machine, Selector, virtual_functions
+from dra_driver.simulator.machine_state import State
 from dra_driver.simulator.pci_control import SimulatedPciControl
 
 __all__ = [
     "Machine",
     "Selector",
     "SimulatedDeviceNodes",
+    "SimulatedLibrary",
     "SimulatedPciControl",
     "create_machine",
-    "device_node_reader",
     "machine_names",
-    "nvml_library",
     "open_machine",
 ]
+HOSTILE = "SIMULATE_HOSTILE"
+"""The variable of the environment that makes new machines as unkind as real ones; the project's tests set it."""
+ELF = "SIMULATE_ELF"
+"""With HOSTILE, a directory of ELF files that take the place of scripts, on machines of this architecture."""
+_OWN_FILES = ("machine.", "rendered", "root", ".")
+"""How the names of a machine's files begin; the first of them are there before machine.json."""
 
 
-def nvml_library(machine: Machine) -> object:
-    """A stand-in for the NVML library, of the driver version that is loaded now."""
-    return SimulatedLibrary(machine)
+def create_machine(
+    name: str, directory: Path, *, device_nodes: str = "auto", cdi_hook: bool | None = None
+) -> Machine:
+    """Create a machine, or open it if the directory holds one of the same name.
+
+    `name` is one of `machine_names()` or a path to a YAML file. `device_nodes` is "real" (needs root), "described" or
+    "auto". `cdi_hook` puts an nvidia-cdi-hook into the NVIDIA driver's programs.
+
+    Raises: InvalidConfigError for an unknown name or a bad file, StateError for a directory that holds another machine
+    or other files.
+    """
+    state = catalogue.build(name)
+    hostile = os.environ.get(HOSTILE) == "true"
+    if hostile:
+        _make_hostile(state)
+    if directory.is_dir() and not (directory / "machine.json").is_file():
+        others = [entry.name for entry in directory.iterdir() if not entry.name.startswith(_OWN_FILES)]
+        if others:
+            raise StateError(
+                f"{directory} holds no simulated machine, but other files, such as {min(others)}; give a directory "
+                "that is empty or does not exist yet"
+            )
+    directory.mkdir(parents=True, exist_ok=True)
+    if device_nodes not in ("auto", "real", "described"):
+        raise InvalidConfigError(f"device nodes can be 'auto', 'real' or 'described', not {device_nodes!r}")
+    if device_nodes == "auto":
+        device_nodes = "real" if can_make_nodes(directory) else "described"
+    state.device_nodes = device_nodes
+    if cdi_hook is not None:
+        state.system["cdi_hook"] = cdi_hook
+    machine = Machine(directory.resolve())
+    elf_files = os.environ.get(ELF)
+    if hostile and elf_files and state.system["arch"] == os.uname().machine:
+        machine.keep_elf_files(Path(elf_files))
+    machine.setup(state)
+    return machine
 
 
-def device_node_reader(machine: Machine) -> SimulatedDeviceNodes:
-    """Reads the machine's device nodes, real or described."""
-    return SimulatedDeviceNodes(machine.host_root)
+def _make_hostile(state: State) -> None:
+    """Everything that real machines of this kind may do, and that a driver must stand; what users try at first does not
+    need it. The capability nodes of MIG devices are there only when someone makes them, and the first GPU has virtual
+    functions (SR-IOV), where its kind can."""
+    state.system["cap_nodes"] = False
+    has_some = any(item.physical for item in state.functions)  # of a machine that was recorded
+    for gpu in [] if has_some else state.present[:1]:
+        if state.model_of(gpu).compute >= FIRST_SRIOV and not gpu.virtualization:
+            state.functions += virtual_functions(state, gpu, 2)
+
+
+def open_machine(directory: Path) -> Machine:
+    """The machine in a directory. Raises: StateError if there is none."""
+    machine = Machine(directory.resolve())
+    if not (directory / "machine.json").is_file():
+        raise StateError(
+            f"there is no simulated machine in {directory}; create one with "
+            f"`gpu-dra-driver simulate create NAME --simulator-dir {directory}`"
+        )
+    machine.heal()
+    return machine

@@ -2,40 +2,160 @@
 
 from __future__ import annotations
 
-import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pynvml
 
 from dra_driver.errors import InvalidConfigError, StateError
+from dra_driver.model.ids import gpu_device_names
 from dra_driver.simulator import catalogue, mig, pci
-from dra_driver.simulator.base import MachineBase, Selector
 from dra_driver.simulator.faults import error_text, fault_text, make_fault
-from dra_driver.simulator.hostroot.entries import can_make_nodes
+from dra_driver.simulator.hostroot import HostRoot
 from dra_driver.simulator.hostroot.installation import IMEX_STATES
-from dra_driver.simulator.hostroot.kernel import FIRST_SRIOV, HOST_DEVICE_KINDS
-from dra_driver.simulator.machine_files import COMPUTE_MODE, TIMESLICE
-from dra_driver.simulator.machine_state import NVIDIA, Fault, Function, Gpu, Holder, State
+from dra_driver.simulator.hostroot.kernel import HOST_DEVICE_KINDS
+from dra_driver.simulator.machine_files import COMPUTE_MODE, TIMESLICE, Policies, Session, Sessions, Store
+from dra_driver.simulator.machine_state import (
+    NVIDIA,
+    Fault,
+    Function,
+    Gpu,
+    Holder,
+    Model,
+    State,
+    sysfs_bus_id,
+)
 
+Selector = int | str
 XID_OFF_THE_BUS = 79
 XID_RECOVERY_ACTION = 154
-HOSTILE = "SIMULATE_HOSTILE"
-"""The variable of the environment that makes new machines as unkind as real ones; the project's tests set it."""
-ELF = "SIMULATE_ELF"
-"""With HOSTILE, a directory of ELF files that take the place of scripts, on machines of this architecture."""
-
-_OWN_FILES = ("machine.", "rendered", "root", ".")
-"""How the names of a machine's files begin; the first of them are there before machine.json."""
 
 
-class Machine(MachineBase):
+class Machine:
     """A machine in a directory. Any number of processes may have it open at once.
 
     GPUs are selected by index (order of bus ids, as NVML counts them), UUID or PCI bus id.
     """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._store = Store(directory)
+        self._host = HostRoot(directory)
+        # The directory that stands for `/` of the host.
+        self.host_root = self._host.root
+        self._policies = Policies(self.host_root)
+        self._sessions = Sessions(directory / "sessions")
+        self.current: Callable[[], State] = self._store.current
+
+    # --- what it is ----------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.current().machine
+
+    @property
+    def driver_version(self) -> str:
+        return self.current().driver_version
+
+    @property
+    def driver_loaded(self) -> bool:
+        return self.current().driver_loaded
+
+    @property
+    def boot_id(self) -> str:
+        return self.current().boot_id
+
+    def gpu(self, selector: Selector) -> Gpu:
+        """The GPU that a selector names, also one that is lost."""
+        return self._find(self.current(), selector)
+
+    def called(self, selector: Selector) -> str:
+        """What to call a GPU: `GPU 1 (gpu-cbe0e302)`. Indices move when a GPU before it goes, names stay."""
+        state = self.current()
+        gpu = self._find(state, selector)
+        name = gpu_device_names(one.uuid for one in state.present)[gpu.uuid]
+        return f"GPU {state.present.index(gpu)} ({name})"
+
+    def _find(self, state: State, selector: Selector) -> Gpu:
+        text = str(selector)
+        present = state.present
+        if text.isdigit() and int(text) < len(present):
+            return present[int(text)]
+        names = gpu_device_names(gpu.uuid for gpu in present)
+        for gpu in present:
+            if text in (gpu.uuid, names[gpu.uuid]) or (":" in text and sysfs_bus_id(text) == gpu.bus_id):
+                return gpu
+        known = ", ".join(f"{index} is {names[gpu.uuid]}" for index, gpu in enumerate(present)) or "none"
+        raise InvalidConfigError(
+            f"machine {state.machine} has no GPU {text!r}; give a device name, an index, a UUID or a PCI bus ID "
+            f"(by index: {known})"
+        )
+
+    # --- who has it open -----------------------------------------------------------------------
+
+    def open_session(self, name: str) -> Session:
+        """A process initialises NVML, and is a client of every GPU from now on."""
+        with self._store.locked():
+            return self._sessions.open(name)
+
+    def close_session(self, session: Session) -> None:
+        """It shuts NVML down. When the last client of a GPU goes, the NVIDIA driver lets go of a GPU without
+        persistence mode, and forgets its settings."""
+        with self._store.locked():
+            session.end()
+            if self._sessions.names(with_own=True):
+                return
+            for gpu in self.current().present:
+                if not gpu.persistence and not gpu.holders:
+                    self._policies.forget(gpu.uuid)
+
+    def clients(self, *, with_own: bool = False) -> list[str]:
+        """The open sessions of other processes, such as `dcgm (process 4711)`; `with_own` also those of this one."""
+        with self._store.locked():
+            return self._sessions.names(with_own=with_own)
+
+    # --- changing it ---------------------------------------------------------------------------
+
+    def keep_elf_files(self, source: Path) -> None:
+        """Have programs and libraries be the ELF files of `source`; before `setup`."""
+        self._host.elf.keep(source)
+
+    def setup(self, state: State) -> None:
+        """Write a new machine, or accept the existing one if it is the same."""
+        with self._store.locked():
+            if self._store.exists():
+                known = self._store.current()
+                if known.machine != state.machine:
+                    raise StateError(
+                        f"the simulator directory {self.directory} holds the machine {known.machine}, not "
+                        f"{state.machine}; choose another directory or remove this one"
+                    )
+                self.heal()
+                return
+            self._host.render(None, state)
+            self._policies.prepare()
+            self._store.write(state)
+
+    def heal(self) -> None:
+        """Write the tree again if a process died while it changed the tree."""
+        if self._host.is_current(self.current()):
+            return
+        with self._store.locked():
+            self._host.render(None, self.current())
+
+    @contextmanager
+    def _change(self) -> Iterator[State]:
+        with self._store.change(self._host.render) as state:
+            yield state
+
+    def change_gpu(self, gpu_uuid: str, change: Callable[[Gpu, Model], int]) -> int:
+        """Change one GPU under the lock; if `change` raises, the machine stays as it was."""
+        with self._change() as state:
+            gpu = state.by_uuid[gpu_uuid]
+            return change(gpu, state.model_of(gpu))
 
     # --- GPUs come, go and fail ----------------------------------------------------------------
 
@@ -437,64 +557,3 @@ def virtual_functions(state: State, gpu: Gpu, count: int) -> list[Function]:
 def _refused(action: str, gpu: Gpu, refusal: mig.Refusal) -> InvalidConfigError:
     reason = error_text(refusal.code)
     return InvalidConfigError(f"cannot {action} on GPU {gpu.bus_id}: the driver answers {reason}")
-
-
-def create_machine(
-    name: str, directory: Path, *, device_nodes: str = "auto", cdi_hook: bool | None = None
-) -> Machine:
-    """Create a machine, or open it if the directory holds one of the same name.
-
-    `name` is one of `machine_names()` or a path to a YAML file. `device_nodes` is "real" (needs root), "described" or
-    "auto". `cdi_hook` puts an nvidia-cdi-hook into the NVIDIA driver's programs.
-
-    Raises: InvalidConfigError for an unknown name or a bad file, StateError for a directory that holds another machine
-    or other files.
-    """
-    state = catalogue.build(name)
-    hostile = os.environ.get(HOSTILE) == "true"
-    if hostile:
-        _make_hostile(state)
-    if directory.is_dir() and not (directory / "machine.json").is_file():
-        others = [entry.name for entry in directory.iterdir() if not entry.name.startswith(_OWN_FILES)]
-        if others:
-            raise StateError(
-                f"{directory} holds no simulated machine, but other files, such as {min(others)}; give a directory "
-                "that is empty or does not exist yet"
-            )
-    directory.mkdir(parents=True, exist_ok=True)
-    if device_nodes not in ("auto", "real", "described"):
-        raise InvalidConfigError(f"device nodes can be 'auto', 'real' or 'described', not {device_nodes!r}")
-    if device_nodes == "auto":
-        device_nodes = "real" if can_make_nodes(directory) else "described"
-    state.device_nodes = device_nodes
-    if cdi_hook is not None:
-        state.system["cdi_hook"] = cdi_hook
-    machine = Machine(directory.resolve())
-    elf_files = os.environ.get(ELF)
-    if hostile and elf_files and state.system["arch"] == os.uname().machine:
-        machine.keep_elf_files(Path(elf_files))
-    machine.setup(state)
-    return machine
-
-
-def _make_hostile(state: State) -> None:
-    """Everything that real machines of this kind may do, and that a driver must stand; what users try at first does not
-    need it. The capability nodes of MIG devices are there only when someone makes them, and the first GPU has virtual
-    functions (SR-IOV), where its kind can."""
-    state.system["cap_nodes"] = False
-    has_some = any(item.physical for item in state.functions)  # of a machine that was recorded
-    for gpu in [] if has_some else state.present[:1]:
-        if state.model_of(gpu).compute >= FIRST_SRIOV and not gpu.virtualization:
-            state.functions += virtual_functions(state, gpu, 2)
-
-
-def open_machine(directory: Path) -> Machine:
-    """The machine in a directory. Raises: StateError if there is none."""
-    machine = Machine(directory.resolve())
-    if not (directory / "machine.json").is_file():
-        raise StateError(
-            f"there is no simulated machine in {directory}; create one with "
-            f"`gpu-dra-driver simulate create NAME --simulator-dir {directory}`"
-        )
-    machine.heal()
-    return machine

@@ -180,16 +180,9 @@ class Sessions:
         session.begin()
         return session
 
-    def of_others(self) -> list[str]:
-        """Name and process of every open session of other processes, such as `dcgm (process 4711)`: NVML opens the
-        device files once in a process."""
-        return [text for mark, text in self._all() if mark != _PROCESS]
-
-    def of_all(self) -> list[str]:
-        """As `of_others`, with this process."""
-        return [text for _, text in self._all()]
-
-    def _all(self) -> list[tuple[str, str]]:
+    def names(self, *, with_own: bool) -> list[str]:
+        """Name and process of every open session of other processes, such as `dcgm (process 4711)`; `with_own` of this
+        one too, though NVML opens the device files once in a process."""
         try:
             paths = sorted(self._directory.iterdir())
         except OSError:
@@ -197,8 +190,8 @@ class Sessions:
         found = []
         for path in paths:
             mark, pid, _, name = path.name.split(".", 3)
-            if _is_open(path):
-                found.append((mark, f"{name} (process {pid})"))
+            if _is_open(path) and (with_own or mark != _PROCESS):
+                found.append(f"{name} (process {pid})")
         return found
 
 

@@ -81,7 +81,7 @@ class SimulatedPciControl:
         nvidia-persistenced, and everybody who has NVML open."""
         found = [f"{holder.name} (process {holder.pid})" for holder in gpu.holders]
         if pci.driver_of(state, gpu.bus_id) == NVIDIA:
-            found += [*([_PERSISTENCED] if gpu.persistence else []), *self._machine.everybody()]
+            found += [*([_PERSISTENCED] if gpu.persistence else []), *self._machine.clients(with_own=True)]
         return found
 
     def _do(self, word: str, bus_id: str, driver: str) -> None:

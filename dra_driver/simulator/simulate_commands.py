@@ -6,11 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dra_driver import simulator
 from dra_driver.errors import InvalidConfigError, StateError
-from dra_driver.simulator import catalogue
-from dra_driver.simulator import machine as machines
-from dra_driver.simulator.faults import error_text, fault_text, signal_facts
+from dra_driver.model.ids import gpu_device_names
+from dra_driver.model.units import counted
+from dra_driver.simulator import catalogue, mig
+from dra_driver.simulator.faults import error_text, fault_text, signal_facts, signal_names
 from dra_driver.simulator.machine import Machine
+from dra_driver.simulator.machine_state import State
 
 Rows = list[dict[str, str]]
 
@@ -52,7 +55,7 @@ def list_machines() -> Rows:
 def create_machine(
     name: str, directory: Path, *, cdi_hook: bool | None = None, device_nodes: str = "auto"
 ) -> str:
-    machine = machines.create_machine(name, directory, cdi_hook=cdi_hook, device_nodes=device_nodes)
+    machine = simulator.create_machine(name, directory, cdi_hook=cdi_hook, device_nodes=device_nodes)
     gpus = len(machine.current().present)
     return f"{machine.name}: {gpus} GPUs, driver {machine.driver_version}, host root {machine.host_root}"
 
@@ -62,7 +65,35 @@ def show(machine: Machine) -> tuple[str, Rows]:
     loaded = "loaded" if state.driver_loaded else "not loaded"
     faults = [f"fault: {item.function} ({fault_text(item)})" for item in state.faults]
     title = f"{machine.name}: driver {machine.driver_version} {loaded}, boot {state.boot_id}"
-    return "\n".join([title, *faults]), machine.describe()
+    return "\n".join([title, *faults]), _rows(state)
+
+
+def _rows(state: State) -> Rows:
+    devices = gpu_device_names(gpu.uuid for gpu in state.present)
+    rows = []
+    for index, gpu in enumerate(state.present):
+        model = state.model_of(gpu)
+        condition = [
+            *(["lost"] if gpu.lost else []),
+            *([f"recovery action {gpu.recovery_action}"] if gpu.recovery_action else []),
+            *signal_names(gpu),
+            *([counted(len(gpu.holders), "process", "processes")] if gpu.holders else []),
+        ]
+        names = [mig.profile_by_id(model, gi.profile_id) for gi in gpu.instances]
+        layout = [f"{row.name}@{gi.start}" for row, gi in zip(names, gpu.instances, strict=True) if row]
+        rows.append(
+            {
+                "device": devices[gpu.uuid],
+                "index": str(index),
+                "pci bus id": gpu.bus_id,
+                "minor": str(gpu.minor),
+                "uuid": gpu.uuid,
+                "model": model.name,
+                "mig": ("on " if gpu.mig_mode else "off ") + " ".join(layout) if model.mig else "-",
+                "state": ", ".join(condition) or "ok",
+            }
+        )
+    return rows
 
 
 def signals(machine: Machine, *, selector: str, signals: list[str]) -> str:

@@ -56,7 +56,7 @@ class RecordedNode(PlaygroundNode):
 
     def _begin(self) -> None:
         self.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
-        names = [f"gpu-{str(row['uuid'])[4:12]}" for row in self.machine.describe()]
+        names = [f"gpu-{gpu.uuid[4:12]}" for gpu in self.machine.current().present]
         small, large = f"{names[7]}-mig-1g10gb-19-0", f"{names[7]}-mig-3g40gb-9-4"
         published = {*names[:7], small, large}
         self._wait("the devices", lambda: published <= {device["name"] for device in self.devices()})

@@ -15,7 +15,7 @@ from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.model.driver_files import DriverFiles
 from dra_driver.model.host import HostPaths
-from dra_driver.simulator import create_machine, device_node_reader
+from dra_driver.simulator import SimulatedDeviceNodes, create_machine
 from tests.cdi.cdi_samples import DRIVER, UID
 from tests.host.trees import COMMON_NODES, LIBRARIES, VERSION, FakeNodes, link, put, put_libraries
 
@@ -107,7 +107,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     root = str(machine.host_root)
     paths = HostPaths(root, "/", proc=f"{root}/proc", sys=f"{root}/sys")
-    reader = device_node_reader(machine)
+    reader = SimulatedDeviceNodes(machine.host_root)
     bus_id = sorted((machine.host_root / "proc/driver/nvidia/gpus").iterdir())[0].name
     gpu = GpuNodes(paths, nodes=reader).whole_gpu("gpu-0", 0, bus_id)
     return claim_spec(UID, DRIVER, DriverRoot(paths, nodes=reader).scan(None), [gpu])

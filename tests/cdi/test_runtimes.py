@@ -23,7 +23,7 @@ from dra_driver.model.mig import MigProfile, OwnedInstance
 from dra_driver.model.plan import Plan
 from dra_driver.model.sharing import SharingRule, kind_of, share_all
 from dra_driver.nvml.mig_changes import MigHardware
-from dra_driver.simulator import device_node_reader, machine_names
+from dra_driver.simulator import SimulatedDeviceNodes, machine_names
 from tests.cdi.cdi_samples import steps_over
 from tests.cdi.cdi_schema import faults
 from tests.fakes.machines import SimulatedNode
@@ -55,7 +55,7 @@ class Bench:
             directory,
             CdiDirectory(directory / "cdi", DRIVER),
             self.node.paths,
-            device_node_reader(self.node.machine),
+            SimulatedDeviceNodes(self.node.machine.host_root),
             driver_version=lambda: self.inventory.versions.driver,
             ledger=self,
         )

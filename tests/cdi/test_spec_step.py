@@ -19,7 +19,7 @@ from dra_driver.model.claim import AllocatedClaim, DeviceConfig
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, WriteCdiSpec
-from dra_driver.simulator import device_node_reader
+from dra_driver.simulator import SimulatedDeviceNodes
 from tests.cdi.cdi_samples import steps_over
 from tests.cdi.cdi_schema import faults
 from tests.fakes.machines import SimulatedNode
@@ -38,7 +38,7 @@ class Bench:
             directory,
             self.specs,
             self.node.paths,
-            device_node_reader(self.node.machine),
+            SimulatedDeviceNodes(self.node.machine.host_root),
             driver_version=lambda: self.inventory.versions.driver,
         )
 

@@ -23,7 +23,7 @@ from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.mig import Placement
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.nvml.reader import NvmlReader
-from dra_driver.simulator import nvml_library
+from dra_driver.simulator import SimulatedLibrary
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, VFIO_0, hold, record, uuid
 
@@ -223,7 +223,7 @@ def simulated(memory_path: Path) -> Iterator[SimulatedNode]:
 def test_on_a_machine(simulated: SimulatedNode) -> None:
     """Through the real binding, with the machine's procfs."""
     machine, proc = simulated.machine, simulated.paths.proc
-    reader = NvmlReader(lambda: nvml_library(machine))
+    reader = NvmlReader(lambda: SimulatedLibrary(machine))
     reader.reopen()
     gpu = machine.gpu(0).uuid
     held = record(HeldDevice("gpu-0", "gpu", gpu, gpu))

@@ -46,7 +46,7 @@ from dra_driver.model.problems import FailingClaim, NodeProblem, ProblemCode, Sh
 from dra_driver.model.record import ClaimRecord
 from dra_driver.mps_host.host_files import encode_wanted, mps_layout
 from dra_driver.reporting.node_problems import Reported
-from dra_driver.simulator import device_node_reader
+from dra_driver.simulator import SimulatedDeviceNodes
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.tables import data_of, tabled
 from tests.kubelet.support import Owner
@@ -202,7 +202,7 @@ class Host:
                 raise answer
             return answer
 
-        nodes = more.pop("nodes", device_node_reader(self.node.machine))
+        nodes = more.pop("nodes", SimulatedDeviceNodes(self.node.machine.host_root))
         paths = replace(self.node.paths, **more.pop("paths", {}))
         node_view = more.pop("node_view", lambda: HEALTHY)
         return DriverChecks(paths, nodes, Shared(read), node_view, **more)
@@ -227,7 +227,7 @@ def pci(host: Host, tmp_path: Path, driver: str | None) -> dict[str, str]:
 
 
 def test_links_in_dev_char_are_checked(host: Host, tmp_path: Path) -> None:
-    links = DevCharLinks(host.node.paths, device_node_reader(host.node.machine))
+    links = DevCharLinks(host.node.paths, SimulatedDeviceNodes(host.node.machine.host_root))
     for link in Path(links.directory).iterdir():
         link.unlink()
     found = host.checks().dev_char_links()
@@ -242,7 +242,7 @@ def test_links_in_dev_char_are_checked(host: Host, tmp_path: Path) -> None:
 
 
 def test_a_machine_in_order(tells: Tells, host: Host) -> None:
-    DevCharLinks(host.node.paths, device_node_reader(host.node.machine)).make()
+    DevCharLinks(host.node.paths, SimulatedDeviceNodes(host.node.machine.host_root)).make()
     found = {outcome.check: outcome.finding for outcome in run_checks(host.checks().all())}
     statuses = {name: finding.status for name, finding in found.items()}
     assert statuses == data_of(__file__)["a machine in order"]
@@ -437,7 +437,7 @@ def test_nvml(tells: Tells, host: Host, tmp_path: Path) -> None:
 
 @tabled("gone", "status", "parts")
 def test_device_nodes(host: Host, gone: tuple[str, ...], status: str, parts: tuple[str, ...]) -> None:
-    nodes = Hiding(device_node_reader(host.node.machine), gone)
+    nodes = Hiding(SimulatedDeviceNodes(host.node.machine.host_root), gone)
     says(host.checks(nodes=nodes).device_nodes(), status, *parts)
 
 
@@ -445,7 +445,7 @@ def test_a_device_node_without_gpu(tells: Tells, host: Host, tmp_path: Path) -> 
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia42").write_text("")
     names = ("nvidiactl", "nvidia-uvm", "nvidia42", *(f"nvidia{gpu.minor}" for gpu in host.inventory.gpus))
-    nodes = Hiding(device_node_reader(host.node.machine), added=names)
+    nodes = Hiding(SimulatedDeviceNodes(host.node.machine.host_root), added=names)
     checks = host.checks(nodes=nodes, paths={"dev_root": str(tmp_path)})
     tells(checks.device_nodes())
     without_nvml = replace(checks, inventory=host.checks(NvmlUnavailableError("x")).inventory)
@@ -460,7 +460,7 @@ def test_gpu_without_minor_number_is_not_called_lost(host: Host, tmp_path: Path)
     (tmp_path / "dev/nvidia0").write_text("")
     first, *rest = host.inventory.gpus
     names = ("nvidiactl", "nvidia-uvm", *(f"nvidia{gpu.minor}" for gpu in host.inventory.gpus))
-    nodes = Hiding(device_node_reader(host.node.machine), added=names)
+    nodes = Hiding(SimulatedDeviceNodes(host.node.machine.host_root), added=names)
     assert first.minor == 0
     fault = DiscoveryFault(f"GPU {first.uuid}", "it is not published: NVML reports no minor number")
     found = replace(host.inventory, gpus=(replace(first, minor=None), *rest), faults=(fault,))

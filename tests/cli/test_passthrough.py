@@ -21,7 +21,7 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.model.gpu import FunctionBefore, OwnedCard
 from dra_driver.model.record import BindVfio, ClaimRecord
 from dra_driver.passthrough.cards import KnownCards
-from dra_driver.simulator import SimulatedPciControl, device_node_reader
+from dra_driver.simulator import SimulatedDeviceNodes, SimulatedPciControl
 from dra_driver.simulator.machine_state import Function
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.samples import claim
@@ -35,7 +35,7 @@ class Host:
         self.simulated = SimulatedNode("dgx-h100", directory / "machine")
         self.machine = self.simulated.machine
         self.machine.set_virtual_functions(0, 0)
-        self.nodes = device_node_reader(self.machine)
+        self.nodes = SimulatedDeviceNodes(self.machine.host_root)
         self.vfio = VfioCards(self.simulated.paths, self.nodes, SimulatedPciControl(self.machine))
         self.ledger = Ledger(directory / "ledger", RecordStore(directory / "claims"), "boot-1")
         self.ledger.open()

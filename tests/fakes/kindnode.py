@@ -56,7 +56,7 @@ from dra_driver.nvml.mig_changes import MigHardware
 from dra_driver.passthrough.cards import KnownCards
 from dra_driver.passthrough.steps import VfioSteps
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
-from dra_driver.simulator import SimulatedPciControl, device_node_reader
+from dra_driver.simulator import SimulatedDeviceNodes, SimulatedPciControl
 from dra_driver.simulator.machine_files import TIMESLICE, Policies
 from dra_driver.simulator.machine_state import Function, decode, encode
 from dra_driver.simulator.pci import functions
@@ -105,7 +105,7 @@ class Site:
         self.simulated = SimulatedNode(MACHINE, directory, lambda gpu: gpu.index in ON_DEMAND)
         self.machine = self.simulated.machine
         self.policies = Policies(self.machine.host_root)
-        self.nodes = device_node_reader(self.machine)
+        self.nodes = SimulatedDeviceNodes(self.machine.host_root)
         self.driver_root = _LookedAtOnce(self.simulated.paths, nodes=self.nodes)
         gpu = self.machine.gpu(FOR_MACHINES)
         audio = f"{gpu.bus_id.partition('.')[0]}.1"

@@ -16,7 +16,7 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.nvml.scan import ForeignInstances, ScanMemory, read_gpus
 from dra_driver.passthrough.cards import KnownCards
-from dra_driver.simulator import Machine, create_machine, nvml_library
+from dra_driver.simulator import Machine, SimulatedLibrary, create_machine
 
 
 def read_inventory(
@@ -54,7 +54,7 @@ class SimulatedNode:
             sys=str(root / "sys"),
         )
         self.host = Sysfs(self.paths.sys, self.paths.proc)
-        self.nvml = NvmlReader(lambda: nvml_library(self.machine), on_demand)
+        self.nvml = NvmlReader(lambda: SimulatedLibrary(self.machine), on_demand)
         self.session = self.nvml.session
         self.changes = 0
 

@@ -17,7 +17,7 @@ from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import CdiDevice
 from dra_driver.model.host import HostPaths
-from dra_driver.simulator import create_machine, device_node_reader, machine_names
+from dra_driver.simulator import SimulatedDeviceNodes, create_machine, machine_names
 from tests.cdi.cdi_schema import faults
 
 UID = "dab5ab50-d59a-42a6-af16-cfd4628c0f7a"
@@ -30,7 +30,7 @@ class Host:
         root = str(machine.host_root)
         self.root = machine.host_root
         self.paths = HostPaths(root, "/", proc=f"{root}/proc", sys=f"{root}/sys")
-        nodes = device_node_reader(machine)
+        nodes = SimulatedDeviceNodes(machine.host_root)
         self.driver = DriverRoot(self.paths, nodes=nodes)
         self.nodes = GpuNodes(self.paths, nodes=nodes)
         self.sysfs = Sysfs(self.paths.sys, self.paths.proc)

@@ -25,7 +25,7 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.model.gpu import Card, uuid_of_bus_id
 from dra_driver.model.host import DeviceNode, HostPaths
 from dra_driver.passthrough.cards import KnownCards
-from dra_driver.simulator import Machine, SimulatedPciControl, create_machine, device_node_reader
+from dra_driver.simulator import Machine, SimulatedDeviceNodes, SimulatedPciControl, create_machine
 from dra_driver.simulator.machine_state import Function
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
@@ -38,7 +38,7 @@ WAIT_S = 20.0
 def cards_of(machine: Machine) -> VfioCards:
     root = str(machine.host_root)
     paths = HostPaths(root, root, root, f"{root}/proc", f"{root}/sys")
-    return VfioCards(paths, device_node_reader(machine), SimulatedPciControl(machine))
+    return VfioCards(paths, SimulatedDeviceNodes(machine.host_root), SimulatedPciControl(machine))
 
 
 class Node:

@@ -168,7 +168,7 @@ def test_a_gpu_that_hangs_hides_nothing_else_from_doctor(node: Node) -> None:
 
 def others(node: Node, uuid: str) -> list[str]:
     """The device names of the other GPUs."""
-    uuids = [row["uuid"] for row in node.machine.describe()]
+    uuids = [gpu.uuid for gpu in node.machine.current().present]
     return [f"gpu-{other[4:12]}" for other in uuids if other != uuid]
 
 

@@ -274,10 +274,10 @@ def test_mode_is_switched_beside_the_other_instance_of_a_rolling_update(
     node.wait_devices(8 * PER_GPU)
     newer = node.start_driver(dynamic_mig=True, pod_uid="newer")
     eventually(newer.leadership.is_ours)
-    eventually(lambda: len(node.machine.everybody()) == 2)
+    eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
     ref = node.allocated_by_hand("one", named(node, "1g.10gb", 0))
     node.ready(ref)
-    eventually(lambda: len(node.machine.everybody()) == 2)
+    eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
     node.take_back(ref)
     assert clean(node)
 

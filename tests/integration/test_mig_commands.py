@@ -56,7 +56,7 @@ def test_drawing_says_who_holds_what_and_changes_nothing(tmp_path: Path) -> None
     machine = create_machine("hgx-h100-4", tmp_path / "machine", device_nodes="described")
     machine.set_mig_mode(0, on=True)
     made = [machine.create_mig(0, "1g.10gb", start) for start in (0, 1, 2)]
-    gpus = {row["uuid"]: row for row in machine.describe()}
+    gpus = [gpu.uuid for gpu in machine.current().present]
     names = gpu_device_names(gpus)
     first = next(iter(gpus))
     plugins = tmp_path / "plugins"

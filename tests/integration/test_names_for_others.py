@@ -135,7 +135,9 @@ def test_only_whole_gpus_have_the_type_gpu(make_node: MakeNode, names: str) -> N
     node.start_driver(device_names=names)
     eventually(node.devices)
     whole = {
-        gpu.uuid for gpu in map(node.machine.gpu, range(len(node.machine.describe()))) if not gpu.mig_mode
+        gpu.uuid
+        for gpu in map(node.machine.gpu, range(len(node.machine.current().present)))
+        if not gpu.mig_mode
     }
     shown = [device["attributes"] for device in node.devices()]
     assert {entry["type"]["string"] for entry in shown} == {"gpu", "mig"}

@@ -296,13 +296,13 @@ def test_other_instance_of_a_rolling_update_closes_nvml_too(make_node: Callable[
     node.wait_devices(16)
     node.start_driver(passthrough=True, pod_uid="newer")
     eventually(lambda: node.driver.discovery.unavailable() is None)
-    eventually(lambda: len(node.machine.everybody()) == 2)
+    eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
     _, passed = named(node, 6)
     uuid = node.machine.gpu(6).uuid
     ref = node.allocated_by_hand("machine", passed)
     node.ready(ref)
     assert driver_of(node, uuid) == "vfio-pci"
-    eventually(lambda: len(node.machine.everybody()) == 2)
+    eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
     node.take_back(ref)
     assert driver_of(node, uuid) == "nvidia"
 

@@ -76,8 +76,8 @@ def snapshot(node: Node) -> dict[str, bytes]:
         if str(node.root).encode() in _content(file) and b"nvidia-cuda-mps" in _content(file)
     }
     settings = {
-        f"gpu {index}": f"{node.machine.timeslice(index)} {node.machine.compute_mode(row['uuid'])}".encode()
-        for index, row in enumerate(node.machine.describe())
+        f"gpu {index}": f"{node.machine.timeslice(index)} {node.machine.compute_mode(gpu.uuid)}".encode()
+        for index, gpu in enumerate(node.machine.current().present)
     }
     return files | processes | settings
 

@@ -38,7 +38,7 @@ from dra_driver.nvml.reader import NvmlReader
 from dra_driver.reporting.http import HttpEndpoint, json_page
 from dra_driver.reporting.node_problems import Reported
 from dra_driver.reporting.node_problems import encode as encode_problems
-from dra_driver.simulator import Machine, create_machine, nvml_library
+from dra_driver.simulator import Machine, SimulatedLibrary, create_machine
 from tests.cli.test_tables import on_terminal
 from tests.fakes.machines import silence
 from tests.fakes.tables import tabled
@@ -255,7 +255,7 @@ def told(view: NodeView) -> list[tuple[str, str, str, float | None]]:
 def test_kept_health_and_what_nvml_says_now_are_put_together(
     machine: Machine, look_at: Callable[[Any], NodeSnapshot], memory_path: Path
 ) -> None:
-    uuids = [row["uuid"] for row in machine.describe()]
+    uuids = [gpu.uuid for gpu in machine.current().present]
     names = list(gpu_device_names(uuids).values())
     pending = reason("row-remap", "pending", Severity.DEGRADED, "poll")
     write_health(
@@ -276,7 +276,7 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(
         held = HeldDevice(f"{names[1]}-mig-1g10gb-19-{start}", "mig", f"MIG-{start}", uuids[1])
         claim = AllocatedClaim(ClaimRef("ml", f"claim-{start}", f"uid-{start}"), ())
         records.save(ClaimRecord(claim, "prepared", "boot-1", (held,), ()))
-    look = look_at(NvmlReader(lambda: nvml_library(machine)))
+    look = look_at(NvmlReader(lambda: SimulatedLibrary(machine)))
     view = look.view(20)
     assert told(view) == [
         (names[0], "unhealthy", "xid 48", 90.0),
@@ -322,7 +322,7 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(
 def test_what_the_plugin_would_take_back_is_over_when_it_does_not_run(
     machine: Machine, look_at: Callable[[Any], NodeSnapshot], memory_path: Path
 ) -> None:
-    first, second, third, _ = (row["uuid"] for row in machine.describe())
+    first, second, third, _ = (gpu.uuid for gpu in machine.current().present)
     old = reason("xid", "95", Severity.UNHEALTHY, age_s=31)
     fresh = reason("xid", "95", Severity.UNHEALTHY, age_s=29)
     lost = reason("gpu-lost", "", Severity.LOST, "poll")
@@ -333,7 +333,7 @@ def test_what_the_plugin_would_take_back_is_over_when_it_does_not_run(
         HealthState(HealthTarget(second), (fresh,)),
         HealthState(HealthTarget(third), (lost, fresh)),
     )
-    look = look_at(NvmlReader(lambda: nvml_library(machine)))
+    look = look_at(NvmlReader(lambda: SimulatedLibrary(machine)))
     assert {(entry.subject[4:], entry.reason, entry.is_over) for entry in look.view(20).health} == {
         (first[4:12], "xid 95", True),
         (second[4:12], "xid 95", False),
@@ -350,12 +350,12 @@ def test_what_the_plugin_would_take_back_is_over_when_it_does_not_run(
 def test_health_of_a_gpu_that_answers_nothing_is_unknown_and_its_reasons_are_not_over(
     machine: Machine, look_at: Callable[[Any], NodeSnapshot], memory_path: Path
 ) -> None:
-    first, second, *_ = (row["uuid"] for row in machine.describe())
+    first, second, *_ = (gpu.uuid for gpu in machine.current().present)
     silence(machine, 0)
     silence(machine, 1)
     states = (HealthState(HealthTarget(second), (reason("xid", "95", Severity.UNHEALTHY, age_s=3600),)),)
     write_health(memory_path, "boot-1", *states)
-    view = look_at(NvmlReader(lambda: nvml_library(machine))).view(20)
+    view = look_at(NvmlReader(lambda: SimulatedLibrary(machine))).view(20)
     health = {gpu.uuid: gpu.health for gpu in view.gpus}
     assert (health[first], health[second]) == ("unknown", "unhealthy")
     assert [(entry.reason, entry.is_over) for entry in view.health] == [("xid 95", False)]
@@ -369,9 +369,9 @@ def test_gpu_that_hangs_hides_no_other(
     function: str,
 ) -> None:
     monkeypatch.setattr(calls, "ANSWERS_WITHIN_S", 0.5)
-    silent = machine.describe()[1]["uuid"]
+    silent = machine.current().present[1].uuid
     machine.set_fault(function, delay_s=60, gpu=1)
-    look = look_at(NvmlReader(lambda: nvml_library(machine)))
+    look = look_at(NvmlReader(lambda: SimulatedLibrary(machine)))
     for _ in range(2):
         view = look.view(20)
         assert nvml_problems(view) == []
@@ -392,7 +392,9 @@ def test_a_gpu_that_nvml_does_not_show_is_lost_when_the_nvidia_driver_is_bound_t
     )
 
     def seen() -> list[tuple[str, str, str | None, str]]:
-        with closing(NodeSnapshot(paths, NvmlReader(lambda: nvml_library(machine)), lambda _: False)) as look:
+        with closing(
+            NodeSnapshot(paths, NvmlReader(lambda: SimulatedLibrary(machine)), lambda _: False)
+        ) as look:
             return [(gpu.name, gpu.uuid, gpu.pci_bus_id, gpu.health) for gpu in look.view(20).gpus][3:]
 
     name = f"gpu-{gone.uuid[4:12]}"
@@ -418,10 +420,12 @@ def test_a_gpu_that_answers_nothing_is_not_lost_though_its_place_cannot_be_read(
         "node-a", DRIVER, directory, memory_path, "boot-1", str(root / "proc"), str(root / "sys")
     )
     silence(machine, 1)
-    with closing(NodeSnapshot(paths, NvmlReader(lambda: nvml_library(machine)), lambda _: False)) as look:
+    with closing(NodeSnapshot(paths, NvmlReader(lambda: SimulatedLibrary(machine)), lambda _: False)) as look:
         health = {gpu.uuid: gpu.health for gpu in look.view(20).gpus}
     silent = machine.gpu(1).uuid
-    assert health == {row["uuid"]: "unknown" if row["uuid"] == silent else "ok" for row in machine.describe()}
+    assert health == {
+        gpu.uuid: "unknown" if gpu.uuid == silent else "ok" for gpu in machine.current().present
+    }
 
 
 def test_top_lets_go_of_nvml_while_the_driver_is_detached(machine: Machine, memory_path: Path) -> None:
@@ -430,7 +434,7 @@ def test_top_lets_go_of_nvml_while_the_driver_is_detached(machine: Machine, memo
     def load() -> object:
         if detached:
             raise NvmlDetachedError("NVML is closed until noon")
-        return nvml_library(machine)
+        return SimulatedLibrary(machine)
 
     paths = NodePaths("node-a", DRIVER, memory_path / "plugin", memory_path / "cdi", "boot-1")
     reader = NvmlReader(load)
@@ -445,7 +449,7 @@ def test_top_lets_go_of_nvml_while_the_driver_is_detached(machine: Machine, memo
 
 
 def test_gpu_that_is_lost_and_comes_back(machine: Machine, look_at: Callable[[Any], NodeSnapshot]) -> None:
-    look = look_at(NvmlReader(lambda: nvml_library(machine)))
+    look = look_at(NvmlReader(lambda: SimulatedLibrary(machine)))
     assert len(look.view(20).gpus) == 4
     machine.lose_gpu(2)
     view = look.view(20)

@@ -47,7 +47,7 @@ def validate(memory_path: Path, plugins: Path) -> Validate:
     machine.set_mig_mode(0, on=True)
     for start in (0, 1):
         machine.create_mig(0, "1g.10gb", start)
-    gpu = str(machine.describe()[0]["uuid"])
+    gpu = machine.current().present[0].uuid
     boot_id = (machine.host_root / "proc/sys/kernel/random/boot_id").read_text().strip()
 
     def write_ledger(number: int) -> None:

@@ -32,7 +32,7 @@ from dra_driver.inventory.detachment import LOCK_FILE, Detachments, detach, nvml
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.inventory.rules.gpu_names import named_gpus
 from dra_driver.nvml.reader import NvmlReader
-from dra_driver.simulator import nvml_library
+from dra_driver.simulator import SimulatedLibrary
 from tests.fakes.clock import Clock
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.waiting import eventually
@@ -178,7 +178,7 @@ def test_who_opens_nvml_at_the_same_moment_is_waited_for(
     def load() -> object:
         looked.set()
         assert go_on.wait(10)
-        return nvml_library(node.machine)
+        return SimulatedLibrary(node.machine)
 
     reader = NvmlReader(detachments.guarded(load), mark=mark)
     opening = threading.Thread(target=reader.reopen)
@@ -199,7 +199,7 @@ def test_a_new_session_keeps_the_mark(node: SimulatedNode, tmp_path: Path, detac
 
     def load() -> object:
         seen.append(detachments.is_nvml_open())
-        return nvml_library(node.machine)
+        return SimulatedLibrary(node.machine)
 
     reader = NvmlReader(load, mark=UseMark(tmp_path / LOCK_FILE))
     reader.reopen()
@@ -249,7 +249,7 @@ def test_discovery_lets_go_and_comes_back(
         return lambda: heard.append(what)
 
     mark = UseMark(tmp_path / LOCK_FILE)
-    reader = NvmlReader(lambda: nvml_library(node.machine), mark=mark)
+    reader = NvmlReader(lambda: SimulatedLibrary(node.machine), mark=mark)
     discovery = Discovery(
         reader, node.host, hear("change"), hear("reload"), None, hear("hardware"), detachments
     )
@@ -289,7 +289,7 @@ def instance(
     def hear(what: str) -> Callable[[], None]:
         return lambda: heard.append(what)
 
-    load = detachments.guarded(lambda: nvml_library(node.machine))
+    load = detachments.guarded(lambda: SimulatedLibrary(node.machine))
     reader = NvmlReader(load, mark=UseMark(directory / LOCK_FILE))
     discovery = Discovery(
         reader,
@@ -311,14 +311,14 @@ from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory import discovery as module
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.nvml.reader import NvmlReader
-from dra_driver.simulator import nvml_library, open_machine
+from dra_driver.simulator import SimulatedLibrary, open_machine
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 module._LOOK_EVERY_S = 0.01
 directory, machine = Path(sys.argv[1]), open_machine(Path(sys.argv[2]))
 root, heard = str(machine.host_root), []
 detachments = Detachments(directory, "boot-1")
-reader = NvmlReader(detachments.guarded(lambda: nvml_library(machine)), mark=UseMark(directory / LOCK_FILE))
+reader = NvmlReader(detachments.guarded(lambda: SimulatedLibrary(machine)), mark=UseMark(directory / LOCK_FILE))
 view = Sysfs(f"{root}/sys", f"{root}/proc")
 tells = [lambda what=what: heard.append(what) for what in ("change", "reload", "hardware")]
 discovery = module.Discovery(
@@ -372,7 +372,7 @@ def test_all_instances_close_nvml_for_a_moment_and_keep_their_devices(
     eventually(lambda: other.state()["heard"] == heard == known)
     gone = node.machine.gpu(7)
     with nvml_pause(reader.session, detachments)("tests", lambda: 20.0):
-        assert (node.machine.everybody(), detachments.is_nvml_open()) == ([], False)
+        assert (node.machine.clients(with_own=True), detachments.is_nvml_open()) == ([], False)
         assert other.state() == {"gpus": 8, "problem": None, "heard": known, "open": False}
         node.machine.give_to(7, "vfio-pci")
         assert discovery.unavailable() is None
@@ -382,7 +382,7 @@ def test_all_instances_close_nvml_for_a_moment_and_keep_their_devices(
     eventually(lambda: other.state() == {"gpus": 7, "problem": None, "heard": told, "open": True})
     eventually(lambda: heard == told)
     assert gone.uuid not in {gpu.uuid for gpu in discovery.inventory.every_gpu}, "neither shown nor lost"
-    assert len(node.machine.everybody()) == 2
+    assert len(node.machine.clients(with_own=True)) == 2
     discovery.stop()
 
 

@@ -29,7 +29,7 @@ from dra_driver.mps_host.daemon_control import DaemonControl, Timings
 from dra_driver.mps_host.daemon_mounts import MountsWherePossible, SelinuxLabels
 from dra_driver.mps_host.host_files import MpsHostFiles, MpsLayout
 from dra_driver.mps_host.host_supervisor import Supervisor
-from dra_driver.simulator import Machine, create_machine, device_node_reader
+from dra_driver.simulator import Machine, SimulatedDeviceNodes, create_machine
 from tests.fakes.mps_behaviour import behave, misbehave
 
 NO_LABELS = SelinuxLabels(enabled=False)
@@ -142,7 +142,7 @@ class Host(MpsHost):
     def __init__(self, top: Path, machine: Machine) -> None:
         self.machine = machine
         root = str(machine.host_root)
-        nodes = CapabilityNodes(MigCaps(f"{root}/proc"), root, device_node_reader(machine))
+        nodes = CapabilityNodes(MigCaps(f"{root}/proc"), root, SimulatedDeviceNodes(machine.host_root))
         super().__init__(top, machine.host_root, nodes.make_missing)
 
     def spec(self, index: int = 2, **changes: object) -> MpsDaemonSpec:

@@ -14,7 +14,7 @@ import yaml
 
 from dra_driver.errors import RetryableError
 from dra_driver.model.mps import MpsDaemonSpec
-from dra_driver.simulator import Machine, create_machine, device_node_reader
+from dra_driver.simulator import Machine, SimulatedDeviceNodes, create_machine
 from dra_driver.simulator.catalogue import MACHINES
 from dra_driver.simulator.mig import cap_minor
 from tests.mps_host.conftest import Host
@@ -66,7 +66,7 @@ def test_nodes_of_an_earlier_load_of_the_driver_are_made_anew(
     bare: Host, are_real: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.simulator.hostroot.kernel.can_make_nodes", lambda directory: are_real)
-    reader = device_node_reader(bare.machine)
+    reader = SimulatedDeviceNodes(bare.machine.host_root)
     there_before = nodes(bare)
     bare.tools.make_capability_nodes()
     paths = [f"/dev/nvidia-caps/{name}" for name in nodes(bare) if name not in there_before]

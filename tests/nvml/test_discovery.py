@@ -18,7 +18,7 @@ from dra_driver.nvml.health_polls import read_health
 from dra_driver.nvml.readings import read_gpu
 from dra_driver.nvml.scan import ScanMemory, read_nvml_fingerprint
 from dra_driver.nvml.topology import PeerMemory, read_reachable_pairs
-from dra_driver.simulator import nvml_library
+from dra_driver.simulator import SimulatedLibrary
 from tests.fakes.machines import SimulatedNode, read_inventory
 
 Make = Callable[[str], SimulatedNode]
@@ -216,7 +216,7 @@ def test_fabric_with_several_cliques_keeps_those_for_unicast(machine: Make) -> N
 def test_branch_without_the_newest_form_names_the_first_clique_alone(machine: Make) -> None:
     node = machine("gb200-nvl72-tray")
     node.machine.set_fabric(cliques=[[MULTICAST_POINTER, 1], [UNICAST_POINTER, 4], [UNICAST_POINTER, 6]])
-    assert not hasattr(nvml_library(node.machine), "nvmlDeviceGetGpuFabricInfo_v4")
+    assert not hasattr(SimulatedLibrary(node.machine), "nvmlDeviceGetGpuFabricInfo_v4")
     assert {gpu.fabric for gpu in node.read().gpus} == {Fabric(CLUSTER, (4,))}
 
 

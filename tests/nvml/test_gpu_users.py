@@ -18,7 +18,7 @@ from dra_driver.model.mig import Placement
 from dra_driver.nvml.gpu_users import PersistenceModes, read_processes
 from dra_driver.nvml.mig_changes import MigHardware
 from dra_driver.nvml.reader import NvmlReader
-from dra_driver.simulator import nvml_library
+from dra_driver.simulator import SimulatedLibrary
 from tests.fakes.machines import SimulatedNode
 
 Make = Callable[[str], SimulatedNode]
@@ -117,7 +117,7 @@ def test_failure_is_no_empty_list(
 
 def test_lost_gpu_is_lost_and_a_closed_session_says_so(node: SimulatedNode) -> None:
     uuid = node.machine.gpu(0).uuid
-    reader = NvmlReader(lambda: nvml_library(node.machine))
+    reader = NvmlReader(lambda: SimulatedLibrary(node.machine))
     with pytest.raises(NvmlUnavailableError):
         reader.processes(uuid)
     reader.reopen()

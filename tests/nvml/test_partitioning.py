@@ -18,7 +18,7 @@ from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Place
 from dra_driver.nvml.mig_partitions import read_what_exists
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.nvml.scan import ScanMemory
-from dra_driver.simulator import machine_names, nvml_library
+from dra_driver.simulator import SimulatedLibrary, machine_names
 from tests.fakes.machines import SimulatedNode, read_inventory
 from tests.fakes.samples import ONE_G, h100
 
@@ -369,11 +369,11 @@ def test_partitioned_gpu_in_mig_mode_counts_if_it_can_be_whole(offers_whole: boo
 
 def test_reader_selects_and_remembers(machine: Make) -> None:
     node = machine("dgx-h100")
-    plain = NvmlReader(lambda: nvml_library(node.machine))
+    plain = NvmlReader(lambda: SimulatedLibrary(node.machine))
     plain.reopen()
     assert not any(gpu.partitioning for gpu in plain.read_inventory().gpus)
     plain.session.close()
-    reader = NvmlReader(lambda: nvml_library(node.machine), always)
+    reader = NvmlReader(lambda: SimulatedLibrary(node.machine), always)
     reader.reopen()
     healthy = with_nvlink_domains(reader.read_inventory())
     assert all(gpu.partitioning for gpu in healthy.gpus)

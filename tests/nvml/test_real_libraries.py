@@ -22,7 +22,7 @@ from dra_driver.nvml.reader import NvmlReader
 from dra_driver.nvml.scan import ScanMemory
 from dra_driver.nvml.session import NvmlSession, load_library
 from dra_driver.nvml.usage_source import read_load
-from dra_driver.simulator import nvml_library
+from dra_driver.simulator import SimulatedLibrary
 from tests.fakes.machines import SimulatedNode, read_inventory
 
 LOST = {
@@ -75,7 +75,7 @@ def of_branch(nvidia: Programs, machine: Callable[[str], SimulatedNode]) -> Call
 
     def make(name: str) -> SimulatedNode:
         node = machine(name)
-        node.nvml = NvmlReader(lambda: OfBranch(nvml_library(node.machine), real))
+        node.nvml = NvmlReader(lambda: OfBranch(SimulatedLibrary(node.machine), real))
         node.session = node.nvml.session
         return node
 
@@ -165,7 +165,7 @@ def test_simulated_library_has_the_functions_of_the_branch(
     """Of all functions that the simulator knows, those that the branch's own library exports, and no others."""
     real = ctypes.CDLL(str(nvidia.library("libnvidia-ml")))
     node = machine("dgx-h100")
-    known = {name for name in vars(nvml_library(node.machine)) if name.startswith("nvml")}
+    known = {name for name in vars(SimulatedLibrary(node.machine)) if name.startswith("nvml")}
     node.machine.load_driver(nvidia.version)
-    simulated = {name for name in vars(nvml_library(node.machine)) if name.startswith("nvml")}
+    simulated = {name for name in vars(SimulatedLibrary(node.machine)) if name.startswith("nvml")}
     assert simulated == {name for name in known if hasattr(real, name)}

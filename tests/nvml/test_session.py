@@ -295,7 +295,7 @@ def test_end_of_the_process_does_not_shut_nvml_down_while_a_call_hangs(
 
 
 def clients(bench: Bench) -> list[str]:
-    return bench.node.machine.everybody()
+    return bench.node.machine.clients(with_own=True)
 
 
 def test_who_comes_second_joins_and_the_last_one_opens_nvml(bench: Bench) -> None:

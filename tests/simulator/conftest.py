@@ -9,8 +9,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from dra_driver.simulator import Machine, create_machine, nvml_library
-from dra_driver.simulator.machine import HOSTILE
+from dra_driver.simulator import HOSTILE, Machine, SimulatedLibrary, create_machine
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -23,7 +22,7 @@ def _kind() -> Iterator[None]:
 
 def load(machine: Machine) -> None:
     """Put a fresh library of the machine under the binding."""
-    pynvml.nvmlLib = nvml_library(machine)
+    pynvml.nvmlLib = SimulatedLibrary(machine)
     pynvml._nvmlGetFunctionPointer_cache.clear()
 
 

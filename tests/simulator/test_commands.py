@@ -8,6 +8,7 @@ from dra_driver.cli.main import main
 from dra_driver.errors import InvalidConfigError
 from dra_driver.simulator import machine_names, open_machine
 from dra_driver.simulator.catalogue import build
+from dra_driver.simulator.simulate_commands import show
 
 
 @pytest.fixture
@@ -92,10 +93,10 @@ def test_signals_are_set_together_and_end_when_they_are_not_named(simulate, tmp_
     assert (gpu.links_down, gpu.nvlink_errors, gpu.pcie_link) == ([3, 17], {"recovery": 7}, [8, 16, 5, 5])
     assert "memory, nvlink-recoveries, nvlinks-down, pcie-lanes, repair, sram" in simulate("show")
     simulate("signals", "2", "repair=channel,tpc")
-    [state] = [row["state"] for row in open_machine(tmp_path / "machine").describe() if row["index"] == "2"]
+    [state] = [row["state"] for row in show(open_machine(tmp_path / "machine"))[1] if row["index"] == "2"]
     assert state == "repair"
     assert simulate("signals", "2").endswith("reports no signal\n")
-    assert open_machine(tmp_path / "machine").describe()[2]["state"] == "ok"
+    assert show(open_machine(tmp_path / "machine"))[1][2]["state"] == "ok"
 
 
 @pytest.mark.parametrize(

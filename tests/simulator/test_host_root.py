@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.model.host import DeviceNode
-from dra_driver.simulator import device_node_reader, open_machine
+from dra_driver.simulator import SimulatedDeviceNodes, open_machine
 from dra_driver.simulator.hostroot.entries import can_make_nodes
 
 NODE_KINDS = [
@@ -19,7 +19,7 @@ NODE_KINDS = [
 
 
 def numbers(machine, path):
-    node = device_node_reader(machine).read(path)
+    node = SimulatedDeviceNodes(machine.host_root).read(path)
     return None if node is None else (node.major, node.minor, node.mode, node.gid)
 
 
@@ -37,7 +37,7 @@ def test_device_nodes(kind, make):
     assert numbers(machine, "/dev/nvidia8") is None
     assert numbers(machine, "/dev") is None
     full = str(machine.host_root / "dev/nvidia0")
-    assert device_node_reader(machine).read(full) == DeviceNode(full, "c", 195, 0, 0o666, 0, 0)
+    assert SimulatedDeviceNodes(machine.host_root).read(full) == DeviceNode(full, "c", 195, 0, 0o666, 0, 0)
     assert stat.S_ISCHR(os.lstat(full).st_mode) == (kind == "real")
 
 

@@ -1,5 +1,5 @@
-"""One device: its properties and modes, processes, health counters, and the values of nvmlDeviceGetFieldValues that this
-plugin reads; samples of a GPU instance (GPM) and the metrics between two of them; NVLinks, peer access and fabric."""
+"""One device: its properties, processes, health counters, and the values of nvmlDeviceGetFieldValues that this plugin
+reads; samples of a GPU instance (GPM) and the metrics between two of them; NVLinks, peer access and fabric."""
 
 from __future__ import annotations
 
