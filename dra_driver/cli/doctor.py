@@ -28,7 +28,6 @@ from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
 from dra_driver.cli.rules.tables import hanging
 from dra_driver.cli.scratch import node_settings, this_machine
 from dra_driver.cli.state_on_disk import plugin_problems, read_claims
-from dra_driver.errors import DraDriverError
 from dra_driver.host.processes import gpu_users
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
@@ -79,13 +78,6 @@ _LAST = ("OK", "SKIP", "WARN", "FAIL")
 """Problems come last, where a person looks first."""
 
 
-def _filled(remedy: str) -> str:
-    """With release and namespace of the pod of gpu-dra-driver in which this runs."""
-    for name in ("RELEASE", "NAMESPACE"):
-        remedy = remedy.replace(name, os.environ.get(name) or "gpu-dra-driver")
-    return remedy
-
-
 def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> None:
     from dra_driver.cli.checks.check import folded
     from dra_driver.cli.rules.findings import verified
@@ -101,7 +93,7 @@ def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> 
             line = hanging(f"{finding.status:<4}  {outcome.check:<{names}}  ", finding.seen, width)
             yield colored(finding.status, line, is_on=is_colored)
             if finding.remedy is not None:
-                yield hanging(f"      {'':<{names}}  -> ", _filled(finding.remedy), width)
+                yield hanging(f"      {'':<{names}}  -> ", finding.remedy, width)
         bad = counts["FAIL"] + counts["WARN"]
         told = f"{counted(bad, 'problem')}: " if bad else "no problem: "
         yield "\n" + told + ", ".join(f"{count} {status}" for status, count in counts.items())
@@ -128,11 +120,10 @@ def doctor_checks(settings: Settings) -> list[Check]:
         with closing(snapshot):
             return snapshot.read_gpus(inventory.get())
 
+    gpus = Shared(lambda: bounded("NVML", look, _NVML_WAIT_S))
+
     def view() -> NodeView:
-        try:
-            facts = bounded("NVML", look, _NVML_WAIT_S)
-        except DraDriverError:
-            facts = NvmlFacts(inventory.or_none() or Inventory())
+        facts = gpus.or_none() or NvmlFacts(inventory.or_none() or Inventory())
         node, driver, notes = settings.node_name, settings.driver_name, state.get().notes
         now = datetime.now(UTC)
         claims = read_claims(
@@ -147,6 +138,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         machine.nodes,
         inventory,
         Shared(view).get,
+        lambda: (gpus.or_none() or NvmlFacts()).inventory,
         settings.nvidia_cdi_hook_path,
         settings.dynamic_mig,
         lambda: gpu_users(

@@ -72,7 +72,7 @@ def serviced_gpu(settings: Settings, name: str) -> str:
                 "the GPU answers, NVML requests no action, and no memory repair waits for a reset"
             )
         time.sleep(_POLL_S)
-    return f"GPU {uuid}: ended: {'; '.join(ended.values())}"
+    return f"GPU {uuid}: ended: {'; '.join(text.partition('; ')[0] for text in ended.values())}"
 
 
 def _chosen(machine: CommandMachine, name: str) -> frozenset[str]:

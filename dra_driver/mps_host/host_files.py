@@ -71,6 +71,7 @@ from dra_driver.base.fields import (
     parse_file,
 )
 from dra_driver.base.file_lock import is_locked
+from dra_driver.base.installation import helm_set
 from dra_driver.base.json_store import JsonStore, UnreadableFile
 from dra_driver.errors import PermanentError, RetryableError, StateError
 from dra_driver.model.mps import (
@@ -101,7 +102,6 @@ _SILENT_S = 30.0
 """Three times the period of the host's sign of life."""
 _ASKED_AGAIN_S = 600.0
 _SEE_PODS = "see its pod: `kubectl get pods -A -o wide -l app.kubernetes.io/component=mps`"
-_ENABLE = "enable it: `helm upgrade RELEASE CHART -n NAMESPACE --reuse-values --set mps.enabled=true`"
 _REPLACE = (
     "delete the pod of the DaemonSet gpu-dra-driver-mps on this node once no MPS claims run there (its daemons end "
     "with it)"
@@ -260,14 +260,15 @@ class MpsHostFiles:
     def host_problem(self) -> str | None:
         """Why no daemon can be asked for. Raises: StateError."""
         if not is_locked(self._layout.lock):
-            return f"the MPS host is not running on this node; {_SEE_PODS}, or {_ENABLE} if there are none"
+            enable = f"enable it: {helm_set('mps.enabled=true')}"
+            return f"the MPS host is not running on this node; {_SEE_PODS}, or {enable} if there are none"
         content = read_or_none(self._layout.lock)
         if not content:
             return f"the MPS host of this node is starting; {_SEE_PODS}, and its log"
         with suppress(StateError):
             parse_file(content, "lock file", dict, known=FORMAT, field="format")
             return None
-        return f"the MPS host on this node is of another release than gpu-dra-driver: {_REPLACE}"
+        return f"the MPS host on this node is of another release than gpu-dra-driver; {_REPLACE}"
 
     def _want(self, spec: MpsDaemonSpec) -> None:
         """Have the host run it. Raises: PermanentError if other claims have it with other settings, or use the device

@@ -902,7 +902,7 @@ def test_what_keeps_pods_from_their_devices_fails_and_the_rest_warns(tmp_path: P
         ("WARN", "the health is not known"),
     ]
     assert [one.remedy for one in found[:3]] == ["end its pods", "look at its pods", "remove that driver"]
-    assert "kubectl -n NAMESPACE logs" in str(found[3].remedy)
+    assert "kubectl -n gpu-dra-driver logs" in str(found[3].remedy)
     assert replace(checks, reported=Reported).plugin() == [ok("the plugin runs and reports no problem")]
     [skipped] = replace(checks, reported=None).plugin()
     assert skipped.status == "SKIP"

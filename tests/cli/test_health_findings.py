@@ -14,8 +14,8 @@ from tests.fakes.tables import tabled
 ONE = SeenGpu("gpu-1", "GPU-1", health="ok", pci_bus_id="0000:1b:00.0")
 TWO = SeenGpu("gpu-2", "GPU-2", health="ok", pci_bus_id="0000:43:00.0")
 RESET = (
-    "end its pods, then `gpu-dra-driver detach 0000:1b:00.0` and `nvidia-smi --gpu-reset -i 0000:1b:00.0` on the node; "
-    "or reboot the node"
+    "`gpu-dra-driver detach 0000:1b:00.0` and `nvidia-smi --gpu-reset -i 0000:1b:00.0` on the node; or reboot the "
+    "node"
 )
 
 
@@ -76,7 +76,7 @@ def test_detach_names_no_gpu_when_its_uuid_is_not_known() -> None:
     )
     assert (found.status, found.seen) == ("FAIL", "0000:1b:00.0 is lost: text of gpu-lost (for 12m)")
     assert str(found.remedy).startswith(
-        "end its pods, then `gpu-dra-driver detach` and `nvidia-smi --gpu-reset -i 0000:1b:00.0`"
+        "`gpu-dra-driver detach` and `nvidia-smi --gpu-reset -i 0000:1b:00.0`"
     )
 
 
@@ -87,12 +87,14 @@ def test_pods_on_a_lost_gpu_and_its_mig_devices_are_named_in_the_command_that_en
             ("ml", "gpu-1", ("a", "b")),
             ("web", "gpu-1-mig-1g10gb-19-0", ("c",)),
             ("ml", "gpu-2", ("other",)),
+            ("ml", "gpu-1", None),
         )
     )
     view = NodeView("n", "d", "now", gpus=(ONE, TWO), holdings=holdings, health=(seen("lost", "gpu-lost"),))
     (found,) = health_findings(view, has_nvml=True)
     assert str(found.remedy).startswith(
-        "`kubectl -n ml delete pod a b` and `kubectl -n web delete pod c`, then `gpu-dra-driver detach 0000:1b:00.0`"
+        "`kubectl -n ml delete pod a b` and `kubectl -n web delete pod c` and end the pods of claim ml/c, then "
+        "`gpu-dra-driver detach 0000:1b:00.0`"
     )
 
 

@@ -139,10 +139,13 @@ def test_each_device_has_the_health_of_its_gpu_and_of_its_instance(bench):
     told = bench.now()
     assert told[GPU_0][0] == v1.UNHEALTHY
     assert told[GPU_0][1].startswith("the GPU fell off the bus and does not answer")
-    assert told[GPU_0][1].endswith("; Xid 79: the GPU fell off the bus")
+    assert told[GPU_0][1].endswith("; Xid 79: the GPU fell off the bus; reboot the node")
     assert told[GPU_1] == (v1.HEALTHY, "")
     assert told[MIG_1G][0] == v1.UNHEALTHY
-    assert told[MIG_3G] == (v1.HEALTHY, "Xid 94: uncorrectable memory error, contained to one program")
+    assert told[MIG_3G] == (
+        v1.HEALTHY,
+        "Xid 94: uncorrectable memory error, contained to one program; restart the program",
+    )
 
 
 def test_a_mig_device_made_on_demand_has_the_health_of_the_instance_that_it_is(bench):
@@ -165,7 +168,9 @@ def test_a_wedged_monitor_makes_devices_unknown_never_healthy(bench):
     response = bench.stream.snapshot()
     assert {item.health for item in response.devices} == {v1.UNKNOWN}
     assert [item.last_updated_time for item in response.devices] == [NOW, NOW, 0, 0]
-    assert response.devices[0].message.endswith("; last known: Xid 79: the GPU fell off the bus")
+    assert response.devices[0].message.endswith(
+        "; last known: Xid 79: the GPU fell off the bus; reboot the node"
+    )
 
 
 def test_card_under_vfio_is_unknown_and_neither_lost_nor_unhealthy(bench):

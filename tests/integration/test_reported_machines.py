@@ -37,6 +37,13 @@ def test_guest_with_vgpus_publishes_each_and_prepares_it(
     assert "health" not in warnings(node)
 
 
+def test_unlike_cards_of_a_home_server_are_all_published(make_node: Callable[..., Node]) -> None:
+    """A Pascal Quadro, a GeForce Ampere, a Blackwell GeForce and a T4, none with MIG or NVLink."""
+    node = make_node(str(MACHINES / "mixed-desktop.yaml")).running(4)
+    assert types(node) == ["gpu"] * 4
+    assert "health" not in warnings(node)
+
+
 def test_gpu_without_minor_number_is_not_published_and_doctor_says_why(
     make_node: Callable[..., Node],
 ) -> None:
@@ -85,6 +92,9 @@ def test_layout_of_one_gpu_is_made_there_and_the_mig_mode_of_the_others_is_warne
     assert types(node) == ["mig"] * 4
     second = node.machine.gpu(1).uuid
     assert {device["attributes"]["parentUUID"]["string"] for device in node.devices()} == {second}
-    assert warnings(node)["MIG mode"][0] == (
+    seen, remedy = warnings(node)["MIG mode"]
+    assert seen == (
         "in MIG mode without MIG devices, so nothing of it is offered: 0000:21:00.0, 0000:81:00.0, 0000:a1:00.0"
     )
+    # 19, the ID on other GPUs, does not exist on an A30.
+    assert "`nvidia-smi mig -i 0000:21:00.0 -cgi 14 -C` makes one" in remedy

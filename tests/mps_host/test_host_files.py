@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dra_driver.base.atomic import Stamp, stamp_at, write_atomically
 from dra_driver.base.file_lock import hold_file
+from dra_driver.base.installation import helm_set
 from dra_driver.base.json_store import UnreadableFile
 from dra_driver.errors import PermanentError, RetryableError, StateError
 from dra_driver.host.rooted_tree import text_of
@@ -139,9 +140,9 @@ def test_differences_name_both_sides() -> None:
     [
         (None, r"the MPS host is not running on this node; see .*helm upgrade .*--set mps\.enabled=true`"),
         (b"", "the MPS host of this node is starting"),
-        (b'{"format": 4}', r"of another release than gpu-dra-driver: delete the pod of .*gpu-dra-driver-mps"),
-        (b'{"format": 2}', r"of another release than gpu-dra-driver: delete the pod of .*gpu-dra-driver-mps"),
-        (b"\0", "of another release than gpu-dra-driver: delete the pod"),
+        (b'{"format": 4}', r"of another release than gpu-dra-driver; delete the pod of .*gpu-dra-driver-mps"),
+        (b'{"format": 2}', r"of another release than gpu-dra-driver; delete the pod of .*gpu-dra-driver-mps"),
+        (b"\0", "of another release than gpu-dra-driver; delete the pod"),
     ],
     ids=["absent", "starting", "newer", "older", "rubbish"],
 )
@@ -189,7 +190,7 @@ class SteppedClock:
 
 
 SEE_PODS = "see its pod: `kubectl get pods -A -o wide -l app.kubernetes.io/component=mps`"
-ENABLE = "enable it: `helm upgrade RELEASE CHART -n NAMESPACE --reuse-values --set mps.enabled=true`"
+ENABLE = f"enable it: {helm_set('mps.enabled=true')}"
 ABSENT = NodeProblem(
     "mps-host-missing", f"The MPS host is not running on this node; {SEE_PODS}, or {ENABLE} if there are none"
 )
@@ -296,7 +297,7 @@ def test_host_of_another_release_is_a_problem(fake: FakeHost, clock: SteppedCloc
     clock.passed(30)
     [problem] = files.problems()
     assert problem.text.startswith(
-        "The MPS host on this node is of another release than gpu-dra-driver: delete"
+        "The MPS host on this node is of another release than gpu-dra-driver; delete"
     )
     fake.close()
 

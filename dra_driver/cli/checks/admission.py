@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dra_driver.base.installation import apply_again
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient
@@ -64,7 +65,6 @@ def refusal_finding(error: ApiRejectedError, what: str) -> Finding:
 
 
 _FOREIGN = "not-this-node.invalid"
-_APPLY = "`helm upgrade RELEASE CHART -n NAMESPACE --reuse-values` as an administrator"
 _SLICE: JsonObject = {
     "apiVersion": GROUP_VERSION,
     "kind": "ResourceSlice",
@@ -129,7 +129,9 @@ class AdmissionProof:
         why = "the policy is missing, not bound, or its binding does not deny"
         if not self._may(MARK_VERB):
             why = f"its role lacks the mark ({MARK_VERB} {MARK_RESOURCE}.{self.driver}) that the policies look for"
-        return warn(f"a node that was broken into could {what}: this account was not refused; {why}", _APPLY)
+        return warn(
+            f"a node that was broken into could {what}: this account was not refused; {why}", apply_again()
+        )
 
     def _exempt(self) -> Finding:
         return skip(

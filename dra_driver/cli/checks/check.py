@@ -8,13 +8,14 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from dra_driver.base.installation import from_outside, logs
 from dra_driver.base.threads import side_by_side
-from dra_driver.cli.rules.findings import Finding, fail, of_text, skip, warn
+from dra_driver.cli.rules.findings import Finding, fail, skip, warn
 from dra_driver.errors import DraDriverError
 
 T = TypeVar("T")
@@ -76,7 +77,7 @@ def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcom
         "run doctor again; if it stays, `dmesg --level=err,warn` on the node shows what hangs",
     )
     return [
-        Outcome(check.name, finding)
+        Outcome(check.name, replace(finding, remedy=finding.remedy and from_outside(finding.remedy)))
         for check, answer in zip(checks, answers, strict=True)
         for finding in (_listed(answer.result()) if answer.done() and not answer.cancelled() else (late,))
     ]
@@ -110,13 +111,20 @@ def _looked(check: Check) -> Finding | Sequence[Finding]:
     except OSError as error:
         return fail(
             f"{error.filename or check.name}: {error.strerror or error}",
-            "`kubectl -n NAMESPACE exec` into the plugin's pod, or run doctor as root on the node",
+            "run doctor in the plugin's pod (`kubectl exec`), or as root on the node",
         )
     except Exception as error:  # noqa: BLE001  one surprise must not hide what the other checks see
         text = " ".join(str(error).split())
         return fail(
             f"the check itself failed: {type(error).__name__}: {text}", "please report this with the output"
         )
+
+
+def of_text(text: str, *, fails: bool) -> Finding:
+    """From a sentence with `; ` before what to do."""
+    seen, _, remedy = text.rpartition("; ")
+    seen, remedy = (seen, remedy) if seen else (text, logs())
+    return fail(seen, remedy) if fails else warn(seen, remedy)
 
 
 def not_written(directory: Path) -> Finding | None:

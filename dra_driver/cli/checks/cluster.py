@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dra_driver.base.installation import apply_again, helm_set
 from dra_driver.cli.checks.admission import MARK_RESOURCE, MARK_VERB, AdmissionProof
 from dra_driver.cli.checks.check import Check, Shared
-from dra_driver.cli.rules.findings import HELM_SET, Finding, fail, ok, skip, warn
+from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.client import GROUP, GROUP_VERSION, ApiClient
@@ -20,7 +21,6 @@ from dra_driver.slices.rules.diff import PARTITIONS_GATE, SHARES_GATE, TAINTS_GA
 
 _SLOW = ("did not answer in time", "no time was left")
 """How a client says that it waited and nothing was refused."""
-_APPLY = "`helm upgrade RELEASE CHART -n NAMESPACE --reuse-values` as an administrator"
 
 
 def needed_permissions(driver: str) -> tuple[Permission, ...]:
@@ -81,19 +81,17 @@ class ClusterChecks:
         denied = [wanted for wanted in needed if not is_allowed(client, wanted)]
         hard = [str(permission) for permission in denied if not permission.optional]
         if hard:
-            return fail(
-                f"not allowed: {', '.join(hard)}", f"{_APPLY} (ClusterRole and binding gpu-dra-driver)"
-            )
+            return fail(f"not allowed: {', '.join(hard)}", f"{apply_again()} (ClusterRole and its binding)")
         if any(permission.verb == MARK_VERB for permission in denied):
             return warn(
                 f"the role lacks the mark ({MARK_VERB} {MARK_RESOURCE}.{self.driver}), so the admission policies do "
                 "not confine this account to its node",
-                f"{_APPLY} (ClusterRole gpu-dra-driver)",
+                f"{apply_again()} (ClusterRole)",
             )
         if denied:
             return warn(
                 f"not allowed: {', '.join(map(str, denied))}; events or device states will be missing",
-                f"{_APPLY} (ClusterRole gpu-dra-driver)",
+                f"{apply_again()} (ClusterRole)",
             )
         return ok(f"all {len(needed)} that gpu-dra-driver needs")
 
@@ -153,7 +151,7 @@ class ClusterChecks:
             why = f"; renamed, it seems, to {named(renamed)}, but claims ask by the name" if renamed else ""
             return warn(
                 f"missing: {', '.join(missing)}{why}",
-                HELM_SET.format("deviceClasses.create=true"),
+                helm_set("deviceClasses.create=true"),
             )
         return ok(named(ours))
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from dra_driver.base.installation import helm_set
 from dra_driver.cli.checks.check import Check, Look, Shared
-from dra_driver.cli.rules.findings import HELM_SET, Finding, fail, ok, skip, warn
+from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.cli.rules.health_findings import health_findings
 from dra_driver.cli.rules.node_view import NodeView
 from dra_driver.errors import (
@@ -63,6 +64,8 @@ class DriverChecks:
     nodes: DeviceNodeReader
     inventory: Shared[Inventory]
     node_view: Callable[[], NodeView]
+    cut: Callable[[], Inventory] = Inventory
+    """With the profiles of the GPUs in MIG mode, as far as they can be read."""
     hook: str | None = None
     dynamic_mig: bool = False
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
@@ -259,12 +262,21 @@ class DriverChecks:
         """GPUs in MIG mode without a MIG device: they are offered neither whole nor in parts."""
         inventory = self._known()
         on = [gpu for gpu in inventory.gpus if gpu.mig_enabled]
-        empty = [gpu.pci_bus_id or gpu.uuid for gpu in on if not gpu.mig_devices]
+        empty = {gpu.uuid: gpu.pci_bus_id or gpu.uuid for gpu in on if not gpu.mig_devices}
         if empty and not self.dynamic_mig:
+            cut = next((gpu.partitioning for gpu in self.cut().gpus if gpu.uuid in empty), None)
+            placed = cut.profiles if cut is not None else ()
+            smallest = min((one.profile for one in placed), key=lambda one: one.memory_mib, default=None)
+            first = next(iter(empty.values()))
+            one = (
+                ""
+                if smallest is None
+                else f"`nvidia-smi mig -i {first} -cgi {smallest.profile_id} -C` makes one, "
+            )
             return warn(
-                f"in MIG mode without MIG devices, so nothing of it is offered: {named(empty)}",
-                f"{HELM_SET.format('dynamicMig.enabled=true')} makes them on demand; "
-                f"`nvidia-smi -i {empty[0]} -mig 0` on the node offers the whole GPU again",
+                f"in MIG mode without MIG devices, so nothing of it is offered: {named(list(empty.values()))}",
+                f"{helm_set('dynamicMig.enabled=true')} makes them on demand; "
+                f"on the node, {one}`nvidia-smi -i {first} -mig 0` offers the whole GPU again",
             )
         return ok(f"{len(on)} of {counted(len(inventory.gpus), 'GPU')} in MIG mode")
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dra_driver.base.file_lock import is_locked
-from dra_driver.cli.checks.check import Check, not_written
+from dra_driver.base.installation import logs
+from dra_driver.cli.checks.check import Check, not_written, of_text
 from dra_driver.cli.rules.findings import (
     CODES_THAT_FAIL,
-    LOGS,
     Finding,
     fail,
-    of_text,
     ok,
     skip,
     warn,
@@ -60,7 +59,7 @@ class KubeletChecks:
             fail(
                 f"{one.operation.capitalize()} of claim {one.ref.namespace}/{one.ref.name} fails (tried "
                 f"{counted(one.count, 'time')}): {one.error.rpartition('; ')[0] or one.error}",
-                one.error.rpartition("; ")[2] if "; " in one.error else LOGS,
+                one.error.rpartition("; ")[2] if "; " in one.error else logs(),
             )
             for one in failing
         ]
@@ -112,7 +111,7 @@ class KubeletChecks:
                 f"`rm {dead[0]}`, if no instance of gpu-dra-driver is starting at this moment",
             )
         if not alive:
-            return fail(f"no instance of {self.driver} is registered with the kubelet", LOGS)
+            return fail(f"no instance of {self.driver} is registered with the kubelet", logs())
         update = " (a rolling update is under way)" if len(alive) == 2 else ""
         return ok(f"{named(alive)} answers{update}")
 

@@ -8,9 +8,6 @@ from typing import Literal
 
 Status = Literal["OK", "WARN", "FAIL", "SKIP"]
 
-LOGS = "`kubectl -n NAMESPACE logs -l app.kubernetes.io/name=gpu-dra-driver --tail=50` shows more"
-HELM_SET = "`helm upgrade RELEASE CHART -n NAMESPACE --reuse-values --set {}`"
-"""Sets a value of the chart. `doctor` fills in release and namespace of the pod that it runs in."""
 CODES_THAT_FAIL = frozenset({
     "claims-failing", "disk-not-writable", "driver-files-missing", "foreign-driver", "gpus-unavailable",
     "mps-daemon-failed", "mps-host-missing", "not-registered", "plugin-not-running", "slices-not-published",
@@ -48,13 +45,6 @@ def fail(seen: str, remedy: str) -> Finding:
 def skip(seen: str) -> Finding:
     """It could not be checked."""
     return Finding("SKIP", seen)
-
-
-def of_text(text: str, *, fails: bool) -> Finding:
-    """From a sentence with `; ` before what to do."""
-    seen, _, remedy = text.rpartition("; ")
-    seen, remedy = (seen, remedy) if seen else (text, LOGS)
-    return fail(seen, remedy) if fails else warn(seen, remedy)
 
 
 def worst(findings: Iterable[Finding]) -> Finding:

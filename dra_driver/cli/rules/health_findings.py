@@ -7,20 +7,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.cli.rules.node_view import NodeView, SeenGpu, SeenReason
 from dra_driver.cli.rules.prepared_claims import age_text
-from dra_driver.health.rules.xids import is_program_fault
+from dra_driver.health.rules.xids import is_program_fault, needs_reboot
 from dra_driver.model.units import counted, named
 
 _RESET = (
-    "{end}, then `gpu-dra-driver detach{gpu}` and `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot "
-    "the node"
+    "{then}`gpu-dra-driver detach{gpu}` and `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot the node"
 )
 _WAIT = f"the taint clears by itself in about 30 seconds; if it does not: {_RESET}"
 """Only for what NVIDIA's catalog calls the fault of a program."""
 _RESET_OR_SERVICED = f"{_RESET}; if it stays after the reset, `gpu-dra-driver serviced{{gpu}}`"
-_REPLACE = "{end}, then have the GPU replaced"
-_REBOOT = "`kubectl drain` the node, then reboot it"
+_REPLACE = "{then}have the GPU replaced"
+_REBOOT = "`kubectl drain {node} --ignore-daemonsets --delete-emptydir-data`, then reboot the node"
 _RESTART = (
-    f"`kubectl -n NAMESPACE delete pod` for the plugin's pod on this node; if that does not help, {_REBOOT}"
+    "`kubectl delete pod -A -l app.kubernetes.io/name=gpu-dra-driver,app.kubernetes.io/component=node --field-selector "
+    f"spec.nodeName={{node}}`; if that does not help, {_REBOOT}"
 )
 _FABRIC = "`nvidia-smi -q | grep -A9 Fabric` and `systemctl status nvidia-fabricmanager` on the node"
 _SLOW = "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {bus}`: look at the cooling and the power supply"
@@ -29,13 +29,13 @@ _PCIE = (
     "the firmware's settings of the slot"
 )
 _REMEDIES: tuple[tuple[str, str], ...] = (
-    ("program", _WAIT),
     ("gpu-lost", f"{_RESET}; `dmesg | grep -i xid` shows why it was lost"),
     ("row-remap failure", _REPLACE),
+    ("reboot", _REBOOT),
     ("recovery-action reboot", _REBOOT),
     ("recovery-action system-reboot", _REBOOT),
     ("recovery-action bus-reset", _REBOOT),
-    ("recovery-action drain-p2p", "{end}: they use the GPU together with others"),
+    ("recovery-action drain-p2p", "end the pods that use the GPU together with others{pods}"),
     ("recovery-action recover-imex-domain", "`nvidia-imex-ctl -N` on the node: repair the IMEX daemons of its domain"),
     ("recovery-action", _RESET),
     ("row-remap pending", _RESET),
@@ -57,6 +57,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("nvlink-errors", "`nvidia-smi nvlink -e -i {bus}` on the node; if the counts keep growing, have the GPU tested"),
     ("pcie-width", _PCIE),
     ("pcie-generation", _PCIE),
+    ("program", _WAIT),
     ("unmonitored", "gpu-dra-driver gets no Xids of this GPU; look for them with `dmesg | grep -i xid`"),
 )  # fmt: skip
 """What to do, by how a reason begins. Of several reasons the first in this table counts."""
@@ -76,7 +77,7 @@ def health_findings(found: NodeView, *, has_nvml: bool) -> list[Finding]:
             ill.setdefault(reason.subject, []).append(reason)
     worst_first = sorted(ill.values(), key=lambda reasons: _WORST_FIRST.index(_worst(reasons)))
     lines = [
-        _finding(gpu, reasons, _pods_on(gpu, found))
+        _finding(gpu, reasons, found)
         for reasons in worst_first
         for gpu in [places[reasons[0].subject.partition(" ")[0]]]
     ]
@@ -85,25 +86,28 @@ def health_findings(found: NodeView, *, has_nvml: bool) -> list[Finding]:
 
 
 def _pods_on(gpu: SeenGpu, found: NodeView) -> str:
-    """The command that ends the pods of claims on a GPU and its MIG devices."""
+    """The commands that end the pods of claims on a GPU and its MIG devices; empty without claims."""
     pods: dict[str, dict[str, None]] = {}
+    ends: dict[str, None] = {}
     for held in found.holdings:
         if held.device == gpu.name or held.device.startswith(f"{gpu.name}-"):
             namespace = held.claim.partition("/")[0]
             pods.setdefault(namespace, {}).update(dict.fromkeys(held.pods or ()))
-    commands = [
+            if not held.pods:
+                ends[f"end the pods of claim {held.claim}"] = None
+    commands = (
         f"`kubectl -n {namespace} delete pod {' '.join(names)}`" for namespace, names in pods.items() if names
-    ]
-    return " and ".join(commands) or "end its pods"
+    )
+    return " and ".join((*commands, *ends))
 
 
-def _finding(gpu: SeenGpu, reasons: Sequence[SeenReason], end: str) -> Finding:
+def _finding(gpu: SeenGpu, reasons: Sequence[SeenReason], found: NodeView) -> Finding:
     worst = _worst(reasons)
-    texts = "; ".join(f"{reason.text}{_age(reason.since_s)}" for reason in reasons)
+    texts = "; ".join(f"{reason.text.partition('; ')[0]}{_age(reason.since_s)}" for reason in reasons)
     seen = f"{_name(gpu, reasons[0])} is {worst}: {texts}"
     if worst == "information":
         seen = f"{_name(gpu, reasons[0])}: {texts}"
-    remedy = _remedy(gpu, reasons, end)
+    remedy = _remedy(gpu, reasons, found)
     return fail(seen, remedy) if worst in _FAILING else warn(seen, remedy)
 
 
@@ -125,21 +129,31 @@ def _age(seconds: float | None) -> str:
     return "" if seconds is None else f" (for {age_text(seconds)})"
 
 
-def _is_of_a_program(reason: str) -> bool:
+def _kind(reason: str) -> str:
+    """The reason as `_REMEDIES` has it: of an Xid whose number says what to do, only that."""
     key, _, number = reason.partition(" ")
-    return key == "xid" and number.isdecimal() and is_program_fault(int(number))
+    if key == "xid" and number.isdecimal():
+        return (
+            "program" if is_program_fault(int(number)) else "reboot" if needs_reboot(int(number)) else "xid"
+        )
+    return reason
 
 
-def _remedy(gpu: SeenGpu, reasons: Sequence[SeenReason], end: str) -> str:
-    told = [f"{reason.reason} " for reason in reasons]
-    if all(_is_of_a_program(reason.reason) for reason in reasons):
-        told = ["program "]
+def _remedy(gpu: SeenGpu, reasons: Sequence[SeenReason], found: NodeView) -> str:
+    kinds = [_kind(reason.reason) for reason in reasons]
     remedy = next(
-        (text for start, text in _REMEDIES if any(one.startswith(f"{start} ") for one in told)), _OTHER
+        (text for start, text in _REMEDIES if any(f"{one} ".startswith(f"{start} ") for one in kinds)), _OTHER
     )
     place = gpu.pci_bus_id or gpu.uuid
+    pods = _pods_on(gpu, found)
     # Without its UUID `detach` does not know which claims are on a GPU; without a GPU all claims count.
-    return remedy.format(gpu=f" {place}" if gpu.uuid else "", bus=place, end=end)
+    return remedy.format(
+        gpu=f" {place}" if gpu.uuid else "",
+        bus=place,
+        node=found.node,
+        pods=pods and f": {pods}",
+        then=pods and f"{pods}, then ",
+    )
 
 
 def _unknown(gpus: Iterable[SeenGpu]) -> Iterator[Finding]:

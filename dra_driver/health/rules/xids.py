@@ -175,7 +175,29 @@ def severity_of_xid(number: int, policy: XidPolicy, *, action_is_told: bool) -> 
     return _BY_NUMBER[number] if number in _BY_NUMBER else _BY_BUCKET[entry.bucket]
 
 
-def xid_text(number: int) -> str:
-    """`Xid 79: the GPU fell off the bus`; the number alone where the meaning is unknown."""
+_ACTIONS = {
+    "RESTART_APP": "restart the program",
+    "RESET_GPU": "reset the GPU",
+    "RESTART_BM": "reboot the node",
+    "RESTART_VM": "restart the virtual machine",
+    "CHECK_MECHANICALS": "check the power cables of the GPU",
+    "UPDATE_SWFW": "update the NVIDIA driver",
+    "CONTACT_SUPPORT": "contact NVIDIA",
+    "WORKFLOW_XID_48": "reset the GPU",
+    "WORKFLOW_NVLINK_ERR": "reset the GPU",
+    "WORKFLOW_NVLINK5_ERR": "reset the GPU",
+}
+
+
+def needs_reboot(number: int) -> bool:
+    """Whether NVIDIA's catalog calls for a restart of the machine."""
     entry = CATALOG.get(number)
-    return f"Xid {number}: {entry.text}" if entry else f"Xid {number}"
+    return entry is not None and entry.bucket in ("RESTART_BM", "RESTART_VM")
+
+
+def xid_text(number: int) -> str:
+    """`Xid 79: the GPU fell off the bus; reboot the node`. The catalog has no action for some numbers, and no meaning
+    for others."""
+    entry = CATALOG.get(number)
+    action = None if entry is None else _ACTIONS.get(entry.bucket)
+    return f"Xid {number}{f': {entry.text}' if entry else ''}{f'; {action}' if action else ''}"
