@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from debian_programs import Programs
-from gpucheck.compare import NOT_IN_EACH_RELEASE, ask_smi, facts
+from gpucheck import NOT_IN_EACH_RELEASE, ask_smi, facts
 
 from dra_driver.base.bounded_program import run_program
 from dra_driver.errors import NotSupportedError, NvmlUnavailableError, RetryableError

@@ -1,1 +1,0 @@
-"""Compares what the driver finds on a machine with real GPUs with what the machine's own tools show. Read-only."""
