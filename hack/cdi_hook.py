@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
 
 import localcluster
-from localcluster.errors import ClusterError
+from localcluster.shell import ClusterError
 
 
 def put_cdi_hook(host_root: Path) -> None:

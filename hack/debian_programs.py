@@ -26,9 +26,9 @@ from pathlib import Path
 # The cluster beside us has what fetches packages.
 sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
 
-from localcluster import debian, progress, shell
-from localcluster.errors import ClusterError
+from localcluster import debian, shell
 from localcluster.layout import Layout
+from localcluster.shell import ClusterError
 
 RELEASES = ("bullseye", "bookworm", "trixie", "forky")
 """In the order of their C libraries."""
@@ -46,9 +46,7 @@ def main() -> int:
     """Install and fetch what is missing; 1 if some of it cannot be had now."""
     has_nvidia = shell.find_program("apt-get") is not None and debian.is_debian()
     if not has_nvidia and not can_have_libcs():
-        progress.say(
-            "This machine is not Debian: tests of ELF files and of NVIDIA's own programs are left out."
-        )
+        shell.say("This machine is not Debian: tests of ELF files and of NVIDIA's own programs are left out.")
         return 0
     missing = 0
     if can_have_libcs():
@@ -68,7 +66,7 @@ def _tried(what: str, act: Callable[[], object]) -> bool:
     try:
         act()
     except ClusterError as error:
-        progress.say(f"Tests go without {what}: {' '.join(str(error).split())}")
+        shell.say(f"Tests go without {what}: {' '.join(str(error).split())}")
         return True
     return False
 

@@ -35,9 +35,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "hack/vm"
 sys.path[:0] = [str(ROOT), str(ROOT / "hack/cluster")]
 
-from localcluster import debian, locking, progress, shell  # noqa: E402
-from localcluster.errors import ClusterError  # noqa: E402
+from localcluster import debian, shell  # noqa: E402
 from localcluster.layout import Layout  # noqa: E402
+from localcluster.shell import ClusterError  # noqa: E402
 
 from dra_driver.simulator import catalogue  # noqa: E402
 
@@ -109,9 +109,9 @@ def _fetched() -> Path:
             raise ClusterError(f"there is no {program} on this machine")
     cache = Layout.from_environment().cache
     tree = cache / f"vm-{RELEASE}"
-    with locking.exclusive(cache / "vm.lock", wait=True):
+    with shell.exclusive(cache / "vm.lock", wait=True):
         if not tree.exists():
-            with progress.step("fetch kernel and QEMU"), tempfile.TemporaryDirectory(dir=cache) as name:
+            with shell.step("fetch kernel and QEMU"), tempfile.TemporaryDirectory(dir=cache) as name:
                 _fetch(Path(name))
                 Path(name, "tree").rename(tree)
     return tree
@@ -139,7 +139,7 @@ def _build(tree: Path, folder: Path) -> None:
     for name in MODULES:
         shutil.copy(SOURCES / f"{name}.c", folder)
     (folder / "Makefile").write_text("".join(f"obj-m += {name}.o\n" for name in MODULES))
-    with progress.step("build the modules of the guest"):
+    with shell.step("build the modules of the guest"):
         shell.run(["make", "-s", "-C", headers, f"M={folder}", "CC=gcc", "modules"])
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "hack" / "cluster"))
 
-from localcluster import debian, locking, progress, shell  # noqa: E402
-from localcluster.errors import ClusterError  # noqa: E402
+from localcluster import debian, shell  # noqa: E402
 from localcluster.layout import Layout  # noqa: E402
+from localcluster.shell import ClusterError  # noqa: E402
 
 IMAGE = "localhost/gpu-dra-driver:dev"
 """The image of the cluster of hack/cluster; released ones have the version as tag."""
@@ -42,13 +42,13 @@ _LEFT_OUT = ("etc/hostname", "etc/resolv.conf", "etc/apt/sources.list")
 
 def archive() -> Path:
     """The archive of `IMAGE`; built if a file of the build context has changed."""
-    with locking.exclusive(_cache() / "lock", wait=True):
+    with shell.exclusive(_cache() / "lock", wait=True):
         total = hashlib.sha256()
         for path in sorted(_inputs()):
             total.update(f"{path.relative_to(ROOT)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
         target = _cache() / f"gpu-dra-driver-{total.hexdigest()[:16]}.tar"
         if not target.exists():
-            with progress.step(f"image {IMAGE}"):
+            with shell.step(f"image {IMAGE}"):
                 _clear()
                 build("--file", DOCKERFILE, "--tag", IMAGE, folder=ROOT)
                 for old in _cache().glob("gpu-dra-driver-*"):
@@ -70,7 +70,7 @@ def build(*options: str, folder: Path, epoch: int = _EPOCH) -> None:
         )
     debian.install_missing(_PACKAGES)
     if not _buildah("images", "--quiet", "--filter", f"reference={_BASE}"):
-        with progress.step(f"{_BASE} from Debian's packages"):
+        with shell.step(f"{_BASE} from Debian's packages"):
             _bootstrap()
     with _sources() as volumes:
         place = ["--isolation=chroot", "--network=host", "--pull-never", "--layers", "--force-rm"]
@@ -160,7 +160,7 @@ def main() -> int:
     try:
         print(archive())
     except ClusterError as error:
-        progress.say(f"image: {error}")
+        shell.say(f"image: {error}")
         return 1
     except KeyboardInterrupt:
         return 130

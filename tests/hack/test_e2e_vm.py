@@ -8,7 +8,7 @@ from typing import Any
 
 import e2e_vm
 import pytest
-from localcluster.errors import ClusterError
+from localcluster.shell import ClusterError
 
 NOT_DEBIAN = "kernel and QEMU are packages of Debian, and this machine is not Debian"
 

@@ -12,10 +12,10 @@ from localcluster import binaries, debian, images, lifecycle
 from localcluster.chart import helm, manifests
 from localcluster.components import NAMES as COMPONENTS
 from localcluster.components import Options
-from localcluster.errors import ClusterError
 from localcluster.images import WORKLOAD_IMAGE
 from localcluster.layout import NODE_NAME, Addresses, Layout
 from localcluster.lifecycle import ComponentStatus
+from localcluster.shell import ClusterError
 
 __all__ = [
     "COMPONENTS", "NODE_NAME", "WORKLOAD_IMAGE", "ClusterError", "ComponentStatus", "Options", "addresses",

@@ -15,9 +15,9 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localcluster import locking, progress, shell
-from localcluster.errors import ClusterError
+from localcluster import shell
 from localcluster.layout import CLUSTER_SOURCE, KUBERNETES, Layout
+from localcluster.shell import ClusterError
 
 _MODULES = CLUSTER_SOURCE / "go"
 _TAGS = {"containerd": "no_btrfs,no_devmapper,no_zfs", "runc": "seccomp"}
@@ -76,12 +76,12 @@ def build(layout: Layout, modules: tuple[str, ...] = CLUSTER) -> Path:
     target, wanted = directory(layout, modules), parts(layout, modules)
     if all((target / part.name).exists() for part in wanted):
         return target
-    with locking.exclusive(layout.binaries / "lock", wait=True):
+    with shell.exclusive(layout.binaries / "lock", wait=True):
         _require_go()
         target.mkdir(parents=True, exist_ok=True)
         for number, part in enumerate(wanted, 1):
             if not (target / part.name).exists():
-                with progress.step(f"[{number}/{len(wanted)}] {part.name}"):
+                with shell.step(f"[{number}/{len(wanted)}] {part.name}"):
                     _provide_part(part, layout, target)
     return target
 

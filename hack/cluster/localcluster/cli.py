@@ -9,10 +9,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import localcluster
-from localcluster import apart, lifecycle, progress
+from localcluster import apart, lifecycle, shell
 from localcluster.components import NAMES, Options
-from localcluster.errors import ClusterError
 from localcluster.layout import ADDRESSES
+from localcluster.shell import ClusterError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,10 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(parsed)
     except ClusterError as error:
-        progress.say(f"cluster: {error}")
+        shell.say(f"cluster: {error}")
         return 1
     except KeyboardInterrupt:
-        progress.say("cluster: interrupted; 'up' goes on from here, 'down' cleans up.")
+        shell.say("cluster: interrupted; 'up' goes on from here, 'down' cleans up.")
         return 130
 
 

@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from localcluster import locking, progress, shell
-from localcluster.errors import ClusterError
+from localcluster import shell
+from localcluster.shell import ClusterError
 
 # A file or program that shows a package to be there, and the package.
 COMPILER: Mapping[str, str] = {"cc": "gcc", "/usr/include/stdio.h": "libc6-dev"}
@@ -32,7 +32,7 @@ def install_missing(packages: Mapping[str, str]) -> None:
             f"to install them: {' '.join(missing)}."
         )
     shell.require_root(f"Installing {' '.join(missing)}")
-    with progress.step(f"apt-get install {' '.join(missing)}"):
+    with shell.step(f"apt-get install {' '.join(missing)}"):
         _apt_get("update")
         _apt_get("install", "--yes", "--no-install-recommends", *missing)
 
@@ -92,10 +92,10 @@ def keep(
     It gets the folder of their files, as `unpack` has them, and returns the folder or file to keep.
     Raises: ClusterError as `unpack` does.
     """
-    with locking.exclusive(target.parent / "lock", wait=True):
+    with shell.exclusive(target.parent / "lock", wait=True):
         if target.exists():
             return
-        with progress.step(title), tempfile.TemporaryDirectory(dir=target.parent) as top:
+        with shell.step(title), tempfile.TemporaryDirectory(dir=target.parent) as top:
             unpack(packages, release, Path(top, "tree"), component)
             arrange(Path(top, "tree")).rename(target)
 

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from localcluster import processes, shell
-from localcluster.errors import ClusterError
 from localcluster.layout import (
     ADDRESSES,
     API_PORT,
@@ -26,6 +25,7 @@ from localcluster.layout import (
     Layout,
     endpoint,
 )
+from localcluster.shell import ClusterError
 
 # Directories that our components create outside ours, the deepest first.
 _MADE_BY_OTHERS = (

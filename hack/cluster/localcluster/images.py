@@ -14,8 +14,8 @@ from pathlib import Path
 
 from localcluster import api, debian, shell
 from localcluster.components import PAUSE_IMAGE
-from localcluster.errors import ClusterError
 from localcluster.layout import Layout
+from localcluster.shell import ClusterError
 
 WORKLOAD_IMAGE = "local/workload:e2e"
 WORKLOAD_TAGS = (

@@ -21,14 +21,12 @@ from localcluster import (
     debian,
     host,
     images,
-    locking,
     processes,
-    progress,
     shell,
 )
 from localcluster.components import NAMES, Component, Options, all_components, write_configs
-from localcluster.errors import ClusterError
 from localcluster.layout import SYSTEM_PATH, Layout
+from localcluster.shell import ClusterError
 
 _READY_SECONDS = 300.0
 
@@ -38,16 +36,16 @@ def up(layout: Layout, options: Options) -> None:
     shell.require_root("A cluster")
     debian.install_missing(debian.CLUSTER_PACKAGES)
     built = binaries.build(layout)
-    with locking.exclusive(layout.state / "lock"):
+    with shell.exclusive(layout.state / "lock"):
         _prepare(layout, options)
         components = all_components(layout, built, options_of(layout))
-        with progress.step("etcd, containerd"):
+        with shell.step("etcd, containerd"):
             _start_together(layout, components, ("etcd", "containerd"))
-        with progress.step("kube-apiserver"):
+        with shell.step("kube-apiserver"):
             _start_together(layout, components, ("kube-apiserver",))
-        with progress.step("kube-controller-manager, kube-scheduler, kubelet, images"):
+        with shell.step("kube-controller-manager, kube-scheduler, kubelet, images"):
             _start_rest(layout, components, built)
-        with progress.step("node ready"):
+        with shell.step("node ready"):
             _wait("The node did not become ready", lambda: api.node_ready(layout))
             _wait("No default account appeared", lambda: api.default_account_exists(layout))
 
@@ -57,7 +55,7 @@ def down(layout: Layout) -> None:
     if not layout.state.exists():
         return
     shell.require_root("Taking the cluster down")
-    with locking.exclusive(layout.state / "lock"), progress.step("down"):
+    with shell.exclusive(layout.state / "lock"), shell.step("down"):
         _take_down(layout)
         shutil.rmtree(layout.state)
 
@@ -69,7 +67,7 @@ def change(layout: Layout, name: str, *, stop: bool, start: bool) -> None:
         raise ClusterError(f"There is no component {name}: choose one of {', '.join(NAMES)}.")
     if not layout.kubeconfig.exists():
         raise ClusterError("There is no cluster: bring it up first.")
-    with locking.exclusive(layout.state / "lock"):
+    with shell.exclusive(layout.state / "lock"):
         process = find(layout, name)
         if stop:
             processes.stop([process] if process is not None else [])
@@ -92,7 +90,7 @@ def _prepare(layout: Layout, options: Options) -> None:
     host.remember(layout)
     _save_options(layout, options)
     kept = options_of(layout)
-    with progress.step("certificates"):
+    with shell.step("certificates"):
         certificates.ensure(layout, kept.addresses)
     write_configs(layout, kept)
     for directory in (layout.run, layout.logs, layout.pod_logs):

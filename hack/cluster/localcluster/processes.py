@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from localcluster.errors import ClusterError
 from localcluster.layout import Layout
+from localcluster.shell import ClusterError
 
 
 @dataclass(frozen=True, slots=True)

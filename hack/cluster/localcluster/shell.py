@@ -1,15 +1,94 @@
-"""Running other programs, with their complaint in our error."""
+"""Other programs run, one at a time on a directory; a person sees which step runs, and one sentence when it fails."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from localcluster.errors import ClusterError
 from localcluster.layout import SYSTEM_PATH
+
+_HEARTBEAT_SECONDS = 20.0
+
+
+class ClusterError(Exception):
+    """Something a person has to know, in one sentence that says what to do."""
+
+
+def say(text: str) -> None:
+    """One line on standard error, so that standard output stays for data."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def step(title: str) -> Iterator[None]:
+    """Print ``title ... 23 s`` around a step, with a sign of life while it runs."""
+    started = time.monotonic()
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(_HEARTBEAT_SECONDS):
+            say(f"{title} ... {time.monotonic() - started:.0f} s, still running")
+
+    heart = threading.Thread(target=beat, daemon=True)
+    heart.start()
+    try:
+        yield
+    except BaseException:
+        say(f"{title} ... failed after {time.monotonic() - started:.1f} s")
+        raise
+    else:
+        say(f"{title} ... {time.monotonic() - started:.1f} s")
+    finally:
+        done.set()
+        heart.join()
+
+
+@contextmanager
+def exclusive(path: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold the lock file ``path``; with ``wait`` queue for it instead of refusing.
+
+    The file may be deleted by its holder (``down`` removes the whole directory),
+    so a lock counts only if the path still leads to the file that was locked.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _lock(descriptor, path, wait)
+            if _leads_to(path, descriptor):
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, str(os.getpid()).encode())
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path, wait: bool) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        holder = os.pread(descriptor, 32, 0).decode() or "unknown"
+        raise ClusterError(
+            f"Process {holder} is at work on this cluster (lock {path}): wait until it ends."
+        ) from None
+
+
+def _leads_to(path: Path, descriptor: int) -> bool:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    held = os.fstat(descriptor)
+    return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
 
 
 def find_program(name: str) -> Path | None:
