@@ -168,7 +168,7 @@ def check(view: View, smi: str | None = None) -> Report:
     devices = [device for content in pool.slices for device in content.devices]
     counts = f"GPUs: {len(inventory.gpus)}, devices: {len(devices)}"
     print(f"NVIDIA driver {inventory.versions.driver}, {counts}\n")
-    print(device_table(devices, terminal_width()), end="\n\n")
+    print("\n".join(device_table(devices, terminal_width())), end="\n\n")
     report.good("discovery", inventory.gpus, "NVML shows no GPU")
     for fault in inventory.faults:  # a GPU that is bound to another driver is not a difference
         report.good("discovery", fault.subject.startswith("PCI function"), f"{fault.subject}: {fault.text}")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dra_driver.cli.flags import of_run
-from dra_driver.cli.output import OUTPUT, answer
-from dra_driver.cli.rules.tables import hanging
+from dra_driver.cli.output import OUTPUT, answer, hanging
 from dra_driver.cli.scratch import node_settings
 from dra_driver.model.units import named
 
@@ -61,11 +60,11 @@ def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
     is_empty = not found.claims and not found.failing
     lines = [f"no claim is prepared (records are looked for in {directory / 'claims'})"] if is_empty else []
     lines += [_failing(one, width) for one in found.failing]
-    heads = _aligned([_head(claim, found.running.get(claim.uid)) for claim in found.claims], "", width)
-    for claim, head in zip(found.claims, heads, strict=True):
-        lines.append(head)
+    for claim in found.claims:
+        state = ", ".join(_state(claim, found.running.get(claim.uid)))
+        lines.append(hanging(f"{claim.namespace}/{claim.name}  {state}  ", pods_text(claim.pods), width))
         lines.append(hanging(f"    uid {claim.uid}; ", f"set up: {_set_up(claim) or 'nothing'}", width))
-        lines += _aligned([_device(device) for device in claim.devices], "    ", width)
+        lines += [_device(device, width) for device in claim.devices]
     lines += [hanging("", one.text, width) for one in found.cleanups]
     lines += [hanging("problem: ", problem, width) for problem in found.problems]
     return lines
@@ -83,10 +82,6 @@ def _failing(one: FailingClaim, width: int | None) -> str:
 
 def _set_up(claim: PreparedClaim) -> str:
     return ", ".join(_STEPS.get(step, step) for step in reversed(claim.undo))
-
-
-def _head(claim: PreparedClaim, running: RunningStep | None) -> tuple[str, ...]:
-    return f"{claim.namespace}/{claim.name}", ", ".join(_state(claim, running)), pods_text(claim.pods)
 
 
 def _state(claim: PreparedClaim, running: RunningStep | None) -> Iterator[str]:
@@ -114,7 +109,7 @@ def pods_text(pods: Pods) -> str:
     return f"{'pod' if len(pods) == 1 else 'pods'} {named([pod.name for pod in pods])}"
 
 
-def _device(device: ClaimDevice) -> tuple[str, ...]:
+def _device(device: ClaimDevice, width: int | None) -> str:
     rest = [
         device.mig,
         device.usage,
@@ -122,17 +117,5 @@ def _device(device: ClaimDevice) -> tuple[str, ...]:
         "admin access" if device.admin_access else None,
         f"on {device.gpu_uuid}" if device.gpu_uuid != device.uuid else None,
     ]
-    return device.device, device.kind, device.uuid or "-", "; ".join(filter(None, rest))
-
-
-def _aligned(rows: Sequence[tuple[str, ...]], indent: str, width: int | None) -> list[str]:
-    """In columns; the last one goes on below itself, or on a line of its own."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return [
-        hanging(
-            indent + "".join(f"{cell:<{size}}  " for cell, size in zip(row[:-1], widths[:-1], strict=True)),
-            row[-1],
-            width,
-        )
-        for row in rows
-    ]
+    name = f"    {device.device}  {device.kind}  {device.uuid or '-'}  "
+    return hanging(name, "; ".join(filter(None, rest)), width)

@@ -6,8 +6,7 @@ from argparse import Namespace
 from dataclasses import asdict
 
 from dra_driver.cli.flags import of_run, switch
-from dra_driver.cli.output import OUTPUT, answer
-from dra_driver.cli.rules.tables import hanging
+from dra_driver.cli.output import OUTPUT, answer, hanging
 from dra_driver.cli.scratch import node_settings
 
 FLAGS = (

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dra_driver.app.settings import DEFAULT_DRIVER_NAME, Flag
 from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, switch, usual_kubeconfig
-from dra_driver.cli.output import OUTPUT, answer
-from dra_driver.cli.rules.tables import Column, hanging, table
+from dra_driver.cli.output import OUTPUT, answer, drawn, hanging, table
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, FatalError, InvalidConfigError
 from dra_driver.model.ids import is_dns_label, printable
 from dra_driver.model.schema import JsonObject
@@ -104,17 +103,9 @@ def _lines(rows: Sequence[Row], totals: Totals, width: int | None) -> Iterator[s
             "", "no node publishes GPUs; run `gpu-dra-driver doctor` in its pod on a node that should", width
         )
     held = [row for row in rows if row.node != "-"]
-    columns = (
-        Column("NODE", cut=16), Column("DEVICE", cut=14), Column("PRODUCT", drop=3, cut=16), Column("CLAIM", cut=16),
-        Column("POD", drop=2, cut=16, optional=True), Column("USE", drop=1, cut=12, optional=True),
-        Column("PROBLEM", cut=16, optional=True),
-    )  # fmt: skip
-    if held:
-        cells = [
-            (row.node, row.device, row.product, row.claim, _pods(row), row.use, row.problem) for row in held
-        ]
-        yield ""
-        yield table(columns, cells, width).removesuffix("\n")
+    columns = {"NODE": 0, "DEVICE": 0, "PRODUCT": 3, "CLAIM": 0, "POD?": 2, "USE?": 1, "PROBLEM?": 0}
+    cells = [(row.node, row.device, row.product, row.claim, _pods(row), row.use, row.problem) for row in held]
+    yield from drawn(["", *table(columns, cells, width)] if held else [], width)
     if len(rows) > len(held):
         yield ""
     for row in rows[len(held) :]:

@@ -23,9 +23,8 @@ from dra_driver.cli.checks.runtime import RuntimeChecks, host_directory
 from dra_driver.cli.flags import of_run
 from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.node import node_snapshot
-from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored
+from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored, hanging
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
-from dra_driver.cli.rules.tables import hanging
 from dra_driver.cli.scratch import node_settings, this_machine
 from dra_driver.cli.state_on_disk import plugin_problems, read_claims
 from dra_driver.host.processes import gpu_users

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from dra_driver.app.settings import FLAGS as SETTINGS
 from dra_driver.app.settings import Flag, Settings
 from dra_driver.cli.flags import of_run, switch
 from dra_driver.cli.machine import CommandMachine, answered, unread
-from dra_driver.cli.output import OUTPUT, Output, device_table, print_objects, terminal_width, value_of
-from dra_driver.cli.rules.mig_map import GpuMap, gpu_maps, waiting_for_mig_mode
+from dra_driver.cli.output import (
+    OUTPUT,
+    Output,
+    device_table,
+    hanging,
+    print_objects,
+    terminal_width,
+    value_of,
+)
+from dra_driver.cli.rules.mig_map import GpuMap, SeenInstance, gpu_maps, waiting_for_mig_mode
 from dra_driver.cli.rules.node_state import NodeState, Ownership
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.errors import StateError
@@ -33,9 +40,10 @@ from dra_driver.nvml.mig_partitions import read_machine_profiles
 from dra_driver.slices.rules.build import Taints, build_pool, none_withheld, untainted
 from dra_driver.slices.rules.diff import Owner, slice_changes
 
-if TYPE_CHECKING:
-    from dra_driver.cli.rules.mig_map import GpuMap
-
+WIDTH = 100
+"""Of a drawing at most."""
+_WIDEST_CELL = 18
+_MOST_SLICES = 16
 
 FLAGS = (
     *of_run("simulate"),
@@ -104,12 +112,10 @@ def inspect(given: Namespace) -> None:
     if not output.is_for_people:
         print_objects(slices, output)
     elif not mig and devices:
-        print(device_table(devices, width), end="")
+        print("\n".join(device_table(devices, width)))
     elif mig and not maps:
         print("no GPU here is in MIG mode or has MIG devices on demand (--dynamic-mig)", file=sys.stderr)
     if maps:
-        from dra_driver.cli.rules.mig_map import draw_gpus
-
         print(("" if mig else "\n") + draw_gpus(maps, width), end="")
     if not mig and not devices:
         raise NotSupportedError(
@@ -214,3 +220,74 @@ def mig_maps(settings: Settings, session: ExitStack) -> tuple[list[GpuMap], list
         for one in state.layouts
     ]
     return maps, notes + (list(state.faults) if maps else [])
+
+
+# --- the drawing ----------------------------------------------------------------------------------
+
+
+def draw_gpus(maps: Iterable[GpuMap], width: int | None = None) -> str:
+    """The drawings of several GPUs with empty lines between them, for a terminal of so many columns; empty without
+    GPUs. GPUs that nobody uses have one drawing together if they are equal."""
+    alike: dict[GpuMap, list[str]] = {}
+    for entry in maps:
+        is_free = not entry.instances and entry.whole_owner is None
+        key = replace(entry, name="" if is_free else entry.name, called=frozenset())
+        alike.setdefault(key, []).append(entry.name)
+    return "\n".join(draw_gpu(replace(entry, name=", ".join(names)), width) for entry, names in alike.items())
+
+
+def draw_gpu(entry: GpuMap, width: int | None = None) -> str:
+    """A headline, the memory slices, a line for each instance, and what there is room for.
+
+      0           1           2           3
+    +-----------+-----------+-----------------------+
+    | 1g.6gb    | free      | 2g.12gb               |
+    | GI3 CI0   |           | GI1 CI0               |
+    +-----------+-----------+-----------------------+
+    """
+    width = min(WIDTH, width or WIDTH)
+    headline = f"{entry.name}: {entry.product or 'unknown product'}, MIG mode {entry.mode}"
+    lines = [hanging("", headline, width), *_boxes(entry, width)]
+    for one in _in_order(entry.instances):
+        bare = one.gpu_instance_id is not None and not one.compute_instance_ids
+        ids = f"{one.ids} without compute instance" if bare else one.ids
+        which = f"  {'slice' if one.size == 1 else 'slices'} {one.slices}, {one.profile}, {ids}: "
+        lines.append(hanging(which, one.holder, width))
+    if entry.whole_owner is not None:
+        lines.append(hanging("  whole GPU: ", entry.whole_owner, width))
+    room = ", ".join(f"{name} x{count}" for name, count in entry.room if count > 0)
+    return "\n".join([*lines, hanging("  room for: ", room or "nothing", width), ""])
+
+
+def _in_order(instances: Iterable[SeenInstance]) -> list[SeenInstance]:
+    return sorted(instances, key=lambda seen: (seen.start, seen.size, seen.gpu_instance_id or 0))
+
+
+def _boxes(entry: GpuMap, width: int) -> list[str]:
+    """The slices' numbers and a row of boxes; none where that would be too wide."""
+    if not 0 < entry.memory_slices <= _MOST_SLICES:
+        return []
+    pitch = min(_WIDEST_CELL, (width - 1) // entry.memory_slices)
+    boxes = [(size * pitch - 1, (title, ids)) for size, title, ids in _row(entry)]
+    frame = "+".join(["", *("-" * inner for inner, _ in boxes), ""])
+    numbers = "".join(f"{number:<{pitch}}" for number in range(entry.memory_slices))
+    texts = (
+        "|".join(["", *(f"{' ' + printable(of[line]):<{inner}.{inner}}" for inner, of in boxes), ""])
+        for line in (0, 1)
+    )
+    return [f"  {numbers}".rstrip(), frame, *texts, frame]
+
+
+def _row(entry: GpuMap) -> Iterator[tuple[int, str, str]]:
+    """Boxes from left to right: slices, title, IDs; each slice that no instance covers is a box of its own."""
+    if entry.whole_owner is not None and not entry.instances:
+        yield entry.memory_slices, "whole GPU", ""
+        return
+    at = 0
+    for one in _in_order(entry.instances):
+        start, end = max(one.start, at), min(one.start + one.size, entry.memory_slices)
+        if start < end:
+            yield from [(1, "free", "")] * (start - at)
+            yield end - start, one.profile, one.ids.replace("I ", "I")
+            at = end
+    yield from [(1, "free", "")] * (entry.memory_slices - at)

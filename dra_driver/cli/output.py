@@ -1,29 +1,130 @@
-"""The forms in which commands print what they found, and devices as a table for people."""
+"""The forms in which commands print what they found: tables and texts that fit the terminal, JSON, YAML."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 from dra_driver.app.settings import Flag
-from dra_driver.cli.rules.tables import Column, table
+from dra_driver.model.ids import printable
 from dra_driver.model.schema import Choice, JsonObject
 
-_DEVICE_COLUMNS = (
-    Column("DEVICE"), Column("INDEX", drop=3), Column("TYPE"), Column("PRODUCT", drop=1, cut=16), Column("MEMORY"),
-    Column("CC", drop=7), Column("PCI BUS ID", drop=2), Column("NUMA", drop=6), Column("NVLINK DOMAIN", drop=4),
-    Column("SHARED", drop=2, optional=True), Column("TAINTS", cut=12, optional=True), Column("UUID", drop=5),
-)  # fmt: skip
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+_WIDE = 1 << 12
+_LEAST_TEXT = 24
+"""What the last column of a table, and a text behind a prefix, keep at least."""
+_DEEPER = 4
+_STYLES = {
+    "ok": "green", "information": "cyan", "degraded": "yellow", "unhealthy": "bold red", "lost": "bold red",
+    "unknown": "bold red", "ready": "green", "starting": "cyan", "failed": "bold red", "fault": "bold red",
+}  # fmt: skip
+"""By the word with which a cell begins."""
 
 
-_PCI_BUS_ID = [column.title for column in _DEVICE_COLUMNS].index("PCI BUS ID")
-_OF_ONE_GPU = (_PCI_BUS_ID, _PCI_BUS_ID + 1)
-"""Its place in the machine: PCI bus ID and NUMA node."""
+def table(
+    columns: Mapping[str, int], rows: Iterable[Sequence[object]], width: int | None
+) -> list[RenderableType]:
+    """A table with a line for each row; nothing without rows. `width` is how many columns a terminal has, None for all
+    there is. Where there is too little room, the columns with the highest number go first, and those with 0 stay; one
+    with `?` also goes if no row has something in it. What still does not fit goes on below itself."""
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [["-" if cell is None else printable(str(cell)) for cell in row] for row in rows]
+    if not cells:
+        return []
+    titles, room = [*columns], width or _WIDE
+    sizes = {
+        title: max(len(title.rstrip("?")), *(len(row[at]) for row in cells))
+        for at, title in enumerate(titles)
+    }
+    for at, title in enumerate(titles):
+        if title[-1] == "?" and all(row[at] in ("-", "") for row in cells):
+            del sizes[title]
+
+    def is_full() -> bool:
+        *others, last = sizes.values()
+        return sum(others) + min(last, _LEAST_TEXT) + 2 * len(others) > room
+
+    for title in sorted(columns, key=lambda title: -columns[title]):
+        if columns[title] and title in sizes and is_full():
+            del sizes[title]
+    last = [*sizes][-1]
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for title, size in sizes.items():
+        least = None if title == last or is_full() else size
+        made.add_column(title.rstrip("?"), min_width=least, overflow="fold")
+    for row in cells:
+        shown = [cell for cell, title in zip(row, titles, strict=True) if title in sizes]
+        made.add_row(*(Text(cell, _STYLES.get(cell.partition(";")[0].lower(), "")) for cell in shown))
+    return [made]
+
+
+def drawn(picture: Iterable[RenderableType], width: int | None, *, is_colored: bool = False) -> Iterator[str]:
+    """The lines of a picture for a terminal of so many columns, None for a pipe."""
+    from rich.console import Group
+
+    text = io.StringIO()
+    console(text, width or _WIDE, is_colored=is_colored).print(Group(*picture))
+    return (line.rstrip() for line in text.getvalue().splitlines())
+
+
+def console(file: IO[str] | None, width: int | None, *, is_colored: bool) -> Console:
+    """Of rich, which reads nothing as markup."""
+    from rich.console import Console
+
+    return Console(
+        file=file,
+        width=width,
+        force_terminal=True,
+        color_system="standard" if is_colored else None,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        legacy_windows=False,
+    )
+
+
+def hanging(prefix: str, text: str, width: int | None) -> str:
+    """The text after its prefix, and what is too long for `width` below the text's beginning; None is one line.
+
+    Where the prefix leaves too little room, the text begins on a line of its own. Words stay whole: a path, a name or a
+    command can be copied.
+    """
+    prefix, words = printable(prefix), [printable(word) for word in text.split()]
+    line = (prefix + " ".join(words)).rstrip()
+    if width is None or len(line) <= width:
+        return line
+    first, indent = prefix, " " * len(prefix)
+    if width - len(prefix) < max(_LEAST_TEXT, *map(len, words)):
+        first = indent = " " * (len(prefix) - len(prefix.lstrip()) + _DEEPER)
+    folded = textwrap.fill(
+        " ".join(words),
+        width,
+        initial_indent=first,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return folded if first == prefix else f"{prefix.rstrip()}\n{folded}"
+
+
+_DEVICE_COLUMNS = {
+    "DEVICE": 0, "INDEX": 3, "TYPE": 0, "PRODUCT": 1, "MEMORY": 0, "CC": 7, "PCI BUS ID": 2, "NUMA": 6,
+    "NVLINK DOMAIN": 4, "SHARED?": 2, "TAINTS?": 0, "UUID": 5,
+}  # fmt: skip
+_PCI = [*_DEVICE_COLUMNS].index("PCI BUS ID")
+"""Here and in the next column is its place in the machine."""
+_EACH_GPU = "gpu-*"
 
 
 def value_of(entry: JsonObject | None) -> str:
@@ -34,56 +135,45 @@ def value_of(entry: JsonObject | None) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def device_table(devices: Iterable[JsonObject], width: int | None) -> str:
-    """One row a device: name, index, type, product, memory, where it is, and its NVLink domain.
+def device_table(devices: Iterable[JsonObject], width: int | None) -> Iterator[str]:
+    """Lines with one row a device: name, index, type, product, memory, where it is, and its NVLink domain.
 
     The MIG devices of one profile that are made on demand share a row, also those of GPUs that differ in nothing else:
     there are dozens a GPU.
     """
-    rows: dict[str, list[JsonObject]] = {}
-    for device in devices:
-        rows.setdefault(_row_key(device), []).append(device)
-    cells: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for key, same in rows.items():
-        row = _row(same[0]) if key == same[0]["name"] else _common_row(same)
-        cells.setdefault(row if key == same[0]["name"] else _without_gpu(row), []).append(row)
-    common_last = sorted(cells.values(), key=lambda alike: len(alike) > 1)
-    return table(_DEVICE_COLUMNS, [_of_all_gpus(alike) for alike in common_last], width)
+    rows, starts = [_row(device) for device in devices], dict[str, list[int]]()
+    for row in filter(_is_on_demand, rows):
+        stem, _, start = row[0].rpartition("-")
+        starts.setdefault(stem, []).append(int(start))
+    alike: dict[tuple[object, ...], list[tuple[str, ...]]] = {}
+    for row in rows:
+        key: tuple[object, ...] = row
+        if _is_on_demand(row):
+            stem = row[0].rpartition("-")[0]
+            key = (stem.partition("-mig-")[2], *sorted(starts[stem]), *row[1:_PCI], *row[_PCI + 2 :])
+        alike.setdefault(key, []).append(row)
+    cells = [_common(same, starts) if _is_on_demand(same[0]) else same[0] for same in alike.values()]
+    cells.sort(key=lambda row: row[0].startswith(_EACH_GPU))
+    return drawn(table(_DEVICE_COLUMNS, cells, width), width)
 
 
-def _without_gpu(row: Sequence[str]) -> tuple[str, ...]:
-    """What rows of equal GPUs have in common."""
-    return tuple(
-        cell.partition("-mig-")[2] if number == 0 else cell
-        for number, cell in enumerate(row)
-        if number not in _OF_ONE_GPU
-    )
+def _is_on_demand(row: Sequence[str]) -> bool:
+    return "-mig-" in row[0] and row[-1] == "-"
 
 
-def _of_all_gpus(rows: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    if len(rows) == 1:
-        return rows[0]
-    cells = [values[0] if len(set(values)) == 1 else "-" for values in zip(*rows, strict=True)]
-    cells[0] = f"gpu-*-mig-{rows[0][0].partition('-mig-')[2]}"
-    cells[_PCI_BUS_ID] = f"{len(rows)} GPUs"
-    cells[-1] = f"{sum(int(row[-1].partition(' ')[0]) for row in rows)} on demand"
-    return tuple(cells)
-
-
-def _row_key(device: JsonObject) -> str:
-    """The name; for a MIG device on demand, which has no UUID yet, without the slice at which it begins."""
-    attributes: JsonObject = device.get("attributes", {})
-    on_demand = value_of(attributes.get("type")) == "mig" and "uuid" not in attributes
-    return str(device["name"]).rpartition("-")[0] if on_demand else str(device["name"])
-
-
-def _common_row(devices: Sequence[JsonObject]) -> tuple[str, ...]:
-    starts = sorted(int(str(device["name"]).rpartition("-")[2]) for device in devices)
-    where = ",".join(map(str, starts))
-    if len(starts) > 2 and starts == [*range(starts[0], starts[-1] + 1)]:
-        where = f"{starts[0]}..{starts[-1]}"  # as the shell writes it
-    name = f"{_row_key(devices[0])}-{where if len(starts) == 1 else f'{{{where}}}'}"
-    return (name, *_row(devices[0])[1:-1], f"{len(devices)} on demand")
+def _common(rows: Sequence[Sequence[str]], starts: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
+    """The row of the MIG devices of one profile, of one GPU or of several."""
+    gpus = [*dict.fromkeys(row[0].partition("-mig-")[0] for row in rows)]
+    stem = rows[0][0].rpartition("-")[0]
+    first, *others = found = sorted(starts[stem])
+    where = ",".join(map(str, found))
+    if len(others) > 1 and found == [*range(first, found[-1] + 1)]:
+        where = f"{first}..{found[-1]}"  # as the shell writes it
+    name = f"{stem}-{{{where}}}" if others else f"{stem}-{where}"
+    cells = [column[0] if len({*column}) == 1 else "-" for column in zip(*rows, strict=True)]
+    if len(gpus) > 1:
+        name, cells[_PCI] = _EACH_GPU + name.removeprefix(gpus[0]), f"{len(gpus)} GPUs"
+    return (name, *cells[1:-1], f"{len(rows)} on demand")
 
 
 def _row(device: JsonObject) -> tuple[str, ...]:

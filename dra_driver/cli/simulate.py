@@ -13,8 +13,8 @@ from dra_driver.cli.flags import Command, switch
 from dra_driver.model.schema import Scalar
 
 _LONGEST_S = 365 * 86400.0
-_DROPPED = ("uuid", "minor", "model")
-"""Columns that go where the terminal is narrow, the first one first."""
+_DROPPED = {"uuid": 3, "minor": 2, "model": 1}
+"""Columns that go where the terminal is narrow."""
 
 _DIRECTORY = Flag(
     "directory",
@@ -72,17 +72,14 @@ def _calls(function: str, said: str = "", held_by: str = "", **fixed: Any) -> Ca
 
 
 def _print_table(rows: list[dict[str, str]]) -> None:
-    from dra_driver.cli.output import terminal_width
-    from dra_driver.cli.rules.tables import Column, hanging, table
+    from dra_driver.cli.output import drawn, table, terminal_width
 
-    if rows and "description" in rows[0]:
-        names = max(len(row["machine"]) for row in rows)
-        for row in [{key: key.upper() for key in rows[0]}, *rows]:
-            print(hanging(f"{row['machine']:<{names}}   ", row["description"], terminal_width()))
-    elif rows:
-        drops = {key: len(_DROPPED) - index for index, key in enumerate(_DROPPED)}
-        columns = [Column(key.upper(), drop=drops.get(key, 0)) for key in rows[0]]
-        print(table(columns, [list(row.values()) for row in rows], terminal_width()), end="")
+    columns = {key.upper(): _DROPPED.get(key, 0) for key in (rows or [{}])[0]}
+    print(
+        "\n".join(
+            drawn(table(columns, ([*row.values()] for row in rows), terminal_width()), terminal_width())
+        )
+    )
 
 
 def _be_a_client(given: Namespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import select
@@ -19,43 +18,32 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from dra_driver.app.settings import Flag
 from dra_driver.cli.flags import of_run, switch
-from dra_driver.cli.output import COLOR, OUTPUT, Output, answer
+from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, console, drawn, table
 from dra_driver.cli.rules.prepared_claims import age_text
-from dra_driver.cli.rules.tables import ascii_only
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.model.gpu import GpuLoad
+from dra_driver.model.ids import printable
 from dra_driver.model.schema import Choice, Scalar
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group, RenderableType
+    from rich.console import Console, RenderableType
 
     from dra_driver.cli.node import NodeSnapshot
     from dra_driver.cli.rules.node_view import Holding, NodeView, SeenGpu, SeenProcess
 
 Order = Literal["index", "memory", "utilisation", "health"]
 
-_LAST = 1 << 30
 _WAIT_ONCE_S = 25.0
 """Without another client NVML wakes every GPU first, which takes seconds each. A GPU that hangs takes 15 s."""
 _WAIT_LIVE_S = 2.0
 _WAIT_FIRST_S = 0.3
 """The first screen appears after this time even if NVML hangs or still wakes GPUs."""
-_WIDE = 1 << 12
-_NARROWEST = 60
-_LEAST_TEXT = 24
-"""What the last column of a table keeps before other columns go."""
 _MIB = 1 << 20
 _SAMPLES = 12
 _LEVELS = " .:-=+*#%@"
 _BAR = 10
 _MOST_PODS = 28
 _POD_TAIL = 8
-_STYLES = {
-    "ok": "green", "information": "cyan", "degraded": "yellow", "unhealthy": "bold red", "lost": "bold red",
-    "unknown": "bold red", "ready": "green", "starting": "cyan", "failed": "bold red", "fault": "bold red",
-}  # fmt: skip
-_STATES = ("HEALTH", "SEVERITY", "STATE", "USE")
-"""Columns whose cells begin with a word that has a style."""
 _SEVERITY = ("ok", "information", "unknown", "degraded", "unhealthy", "lost")
 _ORDERS: Mapping[str, Callable[[SeenGpu], float]] = {
     "index": lambda _: 0,
@@ -63,20 +51,9 @@ _ORDERS: Mapping[str, Callable[[SeenGpu], float]] = {
     "utilisation": lambda gpu: -((gpu.load and gpu.load.utilisation_percent) or 0),
     "health": lambda gpu: -(_SEVERITY.index(gpu.health) if gpu.health in _SEVERITY else 0),
 }
-_ORDER_KEYS: Mapping[str, Order] = {"i": "index", "m": "memory", "u": "utilisation", "h": "health"}
 _KEYS = re.compile(r"\x1b(?:\[|O)[A-Z]|\x1b\[[0-9]+~|.", re.S)
 _MOVES = {"j": 1, "\x1b[B": 1, "\x1bOB": 1, "k": -1, "\x1b[A": -1, "\x1bOA": -1}
 _PAGES = {" ": 1, "\x1b[6~": 1, "b": -1, "\x1b[5~": -1}
-_ENDS = {"g": 0, "\x1b[H": 0, "\x1b[1~": 0, "G": _LAST, "\x1b[F": _LAST, "\x1b[4~": _LAST}
-_HELP = """\
-/ TEXT Enter       only GPUs, claims and pods with this text; one of a kind with its details
-Esc                everything again
-i m u h            sort by index, memory, utilisation, health
-j k, arrows        one line down, up
-space b, Page keys one page down, up
-g G, Home End      to the first, the last line
-q, Ctrl-C          quit
-?                  this text; any key shows the node again"""
 
 FLAGS = (
     Flag("interval", "Seconds between two looks.", Scalar(float, least=0.2, most=86400), env=(), default=2.0),
@@ -128,33 +105,9 @@ def top(given: Namespace) -> None:
         view = searched(snapshot.view(_WAIT_ONCE_S), given.filter)
 
         def lines(width: int | None) -> Iterator[str]:
-            return drawn(
-                node_picture(view, width or _WIDE, given.sort, given.filter), width, is_colored=is_colored
-            )
+            return drawn(node_picture(view, width, given.sort, given.filter), width, is_colored=is_colored)
 
         answer(given.output, lines, lambda: asdict(view))
-
-
-def drawn(picture: RenderableType, width: int | None, *, is_colored: bool) -> Iterator[str]:
-    """The lines of a picture for a terminal of so many columns, None for a pipe."""
-    text = io.StringIO()
-    _console(text, max(width or _WIDE, _NARROWEST), is_colored=is_colored).print(picture)
-    return (line.rstrip() for line in text.getvalue().splitlines())
-
-
-def _console(file: io.TextIOBase | None, width: int | None, *, is_colored: bool) -> Console:
-    from rich.console import Console
-
-    return Console(
-        file=file,  # type: ignore[arg-type]
-        width=width,
-        force_terminal=True,
-        color_system="standard" if is_colored else None,
-        highlight=False,
-        markup=False,
-        emoji=False,
-        legacy_windows=False,
-    )
 
 
 # --- the picture --------------------------------------------------------------------------------
@@ -162,19 +115,17 @@ def _console(file: io.TextIOBase | None, width: int | None, *, is_colored: bool)
 
 def node_picture(
     view: NodeView,
-    width: int,
+    width: int | None,
     order: Order = "index",
     text: str = "",
     history: Mapping[str, Sequence[int]] | None = None,
-) -> Group:
+) -> list[RenderableType]:
     """The whole view: GPUs with their MIG devices, what is wrong, claims, pods, MPS daemons, NVLink domains.
 
     `order` is that of GPUs and processes: by memory or utilisation the busiest come first, by health the worst.
     `text` is what was searched: a GPU or claim that is the only one left has its details. `history` are the
     utilisations of each GPU in percent, by device name, the newest last.
     """
-    from rich.console import Group
-
     sections = [
         [_head(view), *_problems(view)],
         _gpus(view, width, order, history or {}),
@@ -190,13 +141,13 @@ def node_picture(
     parts: list[RenderableType] = []
     for section in filter(None, sections):
         parts += ["", *section] if parts else section
-    return Group(*parts)
+    return parts
 
 
 def _text(text: str, style: str = "") -> RenderableType:
     from rich.text import Text
 
-    return Text(ascii_only(text), style)
+    return Text(printable(text), style)
 
 
 def _head(view: NodeView) -> RenderableType:
@@ -211,45 +162,15 @@ def _problems(view: NodeView) -> Iterator[RenderableType]:
         yield _text(f"PROBLEM{lasted}: {problem.text}", "bold red")
 
 
-def _table(columns: Mapping[str, int], rows: Iterable[Sequence[object]], width: int) -> list[RenderableType]:
-    """A row a line, nothing without rows. Where there is too little room, the columns with the highest number go first,
-    and 0 stays; one with `?` also goes if nothing stands in it. What still does not fit goes on below itself."""
-    from rich.table import Table
-    from rich.text import Text
-
-    cells = [["-" if cell is None else ascii_only(str(cell)) for cell in row] for row in rows]
-    if not cells:
-        return []
-    titles = [*columns]
-    sizes = {title: max(len(title), *(len(row[at]) for row in cells)) for at, title in enumerate(titles)}
-    sizes[titles[-1]] = min(sizes[titles[-1]], _LEAST_TEXT)
-    for at, title in enumerate(titles):
-        if title[-1] == "?" and all(row[at] == "-" for row in cells):
-            del sizes[title]
-    for title in sorted(columns, key=lambda title: -columns[title]):
-        if columns[title] and sum(sizes.values()) + 2 * len(sizes) - 2 > width:
-            sizes.pop(title, None)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for title in sizes:
-        table.add_column(title.rstrip("?"), no_wrap=title != titles[-1], overflow="fold")
-    for row in cells:
-        shown = [(cell, title in _STATES) for cell, title in zip(row, titles, strict=True) if title in sizes]
-        words = [cell.partition(";")[0].lower() if is_state else "" for cell, is_state in shown]
-        table.add_row(
-            *(Text(cell, _STYLES.get(word, "")) for (cell, _), word in zip(shown, words, strict=True))
-        )
-    return [table]
-
-
 def _gpus(
-    view: NodeView, width: int, order: Order, history: Mapping[str, Sequence[int]]
+    view: NodeView, width: int | None, order: Order, history: Mapping[str, Sequence[int]]
 ) -> list[RenderableType]:
     columns = {
         "#": 0, "GPU": 0, "PRODUCT": 5, "PCI BUS ID": 6, "MIG?": 3, "MEMORY": 2, "USED MiB": 0, "UTIL": 4, "%": 0,
         "TEMP": 1, "POWER W": 1, "HEALTH": 0,
     }  # fmt: skip
     rows = [_gpu(gpu, history.get(gpu.name, ())) for gpu in sorted(view.gpus, key=_ORDERS[order])]
-    return _table(columns, rows, width) or [_text("no GPU is known", "bold")]
+    return table(columns, rows, width) or [_text("no GPU is known", "bold")]
 
 
 def _gpu(gpu: SeenGpu, history: Sequence[int]) -> list[object]:
@@ -291,9 +212,9 @@ def _word(severity: str) -> str:
     return severity.upper() if severity in ("degraded", "unhealthy", "lost", "unknown") else severity
 
 
-def _instances(view: NodeView, width: int) -> list[RenderableType]:
+def _instances(view: NodeView, width: int | None) -> list[RenderableType]:
     columns = {"MIG INSTANCE": 0, "ON": 1, "SLICES": 2, "IDS": 3, "HOLDER": 0}
-    return _table(
+    return table(
         columns, [(one.profile, one.gpu, one.slices, one.ids, one.holder) for one in view.instances], width
     )
 
@@ -312,7 +233,7 @@ def _details(view: NodeView) -> Iterator[RenderableType]:
             yield _text(f"  {one.device}  {one.kind}  {one.uuid or '-'}")
 
 
-def _health(view: NodeView, width: int) -> list[RenderableType]:
+def _health(view: NodeView, width: int | None) -> list[RenderableType]:
     columns = {"HEALTH": 0, "SEVERITY": 0, "REASON": 0, "SINCE": 1, "TEXT": 0}
     rows = [
         (one.subject, _word(one.severity), one.reason, _since(one.since_s, "now"), one.text)
@@ -324,10 +245,10 @@ def _health(view: NodeView, width: int) -> list[RenderableType]:
         whose = "" if len(unknown) == len(view.gpus) else f" of {', '.join(unknown)}"
         return [
             *title,
-            *_table(columns, rows, width),
+            *table(columns, rows, width),
             _text(f"Health{whose} unknown: {_why(view, unknown)}", "bold red"),
         ]
-    return _table(columns, rows, width) or [*title, _text("All GPUs are well.", "green")]
+    return table(columns, rows, width) or [*title, _text("All GPUs are well.", "green")]
 
 
 def _why(view: NodeView, unknown: Sequence[str]) -> str:
@@ -338,13 +259,13 @@ def _why(view: NodeView, unknown: Sequence[str]) -> str:
     return "NVML did not report it."
 
 
-def _claims(view: NodeView, width: int) -> list[RenderableType]:
+def _claims(view: NodeView, width: int | None) -> list[RenderableType]:
     columns = {"CLAIM": 0, "POD?": 1, "SINCE": 2, "DEVICE": 0, "USE": 0}
     rows = [
         (one.claim, _names(one.pods), _since(one.since_s), one.device, "; ".join(_how(one)) or None)
         for one in view.holdings
     ]
-    return _table(columns, rows, width) or [_text("CLAIM", "bold"), _text("no claim is prepared")]
+    return table(columns, rows, width) or [_text("CLAIM", "bold"), _text("no claim is prepared")]
 
 
 def _names(pods: Sequence[str] | None) -> str | None:
@@ -371,7 +292,7 @@ def _since(seconds: float | None, unknown: str = "unknown") -> str:
     return unknown if seconds is None else age_text(seconds)
 
 
-def _pods(view: NodeView, width: int, order: Order) -> list[RenderableType]:
+def _pods(view: NodeView, width: int | None, order: Order) -> list[RenderableType]:
     """The memory of each pod, and of each process that is not in one."""
     of_pods: dict[object, list[SeenProcess]] = {}
     for process in view.processes:
@@ -389,7 +310,7 @@ def _pods(view: NodeView, width: int, order: Order) -> list[RenderableType]:
         )
         for mine in sorted(of_pods.values(), key=lambda mine: -memory(mine) if order == "memory" else 0)
     ]
-    return _table({"POD": 0, "MEMORY MiB": 0, "GPU": 1, "PROCESSES": 0}, rows, width)
+    return table({"POD": 0, "MEMORY MiB": 0, "GPU": 1, "PROCESSES": 0}, rows, width)
 
 
 def _place(process: SeenProcess) -> str:
@@ -397,7 +318,7 @@ def _place(process: SeenProcess) -> str:
     return process.gpu if gi is None else f"{process.gpu} GI {gi}"
 
 
-def _mps(view: NodeView, width: int) -> list[RenderableType]:
+def _mps(view: NodeView, width: int | None) -> list[RenderableType]:
     columns = {"MPS DAEMON": 0, "STATE": 0, "SINCE": 1, "CLIENTS": 2, "PID": 3, "PROBLEM": 0}
     rows = [
         (
@@ -410,16 +331,16 @@ def _mps(view: NodeView, width: int) -> list[RenderableType]:
         )
         for one in view.mps
     ]
-    return _table(columns, rows, width)
+    return table(columns, rows, width)
 
 
-def _domains(view: NodeView, width: int) -> list[RenderableType]:
+def _domains(view: NodeView, width: int | None) -> list[RenderableType]:
     numbers = {gpu.name: str(gpu.index) for gpu in view.gpus if gpu.index is not None}
     rows = [
         (domain, len(names), " ".join(numbers.get(name, name) for name in names))
         for domain, names in view.domains
     ]
-    return _table({"NVLINK DOMAIN": 0, "GPUS": 0, "#": 0}, rows, width)
+    return table({"NVLINK DOMAIN": 0, "GPUS": 0, "#": 0}, rows, width)
 
 
 # --- the screen ---------------------------------------------------------------------------------
@@ -433,7 +354,6 @@ class Screen:
     order: Order = "index"
     text: str = ""
     first: int = 0
-    explains: bool = False
     typing: bool = False
 
     def press(self, key: str, height: int) -> bool:
@@ -443,56 +363,46 @@ class Screen:
             self.text = "" if key == "\x1b" else self.text[:-1] if key in "\x7f\b" else self.text + key
             self.text = self.text.strip("\r\n")
             return True
-        if key in "qQ":
-            return False
-        self.explains = key == "?" and not self.explains
         self.typing = key == "/"
         self.text = "" if key in "/\x1b" else self.text
-        self.order = _ORDER_KEYS.get(key, self.order)
-        self.first += _MOVES.get(key, 0) + _PAGES.get(key, 0) * (height - 2)
-        self.first = _ENDS.get(key, max(0, self.first))
-        return True
+        self.order = next((order for order in get_args(Order) if order[0] == key), self.order)
+        self.first = max(0, self.first + _MOVES.get(key, 0) + _PAGES.get(key, 0) * (height - 2))
+        return key not in "qQ"
 
     def picture(
         self, view: NodeView, console: Console, history: Mapping[str, Sequence[int]]
     ) -> RenderableType:
         """The lines from `first` on, and below them the keys; as large as the terminal."""
+        from rich.console import Group
         from rich.segment import Segment, Segments
 
         from dra_driver.cli.rules.node_view import searched
 
         width, room = console.width, max(0, console.height - 1)
-        shown = (
-            _HELP
-            if self.explains
-            else node_picture(searched(view, self.text), width, self.order, self.text, history)
-        )
-        lines = console.render_lines(shown, console.options.update(height=None), pad=False)
+        shown = node_picture(searched(view, self.text), width, self.order, self.text, history)
+        lines = console.render_lines(Group(*shown), console.options.update(height=None), pad=False)
         self.first = max(0, min(self.first, len(lines) - room))
         window = lines[self.first : self.first + room]
-        where = (
-            f"  lines {self.first + 1}-{self.first + len(window)} of {len(lines)}"
-            if len(lines) > room
-            else ""
-        )
-        keys = f"q quits  ? explains keys  / searches  sorted by {self.order}{where}"
+        keys = f"q quits  / searches  i m u h sort by {self.order}"
         if self.typing or self.text:
-            keys = f"/{self.text}{'_' if self.typing else '  Esc shows all'}{where}"
+            keys = f"/{self.text}{'_' if self.typing else '  Esc shows all'}"
+        if len(lines) > room:
+            keys += f"  j k b space: lines {self.first + 1}-{self.first + len(window)} of {len(lines)}"
         window += [[] for _ in range(room - len(window))]
         segments = [segment for line in window for segment in (*line, Segment.line())]
-        return Segments([*segments, Segment(ascii_only(keys)[:width])])
+        return Segments([*segments, Segment(printable(keys)[:width])])
 
 
 def _run_live(snapshot: NodeSnapshot, interval_s: float, screen: Screen, *, is_colored: bool) -> None:
     """Draw until q, Ctrl-C or SIGTERM; the terminal is left as it was found."""
     from rich.live import Live
 
-    console, wait_nvml_s = _console(None, None, is_colored=is_colored), _WAIT_FIRST_S
+    terminal, wait_nvml_s = console(None, None, is_colored=is_colored), _WAIT_FIRST_S
     history: dict[str, deque[int]] = {}
     with (
         suppress(KeyboardInterrupt),
         _keys() as keys,
-        Live(console=console, screen=True, auto_refresh=False) as live,
+        Live(console=terminal, screen=True, auto_refresh=False) as live,
     ):
         while True:
             view, wait_nvml_s = snapshot.view(wait_nvml_s), _WAIT_LIVE_S
@@ -501,11 +411,11 @@ def _run_live(snapshot: NodeSnapshot, interval_s: float, screen: Screen, *, is_c
                     history.setdefault(gpu.name, deque(maxlen=_SAMPLES)).append(gpu.load.utilisation_percent)
             next_look = time.monotonic() + interval_s
             while (wait_s := next_look - time.monotonic()) > 0:
-                live.update(screen.picture(view, console, history), refresh=True)
+                live.update(screen.picture(view, terminal, history), refresh=True)
                 typed = _typed(keys, max(0.0, wait_s))
                 if typed is None:
                     break
-                if not all(screen.press(key, console.height) for key in _KEYS.findall(typed)):
+                if not all(screen.press(key, terminal.height) for key in _KEYS.findall(typed)):
                     return
 
 

@@ -22,8 +22,7 @@ from dra_driver.cli.flags import (
 )
 from dra_driver.cli.inspect import OwnershipUnknownError, slices_to_publish
 from dra_driver.cli.machine import CommandMachine, answered
-from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored
-from dra_driver.cli.rules.tables import hanging
+from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored, hanging
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.machine_fit import MachineFit

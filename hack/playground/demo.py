@@ -10,8 +10,7 @@ from typing import Any
 
 from dra_driver.app.daemon import Driver
 from dra_driver.app.logs import configure_logs
-from dra_driver.cli.output import device_table, terminal_width
-from dra_driver.cli.rules.tables import hanging
+from dra_driver.cli.output import device_table, hanging, terminal_width
 from dra_driver.cli.scratch import scratch_directory
 from dra_driver.errors import FatalError
 from dra_driver.model.claim import ClaimRef, Failed
@@ -74,7 +73,7 @@ class _Demo:
         _wait("the slices to be published", lambda: bool(self._node.devices()))
         published = time.monotonic() - started
         self._scene(f"The node publishes its devices ({self._node.settings.simulate})")
-        print(device_table(self._node.devices(), terminal_width()), end="")
+        print("\n".join(device_table(self._node.devices(), terminal_width())))
         print(f"\n  registered with the kubelet after {registered:.2f} s, published after {published:.2f} s")
         self._claim_gpus()
         if profiles := self._published("mig", "profile"):

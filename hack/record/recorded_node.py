@@ -69,8 +69,9 @@ class RecordedNode(PlaygroundNode):
         self.machine.set_remapped_rows(_BROKEN, uncorrectable=1, pending=True)
         self.machine.raise_xid(_BROKEN, _UNCONTAINED_MEMORY_ERROR)
         self.machine.hold_gpu(2, 4711, "python")
-        # The kept health is written after the taints are published, and not again until something changes.
+        # Each may be written before the other, and the second taint some time after the first.
         self._wait("health", lambda: {reason["key"] for reason in self._reasons()} >= {"xid", "row-remap"})
+        self._wait("taints", lambda: max(len(device.get("taints", ())) for device in self.devices()) == 2)
         self._add("resourceclaims", "tuning", _GROUP, spec=_claim_spec(allocationMode="ExactCount", count=7))
         says = "0/1 nodes are available: 1 cannot allocate all claims. still not schedulable, preemption: not helpful."
         waits = {"type": "PodScheduled", "status": "False", "message": says}

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 
+from dra_driver.cli.output import drawn
 from dra_driver.cli.rules.mig_map import SeenInstance
 from dra_driver.cli.rules.node_view import (
     Holding,
@@ -22,10 +24,8 @@ from dra_driver.cli.rules.node_view import (
     SeenReason,
     searched,
 )
-from dra_driver.cli.top import Order, Screen, drawn, node_picture
+from dra_driver.cli.top import Order, Screen, node_picture
 from dra_driver.model.gpu import GpuLoad
-
-NARROWEST = 60
 
 GOLDEN = Path(__file__).with_name("golden")
 H100 = "NVIDIA H100 80GB HBM3"
@@ -198,10 +198,8 @@ def test_no_text_breaks_the_frame(one: str, two: str, three: str, width: int, fi
         "notes": (one, two * 5),
     }
     shown = draw_node(replace(VIEW, node=one, taken_at=two, **{field: odd[field]}), width)
-    assert max(len(line) for line in shown.splitlines()) <= max(width, NARROWEST)
-    assert all(line == line.rstrip() for line in shown.splitlines())
-    assert set(shown) <= {"\n", *map(chr, range(32, 127))}
-    assert shown.count("\nMPS DAEMON") == 1
+    assert all(cell_len(line) <= width for line in shown.splitlines())
+    assert all(line.isprintable() for line in shown.split("\n"))
 
 
 def test_screen_is_never_larger_than_the_terminal_and_keys_change_it() -> None:
@@ -214,9 +212,8 @@ def test_screen_is_never_larger_than_the_terminal_and_keys_change_it() -> None:
         return shown.get().split("\n")
 
     for key, last in (
-        ("", "lines 1-9 of "), ("j", "lines 2-10 of "), ("\x1b[A", "lines 1-9 of "), (" ", "lines 9-17 of "),
-        ("\x1b[5~", "lines 1-9 of "), ("m", "sorted by memory"), ("u", "sorted by utilisation"),
-        ("?", "explains keys"), ("x", "lines 1-9 of "),
+        ("", ": lines 1-9 of "), ("j", ": lines 2-10 of "), ("\x1b[A", ": lines 1-9 of "),
+        (" ", ": lines 9-17 of "), ("\x1b[5~", ": lines 1-9 of "), ("m", "sort by memory"), ("u", "by utilisation"),
     ):  # fmt: skip
         assert screen.press(key, 10) if key else True
         shown = rows(90, 10)

@@ -156,7 +156,7 @@ def test_difference_is_found_when_nvidia_smi_says_something_else(
 def test_text_ends_with_the_verdict(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--simulate", "gb10"]) == OK
     text = capsys.readouterr().out
-    assert "gpu-a2eae7ef   0       gpu    NVIDIA GB10" in text
+    assert "gpu-a2eae7ef  0      gpu   NVIDIA GB10" in text
     assert text.endswith("\ngpu-check: nothing differs\n")
     with looking_at("gb10", tmp_path) as view:
         smi = full_smi(tmp_path / "nvidia-smi", view, {"NVIDIA GB10": "NVIDIA GB20"})

@@ -89,7 +89,7 @@ def test_drawing_says_who_holds_what_and_changes_nothing(tmp_path: Path) -> None
     )
     assert all(drawn.count(name) >= 1 for name in names.values())
     assert len(made) == 3
-    assert f"{names[first]}  NVIDIA H100 80GB HBM3  MIG mode on, MIG devices on demand" in drawn
+    assert f"{names[first]}: NVIDIA H100 80GB HBM3, MIG mode on, MIG devices on demand" in drawn
     owners = [line.rpartition(": ")[2] for line in drawn.splitlines() if line.startswith("  slice ")]
     assert owners == [
         "claim ml/training",
@@ -125,7 +125,7 @@ def test_table_has_one_row_for_the_placements_of_a_profile() -> None:
         ],
         None,
     )
-    rows = [(line.split()[0], line.split()[-1]) for line in listed.splitlines()[1:]]
+    rows = [(line.split()[0], line.split()[-1]) for line in [*listed][1:]]
     assert rows == [
         ("gpu-1", "GPU-1"),
         ("gpu-1-mig-1g10gb-19-{0,1}", "demand"),

@@ -150,8 +150,7 @@ def test_terminal_is_drawn_again_and_left_as_it_was(end: str, tmp_path: Path) ->
         terminal.read_until(b"q quits")
         assert b"\x1b[?1049h" in terminal.seen
         for key, said in (
-            (b"?", b"any key shows the node again"),
-            (b"h", b"sorted by health"),
+            (b"h", b"sort by health"),
             (b"/t4\r", b"/t4  Esc"),
         ):
             terminal.seen = b""
