@@ -161,7 +161,8 @@ class PolledHealth:
     """The result of one poll of a GPU. A value is None if the GPU or the NVIDIA driver does not support its query, if
     this poll did not make it, or if the query failed: then its name is in `failed`.
 
-    `failed` names queries by the value that they read, for example `recovery_action`; `remapped_rows` reads two values.
+    `failed` names queries by the value that they read, for example `recovery_action`; that of `remap_pending` reads
+    `remap_failed` too.
     `answered` is False if no query that only the GPU itself can answer succeeded, and at least one failed: the GPU is
     silent, and the values that the kernel driver knows by itself prove nothing.
     `recovery_action` is NVML's number. `fabric_text` says what is wrong with the fabric; `fabric_registration` says

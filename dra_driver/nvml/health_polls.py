@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import pynvml
@@ -55,9 +54,6 @@ _ERRORS_OF_ALL = (
     ("recovery", pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL),
 )
 _ERRORS_OF_LINK = (("recovery", getattr(pynvml, "NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_EVENTS", 215)),)
-_KEPT_OF_BEFORE = (
-    "sram_exceeded", "memory_unrepairable", "bank_remap_pending", "repairs_pending", "nvlinks"
-)  # fmt: skip
 _SUMMARY_HEALTHY = 1
 _SUMMARIES: Mapping[int, FabricState] = {2: "broken", 3: "limited"}
 
@@ -106,7 +102,7 @@ def read_health(uuid: str, handle: Handle | None = None, before: PolledHealth | 
     queries = _Queries()
     # The kernel driver answers this from its own memory, but not for a GPU that fell off the bus.
     ask_nvml(pynvml.nvmlDeviceGetMinorNumber, handle)
-    rows = queries.ask_gpu("remapped_rows", pynvml.nvmlDeviceGetRemappedRows, handle)
+    rows = queries.ask_gpu("remap_pending", pynvml.nvmlDeviceGetRemappedRows, handle)
     pages = queries.ask_gpu("pages_pending", pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
     errors = queries.ask_gpu(
         "ecc_uncorrected",
@@ -122,7 +118,13 @@ def read_health(uuid: str, handle: Handle | None = None, before: PolledHealth | 
     linked = queries.ask("fabric", fabric_info, handle)
     fabric, fabric_text = (None, "") if linked is None else _fabric(linked)
     action = queries.ask("recovery_action", _recovery_action, handle)
-    polled = PolledHealth(
+    accepts = _accepts_work(queries)
+    if before is None:
+        # Only a GPU that is known to work is judged by its generation.
+        more = _rare(queries, handle, is_working=clocks is not None and not clocks & _IDLE)
+    else:
+        more = {name: getattr(before, name) for name in (*_RARE_REPAIRS, "nvlinks")}
+    return PolledHealth(
         recovery_action=_GPU_RESET if queries.wants_reset and not action else action,
         remap_pending=None if rows is None else bool(rows[2]),
         remap_failed=None if rows is None else bool(rows[3]),
@@ -132,33 +134,26 @@ def read_health(uuid: str, handle: Handle | None = None, before: PolledHealth | 
         fabric_text=fabric_text,
         slowdowns=None if clocks is None else _slowdowns(clocks),
         fabric_registration=None if linked is None else fabric_registration(linked),
-        accepts_work=_accepts_work(queries),
+        accepts_work=accepts,
+        failed=frozenset(queries.failed),
+        answered=queries.answered,
+        **more,
     )
-    if before is None:
-        # Only a GPU that is known to work is judged by its generation.
-        is_working = clocks is not None and not clocks & _IDLE
-        polled = _with_rare(polled, queries, handle, is_working=is_working)
-    else:
-        polled = replace(polled, **{name: getattr(before, name) for name in _KEPT_OF_BEFORE})
-    return replace(polled, failed=frozenset(queries.failed), answered=queries.answered)
 
 
-def _with_rare(polled: PolledHealth, queries: _Queries, handle: Handle, *, is_working: bool) -> PolledHealth:
-    """The poll with what changes rarely."""
+def _rare(queries: _Queries, handle: Handle, *, is_working: bool) -> dict[str, Any]:
+    """The values of what changes rarely."""
     nvlinks = queries.ask("nvlinks", _nvlinks, handle)
-    return replace(
-        polled,
-        sram_exceeded=queries.ask("sram", _sram_exceeded, handle),
-        memory_unrepairable=queries.ask("memory", _memory_unrepairable, handle),
-        bank_remap_pending=queries.ask("bank_remap", _bank_remap_pending, handle),
-        repairs_pending=queries.ask("repair", _repairs_pending, handle),
-        pcie_narrow=queries.ask("pcie_width", _pcie_narrow, handle),
-        pcie_slow=queries.ask("pcie_generation", _pcie_slow, handle) if is_working else None,
-        nvlinks=nvlinks,
-        nvlink_errors=queries.ask("nvlink_errors", _nvlink_errors, handle, nvlinks.up)
-        if nvlinks and nvlinks.up
-        else None,
+    errors = (
+        queries.ask("nvlink_errors", _nvlink_errors, handle, nvlinks.up) if nvlinks and nvlinks.up else None
     )
+    return {
+        **{name: queries.ask(name, call, handle) for name, call in _RARE_REPAIRS.items()},
+        "pcie_narrow": queries.ask("pcie_narrow", _pcie_narrow, handle),
+        "pcie_slow": queries.ask("pcie_slow", _pcie_slow, handle) if is_working else None,
+        "nvlinks": nvlinks,
+        "nvlink_errors": errors,
+    }
 
 
 def _accepts_work(queries: _Queries) -> bool | None:
@@ -268,6 +263,15 @@ def _bank_remap_pending(handle: Handle) -> bool:
 def _repairs_pending(handle: Handle) -> frozenset[str]:
     pending = zip(("channel", "tpc"), pynvml.nvmlDeviceGetRepairStatus(handle), strict=True)
     return frozenset(part for part, is_pending in pending if is_pending)
+
+
+_RARE_REPAIRS: Mapping[str, Callable[[Handle], Any]] = {
+    "sram_exceeded": _sram_exceeded,
+    "memory_unrepairable": _memory_unrepairable,
+    "bank_remap_pending": _bank_remap_pending,
+    "repairs_pending": _repairs_pending,
+}
+"""Queries whose values decide about reasons of events."""
 
 
 def _pcie_narrow(handle: Handle) -> bool:

@@ -289,11 +289,11 @@ def test_silent_poll_ends_no_reason(is_reset):
     )
 
 
-@pytest.mark.parametrize("failed", ["recovery_action", "remapped_rows", "pages_pending"])
+@pytest.mark.parametrize("failed", ["recovery_action", "remap_pending", "pages_pending"])
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_query_that_failed_ends_no_event(failed, is_reset):
     state = after(Xid(119), Xid(94), DoubleBitError(), *([Reset()] if is_reset else []))
-    values = {"remapped_rows": {"remap_pending": None, "remap_failed": None}}.get(failed, {failed: None})
+    values = {"remap_pending": {"remap_pending": None, "remap_failed": None}}.get(failed, {failed: None})
     poll = PollResult(replace(OK, **values, failed=frozenset({failed})))
     assert names(after(poll, poll, state=state, now=NOW + A_YEAR_S)) == names(state)
     assert after(WELL, WELL, state=state, now=NOW + A_YEAR_S).reasons == ()

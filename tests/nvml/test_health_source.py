@@ -231,7 +231,7 @@ RARE_CALLS = {
 }
 GROWN = (
     "an idle poll of a GPU makes other calls of NVML than before. Eight GPUs are polled every 10 s within 0.4 % of a "
-    "core: query what changes rarely in `_with_rare` of dra_driver/nvml/health_polls.py, or measure with `make bench` "
+    "core: query what changes rarely in `_rare` of dra_driver/nvml/health_polls.py, or measure with `make bench` "
     "and change the table of this test"
 )
 
@@ -329,8 +329,8 @@ def test_a_call_that_fails_hides_no_other_signal(node):
 def test_gpu_that_answers_nothing_is_silent_and_its_neighbour_is_not(node):
     silence(node.machine, 0)
     found = read_health(uuid(node))
-    queries = {"ecc_uncorrected", "fabric", "pages_pending", "recovery_action", "remapped_rows", "slowdowns"}
-    queries |= {"memory", "nvlinks", "pcie_width", "repair", "sram"}
+    queries = {"ecc_uncorrected", "fabric", "pages_pending", "recovery_action", "remap_pending", "slowdowns"}
+    queries |= {"memory_unrepairable", "nvlinks", "pcie_narrow", "repairs_pending", "sram_exceeded"}
     assert found == PolledHealth(
         accepts_work=True, failed=frozenset({*queries, "temperature"}), answered=False
     )

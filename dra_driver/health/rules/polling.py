@@ -30,36 +30,10 @@ PCIE_GENERATION = "pcie-generation"
 Finding = tuple[str, str, Severity, str]
 """Key, value, severity and text of a reason."""
 
-_ACTIONS: Mapping[int, tuple[str, Severity, str]] = {
-    1: ("reset", Severity.UNHEALTHY, "the NVIDIA driver requests a GPU reset"),
-    2: ("reboot", Severity.UNHEALTHY, "the NVIDIA driver requests a reboot of the node"),
-    3: (
-        "drain-p2p",
-        Severity.DEGRADED,
-        "the NVIDIA driver requests an end of the work that uses peer access to the GPU",
-    ),
-    4: (
-        "drain-and-reset",
-        Severity.DEGRADED,
-        "the NVIDIA driver requests an end of the GPU's work, then a reset",
-    ),
-    5: ("recover-imex-domain", Severity.DEGRADED, "the NVIDIA driver requests a recovery of the IMEX domain"),
-    6: ("bus-reset", Severity.UNHEALTHY, "the NVIDIA driver requests a reset of the GPU's bus"),
-    7: ("system-reboot", Severity.UNHEALTHY, "the NVIDIA driver requests a reboot of the whole system"),
-}
 _FABRIC: Mapping[FabricState, tuple[Severity, str]] = {
     "pending": (Severity.DEGRADED, "the GPU is not registered with its NVLink fabric yet"),
     "limited": (Severity.DEGRADED, "the GPU's NVLink fabric works with limits"),
     "broken": (Severity.UNHEALTHY, "the GPU cannot use its NVLink fabric"),
-}
-_REPAIRS: Mapping[str, str] = {
-    "channel": "a memory channel is repaired with the next reset of the GPU",
-    "tpc": "a part of the GPU's processors is repaired with the next reset of the GPU",
-}
-_SLOWDOWNS: Mapping[str, str] = {
-    "thermal": "the GPU is too hot and slows down",
-    "power": "the power supply makes the GPU slow down",
-    "hardware": "the hardware makes the GPU slow down",
 }
 NVLINK = "nvlink"
 NVLINK_ERRORS = "nvlink-errors"
@@ -71,94 +45,88 @@ _ERRORS: Final[Mapping[str, str]] = {
 }
 
 
+_DRIVER_WANTS = "the NVIDIA driver requests"
+_NEXT_RESET = "with the next reset of the GPU"
+_SIGNALS: tuple[tuple[str, str, Mapping[object, tuple[str, Severity, str]]], ...] = (
+    (RECOVERY_ACTION, "recovery_action", {
+        1: ("reset", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a GPU reset"),
+        2: ("reboot", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a reboot of the node"),
+        3: ("drain-p2p", Severity.DEGRADED, f"{_DRIVER_WANTS} an end of the work that uses peer access to the GPU"),
+        4: ("drain-and-reset", Severity.DEGRADED, f"{_DRIVER_WANTS} an end of the GPU's work, then a reset"),
+        5: ("recover-imex-domain", Severity.DEGRADED, f"{_DRIVER_WANTS} a recovery of the IMEX domain"),
+        6: ("bus-reset", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a reset of the GPU's bus"),
+        7: ("system-reboot", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a reboot of the whole system"),
+    }),
+    (ROW_REMAP, "remap_failed", {
+        True: ("failure", Severity.UNHEALTHY, "memory rows could not be remapped; the GPU needs a replacement"),
+    }),
+    (ROW_REMAP, "remap_pending", {
+        True: ("pending", Severity.DEGRADED, f"memory rows are remapped {_NEXT_RESET}"),
+    }),
+    (PAGE_RETIREMENT, "pages_pending", {
+        True: ("pending", Severity.DEGRADED, f"memory pages are retired {_NEXT_RESET}"),
+    }),
+    (SRAM, "sram_exceeded", {True: (
+        "threshold-exceeded", Severity.DEGRADED,
+        "the GPU's SRAM had more errors than NVIDIA allows; replace the GPU",
+    )}),
+    (MEMORY, "memory_unrepairable", {
+        True: ("unrepairable", Severity.UNHEALTHY, "memory of the GPU cannot be repaired; replace the GPU"),
+    }),
+    (BANK_REMAP, "bank_remap_pending", {
+        True: ("pending", Severity.DEGRADED, f"memory banks are remapped {_NEXT_RESET}"),
+    }),
+    (REPAIR, "repairs_pending", {
+        "channel": ("channel-pending", Severity.DEGRADED, f"a memory channel is repaired {_NEXT_RESET}"),
+        "tpc": ("tpc-pending", Severity.DEGRADED, f"a part of the GPU's processors is repaired {_NEXT_RESET}"),
+    }),
+    (SLOWDOWN, "slowdowns", {
+        "thermal": ("thermal", Severity.INFORMATION, "the GPU is too hot and slows down"),
+        "power": ("power", Severity.INFORMATION, "the power supply makes the GPU slow down"),
+        "hardware": ("hardware", Severity.INFORMATION, "the hardware makes the GPU slow down"),
+    }),
+    (PCIE_WIDTH, "pcie_narrow", {True: (
+        "below-maximum", Severity.INFORMATION, "the PCIe link has fewer lanes than the GPU and the machine allow",
+    )}),
+    (PCIE_GENERATION, "pcie_slow", {True: (
+        "below-maximum", Severity.INFORMATION,
+        "the PCIe link is slower than the GPU and the machine allow, although the GPU works",
+    )}),
+    (CONFIDENTIAL, "accepts_work", {False: (
+        "not-ready", Severity.DEGRADED,
+        "confidential computing is on, and the ready state of the node's GPUs is not set yet",
+    )}),
+)  # fmt: skip
+"""The key of the reason, the field of the poll, and what each bad value of the field means."""
+_OF_REPAIR = frozenset({RECOVERY_ACTION, ROW_REMAP, PAGE_RETIREMENT, SRAM, MEMORY, BANK_REMAP, REPAIR})
+_REPAIR_FIELDS = tuple(field for key, field, _ in _SIGNALS if key in _OF_REPAIR)
+
+
 def reasons_found(polled: PolledHealth) -> Mapping[str, list[Finding]]:
     """What a poll found, by the key of the reason. A key that is missing could not be polled."""
     found: dict[str, list[Finding]] = {}
-    if polled.recovery_action is not None:
-        found[RECOVERY_ACTION] = _action(polled.recovery_action)
-    if polled.remap_pending is not None or polled.remap_failed is not None:
-        found[ROW_REMAP] = _remapping(polled)
-    if polled.pages_pending is not None:
-        text = "memory pages are retired with the next reset of the GPU"
-        found[PAGE_RETIREMENT] = (
-            [(PAGE_RETIREMENT, "pending", Severity.DEGRADED, text)] if polled.pages_pending else []
-        )
+    for key, field, faults in _SIGNALS:
+        value = getattr(polled, field)
+        if value is not None:
+            values = sorted(value) if isinstance(value, frozenset) else [value]
+            found.setdefault(key, []).extend((key, *faults[one]) for one in values if one in faults)
+    action = polled.recovery_action
+    if action and not found[RECOVERY_ACTION]:
+        text = f"{_DRIVER_WANTS} recovery action {action}"
+        found[RECOVERY_ACTION] = [(RECOVERY_ACTION, str(action), Severity.DEGRADED, text)]
     if polled.fabric is not None:
         found[FABRIC] = fabric_findings(polled.fabric, polled.fabric_text)
-    if polled.slowdowns is not None:
-        found[SLOWDOWN] = [
-            (SLOWDOWN, cause, Severity.INFORMATION, _SLOWDOWNS[cause])
-            for cause in sorted(polled.slowdowns & _SLOWDOWNS.keys())
-        ]
-    if polled.sram_exceeded is not None:
-        text = "the GPU's SRAM had more errors than NVIDIA allows; replace the GPU"
-        found[SRAM] = [(SRAM, "threshold-exceeded", Severity.DEGRADED, text)] if polled.sram_exceeded else []
-    if polled.memory_unrepairable is not None:
-        text = "memory of the GPU cannot be repaired; replace the GPU"
-        found[MEMORY] = (
-            [(MEMORY, "unrepairable", Severity.UNHEALTHY, text)] if polled.memory_unrepairable else []
-        )
-    if polled.bank_remap_pending is not None:
-        text = "memory banks are remapped with the next reset of the GPU"
-        found[BANK_REMAP] = (
-            [(BANK_REMAP, "pending", Severity.DEGRADED, text)] if polled.bank_remap_pending else []
-        )
-    if polled.repairs_pending is not None:
-        found[REPAIR] = [
-            (REPAIR, f"{part}-pending", Severity.DEGRADED, _REPAIRS[part])
-            for part in sorted(polled.repairs_pending & _REPAIRS.keys())
-        ]
-    if polled.pcie_narrow is not None:
-        text = "the PCIe link has fewer lanes than the GPU and the machine allow"
-        found[PCIE_WIDTH] = (
-            [(PCIE_WIDTH, "below-maximum", Severity.INFORMATION, text)] if polled.pcie_narrow else []
-        )
-    if polled.pcie_slow is not None:
-        text = "the PCIe link is slower than the GPU and the machine allow, although the GPU works"
-        found[PCIE_GENERATION] = (
-            [(PCIE_GENERATION, "below-maximum", Severity.INFORMATION, text)] if polled.pcie_slow else []
-        )
-    if polled.accepts_work is not None:
-        text = "confidential computing is on, and the ready state of the node's GPUs is not set yet"
-        found[CONFIDENTIAL] = (
-            [] if polled.accepts_work else [(CONFIDENTIAL, "not-ready", Severity.DEGRADED, text)]
-        )
     return found
 
 
 def asks_for_action(polled: PolledHealth) -> bool:
     """Whether the NVIDIA driver requests an action, or the GPU needs a reset or a replacement."""
-    memory = polled.remap_pending or polled.remap_failed or polled.pages_pending or polled.bank_remap_pending
-    parts = polled.sram_exceeded or polled.memory_unrepairable or polled.repairs_pending
-    return bool(polled.recovery_action or memory or parts)
-
-
-_ACTION_QUERIES = frozenset(
-    {"recovery_action", "remapped_rows", "pages_pending", "bank_remap", "memory", "repair", "sram"}
-)
+    return any(getattr(polled, field) for field in _REPAIR_FIELDS)
 
 
 def is_memory_read(polled: PolledHealth) -> bool:
     """Whether none of the values of `asks_for_action` is missing because its query failed."""
-    return polled.failed.isdisjoint(_ACTION_QUERIES)
-
-
-def _action(number: int) -> list[Finding]:
-    if number == 0:
-        return []
-    unknown = (str(number), Severity.DEGRADED, f"the NVIDIA driver requests recovery action {number}")
-    return [(RECOVERY_ACTION, *_ACTIONS.get(number, unknown))]
-
-
-def _remapping(polled: PolledHealth) -> list[Finding]:
-    found: list[Finding] = []
-    if polled.remap_failed:
-        text = "memory rows could not be remapped; the GPU needs a replacement"
-        found.append((ROW_REMAP, "failure", Severity.UNHEALTHY, text))
-    if polled.remap_pending:
-        text = "memory rows are remapped with the next reset of the GPU"
-        found.append((ROW_REMAP, "pending", Severity.DEGRADED, text))
-    return found
+    return polled.failed.isdisjoint(_REPAIR_FIELDS)
 
 
 def fabric_findings(state: FabricState, detail: str) -> list[Finding]:

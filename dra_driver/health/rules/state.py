@@ -14,20 +14,7 @@ from enum import Enum
 from itertools import chain
 
 from dra_driver.health.rules.polling import (
-    BANK_REMAP,
-    CONFIDENTIAL,
-    FABRIC,
-    MEMORY,
     NVLINK,
-    NVLINK_ERRORS,
-    PAGE_RETIREMENT,
-    PCIE_GENERATION,
-    PCIE_WIDTH,
-    RECOVERY_ACTION,
-    REPAIR,
-    ROW_REMAP,
-    SLOWDOWN,
-    SRAM,
     Finding,
     asks_for_action,
     is_memory_read,
@@ -98,25 +85,12 @@ class Ending(Enum):
 
 
 _BY_KEY: Mapping[str, Ending] = {
-    BANK_REMAP: Ending.GOOD_VALUE,
-    CONFIDENTIAL: Ending.GOOD_VALUE,
     ECC: Ending.STILL,
-    FABRIC: Ending.GOOD_VALUE,
     FLAPPING: Ending.OURS,
     LOST: Ending.ANSWER,
-    MEMORY: Ending.GOOD_VALUE,
-    NVLINK: Ending.GOOD_VALUE,
-    NVLINK_ERRORS: Ending.GOOD_VALUE,
-    PAGE_RETIREMENT: Ending.GOOD_VALUE,
-    PCIE_GENERATION: Ending.GOOD_VALUE,
-    PCIE_WIDTH: Ending.GOOD_VALUE,
-    RECOVERY_ACTION: Ending.GOOD_VALUE,
-    REPAIR: Ending.GOOD_VALUE,
-    ROW_REMAP: Ending.GOOD_VALUE,
-    SLOWDOWN: Ending.GOOD_VALUE,
-    SRAM: Ending.GOOD_VALUE,
     UNMONITORED: Ending.OURS,
 }
+"""All others are read by polls."""
 
 
 def ending_of(reason: Reason) -> Ending:
@@ -127,7 +101,7 @@ def ending_of(reason: Reason) -> Ending:
     if reason.key == XID:
         is_mild = reason.severity <= Severity.INFORMATION or is_program_fault(int(reason.value))
         return Ending.TIME if is_mild else Ending.RESET
-    return _BY_KEY[reason.key]
+    return _BY_KEY.get(reason.key, Ending.GOOD_VALUE)
 
 
 def waits_for_reset(reason: Reason) -> bool:
