@@ -194,7 +194,7 @@ class Driver:
             ledger=self.ledger,
             lanes=self.lanes,
             inventory=self.discovery.latest,
-            monitor=self.health.monitor,
+            health=self.health.book,
             mps_files=self._mps_files,
             speaks_for_node=self.leadership.speaks_for_node,
             on_release=self._claim_released,
@@ -330,16 +330,16 @@ class Driver:
 
     def _show_node(self) -> None:
         """Tell the metrics where their values come from."""
-        show, inventory, monitor = self.metrics.show, self.discovery.latest, self.health.monitor
+        show, inventory, health = self.metrics.show, self.discovery.latest, self.health.book
         publishing = self.publishing
         show.claims(
             lambda: self.records.all().values(),
             self.ledger.created_uuid,
             inventory,
         )
-        show.devices(inventory, monitor, self.health.instances)
+        show.devices(inventory, health, self.health.instances)
         show.inventory(inventory)
-        show.health(inventory, monitor)
+        show.health(inventory, health)
         show.mig_layouts(self.layouts.states)
         show.cleanups(self.cleaner.outstanding)
         show.reports(self.reporting.recorder.counts)

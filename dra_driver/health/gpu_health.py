@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from dra_driver.health.book import HealthBook
 from dra_driver.health.kubelet_stream import HealthStream
 from dra_driver.health.monitor import Monitor
 from dra_driver.health.rules.taints import MadeInstance, TaintPolicy, device_taints, instances_by_device
@@ -27,7 +28,7 @@ from dra_driver.slices.rules.build import NEWEST_TAINTS, TaintLimits, Taints
 
 
 class GpuHealth:
-    """`monitor` watches the GPUs, `stream` reports their health to the kubelet.
+    """`monitor` watches the GPUs, `book` keeps what is known of them, `stream` reports it to the kubelet.
 
     `under_vfio` returns the UUIDs of the GPUs that are bound to vfio, or are about to be: NVML need not show them.
     `ledger` has the MIG devices made on demand. Another instance of the plugin may lead, and writes the file then.
@@ -59,14 +60,14 @@ class GpuHealth:
         self.is_on_bus, self.hanging = host.is_bound, lanes.hanging
         self.health_moved, self.polled = on_transition, on_polled
         self.taint_policy = taint_policy
-        self.monitor = Monitor(
+        self.book = HealthBook(
             self,
-            source,
             HealthStore(plugin_directory / "health.json", leadership.speaks_for_node),
             boot_id,
             ServicedGpus(plugin_directory, boot_id),
             xids,
         )
+        self.monitor = Monitor(self.book, source)
         self.stream = HealthStream(node_name, self)
 
     def problems(self) -> Sequence[NodeProblem]:
@@ -84,7 +85,7 @@ class GpuHealth:
         a MIG mode was switched, which ends NVML's registrations of the GPU's events."""
         if action in ("mode-on", "mode-off"):
             self.monitor.devices_changed()
-        if any(target.is_instance for target in self.monitor.states()):
+        if any(target.is_instance for target in self.book.states()):
             self.health_changed()
 
     def instances(self) -> Mapping[str, MadeInstance]:
@@ -99,7 +100,7 @@ class GpuHealth:
     ) -> Taints:
         """How devices are tainted at the moment, within what the API server takes. `pending` returns the cleanup that
         withholds a device, `layouts` are those of GPUs by UUID."""
-        states, instances = self.monitor.states(), self.instances()
+        states, instances = self.book.states(), self.instances()
         policy = replace(self.taint_policy, limits=limits)
         return lambda device: device_taints(
             device, states, instances, policy, pending(device), layouts.get(device.gpu.uuid)

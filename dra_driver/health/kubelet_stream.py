@@ -64,7 +64,7 @@ class HealthStream:
 
     def snapshot(self) -> v1.NodeWatchResourcesResponse:
         """Every published device as it is known now."""
-        states, instances = self.health.monitor.states(), self.health.instances()
+        states, instances = self.health.book.states(), self.health.instances()
         return v1.NodeWatchResourcesResponse(
             devices=[
                 self._device(device, device_reasons(device, states, instances))
@@ -87,7 +87,7 @@ class HealthStream:
                 v1.UNKNOWN,
                 "the GPU is under vfio for a virtual machine, so nobody on the node watches it",
             )
-        elif not self.health.monitor.is_fresh(uuid):
+        elif not self.health.book.is_fresh(uuid):
             health, message = v1.UNKNOWN, "the GPU has not answered lately, so its health is not known"
             message = f"{message}; last known: {texts}" if texts else message
         elif any(reason.severity >= Severity.UNHEALTHY for reason in reasons):
@@ -97,7 +97,7 @@ class HealthStream:
         return v1.DeviceHealth(
             device=v1.DeviceIdentifier(pool_name=self.pool, device_name=device.name),
             health=health,
-            last_updated_time=self.health.monitor.polled_at(uuid) or 0,
+            last_updated_time=self.health.book.answered_at(uuid) or 0,
             health_check_timeout_seconds=_TIMEOUT_S,
             message=one_line(message, _MAX_MESSAGE),
         )

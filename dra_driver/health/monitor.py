@@ -13,23 +13,18 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import structlog
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
-from dra_driver.health.book import FRESH_S, OVERDUE_S, HealthBook, HealthThread, WatchedNode
+from dra_driver.health.book import FRESH_S, OVERDUE_S, HealthBook, HealthThread
 from dra_driver.health.poller import GpuPoller
-from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy
-from dra_driver.health.store import HealthStore, ServicedGpus
 from dra_driver.model.health import (
     UNRESPONSIVE,
     Hanging,
-    HealthChange,
-    HealthState,
-    HealthStates,
     HealthTarget,
     NoAnswer,
     Reset,
@@ -60,19 +55,11 @@ class Monitor(HealthThread):
            └────────it is back───────────┘     a lost GPU that is still on the bus stays lost
     """
 
-    node: WatchedNode
+    book: HealthBook
     source: HealthSource
-    store: HealthStore
-    boot_id: str
-    serviced: ServicedGpus | None = None
-    policy: XidPolicy = NO_CHANGES
-    clock: Callable[[], float] = time.time
-    monotonic: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self.book = HealthBook(
-            self.node, self.store, self.boot_id, self.serviced, self.policy, self.clock, self.monotonic
-        )
+        self.node, self.monotonic = self.book.node, self.book.monotonic
         # Replaced and never changed, since other threads read it.
         self.pollers: Mapping[str, GpuPoller] = {}
         self.listener = EventListener(self)
@@ -81,30 +68,6 @@ class Monitor(HealthThread):
         self._is_started = False
         super().__init__("health", self.turn, _LOOK_EVERY_S)
 
-    def states(self) -> HealthStates:
-        """Every state by its target. A target without a state is well, as far as is known."""
-        return self.book.states()
-
-    def state(self, target: HealthTarget) -> HealthState:
-        """The state of one target."""
-        return self.book.state(target)
-
-    def polled_at(self, gpu_uuid: str) -> int | None:
-        """When the GPU answered a poll last, in seconds since 1970; one that found it lost counts too."""
-        return self.book.answered_at(gpu_uuid)
-
-    def is_fresh(self, gpu_uuid: str) -> bool:
-        """Whether the last poll that was answered is recent enough to say anything about the GPU."""
-        return self.book.is_fresh(gpu_uuid)
-
-    def history(self, gpu_uuid: str) -> Sequence[HealthChange]:
-        """The last changes of a GPU and its instances since the start, oldest first."""
-        return self.book.history.of(gpu_uuid)
-
-    def xid_counts(self) -> Mapping[tuple[str, int], int]:
-        """How often each GPU UUID reported each Xid since the start."""
-        return self.book.history.xid_counts()
-
     def problems(self, names: Mapping[str, str]) -> Sequence[NodeProblem]:
         """GPUs that do not respond, and watched GPUs whose health has not been read for 30 s. `names` are device names
         by UUID, where they are known."""
@@ -112,7 +75,7 @@ class Monitor(HealthThread):
 
     def _problems(self, names: Mapping[str, str]) -> Iterator[NodeProblem]:
         reported = set()
-        for target, state in self.states().items():
+        for target, state in self.book.states().items():
             texts = [reason.text for reason in state.reasons if reason.key == UNRESPONSIVE]
             if texts:
                 uuid, name = target.gpu_uuid, names.get(target.gpu_uuid, target.gpu_uuid)
@@ -121,7 +84,7 @@ class Monitor(HealthThread):
         for uuid in self.node.gpus() or ():
             name, now = names.get(uuid, uuid), self.monotonic()
             is_new = now - self._watched_since.get(uuid, now) <= FRESH_S
-            if uuid not in reported and not is_new and not self.is_fresh(uuid):
+            if uuid not in reported and not is_new and not self.book.is_fresh(uuid):
                 yield NodeProblem(
                     "health-unknown",
                     f"the health of {_called(name, uuid)} has not been read for {FRESH_S:.0f} s; look for Xid errors "
@@ -175,7 +138,9 @@ class Monitor(HealthThread):
     def look_for_hangs(self) -> None:
         """Take in which operations hang on which GPU, and which have ended; and which calls of NVML do not return."""
         now = self.monotonic()
-        ended = {target: (Hanging(),) for target, state in self.states().items() if state.has(UNRESPONSIVE)}
+        ended = {
+            target: (Hanging(),) for target, state in self.book.states().items() if state.has(UNRESPONSIVE)
+        }
         hanging = {
             HealthTarget(uuid): (Hanging(what, now - since),)
             for uuid, (what, since) in self.node.hanging().items()
@@ -192,12 +157,14 @@ class Monitor(HealthThread):
 
     def _lost(self) -> set[str]:
         """A lost GPU is watched until it is back, also when discovery does not show it any more."""
-        return {target.gpu_uuid for target, state in self.states().items() if state.severity == Severity.LOST}
+        return {
+            target.gpu_uuid for target, state in self.book.states().items() if state.severity == Severity.LOST
+        }
 
     def is_watched(self, gpu_uuid: str) -> bool:
         """Whether the GPU is to be polled now: another driver may have just got it."""
         gpus = self.node.gpus() or {}
-        is_lost = self.state(HealthTarget(gpu_uuid)).severity == Severity.LOST
+        is_lost = self.book.state(HealthTarget(gpu_uuid)).severity == Severity.LOST
         return gpu_uuid in gpus or (is_lost and bool(gpus))
 
     def _watch(self, gpu_uuids: set[str]) -> None:
@@ -220,7 +187,7 @@ class Monitor(HealthThread):
         self.listener.wake()
 
     def _forget_gone(self, gpus: Mapping[str, str | None]) -> None:
-        known = {target.gpu_uuid for target in self.states()}
+        known = {target.gpu_uuid for target in self.book.states()}
         gone = {uuid for uuid in known - gpus.keys() if self._is_place_empty(uuid, gpus)}
         now = self.monotonic()
         self._missing = {uuid: self._missing.get(uuid, now) for uuid in gone}
@@ -229,14 +196,14 @@ class Monitor(HealthThread):
             # Others are forgotten when their place is empty for a while.
             self.book.is_new_boot = False
             forgotten |= {
-                uuid for uuid in known - gpus.keys() if self.state(HealthTarget(uuid)).pci_bus_id is None
+                uuid for uuid in known - gpus.keys() if self.book.state(HealthTarget(uuid)).pci_bus_id is None
             }
         self.book.forget(forgotten)
 
     def _is_place_empty(self, uuid: str, gpus: Mapping[str, str | None]) -> bool:
         """False also while the place is not known. It is known again when the GPU is back, or its state ends with a
         reboot."""
-        place = self.state(HealthTarget(uuid)).pci_bus_id
+        place = self.book.state(HealthTarget(uuid)).pci_bus_id
         return place is not None and (place in gpus.values() or not self.node.is_on_bus(place))
 
 

@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from dra_driver.health.monitor import Monitor
+from dra_driver.health.book import HealthBook
 from dra_driver.health.rules.taints import MadeInstance, device_reasons
 from dra_driver.journal.rules.cleanups import CLEANUP_KINDS, PendingCleanup, kind_of
 from dra_driver.model.claim import Pods
@@ -235,7 +235,7 @@ class Views:
         self._add("claims", read, waits=True)
 
     def devices(
-        self, inventory: InventorySource, health: Monitor, instances: Callable[[], Instances]
+        self, inventory: InventorySource, health: HealthBook, instances: Callable[[], Instances]
     ) -> None:
         """The devices on offer. `instances` may read files."""
 
@@ -258,7 +258,7 @@ class Views:
         """What discovery found."""
         self._add("inventory", partial(self._read_inventory, inventory))
 
-    def health(self, inventory: InventorySource, health: Monitor) -> None:
+    def health(self, inventory: InventorySource, health: HealthBook) -> None:
         """The health of the physical GPUs, also of lost ones, which discovery does not show any more."""
         self._add("health", partial(self._read_health, inventory, health))
 
@@ -359,7 +359,7 @@ class Views:
         )
         yield self._gauge("mig_devices", made)
 
-    def _read_health(self, inventory: InventorySource, health: Monitor) -> Iterator[Metric]:
+    def _read_health(self, inventory: InventorySource, health: HealthBook) -> Iterator[Metric]:
         states = health.states()
         found = inventory()
         known = {gpu.uuid for gpu in found.gpus} if found else set()
@@ -394,7 +394,7 @@ class Views:
             "Xid errors that the GPU reported since the start of gpu-dra-driver.",
             labels=("driver", "uuid", "xid"),
         )
-        for (uuid, number), count in health.xid_counts().items():
+        for (uuid, number), count in health.history.xid_counts().items():
             xids.add_metric((self._driver, uuid, str(number)), count)
         yield xids
 
@@ -455,7 +455,7 @@ def _ids_of(instance: HealthTarget) -> str:
     return "/".join(str(number) for number in ids if number is not None)
 
 
-def _condition_of(device: OfferedDevice, health: Monitor, instances: Instances) -> Condition:
+def _condition_of(device: OfferedDevice, health: HealthBook, instances: Instances) -> Condition:
     """One word for the health of a device, from its GPU and its instance."""
     reasons = device_reasons(device, health.states(), instances)
     state = HealthState(HealthTarget(device.gpu.uuid), reasons)

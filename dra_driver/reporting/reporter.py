@@ -12,7 +12,7 @@ from typing import Literal
 import structlog
 
 from dra_driver.errors import DraDriverError
-from dra_driver.health.monitor import Monitor
+from dra_driver.health.book import HealthBook
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
@@ -222,7 +222,7 @@ class Reports:
         ledger: Ledger,
         lanes: Lanes,
         inventory: Callable[[], Inventory | None],
-        monitor: Monitor,
+        health: HealthBook,
         mps_files: MpsHostFiles,
         speaks_for_node: Callable[[], bool],
         on_release: Callable[[], None],
@@ -235,7 +235,7 @@ class Reports:
             EventWriter(api, driver, node_name),
             ClaimStatusClient(api, driver, node_name),
         )
-        states = ClaimStatusReporter(self.recorder, inventory, created_instance, monitor.states, records.get)
+        states = ClaimStatusReporter(self.recorder, inventory, created_instance, health.states, records.get)
         self.node = NodeEvents(metrics, self.recorder, speaks_for_node)
         self.claims = ClaimHealthReporter(
             self.recorder, states, records.all, inventory, created_instance, speaks_for_node

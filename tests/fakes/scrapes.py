@@ -63,11 +63,15 @@ def by_label(metrics: Metrics, name: str, *labels: str) -> dict[tuple[str, ...],
 
 @dataclass
 class KnownHealth:
-    """What a monitor would answer."""
+    """What the book of health would answer."""
 
     known: dict[HealthTarget, HealthState] = field(default_factory=dict)
     stale: set[str] = field(default_factory=set)
     xids: dict[tuple[str, int], int] = field(default_factory=dict)
+
+    @property
+    def history(self) -> KnownHealth:
+        return self
 
     def states(self) -> Mapping[HealthTarget, HealthState]:
         return self.known

@@ -47,7 +47,7 @@ from tests.kubelet.support import channel, made_node
 NOW = 1_800_000_000
 
 
-class Monitor:
+class Book:
     """Health that a test sets."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Monitor:
     def states(self) -> HealthStates:
         return dict(self.known)
 
-    def polled_at(self, gpu_uuid: str) -> int | None:
+    def answered_at(self, gpu_uuid: str) -> int | None:
         return self.looks.get(gpu_uuid)
 
     def is_fresh(self, gpu_uuid: str) -> bool:
@@ -90,18 +90,18 @@ class Context:
 
 
 def stream_of(
-    devices: Callable[[], Iterable[OfferedDevice]], monitor: Monitor, instances: dict[str, MadeInstance]
+    devices: Callable[[], Iterable[OfferedDevice]], book: Book, instances: dict[str, MadeInstance]
 ) -> HealthStream:
-    health = SimpleNamespace(devices=devices, monitor=monitor, instances=lambda: instances)
+    health = SimpleNamespace(devices=devices, book=book, instances=lambda: instances)
     return HealthStream("node-a", health)
 
 
 class Bench:
     def __init__(self) -> None:
-        self.monitor = Monitor()
+        self.book = Book()
         self.inventory: Inventory = MIXED
         self.instances: dict[str, MadeInstance] = {}
-        self.stream = stream_of(self.devices, self.monitor, self.instances)
+        self.stream = stream_of(self.devices, self.book, self.instances)
 
     def devices(self) -> Iterable[OfferedDevice]:
         return self.inventory.devices()
@@ -132,10 +132,10 @@ def test_every_published_device_is_told(bench):
 
 
 def test_each_device_has_the_health_of_its_gpu_and_of_its_instance(bench):
-    bench.monitor.see(Xid(79), uuid(0))
-    bench.monitor.see(Unreachable(), uuid(0))
-    bench.monitor.see(Xid(95), uuid(2), 7, 0)
-    bench.monitor.see(Xid(94), uuid(2))
+    bench.book.see(Xid(79), uuid(0))
+    bench.book.see(Unreachable(), uuid(0))
+    bench.book.see(Xid(95), uuid(2), 7, 0)
+    bench.book.see(Xid(94), uuid(2))
     told = bench.now()
     assert told[GPU_0][0] == v1.UNHEALTHY
     assert told[GPU_0][1].startswith("the GPU fell off the bus and does not answer")
@@ -150,21 +150,21 @@ def test_each_device_has_the_health_of_its_gpu_and_of_its_instance(bench):
 
 def test_a_mig_device_made_on_demand_has_the_health_of_the_instance_that_it_is(bench):
     device = DynamicMigDevice("gpu-00000003-mig-1g10gb-19-2", h100(3), ONE_G, Placement(2, 1))
-    stream = stream_of(lambda: [device], bench.monitor, bench.instances)
-    bench.monitor.see(Xid(95), uuid(3), 9, 0)
+    stream = stream_of(lambda: [device], bench.book, bench.instances)
+    bench.book.see(Xid(95), uuid(3), 9, 0)
     assert _by_name(stream.snapshot())[device.name][0] == v1.HEALTHY
     bench.instances[device.name] = MadeInstance(9, 0, "MIG-a")
     assert _by_name(stream.snapshot())[device.name][0] == v1.UNHEALTHY
-    bench.monitor.see(InstanceSeen("MIG-a"), uuid(3), 9, 0)
+    bench.book.see(InstanceSeen("MIG-a"), uuid(3), 9, 0)
     assert _by_name(stream.snapshot())[device.name][0] == v1.UNHEALTHY
     bench.instances[device.name] = MadeInstance(9, 0, "MIG-b")
     assert _by_name(stream.snapshot())[device.name] == (v1.HEALTHY, ""), "another one under the same IDs"
 
 
 def test_a_wedged_monitor_makes_devices_unknown_never_healthy(bench):
-    bench.monitor.see(Xid(79), uuid(0))
-    bench.monitor.stale = {uuid(0), uuid(1)}
-    del bench.monitor.looks[uuid(2)]
+    bench.book.see(Xid(79), uuid(0))
+    bench.book.stale = {uuid(0), uuid(1)}
+    del bench.book.looks[uuid(2)]
     response = bench.stream.snapshot()
     assert {item.health for item in response.devices} == {v1.UNKNOWN}
     assert [item.last_updated_time for item in response.devices] == [NOW, NOW, 0, 0]
@@ -175,7 +175,7 @@ def test_a_wedged_monitor_makes_devices_unknown_never_healthy(bench):
 
 def test_card_under_vfio_is_unknown_and_neither_lost_nor_unhealthy(bench):
     bench.inventory = inventory(h100(1), cards=(bound(0), card(1)))
-    bench.monitor.looks = {uuid(1): NOW}
+    bench.book.looks = {uuid(1): NOW}
     told = bench.now()
     assert told[VFIO_0] == (
         v1.UNKNOWN,
@@ -186,7 +186,7 @@ def test_card_under_vfio_is_unknown_and_neither_lost_nor_unhealthy(bench):
 
 def test_messages_fit_the_kubelets_limit(bench, monkeypatch):
     monkeypatch.setattr("dra_driver.health.rules.state._LOST_TEXT", "é\n" * 2000)
-    bench.monitor.see(Unreachable(), uuid(0))
+    bench.book.see(Unreachable(), uuid(0))
     message = bench.now()[GPU_0][1]
     assert len(message.encode()) <= 1024
     assert message.startswith("é é")
@@ -197,11 +197,11 @@ def test_a_subscriber_hears_at_once_then_of_changes_then_again(bench, monkeypatc
     monkeypatch.setattr(module, "_RESEND_S", 1000.0)
     stream = bench.stream.watch(None, Context())
     assert _by_name(next(stream))[GPU_0][0] == v1.HEALTHY
-    bench.monitor.see(Xid(48), uuid(0))
+    bench.book.see(Xid(48), uuid(0))
     bench.stream.changed()
     assert _by_name(next(stream))[GPU_0][0] == v1.UNHEALTHY
     monkeypatch.setattr(module, "_RESEND_S", 0.001)
-    bench.monitor.looks[uuid(0)] = NOW + 7
+    bench.book.looks[uuid(0)] = NOW + 7
     assert next(stream).devices[0].last_updated_time == NOW + 7, "sent again as it is now"
 
 
@@ -209,7 +209,7 @@ def test_a_slow_subscriber_gets_the_last_state(bench):
     stream = bench.stream.watch(None, Context())
     next(stream)
     for number in (31, 94, 48):
-        bench.monitor.see(Xid(number), uuid(0))
+        bench.book.see(Xid(number), uuid(0))
         bench.stream.changed()
     assert _by_name(next(stream))[GPU_0][0] == v1.UNHEALTHY
 
@@ -258,7 +258,7 @@ def test_several_subscribers_of_both_versions_at_the_socket(bench, plugin):
         calls[0].cancel()
         with pytest.raises(grpc.RpcError):
             next(calls[0])
-        bench.monitor.see(Xid(79), uuid(0))
+        bench.book.see(Xid(79), uuid(0))
         bench.stream.changed()
         assert [_by_name(next(call))[GPU_0][0] for call in calls[1:]] == [v1.UNHEALTHY] * 2
         bench.stream.stop()

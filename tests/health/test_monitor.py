@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from dra_driver.errors import NvmlUnavailableError, RetryableError, StateError
+from dra_driver.health.book import HealthBook
 from dra_driver.health.monitor import Monitor
 from dra_driver.health.rules.state import REBOOT_AFTER_S, SETTLE_S, SETTLE_UNSURE_S, UNRESPONSIVE_AFTER_S
 from dra_driver.health.rules.taints import device_taints
@@ -44,7 +45,7 @@ class CountingStore(HealthStore):
 
 
 def condition_of(monitor: Monitor, target: HealthTarget) -> str:
-    return condition(monitor.states().get(target), is_fresh=monitor.is_fresh(target.gpu_uuid))
+    return condition(monitor.book.states().get(target), is_fresh=monitor.book.is_fresh(target.gpu_uuid))
 
 
 class Bench:
@@ -85,15 +86,9 @@ class Bench:
             health_moved=self.transitions.append,
             polled=self._polled,
         )
-        self.monitor = Monitor(
-            node,
-            self.source,
-            self.store,
-            boot_id,
-            ServicedGpus(self.directory, boot_id),
-            clock=lambda: self.now,
-            monotonic=lambda: self.now,
-        )
+        clocks = {"clock": lambda: self.now, "monotonic": lambda: self.now}
+        book = HealthBook(node, self.store, boot_id, ServicedGpus(self.directory, boot_id), **clocks)
+        self.monitor = Monitor(book, self.source)
         self.monitor.book.restore()
         return self.monitor
 
@@ -109,7 +104,7 @@ class Bench:
         self.monitor.book.write()
 
     def reasons(self, index: int, *instance: int) -> list[str]:
-        state = self.monitor.state(HealthTarget(self.uuids[index], *instance))
+        state = self.monitor.book.state(HealthTarget(self.uuids[index], *instance))
         return ["/".join(filter(None, reason.name)) for reason in state.reasons]
 
     def condition(self, index: int) -> str:
@@ -119,7 +114,7 @@ class Bench:
         """Taints as `key=value:effect` by the index of the GPU, or `profile` of the MIG device."""
         found = {}
         for device in self.inventory.devices():
-            taints = device_taints(device, self.monitor.states(), {})
+            taints = device_taints(device, self.monitor.book.states(), {})
             name = str(device.gpu.index) if device.uuid == device.gpu.uuid else device.profile.name
             if taints:
                 found[name] = [
@@ -150,7 +145,7 @@ def test_well_gpus_cost_nothing(bench):
         bench.turn(3)
     assert [bench.condition(index) for index in range(4)] == ["ok"] * 4
     assert (bench.changes, bench.store.saves, bench.tainted()) == (0, saves, {})
-    assert bench.monitor.polled_at(bench.uuids[0]) >= bench.now - 10
+    assert bench.monitor.book.answered_at(bench.uuids[0]) >= bench.now - 10
     assert bench.problems() == []
 
 
@@ -159,8 +154,8 @@ def test_an_xid_of_each_class_on_a_whole_gpu(bench, xid, tainted):
     bench.machine.raise_xid(0, xid)
     bench.turn()
     assert bench.tainted() == tainted
-    assert bench.monitor.xid_counts() == {(bench.uuids[0], xid): 1}
-    assert [f"Xid {xid}" in change.text for change in bench.monitor.history(bench.uuids[0])] == [True]
+    assert bench.monitor.book.history.xid_counts() == {(bench.uuids[0], xid): 1}
+    assert [f"Xid {xid}" in change.text for change in bench.monitor.book.history.of(bench.uuids[0])] == [True]
 
 
 @pytest.mark.parametrize(("driver", "effect"), [("560.35.03", "NoSchedule"), ("580.95.05", "None")])
@@ -212,14 +207,14 @@ def test_an_instance_that_was_made_anew_starts_clean(bench):
     assert bench.reasons(MIG_GPU, gi) == ["xid/95"]
     bench.machine.destroy_mig(MIG_GPU, gi)
     bench.turn(10)
-    assert [target for target in bench.monitor.states() if target.is_instance] == []
+    assert [target for target in bench.monitor.book.states() if target.is_instance] == []
 
 
 def test_who_an_event_hit_is_known_before_anybody_looks(bench):
     gi, ci, uuid = bench.first
     told: list[str | None] = []
     bench.monitor.node.health_changed = lambda: told.append(
-        bench.monitor.state(HealthTarget(bench.uuids[MIG_GPU], gi, ci)).identity
+        bench.monitor.book.state(HealthTarget(bench.uuids[MIG_GPU], gi, ci)).identity
     )
     bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
     bench.turn()
@@ -258,7 +253,7 @@ def test_an_event_hits_the_whole_gpu_when_its_instance_is_not_known(bench, logs,
     bench.turn(10)
     assert bench.reasons(gpu) == ["xid/94", "xid/95"]
     assert [change.target for change in bench.transitions] == [HealthTarget(bench.uuids[gpu])] * 3
-    assert [target for target in bench.monitor.states() if target.is_instance] == []
+    assert [target for target in bench.monitor.book.states() if target.is_instance] == []
     (line,) = [line for line in logs if line["event"] == "event_of_unknown_device"]
     assert (line["gpu_uuid"], line["xid"]) == (bench.uuids[gpu], 95)
     assert (line["gpu_instance_id"], line["compute_instance_id"]) == instance
@@ -286,7 +281,7 @@ def test_a_recovery_action_is_seen_at_once_and_its_end_clears(bench):
     bench.machine.set_recovery_action(1, 0)
     bench.turn()
     assert (bench.condition(1), bench.reasons(1), bench.tainted()) == ("ok", [], {})
-    texts = [change.text for change in bench.monitor.history(bench.uuids[1])]
+    texts = [change.text for change in bench.monitor.book.history.of(bench.uuids[1])]
     assert texts[-1].startswith("healthy again after: the NVIDIA driver requests a GPU reset")
     told = [change.text for change in bench.transitions if change.target.gpu_uuid == bench.uuids[1]]
     assert set(told) == set(texts)
@@ -494,8 +489,8 @@ def test_a_gpu_that_was_pulled_is_forgotten_after_ten_minutes(bench, is_replaced
         assert (bench.condition(0), gone in kept(bench)) == ("lost", True)
     changes = bench.changes
     bench.turn(10)
-    assert (gone in kept(bench), bench.reasons(0), bench.monitor.polled_at(gone)) == (False, [], None)
-    assert (bench.monitor.xid_counts(), bench.monitor.history(gone)) == ({}, ())
+    assert (gone in kept(bench), bench.reasons(0), bench.monitor.book.answered_at(gone)) == (False, [], None)
+    assert (bench.monitor.book.history.xid_counts(), bench.monitor.book.history.of(gone)) == ({}, ())
     assert bench.changes == changes + 1
     [change] = bench.transitions
     assert (change.is_gone, change.target) == (True, HealthTarget(gone))
@@ -567,7 +562,7 @@ def test_the_last_gpu_of_a_node_is_forgotten_too(bench):
     bench.shown = []
     bench.turn(10)
     bench.turn(600)
-    assert bench.monitor.states() == {}
+    assert bench.monitor.book.states() == {}
 
 
 def test_a_lost_gpu_that_nobody_named_is_found(bench):
@@ -614,7 +609,7 @@ def test_reasons_outlive_a_restart_and_a_reboot_clears_them(bench):
     assert (bench.tainted(), bench.condition(0)) == (before, "unknown")
     bench.turn()
     assert (bench.tainted(), bench.condition(0)) == (before, "unhealthy")
-    assert restarted.state(HealthTarget(bench.uuids[0])).reasons[0].since < bench.now
+    assert restarted.book.state(HealthTarget(bench.uuids[0])).reasons[0].since < bench.now
     bench.machine.reboot()
     bench.node.session.reopen()
     bench.shown = bench.uuids[:2]
@@ -622,13 +617,13 @@ def test_reasons_outlive_a_restart_and_a_reboot_clears_them(bench):
     assert set(bench.tainted()) == {"0", "1"}, "nothing is well before it was looked at"
     bench.turn()
     assert bench.tainted() == {}
-    assert {target.gpu_uuid for target in bench.monitor.states()} == set(bench.uuids), (
+    assert {target.gpu_uuid for target in bench.monitor.book.states()} == set(bench.uuids), (
         "not shown yet, but on the bus"
     )
     bench.on_bus -= {bench.places[uuid] for uuid in bench.uuids[2:]}
     bench.turn(10)
     bench.turn(600)
-    assert {target.gpu_uuid for target in bench.monitor.states()} == set(bench.uuids[:2])
+    assert {target.gpu_uuid for target in bench.monitor.book.states()} == set(bench.uuids[:2])
 
 
 def test_another_driver_version_since_the_last_run_is_a_reload(bench):
@@ -667,7 +662,7 @@ def test_a_program_that_fails_over_and_over_fills_nothing(bench, logs):
     saves = bench.store.saves
     bench.turn()
     bench.turn()
-    (entry,) = bench.monitor.history(bench.uuids[0])
+    (entry,) = bench.monitor.book.history.of(bench.uuids[0])
     assert (entry.times, entry.before, entry.after) == (70, Severity.OK, Severity.OK)
     assert (bench.changes, bench.store.saves, len(bench.transitions)) == (0, saves, 1)
     assert len([line for line in logs if line["event"] == "health_changed"]) == 1
@@ -796,16 +791,11 @@ class Threaded:
         node = SimpleNamespace(
             gpus=lambda: self.gpus, is_on_bus=lambda _: True, hanging=lambda: self.hanging, **heard | more
         )
-        self.monitor = Monitor(
-            node,
-            self.source,
-            HealthStore(path / "health.json", lambda: True),
-            "boot",
-            monotonic=lambda: self.time[0],
-        )
+        store = HealthStore(path / "health.json", lambda: True)
+        self.monitor = Monitor(HealthBook(node, store, "boot", monotonic=lambda: self.time[0]), self.source)
         self.monitor.start()
         eventually(lambda: sum(poller.is_heard for poller in self.monitor.pollers.values()) == 2)
-        eventually(lambda: all(map(self.monitor.is_fresh, self.gpus)))
+        eventually(lambda: all(map(self.monitor.book.is_fresh, self.gpus)))
 
     def hang(self, *gpus: str) -> None:
         """The next polls of these GPUs do not return."""
@@ -816,7 +806,7 @@ class Threaded:
             assert self.source.hanging.wait(20)
 
     def reasons(self, gpu: str, *instance: int) -> list[str]:
-        state = self.monitor.state(HealthTarget(gpu, *instance))
+        state = self.monitor.book.state(HealthTarget(gpu, *instance))
         return ["/".join(filter(None, reason.name)) for reason in state.reasons]
 
     def problems(self) -> dict[str, tuple[str, str]]:
@@ -850,7 +840,7 @@ def test_gpu_whose_poll_does_not_return_is_unresponsive_and_its_neighbour_is_as_
     assert (made.reasons("GPU-a"), made.problems()) == ([], {})
     made.time[0] = 31.0
     made.monitor.pollers["GPU-b"].poll_soon()
-    eventually(lambda: made.monitor.is_fresh("GPU-b"))
+    eventually(lambda: made.monitor.book.is_fresh("GPU-b"))
     # The listener's wait began at 0 by this clock; it must not count as one of 31 s.
     eventually(lambda: made.monitor.listener._calling_since == 31.0)
     made.monitor.look_for_hangs()

@@ -181,7 +181,7 @@ def test_gpu_on_switches_that_never_had_all_links_is_noticed_with_the_second_pol
     bench.turn()
     bench.turn(10)
     assert bench.tainted() == {"0": ["nvlink=fewer:NoSchedule"]}
-    state = bench.monitor.state(HealthTarget(bench.uuids[0]))
+    state = bench.monitor.book.state(HealthTarget(bench.uuids[0]))
     assert state.reasons[0].text == (
         "only 17 NVLinks to switches are up, and 18 on an equal GPU of the machine"
     )
@@ -201,7 +201,7 @@ def test_gpu_with_direct_links_is_told_apart_and_its_mig_devices_are_not_affecte
     bench.turn(EVERY)
     assert bench.reasons(MIG_GPU) == ["nvlink/down"]
     shares = [device for device in bench.inventory.devices() if device.gpu.uuid == bench.uuids[MIG_GPU]]
-    assert [device_taints(device, bench.monitor.states(), {}) for device in shares] == [(), ()]
+    assert [device_taints(device, bench.monitor.book.states(), {}) for device in shares] == [(), ()]
 
 
 @pytest.mark.parametrize("name", ["dgx-a100-40gb", "dgx-b200"])

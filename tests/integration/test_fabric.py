@@ -68,7 +68,7 @@ def published(node: Node) -> Iterator[tuple[list[str], Json]]:
 
 
 def has_polled(driver: Driver, node: Node) -> bool:
-    return all(driver.health.monitor.polled_at(gpu.uuid) for gpu in node.machine.current().present)
+    return all(driver.health.monitor.book.answered_at(gpu.uuid) for gpu in node.machine.current().present)
 
 
 def complete(node: Node) -> None:
@@ -133,7 +133,7 @@ def test_the_taint_stays_until_discovery_has_read_the_fabric(
         lambda: (
             not any(
                 reason.key in keys
-                for state in driver.health.monitor.states().values()
+                for state in driver.health.monitor.book.states().values()
                 for reason in state.reasons
             )
         )

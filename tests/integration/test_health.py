@@ -51,7 +51,7 @@ def test_a_bad_instance_concerns_only_its_own_claim(make_node: Callable[..., Nod
     eventually(lambda: told(node, "GPUUnhealthy") == concerned)
     whole = HealthTarget(made.gpu_uuid)
     node.machine.raise_xid(0, 48)
-    eventually(lambda: driver.health.monitor.state(whole).reasons)
+    eventually(lambda: driver.health.monitor.book.state(whole).reasons)
     eventually(lambda: ready(node)["b"] == ("False", "GPUUnhealthy"))
     eventually(lambda: {"ResourceClaim/b", "Pod/pod-of-b"} <= set(told(node, "GPUUnhealthy")))
 
@@ -78,14 +78,14 @@ def test_of_two_instances_one_tells_and_keeps_and_the_other_takes_over(
     new = node.start_driver(pod_uid="bbbb")
     eventually(lambda: new.discovery.inventory is not None)
     eventually(lambda: new.leadership.is_ours() and not old.leadership.is_ours())
-    eventually(lambda: len(new.health.monitor.states()) == 8)
+    eventually(lambda: len(new.health.monitor.book.states()) == 8)
     gpu, other = (found.uuid for found in list(node.machine.current().present)[:2])
 
     def everybody_hears(index: int, xid: int, uuid: str) -> bool:
         # In one process the end of the one's events may be noticed by the other, who misses what comes meanwhile.
         node.machine.raise_xid(index, xid)
         # That its events cannot be heard is a reason, too.
-        states = [driver.health.monitor.state(HealthTarget(uuid)) for driver in (old, new)]
+        states = [driver.health.monitor.book.state(HealthTarget(uuid)) for driver in (old, new)]
         return all(any(f"Xid {xid}:" in reason.text for reason in state.reasons) for state in states)
 
     eventually(lambda: everybody_hears(0, 79, gpu))

@@ -84,7 +84,7 @@ def test_card_goes_to_a_virtual_machine_and_comes_back_for_containers(make_node:
     assert node.ready(ref) == prepared
     assert metric(node, "nvidia_dra_prepared_devices", device_type="vfio") == 1
     eventually(lambda: node.driver.problems() == [])
-    assert not node.driver.health.monitor.state(HealthTarget(uuid)).reasons, (
+    assert not node.driver.health.monitor.book.state(HealthTarget(uuid)).reasons, (
         "it is neither lost nor unhealthy"
     )
     node.take_back(ref)

@@ -96,7 +96,7 @@ def test_a_claim_that_ends_while_the_pool_is_built_keeps_its_gpu_no_longer(make_
 
     def records() -> Mapping[str, ClaimRecord]:
         found = read()
-        if ref.uid in found and any(state.reasons for state in driver.health.monitor.states().values()):
+        if ref.uid in found and any(state.reasons for state in driver.health.monitor.book.states().values()):
             node.unprepare(ref)
             ended.append(ref.uid)
         return found
@@ -118,7 +118,7 @@ def test_mig_devices_of_a_lost_gpu_go_with_their_counters(make_node: MakeNode) -
     node.prepare(node.allocated_by_hand("small", used))
     hear_all(node)
     # The switch of its MIG mode ended the GPU's registration, until the monitor's next round.
-    eventually(lambda: node.machine.raise_xid(0, 79) or node.driver.health.monitor.xid_counts())
+    eventually(lambda: node.machine.raise_xid(0, 79) or node.driver.health.monitor.book.history.xid_counts())
     until_named(node, [name for name in published if not name.startswith(gpu) or name == used])
     sets = [entry["name"] for part in node.slices() for entry in part["spec"].get("sharedCounters", [])]
     assert len(sets) == 8, "what the claim takes is counted on"
@@ -133,7 +133,9 @@ def test_an_older_server_with_the_gate_on_gets_no_more_taints_than_it_takes(make
     node.machine.set_recovery_action(0, pynvml.NVML_GPU_RECOVERY_ACTION_GPU_RESET)
     poll_all(node.driver)
     gpu = HealthTarget(node.devices()[0]["attributes"]["uuid"]["string"])
-    eventually(lambda: len({reason.key for reason in node.driver.health.monitor.state(gpu).reasons}) == 5)
+    eventually(
+        lambda: len({reason.key for reason in node.driver.health.monitor.book.state(gpu).reasons}) == 5
+    )
     eventually(lambda: len(node.devices()[0].get("taints", [])) == 4)
     assert not node.driver.publishing.publisher.problem
 
