@@ -45,8 +45,9 @@ from dra_driver.journal.locks import ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
-from dra_driver.kube.cluster import node_labels, node_uid
+from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import Endpoint
+from dra_driver.kube.watch import NodeLabels
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.mig.mode import MigAction
@@ -144,6 +145,7 @@ class Driver:
         )
 
     def _make_gpus(self) -> None:
+        self._labels = NodeLabels(self.client, self.settings.node_name, self._labels_changed)
         self._gpus = NodeGpus(
             self.settings,
             self._platform,
@@ -153,7 +155,7 @@ class Driver:
             lanes=self.lanes,
             planning=self.planning,
             lost_devices=self._without_record.lost_devices,
-            labels=partial(node_labels, self.client, self.settings.node_name),
+            labels=self._labels.now,
             leads=self.leadership.is_ours,
             on_inventory=self._inventory_changed,
             on_hardware=self._hardware_changed,
@@ -384,6 +386,8 @@ class Driver:
         yield Part("health", self.health.monitor.start, self.health.monitor.stop)
         yield Part("kubelet_plugin", self._plugin.start)
         yield Part("api_configuration", self._open_client)
+        if self.settings.mig_layouts.is_on:
+            yield Part("node_labels", self._labels.start, self._labels.stop)
         yield Part("cleanup", self.cleaner.start, self.cleaner.stop)
         yield Part("reconciler", self.claims.reconciler.start, self.claims.reconciler.stop)
         yield Part("leadership", stop=self.leadership.withdraw)
@@ -510,6 +514,10 @@ class Driver:
             partial(self.health.mig_changed, action),
             partial(self.reporting.reporter.mig_changed, action, device, seconds, error),
         )
+
+    def _labels_changed(self) -> None:
+        """The node has other labels; one of them may name its MIG layout."""
+        self.layouts.wake()
 
     def _layouts_changed(self, found: Sequence[GpuLayout]) -> None:
         """The MIG layout got another state on these GPUs; on none where GPUs have no layout any more."""

@@ -25,7 +25,7 @@ from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.devices import MigDevices
 from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile
-from dra_driver.mig.layouts import NodeLayouts, remembered
+from dra_driver.mig.layouts import NodeLayouts
 from dra_driver.mig.mode import MigHolders, MigMode, MigObserver, mig_context
 from dra_driver.mig.offer import LedgerOwnership
 from dra_driver.model.driver_files import SMI_PROGRAM
@@ -55,7 +55,7 @@ class NodeGpus:
         lanes: Lanes,
         planning: GpuLocks,
         lost_devices: Callable[[], Collection[str]],
-        labels: Callable[[], Mapping[str, str]],
+        labels: Callable[[], Mapping[str, str] | None],
         leads: Callable[[], bool],
         on_inventory: Callable[[], None],
         on_hardware: Callable[[], None],
@@ -125,7 +125,7 @@ class NodeGpus:
             GpuLocks(directory / "locks", ".layout.lock"),
             LayoutFile(directory / LAYOUT_FILE),
             settings.mig_layouts,
-            labels=remembered(labels),
+            labels=labels,
             inventory=self.discovery.latest,
             is_on_demand=settings.on_demand or (lambda _gpu: False),
             leads=leads,

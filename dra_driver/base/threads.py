@@ -163,8 +163,10 @@ class BackgroundWorker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
+        while True:
             self._wake.clear()
+            if self._stopping.is_set():  # looked at last: `retire` wakes after it
+                return
             try:
                 seconds = self._work()
             except Exception as error:  # noqa: BLE001  a thread that ended would do nothing any more

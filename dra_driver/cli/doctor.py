@@ -171,6 +171,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         settings.node_name,
         settings.dynamic_mig,
         sharing=bool(settings.sharing.entries),
+        mig_layouts=settings.mig_layouts.is_on,
         configured=settings.kubeconfig is not None or in_pod,
         claims=lambda: [record.ref for record in state.get().records],
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +19,6 @@ def node_uid(client: ApiClient, name: str) -> str:
     if not uid:
         raise ApiRejectedError(f"get node {name}: the answer has no metadata.uid", status=200)
     return str(uid)
-
-
-def node_labels(client: ApiClient, name: str) -> Mapping[str, str]:
-    """The labels of node `name`. Raises: ApiRejectedError (404: the node name is wrong), ApiUnavailableError."""
-    return dict((read_node(client, name).get("metadata") or {}).get("labels") or {})
 
 
 def read_node(client: ApiClient, name: str) -> dict[str, Any]:

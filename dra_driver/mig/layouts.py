@@ -65,32 +65,17 @@ _HANGS_S = 60.0
 _PLANNING_S = 5.0
 TAINTED_FIRST_S = 5.0
 """How long a GPU is tainted before it is changed: claims that got it before that are prepared by then."""
-LABELS_S = 20.0
-"""How old the labels of the node may be."""
 _LOOK_EVERY_S = 30.0
 _LOOK_WAITING_S = 5.0
-
-
-def remembered(labels: Callable[[], Mapping[str, str]]) -> Callable[[], Mapping[str, str]]:
-    """The labels as they were read last, for as long as no answer is too old: a layout may wait for days."""
-    known: tuple[float, Mapping[str, str]] | None = None
-
-    def read() -> Mapping[str, str]:
-        nonlocal known
-        if known is None or time.monotonic() >= known[0] + LABELS_S:
-            known = (time.monotonic(), labels())
-        return known[1]
-
-    return read
 
 
 @dataclass(eq=False)
 class NodeLayouts(BackgroundWorker):
     """Looks in a thread of its own whether every GPU is as the layout asks, and changes those that are not.
 
-    A GPU is changed under its lock of `changing`. `labels` reads those of the own node. While `leads` says no,
-    another instance of the plugin acts. `rescan` has discovery read the GPUs, and returns when it has. `on_change`
-    gets the states that are new.
+    A GPU is changed under its lock of `changing`. `labels` returns those of the own node, None while they are not
+    known. While `leads` says no, another instance of the plugin acts. `rescan` has discovery read the GPUs, and returns
+    when it has. `on_change` gets the states that are new.
     """
 
     context: MigContext
@@ -102,7 +87,7 @@ class NodeLayouts(BackgroundWorker):
     file: LayoutFile
     wanted: MigLayouts
     _: KW_ONLY
-    labels: Callable[[], Mapping[str, str]]
+    labels: Callable[[], Mapping[str, str] | None]
     inventory: Callable[[], Inventory | None]
     is_on_demand: Callable[[Gpu], bool]
     leads: Callable[[], bool]
@@ -160,6 +145,8 @@ class NodeLayouts(BackgroundWorker):
             if not self.leads() or inventory is None:
                 return
             labels = self.labels()
+            if labels is None:
+                return
         except DraDriverError as error:
             _log.warning("mig_layout_unknown", reason=str(error))
             return

@@ -739,6 +739,8 @@ def test_permissions(tells: Tells, cluster: ClusterChecks, answers: Answers) -> 
     tells(cluster.permissions())
     answers.denied = {"confine drivers"}
     tells(cluster.permissions())
+    answers.denied = {"watch nodes"}
+    tells(replace(cluster, mig_layouts=True).permissions())
 
 
 def test_what_is_asked_is_exactly_what_the_cluster_role_gives(

@@ -540,6 +540,8 @@ def test_the_configuration_file_is_one_that_the_driver_takes(tmp_path: Path) -> 
     assert settings.ignored_xids == {94}
     assert settings.dynamic_mig
     assert (settings.mig_layouts.name, settings.mig_layouts.from_label) == ("all-balanced", True)
+    rules = one(manifests, "ClusterRole", NAME)["rules"]
+    assert [rule["verbs"] for rule in rules if rule["resources"] == ["nodes"]] == [["get"], ["list", "watch"]]
     assert len(settings.sharing.entries) == 2
     before = one(manifests, "DaemonSet", NAME)["spec"]["template"]["metadata"]["annotations"]
     other = template(merged(values, {"config": {"logFormat": "json"}}))

@@ -44,6 +44,22 @@ READS_IT = {
     }
 }
 
+RBAC = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": {"name": "layouts"}}
+# What the chart grants with the value migLayouts.
+MAY_WATCH_NODES = [
+    RBAC
+    | {
+        "kind": "ClusterRole",
+        "rules": [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]}],
+    },
+    RBAC
+    | {
+        "kind": "ClusterRoleBinding",
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "layouts"},
+        "subjects": [{"kind": "ServiceAccount", "name": "gpu-dra-driver", "namespace": NAMESPACE}],
+    },
+]
+
 
 @pytest.fixture
 def layouts(cluster: Cluster) -> Iterator[Cluster]:
@@ -53,7 +69,7 @@ def layouts(cluster: Cluster) -> Iterator[Cluster]:
         "kind": "ConfigMap",
         "metadata": {"name": "layouts", "namespace": NAMESPACE},
     }
-    cluster.apply([config | {"data": {"config.yaml": CONFIG}}])
+    cluster.apply([config | {"data": {"config.yaml": CONFIG}}, *MAY_WATCH_NODES])
     cluster.kubectl("patch", DAEMONSET, "-n", NAMESPACE, "--patch", json.dumps(READS_IT))
     cluster.rolled_out()
     wait_for("the plugin to have settled", cluster.driver_has_settled)
@@ -67,7 +83,7 @@ def layouts(cluster: Cluster) -> Iterator[Cluster]:
         cluster.kubectl("rollout", "undo", DAEMONSET, "-n", NAMESPACE)
         cluster.rolled_out()
         wait_for("the plugin to have settled", cluster.driver_has_settled)
-        cluster.delete([config])
+        cluster.delete([config, *MAY_WATCH_NODES])
 
 
 def label(cluster: Cluster, layout: str) -> None:

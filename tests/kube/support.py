@@ -68,31 +68,6 @@ AN_END_OF_EACH_WATCH: dict[str, Callable[[Faults], None]] = {
 """How an API server can end each watch at once."""
 
 
-class Patience:
-    """Stands in for an event whose waits pass at once; set after so many seconds of them, or after so many looks."""
-
-    def __init__(self, seconds: float, looks: int = 1000) -> None:
-        self.waits: list[float] = []
-        self._left = seconds
-        self._looks = looks
-
-    def wait(self, timeout: float | None = None) -> bool:
-        if timeout:
-            self.waits.append(timeout)
-            self._left -= timeout
-        return self.is_set()
-
-    def is_set(self) -> bool:
-        self._looks -= 1
-        return self._left <= 0 or self._looks < 0
-
-    def set(self) -> None:
-        self._left = 0.0
-
-    def clear(self) -> None:
-        pass
-
-
 def allocated_claim(
     api: ApiClient,
     namespace: str,

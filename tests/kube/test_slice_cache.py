@@ -7,7 +7,6 @@ import time
 from itertools import chain, repeat
 
 import pytest
-from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.errors import ApiUnavailableError
 from dra_driver.kube.slices import SliceCache
@@ -16,7 +15,6 @@ from tests.kube.support import (
     AN_END_OF_EACH_WATCH,
     DRIVER,
     EXPIRED,
-    Patience,
     bookmark,
     bump,
     busy,
@@ -202,21 +200,21 @@ def test_cache_lists_again_when_history_is_forgotten(server, cache, changes, con
     eventually(lambda: stored in cache.current())
 
 
+def turns(cache, seconds):
+    """The pauses of a cache whose watches end at once, until so many seconds of them."""
+    waits = []
+    while sum(waits) < seconds:
+        waits.append(cache._turn())
+    return waits
+
+
 @pytest.mark.parametrize("end", AN_END_OF_EACH_WATCH.values(), ids=AN_END_OF_EACH_WATCH)
 def test_lists_and_watches_become_rare_when_each_watch_ends_at_once(server, api, changes, end):
     SliceCache(api, DRIVER, "n").create(make_slice("n"))
     end(server.faults)
     before = len(server.requests)
-    caches, patience = (
-        [SliceCache(api, DRIVER, "n", changes) for _ in range(2)],
-        [Patience(600) for _ in range(2)],
-    )
-    for cache, stop in zip(caches, patience, strict=True):
-        cache._stop = stop
-        cache._run()
-    one, other = (stop.waits for stop in patience)
+    one, other = (turns(SliceCache(api, DRIVER, "n", changes), 600) for _ in range(2))
     for waits in (one, other):
-        assert sum(waits) >= 600, "ended by the waits"
         steps = chain([1.6, 3.2, 6.4, 12.8, 25.6], repeat(30.0))
         assert all(step / 2 <= wait <= step for wait, step in zip(waits, steps, strict=False))
     assert one != other
@@ -228,53 +226,22 @@ def test_next_watch_waits_as_long_as_asked_when_an_event_says_so(
     server, api, changes, code, asked_s, least_s
 ):
     server.faults.end_watches(bookmark("1000000"), busy(code, asked_s))
-    cache = SliceCache(api, DRIVER, "n", changes)
-    cache._stop = stop = Patience(3600)
-    cache._run()
-    assert sum(stop.waits) >= 3600, "ended by the waits"
-    assert all(least_s <= wait <= 1.2 * least_s for wait in stop.waits)
-    assert len(set(stop.waits)) == len(stop.waits)
-    assert (_lists(server), _watches(server)) == (1, len(stop.waits))
-
-
-class Waits(threading.Event):
-    """An event that remembers for how long it was waited for."""
-
-    def __init__(self):
-        super().__init__()
-        self.seconds = []
-
-    def wait(self, timeout=None):
-        self.seconds.append(timeout)
-        return super().wait(timeout)
+    waits = turns(SliceCache(api, DRIVER, "n", changes), 3600)
+    assert all(least_s <= wait <= 1.2 * least_s for wait in waits)
+    assert len(set(waits)) == len(waits)
+    assert (_lists(server), _watches(server)) == (1, len(waits))
 
 
 @pytest.mark.parametrize("end", ["cut", "expired"])
-def test_wait_is_the_first_again_when_a_watch_has_lived(connect, changes, request, end):
-    with PlaygroundApiServer() as server:
-        cache = SliceCache(connect(server), DRIVER, "n", changes, backoff_s=(0.02, 0.08))
-        cache._stop = waits = Waits()
-        server.faults.end_watches()
-        request.addfinalizer(cache.stop)
-        cache.start()
-        eventually(lambda: len(waits.seconds) >= 5)
-        assert waits.seconds[4] >= 0.04, "the longest"
-        server.faults.clear()
-
-        def has_lived():
-            stream = cache._stream
-            time.sleep(0.1)  # longer than the longest wait
-            return stream is not None and cache._stream is stream
-
-        eventually(has_lived)
-        lists, watches, before = _lists(server), _watches(server), len(waits.seconds)
-        if end == "cut":
-            server.faults.cut_watches()
-        else:
-            server.store.forget()
-        eventually(lambda: _watches(server) > watches)
-        assert 0.01 <= waits.seconds[before] <= 0.02
-        assert _lists(server) == lists + (end == "expired")
+def test_wait_is_the_first_again_when_a_watch_has_lived(server, api, changes, end):
+    cache = SliceCache(api, DRIVER, "n", changes, backoff_s=(0.02, 0.08))
+    server.faults.end_watches()
+    assert [cache._turn() for _ in range(5)][4] >= 0.04, "the longest"
+    server.faults.clear()
+    # Longer than the longest wait.
+    threading.Timer(0.2, server.faults.cut_watches if end == "cut" else server.store.forget).start()
+    assert 0.01 <= cache._turn() <= 0.02
+    assert (cache._version == "") == (end == "expired"), "it lists again"
 
 
 def test_cache_sees_what_happened_while_server_was_away_and_forgot(server, cache, changes):

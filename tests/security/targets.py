@@ -46,7 +46,7 @@ from dra_driver.journal.locks import GpuLocks
 from dra_driver.kube.api_errors import api_errors, check_status
 from dra_driver.kube.claims import parse_allocated_claim, parse_claim_now
 from dra_driver.kube.client import WatchStream
-from dra_driver.kube.slices import version_after
+from dra_driver.kube.watch import version_after
 from dra_driver.kubelet.dra import check_claims
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
 from dra_driver.model.claim import ClaimRef

@@ -23,14 +23,16 @@ _SLOW = ("did not answer in time", "no time was left")
 """How a client says that it waited and nothing was refused."""
 
 
-def needed_permissions(driver: str) -> tuple[Permission, ...]:
-    """What the ClusterRole of gpu-dra-driver gives."""
+def needed_permissions(driver: str, *, mig_layouts: bool = False) -> tuple[Permission, ...]:
+    """What the ClusterRole of gpu-dra-driver gives, with `mig_layouts` to a plugin that follows the labels of its
+    node."""
     slices = ("list", "watch", "create", "update", "delete")
     return (
         Permission("get", "resourceclaims", GROUP),
         *(Permission(verb, "resourceslices", GROUP) for verb in slices),
         Permission(MARK_VERB, MARK_RESOURCE, driver, optional=True),
         Permission("get", "nodes"),
+        *(Permission(verb, "nodes", optional=True) for verb in ("list", "watch") if mig_layouts),
         Permission("patch", "resourceclaims", GROUP, subresource="status", optional=True),
         Permission(
             "associated-node:patch", "resourceclaims", GROUP, subresource="driver", name=driver, optional=True
@@ -50,6 +52,7 @@ class ClusterChecks:
     node: str
     dynamic_mig: bool = False
     sharing: bool = False
+    mig_layouts: bool = False
     configured: bool = True
     claims: Callable[[], Sequence[ClaimRef]] = tuple
 
@@ -76,7 +79,7 @@ class ClusterChecks:
 
     def permissions(self) -> Finding:
         """Is gpu-dra-driver allowed what it needs?"""
-        needed = needed_permissions(self.driver)
+        needed = needed_permissions(self.driver, mig_layouts=self.mig_layouts)
         client = self.client.get()
         denied = [wanted for wanted in needed if not is_allowed(client, wanted)]
         hard = [str(permission) for permission in denied if not permission.optional]
@@ -90,7 +93,7 @@ class ClusterChecks:
             )
         if denied:
             return warn(
-                f"not allowed: {', '.join(map(str, denied))}; events or device states will be missing",
+                f"not allowed: {', '.join(map(str, denied))}; events, device states or MIG layouts will be missing",
                 f"{apply_again()} (ClusterRole)",
             )
         return ok(f"all {len(needed)} that gpu-dra-driver needs")

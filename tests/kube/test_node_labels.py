@@ -1,0 +1,66 @@
+"""The labels of the own node, as the watch of it tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from playground.apiserver import PlaygroundApiServer
+
+from dra_driver.errors import ApiUnavailableError
+from dra_driver.kube import watch
+from dra_driver.kube.watch import NodeLabels
+from tests.fakes.waiting import eventually
+
+
+def label(server: PlaygroundApiServer, node: str, **labels: str) -> None:
+    resource = server.resource("nodes", group="")
+    [found] = [one for one in server.objects("nodes", group="") if one["metadata"]["name"] == node]
+    found["metadata"]["labels"] = labels
+    server.operations.update(resource, ("", node), found)
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def labels(server, connect, told) -> Iterator[NodeLabels]:
+    for name in ("n", "other"):
+        server.add("nodes", {"metadata": {"name": name, "labels": {"a": "1"}}})
+    labels = NodeLabels(connect(server), "n", lambda: told.append("changed"), backoff_s=(0.01, 0.05))
+    yield labels
+    labels.stop()
+
+
+def test_labels_are_told_once_for_each_change_of_the_own_node(server, labels, told):
+    assert labels.now() is None
+    labels.start()
+    eventually(lambda: labels.now() == {"a": "1"})
+    label(server, "other", a="2")
+    label(server, "n", a="1")
+    label(server, "n", a="3")
+    eventually(lambda: labels.now() == {"a": "3"})
+    assert len(told) == 2
+    server.operations.delete(server.resource("nodes", group=""), ("", "n"), {})
+    eventually(lambda: labels.now() is None)
+    [request, *_] = [one for one in server.requests if one.path == "/api/v1/nodes"]
+    assert request.query == {"fieldSelector": "metadata.name=n"}
+
+
+def test_labels_are_unknown_when_list_and_watch_are_refused(server, labels, monkeypatch):
+    server.faults.fail(10_000, 403, reason="Forbidden", path="/api/v1/nodes")
+    labels.start()
+    eventually(lambda: labels.failing)
+    with pytest.raises(ApiUnavailableError, match="list node n: "):
+        labels.now()
+    server.faults.clear()
+    eventually(lambda: labels.failing is None)
+    assert labels.now() == {"a": "1"}
+    server.stop()
+    eventually(lambda: labels.failing)
+    assert labels.now() == {"a": "1"}, "for a while"
+    monkeypatch.setattr(watch, "_TRUSTED_S", 0.0)
+    with pytest.raises(ApiUnavailableError):
+        labels.now()
