@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 import shutil
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
+import grpc
 import pytest
 import yaml
 from playground.apiserver.server import PlaygroundApiServer
@@ -36,6 +38,8 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import Endpoint, load_endpoint
+from dra_driver.kubelet.grpc_server import unary
+from dra_driver.kubelet.pb import cri_v1_pb2
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.gpu import UnreadyFabric
@@ -49,7 +53,7 @@ from dra_driver.reporting.node_problems import Reported
 from dra_driver.simulator import SimulatedDeviceNodes
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.tables import data_of, tabled
-from tests.kubelet.support import Owner
+from tests.kubelet.support import Owner, serve
 
 ROOT = Path(__file__).parents[2]
 DRIVER, NODE = "gpu.nvidia.com", "node-a"
@@ -519,6 +523,40 @@ def test_what_the_runtime_reads(
         (tmp_path / name).write_text(text)
     says(RuntimeChecks(cdi_root, str(tmp_path)).runtime(), status, *parts)
     says(RuntimeChecks(cdi_root, None).runtime(), "SKIP", "--host-root")
+
+
+@tabled("answers", "files", "status", "part")
+def test_runtime_that_answers_is_judged_by_its_answer(
+    answers: dict[str, Any], files: dict[str, str], status: str, part: str
+) -> None:
+    """On its CRI socket: a configuration, a code of gRPC, or nothing."""
+    with TemporaryDirectory(prefix="r-") as directory, ExitStack() as stack:
+        root = Path(directory)
+        for name, text in files.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        for name, answer in answers.items():
+            (root / name).parent.mkdir(parents=True)
+            serve_status(stack, root / name, answer)
+        says(RuntimeChecks("/var/run/cdi", directory).runtime(), status, part)
+
+
+def serve_status(stack: ExitStack, path: Path, answer: Any) -> None:
+    """A runtime's socket. With a number it answers after so many seconds."""
+    released = threading.Event()
+    stack.callback(released.set)
+
+    def status(request: cri_v1_pb2.StatusRequest, context: grpc.ServicerContext) -> cri_v1_pb2.StatusResponse:
+        if isinstance(answer, int):
+            released.wait(answer)
+        if isinstance(answer, str):
+            context.abort(grpc.StatusCode[answer], "no")
+        assert request.verbose
+        return cri_v1_pb2.StatusResponse(info={"config": json.dumps(answer)})
+
+    methods = {"/runtime.v1.RuntimeService/Status": unary("Status", status, cri_v1_pb2.StatusRequest)}
+    server = serve(path, methods)
+    stack.callback(lambda: server.stop(None).wait())
 
 
 def test_the_directory_for_specs(tells: Tells, tmp_path: Path) -> None:

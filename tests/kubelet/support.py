@@ -180,8 +180,8 @@ class OtherDriver:
             dra_v1_pb2.NodePrepareResourcesResponse.SerializeToString,
         )
         self._servers = [
-            _serve(endpoint, {V1 + "NodePrepareResources": prepare}),
-            _serve(registrar, methods),
+            serve(endpoint, {V1 + "NodePrepareResources": prepare}),
+            serve(registrar, methods),
         ]
 
     def stop(self) -> None:
@@ -197,7 +197,7 @@ class _Methods(grpc.GenericRpcHandler):
         return self._methods.get(details.method)
 
 
-def _serve(path: Path, methods) -> grpc.Server:
+def serve(path: Path, methods) -> grpc.Server:
     path.parent.mkdir(parents=True, exist_ok=True)
     made = grpc.server(ThreadPoolExecutor(2), [_Methods(methods)])
     made.add_insecure_port(unix_target(path))

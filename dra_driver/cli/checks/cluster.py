@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from dra_driver.base.installation import apply_again, helm_set
 from dra_driver.cli.checks.admission import MARK_RESOURCE, MARK_VERB, AdmissionProof
 from dra_driver.cli.checks.check import Check, Shared
+from dra_driver.cli.checks.runtime import DOCKER
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.api_errors import PathNotFoundError
@@ -131,10 +132,7 @@ class ClusterChecks:
             return warn(f"node {self.node} is not ready", f"`kubectl describe node {self.node}`")
         runtime = info.get("containerRuntimeVersion")
         if str(runtime).startswith("docker:"):
-            return fail(
-                f"the runtime of node {self.node} is Docker (cri-dockerd), which gives containers no devices of claims",
-                "set up the node with containerd or CRI-O, as `kubeadm join --cri-socket` takes it",
-            )
+            return fail(*DOCKER)
         return ok(
             f"node {self.node}{f' ({versions})' if versions else ''}",
             None if runtime is None else str(runtime),

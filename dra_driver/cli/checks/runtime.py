@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.host import HostPaths
 from dra_driver.model.schema import JsonObject
 
+DEFAULT_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
 _CONTAINERD = (
     "/var/lib/rancher/k3s/agent/etc/containerd/config.toml",
     "/var/lib/rancher/rke2/agent/etc/containerd/config.toml",
@@ -24,9 +26,37 @@ _CONTAINERD = (
     "/etc/containerd/config.toml",
 )
 """That of a distribution comes first: where there is one, the last file is Docker's."""
-_CRIO = ("/etc/crio/crio.conf",)
+_CRI_PLUGINS = ("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri", "cri")
+_CRIO_FILE = "/etc/crio/crio.conf"
 _CRIO_DIRECTORIES = ("/usr/share/crio/crio.conf.d", "/etc/crio/crio.conf.d")
-_UNNAMED = "unnamed"
+_SOCKETS = (
+    ("containerd", "/run/k3s/containerd/containerd.sock"),
+    ("containerd", "/var/snap/microk8s/common/run/containerd.sock"),
+    ("containerd", "/run/k0s/containerd.sock"),
+    ("containerd", "/run/containerd/containerd.sock"),
+    ("crio", "/run/crio/crio.sock"),
+    ("docker", "/run/cri-dockerd.sock"),
+)
+"""In the order of the files. RKE2 has the socket of k3s."""
+_ANSWER_WITHIN_S = 2.0
+DOCKER = (
+    "the runtime is Docker (cri-dockerd), which gives containers no devices of claims",
+    "set up the node with containerd or CRI-O, as `kubeadm join --cri-socket` takes it",
+)
+
+Toml = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeConfig:
+    """What a runtime says of CDI, by its answer or its configuration. `enabled` None: not said; `file` is a path on the
+    host, and `version` that of containerd's configuration."""
+
+    runtime: str
+    file: str
+    enabled: bool | None = None
+    directories: tuple[str, ...] | None = None
+    version: int = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +72,23 @@ class RuntimeChecks:
             return skip(
                 "the runtime's configuration is not visible from here; mount the host's / and name it --host-root"
             )
+        tree = RootedTree(self.host)
+        answers = answering(tree)
         try:
-            found = list(read_configs(self.host))
+            found = {config.runtime: config for config in read_configs(tree)}
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             return fail(
                 f"its configuration is not valid TOML: {error}", "repair the file, then restart the runtime"
             )
-        return judge_runtimes(found, self.cdi_root)
+        # What runs counts, and the files of what does not run mean nothing.
+        known = [_with_answer(found.get(name), name, answer or {}) for name, answer in answers.items()]
+        silent = [name for name, answer in answers.items() if answer is None]
+        if silent:
+            return warn(
+                f"{silent[0]} did not answer within {_ANSWER_WITHIN_S:g} s",
+                f"`systemctl status {silent[0]}` on the node; then run doctor again",
+            )
+        return judge_runtimes(known or list(found.values()), self.cdi_root)
 
     def directory(self) -> Finding:
         """Can specs be written?"""
@@ -78,17 +118,59 @@ def host_directory(paths: HostPaths, *, simulated: bool, in_pod: bool) -> str | 
     return None if in_pod else "/"
 
 
-def read_configs(host: str) -> Iterator[RuntimeConfig]:
-    """What the files of containerd and CRI-O on the host say about CDI. Raises: tomllib.TOMLDecodeError."""
-    tree = RootedTree(host)
+def answering(tree: RootedTree) -> Mapping[str, JsonObject | None]:
+    """The configurations that runtimes with a CRI socket report, by the runtime's name; empty for one that reports
+    none, None for one that did not answer in time. A runtime that does not run, or that serves no CRI, such as Docker's
+    containerd, is left out."""
+    import grpc
+
+    from dra_driver.kubelet.grpc_server import ask
+    from dra_driver.kubelet.pb import cri_v1_pb2 as cri
+
+    found: dict[str, JsonObject | None] = {}
+    for name, path in _SOCKETS:
+        socket = None if name in found else tree.file_or_socket(path)
+        if socket is not None:
+            try:
+                answer = ask(
+                    Path(tree.local(socket)),
+                    "/runtime.v1.RuntimeService/Status",
+                    cri.StatusRequest(verbose=True),
+                    cri.StatusResponse,
+                    _ANSWER_WITHIN_S,
+                )
+                config = json.loads(answer.info.get("config", "{}"))
+                found[name] = config.get("crio", config)
+            except ValueError:
+                found[name] = {}
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                    found[name] = None
+    return found
+
+
+def _with_answer(config: RuntimeConfig | None, name: str, answer: JsonObject) -> RuntimeConfig:
+    """containerd and CRI-O spell the same keys differently."""
+    config = config or RuntimeConfig(name, _CRIO_FILE if name == "crio" else _CONTAINERD[-1])
+    told = {key.lower(): value for key, value in answer.items()}
+    enabled, directories = told.get("enablecdi"), _paths(told.get("cdispecdirs"))
+    return replace(
+        config,
+        enabled=config.enabled if enabled is None else bool(enabled),
+        directories=config.directories if directories is None else directories,
+    )
+
+
+def read_configs(tree: RootedTree) -> Iterator[RuntimeConfig]:
+    """What the files of containerd and CRI-O on the host say of CDI. Raises: tomllib.TOMLDecodeError."""
     for path in _CONTAINERD:
         document = _toml(tree, path)
         if document is not None:
-            imported = _imports(tree, path, document)
-            yield containerd_config(path, document, imported)
+            if not any("cri" in str(name) for name in document.get("disabled_plugins") or ()):
+                yield containerd_config(path, document, _imports(tree, path, document))
             break
-    documents = ((path, _toml(tree, path)) for path in (*_CRIO, *_drop_ins(tree)))
-    crio = crio_config([(path, document) for path, document in documents if document is not None])
+    documents = {path: _toml(tree, path) for path in (_CRIO_FILE, *_drop_ins(tree))}
+    crio = crio_config({path: document for path, document in documents.items() if document is not None})
     if crio is not None:
         yield crio
 
@@ -98,9 +180,9 @@ def _imports(tree: RootedTree, path: str, document: JsonObject) -> Iterator[tupl
         place = posixpath.join(posixpath.dirname(path), str(pattern))
         directory, name = posixpath.split(place)
         resolved = tree.directory(directory)
-        if resolved is None:
+        if resolved is None or not name:
             continue
-        for file in sorted(Path(tree.local(resolved)).glob(name or _UNNAMED)):
+        for file in sorted(Path(tree.local(resolved)).glob(name)):
             inside = posixpath.join(directory, file.name)
             part = _toml(tree, inside)
             if part is not None:
@@ -121,63 +203,40 @@ def _toml(tree: RootedTree, path: str) -> JsonObject | None:
     return tomllib.loads(Path(tree.local(resolved)).read_text("utf-8"))
 
 
-DEFAULT_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
-_CRI_PLUGINS = ("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri", "cri")
-
-Toml = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class RuntimeConfig:
-    """What a runtime's configuration says of CDI. `enabled` None: not said; `file` is a path on the host, and `version`
-    that of containerd's configuration."""
-
-    runtime: str
-    file: str
-    enabled: bool | None = None
-    directories: tuple[str, ...] | None = None
-    version: int = 3
-
-
 def containerd_config(path: str, document: Toml, imported: Iterable[tuple[str, Toml]]) -> RuntimeConfig:
     """The main file with those that it imports, which win, as in containerd. What none of them says is left to the
     default of containerd's version."""
     version = document.get("version")
-    number = version if isinstance(version, int) else 1
-    config = RuntimeConfig("containerd", path, version=number)
+    config = RuntimeConfig("containerd", path, version=version if isinstance(version, int) else 1)
     for file, part in [(path, document), *imported]:
         plugins = part.get("plugins") or {}
-        for name in _CRI_PLUGINS:
-            cri = plugins.get(name)
-            if isinstance(cri, dict):
-                enabled, directories = cri.get("enable_cdi"), _paths(cri.get("cdi_spec_dirs"))
-                if enabled is not None or directories is not None:
-                    config = RuntimeConfig(
-                        "containerd",
-                        file,
-                        config.enabled if enabled is None else bool(enabled),
-                        config.directories if directories is None else directories,
-                        number,
-                    )
-    if config.enabled is None and number >= 3:
-        # Only containerd 2 reads these versions of the file, and there CDI is on.
-        return RuntimeConfig("containerd", config.file, True, config.directories, number)
-    return config
+        for cri in filter(None, map(plugins.get, _CRI_PLUGINS)):
+            enabled, directories = cri.get("enable_cdi"), _paths(cri.get("cdi_spec_dirs"))
+            if enabled is not None:
+                config = replace(config, file=file, enabled=bool(enabled))
+            if directories is not None:
+                config = replace(config, file=file, directories=directories)
+    # Only containerd 2 reads version 3 of the file, and there CDI is on.
+    return replace(config, enabled=True) if config.enabled is None and config.version >= 3 else config
 
 
-def crio_config(documents: Sequence[tuple[str, Toml]]) -> RuntimeConfig | None:
+def crio_config(documents: Mapping[str, Toml]) -> RuntimeConfig | None:
     """The main file and its drop-ins by path, in CRI-O's order: later ones win. None without any."""
     if not documents:
         return None
     merged: dict[str, Any] = {}
-    for _, document in documents:
+    for document in documents.values():
         merged |= (document.get("crio") or {}).get("runtime") or {}
-    last = documents[-1][0]
-    return RuntimeConfig("crio", last, merged.get("enable_cdi", True), _paths(merged.get("cdi_spec_dirs")))
+    return RuntimeConfig(
+        "crio", list(documents)[-1], merged.get("enable_cdi", True), _paths(merged.get("cdi_spec_dirs"))
+    )
 
 
 def judge_runtimes(found: Sequence[RuntimeConfig], cdi_root: str) -> Finding:
     """The worst that is to be said of the runtimes, if gpu-dra-driver writes its specs to `cdi_root`."""
+    others = [config for config in found if config.runtime != "docker"]
+    if found and not others:
+        return fail(*DOCKER)
     if not found:
         if not any(canonical(cdi_root) == canonical(path) for path in DEFAULT_DIRECTORIES):
             return warn(
@@ -185,7 +244,7 @@ def judge_runtimes(found: Sequence[RuntimeConfig], cdi_root: str) -> Finding:
                 helm_set(f"cdiDirectory={DEFAULT_DIRECTORIES[1]}"),
             )
         return ok(f"no configuration found; {cdi_root} is read by default (containerd 2, CRI-O)")
-    return worst(_judged(config, cdi_root) for config in found)
+    return worst(_judged(config, cdi_root) for config in others)
 
 
 _RANCHER = "/var/lib/rancher/{}/agent/etc/containerd/config-v3.toml.tmpl"
