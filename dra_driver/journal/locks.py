@@ -24,13 +24,10 @@ import os
 import re
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
-from weakref import WeakValueDictionary
 
 from dra_driver.base.atomic import make_directory, open_plain
 from dra_driver.base.bounded_program import inherited
@@ -38,9 +35,6 @@ from dra_driver.base.file_lock import LockBusyError, byte_lock, hold_file, is_lo
 from dra_driver.errors import StateError
 
 _MOST_USE_BYTES = 4096
-_FILES = 64
-"""Claims share a fixed number of lock files: a file for each claim would have to be removed at some time. Each claim
-locks its own byte, so a call that hangs delays no other claim."""
 _REMEMBERED = 1024
 """Claims: far more than a node works on while one call lasts."""
 
@@ -183,86 +177,55 @@ def _write(descriptor: int, content: bytes) -> None:
         os.pwrite(descriptor, content, 0)
 
 
-class _LastCalls(NamedTuple):
-    """The last calls for a claim that succeeded: when the Prepare ended, and when each of them began
-    (time.monotonic_ns(); -1 for no call)."""
+@dataclass(slots=True, eq=False)
+class ClaimGuard:
+    """The right to work on one claim, inside `ClaimLocks.hold`, with the last calls for the claim that succeeded in
+    this process: when the Prepare ended, and when each of them began (time.monotonic_ns(); -1 for no call). `wanted`
+    counts the calls that have the right or wait for it."""
 
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    wanted: int = 0
     prepared_ns: int = -1
     prepare_began_ns: int = -1
     unprepare_began_ns: int = -1
 
-
-class _CallMemory:
-    """The last calls of the claims that were worked on last, for many threads."""
-
-    def __init__(self) -> None:
-        self.forgotten_ns = -1
-        """A claim without an entry may have been prepared until then."""
-        self._lock = threading.Lock()
-        self._calls: dict[str, _LastCalls] = {}
-
-    def of(self, uid: str) -> _LastCalls:
-        return self._calls.get(uid, _LastCalls())
-
-    def note(self, uid: str, calls: _LastCalls) -> None:
-        with self._lock:
-            self._calls.pop(uid, None)
-            self._calls[uid] = calls
-            if len(self._calls) > _REMEMBERED:
-                oldest = self._calls.pop(next(iter(self._calls)))
-                self.forgotten_ns = max(self.forgotten_ns, oldest.prepared_ns)
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimGuard:
-    """The right to work on one claim, inside `ClaimLocks.hold`. Times are those of time.monotonic_ns()."""
-
-    uid: str
-    memory: _CallMemory
-
     def was_unprepared_since(self, moment_ns: int) -> bool:
         """Whether an Unprepare of the claim has ended here whose call began at `moment_ns` or later."""
-        return moment_ns <= self.memory.of(self.uid).unprepare_began_ns
+        return moment_ns <= self.unprepare_began_ns
 
     def was_prepared_since(self, moment_ns: int) -> bool:
-        """Whether a Prepare of the claim succeeded here at `moment_ns` or later. Also true for a moment that the
-        memory does not reach."""
-        return moment_ns <= max(self.memory.of(self.uid).prepared_ns, self.memory.forgotten_ns)
+        """Whether a Prepare of the claim succeeded here at `moment_ns` or later."""
+        return moment_ns <= self.prepared_ns
 
     def was_prepared_by_call_after(self, moment_ns: int) -> bool:
-        """Whether a call that began after `moment_ns` prepared the claim here. Also true for a moment that the memory
-        does not reach."""
-        return moment_ns < max(self.memory.of(self.uid).prepare_began_ns, self.memory.forgotten_ns)
+        """Whether a call that began after `moment_ns` prepared the claim here."""
+        return moment_ns < self.prepare_began_ns
 
     def note_unprepared(self, began_ns: int) -> None:
         """Remember that a call that began at `began_ns` has unprepared the claim."""
-        last = self.memory.of(self.uid)
-        self.memory.note(self.uid, last._replace(unprepare_began_ns=max(last.unprepare_began_ns, began_ns)))
+        self.unprepare_began_ns = max(self.unprepare_began_ns, began_ns)
 
     def note_prepared(self, began_ns: int) -> None:
         """Remember that a call that began at `began_ns` has prepared the claim now."""
-        last = self.memory.of(self.uid)
-        began_ns = max(last.prepare_began_ns, began_ns)
-        self.memory.note(self.uid, last._replace(prepared_ns=time.monotonic_ns(), prepare_began_ns=began_ns))
+        self.prepared_ns = time.monotonic_ns()
+        self.prepare_began_ns = max(self.prepare_began_ns, began_ns)
 
 
 class ClaimLocks:
-    """Locks on claims by UID. A claim's lock is always taken before the locks of GPUs."""
+    """Locks on claims by UID. A claim's lock is always taken before the locks of GPUs. Each is one byte of a file that
+    stays: files of single claims would have to be removed at some time."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._memory = _CallMemory()
-        self._locks: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()
-        """A claim's lock among the threads of this process, as long as one of them wants or holds it."""
-        self._guard = threading.Lock()
+        self._path = directory / "claims.lock"
+        self._guards: dict[str, ClaimGuard] = {}  # by claim UID; the one that was wanted last comes last
+        self._lock = threading.Lock()
 
     def open(self) -> None:
-        """Create the directory and the lock files: a full disk must not keep a claim from being unprepared for want of
-        one. Raises: StateError if the directory cannot be made."""
-        make_directory(self._directory, 0o700)
-        for number in range(_FILES):
-            with suppress(OSError):  # the caller that needs the file reports what is wrong with it
-                os.close(open_plain(self._file(number), os.O_RDWR | os.O_CREAT))
+        """Create the directory and the file: a full disk must not keep a claim from being unprepared for want of it.
+        Raises: StateError if the directory cannot be made."""
+        make_directory(self._path.parent, 0o700)
+        with suppress(OSError):  # the caller that needs the file reports what is wrong with it
+            os.close(open_plain(self._path, os.O_RDWR | os.O_CREAT))
 
     @contextmanager
     def hold(
@@ -270,15 +233,19 @@ class ClaimLocks:
     ) -> Iterator[ClaimGuard]:
         """Hold the claim's lock. Raises: RetryableError if another call keeps it for `timeout_s` seconds, or until
         `has_left` says that the kubelet cancelled this call; StateError."""
-        path = self._file(zlib.crc32(uid.encode()) % _FILES)
         deadline = time.monotonic() + timeout_s
-        with self._guard:
-            lock = self._locks.setdefault(uid, threading.Lock())
-        with hold_file(path, lock, deadline, f"claim {uid}", _lock_of(uid), has_left):
-            yield ClaimGuard(uid, self._memory)
-
-    def _file(self, number: int) -> Path:
-        return self._directory / f"claims-{number:02}.lock"
+        with self._lock:
+            guard = self._guards[uid] = self._guards.pop(uid) if uid in self._guards else ClaimGuard()
+            guard.wanted += 1
+            oldest = next(iter(self._guards))
+            if len(self._guards) > _REMEMBERED and not self._guards[oldest].wanted:
+                del self._guards[oldest]
+        try:
+            with hold_file(self._path, guard.lock, deadline, f"claim {uid}", _lock_of(uid), has_left):
+                yield guard
+        finally:
+            with self._lock:
+                guard.wanted -= 1
 
 
 def _lock_of(uid: str) -> bytes:

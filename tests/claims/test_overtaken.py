@@ -123,7 +123,7 @@ def test_prepare_whose_caller_left_while_it_waited_leaves_nothing(node: Node) ->
     assert node.files() == {}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_newer_prepare_stays_whatever_became_of_the_unprepare_before_it(tmp_path: Path, seed: int) -> None:
     """Over real sockets: the Unprepare hangs in the old instance, the kubelet gives up, and prepares with the new."""
     pause = random.Random(seed).uniform(0, 0.03)
@@ -137,14 +137,14 @@ def test_newer_prepare_stays_whatever_became_of_the_unprepare_before_it(tmp_path
         ]
         with support.channel(sockets[0]) as to_old, ClaimLocks(tmp_path / "locks").hold(WANTED.ref.uid, 5):
             kubelet = unprepare_call(to_old)
-            eventually(lambda: len(old.claim_locks._locks) == 1)
+            eventually(lambda: old.claim_locks._guards[WANTED.ref.uid].wanted == 1)
             kubelet.cancel()
             answers: list[Any] = []
             prepare = threading.Thread(target=lambda: answers.append(support.prepare(sockets[1], WANTED.ref)))
             prepare.start()
             time.sleep(pause)
         prepare.join(20)
-        eventually(lambda: len(old.claim_locks._locks) == 0)
+        eventually(lambda: old.claim_locks._guards[WANTED.ref.uid].wanted == 0)
     assert answers[0].claims[WANTED.ref.uid].error == ""
     assert new.records.get(WANTED.ref.uid) is not None
     assert list(new.specs.list()) == [WANTED.ref.uid]
