@@ -117,7 +117,6 @@ class Reconciler(BackgroundWorker):
 
     def __post_init__(self) -> None:
         self._stale: dict[str, _Stale] = {}
-        self._kept: set[str] = set()
         self._told: set[tuple[str, str]] = set()
         self._is_failing = False
         self._backoff = Backoff(self.rhythm.retry_s, self.rhythm.every_s)
@@ -126,58 +125,41 @@ class Reconciler(BackgroundWorker):
         self._awaited: set[str] = set()
         self._guard = threading.Lock()
         self._next_full = math.inf
-        self._again = math.inf
-        self._due_at = math.inf
-        super().__init__("reconciler", self._turn, crash_event="reconciler_failed", on_crash=self._crashed)
+        super().__init__(
+            "reconciler",
+            self._turn,
+            crash_event="reconciler_failed",
+            on_crash=lambda _error: self.rhythm.retry_s,
+        )
 
     def start(self) -> None:
         """Start looking. The first look comes after a while, in which the kubelet may unprepare the claims that it
         knows."""
-        self._next_full = self._due_at = self.clock() + self.rhythm.first_s * _jitter.uniform(1.0, 1.2)
+        self._next_full = self.clock() + self.rhythm.first_s * _jitter.uniform(1.0, 1.2)
         super().start()
 
     def look_soon(self, ref: ClaimRef) -> None:
         """Look at the claim soon: an attempt waits for what it holds."""
-        if ref.uid not in self._stale or ref.uid in self._kept or ref.uid not in self._awaited:
-            with self._guard:
-                self._asked.add(ref.uid)
-            self.wake()
-
-    def stale(self) -> list[ClaimRef]:
-        """The claims that were stale in the last look and still hold something."""
-        return [entry.record.ref for entry in self._stale.copy().values()]
-
-    # --- when ----------------------------------------------------------------------------------
+        with self._guard:
+            self._asked.add(ref.uid)
+        self.wake()
 
     def _turn(self) -> float:
-        """Look if it is time, or if `look_soon` was called. Returns the seconds until the next look."""
+        """Look at all claims if it is time, else at those that were asked for or are stale. Returns the seconds until
+        the next look."""
         with self._guard:
             asked, self._asked = self._asked, set()
         self._awaited |= asked
-        if asked or self.clock() >= self._due_at:
-            is_full = self.clock() >= self._next_full
-            pause = self.look(None if is_full else {*asked, *self._stale})
-            if is_full:
-                self._next_full = self.clock() + self.rhythm.every_s * _jitter.uniform(0.8, 1.2)
-            # Claims that could not be taken back are tried again without the others: a process may never end.
-            self._again = math.inf if pause is None else self.clock() + pause * _jitter.uniform(1.0, 1.2)
-            if self._is_failing:
-                self._next_full = min(self._next_full, self._again)
-        return self._until_next()
-
-    def _crashed(self, _error: Exception) -> float:
-        self._again = self.clock() + self.rhythm.retry_s * _jitter.uniform(1.0, 1.2)
-        self._next_full = min(self._next_full, self._again)
-        return self._until_next()
-
-    def _until_next(self) -> float:
-        """Set the time of the next look; returns the seconds until then. The end of a grace time calls for a look."""
-        grace = self.rhythm.grace_s
-        soon = [entry.since + grace for entry in self._stale.values() if entry.since + grace > self.clock()]
-        self._due_at = min([self._next_full, self._again, *soon])
-        return self._due_at - self.clock()
-
-    # --- what ----------------------------------------------------------------------------------
+        is_full = self.clock() >= self._next_full
+        only = {*asked, *self._stale}
+        pause = self.look(None if is_full else only) if is_full or only else None
+        if is_full:
+            every_s = pause if pause is not None and self._is_failing else self.rhythm.every_s
+            self._next_full = self.clock() + every_s * _jitter.uniform(0.8, 1.2)
+        if pause is None and self._stale:
+            pause = min(self.rhythm.grace_s, self.rhythm.retry_s)
+        until_full = self._next_full - self.clock()
+        return until_full if pause is None else min(until_full, pause * _jitter.uniform(1.0, 1.2))
 
     def look(self, only: Collection[str] | None = None) -> float | None:
         """Compare all claims of this node, or those with the UIDs in `only`, with the API server, and take back those
@@ -250,7 +232,6 @@ class Reconciler(BackgroundWorker):
             else:
                 self._stale[uid] = found
                 _log.info("claim_stale", claim=str(found.record.ref), reason=found.why)
-        self._kept &= self._stale.keys()
         self._awaited &= self._stale.keys()
         return [self._stale[uid] for uid in verdicts if uid in self._stale]
 
@@ -288,9 +269,7 @@ class Reconciler(BackgroundWorker):
         """Take the claim back; False if the reconciler must try again."""
         ref, why = stale.record.ref, stale.why
         if self._is_kept(stale.record, why):
-            self._kept.add(ref.uid)
             return False
-        self._kept.discard(ref.uid)
         try:
             looked_ns = time.monotonic_ns()
             is_still_stale = self._judged(stale.record) is not None  # the look may be a minute old
