@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -64,7 +64,6 @@ _TOOLS_EVERY_S = 1.0
 _CLEAR_EVERY_S = 30.0
 _RETRY_FIRST_S = 0.5
 _RETRY_MOST_S = 30.0
-_NOT_IN_TIME = "it has not ended in time"
 
 
 class StepRunner(Protocol):
@@ -131,12 +130,8 @@ class Cleaner(BackgroundWorker):
         self._guard, self._telling = threading.Lock(), threading.Lock()
         self._ending: set[str] = set()
         """UIDs of claims whose first undos are under way in this process; they are not reported yet."""
-        self._why: dict[str, str] = {}
-        """By GPU, why the last try did not come to its end."""
-        self._unwritten: dict[frozenset[str], str] = {}
-        """By the GPUs of the last try, why their ledgers could not be written."""
         self._told: dict[str, PendingCleanup] = {}
-        self._seen: tuple[Hashable, bool] = (None, False)
+        self._tools: Hashable = None
         self._pauses: dict[str, tuple[Backoff, float]] = {}  # by GPU, with when it is due
         self._problem: str | None = None
         self._cleared_at = -math.inf
@@ -159,11 +154,17 @@ class Cleaner(BackgroundWorker):
             return [one for one in found if one.name not in self._ending]
 
     def _pending(self) -> list[PendingCleanup]:
-        """What is pending, each with why it is not undone, as far as a try has shown. Raises: StateError."""
+        """What is pending, each with why it is not undone: the last try failed, or its GPU is busy. Raises:
+        StateError."""
         found = self.ledger.pending()
-        with self._guard:
-            why = self._why.copy()
-        return [replace(one, cause=_cause(one, why)) for one in found]
+        uses = self.lanes.uses() if any(one.cause is None for one in found) else {}
+        return [
+            replace(
+                one,
+                cause=one.cause or next((uses[gpu].text for gpu in sorted(_gpus(one) & uses.keys())), None),
+            )
+            for one in found
+        ]
 
     def withheld(self) -> Callable[[OfferedDevice], PendingCleanup | None]:
         """Which one keeps a device from being given out, as of now; as of the last look if they cannot be listed."""
@@ -260,27 +261,19 @@ class Cleaner(BackgroundWorker):
     def clean(self, entries: Iterable[LedgerEntry], wait_s: float) -> None:
         """Have the GPUs of these entries cleaned, side by side; wait that many seconds at most. What is not undone by
         then is undone as soon as its lane is idle. Raises: StateError."""
-        self._wait([(gpus, self._ask(gpus, text)) for gpus, text in _works(entries)], wait_s)
+        self._clean(_works(entries), wait_s)
 
     def clean_all(self, wait_s: float | None = None) -> list[PendingCleanup]:
         """Try to put everything right now; what is left. Raises: StateError."""
-        works = [*self._to_do(), *self._of_keepers()]
-        self._wait(
-            [(gpus, self._ask(gpus, text)) for gpus, text in works], _ALL_S if wait_s is None else wait_s
-        )
+        self._clean([*self._to_do(), *self._of_keepers()], _ALL_S if wait_s is None else wait_s)
         return self.outstanding()
 
-    def _wait(self, asked: Sequence[tuple[frozenset[str], Future[None]]], wait_s: float) -> None:
+    def _clean(self, works: Iterable[tuple[frozenset[str], str]], wait_s: float) -> None:
         """Raises: StateError."""
-        done, _ = wait([future for _, future in asked], wait_s)
-        for gpus, future in asked:
-            error = future.exception() if future in done else RetryableError(_NOT_IN_TIME)
-            if error is None:
-                continue
-            if not isinstance(error, RetryableError) or isinstance(error, StateError):
+        for future in wait([self._ask(gpus, text) for gpus, text in works], wait_s).done:
+            error = future.exception()
+            if error is not None and (not isinstance(error, RetryableError) or isinstance(error, StateError)):
                 raise error
-            with self._guard:
-                self._why |= dict.fromkeys(gpus, str(error))
 
     def _ask(self, gpus: frozenset[str], what: str) -> Future[None]:
         """Have the lanes of these GPUs clean them. What waits there already is not asked for again; what is under way
@@ -341,12 +334,10 @@ class Cleaner(BackgroundWorker):
                 failed.append(replace(entry, ended=entry.ended or int(time.time()), cause=cause))
         try:
             self.ledger.change([*missing, *failed], gone, self.ledger.void() & gpus)
-        except StateError as error:
-            if self._unwritten.get(gpus) != str(error):
-                _log.warning("ledger_not_written", reason=str(error))
-            self._unwritten[gpus] = str(error)
+        except (
+            StateError
+        ):  # the disk is full, which is a problem of the node, or a newer release wrote the ledger
             return False
-        self._unwritten.pop(gpus, None)
         return not failed
 
     def _undo(self, entry: LedgerEntry) -> str | None:
@@ -372,7 +363,9 @@ class Cleaner(BackgroundWorker):
         try:
             self._tell()
             works = [*(self._to_do() if self.leads() else ()), *self._of_keepers()]
-            if self._is_news(bool(works)) or is_asked:
+            # Nobody looks at the tools while nothing is left.
+            before, self._tools = self._tools, self.tools() if works else None
+            if is_asked or before != self._tools:
                 with self._guard:
                     self._pauses.clear()
             busy = self.lanes.under_way().keys()
@@ -402,13 +395,6 @@ class Cleaner(BackgroundWorker):
             *((frozenset({gpu}), "the cleanup of a ledger") for gpu in self.ledger.void() - known),
         ]
 
-    def _is_news(self, is_left: bool) -> bool:
-        """Whether something has come to be left, or not to be left any more, or a tool is another than before. Nobody
-        looks at the tools while nothing is left."""
-        before = self._seen
-        self._seen = self.tools() if is_left else before[0], is_left
-        return before != self._seen
-
     def _is_due(self, gpus: frozenset[str], busy: Collection[str]) -> bool:
         with self._guard:
             due = all(self.clock() >= self._pauses[gpu][1] for gpu in gpus & self._pauses.keys())
@@ -418,7 +404,6 @@ class Cleaner(BackgroundWorker):
         """A try on these GPUs has ended."""
         with self._guard:
             for gpu in gpus:
-                self._why.pop(gpu, None)
                 backoff = self._pauses.pop(gpu, (Backoff(_RETRY_FIRST_S, _RETRY_MOST_S), 0.0))[0]
                 if not is_clean:
                     self._pauses[gpu] = backoff, self.clock() + backoff.next()
@@ -453,13 +438,6 @@ class Cleaner(BackgroundWorker):
         _log.info("cleanup_done", claim=str(ref), claim_uid=ref.uid)
         if self.observer is not None:
             self.observer.cleanup_done(cleanup)
-
-
-def _cause(cleanup: PendingCleanup, why: Mapping[str, str]) -> str | None:
-    """Why it is not undone: `why` says for a GPU why a try did not come to its end."""
-    found = [why[gpu] for gpu in sorted(_gpus(cleanup)) if gpu in why]
-    known = [text for text in found if text != _NOT_IN_TIME]
-    return next((text for text in (*known, cleanup.cause, *found) if text is not None), None)
 
 
 def _gpus(cleanup: PendingCleanup) -> frozenset[str]:

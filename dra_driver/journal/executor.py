@@ -189,15 +189,11 @@ class Executor:
             raise
 
     def _tell_late(self, groups: Sequence[Collection[str]]) -> None:
-        under_way = self.lanes.under_way()
-        late = sorted(under_way.keys() & frozenset[str]().union(*groups))
+        uses = self.lanes.uses()
+        late = sorted(uses.keys() & frozenset[str]().union(*groups))
         if not late:
             raise RetryableError("a step could not begin in the time of this call; the kubelet tries again")
-        one = under_way[late[0]]
-        raise OperationHangsError(
-            f"{one.what} on GPU {late[0]} began at {one.since} UTC and has not ended in the time of this call; the "
-            "kubelet tries again"
-        )
+        raise OperationHangsError(f"{uses[late[0]].text} in the time of this call; the kubelet tries again")
 
     def _refuse_changed(self, record: ClaimRecord) -> None:
         """Raises: RetryableError if the claim's record does not ask for the same any more: an Unprepare has come

@@ -50,6 +50,11 @@ class LockUse:
     since: str
     only_writes: bool = False
 
+    @property
+    def text(self) -> str:
+        """For people: what is under way on the GPU, and since when."""
+        return f"{self.what} on GPU {self.gpu_uuid} began at {self.since} UTC and has not ended"
+
 
 class GpuLocks:
     """One lock and one file in `directory` for each GPU UUID, for one purpose: another `suffix` is another lock."""
