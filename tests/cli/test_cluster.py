@@ -106,6 +106,15 @@ def test_device_of_a_claim_that_no_slice_has_is_counted_and_shown() -> None:
     assert str(sums) == "0 GPUs: 0 free, 0 in use, 0 tainted; 2 more devices of claims are in no slice"
 
 
+def test_claim_of_a_group_of_pods_names_the_group() -> None:
+    held = claim("train", "a")
+    held["status"]["reservedFor"] = [
+        {"apiGroup": "scheduling.k8s.io", "resource": "podgroups", "name": "train", "uid": "u"}
+    ]
+    [row], _ = look([slice_of("n", device("a"))], [held])
+    assert row.pods == ("ml/podgroups/train",)
+
+
 def test_shares_of_a_device_have_a_row_each_with_what_they_consume_and_use() -> None:
     slices = [slice_of("n", device("a", allowMultipleAllocations=True), device("b"))]
     claims = [

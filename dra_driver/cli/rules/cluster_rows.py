@@ -61,7 +61,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim, the pods that it is reserved for, and what it consumes of each device; `classes` are those that one
+    """A claim, the pods and groups of pods that it is reserved for, and what it consumes of each device; `classes` are those that one
     without devices asks for."""
 
     namespace: str
@@ -185,11 +185,17 @@ def seen_claim(entry: JsonObject, driver: str) -> Claim:
         str(metadata.get("namespace") or ""),
         str(metadata["name"]),
         str(metadata.get("uid") or metadata["name"]),
-        tuple(str(one["name"]) for one in status.get("reservedFor") or () if one.get("resource") == "pods"),
+        tuple(map(_consumer, status.get("reservedFor") or ())),
         devices,
         frozenset(str(body["deviceClassName"]) for body in bodies),
         is_allocated or bool(metadata.get("deletionTimestamp")),
     )
+
+
+def _consumer(entry: JsonObject) -> str:
+    """The name of a pod, or for example `podgroups/train` (KEP-5729)."""
+    name, resource = str(entry["name"]), entry.get("resource")
+    return name if resource == "pods" else f"{resource}/{name}"
 
 
 def seen_class(entry: JsonObject) -> tuple[str, str, str | None]:
