@@ -113,8 +113,11 @@ gpu-check: $(STAMP) ## On a machine with a real GPU: compare what would be publi
 image: ## Build daemonset/Dockerfile by buildah, without a registry, and print the path of the archive (root, Debian)
 	@$(PYTHON) hack/image.py
 
-release: $(STAMP) ## All of a version but its images into dist/: VERSION=0.2.0; IMAGE=registry/name for the manifests; SOURCE=URL for the label
+release: $(STAMP) ## All of a version into dist/, and the image for this architecture where docker or buildah can: VERSION=0.2.0; IMAGE=registry/name for the manifests; SOURCE=URL for the label
 	@$(BIN)/python hack/release.py $(if $(IMAGE),--image $(IMAGE)) $(if $(SOURCE),--source $(SOURCE)) "$(VERSION)"
+	@tool=$$(command -v docker || command -v buildah) && \
+		$$tool build --quiet --file daemonset/Dockerfile --tag "$(or $(IMAGE),gpu-dra-driver):$(VERSION)" . || \
+		echo "release: no image: neither docker nor buildah could build it here"
 
 cluster: image ## A real Kubernetes on this machine with the driver installed (root)
 	@$(CLUSTER) up

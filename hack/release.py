@@ -1,4 +1,4 @@
-"""`make release VERSION=0.2.0`: everything that a version consists of but its images, in `dist/`.
+"""`make release VERSION=0.2.0`: everything that a version consists of in `dist/`; the Makefile builds the image.
 
 Wheel, source archive, chart, manifests, SBOMs, release notes and checksums; and the command that builds and pushes the
 images for amd64 and arm64. Two runs from the same commit give the same bytes. A version that the files do not agree on,

@@ -434,6 +434,8 @@ def test_the_notes_tell_of_values_without_meaning_and_of_no_others(notes: Callab
 def test_the_notes_tell_what_to_mind_on_a_first_install(notes: Callable[..., str]) -> None:
     text = notes({})
     assert f"kubectl label namespace {NAME} pod-security.kubernetes.io/enforce=privileged" in text
+    assert f"push the image of version {VERSION}, and set image.repository" in text
+    assert "set image.repository" not in notes({"image": {"repository": "registry.example.com/gpu"}})
     assert "image.tag" not in notes({"image": {"tag": VERSION}})
     assert f"image.tag is v25.3.2, and this chart belongs to the image of gpu-dra-driver {VERSION}" in notes(
         {"image": {"tag": "v25.3.2"}}

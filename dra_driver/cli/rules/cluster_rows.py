@@ -61,8 +61,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim, the pods and groups of pods that it is reserved for, and what it consumes of each device; `classes` are those that one
-    without devices asks for."""
+    """A claim, the pods and groups of pods that it is reserved for, and what it consumes of each device; `classes` are
+    those that one without devices asks for."""
 
     namespace: str
     name: str
