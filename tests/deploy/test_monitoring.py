@@ -260,7 +260,7 @@ def used_node(*more: ClaimRecord) -> Samples:
         *more,
     ]
     metrics = Metrics(DRIVER, NODE, list)
-    metrics.show.claims(lambda: records, lambda device: None, lambda found: found.claim.pods, lambda: MIXED)
+    metrics.show.claims(lambda: records, lambda device: None, lambda: MIXED)
     metrics.show.usage(lambda: node_use(records, replace(BUSY, utilisation_percent=50)))
     metrics.show.inventory(lambda: inventory(h100(0), h100(1), h100(2)))
     return with_foreign(scraped(metrics))
