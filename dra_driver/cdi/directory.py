@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,15 @@ from dra_driver.base.atomic import (
 from dra_driver.cdi.metadata_files import DIRECTORY as METADATA
 from dra_driver.cdi.rules.metadata import cdi_file_prefix
 from dra_driver.cdi.rules.spec import COMMON, encode, encoded, file_stem, is_claim_uid
-from dra_driver.errors import StateError
 
 _SUFFIX = ".yaml"
 """The incumbent's; monitoring agents open the file by its whole name. The content is JSON, which is YAML too."""
-_FORMER_SUFFIX = ".json"
-_SUFFIXES = (_SUFFIX, _FORMER_SUFFIX)
 _FILE_MODE = 0o644
 _DIRECTORY_MODE = 0o755
 
 
 class CdiDirectory:
-    """One spec file for each claim. Each write ends with a rename inside the directory, which runtimes notice.
-
-    Earlier versions of the plugin used the suffix `.json`. A runtime refuses a device that two specs define, so a claim
-    never has two files: a file of the former name is renamed before anything is written.
-    """
+    """One spec file for each claim. Each write ends with a rename inside the directory, which runtimes notice."""
 
     def __init__(self, path: str | Path, driver_name: str) -> None:
         self._path = Path(path)
@@ -45,14 +37,8 @@ class CdiDirectory:
         self._common: tuple[Any, bytes] | None = None
 
     def create(self) -> None:
-        """Create the directory if it is missing, and rename files of the former name.
-
-        A file that cannot be renamed stays: the next write for its claim reports why. Raises: StateError.
-        """
+        """Create the directory if it is missing. Raises: StateError."""
         make_directory(self._path, _DIRECTORY_MODE)
-        for claim_uid in self.uids():
-            with suppress(StateError):
-                _rename_former(self.file(claim_uid))
 
     def file(self, claim_uid: str) -> Path:
         """The claim's spec file. Raises: ClaimRefusedError if the UID cannot be part of a file name."""
@@ -68,7 +54,6 @@ class CdiDirectory:
         if COMMON in spec and (common is None or common[0] != spec[COMMON]):
             common = self._common = (spec[COMMON], encoded(spec[COMMON]))
         content = encode(spec, None if common is None else common[1])
-        _rename_former(file)
         if read_or_none(file) == content:
             return False
         make_directory(self._path, _DIRECTORY_MODE)
@@ -78,14 +63,11 @@ class CdiDirectory:
 
     def read(self, claim_uid: str) -> dict[str, Any] | None:
         """The claim's spec; None if there is none or the file is not a spec of this plugin. Raises: StateError."""
-        file = self.file(claim_uid)
-        content = read_or_none(file)
-        return _decoded(content if content is not None else read_or_none(file.with_suffix(_FORMER_SUFFIX)))
+        return _decoded(read_or_none(self.file(claim_uid)))
 
     def remove(self, claim_uid: str) -> bool:
         """Remove the claim's spec so that it does not come back; returns whether there was one. Raises: StateError."""
-        stem = file_stem(self._driver_name, claim_uid)
-        was_there = any([remove_file(self._path / f"{stem}{suffix}") for suffix in _SUFFIXES])
+        was_there = remove_file(self.file(claim_uid))
         if was_there:
             # Synced: a spec that came back after a power cut would have no record and stay for ever.
             sync_removals(self._path)
@@ -101,17 +83,12 @@ class CdiDirectory:
             raise state_error("list", self._path, error) from error
         prefix = _prefix(self._driver_name)
         named = (file.removeprefix(prefix) for file in files if file.startswith(prefix))
-        uids = (name.removesuffix(suffix) for name in named for suffix in _SUFFIXES if name.endswith(suffix))
+        uids = (name.removesuffix(_SUFFIX) for name in named if name.endswith(_SUFFIX))
         return frozenset(filter(is_claim_uid, uids))
 
     def devices(self, claim_uid: str) -> tuple[str, ...]:
-        """The device names in a claim's specs; none of a file that is not a valid spec. Raises: StateError."""
-        stem = f"{self._path}/{file_stem(self._driver_name, claim_uid)}"
-        return tuple(
-            name
-            for suffix in _SUFFIXES
-            for name in _device_names(claim_uid, read_or_none(Path(stem + suffix)))
-        )
+        """The device names in a claim's spec; none of a file that is not a valid spec. Raises: StateError."""
+        return _device_names(claim_uid, read_or_none(self.file(claim_uid)))
 
     def list(self) -> dict[str, tuple[str, ...]]:
         """The device names in each spec, by claim UID. Raises: StateError."""
@@ -132,22 +109,6 @@ def temporary_files(plugin_dir: Path, cdi_root: Path, driver_name: str) -> Seque
 
 def _prefix(driver_name: str) -> str:
     return file_stem(driver_name, "0").removesuffix("0")
-
-
-def _rename_former(file: Path) -> None:
-    """Give a claim's file of the former name its name of today; a second file is removed. Raises: StateError."""
-    former = file.with_suffix(_FORMER_SUFFIX)
-    if not former.is_file():
-        return
-    try:
-        if file.exists():
-            former.unlink()
-        else:
-            former.rename(file)
-    except FileNotFoundError:
-        return  # the other instance of a rolling update was faster
-    except OSError as error:
-        raise state_error("rename", former, error) from error
 
 
 def _decoded(content: bytes | None) -> dict[str, Any] | None:

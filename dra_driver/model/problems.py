@@ -71,56 +71,19 @@ class FailingClaim:
     error: str
 
 
-# Reasons of events and of the condition Ready; users filter by them, so they never change.
-PREPARED: Final = "Prepared"
-PREPARE_FAILED: Final = "PrepareFailed"
-PREPARE_SLOW: Final = "PrepareSlow"
-UNPREPARE_FAILED: Final = "UnprepareFailed"
-CLAIM_RECOVERED: Final = "ClaimRecovered"
-CLAIM_STILL_IN_USE: Final = "ClaimStillInUse"
-MPS_NEEDS_REQUEST_NAMES: Final = "MpsNeedsRequestNames"
-MPS_NOT_EXCLUSIVE: Final = "MpsNotExclusive"
-MPS_USERS_WAIT: Final = "MpsUsersWait"
-MIG_DEVICE_CREATED: Final = "MigDeviceCreated"
-MIG_DEVICE_DESTROYED: Final = "MigDeviceDestroyed"
-MIG_DESTROY_DELAYED: Final = "MigDestroyDelayed"
-MIG_MODE_CHANGED: Final = "MigModeChanged"
-MIG_MODE_FAILED: Final = "MigModeFailed"
-CLEANUP_PENDING: Final = "CleanupPending"
-CLEANUP_DONE: Final = "CleanupDone"
-GPU_UNHEALTHY: Final = "GPUUnhealthy"
-GPU_RECOVERED: Final = "GPURecovered"
-GPU_GONE: Final = "GPUGone"
-GPU_LOST: Final = "GPULost"
-DRIVER_UNAVAILABLE: Final = "DriverUnavailable"
-DRIVER_AVAILABLE: Final = "DriverAvailable"
-SLICES_NOT_PUBLISHED: Final = "SlicesNotPublished"
-SLICES_PUBLISHED: Final = "SlicesPublished"
-FOREIGN_DRIVER: Final = "ForeignDriver"
-FOREIGN_DRIVER_GONE: Final = "ForeignDriverGone"
-DISK_NOT_WRITABLE: Final = "DiskNotWritable"
-DISK_WRITABLE: Final = "DiskWritable"
-DRIVER_FILES_MISSING: Final = "DriverFilesMissing"
-DRIVER_FILES_FOUND: Final = "DriverFilesFound"
-GPU_HEALTH_UNKNOWN: Final = "GPUHealthUnknown"
-GPU_HEALTH_KNOWN: Final = "GPUHealthKnown"
-MPS_DAEMON_FAILED: Final = "MpsDaemonFailed"
-MPS_DAEMONS_WORK: Final = "MpsDaemonsWork"
-MPS_HOST_MISSING: Final = "MpsHostMissing"
-MPS_HOST_RUNS: Final = "MpsHostRuns"
-PASSTHROUGH_UNAVAILABLE: Final = "PassthroughUnavailable"
-PASSTHROUGH_AVAILABLE: Final = "PassthroughAvailable"
-PLUGIN_NOT_REGISTERED: Final = "PluginNotRegistered"
-PLUGIN_REGISTERED: Final = "PluginRegistered"
-SLICES_CONTESTED: Final = "SlicesContested"
-SLICE_FIELDS_DROPPED: Final = "SliceFieldsDropped"
-DEVICE_NOT_PUBLISHED: Final = "DeviceNotPublished"
-MIG_LAYOUT_APPLIED: Final = "MigLayoutApplied"
-MIG_LAYOUT_WAITS: Final = "MigLayoutWaits"
-MIG_LAYOUT_REFUSED: Final = "MigLayoutRefused"
-MEMORY_UNCLAIMED: Final = "MemoryUnclaimed"
-PARTITIONS_NOT_SUPPORTED: Final = "PartitionsNotSupported"
-SCHEDULER_OUTDATED: Final = "SchedulerOutdated"
+EventReason = Literal[
+    "Prepared", "PrepareFailed", "PrepareSlow", "UnprepareFailed", "ClaimRecovered", "ClaimStillInUse",
+    "MpsNeedsRequestNames", "MpsNotExclusive", "MpsUsersWait", "MigDeviceCreated", "MigDeviceDestroyed",
+    "MigDestroyDelayed", "MigModeChanged", "MigModeFailed", "CleanupPending", "CleanupDone", "GPUUnhealthy",
+    "GPURecovered", "GPUGone", "GPULost", "DriverUnavailable", "DriverAvailable", "SlicesNotPublished",
+    "SlicesPublished", "ForeignDriver", "ForeignDriverGone", "DiskNotWritable", "DiskWritable",
+    "DriverFilesMissing", "DriverFilesFound", "GPUHealthUnknown", "GPUHealthKnown", "MpsDaemonFailed",
+    "MpsDaemonsWork", "MpsHostMissing", "MpsHostRuns", "PassthroughUnavailable", "PassthroughAvailable",
+    "PluginNotRegistered", "PluginRegistered", "SlicesContested", "SliceFieldsDropped", "DeviceNotPublished",
+    "MigLayoutApplied", "MigLayoutWaits", "MigLayoutRefused", "MemoryUnclaimed", "PartitionsNotSupported",
+    "SchedulerOutdated",
+]  # fmt: skip
+"""Users filter by them, so they never change. `Prepared` is only one of the condition Ready."""
 
 EventObjectKind = Literal["ResourceClaim", "ResourceSlice", "Pod", "Node"]
 

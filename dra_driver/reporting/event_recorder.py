@@ -22,7 +22,7 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError, DraDriverEr
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.events import EventWriter
 from dra_driver.model.claim import ClaimRef, DeviceStatus
-from dra_driver.model.problems import EventObject, claim_object, node_object
+from dra_driver.model.problems import EventObject, EventReason, claim_object, node_object
 
 _log = structlog.get_logger(__name__)
 
@@ -54,7 +54,7 @@ class ClaimEvent:
     """An event for a claim and the pods that use it."""
 
     ref: ClaimRef
-    reason: str
+    reason: EventReason
     message: str
     warning: bool
 
@@ -64,7 +64,7 @@ class ObjectEvent:
     """An event for one object. A `minor` one is reported after all others, and dropped before them."""
 
     about: EventObject
-    reason: str
+    reason: EventReason
     message: str
     warning: bool
     minor: bool = False
@@ -262,15 +262,15 @@ class EventRecorder:
             self.dropped += len(self._queue)
             self._queue = EventQueue(self.limits)
 
-    def claim_event(self, ref: ClaimRef, reason: str, message: str, *, warning: bool) -> None:
+    def claim_event(self, ref: ClaimRef, reason: EventReason, message: str, *, warning: bool) -> None:
         """An event for a claim and for the pods that use it; the same one at most once a minute."""
         self._put(ClaimEvent(ref, reason, message, warning))
 
-    def minor_claim_event(self, ref: ClaimRef, reason: str, message: str) -> None:
+    def minor_claim_event(self, ref: ClaimRef, reason: EventReason, message: str) -> None:
         """An event for a claim alone. Everything else goes first, and it may be left out."""
         self._put(ObjectEvent(claim_object(ref), reason, message, warning=False, minor=True))
 
-    def node_event(self, reason: str, message: str, *, warning: bool, minor: bool = False) -> None:
+    def node_event(self, reason: EventReason, message: str, *, warning: bool, minor: bool = False) -> None:
         """An event for this node; the same one at most once a minute. A `minor` one may be left out."""
         self._put(ObjectEvent(node_object(self.node), reason, message, warning, minor))
 

@@ -12,19 +12,9 @@ from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import DraDriverError
 from dra_driver.journal.rules.cleanups import PendingCleanup, what
 from dra_driver.model.gpu import GpuProcess
-from dra_driver.model.mig import GpuLayout
+from dra_driver.model.mig import GpuLayout, LayoutState
 from dra_driver.model.mps import MpsDaemonStatus
-from dra_driver.model.problems import (
-    CLEANUP_DONE,
-    CLEANUP_PENDING,
-    DEVICE_NOT_PUBLISHED,
-    MEMORY_UNCLAIMED,
-    MIG_LAYOUT_APPLIED,
-    MIG_LAYOUT_REFUSED,
-    MIG_LAYOUT_WAITS,
-    SLICE_FIELDS_DROPPED,
-    SLICES_CONTESTED,
-)
+from dra_driver.model.problems import EventReason
 from dra_driver.model.record import ClaimRecord, RunMps
 from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.metrics import Metrics
@@ -53,45 +43,46 @@ class NodeEvents:
 
     def contested(self, reason: str) -> None:
         """Somebody else changes our slices again and again."""
-        self._report(SLICES_CONTESTED, reason, warning=True)
+        self._report("SlicesContested", reason, warning=True)
 
     def device_left_out(self, fault: str) -> None:
         """A device is left out of the slices, because the API server would refuse it."""
-        self._report(DEVICE_NOT_PUBLISHED, fault, warning=True)
+        self._report("DeviceNotPublished", fault, warning=True)
 
     def fields_dropped(self, gates: str) -> None:
         """The API server dropped fields of a slice; `gates` names the feature gates that are off."""
         text = f"the API server drops fields of the node's slices; enable its feature gates: {gates}"
-        self._report(SLICE_FIELDS_DROPPED, text, warning=True)
+        self._report("SliceFieldsDropped", text, warning=True)
 
     def mig_layouts_changed(self, found: Sequence[GpuLayout]) -> None:
         """What became of the MIG layout on GPUs."""
         for one in found:
-            reason, text = {
-                "applied": (MIG_LAYOUT_APPLIED, "is on the GPU"),
-                "waiting": (MIG_LAYOUT_WAITS, f"waits: {one.text}"),
-                "refused": (MIG_LAYOUT_REFUSED, f"is refused, and nothing was changed: {one.text}"),
-            }[one.state]
+            outcomes: Mapping[LayoutState, tuple[EventReason, str]] = {
+                "applied": ("MigLayoutApplied", "is on the GPU"),
+                "waiting": ("MigLayoutWaits", f"waits: {one.text}"),
+                "refused": ("MigLayoutRefused", f"is refused, and nothing was changed: {one.text}"),
+            }
+            reason, text = outcomes[one.state]
             text = f"GPU {one.gpu_uuid}: the MIG layout {one.layout} {text}"
             self._report(reason, text, warning=one.state == "refused")
 
     def memory_unclaimed(self, gpu_uuid: str, process: GpuProcess) -> bool:
         """A process has had memory on a GPU for ten minutes, and belongs to no claim and no container. Whether this
         instance speaks for the node."""
-        return self._report(MEMORY_UNCLAIMED, unclaimed_text(f"GPU {gpu_uuid}", process), warning=True)
+        return self._report("MemoryUnclaimed", unclaimed_text(f"GPU {gpu_uuid}", process), warning=True)
 
     def cleanup_pending(self, cleanup: PendingCleanup) -> None:
         """Something of a claim could not be undone. The instance that tried reports it, also if another one speaks for
         the node."""
-        self.recorder.node_event(CLEANUP_PENDING, cleanup.text, warning=True)
+        self.recorder.node_event("CleanupPending", cleanup.text, warning=True)
 
     def cleanup_done(self, cleanup: PendingCleanup) -> None:
         """Nothing of it is pending any more."""
         done = ", ".join(map(what, cleanup.steps)) or "nothing was left to do"
         text = f"Cleanup for claim {cleanup.record.ref} is done: {done}"
-        self.recorder.node_event(CLEANUP_DONE, text, warning=False)
+        self.recorder.node_event("CleanupDone", text, warning=False)
 
-    def _report(self, reason: str, text: str, *, warning: bool) -> bool:
+    def _report(self, reason: EventReason, text: str, *, warning: bool) -> bool:
         """Whether this instance speaks for the node."""
         is_ours = self.speaks_for_node()
         if is_ours:

@@ -38,26 +38,7 @@ from dra_driver.base.file_lock import UseMark
 from dra_driver.base.threads import BackgroundWorker, BoundedCall
 from dra_driver.errors import DraDriverError, StateError
 from dra_driver.model.problems import (
-    DISK_NOT_WRITABLE,
-    DISK_WRITABLE,
-    DRIVER_AVAILABLE,
-    DRIVER_FILES_FOUND,
-    DRIVER_FILES_MISSING,
-    DRIVER_UNAVAILABLE,
-    FOREIGN_DRIVER,
-    FOREIGN_DRIVER_GONE,
-    GPU_HEALTH_KNOWN,
-    GPU_HEALTH_UNKNOWN,
-    MPS_DAEMON_FAILED,
-    MPS_DAEMONS_WORK,
-    MPS_HOST_MISSING,
-    MPS_HOST_RUNS,
-    PASSTHROUGH_AVAILABLE,
-    PASSTHROUGH_UNAVAILABLE,
-    PLUGIN_NOT_REGISTERED,
-    PLUGIN_REGISTERED,
-    SLICES_NOT_PUBLISHED,
-    SLICES_PUBLISHED,
+    EventReason,
     FailingClaim,
     NodeProblem,
     ProblemCode,
@@ -229,30 +210,20 @@ _WRITE_AGAIN_S = 60.0
 _LONGEST_EVENT = 1000
 """The API server takes messages of 1,024 bytes."""
 
-_EVENTS: Mapping[ProblemCode, tuple[str, str, str]] = {
-    "disk-not-writable": (DISK_NOT_WRITABLE, DISK_WRITABLE, "The plugin can write its files again"),
-    "driver-files-missing": (
-        DRIVER_FILES_MISSING,
-        DRIVER_FILES_FOUND,
-        "The files of the NVIDIA driver are complete again",
-    ),
-    "foreign-driver": (
-        FOREIGN_DRIVER,
-        FOREIGN_DRIVER_GONE,
-        "No other driver uses this plugin's name any more",
-    ),
-    "gpus-unavailable": (DRIVER_UNAVAILABLE, DRIVER_AVAILABLE, "The node's GPUs can be used again"),
-    "health-unknown": (GPU_HEALTH_UNKNOWN, GPU_HEALTH_KNOWN, "The health of all GPUs is known again"),
-    "mps-daemon-failed": (MPS_DAEMON_FAILED, MPS_DAEMONS_WORK, "The MPS daemons of this node work again"),
-    "mps-host-missing": (MPS_HOST_MISSING, MPS_HOST_RUNS, "The MPS host is running again"),
-    "not-registered": (PLUGIN_NOT_REGISTERED, PLUGIN_REGISTERED, "The kubelet has registered the plugin"),
-    "passthrough-unavailable": (
-        PASSTHROUGH_UNAVAILABLE,
-        PASSTHROUGH_AVAILABLE,
-        "GPUs can be given to virtual machines again",
-    ),
-    "slices-not-published": (SLICES_NOT_PUBLISHED, SLICES_PUBLISHED, "The node's slices are published again"),
-}
+_EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
+    "disk-not-writable": ("DiskNotWritable", "DiskWritable", "The plugin can write its files again"),
+    "driver-files-missing": ("DriverFilesMissing", "DriverFilesFound",
+                             "The files of the NVIDIA driver are complete again"),
+    "foreign-driver": ("ForeignDriver", "ForeignDriverGone", "No other driver uses this plugin's name any more"),
+    "gpus-unavailable": ("DriverUnavailable", "DriverAvailable", "The node's GPUs can be used again"),
+    "health-unknown": ("GPUHealthUnknown", "GPUHealthKnown", "The health of all GPUs is known again"),
+    "mps-daemon-failed": ("MpsDaemonFailed", "MpsDaemonsWork", "The MPS daemons of this node work again"),
+    "mps-host-missing": ("MpsHostMissing", "MpsHostRuns", "The MPS host is running again"),
+    "not-registered": ("PluginNotRegistered", "PluginRegistered", "The kubelet has registered the plugin"),
+    "passthrough-unavailable": ("PassthroughUnavailable", "PassthroughAvailable",
+                                "GPUs can be given to virtual machines again"),
+    "slices-not-published": ("SlicesNotPublished", "SlicesPublished", "The node's slices are published again"),
+}  # fmt: skip
 """The events at the beginning and at the end of a problem, and the text at the end. Other problems have no event here:
 claims and GPUs have their own (`PrepareFailed`, `GPUUnhealthy`), a node that waits for its first NVIDIA driver is in no
 trouble, and a check that fails is seen in the notes."""

@@ -4,7 +4,7 @@ puts together everything that the daemon reports.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -24,21 +24,7 @@ from dra_driver.mig.mode import MigAction
 from dra_driver.model.claim import ClaimRef, ReportedDevice
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import OwnedInstance
-from dra_driver.model.problems import (
-    CLAIM_RECOVERED,
-    CLAIM_STILL_IN_USE,
-    MIG_DESTROY_DELAYED,
-    MIG_DEVICE_CREATED,
-    MIG_DEVICE_DESTROYED,
-    MIG_MODE_CHANGED,
-    MIG_MODE_FAILED,
-    MPS_NEEDS_REQUEST_NAMES,
-    PARTITIONS_NOT_SUPPORTED,
-    PREPARE_FAILED,
-    PREPARE_SLOW,
-    SCHEDULER_OUTDATED,
-    UNPREPARE_FAILED,
-)
+from dra_driver.model.problems import EventReason
 from dra_driver.model.record import ClaimRecord, CreateMig, RunMps
 from dra_driver.mps_host.host_files import MpsHostFiles
 from dra_driver.reporting.claim_status import ClaimHealthReporter, ClaimStatusReporter
@@ -50,7 +36,10 @@ from dra_driver.sharing.rules.modes import advice_on_requests
 
 _log = structlog.get_logger(__name__)
 
-_CHANGED = {"create": (MIG_DEVICE_CREATED, "Created"), "destroy": (MIG_DEVICE_DESTROYED, "Destroyed")}
+_CHANGED: Mapping[str, tuple[EventReason, str]] = {
+    "create": ("MigDeviceCreated", "Created"),
+    "destroy": ("MigDeviceDestroyed", "Destroyed"),
+}
 """Reason and verb of the event of a MIG device that was made or destroyed."""
 
 
@@ -90,7 +79,7 @@ class Reporter:
         has_mps = any(isinstance(step, RunMps) for step in record.steps)
         advice = advice_on_requests(record) if has_mps else None
         if advice is not None:
-            self.recorder.minor_claim_event(ref, MPS_NEEDS_REQUEST_NAMES, advice)
+            self.recorder.minor_claim_event(ref, "MpsNeedsRequestNames", advice)
 
     def unprepared(self, ref: ClaimRef, duration_s: float) -> None:
         """A claim is not prepared (any more); the API server removes its status with the allocation."""
@@ -106,7 +95,7 @@ class Reporter:
     def recovered(self, ref: ClaimRef, why: str) -> None:
         """A claim that nobody would have unprepared any more was unprepared."""
         text = f"Took the devices of claim {ref} back: it {why}, and the kubelet did not unprepare it"
-        self.recorder.node_event(CLAIM_RECOVERED, text, warning=False)
+        self.recorder.node_event("ClaimRecovered", text, warning=False)
 
     def seen(self, ref: ClaimRef, reported: frozenset[ReportedDevice]) -> None:
         """A claim was read, and its status names these devices: what someone removed of it is written again."""
@@ -114,7 +103,7 @@ class Reporter:
 
     def still_in_use(self, ref: ClaimRef, text: str) -> None:
         """A claim that is gone keeps its devices, because processes compute on them."""
-        self.recorder.node_event(CLAIM_STILL_IN_USE, f"Claim {ref} {text}", warning=True)
+        self.recorder.node_event("ClaimStillInUse", f"Claim {ref} {text}", warning=True)
 
     def failed(
         self,
@@ -128,10 +117,10 @@ class Reporter:
         self.failing.failed(action, ref, text.partition(f"(UID {ref.uid}): ")[2] or text)
         if action == "prepare":
             self.metrics.prepared(duration_s, error)
-            self.recorder.claim_event(ref, PREPARE_FAILED, text, warning=True)
+            self.recorder.claim_event(ref, "PrepareFailed", text, warning=True)
         else:
             self.metrics.unprepared(duration_s, error)
-            self.recorder.claim_event(ref, UNPREPARE_FAILED, text, warning=True)
+            self.recorder.claim_event(ref, "UnprepareFailed", text, warning=True)
 
     def mig_changed(
         self, action: MigAction, subject: str, duration_s: float, error: Exception | None
@@ -148,10 +137,10 @@ class Reporter:
     def _mode_changed(self, wanted: str, gpu_uuid: str, duration_s: float, error: Exception | None) -> None:
         if error is None:
             text = f"Switched MIG mode of GPU {gpu_uuid} {wanted} in {duration_s:.2f} s"
-            self.recorder.node_event(MIG_MODE_CHANGED, text, warning=False, minor=True)
+            self.recorder.node_event("MigModeChanged", text, warning=False, minor=True)
         else:
             text = f"MIG mode of GPU {gpu_uuid} could not be switched {wanted}: {error}"
-            self.recorder.node_event(MIG_MODE_FAILED, text, warning=True)
+            self.recorder.node_event("MigModeFailed", text, warning=True)
 
     def _device_changed(
         self, action: Literal["create", "destroy"], device: str, duration_s: float, error: Exception | None
@@ -170,18 +159,18 @@ class Reporter:
         elif action == "destroy":
             text = f"MIG device {device} could not be destroyed and is tried again: {error}"
             if ref is not None:
-                self.recorder.claim_event(ref, MIG_DESTROY_DELAYED, text, warning=True)
+                self.recorder.claim_event(ref, "MigDestroyDelayed", text, warning=True)
             else:
-                self.recorder.node_event(MIG_DESTROY_DELAYED, text, warning=True)
+                self.recorder.node_event("MigDestroyDelayed", text, warning=True)
 
     def partitions_missing(self, reason: str) -> None:
         """The API server cannot count partitions, so that GPUs are only offered whole."""
         text = f"MIG devices on demand are not offered: {reason}"
-        self.recorder.node_event(PARTITIONS_NOT_SUPPORTED, text, warning=True)
+        self.recorder.node_event("PartitionsNotSupported", text, warning=True)
 
     def scheduler_outdated(self, reason: str) -> None:
         """The cluster's scheduler is known to give devices out twice."""
-        self.recorder.node_event(SCHEDULER_OUTDATED, reason, warning=True)
+        self.recorder.node_event("SchedulerOutdated", reason, warning=True)
 
     def _claim_of(self, device: str) -> ClaimRef | None:
         try:
@@ -260,4 +249,4 @@ class Reports:
         gpus = frozenset() if record is None else record.gpu_uuids
         doing = sorted(f"{under_way[uuid].what} on GPU {uuid}" for uuid in gpus & under_way.keys())
         text = f"Prepare has taken {seconds:.0f} s so far: {', '.join(doing) or 'it waits'}"
-        self.recorder.claim_event(ref, PREPARE_SLOW, text, warning=False)
+        self.recorder.claim_event(ref, "PrepareSlow", text, warning=False)

@@ -1,7 +1,6 @@
 import errno
 import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from dra_driver.errors import ClaimRefusedError, StateError
 from tests.cdi.cdi_samples import DRIVER, UID, driver, gpu
 
 FILE = f"k8s.{DRIVER}-claim_{UID}.yaml"
-FORMER = f"k8s.{DRIVER}-claim_{UID}.json"
 
 
 def spec(minor: int = 0) -> dict[str, Any]:
@@ -77,16 +75,14 @@ def test_claims_are_listed_with_their_devices(tmp_path: Path, directory: CdiDire
         "other", claim_spec("other", "other.example.com", driver(), [gpu(0)])
     )
     stem = f"k8s.{DRIVER}-claim_"
-    (tmp_path / "cdi" / f"{stem}broken.json").write_text("{")
-    (tmp_path / "cdi" / f"{stem}odd.json").write_text('{"devices": 1}')
+    (tmp_path / "cdi" / f"{stem}broken.yaml").write_text("{")
+    (tmp_path / "cdi" / f"{stem}odd.yaml").write_text('{"devices": 1}')
     (tmp_path / "cdi" / f"{stem}old.yaml").write_text("devices:\n- name: old-gpu-0\n")
-    (tmp_path / "cdi" / f"{stem}.json").write_text("{}")
-    (tmp_path / "cdi" / f"{stem}former.json").write_text('{"devices": [{"name": "former-gpu-1"}]}')
-    (tmp_path / "cdi" / f".{stem}temp.json.x.tmp").write_text("")
+    (tmp_path / "cdi" / f"{stem}.yaml").write_text("{}")
+    (tmp_path / "cdi" / f".{stem}temp.yaml.x.tmp").write_text("")
     assert directory.list() == {
         UID: ("gpu-00000000", "gpu-00000001"),
         "broken": (),
-        "former": ("gpu-1",),
         "odd": (),
         "old": ("gpu-0",),
     }
@@ -113,72 +109,6 @@ def files(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in (directory / "cdi").iterdir()}
 
 
-@pytest.mark.parametrize("also_named_as_today", [False, True])
-@pytest.mark.parametrize("act", ["write", "create"])
-def test_spec_of_the_former_name_before_any_write_becomes_the_only_file(
-    tmp_path: Path, directory: CdiDirectory, act: str, also_named_as_today: bool
-) -> None:
-    """A runtime refuses a device that two files define, and would start no container of the claim."""
-    former = claim_spec(UID, DRIVER, driver(), [gpu(7)])
-    directory.create()
-    (tmp_path / "cdi" / FORMER).write_bytes(encode(former))
-    assert directory.read(UID) == former
-    if also_named_as_today:
-        (tmp_path / "cdi" / FILE).write_bytes(encode(spec()))
-    if act == "create":
-        directory.create()
-        assert files(tmp_path) == {FILE: encode(spec() if also_named_as_today else former)}
-    assert directory.write(UID, spec()) is not also_named_as_today
-    assert files(tmp_path) == {FILE: encode(spec())}
-
-
-@pytest.mark.parametrize("writes_of_the_kernel", range(4))
-@pytest.mark.parametrize("also_named_as_today", [False, True])
-def test_write_killed_at_any_moment_leaves_one_readable_file(
-    tmp_path: Path,
-    directory: CdiDirectory,
-    monkeypatch: pytest.MonkeyPatch,
-    writes_of_the_kernel: int,
-    also_named_as_today: bool,
-) -> None:
-    directory.create()
-    (tmp_path / "cdi" / FORMER).write_bytes(encode(spec(1)))
-    if also_named_as_today:
-        (tmp_path / "cdi" / FILE).write_bytes(encode(spec(2)))
-    left = writes_of_the_kernel
-
-    class Killed(BaseException):
-        pass
-
-    def counted(real: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            nonlocal left
-            if left == 0:
-                raise Killed
-            left -= 1
-            return real(*args, **options)
-
-        return call
-
-    with monkeypatch.context() as patched:
-        for owner, name in (
-            (Path, "rename"),
-            (Path, "unlink"),
-            (Path, "replace"),
-            (os, "open"),
-            (os, "write"),
-        ):
-            patched.setattr(owner, name, counted(getattr(owner, name)))
-        with suppress(Killed):
-            directory.write(UID, spec())
-    visible = {name for name in files(tmp_path) if not name.startswith(".")}
-    # Both files may be there only if both were there before and nothing has been done yet.
-    assert len(visible) == (2 if also_named_as_today and writes_of_the_kernel == 0 else 1)
-    assert directory.read(UID) in (spec(), spec(1), spec(2))
-    directory.write(UID, spec())
-    assert {name for name in files(tmp_path) if not name.startswith(".")} == {FILE}
-
-
 def test_spec_of_the_incumbent_is_listed_and_replaced(tmp_path: Path, directory: CdiDirectory) -> None:
     directory.create()
     (tmp_path / "cdi" / FILE).write_text(f"cdiVersion: 0.5.0\ndevices:\n- name: {UID}-gpu-0\n")
@@ -186,14 +116,6 @@ def test_spec_of_the_incumbent_is_listed_and_replaced(tmp_path: Path, directory:
     assert directory.read(UID) is None, "a Prepare must write the claim's spec anew"
     assert directory.write(UID, spec()) is True
     assert files(tmp_path) == {FILE: encode(spec())}
-
-
-def test_removal_takes_the_files_of_both_names(tmp_path: Path, directory: CdiDirectory) -> None:
-    directory.write(UID, spec())
-    (tmp_path / "cdi" / FORMER).write_text("{}")
-    assert directory.uids() == {UID}
-    assert directory.remove(UID) is True
-    assert files(tmp_path) == {}
 
 
 def test_each_file_holds_its_spec_whatever_was_written_before(

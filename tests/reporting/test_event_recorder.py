@@ -18,7 +18,7 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.events import EventWriter
 from dra_driver.model.claim import ClaimRef, DeviceStatus
-from dra_driver.model.problems import PREPARE_FAILED, EventObject, node_object
+from dra_driver.model.problems import EventObject, node_object
 from dra_driver.reporting.event_recorder import (
     ClaimState,
     EventQueue,
@@ -109,7 +109,7 @@ def said(server):
 
 def test_an_event_for_a_claim_is_on_its_pods_too(server):
     with speaking(server) as recorder:
-        recorder.claim_event(_REF, PREPARE_FAILED, "why", warning=True)
+        recorder.claim_event(_REF, "PrepareFailed", "why", warning=True)
         server.wait_for(lambda: len(server.events) == 3)
     assert server.events == [
         (kind, name, "PrepareFailed", "why", True, 1)
@@ -137,7 +137,7 @@ def test_a_speaker_never_waits_and_a_burst_is_bounded(server):
         recorder.node_event("First", "", warning=False)
         assert server.entered.wait(10)
         for number in range(1000):
-            recorder.claim_event(_REF, PREPARE_FAILED, f"cause {number}", warning=True)
+            recorder.claim_event(_REF, "PrepareFailed", f"cause {number}", warning=True)
         assert recorder.dropped == 900
         assert (recorder.written, server.tries) == (0, 0)
     assert server.tries == ReportLimits().events_at_once
@@ -146,7 +146,7 @@ def test_a_speaker_never_waits_and_a_burst_is_bounded(server):
 def test_a_server_that_comes_back_is_told_everything_once(server):
     server.errors = [ApiUnavailableError("down"), ApiUnavailableError("busy", retry_after_s=0.02)] * 3
     with speaking(server) as recorder:
-        recorder.claim_event(_REF, PREPARE_FAILED, "why", warning=True)
+        recorder.claim_event(_REF, "PrepareFailed", "why", warning=True)
         recorder.claim_status(_REF, [_READY], lambda: None)
         server.wait_for(lambda: len(server.events) == 3 and server.states)
     assert said(server) == [("Pod", "pod-0"), ("Pod", "pod-1"), ("ResourceClaim", "claim")]
@@ -158,7 +158,7 @@ def test_report_is_written_once_the_server_takes_the_token_again(server):
     """A token that was renewed too late, or a server that does not know the new key yet."""
     server.errors = [ApiRejectedError("unauthorized", status=401) for _ in range(3)]
     with speaking(server) as recorder:
-        recorder.claim_event(_REF, PREPARE_FAILED, "why", warning=True)
+        recorder.claim_event(_REF, "PrepareFailed", "why", warning=True)
         server.wait_for(lambda: len(server.events) == 3)
     assert said(server) == [("Pod", "pod-0"), ("Pod", "pod-1"), ("ResourceClaim", "claim")]
     assert (recorder.written, recorder.dropped, recorder.failed) == (3, 0, 0)
@@ -207,7 +207,7 @@ def test_a_refusal_or_a_bug_costs_one_notice(server, logs, error, expected):
 def test_a_claim_that_may_not_be_read_still_gets_its_event(server):
     server.refuses_pods = True
     with speaking(server) as recorder:
-        recorder.claim_event(_REF, PREPARE_FAILED, "why", warning=True)
+        recorder.claim_event(_REF, "PrepareFailed", "why", warning=True)
         server.wait_for(lambda: server.events)
         assert said(server) == [("ResourceClaim", "claim")]
     assert recorder.failed == 1
@@ -264,7 +264,7 @@ def test_over_a_real_connection_that_goes_and_comes(tmp_path):
         api_server.stop()
         with speaking(events, claims=claims) as recorder:
             for _ in range(5):
-                recorder.claim_event(ref, PREPARE_FAILED, "why", warning=True)
+                recorder.claim_event(ref, "PrepareFailed", "why", warning=True)
             recorder.claim_status(ref, [_READY], lambda: None)
             api_server.start()
             eventually(lambda: recorder.written == 4)
@@ -415,7 +415,7 @@ def test_a_burst_of_minor_events_costs_nothing_else(server, logs):
         recorder.node_event("First", "", warning=False)
         assert server.entered.wait(10)
         recorder.claim_status(_REF, [_READY], lambda: None)
-        recorder.claim_event(_REF, PREPARE_FAILED, "why", warning=True)
+        recorder.claim_event(_REF, "PrepareFailed", "why", warning=True)
         for number in range(500):
             recorder.minor_claim_event(_REF, "MigDeviceCreated", str(number))
         assert recorder.dropped == 0
@@ -424,7 +424,7 @@ def test_a_burst_of_minor_events_costs_nothing_else(server, logs):
     assert [kind for kind, _, reason, *_ in server.events if reason == "MigDeviceCreated"] == [
         "ResourceClaim"
     ] * 8
-    assert [reason for _, _, reason, *_ in server.events[1:4]] == [PREPARE_FAILED] * 3
+    assert [reason for _, _, reason, *_ in server.events[1:4]] == ["PrepareFailed"] * 3
     assert "notices_dropped" not in {line["event"] for line in logs}
 
 
@@ -453,7 +453,7 @@ def test_a_state_that_was_refused_does_not_count_as_written(server):
 def test_the_state_of_a_claim_that_is_gone_is_not_written_any_more(server):
     server.open.clear()
     with speaking(server) as recorder:
-        recorder.node_event(PREPARE_FAILED, "keeps the recorder busy", warning=True)
+        recorder.node_event("PrepareFailed", "keeps the recorder busy", warning=True)
         assert server.entered.wait(10)
         recorder.claim_status(_REF, [], lambda: None)
         recorder.claim_gone(_REF)

@@ -9,7 +9,6 @@ import pytest
 from dra_driver.errors import ApiUnavailableError, RetryableError
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
-from dra_driver.model.problems import MPS_NOT_EXCLUSIVE, MPS_USERS_WAIT
 from dra_driver.model.record import ClaimRecord, RunMps
 from dra_driver.reporting.node_events import MpsEvents, NodeEvents
 from tests.fakes.samples import GPU_0, claim, uuid
@@ -106,7 +105,7 @@ class Node:
         self.told.clear()
         self.events._look()
         return [
-            (uid, reason, text[: len(ALONE if reason == MPS_NOT_EXCLUSIVE else USERS)])
+            (uid, reason, text[: len(ALONE if reason == "MpsNotExclusive" else USERS)])
             for uid, reason, text in self.told
         ]
 
@@ -124,7 +123,7 @@ def test_each_claim_of_a_daemon_is_told_once() -> None:
     node.use("c", replace(SPEC, device="gpu-other"))
     assert node.look() == [], "the host does not answer"
     node.daemons = (replace(READY, users=(0, 1000), not_exclusive=(uuid(0),)),)
-    wanted = [(reason, text) for reason, text in ((MPS_NOT_EXCLUSIVE, ALONE), (MPS_USERS_WAIT, USERS))]
+    wanted = [(reason, text) for reason, text in (("MpsNotExclusive", ALONE), ("MpsUsersWait", USERS))]
     assert node.look() == [(uid, *one) for one in wanted for uid in "ab"]
     assert node.look() == []
     del node.records["a"]
@@ -157,6 +156,6 @@ def test_a_prepared_claim_makes_it_look_soon() -> None:
         node.use("a")
         node.daemons = (replace(READY, not_exclusive=(uuid(0),)),)
         node.events.prepared(node.records["a"])
-        eventually(lambda: [one[:2] for one in node.told] == [("a", MPS_NOT_EXCLUSIVE)])
+        eventually(lambda: [one[:2] for one in node.told] == [("a", "MpsNotExclusive")])
     finally:
         node.events.stop()

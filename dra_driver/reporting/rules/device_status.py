@@ -21,7 +21,7 @@ from dra_driver.model.inventory import (
 )
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mps import MpsShared
-from dra_driver.model.problems import GPU_GONE, GPU_LOST, GPU_RECOVERED, GPU_UNHEALTHY, PREPARED
+from dra_driver.model.problems import EventReason
 from dra_driver.model.record import ClaimRecord, HeldDevice
 
 CreatedInstanceOf = Callable[[str], OwnedInstance | None]
@@ -69,18 +69,18 @@ def is_hit(
 class HealthEventKind(NamedTuple):
     """The reason of an event, and whether it is a warning."""
 
-    reason: str
+    reason: EventReason
     warning: bool
 
 
 def event_of(change: HealthChange) -> HealthEventKind | None:
     """The event of a change of health; None for one that keeps no work away, before and after."""
     if change.is_gone:
-        return HealthEventKind(GPU_GONE, warning=False)
+        return HealthEventKind("GPUGone", warning=False)
     if change.is_hang or (change.after > change.before and change.after >= Severity.DEGRADED):
-        return HealthEventKind(GPU_LOST if change.after == Severity.LOST else GPU_UNHEALTHY, warning=True)
+        return HealthEventKind("GPULost" if change.after == Severity.LOST else "GPUUnhealthy", warning=True)
     if change.before >= Severity.DEGRADED > change.after:
-        return HealthEventKind(GPU_RECOVERED, warning=False)
+        return HealthEventKind("GPURecovered", warning=False)
     return None
 
 
@@ -102,7 +102,7 @@ def _status(
         device=result.device,
         share_id=result.share_id,
         ready=not bad,
-        reason=PREPARED if not bad else GPU_LOST if worst == Severity.LOST else GPU_UNHEALTHY,
+        reason="Prepared" if not bad else "GPULost" if worst == Severity.LOST else "GPUUnhealthy",
         message="; ".join(reason.text for reason in bad),
         facts=_facts(held, inventory, created_instance),
     )

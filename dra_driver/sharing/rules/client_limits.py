@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DriverVersions, OfferedDevice
 from dra_driver.model.mps import MpsDaemonStatus
-from dra_driver.model.problems import MPS_NOT_EXCLUSIVE, MPS_USERS_WAIT
+from dra_driver.model.problems import EventReason
 from dra_driver.model.sharing import MAX_MPS_SHARES, SharingPolicy, SharingRule
 
 _VOLTA = (7, 0)
@@ -85,12 +85,12 @@ def bounded_rule(
     return BoundedRule(replace(rule, shares=most), most, note)
 
 
-def notes_of(status: MpsDaemonStatus) -> Iterator[tuple[str, str]]:
+def notes_of(status: MpsDaemonStatus) -> Iterator[tuple[EventReason, str]]:
     """(reason of an event, a sentence for a person) for each thing."""
     devices = ", ".join(status.spec.devices)
     if status.not_exclusive:
         yield (
-            MPS_NOT_EXCLUSIVE,
+            "MpsNotExclusive",
             f"GPU {', '.join(status.not_exclusive)} does not support the compute mode EXCLUSIVE_PROCESS: a program "
             f"that does not reach the MPS daemon of {devices} runs on it without the limits of its claim; use another "
             "GPU where limits must hold",
@@ -98,7 +98,7 @@ def notes_of(status: MpsDaemonStatus) -> Iterator[tuple[str, str]]:
     if len(status.users) > 1 and not status.spec.multi_user:
         users = ", ".join(map(str, status.users))
         yield (
-            MPS_USERS_WAIT,
+            "MpsUsersWait",
             f"processes of the users {users} have the MPS daemon of {devices}, which serves one user at a time: CUDA "
             "calls of one user wait until all CUDA programs of the other have ended; run the pods as one user "
             "(runAsUser), or use multiUser, which needs NVIDIA driver R555 or newer",
