@@ -15,10 +15,8 @@ from dra_driver.errors import InvalidConfigError
 from dra_driver.simulator import mig, pci
 from dra_driver.simulator.machine_state import (
     NVIDIA,
-    ComputeInstance,
     Function,
     Gpu,
-    GpuInstance,
     MigProfile,
     Model,
     State,
@@ -278,58 +276,17 @@ def _switches(state: State) -> list[str]:
     return switches if switches and state.nvlink.get("remote") == "real" else [PLACEHOLDER_BUS]
 
 
-def lay_out_mig(gpu: Gpu, model: Model, layout: list[str | dict[str, Any]]) -> None:
-    """A static layout: MIG mode on and one device for each `profile@start`, or instances as recorded."""
+def lay_out_mig(gpu: Gpu, model: Model, layout: list[str]) -> None:
+    """A static layout: MIG mode on and one device for each `profile@start`."""
     gpu.mig_mode = gpu.mig_pending = 1
     for text in layout:
-        if isinstance(text, dict):
-            _put_recorded(gpu, model, text)
-            continue
         name, _, start = str(text).partition("@")
-        profile = mig.profile_by_name(model, name)
-        if profile is None:
-            raise InvalidConfigError(
-                f"GPU {gpu.bus_id} ({model.name}) has no MIG profile {name!r}; "
-                f"it has {', '.join(row.name for row in model.mig) or 'none'}"
-            )
         try:
-            created = mig.create_gpu_instance(gpu, model, profile.id, (int(start), profile.size))
-            whole = mig.whole_compute_profile(model, profile)
-            mig.create_compute_instance(gpu, model, created.id, whole)
+            mig.make_device(gpu, model, name, int(start))
         except (mig.Refusal, ValueError) as error:
             raise InvalidConfigError(
                 f"the MIG layout of GPU {gpu.bus_id} does not fit: {text} is refused; check profiles and starts"
             ) from error
-
-
-def _put_recorded(gpu: Gpu, model: Model, item: dict[str, Any]) -> None:
-    """A GPU instance with the ids that a driver once gave it, and its compute instances."""
-    profile = mig.profile_by_name(model, str(item.get("profile")))
-    try:
-        if profile is None:
-            raise KeyError("profile")
-        slices = {row.slices: row for row in mig.compute_profiles(model, profile)}
-        gi = GpuInstance(int(item["instance"]), profile.id, int(item["start"]), profile.size)
-        for entry in item.get("compute", []):
-            row = slices[int(entry["slices"])]
-            identity = uuid.uuid5(_NAMESPACE, f"{gpu.uuid}/{gi.id}/{entry['id']}")
-            gi.compute.append(
-                ComputeInstance(
-                    id=int(entry["id"]),
-                    index=int(entry["index"]),
-                    profile_id=row.id,
-                    start=int(entry.get("start", 0)),
-                    size=row.slices,
-                    uuid=str(entry.get("uuid") or f"MIG-{identity}"),
-                )
-            )
-    except (KeyError, TypeError, ValueError) as error:
-        raise InvalidConfigError(
-            f"the MIG instance {item} of GPU {gpu.bus_id} ({model.name}) is not complete or not possible: "
-            f"check {error}"
-        ) from error
-    gpu.instances.append(gi)
-    gpu.mig_serial += len(gi.compute)
 
 
 def new_gpu(state: State, model_key: str) -> tuple[Gpu, Model]:

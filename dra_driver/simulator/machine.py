@@ -507,16 +507,8 @@ class Machine:
         """Create a MIG device as an administrator would: (GPU instance id, compute instance id, UUID)."""
         with self._change() as state:
             gpu = self._find(state, selector)
-            model = state.model_of(gpu)
-            row = mig.profile_by_name(model, profile)
-            if row is None:
-                known = ", ".join(item.name for item in model.mig) or "none"
-                raise InvalidConfigError(f"{model.name} has no MIG profile {profile!r}; it has {known}")
             try:
-                created = mig.create_gpu_instance(gpu, model, row.id, (start, row.size))
-                compute = mig.create_compute_instance(
-                    gpu, model, created.id, mig.whole_compute_profile(model, row)
-                )
+                created, compute = mig.make_device(gpu, state.model_of(gpu), profile, start)
             except mig.Refusal as refusal:
                 raise _refused(f"create {profile} at {start}", gpu, refusal) from refusal
             return created.id, compute.id, compute.uuid

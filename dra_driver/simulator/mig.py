@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import pynvml
 
+from dra_driver.errors import InvalidConfigError
 from dra_driver.simulator.machine_state import ComputeInstance, Gpu, GpuInstance, MigProfile, Model
 
 NAMESPACE = uuid.UUID("6a1b63f4-08f2-5d10-9d8b-4c2f2c0e7a11")
@@ -42,10 +43,6 @@ def profile_by_enum(model: Model, enum: int) -> MigProfile | None:
 
 def profile_by_id(model: Model, profile_id: int) -> MigProfile | None:
     return next((profile for profile in model.mig if profile.id == profile_id), None)
-
-
-def profile_by_name(model: Model, name: str) -> MigProfile | None:
-    return next((profile for profile in model.mig if profile.name == name), None)
 
 
 def max_devices(model: Model) -> int:
@@ -227,6 +224,13 @@ def cap_minor(gpu_minor: int, gi: int, ci: int | None = None) -> int:
     return minor if ci is None else minor + 1 + ci
 
 
-def whole_compute_profile(model: Model, profile: MigProfile) -> int:
-    """The compute profile that takes the whole GPU instance."""
-    return next(row.id for row in compute_profiles(model, profile) if row.slices == profile.slices)
+def make_device(gpu: Gpu, model: Model, name: str, start: int) -> tuple[GpuInstance, ComputeInstance]:
+    """A MIG device as an administrator makes it. Raises: InvalidConfigError for a profile that is not in the table;
+    Refusal."""
+    row = next((profile for profile in model.mig if profile.name == name), None)
+    if row is None:
+        known = ", ".join(item.name for item in model.mig) or "none"
+        raise InvalidConfigError(f"{model.name} has no MIG profile {name!r}; it has {known}")
+    created = create_gpu_instance(gpu, model, row.id, (start, row.size))
+    whole = next(offered.id for offered in compute_profiles(model, row) if offered.slices == row.slices)
+    return created, create_compute_instance(gpu, model, created.id, whole)

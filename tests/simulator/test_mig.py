@@ -99,13 +99,6 @@ def test_tables_equal_the_reference(product, look, handles):
     assert pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu) == most
 
 
-def test_profile_enum_out_of_range(look, handles, refused):
-    look("dgx-h100")
-    call = pynvml.nvmlDeviceGetGpuInstanceProfileInfo
-    assert refused(call, handles()[0], 5) == pynvml.NVML_ERROR_NOT_SUPPORTED
-    assert refused(call, handles()[0], 0x12) == pynvml.NVML_ERROR_INVALID_ARGUMENT
-
-
 def test_refusals(gpu, refused):
     gi, ci, device = create(gpu, "3g.40gb", 0)
     assert refused(create_gi, gpu, 9, 0, 4) == pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES
@@ -132,11 +125,6 @@ def test_media_extensions_of_an_a30_exclude_each_other(nvml, handles, refused):
     create(gpu, "1g.6gb+me", 0)
     assert refused(create_gi, gpu, 6, 2, 2) == pynvml.NVML_ERROR_INSUFFICIENT_RESOURCES
     assert gi_id(create(gpu, "2g.12gb", 2)[0]) == 2
-
-
-def test_ids_follow_the_size(gpu):
-    assert gi_id(create(gpu, "4g.40gb", 0)[0]) == 1
-    assert gi_id(create(gpu, "3g.40gb", 4)[0]) == 2
 
 
 @pytest.mark.parametrize("product", sorted(TABLES))

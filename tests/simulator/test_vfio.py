@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pynvml
 import pytest
 
 from dra_driver.errors import InvalidConfigError
@@ -17,42 +16,6 @@ GPU = "0000:16:00.0"
 def link(machine: Machine, path: str) -> str | None:
     found = machine.host_root / path
     return found.readlink().name if found.is_symlink() else None
-
-
-def test_nvml_does_not_show_a_gpu_that_vfio_has(
-    nvml: Callable[..., Machine], reload: Callable[[Machine], None]
-) -> None:
-    machine = nvml("l40s-8")
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    machine.give_to(0, "vfio-pci")
-    with pytest.raises(pynvml.NVMLError_GpuIsLost):
-        pynvml.nvmlDeviceGetName(handle)
-    reload(machine)
-    assert pynvml.nvmlDeviceGetCount() == 7
-    assert not (machine.host_root / "proc/driver/nvidia/gpus" / GPU).exists()
-    assert "GPU_COUNT=7" in (machine.host_root / "usr/bin/nvidia-smi").read_text()
-    assert not (machine.host_root / "dev/dri/card1").exists()
-    machine.give_to(0, "nvidia")
-    reload(machine)
-    assert pynvml.nvmlDeviceGetCount() == 8
-
-
-def test_group_has_its_functions_and_a_node_while_vfio_has_one(make: Callable[..., Machine]) -> None:
-    machine = make("l40s-8", device_nodes="described")
-    root = machine.host_root
-    group = root / "sys/kernel/iommu_groups/20/devices"
-    assert sorted(path.name for path in group.iterdir()) == [GPU, "0000:16:00.1"]
-    assert all((path / "vendor").is_file() for path in group.iterdir())
-    assert not (root / "dev/vfio").exists()
-    machine.give_to(0, "vfio-pci")
-    assert (link(machine, f"sys/bus/pci/devices/{GPU}/driver"), (root / "dev/vfio/20").is_file()) == (
-        "vfio-pci",
-        True,
-    )
-    assert (root / f"sys/bus/pci/drivers/vfio-pci/{GPU}/vfio-dev/vfio0/dev").read_text() == "242:0\n"
-    machine.set_vfio(iommu=False, iommufd=True)
-    assert not (root / "sys/kernel/iommu_groups").exists()
-    assert ((root / "dev/vfio/devices/vfio0").is_file(), (root / "dev/iommu").is_file()) == (True, True)
 
 
 def test_gpu_that_nobody_has_goes_to_the_nvidia_driver_when_that_is_loaded(
@@ -121,20 +84,3 @@ def test_commands_speak_of_drivers_modules_and_writes(make: Callable[..., Machin
         assert machine.set_fault("unbind", code=code, gpu="1") == text
     with pytest.raises(InvalidConfigError, match="a write to sysfs cannot end with 'gpu-is-lost'; use EBUSY"):
         machine.set_fault("unbind", code="gpu-is-lost", gpu="1")
-
-
-def test_machine_may_have_gpus_that_an_administrator_gave_away(
-    make: Callable[..., Machine], tmp_path: Path
-) -> None:
-    file = tmp_path / "two.yaml"
-    file.write_text("""
-gpus:
-  - {bus: "0000:1b:00.0", model: h100-sxm, driver: vfio-pci}
-  - {bus: "0000:43:00.0", model: h100-sxm}
-""")
-    machine = make(str(file))
-    drivers = [link(machine, f"sys/bus/pci/devices/{gpu.bus_id}/driver") for gpu in machine.current().present]
-    assert (drivers, [gpu.bus_id for gpu in machine.current().shown]) == (
-        ["vfio-pci", "nvidia"],
-        ["0000:43:00.0"],
-    )

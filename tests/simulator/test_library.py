@@ -1,10 +1,11 @@
-"""GPUs lost, added and removed; the driver unloaded and replaced; reboots; faults; many processes."""
+"""The simulated NVML and its machine: wrong calls, faults, events, many processes, files of machines."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,31 +13,9 @@ import forked_commands
 import pynvml
 import pytest
 
-from dra_driver.errors import InvalidConfigError, StateError
+from dra_driver.errors import InvalidConfigError
 from dra_driver.simulator import create_machine, open_machine
 from tests.fakes.tables import tabled
-
-
-def test_driver_upgrade_needs_a_new_library(nvml, refused, reload):
-    machine = nvml("dgx-h100")
-    machine.load_driver("590.44.01")
-    assert refused(pynvml.nvmlDeviceGetCount) == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
-    pynvml.nvmlShutdown()
-    assert refused(pynvml.nvmlInit) == pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH
-    reload(machine)
-    assert pynvml.nvmlSystemGetDriverVersion() == "590.44.01"
-
-
-def test_reboot(nvml, handles, reload):
-    machine = nvml("h100-mig-static")
-    before = machine.boot_id
-    machine.lose_gpu(4)
-    machine.reboot()
-    assert machine.boot_id != before
-    assert (machine.host_root / "proc/sys/kernel/random/boot_id").read_text().strip() == machine.boot_id
-    reload(machine)
-    assert [pynvml.nvmlDeviceGetMigMode(gpu)[0] for gpu in handles()] == [0] * 8
-    assert not list((machine.host_root / "proc/driver/nvidia/capabilities").glob("gpu*/mig/gi*"))
 
 
 def test_faults(nvml, handles, refused):
@@ -70,19 +49,6 @@ def test_wrong_faults_and_selectors(make):
     for selector in (4, "GPU-none", "0000:ff:00.0"):
         with pytest.raises(InvalidConfigError, match="has no GPU"):
             machine.lose_gpu(selector)
-
-
-def test_creating_twice(make, tmp_path):
-    machine = make("t4-4")
-    machine.lose_gpu(1)
-    again = create_machine("t4-4", machine.directory)
-    assert again.gpu(1).lost
-    with pytest.raises(StateError, match="holds the machine t4-4, not a10-8"):
-        create_machine("a10-8", machine.directory)
-    with pytest.raises(InvalidConfigError, match="no simulated machine 'dgx-9'"):
-        create_machine("dgx-9", tmp_path / "x")
-    with pytest.raises(StateError, match="no simulated machine in"):
-        open_machine(tmp_path / "nothing")
 
 
 def test_a_machine_of_ones_own(make, tmp_path, nvml, handles):
@@ -176,15 +142,6 @@ def test_an_open_session_of_another_program_refuses_what_the_driver_refuses(nvml
     assert pynvml.nvmlDeviceSetMigMode(handles()[0], 1) == pynvml.NVML_SUCCESS
 
 
-def test_a_session_of_the_driver_keeps_the_driver_loaded(nvml):
-    machine = nvml("t4-4")
-    command = ["simulate", "unload-driver", "--simulator-dir", str(machine.directory)]
-    done = forked_commands.run(command, env=os.environ)
-    assert (done.returncode, "gpu-dra-driver detach" in done.stderr) == (1, True)
-    assert forked_commands.run([*command, "--force"], env=os.environ).returncode == 0
-    assert not machine.driver_loaded
-
-
 def test_a_reset_ends_the_registration_of_events(nvml, handles, refused):
     machine = nvml("dgx-h100")
     events = pynvml.nvmlEventSetCreate()
@@ -217,3 +174,41 @@ def test_a_hostile_machine_makes_no_capability_nodes_and_has_virtual_functions(m
         assert described is (nodes == 2)
         assert len(list(machine.host_root.glob("sys/bus/pci/devices/*/physfn"))) == functions
         assert len(made) in (nodes, 0), "described nodes are no files"
+
+
+def test_call_with_wrong_arguments_is_refused_as_by_the_library(look, handles, refused):
+    look("l40s-8")
+    gpu = handles()[0]
+    assert refused(pynvml.nvmlDeviceGetHandleByIndex, 8) == pynvml.NVML_ERROR_INVALID_ARGUMENT
+    assert refused(pynvml.nvmlDeviceGetHandleByUUID, "GPU-none") == pynvml.NVML_ERROR_NOT_FOUND
+    assert refused(pynvml.nvmlDeviceGetHandleByPciBusId, "0000:99:00.0") == pynvml.NVML_ERROR_NOT_FOUND
+    assert refused(pynvml.nvmlDeviceGetUUID, pynvml.c_nvmlDevice_t()) == pynvml.NVML_ERROR_INVALID_ARGUMENT
+    assert refused(pynvml.nvmlDeviceGetMigMode, gpu) == pynvml.NVML_ERROR_NOT_SUPPORTED
+    assert refused(pynvml.nvmlDeviceGetMemoryInfo, gpu, 1) == pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH
+    assert refused(pynvml.nvmlDeviceGetAttributes, gpu) == pynvml.NVML_ERROR_NOT_SUPPORTED
+    events, mask = pynvml.nvmlEventSetCreate(), pynvml.nvmlEventTypeGpuRecoveryAction
+    assert refused(pynvml.nvmlDeviceRegisterEvents, gpu, mask << 1, events) == pynvml.NVML_ERROR_NOT_SUPPORTED
+    assert pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu) == 0
+
+
+def test_session_counts_its_initialisations(look, refused):
+    look("t4-4")
+    pynvml.nvmlShutdown()
+    assert refused(pynvml.nvmlDeviceGetCount) == pynvml.NVML_ERROR_UNINITIALIZED
+    assert refused(pynvml.nvmlShutdown) == pynvml.NVML_ERROR_UNINITIALIZED
+    pynvml.nvmlInitWithFlags(pynvml.NVML_INIT_FLAG_NO_GPUS)
+    assert pynvml.nvmlDeviceGetCount() == 4
+
+
+def test_wait_for_events_hears_another_process(nvml, handles):
+    machine, events, heard = nvml("dgx-h100"), pynvml.nvmlEventSetCreate(), []
+    pynvml.nvmlDeviceRegisterEvents(handles()[5], pynvml.nvmlEventTypeXidCriticalError, events)
+    waiter = threading.Thread(target=lambda: heard.append(pynvml.nvmlEventSetWait_v2(events, 10_000)))
+    waiter.start()
+    script = (
+        "import sys; from pathlib import Path; from dra_driver.simulator import open_machine; "
+        "open_machine(Path(sys.argv[1])).raise_xid(5, 74)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(machine.directory)], check=True)
+    waiter.join(20)
+    assert [(pynvml.nvmlDeviceGetIndex(event.device), event.eventData) for event in heard] == [(5, 74)]
