@@ -20,20 +20,17 @@ from dra_driver.model.health import (
     HealthState,
     HealthStates,
     HealthTarget,
-    InstanceSeen,
     Observation,
     Unreachable,
     Xid,
 )
-from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice
-from dra_driver.model.mig import Placement
+from dra_driver.model.inventory import Inventory, OfferedDevice
 from tests.fakes.samples import (
     GPU_0,
     GPU_1,
     MIG_1G,
     MIG_3G,
     MIXED,
-    ONE_G,
     VFIO_0,
     VFIO_1,
     bound,
@@ -146,19 +143,6 @@ def test_each_device_has_the_health_of_its_gpu_and_of_its_instance(bench):
         v1.HEALTHY,
         "Xid 94: uncorrectable memory error, contained to one program; restart the program",
     )
-
-
-def test_a_mig_device_made_on_demand_has_the_health_of_the_instance_that_it_is(bench):
-    device = DynamicMigDevice("gpu-00000003-mig-1g10gb-19-2", h100(3), ONE_G, Placement(2, 1))
-    stream = stream_of(lambda: [device], bench.book, bench.instances)
-    bench.book.see(Xid(95), uuid(3), 9, 0)
-    assert _by_name(stream.snapshot())[device.name][0] == v1.HEALTHY
-    bench.instances[device.name] = MadeInstance(9, 0, "MIG-a")
-    assert _by_name(stream.snapshot())[device.name][0] == v1.UNHEALTHY
-    bench.book.see(InstanceSeen("MIG-a"), uuid(3), 9, 0)
-    assert _by_name(stream.snapshot())[device.name][0] == v1.UNHEALTHY
-    bench.instances[device.name] = MadeInstance(9, 0, "MIG-b")
-    assert _by_name(stream.snapshot())[device.name] == (v1.HEALTHY, ""), "another one under the same IDs"
 
 
 def test_a_wedged_monitor_makes_devices_unknown_never_healthy(bench):
