@@ -22,7 +22,7 @@ from dra_driver.cli.rules.prepared_claims import NodeClaims, RunningStep
 from dra_driver.cli.state_on_disk import plugin_problems, read_claims, read_state
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, StateError
 from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
-from dra_driver.host.processes import origin, pod_uid
+from dra_driver.host.processes import origin
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.detachment import nvml_pause
 from dra_driver.inventory.rules.nvlink import with_nvlink_domains
@@ -172,13 +172,12 @@ class NodeSnapshot:
         inventory = replace(inventory, gpus=tuple(cut.get(gpu.uuid, gpu) for gpu in inventory.gpus))
         self._is_open = None not in self.nvml.nvml_fingerprint()
         pids = {process.pid for listed in processes.values() for process in listed}
-        pods = {pid: uid for pid in pids if (uid := pod_uid(self.paths.proc, pid)) is not None}
         # A GPU that answers no query has a UUID and no PCI bus ID.
         shown = {known for gpu in inventory.gpus for known in (gpu.pci_bus_id, gpu.uuid) if known}
         bound = Sysfs(self.paths.sys, self.paths.proc).gpus_of_the_nvidia_driver()
         hidden = {bus_id: uuid for bus_id, uuid in bound.items() if shown.isdisjoint((bus_id, uuid))}
         origins = {pid: origin(self.paths.proc, pid) for pid in pids}
-        return NvmlFacts(inventory, loads, polled, frozenset(lost), hidden, processes, pods, origins)
+        return NvmlFacts(inventory, loads, polled, frozenset(lost), hidden, processes, origins)
 
     def _cut(self, gpu: Gpu, inventory: Inventory) -> Gpu:
         """With the GPU instances of a GPU in MIG mode, also where gpu-dra-driver does not manage them.

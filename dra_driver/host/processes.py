@@ -7,9 +7,10 @@ import re
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
-from typing import Literal
+from uuid import UUID
 
 from dra_driver.host.rooted_tree import names_in, text_of
+from dra_driver.model.gpu import ProcessOrigin
 
 # `…/kubepods-burstable-pod0a1b2c3d_….slice/…` or `…/burstable/pod0a1b2c3d-…/…`
 _POD = re.compile(r"[/-]pod[0-9a-f]{8}([-_]?[0-9a-f]{4}){3}[-_]?[0-9a-f]{12}(?=[/.]|$)")
@@ -48,15 +49,6 @@ def any_runs(proc: str, pod_uids: Collection[str]) -> bool | None:
             return True
         shows_pods = shows_pods or _POD.search(text) is not None
     return False if shows_pods else None
-
-
-def pod_uid(proc: str, pid: int) -> str | None:
-    """The UID of the pod that a process belongs to; None for a process of the host, and if its cgroup does not tell."""
-    found = _POD.search(_cgroups(proc, pid))
-    if found is None:
-        return None
-    digits = re.sub("[-_]", "", found[0].partition("pod")[2])
-    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
 def gpu_users(proc: str, pod_uids: Collection[str], below: str | None = None) -> list[str] | None:
@@ -171,10 +163,12 @@ def is_of_the_host(proc: str, pid: int) -> bool:
     return any(_HOST.match(path) for path in paths) and not any(_POD.search(path) for path in paths)
 
 
-def origin(proc: str, pid: int) -> Literal["container", "host", "unknown"]:
-    """Where a process runs: in a pod or another container, in a service or login session of the host, or unknown, as
-    for one that has ended."""
+def origin(proc: str, pid: int) -> ProcessOrigin:
+    """Where a process runs, and in which pod."""
     paths = [path for path in _cgroup_paths(proc, pid) if not path.endswith(_IS_GONE)]
-    if any(_POD.search(path) or _CONTAINER.search(path) for path in paths):
-        return "container"
-    return "host" if any(_HOST.match(path) for path in paths) else "unknown"
+    pod = next(filter(None, map(_POD.search, paths)), None)
+    if pod is not None:
+        return ProcessOrigin("container", str(UUID(re.sub("[-_]", "", pod[0].partition("pod")[2]))))
+    if any(map(_CONTAINER.search, paths)):
+        return ProcessOrigin("container")
+    return ProcessOrigin("host" if any(map(_HOST.match, paths)) else "unknown")

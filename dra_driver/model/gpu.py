@@ -106,13 +106,27 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that NVML lists on a GPU. `gpu_instance_id` is set in MIG mode; memory is in bytes, None if it is not
-    told; the name is empty for a process of another PID namespace."""
+    """A process that NVML lists on a GPU.
+
+    `gpu_instance_id` is set in MIG mode. Memory is in bytes. `utilisation_percent` is the part of the last seconds in
+    which a kernel of the process ran. Each is None where NVML does not report it. The name is empty for a process of
+    another PID namespace.
+    """
 
     pid: int
     name: str
     memory_bytes: int | None = None
     gpu_instance_id: int | None = None
+    utilisation_percent: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOrigin:
+    """Where a process runs, by its cgroup: in a pod or another container, in a service or login session of the host, or
+    unknown, as for one that has ended. `pod_uid` is None outside of pods."""
+
+    where: Literal["container", "host", "unknown"] = "unknown"
+    pod_uid: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

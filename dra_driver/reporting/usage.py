@@ -12,7 +12,8 @@ from functools import partial
 
 from dra_driver.base.threads import BackgroundWorker, BoundedCall
 from dra_driver.errors import DraDriverError
-from dra_driver.model.gpu import GpuProcess, GpuUse
+from dra_driver.model.claim import Pods
+from dra_driver.model.gpu import GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuAddress, MigAddress
 from dra_driver.model.record import ClaimRecord, HeldDevice
@@ -20,10 +21,11 @@ from dra_driver.nvml.usage_source import UsageSource
 from dra_driver.reporting.rules.claim_usage import (
     Made,
     NodeUse,
-    Origin,
+    Origins,
     device_uses,
     held_devices,
     mig_addresses,
+    pod_uses,
     unclaimed,
 )
 
@@ -44,7 +46,8 @@ class Usage:
     inventory: Callable[[], Inventory | None]
     records: Callable[[], Mapping[str, ClaimRecord]]
     made: Made
-    origin: Callable[[int], Origin]
+    pods: Callable[[ClaimRecord], Pods]
+    origin: Callable[[int], ProcessOrigin]
     _: KW_ONLY
     within_s: float = _WITHIN_S
 
@@ -64,8 +67,14 @@ class Usage:
         gpus = self._ask(
             inventory, lambda gpu: partial(self.source.read, gpu, tuple(wanted.get(gpu.uuid, ())))
         )
-        nobodys = self._unclaimed(gpus, held, addresses)
-        return NodeUse(device_uses(records, inventory, addresses, gpus), gpus, nobodys)
+        origins = self._origins(gpus)
+        pods = {record.ref.uid: self.pods(record) for record in records}
+        return NodeUse(
+            device_uses(records, inventory, addresses, gpus),
+            pod_uses(records, pods, addresses, gpus, origins),
+            gpus,
+            _unclaimed(gpus, held, addresses, origins),
+        )
 
     def unclaimed(self) -> Mapping[str, Sequence[GpuProcess]]:
         """The processes that belong to nobody, by the UUID of each GPU that answers in time. Nothing else is read of a
@@ -73,23 +82,11 @@ class Usage:
         inventory, records = self.inventory() or Inventory(), [*self.records().values()]
         held = held_devices(records)
         gpus = self._ask(inventory, lambda gpu: partial(self.source.read_processes, gpu))
-        return self._unclaimed(gpus, held, mig_addresses(held, inventory, self.made))
+        return _unclaimed(gpus, held, mig_addresses(held, inventory, self.made), self._origins(gpus))
 
-    def _unclaimed(
-        self,
-        gpus: Mapping[str, GpuUse],
-        held: Mapping[str, HeldDevice],
-        addresses: Mapping[str, MigAddress],
-    ) -> Mapping[str, Sequence[GpuProcess]]:
-        claimed = {
-            (one.gpu_uuid, addresses[name].gpu_instance_id if name in addresses else None)
-            for name, one in held.items()
-        }
-        return {
-            uuid: unclaimed(uuid, use.processes, claimed, self.origin)
-            for uuid, use in gpus.items()
-            if use.processes is not None
-        }
+    def _origins(self, gpus: Mapping[str, GpuUse]) -> Origins:
+        pids = {process.pid for use in gpus.values() for process in use.processes or ()}
+        return {pid: self.origin(pid) for pid in pids}
 
     def _ask(
         self, inventory: Inventory, read_of: Callable[[GpuAddress], Callable[[], GpuUse]]
@@ -117,6 +114,23 @@ class Usage:
 
     def _read_one(self, gpu: GpuAddress) -> GpuUse:
         return self._reads[gpu]()
+
+
+def _unclaimed(
+    gpus: Mapping[str, GpuUse],
+    held: Mapping[str, HeldDevice],
+    addresses: Mapping[str, MigAddress],
+    origins: Origins,
+) -> Mapping[str, Sequence[GpuProcess]]:
+    claimed = {
+        (one.gpu_uuid, addresses[name].gpu_instance_id if name in addresses else None)
+        for name, one in held.items()
+    }
+    return {
+        uuid: unclaimed(uuid, use.processes, claimed, origins)
+        for uuid, use in gpus.items()
+        if use.processes is not None
+    }
 
 
 _LOOK_S = 60.0

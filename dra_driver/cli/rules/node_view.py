@@ -28,7 +28,7 @@ from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.model.problems import ShownProblem
-from dra_driver.reporting.rules.claim_usage import Origin, unclaimed
+from dra_driver.reporting.rules.claim_usage import unclaimed
 
 InstanceIds = Mapping[str, tuple[str, int, int]]
 """The GPU's UUID, GPU and compute instance ID of each MIG device, by its name."""
@@ -37,8 +37,8 @@ InstanceIds = Mapping[str, tuple[str, int, int]]
 @dataclass(frozen=True, slots=True)
 class NvmlFacts:
     """What NVML reports now, by UUID. `lost` are the GPUs that stopped answering between two calls. `hidden` are those
-    that the NVIDIA driver is bound to and NVML does not show: their UUIDs, None where unknown, by PCI bus ID. `pods`
-    are the UIDs of the pods that processes belong to, and `origins` says where processes run, by process ID."""
+    that the NVIDIA driver is bound to and NVML does not show: their UUIDs, None where unknown, by PCI bus ID.
+    `origins` is by process ID."""
 
     inventory: Inventory = field(default_factory=Inventory)
     loads: Mapping[str, GpuLoad] = field(default_factory=dict)
@@ -46,8 +46,7 @@ class NvmlFacts:
     lost: frozenset[str] = frozenset()
     hidden: Mapping[str, str | None] = field(default_factory=dict)
     processes: Mapping[str, Sequence[GpuProcess]] = field(default_factory=dict)
-    pods: Mapping[int, str] = field(default_factory=dict)
-    origins: Mapping[int, Origin] = field(default_factory=dict)
+    origins: Mapping[int, ProcessOrigin] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,9 +364,9 @@ def _processes(
         for held in record.devices
     }
     for uuid, processes in facts.processes.items():
-        stray = unclaimed(uuid, processes, claimed, lambda pid: facts.origins.get(pid, "unknown"))
+        stray = unclaimed(uuid, processes, claimed, facts.origins)
         for process in processes:
-            uid = facts.pods.get(process.pid)
+            uid = facts.origins[process.pid].pod_uid
             pod = None if uid is None else pods.get(uid, f"pod {uid}")
             program, blank, rest = process.name.partition(" ")
             yield SeenProcess(

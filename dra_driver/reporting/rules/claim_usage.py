@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
-from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
+from dra_driver.model.claim import ClaimRef, Pods
+from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, StaticMigDevice
 from dra_driver.model.mig import MigAddress, OwnedInstance
 from dra_driver.model.record import ClaimRecord, HeldDevice
 
-Origin = Literal["container", "host", "unknown"]
-"""Where a process runs, by its cgroup; unknown also for one that has ended."""
+Origins = Mapping[int, ProcessOrigin]
+"""Where each process that NVML lists runs, by process ID."""
 
 _BELONGS_THERE = frozenset(
     {
@@ -51,11 +51,32 @@ class DeviceUse:
 
 
 @dataclass(frozen=True, slots=True)
+class PodUse:
+    """What the processes of one pod do on a device that a claim of the pod holds.
+
+    `claim` is None where the pod holds the device by several claims. `memory_bytes` and `utilisation_percent` are None
+    where NVML does not report them for each process.
+    """
+
+    namespace: str
+    pod: str
+    claim: str | None
+    device: str
+    kind: str
+    uuid: str
+    gpu_uuid: str
+    processes: int
+    memory_bytes: int | None
+    utilisation_percent: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class NodeUse:
-    """One look at all GPUs: the devices of claims, and by GPU UUID what was seen and the processes of nobody. A GPU
-    that did not answer in time is in neither."""
+    """One look at all GPUs: the devices of claims, the pods on them, and by GPU UUID what was seen and the processes of
+    nobody. A GPU that did not answer in time is in none of them."""
 
     devices: Sequence[DeviceUse] = ()
+    pods: Sequence[PodUse] = ()
     gpus: Mapping[str, GpuUse] = field(default_factory=dict)
     unclaimed: Mapping[str, Sequence[GpuProcess]] = field(default_factory=dict)
 
@@ -148,14 +169,14 @@ def unclaimed(
     gpu_uuid: str,
     processes: Iterable[GpuProcess],
     claimed: Container[Place],
-    origin: Callable[[int], Origin],
+    origins: Origins,
 ) -> list[GpuProcess]:
     """The processes on a GPU that belong to nobody."""
 
     def belongs(process: GpuProcess) -> bool:
         if process.name.partition(" ")[0].rpartition("/")[2] in _BELONGS_THERE:
             return True
-        where, instance = origin(process.pid), process.gpu_instance_id
+        where, instance = origins[process.pid].where, process.gpu_instance_id
         # Out of MIG mode NVML may give instance 0 for the whole GPU.
         is_claimed = (gpu_uuid, instance) in claimed or (instance == 0 and (gpu_uuid, None) in claimed)
         return where == "container" or (where == "unknown" and is_claimed)
