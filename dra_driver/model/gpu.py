@@ -119,6 +119,16 @@ class GpuProcess:
     gpu_instance_id: int | None = None
     utilisation_percent: int | None = None
 
+    @property
+    def program(self) -> str:
+        """Without the path and the arguments: the program in the pod chooses its name."""
+        return self.name.partition(" ")[0].rpartition("/")[2]
+
+    @property
+    def is_mps_server(self) -> bool:
+        """Whether it serves the clients of MPS, which NVML lists beside it."""
+        return self.program == "nvidia-cuda-mps-server"
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessOrigin:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from pathlib import PurePosixPath
 from typing import Any
 
 import pynvml
@@ -26,8 +25,6 @@ PROCESS_LISTS = (
     ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v2"),
     ("nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2"),
 )
-# It runs as long as its daemon, and its clients are listed themselves.
-_MPS_SERVER = "nvidia-cuda-mps-server"
 _LONGEST_NAME = 80
 _NO_INSTANCE = 0xFFFFFFFF
 _NO_MEMORY = 0xFFFFFFFFFFFFFFFF
@@ -45,9 +42,7 @@ def read_processes(uuid: str) -> Mapping[int, str]:
     """
     found = read_gpu_processes(uuid, gpu_handle(uuid, None))
     return {
-        process.pid: process_text(process.pid, process.name)
-        for process in found
-        if PurePosixPath(process.name.partition(" ")[0]).name != _MPS_SERVER
+        process.pid: process_text(process.pid, process.name) for process in found if not process.is_mps_server
     }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pynvml
@@ -21,6 +21,9 @@ from dra_driver.nvml.gpu_users import read_gpu_processes
 from dra_driver.nvml.mig_reading import gpu_handle
 from dra_driver.nvml.session import NvmlSession
 
+_SAMPLED_US = 10_000_000
+"""How old a sample of a process may be. The driver takes them in the order of seconds, and keeps older ones."""
+_FULL = 100
 _SHORTEST_S = 1.0
 """Between two samples of a device. A look that comes sooner, as of a second Prometheus, has the value of before."""
 
@@ -93,9 +96,11 @@ class UsageSource:
         self._clock = clock
         self._samples: dict[str, dict[str, _Sample]] = {}
 
-    def _processes(self, gpu: GpuAddress, handle: Handle) -> Sequence[GpuProcess] | None:
+    def _processes(self, gpu: GpuAddress, handle: Handle, load: GpuLoad) -> Sequence[GpuProcess] | None:
         """None if this process cannot see those of others."""
-        return read_gpu_processes(gpu.uuid, handle) if self.sees_all else None
+        if not self.sees_all:
+            return None
+        return with_utilisation(handle, read_gpu_processes(gpu.uuid, handle), load.utilisation_percent)
 
     def read(self, gpu: GpuAddress, devices: Collection[MigAddress]) -> GpuUse:
         """The GPU, and these MIG devices of it; one that is gone is missing. No MIG device is searched for, since NVML
@@ -123,12 +128,13 @@ class UsageSource:
                         if has_samples
                         else None,
                     )
-            return GpuUse(load, found, self._processes(gpu, handle))
+            return GpuUse(load, found, self._processes(gpu, handle, load))
 
     def read_processes(self, gpu: GpuAddress) -> GpuUse:
         """The processes on the GPU, and nothing else. Raises: as `read`."""
         with self._session.kept_open():
-            return GpuUse(GpuLoad(), {}, self._processes(gpu, gpu_handle(gpu.uuid, gpu.pci_bus_id)))
+            handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
+            return GpuUse(GpuLoad(), {}, read_gpu_processes(gpu.uuid, handle) if self.sees_all else None)
 
     def _percent(
         self, handle: Handle, device: MigAddress, samples: dict[str, _Sample], opening: int
@@ -147,6 +153,44 @@ class UsageSource:
             _free(before, opening)
         samples[device.uuid] = _Sample(buffer, opening, now, percent)
         return percent
+
+
+def with_utilisation(
+    handle: Handle, processes: Sequence[GpuProcess], gpu_percent: int | None
+) -> Sequence[GpuProcess]:
+    """The processes on a GPU, each with its utilisation where NVML reports one. `gpu_percent` is the GPU's own.
+
+    NVML has samples only of processes that ran a kernel in the last seconds. A process without a sample was idle if
+    another one has a sample, or if the GPU was idle. Otherwise NVML may not have samples of it at all, as of clients of
+    MPS: then its utilisation is unknown.
+
+    Raises: as `read_load`.
+    """
+    samples = ask(_process_samples, handle) if processes else None
+    if samples is None:
+        return processes
+    # The driver may leave rubbish in the buffer: processes that are not there, and percentages above a million.
+    newest = {sample.pid: int(sample.smUtil) for sample in sorted(samples, key=lambda one: one.timeStamp)}
+    is_shown = any(process.pid in newest for process in processes) or gpu_percent == 0
+    rest = 0 if is_shown and not any(process.is_mps_server for process in processes) else None
+    found = (newest.get(process.pid, rest) for process in processes)
+    return [
+        replace(process, utilisation_percent=percent if percent is None or percent <= _FULL else None)
+        for process, percent in zip(processes, found, strict=True)
+    ]
+
+
+def _process_samples(handle: Handle) -> Sequence[Any]:
+    """Raises: pynvml.NVMLError."""
+    since = time.time_ns() // 1000 - _SAMPLED_US
+    try:
+        samples: Sequence[Any] = pynvml.nvmlDeviceGetProcessUtilization(handle, since)
+    except pynvml.NVMLError as error:
+        # The binding raises for success too if there are no samples.
+        if error.value not in (pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_SUCCESS):
+            raise
+        return ()
+    return samples
 
 
 def _mig_handle(handle: Handle, device: MigAddress) -> Handle | None:

@@ -30,7 +30,7 @@ from dra_driver.model.mig import GpuLayout
 from dra_driver.model.mps import MPS_STATES
 from dra_driver.model.problems import FOUND_BY_TOP, ProblemCode
 from dra_driver.model.record import ClaimRecord
-from dra_driver.reporting.rules.claim_usage import DeviceUse, NodeUse, mig_profile
+from dra_driver.reporting.rules.claim_usage import DeviceUse, NodeUse, PodUse, mig_profile
 
 _log = structlog.get_logger(__name__)
 
@@ -155,6 +155,16 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
                           "them away.",),
 }  # fmt: skip
 """Gauges of this node: by name, without `nvidia_dra_`, the help and the labels beside `driver`."""
+_OF_PODS: Mapping[str, tuple[str, Callable[[PodUse], float | None]]] = {
+    "utilization_ratio": ("Part of the last seconds in which a kernel of the pod ran on a whole GPU of its prepared "
+                          "claim; not there where NVML has no samples of processes.",
+                          lambda pod: None if pod.utilisation_percent is None else pod.utilisation_percent / 100),
+    "memory_used_bytes": ("Memory that the pod's processes have on a device of its prepared claim.",
+                          lambda pod: pod.memory_bytes),
+    "processes": ("Processes of the pod on a device of its prepared claim.", lambda pod: pod.processes),
+}  # fmt: skip
+"""Gauges of each pod on a device of its claims: by name, without `nvidia_dra_pod_`, the help and the value. `claim` is
+empty where the pod has the device by several claims."""
 _OF_DEVICES: Mapping[str, tuple[str, Callable[[DeviceUse, GpuLoad], float | None]]] = {
     "utilization_ratio": ("Part of the time in which a kernel ran on a device of a prepared claim; of a MIG device "
                           "since the scrape before, from Hopper on.", lambda _, load: _busy(load)),
@@ -331,6 +341,27 @@ class Views:
             found = ((key, value(one, one.load or GpuLoad())) for one, key in values.items())
             samples: Samples = {key: number for key, number in found if number is not None}
             yield _gauge(f"nvidia_dra_device_{name}", text, labels, samples)
+        pods = {
+            one: (self._driver, self._node, one.namespace, one.pod, one.claim or "", one.device, one.kind, one.uuid,
+                  one.gpu_uuid)
+            for one in node.pods
+        }  # fmt: skip
+        of_pods = (
+            "driver",
+            "node",
+            "namespace",
+            "pod",
+            "claim",
+            "device",
+            "device_type",
+            "uuid",
+            "parent_uuid",
+        )
+        for name, (text, of_pod) in _OF_PODS.items():
+            counts = ((key, of_pod(one)) for one, key in pods.items())
+            yield _gauge(
+                f"nvidia_dra_pod_{name}", text, of_pods, {key: n for key, n in counts if n is not None}
+            )
         claimed = {device.gpu_uuid for device in node.devices}
         power = {uuid: use.load.power_w for uuid, use in node.gpus.items() if uuid in claimed}
         watts: Samples = {(uuid,): value for uuid, value in power.items() if value is not None}

@@ -12,7 +12,6 @@ from functools import partial
 
 from dra_driver.base.threads import BackgroundWorker, BoundedCall
 from dra_driver.errors import DraDriverError
-from dra_driver.model.claim import Pods
 from dra_driver.model.gpu import GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuAddress, MigAddress
@@ -46,7 +45,6 @@ class Usage:
     inventory: Callable[[], Inventory | None]
     records: Callable[[], Mapping[str, ClaimRecord]]
     made: Made
-    pods: Callable[[ClaimRecord], Pods]
     origin: Callable[[int], ProcessOrigin]
     _: KW_ONLY
     within_s: float = _WITHIN_S
@@ -68,10 +66,9 @@ class Usage:
             inventory, lambda gpu: partial(self.source.read, gpu, tuple(wanted.get(gpu.uuid, ())))
         )
         origins = self._origins(gpus)
-        pods = {record.ref.uid: self.pods(record) for record in records}
         return NodeUse(
             device_uses(records, inventory, addresses, gpus),
-            pod_uses(records, pods, addresses, gpus, origins),
+            pod_uses(records, addresses, gpus, origins),
             gpus,
             _unclaimed(gpus, held, addresses, origins),
         )

@@ -9,7 +9,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -248,9 +248,9 @@ def recorded(expr: str) -> str:
     return expr
 
 
-def used_node(*more: ClaimRecord) -> Samples:
+def used_node(*more: ClaimRecord, by_pod: Mapping[str, int] | None = None) -> Samples:
     """Three GPUs: two claims share the first, a third claim has the second, and a monitor looks at all. They are busy
-    for half of the time; MIG devices are idle."""
+    for half of the time; MIG devices are idle. `by_pod` is as in `node_use`."""
     monitor = [replace(hold(gpu), admin_access=True) for gpu in (GPU_0, GPU_1)]
     records = [
         held_by("a", hold(GPU_0), namespace="team-a"),
@@ -261,7 +261,7 @@ def used_node(*more: ClaimRecord) -> Samples:
     ]
     metrics = Metrics(DRIVER, NODE, list)
     metrics.show.claims(lambda: records, lambda device: None, lambda: MIXED)
-    metrics.show.usage(lambda: node_use(records, replace(BUSY, utilisation_percent=50)))
+    metrics.show.usage(lambda: node_use(records, replace(BUSY, utilisation_percent=50), by_pod=by_pod))
     metrics.show.inventory(lambda: inventory(h100(0), h100(1), h100(2)))
     return with_foreign(scraped(metrics))
 
@@ -346,12 +346,36 @@ def test_idle_device_names_its_team_and_a_busy_one_is_left_out() -> None:
 
 
 @pytest.mark.cluster
+def test_teams_that_share_a_gpu_are_told_apart_where_nvml_measures_their_pods() -> None:
+    load = series(used_node(by_pod={"uid-pod-a": 45, "uid-pod-b": 2, "uid-pod-c": 60}), lambda *_: None)
+    board = {title: on_the_node(expr) for title, expr, _ in queries_of_the_board()}
+    held = next(expr for title, expr in board.items() if title.startswith("GPUs held and used"))
+    idle, idle_now, used, used_now, by_pod = asked(
+        load,
+        ALERTS["GpuDraHeldIdle"]["expr"],
+        board["Idle now"],
+        recorded("namespace:nvidia_dra_gpus_used:sum"),
+        held,
+        board["Utilisation, by pod"],
+    )
+    for answer in (idle, idle_now):
+        assert [(labels["namespace"], labels["claim"], value) for labels, value in answer] == [
+            ("team-b", "b", 0.02)
+        ]
+    for answer in (used, used_now):
+        assert {labels["namespace"]: value for labels, value in answer} == pytest.approx(
+            {"team-a": 0.45, "team-b": 0.62}
+        )
+    assert {labels["pod"]: value for labels, value in by_pod} == {"pod-a": 0.45, "pod-b": 0.02, "pod-c": 0.6}
+
+
+@pytest.mark.cluster
 def test_queries_of_the_document_have_answers() -> None:
     text = (ROOT / "docs/metrics.md").read_text()
     blocks = "\n".join(re.findall(r"```promql\n(.*?)```", text, re.DOTALL))
     queries = ["\n".join(part.splitlines()) for part in re.split(r"^# .*\n", blocks, flags=re.MULTILINE)[1:]]
     assert len(queries) > 8
-    both = used_node() | {
+    both = used_node(by_pod={"uid-pod-a": 45}) | {
         ("nvidia_dra_gpu_severity", (("driver", DRIVER), ("uuid", uuid(0)))): 3,
         ("nvidia_dra_mig_severity", (("driver", DRIVER), ("parent_uuid", uuid(1)), ("uuid", uuid(1)))): 3,
         ("nvidia_dra_gpu_xids_total", (("driver", DRIVER), ("uuid", uuid(0)), ("xid", "79"))): 1,

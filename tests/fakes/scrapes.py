@@ -14,13 +14,13 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from dra_driver.model.claim import PodRef
-from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
+from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.inventory import StaticMigDevice
 from dra_driver.model.mig import MigAddress
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.metrics import Metrics
-from dra_driver.reporting.rules.claim_usage import NodeUse, device_uses
+from dra_driver.reporting.rules.claim_usage import NodeUse, device_uses, pod_uses
 from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, hold, record, uuid
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
@@ -92,17 +92,36 @@ BUSY = GpuLoad(60 << 30, 80 << 30, 70, 40, 350.0, 700.0)
 IDLE = GpuLoad(1 << 30, 10 << 30, 0)
 
 
-def node_use(records: list[ClaimRecord], busy: GpuLoad = BUSY, idle: GpuLoad = IDLE) -> NodeUse:
-    """A node whose whole GPUs are busy, and whose MIG devices are idle. A program of the host has memory too."""
-    unclaimed = [GpuProcess(4711, "train", 2 << 30)]
+def node_use(
+    records: list[ClaimRecord],
+    busy: GpuLoad = BUSY,
+    idle: GpuLoad = IDLE,
+    *,
+    by_pod: Mapping[str, int] | None = None,
+) -> NodeUse:
+    """A node whose whole GPUs are busy, and whose MIG devices are idle. A program of the host has memory too. `by_pod`
+    has for each UID of a pod how busy it keeps each GPU, in percent; without it NVML has no samples of processes."""
+    unclaimed = [GpuProcess(4711, "train", 2 << 30, None, None if by_pod is None else 0)]
     mig = {device.uuid: idle for gpu in MIXED.gpus for device in gpu.mig_devices}
-    seen = {gpu.uuid: GpuUse(busy, mig, unclaimed) for gpu in MIXED.gpus}
+    pids = {uid: pid for pid, uid in enumerate(by_pod or {}, start=1)}
+    own = [
+        GpuProcess(pids[uid], "python3", 1 << 30, None, percent) for uid, percent in (by_pod or {}).items()
+    ]
+    seen = {gpu.uuid: GpuUse(busy, mig, [*own, *unclaimed]) for gpu in MIXED.gpus}
+    origins = {pid: ProcessOrigin("container", uid) for uid, pid in pids.items()} | {
+        4711: ProcessOrigin("host")
+    }
     addresses = {
         name: MigAddress(device.uuid, device.mig.gpu_instance_id, 0)
         for name, device in MIXED.by_name.items()
         if isinstance(device, StaticMigDevice)
     }
-    return NodeUse(device_uses(records, MIXED, addresses, seen), seen, dict.fromkeys(seen, unclaimed))
+    return NodeUse(
+        device_uses(records, MIXED, addresses, seen),
+        pod_uses(records, addresses, seen, origins),
+        seen,
+        dict.fromkeys(seen, unclaimed),
+    )
 
 
 def complete_metrics() -> Metrics:
@@ -116,7 +135,7 @@ def complete_metrics() -> Metrics:
     records = [replace(prepared, claim=replace(prepared.claim, pods=(PodRef("pod-0", "uid-0"),)))]
     metrics = Metrics(DRIVER, NODE, lambda: ["gpu"])
     metrics.show.claims(lambda: records, lambda device: None, lambda: MIXED)
-    metrics.show.usage(lambda: node_use(records))
+    metrics.show.usage(lambda: node_use(records, by_pod={"uid-0": 70}))
     metrics.show.devices(lambda: MIXED, health, dict)
     metrics.show.inventory(lambda: MIXED)
     metrics.show.health(lambda: MIXED, health)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.host.processes import any_runs, gpu_users, is_of_the_host, origin, users_of
+from dra_driver.model.gpu import ProcessOrigin
 from tests.fakes.tables import data_of
 
 UID = "0a1b2c3d-06c0-4d70-8a51-e59b25b2c16c"
@@ -119,10 +120,11 @@ ZEROS = "0" * 64
 def test_a_process_is_of_a_container_of_the_host_or_of_unknown_origin(
     tmp_path: Path, text: str, expected: str
 ) -> None:
-    assert origin(str(tmp_path), 4711) == "unknown"
+    assert origin(str(tmp_path), 4711) == ProcessOrigin()
     (tmp_path / "4711").mkdir()
     (tmp_path / "4711/cgroup").write_text(f"{text}\n")
-    assert origin(str(tmp_path), 4711) == expected
+    found = origin(str(tmp_path), 4711)
+    assert found == ProcessOrigin(expected, UID if "pod" in text and "deleted" not in text else None)
 
 
 def test_everybody_who_has_a_node_open_is_named_also_what_always_runs(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pynvml
 import pytest
 
 from dra_driver.errors import DeviceLostError, NvmlUnavailableError
@@ -52,13 +53,42 @@ def test_whole_gpu_has_its_load_and_its_processes(machine):
     seen.machine.hold_gpu(0, 4711, "python3", utilisation=70)
     use = seen.source.read(seen.gpu, ())
     assert use.load == GpuLoad(512 << 20, 81559 << 20, 70, 30, 70.0, 700.0)
-    assert (use.mig, use.processes) == ({}, [GpuProcess(4711, "python3", 512 << 20)])
+    assert (use.mig, use.processes) == ({}, [GpuProcess(4711, "python3", 512 << 20, None, 70)])
     seen.source.sees_all = False
     assert seen.source.read(seen.gpu, ()).processes is None, "in another PID namespace than the host's"
     assert seen.source.read_processes(seen.gpu).processes is None
     seen.machine.lose_gpu(0)
     with pytest.raises(DeviceLostError):
         seen.source.read(seen.gpu, ())
+
+
+@pytest.mark.parametrize(
+    ("holders", "code", "expected"),
+    [
+        ({"python3": 70, "idle": 0}, None, {"python3": 70, "idle": 0}),
+        ({"idle": 0}, None, {"idle": 0}),
+        ({"python3": 70}, pynvml.NVML_ERROR_NOT_FOUND, {"python3": None}),
+        ({"python3": 70}, pynvml.NVML_ERROR_NOT_SUPPORTED, {"python3": None}),
+        ({"python3": 70}, pynvml.NVML_ERROR_NO_PERMISSION, {"python3": None}),
+        ({"python3": 70, "rubbish": 2147483632}, None, {"python3": 70, "rubbish": None}),
+        ({"nvidia-cuda-mps-server": 70, "idle": 0}, None, {"nvidia-cuda-mps-server": 70, "idle": None}),
+    ],
+)
+def test_process_is_idle_only_if_the_samples_of_its_gpu_show_it(machine, holders, code, expected):
+    seen = Watched(machine("hgx-h100-4"), cut=False)
+    for pid, (name, percent) in enumerate(holders.items(), start=1):
+        seen.machine.hold_gpu(0, pid, name, utilisation=percent)
+    if code is not None:
+        seen.machine.set_fault("nvmlDeviceGetProcessUtilization", code=code)
+    processes = seen.source.read(seen.gpu, ()).processes
+    assert {process.name: process.utilisation_percent for process in processes} == expected
+
+
+def test_client_of_mps_without_a_sample_is_not_idle(machine):
+    seen = Watched(machine("hgx-h100-4"), cut=False)
+    seen.machine.hold_gpu(0, 1, "nvidia-cuda-mps-server", utilisation=0)
+    seen.machine.hold_gpu(0, 2, "python3", mps=True, utilisation=80)
+    assert {process.utilisation_percent for process in seen.source.read(seen.gpu, ()).processes} == {None}
 
 
 def test_mig_device_is_as_busy_as_between_two_looks(watched):

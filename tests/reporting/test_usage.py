@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dra_driver.errors import DeviceLostError
-from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
+from dra_driver.model.claim import PodRef
+from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.mig import GpuAddress, MigAddress, OwnedInstance, Placement
-from dra_driver.model.record import ClaimRecord
+from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.reporting import usage
 from dra_driver.reporting.metrics import Metrics
-from dra_driver.reporting.rules.claim_usage import Origin, unclaimed
+from dra_driver.reporting.rules.claim_usage import unclaimed
 from dra_driver.reporting.usage import Usage
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, NODE, hold, record, uuid
 from tests.fakes.scrapes import by_label, scraped
 from tests.fakes.tables import tabled
 
+HOST = ProcessOrigin("host")
 BUSY = GpuLoad(4 << 30, 80 << 30, 70, 40, 350.0, 700.0)
 IDLE = GpuLoad(0, 80 << 30, 0, 30, 70.0, 700.0)
 MIG_LOAD = GpuLoad(1 << 30, 10 << 30, 25)
@@ -43,13 +45,13 @@ class Node:
         }
         self.hang: dict[str, threading.Event] = {}
         self.fail: set[str] = set()
-        self.origins: dict[int, Origin] = {}
+        self.origins: dict[int, ProcessOrigin] = {}
         self.usage = Usage(
             self,
             lambda: MIXED,
             lambda: self.records,
             lambda device: MADE if device == PART else None,
-            lambda pid: self.origins.get(pid, "container"),
+            lambda pid: self.origins.get(pid, ProcessOrigin("container")),
             within_s=0.2,
         )
 
@@ -177,7 +179,7 @@ def test_memory_that_nobody_claims_is_counted_on_every_gpu() -> None:
     node.uses[uuid(1)] = GpuUse(
         IDLE, {}, (GpuProcess(5, "train", 3 << 30), GpuProcess(6, "x", 1 << 30), GpuProcess(7, "y"))
     )
-    node.origins = {1: "unknown", 5: "host", 6: "unknown", 7: "unknown"}
+    node.origins = {1: ProcessOrigin(), 5: HOST, 6: ProcessOrigin(), 7: ProcessOrigin()}
     assert by_label(node.metrics(), "nvidia_dra_unclaimed_memory_bytes", "uuid") == {
         (uuid(0),): 0, (uuid(1),): 4 << 30, (uuid(2),): 0,
     }  # fmt: skip
@@ -187,7 +189,7 @@ def test_a_claim_that_only_looks_at_a_gpu_hides_no_memory_there() -> None:
     """A monitor looks at every GPU (adminAccess); a process that has ended is still nobody's."""
     for monitor, expected in ((replace(hold(GPU_0), admin_access=True), [1]), (hold(GPU_0), [])):
         node = Node(record(monitor))
-        node.origins = {1: "unknown"}
+        node.origins = {1: ProcessOrigin()}
         assert [process.pid for process in node.usage.look().unclaimed[uuid(0)]] == expected
 
 
@@ -195,7 +197,7 @@ def test_search_for_memory_that_nobody_claims_reads_processes_only() -> None:
     node = Node(record(hold(GPU_0), hold(MIG_1G)))
     node.uses[uuid(1)] = GpuUse(BUSY, {}, (GpuProcess(5, "train", 3 << 30),))
     node.uses[uuid(2)] = GpuUse(BUSY, {}, None)
-    node.origins = {5: "host"}
+    node.origins = {5: HOST}
     node.fail.add(uuid(0))
     assert node.usage.unclaimed() == {uuid(1): [GpuProcess(5, "train", 3 << 30)]}
     assert sorted(node.processes_asked) == [uuid(0), uuid(1), uuid(2)]
@@ -224,5 +226,107 @@ PLACES = {(uuid(0), None), (uuid(2), 7)}
 
 
 @tabled("gpu", "process", "where", "expected")
-def test_a_process_belongs_to_nobody(gpu: int, process: list[Any], where: Origin, expected: bool) -> None:
-    assert bool(unclaimed(uuid(gpu), [GpuProcess(*process)], PLACES, lambda _: where)) is expected
+def test_a_process_belongs_to_nobody(gpu: int, process: list[Any], where: Any, expected: bool) -> None:
+    origins = {process[0]: ProcessOrigin(where)}
+    assert bool(unclaimed(uuid(gpu), [GpuProcess(*process)], PLACES, origins)) is expected
+
+
+A, B = PodRef("train-0", "uid-a"), PodRef("serve-0", "uid-b")
+
+
+def pod_values(node: Node, name: str, *labels: str) -> dict[tuple[str, ...], float]:
+    return by_label(node.metrics(), f"nvidia_dra_pod_{name}", *labels or ("pod",))
+
+
+def of_pods(name: str, *pods: PodRef, devices: Sequence[HeldDevice] | None = None) -> ClaimRecord:
+    made = record(*devices or [hold(GPU_0)], uid=name)
+    return replace(made, claim=replace(made.claim, pods=pods))
+
+
+def shared_node(*processes: GpuProcess) -> Node:
+    """Two claims, each of one pod, share the first GPU. Processes 10 and 11 are of the first pod, 20 of the second."""
+    node = Node(of_pods("a", A), of_pods("b", B))
+    node.origins = {pid: ProcessOrigin("container", A.uid if pid < 20 else B.uid) for pid in (10, 11, 20)}
+    node.origins[30] = HOST
+    node.uses[uuid(0)] = GpuUse(BUSY, {}, processes)
+    return node
+
+
+def test_two_pods_that_share_a_gpu_are_told_apart() -> None:
+    node = shared_node(
+        GpuProcess(10, "a", 1 << 30, None, 40),
+        GpuProcess(11, "a", 2 << 30, None, 80),
+        GpuProcess(20, "b", 4 << 30, None, 5),
+        GpuProcess(30, "x", 8 << 30, None, 5),
+    )
+    assert pod_values(node, "utilization_ratio", "namespace", "pod", "claim", "device") == {
+        ("default", A.name, "claim-a", GPU_0): 1.0, ("default", B.name, "claim-b", GPU_0): 0.05,
+    }  # fmt: skip
+    assert pod_values(node, "memory_used_bytes") == {(A.name,): 3 << 30, (B.name,): 4 << 30}
+    assert pod_values(node, "processes") == {(A.name,): 2, (B.name,): 1}
+
+
+def test_pod_without_a_process_is_idle() -> None:
+    node = shared_node(GpuProcess(20, "b", 4 << 30, None, 5))
+    assert pod_values(node, "utilization_ratio") == {(A.name,): 0, (B.name,): 0.05}
+    assert pod_values(node, "processes") == {(A.name,): 0, (B.name,): 1}
+
+
+def test_utilisation_that_nvml_lacks_for_one_process_is_absent_for_all_pods_and_memory_for_its_own() -> None:
+    node = shared_node(
+        GpuProcess(10, "a", None, None, 40), GpuProcess(11, "a", 1), GpuProcess(20, "b", 7, None, 5)
+    )
+    assert pod_values(node, "utilization_ratio") == {}
+    assert pod_values(node, "memory_used_bytes") == {(B.name,): 7}
+    assert pod_values(node, "processes") == {(A.name,): 2, (B.name,): 1}
+
+
+def test_busy_gpu_without_a_process_is_no_idle_pod() -> None:
+    node = shared_node()
+    assert pod_values(node, "utilization_ratio") == {}
+    node.uses[uuid(0)] = GpuUse(IDLE)
+    assert pod_values(node, "utilization_ratio") == {(A.name,): 0, (B.name,): 0}
+
+
+def test_of_many_pods_those_with_processes_and_sixteen_others_are_counted() -> None:
+    node = shared_node(GpuProcess(10, "a", 1, None, 40))
+    node.records = {
+        "a": of_pods("a", *(PodRef(f"idle-{number}", f"uid-{number}") for number in range(100)), A)
+    }
+    found = pod_values(node, "utilization_ratio")
+    assert len(found) == 17
+    assert found[A.name,] == 0.4
+
+
+def test_pods_of_processes_that_cannot_be_read_have_no_use() -> None:
+    node = shared_node()
+    node.uses[uuid(0)] = GpuUse(BUSY, {}, None)
+    assert pod_values(node, "processes") == {}
+    node.fail.add(uuid(0))
+    assert pod_values(node, "processes") == {}
+
+
+def test_pods_of_one_claim_are_told_apart_and_one_with_two_claims_has_no_claim_name() -> None:
+    node = shared_node(GpuProcess(10, "a", 1, None, 40), GpuProcess(20, "b", 1, None, 50))
+    node.records["a"] = of_pods("a", A, B)
+    assert pod_values(node, "utilization_ratio", "pod", "claim") == {
+        (A.name, "claim-a"): 0.4,
+        (B.name, ""): 0.5,
+    }
+
+
+def test_pods_on_mig_devices_have_the_memory_of_their_own_instance() -> None:
+    node = Node(of_pods("a", A, devices=(hold(MIG_1G), hold(MIG_3G))))
+    node.origins = {pid: ProcessOrigin("container", A.uid) for pid in (10, 11)}
+    node.uses[uuid(2)] = GpuUse(IDLE, {}, (GpuProcess(10, "a", 5, 7), GpuProcess(11, "b", 6, 8)))
+    assert pod_values(node, "memory_used_bytes", "device") == {(MIG_1G,): 5, (MIG_3G,): 0}
+    assert pod_values(node, "utilization_ratio") == {}
+
+
+def test_claim_that_only_looks_or_is_not_prepared_has_no_pods_use() -> None:
+    node = shared_node(GpuProcess(10, "a", 1, None, 40))
+    node.records = {
+        "a": of_pods("a", A, devices=(replace(hold(GPU_0), admin_access=True),)),
+        "b": replace(of_pods("b", B), phase="preparing"),
+    }
+    assert pod_values(node, "processes") == {}

@@ -14,7 +14,7 @@ from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.rules.prepared_claims import PreparedClaim
 from dra_driver.health.rules.polling import FABRIC, compared
 from dra_driver.health.rules.state import observe
-from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
+from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess, ProcessOrigin
 from dra_driver.model.health import (
     HealthState,
     HealthTarget,

@@ -11,10 +11,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
-from dra_driver.model.claim import ClaimRef, Pods
+from dra_driver.model.claim import ClaimRef, PodRef
 from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, StaticMigDevice
 from dra_driver.model.mig import MigAddress, OwnedInstance
@@ -29,6 +30,9 @@ _BELONGS_THERE = frozenset(
         "nv-hostengine", "dcgm-exporter", "dcgmi", "nvidia-smi", "nvtop",
     }
 )  # fmt: skip
+_MOST_WITHOUT = 16
+"""Pods without a process that are counted for one device: a claim that hundreds of pods share must not fill the time
+series database."""
 _MIB = 1 << 20
 
 
@@ -55,7 +59,7 @@ class PodUse:
     """What the processes of one pod do on a device that a claim of the pod holds.
 
     `claim` is None where the pod holds the device by several claims. `memory_bytes` and `utilisation_percent` are None
-    where NVML does not report them for each process.
+    where NVML does not report them for each process. The utilisation is known for all pods on a device, or for none.
     """
 
     namespace: str
@@ -142,14 +146,82 @@ def _use(
 ) -> DeviceUse:
     uuid = mig.uuid if mig is not None else held.uuid
     load: GpuLoad | None = None
-    processes: int | None = None
     if seen is not None:
         load = seen.load if held.kind == "gpu" else seen.mig.get(uuid)
-        place = None if mig is None else mig.gpu_instance_id
-        if load is not None and seen.processes is not None:
-            processes = sum(place in (None, process.gpu_instance_id) for process in seen.processes)
+    listed = None if load is None else _processes_on(held, mig, seen)
+    processes = None if listed is None else len(listed)
     fraction = _fraction(held, inventory)
     return DeviceUse(held.device, held.kind, uuid, held.gpu_uuid, is_shared, fraction, load, processes)
+
+
+def pod_uses(
+    records: Iterable[ClaimRecord],
+    addresses: Mapping[str, MigAddress],
+    gpus: Mapping[str, GpuUse],
+    origins: Origins,
+) -> list[PodUse]:
+    """What each pod does on each device of its prepared claims. `addresses` are of MIG devices, by device name, and
+    `gpus` by UUID. A device whose processes are not known has no entry."""
+    devices: dict[str, HeldDevice] = {}
+    holders: dict[str, dict[PodRef, set[ClaimRef]]] = {}
+    for record in records:
+        for held, pod in product(record.devices, record.claim.pods or ()):
+            if record.phase == "prepared" and not held.admin_access:
+                devices[held.device] = held
+                holders.setdefault(held.device, {}).setdefault(pod, set()).add(record.ref)
+    return [
+        use
+        for name, held in devices.items()
+        for use in _pods_on(held, holders[name], addresses.get(name), gpus.get(held.gpu_uuid), origins)
+    ]
+
+
+def _pods_on(
+    held: HeldDevice,
+    holders: Mapping[PodRef, set[ClaimRef]],
+    mig: MigAddress | None,
+    seen: GpuUse | None,
+    origins: Origins,
+) -> Iterator[PodUse]:
+    listed = _processes_on(held, mig, seen)
+    if seen is None or listed is None:
+        return
+    by_pod: dict[str | None, list[GpuProcess]] = {}
+    for process in listed:
+        by_pod.setdefault(origins[process.pid].pod_uid, []).append(process)
+    # If NVML has no samples of one process, what the others used is not all.
+    is_measured = held.kind == "gpu" and all(process.utilisation_percent is not None for process in listed)
+    if not listed and seen.load.utilisation_percent != 0:
+        is_measured = False  # NVML does not list what keeps the GPU busy
+    without = 0
+    for pod, (first, *others) in holders.items():
+        processes = by_pod.get(pod.uid, [])
+        without += not processes
+        if processes or without <= _MOST_WITHOUT:
+            percent = sum(process.utilisation_percent or 0 for process in processes)
+            memory = [process.memory_bytes for process in processes]
+            yield PodUse(
+                namespace=first.namespace,
+                pod=pod.name,
+                claim=None if others else first.name,
+                device=held.device,
+                kind=held.kind,
+                uuid=held.uuid if mig is None else mig.uuid,
+                gpu_uuid=held.gpu_uuid,
+                processes=len(processes),
+                memory_bytes=None if None in memory else sum(filter(None, memory)),
+                utilisation_percent=min(100, percent) if is_measured else None,
+            )
+
+
+def _processes_on(
+    held: HeldDevice, mig: MigAddress | None, seen: GpuUse | None
+) -> Sequence[GpuProcess] | None:
+    """None if they are not known. MIG devices of one GPU instance have the same ones."""
+    if seen is None or seen.processes is None or (held.kind == "mig" and mig is None):
+        return None
+    place = None if mig is None else mig.gpu_instance_id
+    return [process for process in seen.processes if place in (None, process.gpu_instance_id)]
 
 
 def _fraction(held: HeldDevice, inventory: Inventory) -> float | None:
@@ -174,7 +246,7 @@ def unclaimed(
     """The processes on a GPU that belong to nobody."""
 
     def belongs(process: GpuProcess) -> bool:
-        if process.name.partition(" ")[0].rpartition("/")[2] in _BELONGS_THERE:
+        if process.program in _BELONGS_THERE:
             return True
         where, instance = origins[process.pid].where, process.gpu_instance_id
         # Out of MIG mode NVML may give instance 0 for the whole GPU.

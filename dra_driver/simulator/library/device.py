@@ -4,6 +4,7 @@ reads; samples of a GPU instance (GPM) and the metrics between two of them; NVLi
 from __future__ import annotations
 
 import itertools
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -183,6 +184,23 @@ class Device(Core):
         self.device(handle)
         put(count, 0)
         return 0
+
+    def nvmlDeviceGetProcessUtilization(self, handle: Any, out: Any, count: Any, since: Any) -> int:  # noqa: N802
+        """Of clients of MPS there are no samples. Each sample is of now."""
+        _, gpu = self.gpu(handle)
+        if gpu.mig_mode:
+            raise _unsupported()
+        now = time.time_ns() // 1000
+        found = [one for one in gpu.holders if one.utilisation and not one.mps] if number(since) < now else []
+        room = number(target(count))
+        put(count, len(found))
+        if not found:
+            return int(pynvml.NVML_ERROR_NOT_FOUND)
+        if out is None or room < len(found):
+            return int(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
+        for slot, holder in zip(target(out), found, strict=False):
+            slot.pid, slot.timeStamp, slot.smUtil = holder.pid, now, holder.utilisation
+        return int(pynvml.NVML_SUCCESS)
 
     def _processes(self, handle: Any, count: Any, out: Any, *, mps: bool) -> int:
         _, gpu, parsed = self.device(handle)

@@ -86,9 +86,10 @@ class System(Core):
         out.devToolsMode = int(mode == "devtools")
 
     def nvmlSystemGetProcessName(self, pid: Any, buffer: Any, size: Any) -> None:  # noqa: N802
+        wanted = number(pid)
         for gpu in self.state().present:
             for holder in gpu.holders:
-                if holder.pid == number(pid):
+                if holder.pid == wanted:
                     return put_text(buffer, size, holder.name)
         raise Refusal(pynvml.NVML_ERROR_NOT_FOUND)
 
