@@ -12,13 +12,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from dra_driver.cli.commands import ROOT as COMMANDS
-from dra_driver.model import problems
 from dra_driver.model.claim import ClaimRef, PodRef
+from dra_driver.model.problems import EventReason
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.reporting.metrics import Metrics
 from tests.deploy.test_daemonset import one
@@ -94,7 +95,7 @@ def test_runbooks_name_commands_events_and_log_entries_that_exist() -> None:
     assert commands <= set(COMMANDS.commands)
     reasons = set(re.findall(r"reason=(\w+)", text))
     assert reasons
-    assert reasons <= {value for value in vars(problems).values() if isinstance(value, str)}
+    assert reasons <= set(get_args(EventReason))
     source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
     searched = re.findall(r"logs \{\{ \$labels\.pod \}\} \| grep (?:-E '([^']+)'|(\w+))", text)
     words = {word for pair in searched for word in re.split(r"[|()]", "".join(pair)) if word}
