@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 MACHINE ?= dgx-h100
 
 .DEFAULT_GOAL := help
-.PHONY: audit coverage fuzz gpu-check help setup demo playground docs site test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix e2e-vm lock manifests proto clean release
+.PHONY: audit coverage fuzz gpu-check help setup demo playground docs site serve test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix e2e-vm lock manifests proto clean release
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -70,6 +70,9 @@ $(SITE_VENV)/.installed: requirements-site.txt
 
 site: $(SITE_VENV)/.installed ## The manuals as a web site in build/site, which loads nothing from elsewhere
 	@$(SITE_VENV)/bin/python hack/site/make_site.py
+
+serve: site ## The same, served on http://127.0.0.1:8000, where the search works
+	@$(PYTHON) -m http.server 8000 --bind 127.0.0.1 --directory build/site
 
 # Where it fails it says why, and so do the tests that need it; the others run.
 $(PROGRAMS): hack/debian_programs.py $(RUNTIME)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -19,6 +21,8 @@ import tables
 MERMAID = links.ROOT / "build/site-parts/mermaid.min.js"
 _ITEM = re.compile(r"(?P<mark>- |\d+\. +)")
 _CELL_CODE = re.compile(r"`[^`\n]*`")
+_PICTURE = re.compile(r'(<img [^>]*?src="([^"]+\.svg)"[^>]*>)')
+_VERSION = tomllib.loads((links.ROOT / "pyproject.toml").read_text())["project"]["version"]
 _sources: dict[str, str] = {}
 
 
@@ -47,9 +51,23 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "".join(_dialect(text))
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The version below each page."""
+    config.copyright = f"{config.site_name} {_VERSION}, {config.copyright}"
+    return config
+
+
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page with names in tables that break where they may."""
-    return tables.with_places_to_break(html)
+    """The page with names in tables that break where they may, pictures that open, and its source.
+
+    With SITE_REPOSITORY, such as `https://example.com/gpu-dra-driver/blob/main`, the source is a link.
+    """
+    source = _sources[page.file.src_uri]
+    shown = f"<code>{source}</code>"
+    if repository := os.environ.get("SITE_REPOSITORY", "").rstrip("/"):
+        shown = f'<a href="{repository}/{source}">{shown}</a>'
+    html = _PICTURE.sub(r'<a href="\2">\1</a>', tables.with_places_to_break(html))
+    return f'{html}<p class="source">Source of this page: {shown}</p>'
 
 
 def _dialect(text: str) -> list[str]:
