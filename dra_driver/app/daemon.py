@@ -299,9 +299,21 @@ class Driver:
     def _make_kubelet_plugin(self) -> None:
         """What answers the kubelet's calls and probes, and what is wrong with the node."""
         settings, directory = self.settings, self._plugin_dir
+        self._plugin = KubeletPlugin(
+            PluginSettings(
+                settings.driver_name,
+                Path(settings.kubelet_registrar_directory_path),
+                Path(settings.kubelet_plugins_directory_path),
+                settings.pod_uid,
+                f"[::]:{settings.healthcheck_port}" if settings.healthcheck_port >= 0 else None,
+            ),
+            self.claims.service,
+            self,
+            self.health.stream.watch,
+        )
         self.node_problems = NodeProblems(
             (
-                lambda: self._plugin.problems(),  # noqa: PLW0108  made later
+                self._plugin.problems,
                 self.publishing.publisher.problems,
                 self.discovery.problems,
                 self.health.problems,
@@ -315,19 +327,7 @@ class Driver:
             directory,
         )
         self.probes = Probes(
-            lambda: self._plugin, self.discovery, lambda: self.publishing.publisher, self.node_problems.notes
-        )
-        self._plugin = KubeletPlugin(
-            PluginSettings(
-                settings.driver_name,
-                Path(settings.kubelet_registrar_directory_path),
-                Path(settings.kubelet_plugins_directory_path),
-                settings.pod_uid,
-                f"[::]:{settings.healthcheck_port}" if settings.healthcheck_port >= 0 else None,
-            ),
-            self.claims.service,
-            self,
-            self.health.stream.watch,
+            self._plugin, self.discovery, self.publishing.publisher, self.node_problems.notes
         )
 
     def _show_node(self) -> None:

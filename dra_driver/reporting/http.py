@@ -218,7 +218,6 @@ _NOT_REGISTERED = (
     "the kubelet has not registered the plugin yet; if that lasts, check that its plugin registry directory is "
     "mounted at the same path"
 )
-_STARTING = "gpu-dra-driver is still starting; if that lasts, see the log for the part that does not start"
 _STOPPING = "gpu-dra-driver is stopping; another instance takes over, or the pod starts again"
 
 
@@ -226,13 +225,12 @@ _STOPPING = "gpu-dra-driver is stopping; another instance takes over, or the pod
 class Probes:
     """Answers for the kubelet's probes, by gRPC and by HTTP: lists of sentences, empty if all is well.
 
-    Plugin and publisher are None before they are made. `problems` returns a sentence for each problem of the node; they
-    are notes only.
+    `problems` returns a sentence for each problem of the node; they are notes only.
     """
 
-    plugin: Callable[[], KubeletPlugin | None]
+    plugin: KubeletPlugin
     discovery: Discovery
-    publisher: Callable[[], Publisher | None]
+    publisher: Publisher
     problems: Callable[[], Sequence[str]]
 
     def __post_init__(self) -> None:
@@ -241,13 +239,11 @@ class Probes:
 
     def startup(self) -> list[str]:
         """Why the sockets have never answered yet."""
-        plugin = self.plugin()
-        return _listed(_STARTING if plugin is None else plugin.liveness.start_fault())
+        return _listed(self.plugin.liveness.start_fault())
 
     def liveness(self) -> list[str]:
         """Why the kubelet cannot reach the sockets; nothing else can fail this."""
-        plugin = self.plugin()
-        return _listed(None if plugin is None else plugin.liveness.fault())
+        return _listed(self.plugin.liveness.fault())
 
     def readiness(self) -> list[str]:
         """Why a rolling update must not go on to the next node."""
@@ -266,13 +262,13 @@ class Probes:
         return [note for note in found if note not in failing]
 
     def _registration_faults(self) -> list[str]:
-        plugin = self.plugin()
-        if plugin is None or plugin.status is None:
+        status = self.plugin.status
+        if status is None:
             return [_NOT_REGISTERED]
-        if plugin.stopping:
+        if self.plugin.stopping:
             return [_STOPPING]
-        if not plugin.status.registered:
-            return [f"the kubelet refused the plugin: {plugin.status.error}; see the kubelet's log for more"]
+        if not status.registered:
+            return [f"the kubelet refused the plugin: {status.error}; see the kubelet's log for more"]
         return []
 
     def _device_faults(self) -> tuple[list[str], list[str]]:
@@ -283,13 +279,11 @@ class Probes:
 
     def _slice_faults(self) -> tuple[list[str], list[str]]:
         """Faults and notes. Without devices there is nothing to publish; the note of the devices says why."""
-        publisher = self.publisher()
-        problem = None if publisher is None else publisher.problem
-        told = _listed(_STARTING if publisher is None else problem and f"slices: {problem}")
+        problem = self.publisher.problem
+        told = _listed(problem and f"slices: {problem}")
         if self.discovery.problem() not in (None, NOT_DISCOVERED):
             return [], told
-        was_published = publisher is not None and publisher.wait_published(0.0)
-        return ([], told) if was_published else (told, [])
+        return ([], told) if self.publisher.wait_published(0.0) else (told, [])
 
     def _log_changes(self, faults: list[str]) -> None:
         with self._lock:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from functools import partial
 from typing import get_args
 
@@ -19,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from dra_driver.base.threads import BoundedCall
 from dra_driver.health.book import HealthBook
 from dra_driver.health.rules.taints import MadeInstance, device_reasons
 from dra_driver.journal.rules.cleanups import CLEANUP_KINDS, PendingCleanup, kind_of
@@ -38,74 +38,40 @@ _WITHIN_S = 1.0
 CAUSES = ("error", "timeout")
 
 Read = Callable[[], Iterable[Metric]]
-_Families = tuple[Metric, ...] | None
-"""What a source answered; None if it failed."""
 
 
 class Readings(Collector):
-    """Sources by name. `failed` is called for each answer that is left out, with the name of the source and one of
-    `CAUSES`."""
+    """Sources by name, each asked in a thread of its own. `failed` is called for each answer that is left out, with the
+    name of the source and one of `CAUSES`."""
 
     def __init__(self, failed: Callable[[str, str], None], *, within_s: float = _WITHIN_S) -> None:
         """`within_s` is how long a scrape waits for all sources together."""
         self._failed = failed
         self._within_s = within_s
-        self._from_memory: dict[str, Read] = {}
-        self._waiting: dict[str, Read] = {}
-        self._lock = threading.Lock()
-        self._answers: dict[str, Future[_Families]] = {}
-        self._overdue: set[str] = set()
+        self._turn = threading.Lock()
+        self._calls: dict[str, BoundedCall[tuple[Metric, ...]]] = {}
 
-    def add(self, name: str, read: Read, *, waits: bool) -> None:
-        """Call `read` at each scrape. `waits` says that it reads files or asks another process."""
-        (self._waiting if waits else self._from_memory)[name] = read
+    def add(self, name: str, read: Read) -> None:
+        """Call `read` at each scrape, which may read files or ask another process."""
+        self._calls[name] = BoundedCall(name, lambda: tuple(read()))
 
-    def collect(self) -> Iterator[Metric]:
-        """The answers of all sources that answer in time."""
-        deadline = time.monotonic() + self._within_s
-        asked = {name: self._ask(name) for name in self._waiting.copy()}
-        for name, read in self._from_memory.copy().items():
-            yield from self._told(name, _families(name, read))
-        for name, answer in asked.items():
-            # If an earlier scrape has waited for this call already, do not wait again.
-            wait([answer], 0.0 if name in self._overdue else max(0.0, deadline - time.monotonic()))
-            if answer.done():
-                yield from self._told(name, answer.result())
-            else:
-                self._overdue.add(name)
-                self._failed(name, "timeout")
-
-    def _told(self, name: str, families: _Families) -> tuple[Metric, ...]:
-        if families is None:
-            self._failed(name, "error")
-        return families or ()
-
-    def _ask(self, name: str) -> Future[_Families]:
-        """The call of a source that is under way, or a new one in a thread of its own, which ends with the answer. No
-        source is asked twice at a time, so one that hangs takes one thread."""
-        with self._lock:
-            known = self._answers.get(name)
-            if known is not None and not known.done():
-                return known
-            answer = self._answers[name] = Future[_Families]()
-            self._overdue.discard(name)
-
-            def ask() -> None:
-                answer.set_result(_families(name, self._waiting[name]))
-
-            try:
-                threading.Thread(target=ask, name=f"metrics-{name}", daemon=True).start()
-            except RuntimeError:
-                answer.set_result(None)
-            return answer
-
-
-def _families(name: str, read: Read) -> _Families:
-    try:
-        return tuple(read())
-    except Exception as error:  # noqa: BLE001  one source must not break the scrape
-        _log.debug("metrics_not_read", source=name, reason=str(error))
-        return None
+    def collect(self) -> Sequence[Metric]:
+        """The answers of all sources that answer in time. Scrapes take turns."""
+        with self._turn:
+            calls = self._calls.copy()
+            # An earlier scrape has waited for these already.
+            late = {name for name, call in calls.items() if call.is_asking}
+            for call in calls.values():
+                call.ask()
+            end, found = time.monotonic() + self._within_s, list[Metric]()
+            for name, call in calls.items():
+                families, problem = call.answer(0.0 if name in late else max(0.0, end - time.monotonic()))
+                if problem is not None:
+                    _log.debug("metrics_not_read", source=name, reason=problem)
+                    self._failed(name, "timeout" if call.is_asking else "error")
+                else:
+                    found += families or ()
+            return found
 
 
 _PREPARED_TYPES = ("gpu", "mig", "vfio", "unknown")
@@ -200,7 +166,7 @@ class Views:
                 {(self._node, self._driver, kind): tally[kind] for kind in _PREPARED_TYPES},
             )
 
-        self._add("prepared", read, waits=True)
+        self._add("prepared", read)
 
     def claims(
         self,
@@ -242,7 +208,7 @@ class Views:
                 samples,
             )  # fmt: skip
 
-        self._add("claims", read, waits=True)
+        self._add("claims", read)
 
     def devices(
         self, inventory: InventorySource, health: HealthBook, instances: Callable[[], Instances]
@@ -258,11 +224,11 @@ class Views:
             counts: Samples = {(kind, word): tally[kind, word] for kind in kinds for word in _CONDITIONS}
             yield self._gauge("devices", counts)
 
-        self._add("devices", read, waits=True)
+        self._add("devices", read)
 
     def usage(self, look: Callable[[], NodeUse]) -> None:
         """How the devices of claims are used, and memory that no claim has. Each scrape asks NVML."""
-        self._add("usage", lambda: self._usage(look()), waits=True)
+        self._add("usage", lambda: self._usage(look()))
 
     def inventory(self, inventory: InventorySource) -> None:
         """What discovery found."""
@@ -308,7 +274,7 @@ class Views:
 
     def mps(self, states: Callable[[], Iterable[str]]) -> None:
         """The state of each MPS daemon of the node."""
-        self._show_tally("mps", "mps_daemons", MPS_STATES, states, waits=True)
+        self._show_tally("mps", "mps_daemons", MPS_STATES, states)
 
     def problems(self, codes: Callable[[], Iterable[ProblemCode]]) -> None:
         """How many problems of each kind the node has."""
@@ -429,9 +395,9 @@ class Views:
             xids.add_metric((self._driver, uuid, str(number)), count)
         yield xids
 
-    def _add(self, source: str, read: Read, *, waits: bool = False) -> None:
+    def _add(self, source: str, read: Read) -> None:
         self._added(source)
-        self._readings.add(source, read, waits=waits)
+        self._readings.add(source, read)
 
     def _show_tally(
         self,
@@ -439,8 +405,6 @@ class Views:
         name: str,
         values: Sequence[str],
         found: Callable[[], Iterable[str]],
-        *,
-        waits: bool = False,
     ) -> None:
         """How often each of the values of a label is found."""
 
@@ -448,7 +412,7 @@ class Views:
             tally = Tally(found())
             yield self._gauge(name, {(value,): tally[value] for value in values})
 
-        self._add(source, read, waits=waits)
+        self._add(source, read)
 
     def _one(self, name: str, value: float) -> Metric:
         return self._gauge(name, {(): value})
