@@ -22,7 +22,7 @@ from dra_driver.cli.checks.passthrough import PassthroughChecks
 from dra_driver.cli.checks.runtime import RuntimeChecks, host_directory
 from dra_driver.cli.flags import of_run
 from dra_driver.cli.machine import CommandMachine
-from dra_driver.cli.node import node_snapshot
+from dra_driver.cli.node import NodeSnapshot
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored, hanging
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
 from dra_driver.cli.scratch import node_settings, this_machine
@@ -110,7 +110,7 @@ _NVML_WAIT_S = 4.0
 def doctor_checks(settings: Settings) -> list[Check]:
     """All checks of `doctor`, in the order in which it prints them."""
     machine = CommandMachine(settings)
-    snapshot = node_snapshot(machine)
+    snapshot = NodeSnapshot(machine)
     # NVML is opened once: in one process, one session would shut down the other's.
     inventory = Shared(lambda: bounded("NVML", snapshot.read_inventory, _NVML_WAIT_S))
     state = Shared(machine.state)
@@ -125,10 +125,8 @@ def doctor_checks(settings: Settings) -> list[Check]:
         facts = gpus.or_none() or NvmlFacts(inventory.or_none() or Inventory())
         node, driver, notes = settings.node_name, settings.driver_name, state.get().notes
         now = datetime.now(UTC)
-        claims = read_claims(
-            state.get(), settings.plugin_directory, Path(settings.cdi_root), driver, now
-        ).claims
-        return node_view(node, driver, now, facts, claims, state.get(), (), notes, machine.is_on_demand)
+        claims = read_claims(state.get(), settings, now).claims
+        return node_view(node, driver, now, facts, claims, state.get(), (), notes)
 
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     host = host_directory(machine.paths, simulated=settings.simulate is not None, in_pod=in_pod)
@@ -137,7 +135,6 @@ def doctor_checks(settings: Settings) -> list[Check]:
         machine.nodes,
         inventory,
         Shared(view).get,
-        lambda: (gpus.or_none() or NvmlFacts()).inventory,
         settings.nvidia_cdi_hook_path,
         settings.dynamic_mig,
         lambda: gpu_users(

@@ -15,7 +15,7 @@ from dra_driver.app.settings import Settings
 from dra_driver.base.threads import BoundedCall
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
-from dra_driver.cli.machine import CommandMachine
+from dra_driver.cli.machine import CommandMachine, unread
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
 from dra_driver.cli.rules.prepared_claims import NodeClaims, RunningStep
@@ -25,7 +25,6 @@ from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
 from dra_driver.host.processes import origin
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.detachment import nvml_pause
-from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.journal.lanes import Lanes
@@ -34,7 +33,7 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks, LockUse
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
-from dra_driver.model.gpu import Card, Gpu, GpuLoad, GpuProcess
+from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
 from dra_driver.model.health import PolledHealth
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
@@ -43,51 +42,25 @@ from dra_driver.model.record import BindVfio, RunMps, SetTimeSlice
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
 from dra_driver.nvml.gpu_users import read_gpu_processes
 from dra_driver.nvml.health_polls import read_health
-from dra_driver.nvml.mig_partitions import PartitionReader
 from dra_driver.nvml.mig_reading import gpu_handle
-from dra_driver.nvml.reader import NvmlReader
 from dra_driver.nvml.usage_source import read_load
 from dra_driver.passthrough.steps import VfioSteps, waits_for_nvml
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 
 
-@dataclass(frozen=True, slots=True)
-class NodePaths:
-    """A node's name, its driver's, and the directories to read. `boot_id` None: it could not be read; `proc` shows the
-    processes that NVML names, and with `sys` the GPUs that the NVIDIA driver is bound to."""
-
-    node: str
-    driver: str
-    plugin_directory: Path
-    cdi_root: Path
-    boot_id: str | None
-    proc: str = "/proc"
-    sys: str = "/sys"
-
-
 @dataclass(eq=False)
 class NodeSnapshot:
-    """Reads one node, as often as wanted. NVML stays open in between; `close` shuts it down.
+    """Reads the node of a machine, as often as wanted. NVML stays open in between; `close` shuts it down."""
 
-    `on_demand` says of a GPU whether its MIG devices are made on demand.
-
-    While `is_detached` says so, gpu-dra-driver has closed NVML, and this must not keep it open. `cards` returns the
-    GPUs that a vfio driver has, given those that NVML shows. `problems` returns the problems that the plugin reports.
-    """
-
-    paths: NodePaths
-    nvml: NvmlReader
-    on_demand: Callable[[Gpu], bool]
+    machine: CommandMachine
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
-    is_detached: Callable[[], bool] = lambda: False
-    cards: Callable[[Sequence[Gpu]], tuple[Card, ...]] = lambda _gpus: ()
-    problems: Callable[[], Sequence[ShownProblem]] = lambda: ()
 
     def __post_init__(self) -> None:
+        machine = self.machine
+        self.nvml = machine.nvml_reader(lambda gpu: gpu.mig_enabled or machine.is_on_demand(gpu))
         self._is_open = False
-        self._partitions = PartitionReader()
         self._facts = BoundedCall("NVML", lambda: self.read_gpus(self.read_inventory()))
-        self._mps = MpsHostFiles(mps_layout(self.paths.plugin_directory))
+        self._mps = MpsHostFiles(mps_layout(machine.settings.plugin_directory))
 
     def close(self) -> None:
         """Shut NVML down, unless it hangs."""
@@ -96,62 +69,51 @@ class NodeSnapshot:
 
     def view(self, wait_s: float) -> NodeView:
         """All that can be had. NVML is waited for no longer than `wait_s` seconds."""
-        paths, now = self.paths, self.clock()
+        settings, now, notes = self.machine.settings, self.clock(), list[str]()
         self._facts.ask()
-        daemons, mps_problem = self._mps_daemons()
-        specs = CdiDirectory(paths.cdi_root, paths.driver)
-        state = read_state(paths.plugin_directory, paths.boot_id, specs)
-        claims = read_claims(state, paths.plugin_directory, paths.cdi_root, paths.driver, now)
+        daemons: Sequence[MpsDaemonStatus] = ()
+        try:
+            daemons = self._mps.statuses()
+        except StateError as error:
+            notes.append(f"MPS daemons are not shown: {error}")
+        state = self.machine.state()
+        claims = read_claims(state, settings, now)
+        problems = [*plugin_problems(settings.plugin_directory, settings.http_endpoint).problems]
         nvml, nvml_problem = self._facts.answer(wait_s)
         nvml = nvml or NvmlFacts()
-        pending = (one.text for one in claims.cleanups)
-        unread = (f"{fault.subject}: {fault.text}" for fault in nvml.inventory.faults)
-        problems = [*self.problems()]
         if nvml_problem is not None:
             found = NodeProblem("nvml-unavailable", nvml_problem)
             problems.append(ShownProblem(found, int(now.timestamp())))
-        return node_view(
-            paths.node,
-            paths.driver,
-            now,
-            nvml,
-            claims.claims,
-            state,
-            daemons,
-            [*filter(None, [mps_problem]), *state.notes, *pending, *claims.problems, *unread],
-            self.on_demand,
-            problems,
-        )
-
-    def _mps_daemons(self) -> tuple[Sequence[MpsDaemonStatus], str | None]:
-        """What the MPS host says, and why that cannot be read."""
-        try:
-            return self._mps.statuses(), None
-        except StateError as error:
-            return (), f"MPS daemons are not shown: {error}"
+        notes += [
+            *state.notes,
+            *(one.text for one in claims.cleanups),
+            *claims.problems,
+            *unread(nvml.inventory),
+        ]
+        node, driver = settings.node_name, settings.driver_name
+        return node_view(node, driver, now, nvml, claims.claims, state, daemons, notes, problems)
 
     def read_inventory(self) -> Inventory:
         """All GPUs that NVML shows. Raises: DraDriverError if it does not answer."""
-        if self._is_open and self.is_detached():
+        # While the node is detached, gpu-dra-driver has closed NVML, and this must not keep it open.
+        if self._is_open and self.machine.detachments.problem() is not None:
             self.nvml.session.close()
             self._is_open = False
         if not self._is_open:
             self.nvml.reopen()
         # Set only by success: after a failure, or for a GPU that came back, only a new session helps.
         self._is_open = False
-        found = with_nvlink_domains(self.nvml.read_inventory())
-        return replace(found, cards=self.cards(found.gpus))
+        found = self.nvml.read_inventory()
+        return replace(found, cards=self.machine.cards_under_vfio(found.gpus))
 
     def read_gpus(self, inventory: Inventory) -> NvmlFacts:
         """What NVML reports of GPUs that it has just shown. Raises: DraDriverError if it does not answer; then it is
-        opened anew the next time."""
-        cut: dict[str, Gpu] = {}
+        opened again the next time."""
         loads: dict[str, GpuLoad] = {}
         polled: dict[str, PolledHealth] = {}
         processes: dict[str, Sequence[GpuProcess]] = {}
 
         def read(gpu: Gpu) -> None:
-            cut[gpu.uuid] = self._cut(gpu, inventory)
             handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
             loads[gpu.uuid] = read_load(gpu.uuid, handle)
             polled[gpu.uuid] = read_health(gpu.uuid, handle)
@@ -169,54 +131,15 @@ class NodeSnapshot:
                 continue
         # Copies, since a call that hangs may return at any moment.
         loads, polled, processes = dict(loads), dict(polled), dict(processes)
-        inventory = replace(inventory, gpus=tuple(cut.get(gpu.uuid, gpu) for gpu in inventory.gpus))
         self._is_open = None not in self.nvml.nvml_fingerprint()
+        proc = self.machine.paths.proc
         pids = {process.pid for listed in processes.values() for process in listed}
         # A GPU that answers no query has a UUID and no PCI bus ID.
         shown = {known for gpu in inventory.gpus for known in (gpu.pci_bus_id, gpu.uuid) if known}
-        bound = Sysfs(self.paths.sys, self.paths.proc).gpus_of_the_nvidia_driver()
+        bound = self.machine.sysfs.gpus_of_the_nvidia_driver()
         hidden = {bus_id: uuid for bus_id, uuid in bound.items() if shown.isdisjoint((bus_id, uuid))}
-        origins = {pid: origin(self.paths.proc, pid) for pid in pids}
+        origins = {pid: origin(proc, pid) for pid in pids}
         return NvmlFacts(inventory, loads, polled, frozenset(lost), hidden, processes, origins)
-
-    def _cut(self, gpu: Gpu, inventory: Inventory) -> Gpu:
-        """With the GPU instances of a GPU in MIG mode, also where gpu-dra-driver does not manage them.
-
-        The inventory itself does not read them, because it would then count such a GPU into an NVLink domain.
-        """
-        if not gpu.mig_enabled or gpu.partitioning is not None:
-            return gpu
-        try:
-            table, _ = self._partitions.read(
-                gpu_handle(gpu.uuid, gpu.pci_bus_id), gpu, inventory.versions.driver
-            )
-        except NvmlUnavailableError:
-            raise
-        except DraDriverError:
-            return gpu
-        return replace(gpu, partitioning=table)
-
-
-def node_snapshot(machine: CommandMachine) -> NodeSnapshot:
-    """The node as `top` shows it."""
-    settings = machine.settings
-    paths = NodePaths(
-        node=settings.node_name,
-        driver=settings.driver_name,
-        plugin_directory=settings.plugin_directory,
-        cdi_root=Path(settings.cdi_root),
-        boot_id=machine.boot_id,
-        proc=machine.paths.proc,
-        sys=machine.paths.sys,
-    )
-    return NodeSnapshot(
-        paths,
-        machine.nvml_reader(machine.is_on_demand),
-        machine.is_on_demand,
-        is_detached=lambda: machine.detachments.problem() is not None,
-        cards=machine.cards_under_vfio,
-        problems=lambda: plugin_problems(settings.plugin_directory, settings.http_endpoint).problems,
-    )
 
 
 def prepared_claims(settings: Settings) -> NodeClaims:
@@ -224,10 +147,10 @@ def prepared_claims(settings: Settings) -> NodeClaims:
     # A simulated machine has its own boot ID. It is read here directly, because making the platform would repair the
     # machine.
     proc = "/proc" if settings.simulator_dir is None else f"{settings.simulator_dir}/root/proc"
-    directory, cdi_root = settings.plugin_directory, Path(settings.cdi_root)
-    specs = CdiDirectory(cdi_root, settings.driver_name)
+    directory = settings.plugin_directory
+    specs = CdiDirectory(settings.cdi_root, settings.driver_name)
     state = read_state(directory, Sysfs(proc=proc).boot_id(), specs)
-    found = read_claims(state, directory, cdi_root, settings.driver_name, datetime.now(UTC))
+    found = read_claims(state, settings, datetime.now(UTC))
     failing = plugin_problems(directory, settings.http_endpoint).failing
     return replace(
         found, failing=failing, running=_running_steps(state, GpuLocks(directory / "locks").uses())

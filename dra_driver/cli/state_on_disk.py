@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from dra_driver.app.settings import Settings
 from dra_driver.base.atomic import QUARANTINE, read_plain, state_error
 from dra_driver.base.json_store import UnreadableFile
 from dra_driver.cdi.directory import CdiDirectory
@@ -158,20 +159,18 @@ def _read_health(path: Path, boot_id: str | None) -> tuple[Iterable[HealthState]
     return (rebooted(state, 0) for state in states), (note,)
 
 
-def read_claims(
-    state: NodeState, plugin_directory: Path, cdi_root: Path, driver: str, now: datetime
-) -> NodeClaims:
+def read_claims(state: NodeState, settings: Settings, now: datetime) -> NodeClaims:
     """What is prepared on this node, by its state, the CDI specs, and the files that were set aside."""
     specs: Mapping[str, Sequence[str]] | None = None
     problems = [*state.faults, *([BOOT_UNKNOWN] if state.records and state.boot_id is None else ())]
     try:
-        specs = CdiDirectory(cdi_root, driver).list()
+        specs = CdiDirectory(settings.cdi_root, settings.driver_name).list()
     except (DraDriverError, OSError) as error:
         problems.append(str(error))
     claims = prepared_claims(state, specs, step_kind, now)
     problems += [
         f"{file} was set aside, because it is not a readable file of gpu-dra-driver; look at it, then remove it"
-        for file in set_aside_files(plugin_directory, cdi_root, driver)
+        for file in set_aside_files(settings.plugin_directory, Path(settings.cdi_root), settings.driver_name)
     ]
     problems += contradictions(state, specs, claims)
     return NodeClaims(claims, tuple(problems), tuple(map(shown, state.cleanups)))

@@ -80,18 +80,18 @@ EXAMPLES = (
 
 
 def top(given: Namespace) -> None:
-    """Also NVLink domains, MIG instances and MPS daemons. Changes nothing. On a terminal it is drawn again at each
+    """Also pods and MPS daemons. Changes nothing. On a terminal it is drawn again at each
     interval, until q or Ctrl-C; into a pipe it is printed once. Works without API server, and while
     gpu-dra-driver does not run; without NVML it shows what is written down on the node, and why NVML fails. Run it in
     the pod of gpu-dra-driver (`kubectl exec`), or on the node with the flags of `run`.
     """
     from dra_driver.cli.machine import CommandMachine
-    from dra_driver.cli.node import node_snapshot
+    from dra_driver.cli.node import NodeSnapshot
     from dra_driver.cli.rules.node_view import searched
 
     with (
         scratch_settings("top", vars(given), given.config) as settings,
-        closing(node_snapshot(CommandMachine(settings))) as snapshot,
+        closing(NodeSnapshot(CommandMachine(settings))) as snapshot,
     ):
         is_colored = given.color.is_on()
         if (
@@ -120,7 +120,7 @@ def node_picture(
     text: str = "",
     history: Mapping[str, Sequence[int]] | None = None,
 ) -> list[RenderableType]:
-    """The whole view: GPUs with their MIG devices, what is wrong, claims, pods, MPS daemons, NVLink domains.
+    """The whole view: GPUs, what is wrong, claims, pods, MPS daemons.
 
     `order` is that of GPUs and processes: by memory or utilisation the busiest come first, by health the worst.
     `text` is what was searched: a GPU or claim that is the only one left has its details. `history` are the
@@ -129,13 +129,11 @@ def node_picture(
     sections = [
         [_head(view), *_problems(view)],
         _gpus(view, width, order, history or {}),
-        _instances(view, width),
         [*_details(view)] if text else [],
         _health(view, width),
         _claims(view, width),
         _pods(view, width, order),
         _mps(view, width),
-        _domains(view, width),
         [_text(f"note: {note}", "yellow") for note in view.notes],
     ]
     parts: list[RenderableType] = []
@@ -210,13 +208,6 @@ def _bar(fraction: float | None) -> str | None:
 def _word(severity: str) -> str:
     """What needs a person is in capitals, so that it stands out without colours."""
     return severity.upper() if severity in ("degraded", "unhealthy", "lost", "unknown") else severity
-
-
-def _instances(view: NodeView, width: int | None) -> list[RenderableType]:
-    columns = {"MIG INSTANCE": 0, "ON": 1, "SLICES": 2, "IDS": 3, "HOLDER": 0}
-    return table(
-        columns, [(one.profile, one.gpu, one.slices, one.ids, one.holder) for one in view.instances], width
-    )
 
 
 def _details(view: NodeView) -> Iterator[RenderableType]:
@@ -332,15 +323,6 @@ def _mps(view: NodeView, width: int | None) -> list[RenderableType]:
         for one in view.mps
     ]
     return table(columns, rows, width)
-
-
-def _domains(view: NodeView, width: int | None) -> list[RenderableType]:
-    numbers = {gpu.name: str(gpu.index) for gpu in view.gpus if gpu.index is not None}
-    rows = [
-        (domain, len(names), " ".join(numbers.get(name, name) for name in names))
-        for domain, names in view.domains
-    ]
-    return table({"NVLINK DOMAIN": 0, "GPUS": 0, "#": 0}, rows, width)
 
 
 # --- the screen ---------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from dra_driver.cli.output import drawn
-from dra_driver.cli.rules.mig_map import SeenInstance
 from dra_driver.cli.rules.node_view import (
     Holding,
     NodeView,
@@ -42,7 +41,6 @@ VIEW = NodeView(
         SeenGpu("gpu-cbe0e302", "GPU-2", H100, "off", GpuLoad(None, None, 40, None, 120.0, None), "information", 1),
         SeenGpu("gpu-fe441430", "GPU-3", health="lost"),
     ),
-    domains=(("nvlink-222f6340", ("gpu-cbe0e302", "gpu-fe441430")),),
     holdings=(
         Holding("ml/training", "1", "prepared", 7200.0, "gpu-fe441430", "gpu", "GPU-3", trouble="lost"),
         Holding(
@@ -50,11 +48,6 @@ VIEW = NodeView(
             usage="MPS, at most 10240 MiB", share_id="0123456789", admin_access=True, boot="earlier",
         ),
         Holding("ml/small", "3", "prepared", 5.0, MIG, "mig", "", mig="1g.10gb at 0, created GI 7 CI 0"),
-    ),
-    instances=(
-        SeenInstance("gpu-6b45fc99", "1g.10gb", 0, 1, 7, (0,), "claim ml/small"),
-        SeenInstance("gpu-6b45fc99", "3g.40gb", 4, 4, None, (), "claim ml/large"),
-        SeenInstance("gpu-6b45fc99", "2g.20gb", 2, 2, 3, (), "not ours"),
     ),
     health=(
         SeenReason("gpu-fe441430", "lost", "gpu-lost", 720.0, "the GPU does not answer"),
@@ -133,7 +126,7 @@ def test_text_that_is_searched_leaves_a_gpu_or_a_claim_with_its_details() -> Non
     of_gpu = draw_node(VIEW, 140, text="fe441430")
     assert "gpu-fe441430  GPU-3" in of_gpu
     assert "claim ml/training  uid 1  pods: unknown" in of_gpu
-    assert "gpu-cbe0e302" not in of_gpu.partition("NVLINK")[0]
+    assert "gpu-cbe0e302" not in of_gpu.partition("MPS")[0]
     of_claim = draw_node(with_pods(*PODS), 140, text="ml/train")
     assert f"pods: {', '.join(PODS[0])}" in " ".join(of_claim.split())
     assert "notebook" not in of_claim
@@ -182,7 +175,7 @@ ANYTHING = st.text(max_size=90)
 @settings(max_examples=40)
 @given(
     ANYTHING, ANYTHING, ANYTHING, st.integers(1, 250),
-    st.sampled_from(["gpus", "holdings", "instances", "health", "mps", "processes", "domains", "notes"]),
+    st.sampled_from(["gpus", "holdings", "health", "mps", "processes", "notes"]),
 )  # fmt: skip
 def test_no_text_breaks_the_frame(one: str, two: str, three: str, width: int, field: str) -> None:
     odd = {
@@ -190,11 +183,9 @@ def test_no_text_breaks_the_frame(one: str, two: str, three: str, width: int, fi
         "holdings": (
             Holding(one, "u", two, 1e9, three, "gpu", "", two, three, True, one, pods=(two, three, one)),
         ),
-        "instances": (SeenInstance(one, two, 10**9, 10**9, 10**9, (10**9,), three),),
         "health": (SeenReason(one, two, three, 1e12, one * 3),),
         "mps": (SeenDaemon(one, two, 1e12, 10**12, 10**12, three),),
         "processes": (SeenProcess(one, 10**12, two, 10**18, 10**9, three),),
-        "domains": ((one, (two, three) * 9),),
         "notes": (one, two * 5),
     }
     shown = draw_node(replace(VIEW, node=one, taken_at=two, **{field: odd[field]}), width)

@@ -10,7 +10,7 @@ import termios
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,13 @@ import forked_commands
 import pytest
 import yaml
 
+from dra_driver.app.settings import resolve
 from dra_driver.base.file_lock import UseMark
-from dra_driver.cli.node import NodePaths, NodeSnapshot
+from dra_driver.cli.machine import CommandMachine
+from dra_driver.cli.node import NodeSnapshot
 from dra_driver.cli.rules.node_view import NodeView
 from dra_driver.cli.state_on_disk import plugin_problems
-from dra_driver.errors import NvmlDetachedError, NvmlUnavailableError, StateError
+from dra_driver.errors import NvmlUnavailableError, StateError
 from dra_driver.health.store import KeptHealth, encode
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
@@ -34,11 +36,10 @@ from dra_driver.model.inventory import DriverVersions, Inventory
 from dra_driver.model.problems import NodeProblem, ProblemCode, ShownProblem
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.nvml import calls
-from dra_driver.nvml.reader import NvmlReader
 from dra_driver.reporting.http import HttpEndpoint, json_page
 from dra_driver.reporting.node_problems import Reported
 from dra_driver.reporting.node_problems import encode as encode_problems
-from dra_driver.simulator import Machine, SimulatedLibrary, create_machine
+from dra_driver.simulator import Machine, create_machine
 from tests.cli.test_tables import on_terminal
 from tests.fakes.machines import silence
 from tests.fakes.tables import tabled
@@ -92,10 +93,6 @@ def test_top_of_a_driver_at_work(node: Node) -> None:
         line for line in call("top", *options(node)).stdout.splitlines() if line.startswith("NO CLAIM")
     )
     assert stray.split() == ["NO", "CLAIM", "512", names[5], "4712", "stray"]
-    assert sections["NVLINK"][0].split()[1:] == [
-        str(len(names)),
-        *(str(index) for index in range(len(names))),
-    ]
     worst = call("top", "--sort", "health", *options(node)).stdout.splitlines()
     assert names[3] in worst[3]
     as_json = json.loads(call("top", "-o", "json", *options(node)).stdout)
@@ -223,24 +220,30 @@ def machine(memory_path: Path) -> Machine:
     return create_machine("hgx-h100-4", memory_path / "machine", device_nodes="described")
 
 
+Look = Callable[[], NodeSnapshot]
+
+
 @pytest.fixture
-def look_at(memory_path: Path) -> Iterator[Callable[[Any], NodeSnapshot]]:
-    """Makes looks at a directory, at a fixed time."""
+def look(machine: Machine, memory_path: Path) -> Iterator[Look]:
+    """Makes looks at the machine, at a fixed time."""
     with ExitStack() as stack:
 
-        def make(nvml: Any) -> NodeSnapshot:
-            directory = memory_path / "plugin"
-            paths = NodePaths("node-a", DRIVER, directory, memory_path / "cdi", "boot-1")
-            made = NodeSnapshot(paths, nvml, lambda gpu: False, lambda: NOW)
+        def make() -> NodeSnapshot:
+            given = {
+                "simulate": "hgx-h100-4", "simulator_dir": str(memory_path / "machine"), "node_name": "node-a",
+                "kubelet_plugins_directory_path": str(memory_path), "cdi_root": str(memory_path / "cdi"),
+            }  # fmt: skip
+            made = NodeSnapshot(CommandMachine(resolve(given, None)), lambda: NOW)
             stack.callback(made.close)
             return made
 
         yield make
 
 
-def write_health(directory: Path, boot: str, *states: HealthState) -> None:
-    (directory / "plugin").mkdir(exist_ok=True)
-    (directory / "plugin/health.json").write_bytes(encode(KeptHealth(boot, "580", states)))
+def write_health(machine: Machine, *states: HealthState, boot: str = "") -> None:
+    kept = KeptHealth(boot or machine.current().boot_id, "580", states)
+    (machine.directory.parent / DRIVER).mkdir(exist_ok=True)
+    (machine.directory.parent / DRIVER / "health.json").write_bytes(encode(kept))
 
 
 def reason(key: str, value: str, severity: Severity, source: Any = "event", age_s: int = 10) -> Reason:
@@ -251,15 +254,12 @@ def told(view: NodeView) -> list[tuple[str, str, str, float | None]]:
     return [(entry.subject, entry.severity, entry.reason, entry.since_s) for entry in view.health]
 
 
-def test_kept_health_and_what_nvml_says_now_are_put_together(
-    machine: Machine, look_at: Callable[[Any], NodeSnapshot], memory_path: Path
-) -> None:
+def test_kept_health_and_what_nvml_says_now_are_put_together(machine: Machine, look: Look) -> None:
     uuids = [gpu.uuid for gpu in machine.current().present]
     names = list(gpu_device_names(uuids).values())
     pending = reason("row-remap", "pending", Severity.DEGRADED, "poll")
     write_health(
-        memory_path,
-        "boot-1",
+        machine,
         HealthState(HealthTarget(uuids[0]), (pending, reason("xid", "48", Severity.UNHEALTHY))),
         HealthState(HealthTarget(uuids[1], 7, 0), (reason("xid", "43", Severity.DEGRADED),)),
         HealthState(HealthTarget(uuids[3]), (reason("gpu-lost", "", Severity.LOST, "poll"),)),
@@ -269,14 +269,15 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(
     machine.set_mig_mode(1, on=True)
     machine.create_mig(1, "1g.10gb", 0)
     machine.create_mig(1, "1g.10gb", 1)
-    records = RecordStore(memory_path / "plugin/claims")
-    records.open("boot-1")
+    boot = machine.current().boot_id
+    records = RecordStore(machine.directory.parent / DRIVER / "claims")
+    records.open(boot)
     for start in (0, 1):
         held = HeldDevice(f"{names[1]}-mig-1g10gb-19-{start}", "mig", f"MIG-{start}", uuids[1])
         claim = AllocatedClaim(ClaimRef("ml", f"claim-{start}", f"uid-{start}"), ())
-        records.save(ClaimRecord(claim, "prepared", "boot-1", (held,), ()))
-    look = look_at(NvmlReader(lambda: SimulatedLibrary(machine)))
-    view = look.view(20)
+        records.save(ClaimRecord(claim, "prepared", boot, (held,), ()))
+    at = look()
+    view = at.view(20)
     assert told(view) == [
         (names[0], "unhealthy", "xid 48", 90.0),
         (names[0], "degraded", "row-remap pending", 90.0),
@@ -288,9 +289,6 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(
     gone = [entry.reason for entry in view.health if entry.text == "text; NVML does not show it any more"]
     assert gone == ["row-remap pending", "gpu-lost"]
     assert [gpu.health for gpu in view.gpus] == ["unhealthy", "degraded", "information", "lost", "lost"]
-    assert [(seen.gpu, seen.profile, seen.holder) for seen in view.instances] == [
-        (names[1], "1g.10gb", f"claim ml/claim-{start}") for start in (0, 1)
-    ]
     assert [(entry.devices, entry.is_over) for entry in view.health] == [
         ((), False),
         ((), True),
@@ -304,13 +302,13 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(
     assert [gpu.mode for gpu in view.gpus] == ["off", "on", "off", "off", None]
     # Of an earlier boot: no instance survived, a reboot is a reset, and nobody has watched since.
     write_health(
-        memory_path,
-        "boot-0",
+        machine,
         HealthState(HealthTarget(uuids[0]), (pending, reason("xid", "48", Severity.UNHEALTHY))),
         HealthState(HealthTarget(uuids[1], 7, 0), (reason("xid", "43", Severity.DEGRADED),)),
+        boot="boot-0",
     )
     machine.set_gpu(2, slowdown=0)
-    view = look.view(20)
+    view = at.view(20)
     assert [(entry.reason, entry.is_over) for entry in view.health] == [
         ("xid 48", True),
         ("row-remap pending", True),
@@ -318,22 +316,19 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(
     assert any("from before the last boot" in note for note in view.notes)
 
 
-def test_what_the_plugin_would_take_back_is_over_when_it_does_not_run(
-    machine: Machine, look_at: Callable[[Any], NodeSnapshot], memory_path: Path
-) -> None:
+def test_what_the_plugin_would_take_back_is_over_when_it_does_not_run(machine: Machine, look: Look) -> None:
     first, second, third, _ = (gpu.uuid for gpu in machine.current().present)
     old = reason("xid", "95", Severity.UNHEALTHY, age_s=31)
     fresh = reason("xid", "95", Severity.UNHEALTHY, age_s=29)
     lost = reason("gpu-lost", "", Severity.LOST, "poll")
     write_health(
-        memory_path,
-        "boot-1",
+        machine,
         HealthState(HealthTarget(first), (old,)),
         HealthState(HealthTarget(second), (fresh,)),
         HealthState(HealthTarget(third), (lost, fresh)),
     )
-    look = look_at(NvmlReader(lambda: SimulatedLibrary(machine)))
-    assert {(entry.subject[4:], entry.reason, entry.is_over) for entry in look.view(20).health} == {
+    at = look()
+    assert {(entry.subject[4:], entry.reason, entry.is_over) for entry in at.view(20).health} == {
         (first[4:12], "xid 95", True),
         (second[4:12], "xid 95", False),
         (third[4:12], "gpu-lost", True),
@@ -341,20 +336,20 @@ def test_what_the_plugin_would_take_back_is_over_when_it_does_not_run(
     }
     machine.set_recovery_action(0, 1)
     found = [
-        (entry.reason, entry.is_over) for entry in look.view(20).health if entry.subject[4:] == first[4:12]
+        (entry.reason, entry.is_over) for entry in at.view(20).health if entry.subject[4:] == first[4:12]
     ]
     assert found == [("recovery-action reset", False), ("xid 95", False)]
 
 
 def test_health_of_a_gpu_that_answers_nothing_is_unknown_and_its_reasons_are_not_over(
-    machine: Machine, look_at: Callable[[Any], NodeSnapshot], memory_path: Path
+    machine: Machine, look: Look
 ) -> None:
     first, second, *_ = (gpu.uuid for gpu in machine.current().present)
     silence(machine, 0)
     silence(machine, 1)
     states = (HealthState(HealthTarget(second), (reason("xid", "95", Severity.UNHEALTHY, age_s=3600),)),)
-    write_health(memory_path, "boot-1", *states)
-    view = look_at(NvmlReader(lambda: SimulatedLibrary(machine))).view(20)
+    write_health(machine, *states)
+    view = look().view(20)
     health = {gpu.uuid: gpu.health for gpu in view.gpus}
     assert (health[first], health[second]) == ("unknown", "unhealthy")
     assert [(entry.reason, entry.is_over) for entry in view.health] == [("xid 95", False)]
@@ -363,16 +358,16 @@ def test_health_of_a_gpu_that_answers_nothing_is_unknown_and_its_reasons_are_not
 @pytest.mark.parametrize("function", ["nvmlDeviceGetTemperature*", "nvmlDeviceGetP2PStatus"])
 def test_gpu_that_hangs_hides_no_other(
     machine: Machine,
-    look_at: Callable[[Any], NodeSnapshot],
+    look: Look,
     monkeypatch: pytest.MonkeyPatch,
     function: str,
 ) -> None:
     monkeypatch.setattr(calls, "ANSWERS_WITHIN_S", 0.5)
     silent = machine.current().present[1].uuid
     machine.set_fault(function, delay_s=60, gpu=1)
-    look = look_at(NvmlReader(lambda: SimulatedLibrary(machine)))
+    at = look()
     for _ in range(2):
-        view = look.view(20)
+        view = at.view(20)
         assert nvml_problems(view) == []
         assert [(gpu.health, gpu.load is None) for gpu in view.gpus if gpu.uuid != silent] == [
             ("ok", False)
@@ -382,89 +377,57 @@ def test_gpu_that_hangs_hides_no_other(
 
 
 def test_a_gpu_that_nvml_does_not_show_is_lost_when_the_nvidia_driver_is_bound_to_it(
-    machine: Machine, memory_path: Path
+    machine: Machine, look: Look
 ) -> None:
     gone = machine.gpu(1)
-    root, directory = machine.host_root, memory_path / "plugin"
-    paths = NodePaths(
-        "node-a", DRIVER, directory, memory_path, "boot-1", str(root / "proc"), str(root / "sys")
-    )
 
     def seen() -> list[tuple[str, str, str | None, str]]:
-        with closing(
-            NodeSnapshot(paths, NvmlReader(lambda: SimulatedLibrary(machine)), lambda _: False)
-        ) as look:
-            return [(gpu.name, gpu.uuid, gpu.pci_bus_id, gpu.health) for gpu in look.view(20).gpus][3:]
+        return [(gpu.name, gpu.uuid, gpu.pci_bus_id, gpu.health) for gpu in look().view(20).gpus][3:]
 
     name = f"gpu-{gone.uuid[4:12]}"
     assert [health for *_, health in seen()] == ["ok"]
     machine.lose_gpu(1)
     assert seen() == [(name, gone.uuid, gone.bus_id, "lost")]
-    information = root / f"proc/driver/nvidia/gpus/{gone.bus_id}/information"
+    information = machine.host_root / f"proc/driver/nvidia/gpus/{gone.bus_id}/information"
     text = information.read_text()
     information.write_text(text.replace(gone.uuid, "GPU-????????-????-????-????-????????????"))
     assert seen() == [(gone.bus_id, "", gone.bus_id, "lost")]
     lost = HealthState(
         HealthTarget(gone.uuid), (reason("gpu-lost", "", Severity.LOST),), pci_bus_id=gone.bus_id
     )
-    write_health(memory_path, "boot-1", lost)
+    write_health(machine, lost)
     assert seen() == [(name, gone.uuid, gone.bus_id, "lost")]
 
 
-def test_a_gpu_that_answers_nothing_is_not_lost_though_its_place_cannot_be_read(
-    machine: Machine, memory_path: Path
-) -> None:
-    root, directory = machine.host_root, memory_path / "plugin"
-    paths = NodePaths(
-        "node-a", DRIVER, directory, memory_path, "boot-1", str(root / "proc"), str(root / "sys")
-    )
-    silence(machine, 1)
-    with closing(NodeSnapshot(paths, NvmlReader(lambda: SimulatedLibrary(machine)), lambda _: False)) as look:
-        health = {gpu.uuid: gpu.health for gpu in look.view(20).gpus}
-    silent = machine.gpu(1).uuid
-    assert health == {
-        gpu.uuid: "unknown" if gpu.uuid == silent else "ok" for gpu in machine.current().present
-    }
+def test_top_lets_go_of_nvml_while_the_driver_is_detached(look: Look) -> None:
+    at = look()
+    at.machine.settings.plugin_directory.mkdir()
+    assert len(at.view(20).gpus) == 4
+    made = at.machine.detachments.begin(3600)
+    assert f"closed until {made.until}" in str(nvml_problems(at.view(20)))
+    assert not at.nvml.session.is_open
+    at.machine.detachments.end()
+    assert len(at.view(20).gpus) == 4
 
 
-def test_top_lets_go_of_nvml_while_the_driver_is_detached(machine: Machine, memory_path: Path) -> None:
-    detached: list[bool] = []
-
-    def load() -> object:
-        if detached:
-            raise NvmlDetachedError("NVML is closed until noon")
-        return SimulatedLibrary(machine)
-
-    paths = NodePaths("node-a", DRIVER, memory_path / "plugin", memory_path / "cdi", "boot-1")
-    reader = NvmlReader(load)
-    look = NodeSnapshot(paths, reader, lambda _: False, is_detached=lambda: bool(detached))
-    assert len(look.view(20).gpus) == 4
-    detached.append(True)
-    assert "NVML is closed until noon" in str(nvml_problems(look.view(20)))
-    assert not reader.session.is_open
-    detached.clear()
-    assert len(look.view(20).gpus) == 4
-    look.close()
-
-
-def test_gpu_that_is_lost_and_comes_back(machine: Machine, look_at: Callable[[Any], NodeSnapshot]) -> None:
-    look = look_at(NvmlReader(lambda: SimulatedLibrary(machine)))
-    assert len(look.view(20).gpus) == 4
+def test_gpu_that_is_lost_and_comes_back(machine: Machine, look: Look) -> None:
+    at = look()
+    assert len(at.view(20).gpus) == 4
     machine.lose_gpu(2)
-    view = look.view(20)
-    assert len(view.gpus) == 3
+    view = at.view(20)
+    assert [gpu.health for gpu in view.gpus] == ["ok", "ok", "ok", "lost"]
     assert any("does not answer" in note for note in view.notes)
     machine.reset_gpu(2)
     machine.restore_gpu(2)
-    look.view(20)
-    view = look.view(20)
+    at.view(20)
+    view = at.view(20)
     assert ([gpu.health for gpu in view.gpus], view.notes) == (["ok"] * 4, ())
     machine.unload_driver()
-    view = look.view(20)
+    view = at.view(20)
     assert (view.gpus, view.nvidia_version) == ((), None)
     assert "kernel driver is not loaded" in str(nvml_problems(view))
     machine.load_driver()
-    assert len(look.view(20).gpus) == 4
+    assert len(at.view(20).gpus) == 4
 
 
 def nvml_problems(view: NodeView) -> list[str]:
@@ -501,17 +464,18 @@ class OddNvml:
         return {}
 
 
-def test_nvml_that_hangs_is_not_waited_for(look_at: Callable[[Any], NodeSnapshot]) -> None:
+def test_nvml_that_hangs_is_not_waited_for(look: Look) -> None:
     nvml = OddNvml()
-    look = look_at(nvml)
+    at = look()
+    at.nvml = nvml
     for _ in range(3):
-        view = look.view(0.01)
+        view = at.view(0.01)
         assert nvml_problems(view) == ["NVML has not answered for more than 0.01 s"]
-    look.close()
+    at.close()
     assert (nvml.reopened, nvml.closed) == (1, 0)
     nvml.let_go.set()
-    view = look.view(20)
-    assert (view.nvidia_version, view.cuda_version, view.problems) == ("580.95.05", "13.0", ())
+    view = at.view(20)
+    assert (view.nvidia_version, view.cuda_version, nvml_problems(view)) == ("580.95.05", "13.0", [])
 
 
 @pytest.mark.parametrize(
@@ -522,28 +486,29 @@ def test_nvml_that_hangs_is_not_waited_for(look_at: Callable[[Any], NodeSnapshot
     ],
 )
 def test_nvml_that_fails_costs_only_its_part(
-    error: Exception, said: str, look_at: Callable[[Any], NodeSnapshot], memory_path: Path
+    error: Exception, said: str, machine: Machine, look: Look
 ) -> None:
-    write_health(
-        memory_path, "boot-1", HealthState(HealthTarget("GPU-1"), (reason("xid", "79", Severity.LOST),))
-    )
+    write_health(machine, HealthState(HealthTarget("GPU-1"), (reason("xid", "79", Severity.LOST),)))
     nvml = OddNvml(error)
-    look = look_at(nvml)
+    at = look()
+    at.nvml = nvml
     for _ in range(2):
-        view = look.view(20)
+        view = at.view(20)
         assert nvml_problems(view) == [said]
         assert told(view) == [("gpu-1", "lost", "xid 79", 90.0)]
     assert nvml.reopened == 2
 
 
 def test_daemons_that_may_not_be_read_cost_only_their_part(
-    look_at: Callable[[Any], NodeSnapshot], monkeypatch: pytest.MonkeyPatch
+    look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(path: Path) -> bool:
         raise StateError(f"cannot open the lock file {path}: permission was denied")
 
     monkeypatch.setattr("dra_driver.mps_host.host_files.is_locked", refuse)
-    view = look_at(OddNvml(NvmlUnavailableError("no driver"))).view(20)
+    at = look()
+    at.nvml = OddNvml(NvmlUnavailableError("no driver"))
+    view = at.view(20)
     [no_daemons] = view.notes
     assert nvml_problems(view) == ["no driver"]
     assert no_daemons.startswith("MPS daemons are not shown: cannot open the lock file")

@@ -64,7 +64,6 @@ class DriverChecks:
     nodes: DeviceNodeReader
     inventory: Shared[Inventory]
     node_view: Callable[[], NodeView]
-    cut: Callable[[], Inventory] = Inventory
     """With the profiles of the GPUs in MIG mode, as far as they can be read."""
     hook: str | None = None
     dynamic_mig: bool = False
@@ -264,7 +263,7 @@ class DriverChecks:
         on = [gpu for gpu in inventory.gpus if gpu.mig_enabled]
         empty = {gpu.uuid: gpu.pci_bus_id or gpu.uuid for gpu in on if not gpu.mig_devices}
         if empty and not self.dynamic_mig:
-            cut = next((gpu.partitioning for gpu in self.cut().gpus if gpu.uuid in empty), None)
+            cut = next((gpu.partitioning for gpu in on if gpu.uuid in empty), None)
             placed = cut.profiles if cut is not None else ()
             smallest = min((one.profile for one in placed), key=lambda one: one.memory_mib, default=None)
             first = next(iter(empty.values()))

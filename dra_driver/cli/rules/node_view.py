@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from dra_driver.cli.rules.mig_map import SeenInstance, gpu_maps
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.rules.prepared_claims import PreparedClaim
 from dra_driver.health.rules.polling import FABRIC, compared
 from dra_driver.health.rules.state import observe
-from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess, ProcessOrigin
+from dra_driver.model.gpu import GpuLoad, GpuProcess, ProcessOrigin
 from dra_driver.model.health import (
     HealthState,
     HealthTarget,
@@ -144,8 +143,7 @@ class SeenProblem:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """All that is shown. `problems` are those of the node, `domains` are NVLink domains with the names of their GPUs;
-    `notes` are sentences."""
+    """All that is shown. `problems` are those of the node, `notes` are sentences."""
 
     node: str
     driver: str
@@ -154,9 +152,7 @@ class NodeView:
     cuda_version: str | None = None
     problems: tuple[SeenProblem, ...] = ()
     gpus: tuple[SeenGpu, ...] = ()
-    domains: tuple[tuple[str, tuple[str, ...]], ...] = ()
     holdings: tuple[Holding, ...] = ()
-    instances: tuple[SeenInstance, ...] = ()
     health: tuple[SeenReason, ...] = ()
     mps: tuple[SeenDaemon, ...] = ()
     processes: tuple[SeenProcess, ...] = ()
@@ -172,22 +168,15 @@ def node_view(
     state: NodeState,
     daemons: Sequence[MpsDaemonStatus],
     notes: Iterable[str],
-    on_demand: Callable[[Gpu], bool],
     problems: Iterable[ShownProblem] = (),
 ) -> NodeView:
-    """The view. `notes` are sentences, each shown once; `on_demand` says of a GPU whether its MIG devices are made on
-    demand. `problems` are those of the node."""
+    """The view. `notes` are sentences, each shown once; `problems` are those of the node."""
     inventory, at = nvml.inventory, now.timestamp()
     ids = state.instance_ids(inventory)
     names, places, hidden = _names_and_places(nvml, state)
     # NVML lists a GPU that answers nothing from the start, so it is not lost.
     facts = replace(nvml, lost=nvml.lost | (hidden - inventory.unread))
     reasons = [*_reasons(facts, state.health, names, ids, int(at))]
-    of = inventory.nvlink_domains
-    domains = {
-        domain: tuple(names[gpu.uuid] for gpu in inventory.gpus if of.get(gpu.uuid) == domain)
-        for domain in dict.fromkeys(of[gpu.uuid] for gpu in inventory.gpus if gpu.uuid in of)
-    }
     cuda = inventory.versions.cuda
     return NodeView(
         node=node,
@@ -197,13 +186,7 @@ def node_view(
         cuda_version=None if cuda is None else f"{cuda[0]}.{cuda[1]}",
         problems=tuple(_problem(shown, at) for shown in problems),
         gpus=tuple(_gpus(nvml, names, places, reasons)),
-        domains=tuple(domains.items()),
         holdings=tuple(holding for claim in claims for holding in _holdings(claim, reasons, ids)),
-        instances=tuple(
-            instance
-            for drawn in gpu_maps(inventory, state, on_demand)
-            for instance in sorted(drawn.instances, key=lambda one: (one.start, one.size))
-        ),
         health=tuple(shown for _, _, _, shown in reasons),
         mps=tuple(
             SeenDaemon(
@@ -244,10 +227,8 @@ def searched(view: NodeView, text: str) -> NodeView:
         gpus=tuple(gpus),
         holdings=tuple(holdings),
         processes=tuple(processes),
-        instances=tuple(one for one in view.instances if one.gpu in named),
         health=tuple(one for one in view.health if one.subject.partition(" ")[0] in named),
         mps=tuple(one for one in view.mps if one.device in used | named),
-        domains=tuple((name, gpus) for name, gpus in view.domains if named & {*gpus}),
     )
 
 
