@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from dra_driver.errors import InvalidConfigError, StateError
-from dra_driver.model.claim import ClaimRef, Failed, Prepared
+from dra_driver.model.claim import ClaimRef, Failed
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node
 
@@ -66,14 +64,6 @@ def test_what_cannot_be_prepared_is_told_in_one_sentence(node: Node, bystander: 
     node.ready(bystander)
 
 
-def test_thousand_claims_in_one_call(node: Node, bystander: ClaimRef) -> None:
-    refs = [ClaimRef("default", f"claim-{number}", f"uid-{number}") for number in range(999)]
-    outcomes = node.prepare(bystander, *refs)
-    assert len(outcomes) == 1000
-    assert isinstance(outcomes[bystander.uid], Prepared)
-    assert all("does not exist" in outcomes[ref.uid].error for ref in refs)
-
-
 def test_directories_that_cannot_be_used_or_went(node: Node, bystander: ClaimRef) -> None:
     """What cannot be written is told, with its path; a directory of CDI specs that went is made again."""
     ref = node.claim("next")
@@ -92,59 +82,6 @@ def test_directories_that_cannot_be_used_or_went(node: Node, bystander: ClaimRef
     assert str(claims) in outcome.error
     aside.rename(claims)
     node.ready(ref)
-
-
-def test_unreadable_record_is_set_aside_and_its_device_stays_protected(
-    node: Node, bystander: ClaimRef
-) -> None:
-    held = node.ready(bystander).devices[0].device
-    record = node.plugin_dir / "claims" / f"{bystander.uid}.json"
-    record.write_bytes(b'{"version": 1, "claim"')
-    thief = node.allocated_by_hand("thief", held)
-    outcome = node.prepare(thief)[thief.uid]
-    assert isinstance(outcome, Failed)
-    assert held in outcome.error
-    assert bystander.uid in outcome.error
-    other = node.claim("other")
-    node.ready(other)
-    assert any(name.startswith(f"{bystander.uid}.json.unreadable-") for name in node.records())
-    node.ready(bystander)
-    node.take_back(bystander)
-    assert len(node.specs()) == 1
-
-
-def test_api_server_slow(node: Node, bystander: ClaimRef, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dra_driver.claims.calls._KNOWN_CLAIMS_API_S", 0.2)
-    known = [bystander, *(node.claim(f"known-{number}") for number in range(7))]
-    for ref in known[1:]:
-        node.ready(ref)
-    node.server.faults.slow("resourceclaims", 8)
-    started = time.monotonic()
-    outcomes = node.prepare(*known)
-    assert all(isinstance(outcomes[ref.uid], Prepared) for ref in known)
-    assert time.monotonic() - started < 7, "the claims of a call share one wait"
-    node.server.faults.clear()
-
-
-def test_api_server_that_never_answers_a_driver_that_starts(
-    node: Node, bystander: ClaimRef, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It accepts, so that nothing fails at once; each of the first requests waits for it by itself."""
-    monkeypatch.setattr("dra_driver.claims.calls._KNOWN_CLAIMS_API_S", 0.2)
-    known = [bystander, *(node.claim(f"known-{number}") for number in range(7))]
-    for ref in known[1:]:
-        assert isinstance(node.prepare(ref)[ref.uid], Prepared)
-    assert node.driver is not None
-    node.driver.stop()
-    node.server.faults.slow("/", 12)
-    node.start_driver()
-    for _ in range(2):
-        started = time.monotonic()
-        with ThreadPoolExecutor(8) as pool:
-            answers = list(pool.map(lambda ref: node.prepare(ref)[ref.uid], known))
-        assert all(isinstance(answer, Prepared) for answer in answers)
-        assert time.monotonic() - started < 9
-    node.server.faults.clear()
 
 
 @pytest.mark.parametrize(

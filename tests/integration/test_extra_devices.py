@@ -16,7 +16,6 @@ from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.host import imex
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from dra_driver.model.plan import Plan
-from tests.fakes.waiting import eventually
 from tests.integration.conftest import DRIVER, Node
 
 Json = dict[str, Any]
@@ -74,26 +73,6 @@ def test_claims_on_gpus_in_a_fabric_get_the_channel(
     assert (tray.specs(), tray.records()) == ([], [])
 
 
-def test_off_costs_nothing_and_gives_nothing(tray: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(*_: object) -> None:
-        raise AssertionError("nobody wants to know")
-
-    for name in ("count", "nodes", "major"):
-        monkeypatch.setattr(imex.ImexChannelNodes, name, asked)
-    monkeypatch.setattr(imex.ImexDaemon, "refuse_unready", asked)
-    monkeypatch.setattr("dra_driver.host.device_nodes.HostDeviceFinder.find", asked)
-    for name in ("check", "added", "channel_nodes", "refuse_unready_imex"):
-        monkeypatch.setattr(ExtraDeviceFinder, name, asked)
-    tray.start_driver()
-    assert all("imexChannels" not in device["attributes"] for device in tray.wait_devices(4))
-    ref = tray.claim("training")
-    tray.ready(ref)
-    assert channels(tray, ref) == []
-    [record] = tray.records()
-    held = json.loads((tray.plugin_dir / "claims" / record).read_text())["devices"]
-    assert all(one.keys() == {"device", "kind", "uuid", "gpuUUID"} for one in held)
-
-
 def test_claims_wait_for_the_daemon_and_no_other_claim_does(tray: Node) -> None:
     tray.machine.set_imex("initializing")
     name = tray.running(4, imex_channel=0).devices()[0]["name"]
@@ -140,25 +119,6 @@ def test_channels_that_vanish_before_the_spec_is_written(tray: Node, monkeypatch
     tray.machine.set_imex("ready", channels=2048)
     driver.discovery.scan_now(10)
     tray.ready(tray.claim("more"))
-
-
-def test_a_prepared_claim_keeps_what_it_has(tray: Node) -> None:
-    tray.machine.set_host_devices(["gds", "gdrcopy"])
-    driver = tray.running(4, imex_channel=3, host_devices=("gdrcopy",)).driver
-    ref = tray.claim("training")
-    first = tray.ready(ref)
-    spec = spec_of(tray, ref)
-    driver.stop()
-    tray.machine.set_imex("stopped")
-    for changes in ({}, {"imex_channel": 5, "host_devices": ("gds",)}):
-        driver = tray.start_driver(**changes)
-        eventually(lambda driver=driver: driver.discovery.inventory)
-        assert tray.ready(ref) == first
-        assert spec_of(tray, ref) == spec
-        driver.stop()
-    tray.start_driver()
-    tray.unprepare(ref)
-    assert (tray.specs(), tray.records()) == ([], [])
 
 
 def test_claim_waits_for_the_daemon_again_after_a_reboot(tray: Node) -> None:

@@ -193,30 +193,3 @@ def test_a_fabric_that_cannot_be_read_now_is_not_taken_for_none(tray: Node) -> N
     tray.machine.clear_faults()
     tray.ready(ref)
     assert channels(tray, ref) == [(f"{CHANNEL}3", 236, 3)]
-
-
-def test_only_who_uses_a_gpu_with_a_fabric_waits(tray: Node) -> None:
-    tray.machine.set_fabric(state=IN_PROGRESS)
-    tray.machine.set_fabric(1, state=0)
-    tray.running(4, imex_channel=3)
-    assert fabrics(tray) == [(PENDING, {}), ([], {}), (PENDING, {}), (PENDING, {})]
-    looks, without = by_hand(tray, "monitor", 0, adminAccess=True), by_hand(tray, "single", 1)
-    tray.refused(by_hand(tray, "training", 0), "the registration is in progress")
-    for ref in (looks, without):
-        tray.ready(ref)
-        assert channels(tray, ref) == []
-
-
-@pytest.mark.usefixtures("often")
-def test_a_board_whose_fabric_ends_at_the_board_is_well_when_it_is_complete(
-    make_node: Callable[..., Node],
-) -> None:
-    node = make_node()
-    node.machine.set_fabric(state=IN_PROGRESS)
-    node.running(8, imex_channel=0)
-    ref = by_hand(node, "training")
-    node.refused(ref, "the registration is in progress")
-    node.machine.set_fabric(state=COMPLETED)
-    eventually(lambda: [taints for taints, _ in fabrics(node)] == [[]] * 8)
-    node.ready(ref)
-    assert channels(node, ref) == []

@@ -14,7 +14,6 @@ from dra_driver.model.health import HealthTarget
 from dra_driver.model.record import SetTimeSlice
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Json, Node, poll_all, sliced
-from tests.integration.test_mig import named
 
 
 def told(node: Node, reason: str) -> list[str]:
@@ -34,26 +33,6 @@ def ready(node: Node) -> dict[str, tuple[str, str]]:
 
 
 PREPARED = ("True", "Prepared")
-
-
-def test_a_bad_instance_concerns_only_its_own_claim(make_node: Callable[..., Node]) -> None:
-    node = make_node().running(8 * 26, dynamic_mig=True)
-    driver = node.driver
-    for number, name in enumerate("ab"):
-        node.ready(node.allocated_by_hand(name, named(node, "1g.10gb", number)))
-    eventually(lambda: ready(node) == {"a": PREPARED, "b": PREPARED})
-    made: Any = driver.ledger.created_instance(named(node, "1g.10gb", 0))
-    node.machine.raise_xid(
-        0, 95, gpu_instance=made.gpu_instance_id, compute_instance=made.compute_instance_id
-    )
-    eventually(lambda: ready(node) == {"a": ("False", "GPUUnhealthy"), "b": PREPARED})
-    concerned = ["Node/node-a", "Pod/pod-of-a", "ResourceClaim/a"]
-    eventually(lambda: told(node, "GPUUnhealthy") == concerned)
-    whole = HealthTarget(made.gpu_uuid)
-    node.machine.raise_xid(0, 48)
-    eventually(lambda: driver.health.monitor.book.state(whole).reasons)
-    eventually(lambda: ready(node)["b"] == ("False", "GPUUnhealthy"))
-    eventually(lambda: {"ResourceClaim/b", "Pod/pod-of-b"} <= set(told(node, "GPUUnhealthy")))
 
 
 def test_the_status_follows_a_gpu_that_is_lost_and_comes_back(node: Node) -> None:

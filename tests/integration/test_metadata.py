@@ -9,7 +9,7 @@ from typing import Any
 
 from dra_driver.model.claim import ClaimRef, Prepared
 from tests.fakes.json_stream import json_documents
-from tests.integration.conftest import DRIVER, Node
+from tests.integration.conftest import Node
 
 Json = dict[str, Any]
 INSIDE = "/var/run/kubernetes.io/dra-device-attributes"
@@ -47,20 +47,6 @@ def described(node: Node, ref: ClaimRef) -> list[Json]:
 def left(node: Node) -> list[str]:
     """What claims left, except for the directory that is there for all."""
     return [*node.specs(), *(str(path) for path in (node.plugin_dir / "dra-device-metadata").rglob("*"))]
-
-
-def test_claim_of_a_template_has_the_name_that_the_pod_gives_it(make_node: Callable[..., Node]) -> None:
-    node = make_node().running(device_metadata="both")
-    annotations = {"resource.kubernetes.io/pod-claim-name": "gpus"}
-    ref = node.claim("pod-gpus-x7k2p", annotations=annotations)
-    found = mounted(node, node.ready(ref))
-    [document, _] = found[f"{INSIDE}/resourceclaimtemplates/gpus/gpu/{DRIVER}-metadata.json"]
-    assert document["podClaimName"] == "gpus"
-    # The same from the record alone.
-    node.server.stop()
-    assert mounted(node, node.ready(ref)) == found
-    node.take_back(ref)
-    assert left(node) == []
 
 
 def test_mig_device_on_demand_has_the_uuid_of_this_making(make_node: Callable[..., Node]) -> None:

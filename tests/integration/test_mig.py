@@ -23,7 +23,6 @@ from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.mps_host.host_files import mps_layout
 from dra_driver.nvml.session import NvmlSession
 from dra_driver.simulator.catalogue import MACHINES
-from dra_driver.slices import api_support as partitionsupport
 from tests.fakes.scrapes import by_label
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import NODE, Node
@@ -104,50 +103,6 @@ def test_a_device_is_made_and_destroyed(node: Node) -> None:
             assert (event["involvedObject"]["kind"], event["type"]) == (kind, "Normal")
             assert re.search(r" in \d+\.\d", event["message"])
     assert not node.events("SchedulerOutdated")
-
-
-def test_switching_it_off_keeps_running_devices(node: Node) -> None:
-    ref = node.allocated_by_hand("runs", named(node, "1g.10gb", 0))
-    before = node.ready(ref)
-    node.restart_driver(dynamic_mig=False)
-    eventually(lambda: 0 < len(node.devices()) < 10)
-    assert node.ready(ref) == before
-    node.take_back(ref)
-    assert clean(node)
-
-
-def test_server_without_counters_gets_whole_gpus_only_until_it_counts(
-    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(partitionsupport, "_ASK_AGAIN_S", 0.05)
-    made = make_node()
-    made.server.gates["DRAPartitionableDevices"] = False
-    made.running(dynamic_mig=True)
-    assert made.driver.publishing.publisher.wait_published(10)
-    assert not [one for one in made.devices() if "consumesCounters" in one]
-    assert all(entry["spec"]["nodeName"] == NODE for entry in made.slices())
-    made.server.gates["DRAPartitionableDevices"] = True
-    made.wait_devices(8 * PER_GPU)
-
-
-def test_device_whose_undo_failed_is_cleared_by_the_next_claim_of_its_place(node: Node) -> None:
-    """The scheduler chose before the slices were without what that device is in the way of."""
-    names = [named(node, "1g.10gb", 2), named(node, "2g.20gb", 2), *list(devices_of(node, 0))[-1:]]
-    first = node.allocated_by_hand("first", names[0])
-    node.ready(first)
-    node.machine.set_fault("nvmlGpuInstanceDestroy", code="gpu-is-lost")
-    node.take_back(first)
-    eventually(lambda: names[0] not in {device["name"] for device in node.devices()})
-    for number, name in enumerate(names):
-        ref = node.allocated_by_hand(f"next-{number}", name)
-        assert "destroy GPU instance" in str(node.prepare(ref)[ref.uid])
-    node.machine.clear_faults()
-    ref = node.allocated_by_hand("last", names[1])
-    node.ready(ref)
-    assert [(instance.profile_id, instance.start) for instance in node.machine.gpu(0).instances] == [(14, 2)]
-    node.take_back(ref)
-    eventually(lambda: clean(node))
-    node.wait_devices(8 * PER_GPU)
 
 
 def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., Node], tmp_path: Path) -> None:
@@ -280,23 +235,3 @@ def test_mode_is_switched_beside_the_other_instance_of_a_rolling_update(
     eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
     node.take_back(ref)
     assert clean(node)
-
-
-def test_compatibility_groups_are_there_as_long_as_a_new_slice_keeps_them(
-    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And whole GPUs and MIG devices are in different ones."""
-    monkeypatch.setattr("dra_driver.slices.api_support._ASK_AGAIN_S", 0.5)
-    gate = "DRADeviceCompatibilityGroups"
-    node = make_node(minor=37, gates={gate: True}).running(8 * 26, dynamic_mig=True)
-
-    def groups() -> set[tuple[str, str]]:
-        return {
-            (device["attributes"]["type"]["string"], ",".join(use.get("compatibilityGroups", ())))
-            for device in node.devices()
-            for use in device["consumesCounters"]
-        }
-
-    assert groups() == {("gpu", "whole"), ("mig", "mig")}
-    node.server.gates[gate] = False
-    eventually(lambda: groups() == {("gpu", ""), ("mig", "")})

@@ -128,22 +128,6 @@ def test_a_mig_device_on_demand_is_known_to_all(make_node: MakeNode) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("names", ["uuid", "minor"])
-def test_only_whole_gpus_have_the_type_gpu(make_node: MakeNode, names: str) -> None:
-    """Some programs count them."""
-    node = make_node("h100-mig-static")
-    node.start_driver(device_names=names)
-    eventually(node.devices)
-    whole = {
-        gpu.uuid
-        for gpu in map(node.machine.gpu, range(len(node.machine.current().present)))
-        if not gpu.mig_mode
-    }
-    shown = [device["attributes"] for device in node.devices()]
-    assert {entry["type"]["string"] for entry in shown} == {"gpu", "mig"}
-    assert {entry["uuid"]["string"] for entry in shown if entry["type"]["string"] == "gpu"} == whole
-
-
 def test_names_cannot_change_while_claims_hold_devices(make_node: MakeNode) -> None:
     node = make_node().running()
     [name] = [device["name"] for device in node.devices()][:1]

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import shutil
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,94 +92,7 @@ def test_prepare_waits_for_one_attempt_when_another_api_server_takes_over(
 # --- kubelet and load --------------------------------------------------------------------------------
 
 
-class Load:
-    """Threads that prepare and unprepare a claim each, over and over; `failures` are what went wrong."""
-
-    def __init__(self, node: Node, count: int = 4) -> None:
-        self._node = node
-        self._stop = threading.Event()
-        self.failures: list[str] = []
-        self.rounds = 0
-        devices = [device["name"] for device in node.devices()[:count]]
-        refs = [node.allocated_by_hand(f"load-{name}", name) for name in devices]
-        self._threads = [threading.Thread(target=self._run, args=(one,)) for one in refs]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(30)
-
-    def more(self, rounds: int = 8) -> None:
-        """Wait for so many rounds that went well."""
-        wanted = self.rounds + rounds
-        eventually(lambda: self.rounds >= wanted, 20)
-
-    def _run(self, claim: ClaimRef) -> None:
-        while not self._stop.is_set():
-            if self._ask(self._node.prepare, claim) and self._ask(self._node.unprepare, claim):
-                self.rounds += 1
-        eventually(lambda: self._ask(self._node.unprepare, claim), 20)
-
-    def _ask(self, call: Callable[[ClaimRef], dict[str, Any]], claim: ClaimRef) -> bool:
-        try:
-            outcome = call(claim)[claim.uid]
-        except Exception as error:
-            self.failures.append(str(error))
-            self._stop.wait(0.01)
-            return False
-        if isinstance(outcome, Failed):
-            self.failures.append(outcome.error)
-        return not isinstance(outcome, Failed)
-
-
-def fresh_state(node: Node) -> tuple[Any, ...]:
-    return node.specs(), node.records(), [entry["spec"].get("devices", []) for entry in node.slices()]
-
-
-def test_driver_is_reloaded_under_load(node: Node) -> None:
-    """What fails meanwhile says why; afterwards all is as on a fresh node."""
-    before = fresh_state(node)
-    with Load(node) as load:
-        for version in ("590.10.01", None):
-            load.more()
-            node.machine.unload_driver()
-            node.wait_devices(0)
-            node.machine.load_driver(version)
-            node.wait_devices(8)
-        load.more()
-    assert all("driver" in text or "NVML" in text or "usable" in text for text in load.failures), (
-        load.failures
-    )
-    node.machine.load_driver("580.95.05")
-    eventually(lambda: fresh_state(node) == before)
-
-
 # --- GPUs --------------------------------------------------------------------------------------------
-
-
-def test_hanging_nvml_delays_nobody_who_needs_it_not(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one GPU hangs every call of NVML, known devices are served, and a call that needs a look is bounded."""
-    monkeypatch.setattr("dra_driver.claims.prepare._SCAN_WAIT_S", 0.2)
-    known = prepared(node, 4)
-    others = [
-        node.allocated_by_hand(f"other-{device['name']}", device["name"]) for device in node.devices()[4:]
-    ]
-    unknown = node.allocated_by_hand("unknown", "gpu-00000000")
-    node.machine.set_fault("nvmlDeviceGet*", delay_s=3.0, count=1, gpu=0)
-    node.driver.discovery.request_rescan()
-    eventually(lambda: not node.machine.current().faults)
-    with ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(node.kubelet.prepare, DRIVER, [one], 2.9) for one in others]
-        refused = pool.submit(node.kubelet.prepare, DRIVER, [unknown], 4.0)
-        assert all(isinstance(outcome, Prepared) for call in calls for outcome in call.result().values())
-        assert isinstance(refused.result()[unknown.uid], Failed)
-    node.take_back(*known, *others)
-    assert (node.specs(), node.records()) == ([], [])
 
 
 def test_gpu_that_is_drained_under_its_claim(node: Node) -> None:
@@ -209,46 +116,6 @@ def test_gpu_that_is_drained_under_its_claim(node: Node) -> None:
 
 
 # --- disk --------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system with room for little."""
-    if os.geteuid() != 0 or shutil.which("mount") is None:
-        pytest.skip("needs root")
-    place = tmp_path / "small"
-    place.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=512k,nr_inodes=400", "tmpfs", str(place)], check=False
-    )
-    if made.returncode:
-        pytest.skip("mounting is not allowed here")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-@pytest.mark.root
-def test_real_disk_without_room(make_node: Callable[..., Node], small_disk: Path) -> None:
-    """Claims that are prepared stay so and can go; new ones hear what is wrong and succeed once it is put right."""
-    node = make_node()
-    plugins = small_disk / "p"
-    node.plugin_dir = plugins / DRIVER
-    node.running(kubelet_plugins_directory_path=str(plugins))
-    answers, new = prepared(node, 2), node.claim("new")
-    filler = small_disk / "filler"
-    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
-        file.writelines(itertools.repeat(b"x" * 4096))
-    outcome = node.prepare(new)[new.uid]
-    assert isinstance(outcome, Failed)
-    assert "the disk is full" in outcome.error
-    first, second = answers
-    assert node.ready(first) == answers[first]
-    node.take_back(first)
-    filler.unlink()
-    node.ready(new)
-    assert node.ready(second) == answers[second]
-    node.take_back(second, new)
-    assert (node.specs(), node.records()) == ([], [])
 
 
 # --- clock -------------------------------------------------------------------------------------------

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import forked_commands
-import pytest
 
 from dra_driver.model import units
 from dra_driver.model.claim import ClaimRef, Prepared
@@ -138,36 +136,6 @@ def test_eight_cards_of_one_claim_close_nvml_once(make_node: Callable[..., Node]
     assert {gpu.driver for gpu in node.machine.current().present} == {"nvidia"}
 
 
-def test_monitor_keeps_what_it_has_and_a_new_one_goes_without_the_card(
-    make_node: Callable[..., Node],
-) -> None:
-    node = without_virtual_functions(make_node).running(16, passthrough=True)
-    (whole, passed), (other, _) = named(node, 3), named(node, 4)
-    bus_id = node.machine.gpu(3).bus_id
-    monitor = node.allocated_by_hand("monitor", whole, other, adminAccess=True)
-    prepared = node.ready(monitor)
-    node.ready(node.allocated_by_hand("machine", passed))
-    eventually(lambda: types(node, bus_id) == ["vfio"])
-    assert node.ready(monitor) == prepared
-    late = node.ready(node.allocated_by_hand("late", whole, other, adminAccess=True))
-    assert [device.device for device in late.devices] == [other]
-
-
-def test_card_in_use_leaves_the_others_of_its_claim_as_they_are(make_node: Callable[..., Node]) -> None:
-    """Binding them only to give them back would close NVML for the whole node at each try."""
-    node = without_virtual_functions(make_node).running(16, passthrough=True)
-    cards = [named(node, index)[1] for index in range(4)]
-    node.machine.hold_gpu(2, 812, "python3")
-    session = node.driver.discovery.nvml.session
-    before = session.pauses
-    ref = node.allocated_by_hand("machine", *cards)
-    node.refused(ref, "is in use by process 812 (python3)")
-    assert session.pauses == before
-    assert [driver_of(node, index) for index in range(4)] == ["nvidia"] * 4
-    node.machine.release_gpu(2)
-    node.ready(ref)
-
-
 def test_node_whose_cards_are_all_under_vfio_needs_no_nvidia_driver(make_node: Callable[..., Node]) -> None:
     node = without_virtual_functions(make_node)
     for gpu in node.machine.current().present:
@@ -218,17 +186,6 @@ def test_passthrough_that_offers_no_gpu_is_a_problem_until_one_is_offered(
     assert (set(later["cards"]), later["offered"]) == ({node.machine.gpu(1).bus_id}, 7)
 
 
-def test_passthrough_on_a_node_without_gpus_is_no_problem(make_node: Callable[..., Node], logs: Logs) -> None:
-    node = without_virtual_functions(make_node)
-    for gpu in node.machine.current().present:
-        node.machine.remove_gpu(gpu.uuid)
-    node.machine.set_vfio(iommu=False)
-    node.start_driver(passthrough=True)
-    eventually(lambda: node.driver.discovery.inventory is not None)
-    assert node.driver.passthrough.problems() == []
-    assert refusals(logs) == []
-
-
 def with_a_machine_that_runs_on(make_node: Callable[..., Node]) -> tuple[Node, str]:
     """A node, and the UUID of its GPU 1, whose claim has ended though a virtual machine still has it."""
     node = without_virtual_functions(make_node).running(16, passthrough=True)
@@ -239,15 +196,6 @@ def with_a_machine_that_runs_on(make_node: Callable[..., Node]) -> tuple[Node, s
     node.machine.hold_gpu(uuid, 900, "qemu-system-x86")
     node.take_back(ref)
     return node, uuid
-
-
-def test_virtual_machine_that_runs_on_withholds_its_card(make_node: Callable[..., Node]) -> None:
-    node, uuid = with_a_machine_that_runs_on(make_node)
-    [event] = eventually(lambda: node.events("CleanupPending"))
-    assert "qemu-system-x86 (process 900)" in event.get("message", event.get("note", ""))
-    node.machine.release_gpu(uuid)
-    eventually(lambda: driver_of(node, uuid) == "nvidia")
-    node.wait_devices(16)
 
 
 def test_command_gives_a_card_back_where_no_daemon_runs(make_node: Callable[..., Node]) -> None:
@@ -305,78 +253,3 @@ def test_other_instance_of_a_rolling_update_closes_nvml_too(make_node: Callable[
     eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
     node.take_back(ref)
     assert driver_of(node, uuid) == "nvidia"
-
-
-def test_card_goes_to_a_machine_while_a_write_for_another_card_has_hung_for_a_minute(
-    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The write is a process of its own, so it does not keep NVML from closing."""
-    monkeypatch.setattr("dra_driver.journal.lanes.UNRESPONSIVE_AFTER_S", 0.0)
-    monkeypatch.setattr("dra_driver.passthrough.steps._WRITE_S", 0.2)
-    node = without_virtual_functions(make_node).running(16, passthrough=True)
-    (_, hanging), (_, passed) = named(node, 6), named(node, 7)
-    node.machine.set_fault("unbind", code="hang", gpu=6)
-    with ThreadPoolExecutor() as threads:
-        call = threads.submit(node.prepare, node.allocated_by_hand("hanging", hanging))
-        eventually(lambda: any(use.only_writes for use in node.driver.lanes.uses().values()))
-        # NVML closes again for moments for the write that hangs.
-        ref = node.allocated_by_hand("machine", passed)
-        eventually(lambda: isinstance(node.prepare(ref)[ref.uid], Prepared))
-        node.machine.clear_faults()
-        call.result()
-    node.take_back(ref)
-
-
-def test_commands_show_what_a_virtual_machine_has(make_node: Callable[..., Node]) -> None:
-    node = without_virtual_functions(make_node).running(16, passthrough=True)
-    _, passed = named(node, 7)
-    gpu = node.machine.gpu(7)
-    node.ready(node.allocated_by_hand("machine", passed))
-    places = ["--kubelet-plugins-directory-path", "--cdi-root", "--simulator-dir"]
-
-    def printed(command: str, *more: str) -> Any:
-        options = node.flags([*places, "--simulate"] if command != "claims" else places)
-        done = forked_commands.run([command, *more, *options, "-o", "json"], env=dict(os.environ))
-        assert done.stdout, done.stderr
-        return json.loads(done.stdout)
-
-    [claim] = printed("claims")["claims"]
-    assert [(device["device"], device["kind"]) for device in claim["devices"]] == [(passed, "vfio")]
-    top = printed("top")
-    assert [(one["pci_bus_id"], one["uuid"]) for one in top["gpus"] if one["health"] == "vfio"] == [
-        (gpu.bus_id, gpu.uuid)
-    ]
-    assert [(one["device"], one["kind"], one["trouble"]) for one in top["holdings"]] == [
-        (passed, "vfio", None)
-    ]
-    assert top["notes"] == []
-    [found] = [one for one in printed("doctor", "--passthrough")["checks"] if one["check"] == "passthrough"]
-    assert (found["status"], found["seen"]) == ("OK", "8 cards for virtual machines, 1 under vfio now")
-
-
-def test_nothing_of_it_runs_while_it_is_off(
-    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def asked(*_given: object, **_more: object) -> object:
-        raise AssertionError("passthrough is off")
-
-    for name in (
-        "cards",
-        "card",
-        "override",
-        "unbind",
-        "bind",
-        "probe",
-        "ready_driver",
-        "vm_users",
-        "gpu_users",
-    ):
-        monkeypatch.setattr(f"dra_driver.host.vfio.VfioCards.{name}", asked)
-    for name in ("do", "undo", "in_place"):
-        monkeypatch.setattr(f"dra_driver.passthrough.steps.VfioSteps.{name}", asked)
-    node = make_node().running(8)
-    [whole, *_] = [entry["name"] for entry in node.devices()]
-    ref = node.allocated_by_hand("containers", whole)
-    node.ready(ref)
-    node.take_back(ref)
-    eventually(lambda: node.driver.problems() == [])

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
-from playground.apiserver.server import PlaygroundApiServer
 
 from dra_driver.claims import lifecycle
 from dra_driver.claims.reconciler import Rhythm
-from dra_driver.kube.claims import ClaimClient
-from dra_driver.kube.client import ApiClient
-from dra_driver.kube.cluster import node_uid
-from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.model.claim import ClaimRef, Prepared, ReportedDevice
+from dra_driver.model.claim import ClaimRef, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
-from tests.fakes.preparing import Node as SmallNode
-from tests.fakes.preparing import reconciler_of
-from tests.fakes.samples import GPU_0, GPU_1, MIXED, NODE
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import Node, result, sliced
+from tests.integration.conftest import Node, sliced
 
 
 def looked_at(node: Node, ref: ClaimRef) -> bool:
@@ -81,139 +72,6 @@ def test_share_waits_for_one_of_another_way_of_sharing(make_node: Callable[..., 
 
 
 # --- the reconciler against an API server ----------------------------------------------------------
-
-
-class Told:
-    """What users get to hear."""
-
-    def __init__(self) -> None:
-        self.recovered_claims: list[str] = []
-
-    def recovered(self, ref: ClaimRef, why: str) -> None:
-        self.recovered_claims.append(f"{ref.name} {why}")
-
-    def seen(self, ref: ClaimRef, reported: frozenset[ReportedDevice]) -> None:
-        """No claim here has a status."""
-        assert reported == frozenset()
-
-    def still_in_use(self, ref: ClaimRef, text: str) -> None:
-        raise AssertionError(text)
-
-
-class Stage:
-    """A node with two prepared claims and a reconciler, over a real HTTP connection to the API server."""
-
-    def __init__(self, directory: Path, server: PlaygroundApiServer) -> None:
-        self.server = server
-        server.add("nodes", {"metadata": {"name": NODE}})
-        server.write_kubeconfig(directory / "kubeconfig")
-        self.client = ApiClient(load_endpoint(str(directory / "kubeconfig")))
-        claims = ClaimClient(self.client)
-        self.node = SmallNode(directory, MIXED, claims=claims)  # type: ignore[arg-type]
-        self.told = Told()
-        self.now = 0.0
-        self.reconciler = reconciler_of(
-            self.node,
-            self.told,
-            make_sure=lambda: node_uid(self.client, NODE),
-            rhythm=Rhythm(between_requests_s=0, request_s=1.0),
-            clock=lambda: self.now,
-        )
-        self.refs = [self.claim("one", GPU_0), self.claim("two", GPU_1)]
-        outcomes = self.node.service.prepare(self.refs, None)
-        assert all(isinstance(outcome, Prepared) for outcome in outcomes.values())
-
-    def claim(self, name: str, device: str) -> ClaimRef:
-        spec = {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}}
-        reserved = [{"resource": "pods", "name": name, "uid": name}]
-        body = {
-            "metadata": {"name": name, "namespace": "default"},
-            "spec": spec,
-            "status": {"allocation": {"devices": {"results": [result(device)]}}, "reservedFor": reserved},
-        }
-        stored = self.server.add("resourceclaims", body, group="resource.k8s.io")
-        return ClaimRef("default", name, stored["metadata"]["uid"])
-
-    def delete(self, name: str) -> None:
-        self.server.operations.delete(self.server.resource("resourceclaims"), ("default", name), {})
-
-    def look(self) -> float | None:
-        self.now += 60
-        return self.reconciler.look()
-
-    @property
-    def held(self) -> list[str]:
-        return sorted(record.ref.name for record in self.node.records.all().values())
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with PlaygroundApiServer() as server:
-        made = Stage(tmp_path, server)
-        yield made
-        made.client.close()
-
-
-def test_deleted_claim_is_taken_back_and_the_one_in_use_is_kept(stage: Stage) -> None:
-    stage.delete("one")
-    assert (stage.look(), stage.held) == (None, ["one", "two"])
-    assert (stage.look(), stage.held) == (None, ["two"])
-    assert stage.told.recovered_claims == ["one was deleted"]
-
-    def gets() -> int:
-        asked = [one for one in stage.server.requests if "/resourceclaims/" in one.path]
-        return sum(one.method == "GET" for one in asked)
-
-    before = gets()
-    stage.look()
-    assert gets() == before + 1, "one request a record"
-
-
-def outage(server: PlaygroundApiServer) -> None:
-    server.faults.down = True
-
-
-def starting(server: PlaygroundApiServer) -> None:
-    server.faults.fail(100, 503, reason="ServiceUnavailable")
-
-
-def proxy(server: PlaygroundApiServer) -> None:
-    server.faults.fail(100, 404, reason="NotFound", body=b"default backend - 404")
-
-
-def other_paths(server: PlaygroundApiServer) -> None:
-    server.faults.fail(100, 404, reason="NotFound", path="/resource.k8s.io/", body=b"404 page not found")
-
-
-def forbidden(server: PlaygroundApiServer) -> None:
-    server.faults.fail(100, 403, reason="Forbidden")
-
-
-def nonsense(server: PlaygroundApiServer) -> None:
-    server.faults.fail(100, 200, path="/resourceclaims/", body=b'{"kind": "ResourceClaim"}')
-
-
-def empty(server: PlaygroundApiServer) -> None:
-    """Its data was lost: no claims, and no nodes."""
-    server.operations.delete(server.resource("nodes", group=""), ("", NODE), {})
-
-
-@pytest.mark.parametrize("fault", [outage, starting, proxy, other_paths, forbidden, nonsense, empty])
-def test_nothing_is_taken_back_while_the_api_server_is_unsure(
-    stage: Stage, fault: Callable[[PlaygroundApiServer], None]
-) -> None:
-    stage.delete("one")
-    stage.delete("two")
-    assert stage.look() is None
-    fault(stage.server)
-    for _ in range(3):
-        assert stage.look() is not None
-        assert (stage.held, stage.told.recovered_claims) == (["one", "two"], [])
-    stage.server.faults.clear()
-    if fault is empty:
-        stage.server.add("nodes", {"metadata": {"name": NODE}})
-    assert stage.look() is None
-    assert (stage.held, stage.node.files().keys() - {"kubeconfig"}) == ([], set())
 
 
 def test_claim_that_nobody_unprepares_is_taken_back_and_told(

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ import pytest
 
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.sharing import SharingRule, share_all
-from dra_driver.mps_host import host_files
-from tests.fakes.mps_behaviour import behave, fails_to_start, misbehave
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node, parameters, result, sliced
@@ -198,75 +195,6 @@ def test_gpus_of_one_request_have_one_daemon(shared: Callable[..., Node]) -> Non
     )
 
 
-def test_absent_mps_host_is_a_problem_of_the_node_where_mps_is_expected(
-    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host_files, "_SILENT_S", 0.0)
-    node = make_node()
-    node.running(mps=True)
-    problems = node.driver.node_problems.codes
-    eventually(lambda: "mps-host-missing" in problems())
-    node.restart_driver(mps=False)
-    problems = node.driver.node_problems.codes
-    assert "mps-host-missing" not in problems()
-
-
-def test_claims_share_one_daemon_of_several_gpus(shared: Callable[..., Node]) -> None:
-    rule = SharingRule("memory", enforce="mps")
-    node = shared(rule)
-    before = snapshot(node)
-    names = [name for _, name in by_uuid(node, 2)]
-
-    def both(number: int, *devices: str) -> ClaimRef:
-        results = [
-            result(
-                name,
-                shareID=f"{number}{place}111111-1111-1111-1111-111111111111",
-                consumedCapacity={"memory": f"{number + place}Gi"},
-            )
-            for place, name in enumerate(devices)
-        ]
-        return node.allocated_by_hand(f"claim-{number}", *results)
-
-    first, second, alone = both(1, *names), both(3, *names), both(5, names[1])
-    for ref in (first, second):
-        node.ready(ref)
-    limits = [client(node, edits(node, ref)[0], names[0])[-1] for ref in (first, second)]
-    assert limits == ["pinned_device_mem_limit=0=1024M,1=2048M", "pinned_device_mem_limit=0=3072M,1=4096M"]
-    node.refused(alone, "one MPS daemon serves both, but device")
-    node.take_back(first)
-    assert modes(node, 2) == [3, 3], "the other claim uses it"
-    assert client(node, edits(node, second)[0], names[0])[0] == "mps=connected"
-    node.take_back(second)
-    assert modes(node, 2) == [0, 0]
-    node.ready(alone)
-    node.take_back(alone)
-    assert snapshot(node) == before
-
-
-def test_daemon_of_several_gpus_ends_when_the_record_of_its_claim_was_lost(
-    shared: Callable[..., Node],
-) -> None:
-    """The claim's CDI spec tells of its devices, and the record of the daemon tells the rest."""
-    node = shared()
-    before = snapshot(node)
-    names = [name for _, name in by_uuid(node, 2)]
-    ref = node.allocated_by_hand("mps", *names, config=MPS)
-    node.ready(ref)
-    node.driver.stop()
-    [record] = (node.plugin_dir / "claims").glob("[!.]*.json")
-    record.write_text("{")
-    node.start_driver()
-    for number, name in enumerate(names):
-        node.refused(node.allocated_by_hand(f"next-{number}", name), "is held by claim")
-    node.take_back(ref)
-    now = snapshot(node)
-    assert [key for key in now if key.startswith("process")] == []
-    assert {key: now[key] for key in before if key.startswith("gpu ")} == {
-        key: value for key, value in before.items() if key.startswith("gpu ")
-    }
-
-
 def test_running_claims_keep_what_they_got_when_the_policy_changes(shared: Callable[..., Node]) -> None:
     node = shared(SharingRule("shares", 4, enforce="mps"))
     refs = [node.claim(f"part-{number}") for number in range(2)]
@@ -322,21 +250,6 @@ def test_time_slice_is_set_and_reset_and_set_again_after_a_driver_reload(shared:
     eventually(lambda: _settled(node) == before)
 
 
-def test_nvidia_smi_is_called_for_who_asked_only(shared: Callable[..., Node]) -> None:
-    node = shared()
-    calls = node.root / "calls"
-    with broken_smi(
-        node, f'echo "$@" >> {calls}; echo "Setting timeslice is Not Supported on this GPU"; exit 3'
-    ):
-        plain = node.claim("plain")
-        node.ready(plain)
-        node.take_back(plain)
-        assert not calls.exists()
-        asking = node.allocated_by_hand("asking", node.devices()[5]["name"], config=sliced("Short"))
-        node.refused(asking, "does not support it")
-    assert "--set-timeslice 1" in calls.read_text()
-
-
 def test_claims_of_one_gpu_agree_on_its_interval(shared: Callable[..., Node]) -> None:
     """The first to ask is named to the others, and the slice stays until the last that wants it is gone."""
     node = shared(SharingRule("shares", 4))
@@ -370,44 +283,6 @@ def test_claims_of_one_gpu_agree_on_its_interval(shared: Callable[..., Node]) ->
 
 
 # --- claims end whatever became of their tools ----------------------------------------------------
-
-
-@contextmanager
-def broken_smi(node: Node, script: str | None) -> Iterator[None]:
-    """nvidia-smi as it is after a driver package was replaced or taken away; whole again afterwards."""
-    smi = node.machine.host_root / "usr/bin/nvidia-smi"
-    whole = smi.rename(smi.with_name("whole"))
-    if script is not None:
-        smi.write_text(f"#!/bin/sh\n{script}\n")
-        smi.chmod(0o755)
-    try:
-        yield
-    finally:
-        whole.replace(smi)
-
-
-@pytest.mark.parametrize(("fails", "started"), [(False, 0), (True, 1)])
-def test_claim_of_several_daemons_comes_and_goes_when_not_all_threads_start(
-    shared: Callable[..., Node], threads_that_start: Callable[[str, int], None], fails: bool, started: int
-) -> None:
-    """And leaves nothing when one of its daemons fails."""
-    node = shared()
-    before = snapshot(node)
-    results = [result(device["name"], f"gpu-{number}") for number, device in enumerate(node.devices()[:3])]
-    ref = node.allocated_by_hand("mps", *results, config=MPS)
-    root = node.machine.host_root
-    threads_that_start("side-by-side", started)
-    if fails:
-        misbehave(root, node.machine.gpu(0).uuid, **fails_to_start("no"))
-        node.refused(ref, "ended while it started")
-        behave(root)
-    else:
-        node.ready(ref)
-        assert modes(node, 4) == [3, 3, 3, 0]
-        assert len(list(node.plugin_dir.glob("mps/*/pipe/*.pid"))) == 3
-        threads_that_start("side-by-side", started)
-        node.take_back(ref)
-    eventually(lambda: _settled(node) == before)
 
 
 @tabled("mps", "word")

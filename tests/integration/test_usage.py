@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from dra_driver.simulator import Machine
-from tests.fakes.scrapes import by_label, scraped
+from tests.fakes.scrapes import by_label
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node
 
@@ -37,16 +37,6 @@ def test_mig_device_on_demand_is_measured_between_scrapes(make_node: Callable[..
 
 def _gpu_of(machine: Machine) -> int:
     return next(index for index in range(4) if machine.gpu(index).instances)
-
-
-def test_nothing_is_measured_where_it_is_switched_off(make_node: Callable[..., Node]) -> None:
-    node = make_node()
-    node.start_driver(usage_metrics=False)
-    names = [device["name"] for device in node.wait_devices(8)]
-    node.ready(node.allocated_by_hand("one", names[0]))
-    own = {name for name, _ in scraped(node.driver.metrics) if name.startswith("nvidia_dra_device_")}
-    assert own == set()
-    assert not [thread for thread in threading.enumerate() if thread.name == "unclaimed-memory"]
 
 
 def test_scrape_that_hangs_on_a_gpu_delays_no_prepare_on_it(node: Node) -> None:

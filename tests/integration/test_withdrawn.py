@@ -56,19 +56,6 @@ def test_a_lost_gpu_is_withdrawn_where_taints_keep_nobody_away_and_comes_back(
     until_named(node, published)
 
 
-def test_a_restart_writes_nothing(make_node: MakeNode) -> None:
-    """The server is asked what it drops before a slice is written: no pod gets the device in between."""
-    node = make_node(minor=35).running()
-    hear_all(node)
-    node.machine.raise_xid(0, 79)
-    eventually(lambda: len(names(node)) == 7)
-    node.driver.stop()
-    before = node.slices()
-    node.start_driver()
-    eventually(lambda: node.driver.publishing.publisher.wait_published(0))
-    assert node.slices() == before
-
-
 def test_a_claimed_gpu_stays_until_its_claim_ends(make_node: MakeNode) -> None:
     """A monitor with admin access keeps nothing on offer."""
     node = make_node(minor=35).running()
