@@ -120,7 +120,7 @@ def test_equal_gpus_share_rows_and_one_gpu_can_be_named() -> None:
     lines = call(*on_demand).stdout.splitlines()
     assert len(lines) < 30
     [row] = [line for line in lines if line.startswith("gpu-*-mig-1g10gb-19-{0..6} ")]
-    assert "   8 GPUs   " in row
+    assert "  8 GPUs  " in row
     assert row.endswith("   56 on demand")
     rows = call(*on_demand, "3").stdout.splitlines()
     assert rows[1].startswith("gpu-e92b11af ")
