@@ -28,7 +28,7 @@ _PRELOADED = (
     *(f"dra_driver.cli.{name}" for name in _COMMANDS),
     "dra_driver.cli.rules.cluster_rows", "dra_driver.cli.checks.check", "dra_driver.cli.node",
     "dra_driver.inventory.discovery", "kubernetes.client.api_client", "dra_driver.app.logs",
-    "dra_driver.mps_host.host_files", "dra_driver.nvml.mig_partitions", "dra_driver.nvml.scan",
+    "dra_driver.mps_host.host_files", "dra_driver.nvml.mig_reading", "dra_driver.nvml.scan",
     "dra_driver.nvml.session", "dra_driver.sharing.steps", "dra_driver.simulator.simulate_commands",
     "dra_driver.slices.rules.diff", "dra_driver.cli.validation.machine_fit",
     "dra_driver.cli.validation.manifest_check", "dra_driver.cli.validation.server_trial", "google.protobuf.reflection",

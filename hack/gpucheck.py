@@ -30,7 +30,7 @@ from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import discover_once
-from dra_driver.inventory.rules.nvlink import nvlink_domains
+from dra_driver.inventory.rules.assembly import nvlink_domains
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.inventory import Inventory

@@ -17,8 +17,8 @@ import yaml
 from dra_driver.app.settings import config_values
 from dra_driver.cli.validation.rules.manifests import object_faults
 from dra_driver.health import book, poller
-from dra_driver.health import kubelet_stream as healthstream
-from dra_driver.health.kubelet_stream import HealthStream
+from dra_driver.health import gpu_health as healthstream
+from dra_driver.health.gpu_health import HealthStream
 from dra_driver.health.rules import state as rules
 from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import PREFIX, TaintPolicy, taints_of
@@ -169,7 +169,7 @@ def row(reason: Reason, value: str, text: str) -> str:
 
 
 class OneReason:
-    """A monitor that knows one reason."""
+    """A book of health that knows one reason."""
 
     def __init__(self, reason: Reason) -> None:
         self._reason = reason
@@ -177,7 +177,7 @@ class OneReason:
     def states(self) -> HealthStates:
         return {GPU.target: HealthState(GPU.target, (self._reason,))}
 
-    def polled_at(self, _gpu_uuid: str) -> int:
+    def answered_at(self, _gpu_uuid: str) -> int:
         return NOW
 
     def is_fresh(self, _gpu_uuid: str) -> bool:
@@ -188,9 +188,7 @@ def pods(reason: Reason) -> str:
     """What the kubelet shows for pods on a GPU with the reason."""
     stream = HealthStream(
         "node-a",
-        SimpleNamespace(
-            devices=lambda: [WholeGpu(GPU_0, h100(0))], monitor=OneReason(reason), instances=dict
-        ),
+        SimpleNamespace(devices=lambda: [WholeGpu(GPU_0, h100(0))], book=OneReason(reason), instances=dict),
     )
     [device] = stream.snapshot().devices
     return pb.HealthStatus.Name(device.health).title()

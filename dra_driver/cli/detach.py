@@ -13,8 +13,8 @@ from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.scratch import node_settings
 from dra_driver.errors import InvalidConfigError, NvmlUnavailableError, StateError
 from dra_driver.inventory import detachment
+from dra_driver.inventory.rules.assembly import with_nvlink_domains
 from dra_driver.inventory.rules.gpu_names import named_gpus
-from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.record import ClaimRecord, RunMps
 

@@ -36,7 +36,7 @@ from dra_driver.model.ids import printable
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import MigProfile
 from dra_driver.model.schema import JsonObject
-from dra_driver.nvml.mig_partitions import read_machine_profiles
+from dra_driver.nvml.mig_reading import read_machine_profiles
 from dra_driver.slices.rules.build import Taints, build_pool, none_withheld, untainted
 from dra_driver.slices.rules.diff import Owner, slice_changes
 

@@ -67,9 +67,9 @@ def mps_host(given: Namespace) -> None:
     also hostPID, privileged, and bidirectional mount propagation on the plugins directory.
     """
     from dra_driver.app.logs import configure_logs, watch_signals
-    from dra_driver.host.capability_nodes import CapabilityNodes, MigCaps
     from dra_driver.host.device_nodes import Mknod
     from dra_driver.host.driver_programs import InstalledPrograms
+    from dra_driver.host.gpu_nodes import CapabilityNodes, MigCaps
     from dra_driver.host.sysfs import Sysfs
     from dra_driver.inventory.detachment import Detachments
     from dra_driver.mps_host.daemon import HostTools

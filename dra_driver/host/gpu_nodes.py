@@ -1,15 +1,186 @@
-"""The device nodes through which a container reaches one GPU or MIG device."""
+"""The device nodes through which a container reaches one GPU or MIG device.
+
+Those of MIG devices are read from /proc, so that they need not exist on the host, and made where programs on the host
+need them. NVML makes a MIG device without them: they appear when someone runs nvidia-smi or nvidia-modprobe on the
+host, and again after each reboot.
+"""
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Iterable
+from pathlib import Path
 
 from dra_driver.errors import RetryableError
-from dra_driver.host.capability_nodes import MigCaps
-from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
+from dra_driver.host.device_nodes import DeviceNodeMaker, DeviceNodeReader, DevRoot, LstatDeviceNodeReader
+from dra_driver.host.rooted_tree import join_root, text_of
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import CdiDevice, HostNode
-from dra_driver.model.host import HostPaths
+from dra_driver.model.host import DeviceNode, HostPaths
+
+_MIG_MAJOR_NAME = "nvidia-caps"
+_MANAGEMENT = ("mig/config", "mig/monitor")
+_MINOR = re.compile(r"^DeviceFileMinor:\s*([0-9]{1,10})\s*$", re.MULTILINE)
+_NUMBER = re.compile(r"[0-9]{1,10}")
+_MODE = re.compile(r"^DeviceFileMode:\s*([0-9]{1,10})\s*$", re.MULTILINE)
+_LEFT_ALONE = re.compile(r"^DeviceFileModify:\s*0\s*$", re.MULTILINE)
+_CAPABILITIES = "/proc/driver/nvidia/capabilities"
+
+
+class MigCaps:
+    """Reads `<proc>/devices` and `<proc>/driver/nvidia/capabilities`."""
+
+    def __init__(self, proc: str = "/proc") -> None:
+        self._proc = Path(proc)
+
+    def majors(self) -> dict[str, int]:
+        """Character device majors by driver name; a name with several keeps the first."""
+        text = text_of(self._proc / "devices")
+        majors: dict[str, int] = {}
+        for line in text.partition("Block devices:")[0].splitlines():
+            number, _, name = line.strip().partition(" ")
+            if _NUMBER.fullmatch(number) and name:
+                majors.setdefault(name.strip(), int(number))
+        return majors
+
+    def nodes(
+        self, gpu_minor: int, gpu_instance: int, compute_instance: int
+    ) -> tuple[DeviceNode, DeviceNode]:
+        """The nodes that open a GPU instance and a compute instance in it.
+
+        Raises: RetryableError if the instance or the NVIDIA driver's capability interface does not exist.
+        """
+        major = self._major()
+        access = f"gpu{gpu_minor}/mig/gi{gpu_instance}/access"
+        inside = f"gpu{gpu_minor}/mig/gi{gpu_instance}/ci{compute_instance}/access"
+        return (
+            self._node(major, access, self._read(access)),
+            self._node(major, inside, self._read(inside)),
+        )
+
+    def all_nodes(self) -> list[tuple[str, DeviceNode]]:
+        """The nodes of all GPU instances and compute instances that are there now, each with the path of its
+        capability below `capabilities`. Without those that the NVIDIA driver leaves to the administrator.
+
+        Raises: RetryableError if there are instances, but no major number for their nodes.
+        """
+        top = self._proc / "driver/nvidia/capabilities"
+        found = sorted(top.glob("gpu*/mig/gi*/access")) + sorted(top.glob("gpu*/mig/gi*/ci*/access"))
+        major = self._major() if found else 0
+        nodes = []
+        for path in found:
+            capability = str(path.relative_to(top))
+            try:
+                text = self._read(capability)
+            except RetryableError:
+                continue  # the instance was destroyed meanwhile
+            if not _LEFT_ALONE.search(text):
+                nodes.append((capability, self._node(major, capability, text)))
+        return nodes
+
+    def management_nodes(self) -> list[DeviceNode]:
+        """The nodes that configure and monitor MIG, and those of all instances, without which the former are of no
+        use. None of a driver that has no MIG capabilities.
+
+        Raises: RetryableError if there are capabilities, but no major number for their nodes.
+        """
+        nodes = []
+        for capability in _MANAGEMENT:
+            try:
+                text = self._read(capability)
+            except RetryableError:
+                continue
+            nodes.append(self._node(self._major(), capability, text))
+        return nodes + [node for _, node in self.all_nodes()]
+
+    def exist(self, gpu_minor: int, gpu_instance: int, compute_instance: int) -> bool:
+        """Whether the NVIDIA driver shows the capabilities of a compute instance."""
+        instance = self._proc / f"driver/nvidia/capabilities/gpu{gpu_minor}/mig/gi{gpu_instance}"
+        return (instance / f"ci{compute_instance}/access").exists()
+
+    def _major(self) -> int:
+        major = self.majors().get(_MIG_MAJOR_NAME)
+        if major is None:
+            raise RetryableError(
+                f"the kernel lists no {_MIG_MAJOR_NAME} devices in {self._proc / 'devices'}: "
+                "the NVIDIA driver is not loaded or was loaded without MIG capabilities"
+            )
+        return major
+
+    def _path(self, capability: str) -> Path:
+        return self._proc / "driver/nvidia/capabilities" / capability
+
+    def _read(self, capability: str) -> str:
+        try:
+            return self._path(capability).read_text("ascii", errors="replace")
+        except OSError as error:
+            raise RetryableError(
+                f"the NVIDIA driver has no MIG capability {capability} ({error.strerror}): "
+                "the MIG device was destroyed or the NVIDIA driver is being reloaded"
+            ) from error
+
+    def _node(self, major: int, capability: str, text: str) -> DeviceNode:
+        minor = _MINOR.search(text)
+        mode = _MODE.search(text)
+        if minor is None or mode is None:
+            raise RetryableError(
+                f"the MIG capability {capability} names no device file in {self._path(capability)}"
+            )
+        return DeviceNode(
+            path=f"/dev/nvidia-caps/nvidia-cap{minor[1]}",
+            type="c",
+            major=major,
+            minor=int(minor[1]),
+            mode=int(mode[1]) & 0o777,
+        )
+
+
+class CapabilityNodes:
+    """The nodes below `root`. Containers need none of them, because CDI names the numbers of each node; a CUDA program
+    on the host does."""
+
+    def __init__(self, caps: MigCaps, root: str, maker: DeviceNodeMaker) -> None:
+        self._caps = caps
+        self._root = root
+        self._maker = maker
+        self._lock = threading.Lock()
+
+    def make_missing(self) -> None:
+        """Have a node for every GPU instance and compute instance that is there now, as nvidia-smi does. A node with
+        the right numbers is left alone; one with others is from before a reload of the NVIDIA driver, and is replaced.
+
+        Raises: RetryableError if one is missing and cannot be made.
+        """
+        with self._lock:
+            for capability, node in self._caps.all_nodes():
+                try:
+                    self._have(join_root(self._root, node.path), node)
+                except OSError as error:
+                    raise RetryableError(
+                        f"cannot make the device node {_named(node)}: {error.strerror or error}; "
+                        "run the MPS host as root with the host's /dev (in a pod: privileged), "
+                        f"or run `nvidia-modprobe -f {_CAPABILITIES}/{capability}` on the node"
+                    ) from error
+
+    def _have(self, path: str, node: DeviceNode) -> None:
+        """Raises: RetryableError if something else is there, OSError."""
+        try:
+            self._maker.make(path, node)
+        except FileExistsError:
+            there = self._maker.read(path)
+            if there is None or there.type != node.type:
+                raise RetryableError(
+                    f"cannot make the device node {_named(node)}: something else is there; remove it from the node, "
+                    "and find out what has put it there"
+                ) from None
+            if (there.major, there.minor) != (node.major, node.minor):
+                self._maker.remove(path)
+                self._maker.make(path, node)
+
+
+def _named(node: DeviceNode) -> str:
+    return f"{node.path} ({node.type} {node.major}:{node.minor})"
 
 
 class GpuNodes:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dra_driver.base.bounded_program import run_program
 from dra_driver.errors import RetryableError
-from dra_driver.host.capability_nodes import MigCaps
+from dra_driver.host.gpu_nodes import MigCaps
 from dra_driver.host.rooted_tree import RootedTree, text_of
 from dra_driver.model.driver_files import (
     IMEX_PROGRAM,

@@ -38,9 +38,9 @@ from dra_driver.inventory.rules.assembly import (
     is_other_nvlink,
     repartitioned_gpus,
     unanswering,
+    with_nvlink_domains,
     with_unready_since,
 )
-from dra_driver.inventory.rules.nvlink import with_nvlink_domains
 from dra_driver.mig.offer import MigOffer, MigOwnership
 from dra_driver.model.gpu import Card, Gpu
 from dra_driver.model.health import PolledHealth

@@ -56,7 +56,7 @@ from dra_driver.errors import (
     NvmlUnknownOutcomeError,
     RetryableError,
 )
-from dra_driver.host.capability_nodes import MigCaps
+from dra_driver.host.gpu_nodes import MigCaps
 from dra_driver.mig.mode import MigContext, MigMode
 from dra_driver.mig.rules.offered_devices import at_slot, is_ours
 from dra_driver.model.mig import GpuAddress, GpuInstance, OwnedInstance

@@ -64,7 +64,7 @@ class NvmlReader:
 
         Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
         """
-        from dra_driver.nvml.mig_partitions import read_what_exists
+        from dra_driver.nvml.mig_reading import read_what_exists
 
         return read_what_exists(gpu)
 

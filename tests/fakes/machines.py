@@ -9,7 +9,7 @@ import pynvml
 
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import Discovery, discover_once
-from dra_driver.inventory.rules.nvlink import with_nvlink_domains
+from dra_driver.inventory.rules.assembly import with_nvlink_domains
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from dra_driver.health import kubelet_stream as module
-from dra_driver.health.kubelet_stream import HealthStream
+from dra_driver.health import gpu_health as module
+from dra_driver.health.gpu_health import HealthStream
 from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import MadeInstance
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dra_driver.inventory.rules.nvlink import nvlink_domains
+from dra_driver.inventory.rules.assembly import nvlink_domains
 from dra_driver.model.gpu import Fabric, Gpu
 from tests.fakes.samples import h100, uuid
 

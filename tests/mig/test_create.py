@@ -18,7 +18,7 @@ from dra_driver.errors import (
     RetryableError,
     StateError,
 )
-from dra_driver.host.capability_nodes import MigCaps
+from dra_driver.host.gpu_nodes import MigCaps
 from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode, Placement
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import WriteCdiSpec

@@ -18,8 +18,8 @@ import structlog
 from debian_programs import Programs
 
 from dra_driver.base.atomic import QUARANTINE
-from dra_driver.host.capability_nodes import CapabilityNodes, MigCaps
 from dra_driver.host.driver_programs import InstalledPrograms
+from dra_driver.host.gpu_nodes import CapabilityNodes, MigCaps
 from dra_driver.host.rooted_tree import text_of
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories, MpsMember
 from dra_driver.mps_host import daemon_processes as processes

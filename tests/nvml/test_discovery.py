@@ -10,14 +10,13 @@ import pynvml
 import pytest
 
 from dra_driver.errors import NvmlUnavailableError
-from dra_driver.inventory.rules.nvlink import with_nvlink_domains
+from dra_driver.inventory.rules.assembly import with_nvlink_domains
 from dra_driver.model.gpu import Fabric, Gpu, UnreadyFabric
 from dra_driver.model.mig import Placement
 from dra_driver.nvml.calls import GpuWalk
 from dra_driver.nvml.health_polls import read_health
 from dra_driver.nvml.readings import read_gpu
-from dra_driver.nvml.scan import ScanMemory, read_nvml_fingerprint
-from dra_driver.nvml.topology import PeerMemory, read_reachable_pairs
+from dra_driver.nvml.scan import PeerMemory, ScanMemory, read_nvml_fingerprint, read_reachable_pairs
 from dra_driver.simulator import SimulatedLibrary
 from tests.fakes.machines import SimulatedNode, read_inventory
 

@@ -11,11 +11,11 @@ import pynvml
 import pytest
 
 from dra_driver.errors import RetryableError, StateError
-from dra_driver.inventory.rules.nvlink import nvlink_domains, with_nvlink_domains
+from dra_driver.inventory.rules.assembly import nvlink_domains, with_nvlink_domains
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
-from dra_driver.nvml.mig_partitions import read_what_exists
+from dra_driver.nvml.mig_reading import read_what_exists
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.nvml.scan import ScanMemory
 from dra_driver.simulator import SimulatedLibrary, machine_names

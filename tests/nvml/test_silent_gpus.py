@@ -10,7 +10,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from dra_driver.inventory.rules.nvlink import with_nvlink_domains
+from dra_driver.inventory.rules.assembly import with_nvlink_domains
 from dra_driver.model.host import GpuFingerprint
 from dra_driver.model.inventory import Inventory
 from dra_driver.nvml import calls

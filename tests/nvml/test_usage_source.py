@@ -57,6 +57,8 @@ def test_whole_gpu_has_its_load_and_its_processes(machine):
     seen.source.sees_all = False
     assert seen.source.read(seen.gpu, ()).processes is None, "in another PID namespace than the host's"
     assert seen.source.read_processes(seen.gpu).processes is None
+    seen.machine.set_mig_mode(1, on=True)
+    assert read_load(seen.machine.gpu(1).uuid) == GpuLoad(0, 81559 << 20, None, 31, 70.0, 700.0)
     seen.machine.lose_gpu(0)
     with pytest.raises(DeviceLostError):
         seen.source.read(seen.gpu, ())
@@ -194,28 +196,6 @@ def test_closed_session_is_no_idle_gpu(watched):
 def node(dgx):
     dgx.session.reopen()
     return dgx
-
-
-def test_busy_and_idle(machine):
-    node = machine("hgx-h100-4")
-    node.session.reopen()
-    busy, idle = (node.machine.gpu(index).uuid for index in (0, 1))
-    node.machine.hold_gpu(0, 4711, "python")
-    assert read_load(busy) == GpuLoad(512 << 20, 81559 << 20, 40, 30, 70.0, 700.0)
-    assert read_load(idle) == GpuLoad(0, 81559 << 20, 0, 31, 70.0, 700.0)
-    node.machine.set_mig_mode(1, on=True)
-    assert read_load(idle).utilisation_percent is None
-    node.machine.lose_gpu(1)
-    with pytest.raises(DeviceLostError):
-        read_load(idle)
-
-
-def test_shared_memory_is_nobodys(machine):
-    node = machine("gb10")
-    node.session.reopen()
-    load = read_load(node.machine.gpu(0).uuid)
-    assert (load.memory_used_bytes, load.memory_total_bytes) == (None, None)
-    assert load.temperature_c is not None
 
 
 @pytest.mark.parametrize(

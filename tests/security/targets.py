@@ -36,8 +36,8 @@ from dra_driver.errors import (
     InvalidConfigError,
     StateError,
 )
-from dra_driver.host.capability_nodes import MigCaps
 from dra_driver.host.driver_programs import NvidiaSmi
+from dra_driver.host.gpu_nodes import MigCaps
 from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.imex import settings as imex_settings
 from dra_driver.host.sysfs import Sysfs
