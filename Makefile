@@ -118,8 +118,8 @@ image: ## Build daemonset/Dockerfile by buildah, without a registry, and print t
 
 release: $(STAMP) ## All of a version into dist/, and the image for this architecture where docker or buildah can: VERSION=0.2.0; IMAGE=registry/name for the manifests; SOURCE=URL for the label
 	@$(BIN)/python hack/release.py $(if $(IMAGE),--image $(IMAGE)) $(if $(SOURCE),--source $(SOURCE)) "$(VERSION)"
-	@tool=$$(command -v docker || command -v buildah) && \
-		$$tool build --quiet --file daemonset/Dockerfile --tag "$(or $(IMAGE),gpu-dra-driver):$(VERSION)" . || \
+	@for tool in docker buildah; do command -v $$tool >/dev/null && \
+		$$tool build --quiet --file daemonset/Dockerfile --tag "$(or $(IMAGE),gpu-dra-driver):$(VERSION)" . && break; done || \
 		echo "release: no image: neither docker nor buildah could build it here"
 
 cluster: image ## A real Kubernetes on this machine with the driver installed (root)

@@ -329,6 +329,51 @@ def test_uninstalling_leaves_nothing(released: Chart, cluster: Cluster) -> None:
     wait_for("the devices to be back", lambda: len(cluster.devices()) == GPUS and cluster.pool_is_whole())
 
 
+@pytest.fixture
+def microk8s() -> Iterator[Json]:
+    """The values of MicroK8s, and the kubelet's directory also where MicroK8s has it."""
+    there = Path(DISTRIBUTIONS["microk8s"]["kubeletDirectory"])
+    there.mkdir(parents=True)
+    subprocess.run(["mount", "--rbind", str(PLUGIN_DIR.parents[1]), str(there)], check=True)
+    yield DISTRIBUTIONS["microk8s"]
+    subprocess.run(["umount", "--recursive", "--lazy", str(there)], check=True)
+    for folder in (there, *there.parents[:5]):
+        folder.rmdir()
+
+
+def test_it_serves_pods_under_another_name_in_the_directories_of_microk8s(
+    released: Chart, cluster: Cluster, microk8s: Json
+) -> None:
+    """Sockets and MPS pipes have long paths there."""
+    released.take_over()
+    other = "gpu.example.com"
+    values = VALUES | microk8s | {"driverName": other, "cdiDirectory": "/etc/cdi", "mps": {"enabled": True}}
+    done = released.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=values)
+    assert done.returncode == 0, done.stderr
+    try:
+        cluster.rolled_out()
+        wait_for(
+            "the devices of the other name",
+            lambda: {one["spec"]["driver"] for one in cluster.slices()} == {other},
+        )
+        for device_class in ("gpu.nvidia.com", "mps.gpu.nvidia.com"):
+            cluster.start("renamed", device_class=device_class)
+            assert len(cluster.seen_by("renamed")) == 1
+            assert list(Path("/etc/cdi").glob(f"k8s.{other}-*"))
+            delete(cluster, "renamed")
+        wait_for("no CDI spec to be left", lambda: not list(Path("/etc/cdi").glob(f"k8s.{other}-*")))
+        text = cluster.kubectl(
+            "exec", DAEMONSET, "-n", NAMESPACE, "--", "gpu-dra-driver", "doctor", check=False
+        )
+        assert " 0 FAIL" in text, text
+    finally:
+        released.uninstall()
+        wait_for("the kubelet to take the slices away", lambda: not cluster.slices())
+        shutil.rmtree(PLUGIN_DIR.with_name(other), ignore_errors=True)
+        released.upgrade()
+    wait_for("the devices to be back", lambda: len(cluster.devices()) == GPUS and cluster.pool_is_whole())
+
+
 def test_it_takes_over_from_nvidias_chart(released: Chart, cluster: Cluster, tmp_path: Path) -> None:
     """As docs/migration.md prints it. NVIDIA's images are not here, so no program of its chart runs."""
     if released.release_is_there():
