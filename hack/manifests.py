@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from dra_driver.app.config_file import GPUS, IMEX_CHANNEL
 from dra_driver.app.settings import DOCUMENT
 from dra_driver.model.schema import Choice, ListField, MapField, Object, Scalar, Shape
+from dra_driver.simulator.catalogue import machine_names
 
 ROOT = Path(__file__).resolve().parent.parent
 DAEMONSET = ROOT / "daemonset"
@@ -89,6 +90,10 @@ def schema() -> str:
         "config": json_schema(
             Object({key: one for key, one in sections.items() if key not in OF_OTHER_VALUES})
         ),
+    }
+    # A file of a machine is named by its path.
+    document["properties"]["simulator"]["properties"]["machine"] = {
+        "anyOf": [{"enum": machine_names()}, {"type": "string", "pattern": "^/"}]
     }
     _take_null(document)
     for definition in document["$defs"].values():
