@@ -107,10 +107,7 @@ class Case:
         self, begin: Callable[[], KindNode], call: Callable[[KindNode], object]
     ) -> Iterator[tuple[str, KindNode]]:
         """The same instance after a call of which one change failed, each in turn."""
-        node = begin()
-        with node.dying(None) as changes:
-            call(node)
-        for number, change in enumerate(list(changes), 1):
+        for number, change in self._changes(begin, call):
             node = begin()
             with node.dying(number, fault=True):
                 call(node)
@@ -119,16 +116,24 @@ class Case:
     def _deaths(
         self, begin: Callable[[], KindNode], call: Callable[[KindNode], object], *, rolls: bool
     ) -> Iterator[tuple[str, KindNode]]:
-        node = begin()
-        with node.dying(None) as changes:
-            call(node)
-        assert changes
-        for number, change in enumerate(list(changes), 1):
+        for number, change in self._changes(begin, call):
             if change == "fsync":
                 continue  # what a process leaves by its death is the same before
             node = begin()
             other = node.again() if rolls else None
             with node.dying(number) as done, pytest.raises(Crash):
                 call(node)
-            assert done == changes[:number], "the same call makes the same changes"
+            assert (len(done), done[-1]) == (number, change), "the same call makes the same changes"
             yield f"{number}: {change}", other or node.restarted()
+
+    def _changes(
+        self, begin: Callable[[], KindNode], call: Callable[[KindNode], object]
+    ) -> list[tuple[int, str]]:
+        """What the call changes, with its number. What lock files show is alike for all kinds, so one of them will
+        do."""
+        node = begin()
+        with node.dying(None) as changes:
+            call(node)
+        assert changes
+        shown = () if self.name == "MPS over several GPUs" else ("ftruncate", "pwrite")
+        return [(number, change) for number, change in enumerate(list(changes), 1) if change not in shown]
