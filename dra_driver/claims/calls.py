@@ -1,10 +1,5 @@
 """A call of the kubelet: until when an answer is of use, the claims that it names, which calls are under way, and who
-hears of the outcome. The API server says what a claim is, and which pods use it.
-
-The kubelet calls Prepare once, for the first pod of a claim. Other pods that share the claim come and go without a
-call. So the reconciler writes the pods into the claim's record again where they have changed since Prepare. The pods
-are information for people, and two records that differ in their pods only are equal. The plugin decides one thing by
-them: whether a stale claim that another one waits for needs a grace time.
+hears of the outcome. The API server says what a claim is.
 """
 
 from __future__ import annotations
@@ -13,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -22,10 +17,9 @@ import structlog
 from dra_driver.base.backoff import Backoff
 from dra_driver.claims.rules.plan import our_part
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, DraDriverError, RetryableError
-from dra_driver.journal.locks import ClaimLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Pods, ReportedDevice
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, ReportedDevice
 from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)
@@ -43,7 +37,6 @@ _MOST_PAUSE_S = 4.0
 _LOOK_EVERY_S = 1.0
 _LATE_RIGHTS = frozenset({401, 403})
 """After an installation or a renewal of tokens, rights may arrive some seconds after the plugin."""
-_LOCK_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,27 +208,3 @@ def _may_end_soon(error: ApiUnavailableError | ApiRejectedError) -> bool:
     if isinstance(error, ApiRejectedError):
         return error.status in _LATE_RIGHTS
     return error.is_brief or error.retry_after_s is not None
-
-
-class RecordedPods:
-    """Writes pods into records of claims that are prepared."""
-
-    def __init__(self, records: RecordStore, claim_locks: ClaimLocks) -> None:
-        self._records = records
-        self._claim_locks = claim_locks
-
-    def keep(self, seen: ClaimRecord, pods: Pods) -> None:
-        """Write the pods, as just read from the API server, into the claim's record.
-
-        `seen` is the record before the API server was asked. Nothing is written if the pods are not known, if `seen`
-        has the same pods, if there is no record any more, or if another call has written other pods since.
-        """
-        if pods is None or seen.claim.pods == pods:
-            return
-        # If this write fails, the next look tries again.
-        with suppress(DraDriverError), self._claim_locks.hold(seen.ref.uid, _LOCK_WAIT_S):
-            record = self._records.get(seen.ref.uid)
-            if record is None or record.claim.pods != seen.claim.pods:
-                return
-            # Not durable: a power cut may bring back the version before this one, which names the same steps.
-            self._records.save(replace(record, claim=replace(record.claim, pods=pods)), durable=False)

@@ -21,7 +21,6 @@ from dra_driver.claims.calls import (
     ClaimFetch,
     KubeletCall,
     Observer,
-    RecordedPods,
     failed,
 )
 from dra_driver.claims.gpu_processes import GpuProcesses
@@ -153,14 +152,12 @@ class ClaimLifecycle:
         self.calls = CallsUnderWay()
         self.waiter = Waiter(lookup, records, driver, users, self.calls, timeouts or WaitTimeouts())
         self.unpreparer = Unpreparer(records, locks, executor, self.calls, observer)
-        pods = RecordedPods(records, locks)
         self.reconciler = Reconciler(
             records,
             lookup,
             self.unpreparer,
             without_record,
             users,
-            pods,
             driver,
             observer,
             find_node,

@@ -21,8 +21,9 @@ import structlog
 
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.claims.calls import KubeletCall
+from dra_driver.claims.rules.holders import DeviceHeldError
 from dra_driver.claims.rules.imex_channels import gets_channels
-from dra_driver.claims.rules.plan import DeviceHeldError, answer, lost_claim, plan_claim
+from dra_driver.claims.rules.plan import answer, lost_claim, plan_claim
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting import NOT_NOW, PrepareAttempt, Waiter
 from dra_driver.errors import (
@@ -307,7 +308,7 @@ class Preparer:
                     self._end(known, ended)
                     known = None
                 if known is None or known.phase != "prepared":
-                    pending = self.cleaner.pending_before(plan.locked_gpus, tried)
+                    pending = self.cleaner.ledger.pending_before(plan.locked_gpus, tried)
                     if pending:
                         return plan, None, pending
                 call.left()

@@ -36,8 +36,10 @@ soon after the start, every ten minutes, and when an attempt waits for a holder.
 - While a process computes on a claim's devices (`claims.gpu_processes`), or NVML does not tell, no other claim gets
   them, however long that takes. The driver reports the process IDs once. It looks again every half minute, and when an
   attempt waits for the device.
-- If a claim is reserved for other pods than its record says, the reconciler writes the pods into the record
-  (`claims.calls.RecordedPods`), under the claim's lock too. For everything above it is still the same record.
+- The kubelet calls Prepare once, for the first pod of a claim; other pods that share the claim come and go without a
+  call. If a claim is reserved for other pods than its record says, the reconciler writes them into the record, under
+  the claim's lock too. Pods are information for people, so for everything above it is still the same record. The plugin
+  decides one thing by them: whether a stale claim that another one waits for needs the grace time.
 - A CDI spec without a record is only reported: the API server finds claims by name, not by UID, and containers from
   before may still need the spec.
 """
@@ -49,27 +51,29 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import structlog
 
 from dra_driver.base.backoff import Backoff
 from dra_driver.base.threads import BackgroundWorker
-from dra_driver.claims.calls import Observer, RecordedPods
+from dra_driver.claims.calls import Observer
 from dra_driver.claims.gpu_processes import GpuProcesses
-from dra_driver.claims.rules.release import staleness
+from dra_driver.claims.rules.holders import staleness
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.unprepare import Unpreparer
 from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.model.claim import ClaimRef
+from dra_driver.model.claim import ClaimRef, Pods
 from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)
 _jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
 
 _MOST_UNANSWERED_IN_A_ROW = 3
+_LOCK_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,6 @@ class Reconciler(BackgroundWorker):
     unpreparer: Unpreparer
     without_record: SpecsWithoutRecord
     users: GpuProcesses
-    recorded: RecordedPods
     driver: str
     observer: Observer
     make_sure: Callable[[], object]
@@ -242,10 +245,23 @@ class Reconciler(BackgroundWorker):
         if found is not None:
             return _Stale(record, found.why, self.clock())
         if now is not None and now.uid == record.ref.uid:
-            self.recorded.keep(record, now.pods)
+            self._keep_pods(record, now.pods)
             if now.reported is not None:
                 self.observer.seen(record.ref, now.reported)
         return None
+
+    def _keep_pods(self, seen: ClaimRecord, pods: Pods) -> None:
+        """Write the pods into the claim's record, which was `seen` before the API server was asked. Nothing is written
+        if the pods are not known, or if another call has removed the record or written other pods since."""
+        if pods is None or seen.claim.pods == pods:
+            return
+        # If this write fails, the next look tries again.
+        with suppress(DraDriverError), self.unpreparer.claim_locks.hold(seen.ref.uid, _LOCK_WAIT_S):
+            record = self.records.get(seen.ref.uid)
+            if record is None or record.claim.pods != seen.claim.pods:
+                return
+            # Not durable: a power cut may bring back the version before this one, which names the same steps.
+            self.records.save(replace(record, claim=replace(record.claim, pods=pods)), durable=False)
 
     def _take_back(self, stale: Sequence[_Stale]) -> bool:
         """Take back the claims that have been stale for the grace time; whether one could not be taken back. Raises:

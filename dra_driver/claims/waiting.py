@@ -12,7 +12,7 @@ No lock is held here. A crash leaves what the last try left: nothing, or a recor
 A device can be had later if
 
 - the claim that holds it is about to release it: its Unprepare is under way in this process, or the API server shows
-  it (`claims.rules.release`). If the API server does not answer, the holder counts as one that stays, unless an earlier
+  it (`claims.rules.holders`). If the API server does not answer, the holder counts as one that stays, unless an earlier
   answer said otherwise. Where a device is only full, as with MPS, it is enough that as many claims leave as must;
 - a process uses it, such as one of a container that has just stopped, or a monitor;
 - the NVIDIA driver refuses for now. The try keeps what it has made, and the next try goes on from there.
@@ -35,8 +35,7 @@ import structlog
 
 from dra_driver.claims.calls import CallsUnderWay, KubeletCall
 from dra_driver.claims.gpu_processes import GpuProcesses
-from dra_driver.claims.rules.plan import Conflict, DeviceHeldError
-from dra_driver.claims.rules.release import ReleaseReason, release_reason
+from dra_driver.claims.rules.holders import Conflict, DeviceHeldError, ReleaseReason, release_reason
 from dra_driver.errors import (
     ClaimRefusedError,
     DeviceBusyError,

@@ -44,7 +44,7 @@ from dra_driver.journal.rules.cleanups import (
 )
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, RunMps, SetTimeSlice, Step
+from dra_driver.model.record import ClaimRecord, RunMps, Step
 
 _log = structlog.get_logger(__name__)
 
@@ -200,28 +200,9 @@ class Cleaner(BackgroundWorker):
             if mine:
                 self._tell()
 
-    def pending_before(
-        self, gpu_uuids: Collection[str], besides: Collection[str] = ()
-    ) -> list[PendingCleanup]:
-        """What is to be undone on these GPUs before a claim gets a device there: all but time slices, for which no
-        claim waits, and the cleanups named `besides`. Raises: StateError."""
-        found = [
-            replace(
-                one,
-                steps=tuple(
-                    step
-                    for step in one.steps
-                    if not isinstance(step, SetTimeSlice) and not gpus_of(step).isdisjoint(gpu_uuids)
-                ),
-            )
-            for one in self.ledger.pending(gpu_uuids)
-            if one.name not in besides
-        ]
-        return [one for one in found if one.steps]
-
     def clean_before(self, pending: Sequence[PendingCleanup], devices: Sequence[OfferedDevice]) -> None:
-        """Have undone what `pending_before` found, before a claim gets these devices. What fails is tried again for a
-        few seconds: the MPS host may just start.
+        """Have undone what `Ledger.pending_before` found, before a claim gets these devices. What fails is tried again
+        for a few seconds: the MPS host may just start.
 
         Raises: RetryableError that names what is pending, if that keeps one of the devices from being used; StateError.
         """

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -57,7 +57,7 @@ from dra_driver.journal.rules.cleanups import (
 )
 from dra_driver.model.gpu import OwnedCard
 from dra_driver.model.mig import OwnedInstance, OwnedMode
-from dra_driver.model.record import ClaimRecord, RunMps, Step
+from dra_driver.model.record import ClaimRecord, RunMps, SetTimeSlice, Step
 
 _log = structlog.get_logger(__name__)
 
@@ -166,6 +166,25 @@ class Ledger:
         if not ended:
             return []
         return pending_cleanups(ended, [entry.step for entry in needed], self._since)
+
+    def pending_before(
+        self, gpu_uuids: Collection[str], besides: Collection[str] = ()
+    ) -> list[PendingCleanup]:
+        """What is to be undone on these GPUs before a claim gets a device there: all but time slices, for which no
+        claim waits, and the cleanups named `besides`. Raises: StateError."""
+        found = [
+            replace(
+                one,
+                steps=tuple(
+                    step
+                    for step in one.steps
+                    if not isinstance(step, SetTimeSlice) and not gpus_of(step).isdisjoint(gpu_uuids)
+                ),
+            )
+            for one in self.pending(gpu_uuids)
+            if one.name not in besides
+        ]
+        return [one for one in found if one.steps]
 
     def _counted(self, gpus: Collection[str] | None) -> tuple[list[Item], set[str]]:
         """What is in the files and counts, and the GPUs in whose files there is more. Raises: StateError."""

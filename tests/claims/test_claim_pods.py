@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from dra_driver.claims.calls import RecordedPods
 from dra_driver.cli.state_on_disk import read_state
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, PodRef, Pods
@@ -28,10 +26,6 @@ def used_by(wanted: AllocatedClaim, *pods: PodRef) -> AllocatedClaim:
 
 class Bench(test_reconciler.Bench):
     """A reconciler over a node that writes pods down, with a clock that tests turn."""
-
-    def __init__(self, node: Node) -> None:
-        super().__init__(node)
-        self.keeper = RecordedPods(node.records, node.claim_locks)
 
     def recorded(self, uid: str = "uid-1") -> Pods:
         record = self.node.records.get(uid)
@@ -148,7 +142,7 @@ def test_claim_that_moved_before_the_look_keeps_what_it_holds_now(bench: Bench) 
     seen = bench.node.record_of()
     bench.node.prepare(used_by(claim(GPU_1), A))
     moved = bench.node.records.get("uid-1")
-    bench.keeper.keep(seen, (A, B))
+    bench.reconciler._keep_pods(seen, (A, B))
     assert bench.node.records.get("uid-1") == moved != seen
     assert bench.recorded() == (A, B)
 
@@ -157,9 +151,9 @@ def test_second_of_two_instances_writes_nothing(bench: Bench, monkeypatch: pytes
     bench.node.prepare(used_by(ONE, A))
     seen = bench.node.record_of()
     other = bench.node.restarted()
-    RecordedPods(other.records, other.claim_locks).keep(seen, (A, B))
+    Bench(other).reconciler._keep_pods(seen, (A, B))
     monkeypatch.setattr(Path, "replace", lambda *_args: pytest.fail("written twice"))
-    bench.keeper.keep(seen, (A, B))
+    bench.reconciler._keep_pods(seen, (A, B))
     assert bench.recorded() == (A, B)
 
 
@@ -180,11 +174,13 @@ def test_lock_or_disk_that_is_not_to_be_had_costs_nothing_but_time(
     def full(*_args: object, **_more: object) -> None:
         raise StateError("the disk is full")
 
-    refused = RecordedPods(bench.node.records, SimpleNamespace(hold=busy))  # type: ignore[arg-type]
-    refused.keep(seen, (B,))
-    assert tries == ["uid-1"]
-    refused.keep(seen, (A,))
-    refused.keep(seen, None)
+    keep = bench.reconciler._keep_pods
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.node.claim_locks, "hold", busy)
+        keep(seen, (B,))
+        assert tries == ["uid-1"]
+        keep(seen, (A,))
+        keep(seen, None)
     assert tries == ["uid-1"], "nobody is held up for what is written already"
     with monkeypatch.context() as patch:
         patch.setattr(bench.node.records, "save", full)

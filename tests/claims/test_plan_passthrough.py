@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from dra_driver.claims.rules.plan import DeviceHeldError, answer, plan_claim
+from dra_driver.claims.rules.holders import DeviceHeldError
+from dra_driver.claims.rules.plan import answer, plan_claim
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError, RetryableError
 from dra_driver.inventory.rules.gpu_names import held_gpu_names
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult

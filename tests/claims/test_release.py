@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 
 from dra_driver.cdi.rules.spec import SpecDevice
+from dra_driver.claims.rules.holders import ReleaseReason, release_reason, staleness
 from dra_driver.claims.rules.plan import lost_claim
-from dra_driver.claims.rules.release import ReleaseReason, release_reason, staleness
 from dra_driver.model.claim import AllocatedClaim, ClaimNow
 from dra_driver.model.record import ClaimRecord
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIXED, NODE, hold, record, ref

@@ -14,7 +14,6 @@ from typing import Any
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
-from dra_driver.claims.calls import RecordedPods
 from dra_driver.claims.gpu_processes import InUse
 from dra_driver.claims.lifecycle import ClaimLifecycle
 from dra_driver.claims.prepare import Identity
@@ -321,7 +320,6 @@ def reconciler_of(
         node.unpreparer,
         SpecsWithoutRecord(node.records, node.specs),
         SimpleNamespace(of=in_use),  # type: ignore[arg-type]
-        RecordedPods(node.records, node.claim_locks),
         DRIVER,
         told,
         make_sure,

@@ -127,7 +127,7 @@ class Bench:
 
     def clean_before(self, device: OfferedDevice) -> None:
         """As a Prepare does."""
-        self.cleaner.clean_before(self.cleaner.pending_before({device.gpu.uuid}), [device])
+        self.cleaner.clean_before(self.ledger.pending_before({device.gpu.uuid}), [device])
 
     def fail(self, *steps: Step) -> None:
         """A claim ends, and none of these steps can be undone."""
@@ -874,6 +874,6 @@ def test_gpus_of_one_prepare_are_cleaned_side_by_side(bench: Bench, monkeypatch:
         undo(step, of)
 
     bench.tools.undo = beside  # type: ignore[method-assign]
-    pending = bench.cleaner.pending_before({UUID_0, UUID_1})
+    pending = bench.ledger.pending_before({UUID_0, UUID_1})
     bench.cleaner.clean_before(pending, [DEVICE_0, DEVICE_1])
     assert bench.cleaner.outstanding() == []

@@ -1,0 +1,182 @@
+"""Who holds what a claim wants, and whether that claim lets go of its devices on this node, from what the API server
+says of it. No I/O.
+
+| The claim in the API server | Its holder is | Its record is |
+|---|---|---|
+| is gone, or its name has another UID | leaving for good | stale |
+| has no allocation | leaving | stale |
+| is allocated to other devices than the record's | leaving | stale |
+| is allocated to other devices, but not to the one in question | leaving | kept |
+| is being deleted, or reserved for nobody | leaving | kept: the kubelet is about to unprepare it |
+| is allocated and reserved | staying | kept |
+
+A record that does not say what was allocated to its claim (because the real one was lost) is never stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from dra_driver.errors import ClaimRefusedError
+from dra_driver.model.claim import ClaimNow
+from dra_driver.model.mps import usage_kind
+from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.units import counted
+from dra_driver.sharing.rules.modes import incompatibility
+
+Wanted = tuple[str, HeldDevice]
+"""The name of a claim's request, and the device that the claim would then hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """A claim that keeps another claim from a device; `text` says so in a sentence."""
+
+    holder: ClaimRecord
+    held: HeldDevice
+    text: str
+
+
+class DeviceHeldError(ClaimRefusedError):
+    """Other claims hold what this claim wants. `conflicts` has at least one entry; the text is that of the first.
+
+    `enough` says how many of the conflicts must end: all of them, or fewer where a device is only full.
+    """
+
+    def __init__(self, conflicts: Sequence[Conflict], enough: int | None = None) -> None:
+        super().__init__(conflicts[0].text)
+        self.conflicts = tuple(conflicts)
+        self.enough = len(conflicts) if enough is None else enough
+
+
+def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None:
+    """Raises: DeviceHeldError if another claim holds one of the devices, or shares it in another mode."""
+    gpus = {device.gpu_uuid for _, device in wanted}
+    conflicts = [
+        conflict
+        for record in others
+        for held in record.devices
+        if held.gpu_uuid in gpus and not held.admin_access
+        for conflict in _conflicts(wanted, record, held)
+    ]
+    if conflicts:
+        raise DeviceHeldError(conflicts)
+
+
+def refuse_crowded(
+    wanted: Sequence[Wanted], others: Iterable[ClaimRecord], most_clients: Mapping[str, int]
+) -> None:
+    """Raises: DeviceHeldError if as many claims as the MPS daemon of a device serves clients use it already. It is
+    enough then that one of them ends, or as many as are too many.
+
+    `most_clients` says how many that are, of each device with MPS. A claim counts as one client, though its pods may
+    have more.
+    """
+    records = list(others)
+    for request, device in wanted:
+        most = most_clients.get(device.device)
+        if most is None:
+            continue
+        users: dict[str, tuple[ClaimRecord, HeldDevice]] = {}
+        for record in records:
+            for held in record.devices:
+                if _is_client(held, device):
+                    users.setdefault(record.ref.uid, (record, held))
+        if len(users) >= most:
+            users_of = counted(len(users), "claim uses", "claims use")
+            text = (
+                f"request {request}: {users_of} the MPS daemon of device {device.device}, and MPS serves "
+                f"at most {counted(most, 'client')} with this GPU and driver; wait until one of them is gone"
+            )
+            raise DeviceHeldError(
+                [Conflict(record, held, text) for record, held in users.values()],
+                enough=len(users) - most + 1,
+            )
+
+
+def _is_client(held: HeldDevice, device: HeldDevice) -> bool:
+    return held.device == device.device and usage_kind(held.usage) == usage_kind(device.usage)
+
+
+def _conflicts(wanted: Sequence[Wanted], record: ClaimRecord, held: HeldDevice) -> Iterator[Conflict]:
+    for request, device in wanted:
+        if not _same_silicon(held, device):
+            continue
+        if not _are_shares(held, device):
+            text = (
+                f"request {request}: device {device.device} is held by claim {record.ref} ({held.device}, "
+                f"{record.phase}); it becomes free when that claim's pod is gone"
+            )
+        elif (reason := incompatibility(held.usage, device.usage)) is not None:
+            text = (
+                f"request {request}: device {device.device} is shared with claim {record.ref}, and this claim "
+                f"cannot share it in its own mode: {reason}"
+            )
+        else:
+            continue
+        yield Conflict(record, held, text)
+
+
+def _same_silicon(held: HeldDevice, device: HeldDevice) -> bool:
+    """Whether both use the same silicon and neither has admin access."""
+    if held.admin_access or device.admin_access or held.gpu_uuid != device.gpu_uuid:
+        return False
+    if held.kind != "mig" or device.kind != "mig":
+        return True
+    if held.placement is not None and device.placement is not None:
+        return held.placement.overlaps(device.placement)
+    return held.device == device.device
+
+
+def _are_shares(held: HeldDevice, device: HeldDevice) -> bool:
+    """Whether both are shares of the same device."""
+    is_same = held.device == device.device
+    return is_same and held.share_id is not None and device.share_id not in (None, held.share_id)
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseReason:
+    """Why a claim lets go of a device, as the end of a sentence that begins with the claim. `is_final` says that this
+    cannot change any more."""
+
+    why: str
+    is_final: bool = False
+
+
+def release_reason(
+    record: ClaimRecord, now: ClaimNow | None, driver: str, device: str
+) -> ReleaseReason | None:
+    """Why the claim of a record is about to let go of one of its devices; None if it keeps the device.
+
+    `now` is the claim as the API server has it now, None if it does not exist.
+    """
+    over = _over(record, now, driver, device)
+    if over is not None or now is None:
+        return over
+    if now.is_deleting:
+        return ReleaseReason("is being deleted")
+    if not now.is_reserved:
+        return ReleaseReason("is used by no pod any more")
+    return None
+
+
+def staleness(record: ClaimRecord, now: ClaimNow | None, driver: str) -> ReleaseReason | None:
+    """Why nothing that the record holds is allocated to its claim any more; None if something is."""
+    return _over(record, now, driver, None)
+
+
+def _over(record: ClaimRecord, now: ClaimNow | None, driver: str, device: str | None) -> ReleaseReason | None:
+    """Why the device, or with None each device of the record, is not allocated to the claim any more; None if it is."""
+    names = [(driver, result.pool, result.device) for result in record.claim.results]
+    if not names:
+        return None
+    if now is None:
+        return ReleaseReason("was deleted", is_final=True)
+    if now.uid != record.ref.uid:
+        return ReleaseReason("was deleted and made anew", is_final=True)
+    if now.allocated is None:
+        return ReleaseReason("is not allocated any more")
+    if not any(name in now.allocated for name in names if device in (None, name[2])):
+        return ReleaseReason(f"is allocated to {'another device' if device else 'other devices'} now")
+    return None
