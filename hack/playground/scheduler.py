@@ -36,13 +36,9 @@ class PlaygroundScheduler:
         """
         with self._server.store.changed:
             claim = self._get("resourceclaims", namespace, name)
-            status = claim.setdefault("status", {})
-            if not status.get("allocation"):
-                chosen = self._first_fitting([claim], [node] if node else self._nodes())
-                others = self._server.objects("resourceclaims")
-                status["allocation"] = self._allocate(claim, others, chosen)
+            self._allocate([claim], [node] if node else self._nodes())
             if pod is not None:
-                reserve(status, pod)
+                reserve(claim["status"], pod)
             return self._write_status("resourceclaims", _GROUP, claim)
 
     def release_claim(self, namespace: str, name: str, *, pod: Object | None = None) -> Object:
@@ -68,14 +64,15 @@ class PlaygroundScheduler:
             for claim in claims:
                 nodes = self._nodes_for(claim, nodes)
             extended = self._extended_claim(pod)
-            chosen = self._first_fitting([*claims, *extended], nodes)
+            chosen = self._allocate([*claims, *extended], nodes)
             for claim in extended:
                 made = self._server.add("resourceclaims", claim, group=_GROUP)["metadata"]["name"]
-                names.append(made)
+                claim["metadata"]["name"] = made
                 pod.setdefault("status", {})["extendedResourceClaimStatus"] = {"resourceClaimName": made}
                 self._write_status("pods", "", pod)
-            for claim_name in names:
-                self.allocate_claim(namespace, claim_name, node=chosen, pod=pod)
+            for claim in (*claims, *extended):
+                reserve(claim["status"], pod)
+                self._write_status("resourceclaims", _GROUP, claim)
             pod = self._get("pods", namespace, name, group="")
             pod["spec"]["nodeName"] = chosen
             resource = self._server.resource("pods", group="")
@@ -94,19 +91,20 @@ class PlaygroundScheduler:
         metadata["annotations"] = {"resource.kubernetes.io/extended-resource-claim": "true"}
         return [{"metadata": metadata, "spec": {"devices": {"requests": requests}}}] if requests else []
 
-    def _first_fitting(self, claims: list[Object], nodes: list[str]) -> str:
-        """A node on which all claims fit together."""
+    def _allocate(self, claims: list[Object], nodes: list[str]) -> str:
+        """Give devices to the claims that have none, on the first node where they fit together; that node."""
+        fresh = [claim for claim in claims if not (claim.get("status") or {}).get("allocation")]
+        classes = {one["metadata"]["name"]: one for one in self._server.objects("deviceclasses")}
+        slices, held = self._server.objects("resourceslices"), self._server.objects("resourceclaims")
         failure = AllocationError("no node has slices")
         for node in nodes:
-            others = self._server.objects("resourceclaims")
             try:
-                for claim in claims:
-                    if not (claim.get("status") or {}).get("allocation"):
-                        allocation = self._allocate(claim, others, node)
-                        others.append(claim | {"status": {"allocation": allocation}})
+                found = allocate(free_devices(slices, held, node), fresh, classes, node)
             except AllocationError as error:
                 failure = error
                 continue
+            for claim, allocation in zip(fresh, found, strict=True):
+                claim.setdefault("status", {})["allocation"] = allocation
             return node
         raise failure
 
@@ -134,11 +132,6 @@ class PlaygroundScheduler:
         metadata["annotations"] = (metadata.get("annotations") or {}) | {_POD_CLAIM_NAME: entry}
         claim = {"metadata": metadata, "spec": copy.deepcopy(template["spec"]["spec"])}
         return self._server.add("resourceclaims", claim, group=_GROUP)
-
-    def _allocate(self, claim: Object, others: list[Object], node: str) -> Object:
-        classes = {c["metadata"]["name"]: c for c in self._server.objects("deviceclasses")}
-        slices = self._server.objects("resourceslices")
-        return allocate(free_devices(slices, others, node), claim, classes, node)
 
     def _nodes(self) -> list[str]:
         named = {item["spec"].get("nodeName") for item in self._server.objects("resourceslices")}

@@ -172,7 +172,7 @@ def test_no_card_is_given_out_twice_whatever_claims_ask_for(
         request = {"name": "r", "exactly": {"deviceClassName": name}}
         claim = {"metadata": {"name": f"c{number}"}, "spec": {"devices": {"requests": [request]}}}
         try:
-            allocation = allocate(free_devices(slices, claims, NODE), claim, classes, NODE)
+            [allocation] = allocate(free_devices(slices, claims, NODE), [claim], classes, NODE)
         except AllocationError:
             continue
         claims.append({**claim, "status": {"allocation": allocation}})

@@ -9,20 +9,19 @@ from typing import Any
 
 from dra_driver.api.config import DEFAULTS as KINDS
 from dra_driver.api.resolve import config_for_result
-from dra_driver.base.threads import bounded
 from dra_driver.claims.rules.plan import is_for_virtual_machine
 from dra_driver.cli.validation.rules.allocator import (
     AllocationError,
+    UndecidedError,
     Wanted,
     all_wanted,
     allocate,
-    counters_of,
     free_devices,
     less,
 )
 from dra_driver.cli.validation.rules.explain import Funnel, funnel, largest_group, meant_attribute
 from dra_driver.cli.validation.rules.layout_trial import MigGpu
-from dra_driver.errors import DraDriverError, RetryableError
+from dra_driver.errors import DraDriverError
 from dra_driver.kube.claims import parse_allocated_claim
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.schema import JsonObject
@@ -30,8 +29,6 @@ from dra_driver.model.units import counted
 
 _PLAIN_STEPS = 2
 """A request without selectors of its own has these: all devices, those of its class."""
-_BOUND_S = 5.0
-"""The search through partitions of GPUs can take longer than anybody waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,42 +62,42 @@ class MachineFit:
         self._empty = free_devices(named, (), self._node)
         self.devices = self._empty.candidates
 
-    def claim(
-        self, spec: JsonObject, classes: Mapping[str, JsonObject], others: Sequence[JsonObject] = ()
-    ) -> Fit:
-        """Whether a v1 claim spec fits beside the claims `others`, which hold devices already.
+    def claim(self, spec: JsonObject, classes: Mapping[str, JsonObject]) -> Fit:
+        """Whether a v1 claim spec fits.
 
         Raises: AllocationError for a class that is missing, InvalidConfigError and NotJudgedError for a selector.
         """
         devices = spec.get("devices") or {}
         wanted = all_wanted(devices, classes)
         funnels = tuple(funnel(entry, self.devices) for group in wanted for entry in group)
-        short = _first_short(wanted, funnels)
-        if short is not None:
-            return Fit(funnels, problem=short)
-        claim, left = {"metadata": {"name": "claim"}, "spec": spec}, less(self._empty, others)
         try:
-            allocation = bounded("the search", lambda: allocate(left, claim, classes, self._node), _BOUND_S)
-        except RetryableError:
-            return Fit(funnels, problem=f"no choice of devices was found within {_BOUND_S:.0f} s")
+            [allocation] = self._allocate([spec], classes)
+        except UndecidedError as error:
+            return Fit(funnels, problem=str(error))
         except AllocationError as error:
-            return Fit(funnels, problem=self._no_choice(wanted, funnels, devices) or str(error))
+            short = _first_short(wanted, funnels) or self._no_choice(wanted, funnels, devices)
+            return Fit(funnels, problem=short or str(error))
         results = tuple((entry["request"], entry["device"]) for entry in allocation["devices"]["results"])
         return Fit(funnels, results, None, self._refusal(allocation), allocation)
 
     def together(self, specs: Sequence[JsonObject], classes: Mapping[str, JsonObject]) -> str | None:
         """Why claims with these v1 specs do not fit at one time, as the claims of one pod have to; None if they do."""
-        others: list[JsonObject] = []
-        for spec in specs:
-            fit = self.claim(spec, classes, others)
-            if fit.problem is not None:
+        held: list[JsonObject] = []
+        for number, spec in enumerate(specs, 1):
+            try:
+                held = self._allocate(specs[:number], classes)
+            except AllocationError:
                 alone = self.claim(spec, classes)
                 if alone.problem is not None:
                     return alone.problem
+                others = [{"status": {"allocation": allocation}} for allocation in held]
                 text, free, matching = self.taken_away(alone, others)
                 return f"{text} ({free} of {matching} matching devices are free)"
-            others.append({"status": {"allocation": fit.allocation}})
         return None
+
+    def _allocate(self, specs: Sequence[JsonObject], classes: Mapping[str, JsonObject]) -> list[JsonObject]:
+        claims = [{"metadata": {"name": "claim"}, "spec": spec} for spec in specs]
+        return allocate(self._empty, claims, classes, self._node)
 
     def taken_away(self, alone: Fit, others: Sequence[JsonObject]) -> tuple[str, int, int]:
         """Why a claim that fits alone does not fit beside others; of the request that lacks most, how many devices are
@@ -111,7 +108,7 @@ class MachineFit:
             for one in left.candidates
             if one.id not in left.taken
             and one.id not in left.shares
-            and all(left.counters.get(key, 0) >= least for key, least in counters_of(one).items())
+            and all(left.counters[key] >= least for key, least in one.counters.items())
         }
         wanted = Counter(request for request, _ in alone.devices)
         matching = {found.request: found.matching for found in alone.funnels if found.request in wanted}

@@ -18,7 +18,7 @@ from localcluster.lifecycle import ComponentStatus
 from localcluster.shell import ClusterError
 
 __all__ = [
-    "COMPONENTS", "NODE_NAME", "WORKLOAD_IMAGE", "ClusterError", "ComponentStatus", "Options", "addresses",
+    "COMPONENTS", "NODE_NAME", "WORKLOAD_IMAGE", "ClusterError", "ComponentStatus", "Options", "addresses", "allocator",
     "build", "cdi_hook", "compute_domains_chart", "down", "fetch", "helm", "is_up", "kubeconfig", "kubectl",
     "load_image", "manifests", "metadata_reader", "program", "promql", "restart", "start", "state", "stop", "up",
 ]  # fmt: skip
@@ -35,7 +35,7 @@ def fetch() -> None:
     build()
     for major in binaries.HELM:
         helm(major)
-    for part in (promql, metadata_reader, cdi_hook, compute_domains_chart):
+    for part in (allocator, promql, metadata_reader, cdi_hook, compute_domains_chart):
         part()
     images.static_busybox(_layout())
 
@@ -98,6 +98,11 @@ def program(name: str) -> Path:
 def kubectl() -> Path:
     """The kubectl of the cluster's own version."""
     return program("kubectl")
+
+
+def allocator() -> Path:
+    """The allocator of kube-scheduler as a program (go/allocator/main.go), built first if it is not there."""
+    return binaries.build(_layout(), ("allocator",)) / "allocator"
 
 
 def promql() -> Path:

@@ -40,7 +40,8 @@ class Allocations:
         spec = {"devices": {"requests": [*map(request, requests or [{}])], **devices}}
         claim = {"metadata": {"name": name}, "spec": spec}
         left = free_devices(self.slices, self.held.values(), NODE)
-        self.held[name] = claim | {"status": {"allocation": allocate(left, claim, CLASSES, NODE)}}
+        [allocation] = allocate(left, [claim], CLASSES, NODE)
+        self.held[name] = claim | {"status": {"allocation": allocation}}
         return [told(one) for one in self.results(name)]
 
     def results(self, name: str) -> list[Json]:
@@ -108,8 +109,8 @@ def test_allocation_has_the_configuration_of_class_and_claim_and_the_node() -> N
     entry = {"requests": ["gpu"], **own}
     few = {"firstAvailable": [{"name": "few", "deviceClassName": "gpu"}]}
     claim = {"spec": {"devices": {"requests": [request(few)], "config": [entry]}}}
-    allocation = allocate(
-        free_devices([pool_of([gpu(0)]) | {"metadata": {"name": "s"}}], (), NODE), claim, classes, NODE
+    [allocation] = allocate(
+        free_devices([pool_of([gpu(0)]) | {"metadata": {"name": "s"}}], (), NODE), [claim], classes, NODE
     )
     assert allocation["devices"]["config"] == [
         {"source": "FromClass", "requests": ["gpu/few"], **of_class},

@@ -1,8 +1,8 @@
-"""Which devices a claim gets, decided as kube-scheduler does for one node. No I/O; stored (v1) form throughout.
+"""Which devices claims get, decided as kube-scheduler of Kubernetes 1.37 does for one node. No I/O; stored (v1) form.
 
 Supported: `exactly` and `firstAvailable`, counts and `All`, class and request selectors, `matchAttribute` and
-`distinctAttribute`, admin access, taints and tolerations, shared counters, consumable capacity. Anything else
-is refused.
+`distinctAttribute`, admin access, taints and tolerations, shared counters, consumable capacity, the claims of a pod at
+one time. Anything else is refused. tests/playground/test_kube_allocator.py compares it with Kubernetes' own.
 """
 
 from __future__ import annotations
@@ -15,31 +15,49 @@ from itertools import groupby
 from typing import Any
 
 from dra_driver.cli.validation.rules.cel import DeviceView, SelectorError, view
-from dra_driver.cli.validation.rules.consumable import Amounts, consumption, fits, shareable, shares_of
+from dra_driver.cli.validation.rules.consumable import (
+    Amounts,
+    amount_of,
+    consumption,
+    fits,
+    shareable,
+    shares_of,
+)
 from dra_driver.cli.validation.rules.manifests import alternatives
 from dra_driver.cli.validation.rules.selectors import Selector, compiled
-from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import allocation_results
 from dra_driver.model.schema import JsonObject
-from dra_driver.model.units import parse_quantity
 
 DeviceId = tuple[str, str, str]  # driver, pool, device
 CounterId = tuple[str, str, str, str]  # driver, pool, counter set, counter
 
 _MOST_RESULTS = 32
+_MOST_TRIES = 100_000
+"""A few seconds; kube-scheduler gives up a node after ten."""
 
 
 class AllocationError(Exception):
-    """The claim cannot be allocated: nothing fits, or it asks for what this scheduler does not support."""
+    """The claims cannot be allocated: nothing fits, or they ask for what this scheduler does not support."""
+
+
+class UndecidedError(AllocationError):
+    """The search took too long."""
+
+
+class _TooManyError(Exception):
+    """With these devices a claim would have more than it may have."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A device of a complete pool on the node."""
+    """A device of a pool on the node. One that the pool gives to other nodes is not `is_here`; `counters` is what it
+    takes from those of the pool."""
 
     id: DeviceId
     device: Mapping[str, Any]
     view: DeviceView
+    is_here: bool = True
+    counters: Mapping[CounterId, Fraction] = field(default_factory=dict)
     _verdicts: dict[Selector, bool] = field(default_factory=dict, repr=False)
 
     @property
@@ -72,18 +90,28 @@ class Wanted:
         taints = candidate.device.get("taints") or ()
         return next((taint for taint in taints if not _tolerated(taint, self.tolerations)), None)
 
+    def selects(self, candidate: Candidate) -> bool:
+        """Whether the selectors choose the device, and it has the capacities. Raises: AllocationError."""
+        try:
+            chosen = all(candidate.matches(one) for one in (*self.class_selectors, *self.selectors))
+        except SelectorError as error:
+            text = f"request {self.name}, device {'/'.join(candidate.id)}: {error}"
+            raise AllocationError(text) from error
+        return chosen and candidate.is_here and consumption(self.capacity, candidate.device) is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """One device for one request."""
+    """One device for one request of the claim with this number."""
 
+    claim: int
     wanted: Wanted
     candidate: Candidate
 
     @property
     def is_share(self) -> bool:
         """Whether this is one of several allocations of the device."""
-        return shareable(self.candidate.device) and not self.wanted.admin
+        return shareable(self.candidate.device)
 
     def consumes(self) -> Amounts:
         """What it takes of the device's capacities."""
@@ -93,51 +121,42 @@ class Pick:
 @dataclass(slots=True)
 class FreeDevices:
     """What a node has left: candidates in the scheduler's order, without what is taken whole or in shares, and what the
-    counters still hold."""
+    counters still hold. `unusable` are pools of the node with what is wrong with them: no device of theirs is a
+    candidate, and nobody gets all devices."""
 
     candidates: list[Candidate]
     taken: set[DeviceId]
     shares: dict[DeviceId, list[Amounts]] = field(default_factory=dict)
     counters: dict[CounterId, Fraction] = field(default_factory=dict)
+    elsewhere: list[Candidate] = field(default_factory=list)
+    unusable: list[str] = field(default_factory=list)
 
 
 def allocate(
-    free: FreeDevices, claim: JsonObject, classes: Mapping[str, JsonObject], node: str
-) -> JsonObject:
-    """The `status.allocation` for `claim`, from what a node has left.
+    free: FreeDevices, claims: Sequence[JsonObject], classes: Mapping[str, JsonObject], node: str
+) -> list[JsonObject]:
+    """The `status.allocation` of each of the claims, which get their devices at one time.
 
     Raises: AllocationError; InvalidConfigError, NotJudgedError for a selector.
     """
-    devices = (claim.get("spec") or {}).get("devices") or {}
-    variants = all_wanted(devices, classes)
-    constraints = list(devices.get("constraints") or ())
-    for constraint in constraints:
-        if not (constraint.get("matchAttribute") or constraint.get("distinctAttribute")):
-            raise AllocationError(f"constraint {sorted(constraint)} is not supported by this scheduler")
-    search = _Search(free, constraints)
-    picks = next(search.all_of(variants, []), None)
+    search = _Search(free, claims, classes)
+    picks = search.found()
     if picks is None:
-        names = ", ".join(request["name"] for request in devices.get("requests") or ())
+        names = ", ".join(variants[0].name.partition("/")[0] for _, variants in search.requests)
         raise AllocationError(f"cannot allocate all claims: no devices on node {node} fit requests {names}")
-    if len(picks) > _MOST_RESULTS:
-        raise AllocationError(
-            f"the claim would get {len(picks)} devices, at most {_MOST_RESULTS} are allowed"
-        )
-    return _allocation(claim, picks, classes, node)
+    return [
+        _allocation(claim, [pick for pick in picks if pick.claim == number], classes, node)
+        for number, claim in enumerate(claims)
+    ]
 
 
 def free_devices(slices: Sequence[JsonObject], claims: Iterable[JsonObject], node: str) -> FreeDevices:
     """Devices and counters of the node's complete pools, less what other claims hold."""
-    candidates: list[Candidate] = []
-    counters: dict[CounterId, Fraction] = {}
-    for (driver, pool), members in _complete_pools(slices, node):
-        for member in members:
-            for device in member["spec"].get("devices") or ():
-                candidates.append(Candidate((driver, pool, device["name"]), device, view(driver, device)))
-            for counter_set in member["spec"].get("sharedCounters") or ():
-                for name, counter in counter_set["counters"].items():
-                    counters[driver, pool, counter_set["name"], name] = _amount(counter["value"])
-    return less(FreeDevices(candidates, set(), {}, counters), claims)
+    found = FreeDevices([], set())
+    ordered = sorted(slices, key=lambda item: (*_pool_of(item), item["metadata"]["name"]))
+    for pool, group in groupby(ordered, _pool_of):
+        _add_pool(found, pool, [member["spec"] for member in group], node)
+    return less(found, claims)
 
 
 def less(empty: FreeDevices, claims: Iterable[JsonObject]) -> FreeDevices:
@@ -149,124 +168,214 @@ def less(empty: FreeDevices, claims: Iterable[JsonObject]) -> FreeDevices:
         for device_id, amounts in shares_of(claim):
             shares.setdefault(device_id, []).append(amounts)
     counters = dict(empty.counters)
-    for candidate in empty.candidates:
+    for candidate in (*empty.candidates, *empty.elsewhere):
         if candidate.id in taken or candidate.id in shares:
-            for key, amount in counters_of(candidate).items():
-                counters[key] = counters.get(key, Fraction(0)) - amount
-    return FreeDevices(empty.candidates, taken, shares, counters)
-
-
-def counters_of(candidate: Candidate) -> dict[CounterId, Fraction]:
-    """What allocating the device takes from the pool's counters."""
-    driver, pool, _ = candidate.id
-    return {
-        (driver, pool, entry["counterSet"], name): _amount(counter["value"])
-        for entry in candidate.device.get("consumesCounters") or ()
-        for name, counter in entry["counters"].items()
-    }
+            for key, amount in candidate.counters.items():
+                counters[key] -= amount
+    return FreeDevices(empty.candidates, taken, shares, counters, empty.elsewhere, empty.unusable)
 
 
 class _Search:
-    """Depth-first over requests, their variants and devices; the first complete choice is taken."""
+    """Depth-first over claims, requests, their variants and devices; the first complete choice is taken."""
 
-    def __init__(self, free: FreeDevices, constraints: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self, free: FreeDevices, claims: Sequence[JsonObject], classes: Mapping[str, JsonObject]
+    ) -> None:
+        self.requests: list[tuple[int, list[Wanted]]] = []
         self._left = free
-        self._constraints = constraints
-        self._matching: dict[str, list[Candidate]] = {}
+        self._constraints: list[list[Mapping[str, Any]]] = []
+        self._all: dict[tuple[int, str], list[Candidate]] = {}
+        self._selected: dict[tuple[int, str, DeviceId], bool] = {}
+        self._tries = 0
+        for number, claim in enumerate(claims):
+            devices = (claim.get("spec") or {}).get("devices") or {}
+            self._constraints.append(list(devices.get("constraints") or ()))
+            least = 0
+            for variants in all_wanted(devices, classes):
+                self.requests.append((number, variants))
+                least += min(self._count(number, wanted) for wanted in variants)
+            if least > _MOST_RESULTS:
+                raise AllocationError(_too_many(least))
+            for constraint in self._constraints[-1]:
+                if not (constraint.get("matchAttribute") or constraint.get("distinctAttribute")):
+                    raise AllocationError(
+                        f"constraint {sorted(constraint)} is not supported by this scheduler"
+                    )
 
-    def all_of(self, variants: list[list[Wanted]], picks: list[Pick]) -> Iterator[list[Pick]]:
-        """Every way to serve the remaining requests after `picks`."""
-        if not variants:
-            yield picks
-            return
-        for wanted in variants[0]:
-            for chosen in self._one_of(wanted, picks):
-                yield from self.all_of(variants[1:], chosen)
+    def _count(self, claim: int, wanted: Wanted) -> int:
+        """How many devices a request wants; which ones is known now if it wants all."""
+        if wanted.count is not None:
+            return wanted.count
+        if self._left.unusable:
+            raise AllocationError(f"request {wanted.name} asks for all devices, but {self._left.unusable[0]}")
+        self._all[claim, wanted.name] = [one for one in self._left.candidates if wanted.selects(one)]
+        return len(self._all[claim, wanted.name])
 
-    def _one_of(self, wanted: Wanted, picks: list[Pick]) -> Iterator[list[Pick]]:
-        if wanted.name not in self._matching:
-            self._matching[wanted.name] = [c for c in self._left.candidates if _matches(wanted, c)]
-        matching = self._matching[wanted.name]
-        if wanted.count is None:
-            chosen = picks + [Pick(wanted, candidate) for candidate in matching]
-            steps = (chosen[: i + 1] for i in range(len(picks), len(chosen)))
-            if matching and all(self._free(step[:-1], step[-1]) for step in steps):
-                yield chosen
-            return
-        yield from self._choose(wanted, matching, wanted.count, picks)
+    def found(self) -> list[Pick] | None:
+        """A device for each request of each claim; None if there is no such choice. Raises: AllocationError."""
+        try:
+            return self._next(0, [])
+        except _TooManyError:
+            raise AllocationError(_too_many(_MOST_RESULTS + 1)) from None
 
-    def _choose(
-        self, wanted: Wanted, matching: list[Candidate], count: int, picks: list[Pick]
-    ) -> Iterator[list[Pick]]:
-        if count == 0:
-            yield picks
-            return
-        for index, candidate in enumerate(matching):
-            pick = Pick(wanted, candidate)
-            if self._free(picks, pick):
-                left = matching[index if pick.is_share else index + 1 :]
-                yield from self._choose(wanted, left, count - 1, [*picks, pick])
+    def _next(self, index: int, picks: list[Pick]) -> list[Pick] | None:
+        """Serve the request of this index and those after it."""
+        if index == len(self.requests):
+            return picks
+        claim, variants = self.requests[index]
+        too_many = 0
+        for wanted in variants:
+            try:
+                found = self._devices(index, wanted, 0, 0, picks)
+            except _TooManyError:
+                too_many += 1
+                continue
+            if found is not None:
+                return found
+        # Without another variant this way of serving the claim has ended, whatever devices its other requests get.
+        if too_many == len(variants) and (index == 0 or self.requests[index - 1][0] == claim):
+            raise _TooManyError
+        return None
 
-    def _free(self, picks: list[Pick], pick: Pick) -> bool:
-        # One device with such a taint is too many for `All`.
+    def _devices(
+        self, index: int, wanted: Wanted, number: int, start: int, picks: list[Pick]
+    ) -> list[Pick] | None:
+        """Choose the rest of a request's devices, of which it has `number`, from the candidates from `start` on."""
+        claim = self.requests[index][0]
+        everything = self._all.get((claim, wanted.name))
+        if everything == []:
+            return None
+        count = (wanted.count or 0) if everything is None else len(everything)
+        if number == count:
+            return self._next(index + 1, picks)
+        if count - number > _MOST_RESULTS - sum(1 for pick in picks if pick.claim == claim):
+            raise _TooManyError
+        if everything is not None:
+            pick = Pick(claim, wanted, everything[number])
+            if not self._can_take(picks, pick):
+                return None
+            return self._devices(index, wanted, number + 1, 0, [*picks, pick])
+        for position in range(start, len(self._left.candidates)):
+            pick = Pick(claim, wanted, self._left.candidates[position])
+            self._tries += 1
+            if self._tries > _MOST_TRIES:
+                raise UndecidedError(f"no choice of devices was found in {_MOST_TRIES} tries")
+            # A selector that fails on a device in use does not end the search.
+            if self._is_in_use(picks, pick) or not self._selects(pick):
+                continue
+            if self._can_take(picks, pick):
+                found = self._devices(index, wanted, number + 1, position + 1, [*picks, pick])
+                if found is not None:
+                    return found
+        return None
+
+    def _selects(self, pick: Pick) -> bool:
+        key = pick.claim, pick.wanted.name, pick.candidate.id
+        if key not in self._selected:
+            self._selected[key] = pick.wanted.selects(pick.candidate)
+        return self._selected[key]
+
+    def _is_in_use(self, picks: list[Pick], pick: Pick) -> bool:
+        own = pick.candidate.id
+        if pick.wanted.admin:
+            return any(
+                other.candidate.id == own and other.claim == pick.claim and not other.is_share
+                for other in picks
+            )
+        return own in self._left.taken or any(
+            other.candidate.id == own and not other.is_share for other in picks
+        )
+
+    def _can_take(self, picks: list[Pick], pick: Pick) -> bool:
+        """Raises: AllocationError if one of all devices breaks a constraint."""
+        if self._is_in_use(picks, pick) or not self._counters_suffice(picks, pick):
+            return False
         if pick.wanted.untolerated(pick.candidate) is not None:
             return False
-        if not all(_holds(constraint, [*picks, pick]) for constraint in self._constraints):
-            return False
-        own = pick.candidate.id
-        # Counters have no exception for adminAccess: kube-scheduler counts them, kubernetes/kubernetes#140729.
-        counted = {other.candidate.id: other.candidate for other in [*picks, pick]}
-        if pick.wanted.admin:
-            return self._counters_suffice([*counted.values()])
-        held = {other.candidate.id for other in picks if not other.wanted.admin}
-        if own in self._left.taken:
-            return False
-        shares = self._left.shares.get(own, [])
-        if not pick.is_share and (own in held or shares):
-            return False
-        if pick.is_share:
-            chosen = [other.consumes() for other in picks if other.is_share and other.candidate.id == own]
-            if not fits(pick.candidate.device, [*shares, *chosen, pick.consumes()]):
+        own = [other for other in picks if other.claim == pick.claim]
+        for constraint in self._constraints[pick.claim]:
+            if not _holds(constraint, [*own, pick]):
+                if pick.wanted.count is None:
+                    text = f"asks for all devices, and {pick.candidate.name} does not keep a constraint"
+                    raise AllocationError(f"request {pick.wanted.name} {text}")
                 return False
-        return self._counters_suffice([*counted.values()])
+        if not pick.is_share:
+            return True
+        device = pick.candidate.id
+        chosen = [other.consumes() for other in picks if other.candidate.id == device]
+        return fits(pick.candidate.device, [*self._left.shares.get(device, []), *chosen, pick.consumes()])
 
-    def _counters_suffice(self, held: list[Candidate]) -> bool:
-        left = dict(self._left.counters)
-        for candidate in held:
-            if candidate.id in self._left.shares:
-                continue  # another claim's share has taken them already
-            for key, amount in counters_of(candidate).items():
-                left[key] = left.get(key, Fraction(0)) - amount
-                if left[key] < 0:
-                    return False
-        return True
-
-
-def _complete_pools(
-    slices: Sequence[JsonObject], node: str
-) -> Iterator[tuple[tuple[str, str], list[JsonObject]]]:
-    """Pools whose slices of the highest generation are all there, in the scheduler's order."""
-
-    def key(item: JsonObject) -> tuple[str, str]:
-        return item["spec"]["driver"], item["spec"]["pool"]["name"]
-
-    ordered = sorted(slices, key=lambda item: (*key(item), item["metadata"]["name"]))
-    for pool, group in groupby(ordered, key):
-        members = list(group)
-        newest = max(m["spec"]["pool"].get("generation", 0) for m in members)
-        members = [m for m in members if m["spec"]["pool"].get("generation", 0) == newest]
-        if not any(_on_node(member["spec"], node, pool) for member in members):
-            continue
-        if len(members) == members[0]["spec"]["pool"]["resourceSliceCount"]:
-            yield pool, members
+    def _counters_suffice(self, picks: list[Pick], pick: Pick) -> bool:
+        # Counters have no exception for adminAccess: kube-scheduler counts them, kubernetes/kubernetes#140729.
+        wanted = dict(pick.candidate.counters)
+        if not wanted:
+            return True
+        held = {}
+        for other in picks:
+            # The first share of a device takes its counters, for all others.
+            if not other.is_share or other.candidate.id not in self._left.shares:
+                held[other.candidate.id if other.is_share else id(other)] = other.candidate
+        own = pick.candidate.id
+        if pick.is_share and (own in held or own in self._left.shares):
+            return True
+        for candidate in held.values():
+            for key, amount in candidate.counters.items():
+                if key in wanted:
+                    wanted[key] += amount
+        return all(self._left.counters[key] >= amount for key, amount in wanted.items())
 
 
-def _on_node(spec: JsonObject, node: str, pool: tuple[str, str]) -> bool:
-    if "nodeSelector" in spec or "perDeviceNodeSelection" in spec:
-        raise AllocationError(
-            f"pool {'/'.join(pool)} selects nodes in a way that this scheduler does not support"
-        )
-    return bool(spec.get("allNodes")) or spec.get("nodeName") == node
+def _pool_of(item: JsonObject) -> tuple[str, str]:
+    return item["spec"]["driver"], item["spec"]["pool"]["name"]
+
+
+def _add_pool(found: FreeDevices, pool: tuple[str, str], specs: list[JsonObject], node: str) -> None:
+    """Add the devices and counters of one pool, whose slices are in the order of their names."""
+    here = [spec for spec in specs if _concerns(spec, node, pool)]
+    newest = max((spec["pool"].get("generation", 0) for spec in here), default=None)
+    if newest is None or newest < max(spec["pool"].get("generation", 0) for spec in specs):
+        return  # nothing for this node, or what there is for it is out of date
+    members = [spec for spec in specs if spec["pool"].get("generation", 0) == newest]
+    name = "/".join(pool)
+    if len(members) != members[0]["pool"]["resourceSliceCount"]:
+        found.unusable.append(f"pool {name} is being updated")
+        return
+    counters = {
+        (*pool, counter_set["name"], counter): amount_of(entry["value"])
+        for spec in members
+        for counter_set in spec.get("sharedCounters") or ()
+        for counter, entry in counter_set["counters"].items()
+    }
+    local: list[Candidate] = []
+    remote: list[Candidate] = []
+    for spec in members:
+        for device in spec.get("devices") or ():
+            is_here = not spec.get("perDeviceNodeSelection") or _concerns(device, node, pool)
+            taken = {
+                (*pool, entry["counterSet"], counter): amount_of(amount["value"])
+                for entry in device.get("consumesCounters") or ()
+                for counter, amount in entry["counters"].items()
+            }
+            one = Candidate((*pool, device["name"]), device, view(pool[0], device), is_here, taken)
+            (local if _concerns(spec, node, pool) else remote).append(one)
+    known = len({one.name for one in local}) == len(local) and all(
+        one.counters.keys() <= counters.keys() for one in (*local, *remote)
+    )
+    if not known:
+        found.unusable.append(f"pool {name} is invalid")
+        return
+    found.candidates += local
+    found.elsewhere += remote
+    found.counters |= counters
+
+
+def _concerns(where: JsonObject, node: str, pool: tuple[str, str]) -> bool:
+    """Whether a slice, or a device that says so itself, is for a node. Raises: AllocationError."""
+    if where.get("nodeSelector"):
+        raise AllocationError(f"pool {'/'.join(pool)} selects nodes by their labels, which are not known")
+    if where.get("perDeviceNodeSelection"):
+        return any(_concerns(device, node, pool) for device in where.get("devices") or ())
+    return bool(where.get("allNodes")) or where.get("nodeName") == node
 
 
 def _held(claim: JsonObject) -> Iterator[DeviceId]:
@@ -304,15 +413,6 @@ def _wanted(name: str, body: JsonObject, classes: Mapping[str, JsonObject]) -> W
 
 def _selectors(body: JsonObject) -> tuple[Selector, ...]:
     return tuple(compiled(entry["cel"]["expression"]) for entry in body.get("selectors") or ())
-
-
-def _matches(wanted: Wanted, candidate: Candidate) -> bool:
-    try:
-        if not all(candidate.matches(one) for one in (*wanted.class_selectors, *wanted.selectors)):
-            return False
-    except SelectorError as error:
-        raise AllocationError(f"request {wanted.name}, device {'/'.join(candidate.id)}: {error}") from error
-    return consumption(wanted.capacity, candidate.device) is not None
 
 
 def _tolerated(taint: Mapping[str, Any], tolerations: Sequence[Mapping[str, Any]]) -> bool:
@@ -382,8 +482,5 @@ def _class_config(picks: list[Pick], classes: Mapping[str, JsonObject]) -> Itera
             yield {"source": "FromClass", "requests": [wanted.name], **entry}
 
 
-def _amount(value: Any) -> Fraction:
-    try:
-        return parse_quantity(str(value))
-    except InvalidConfigError as error:
-        raise AllocationError(str(error)) from error
+def _too_many(count: int) -> str:
+    return f"the claim would get {count} devices, at most {_MOST_RESULTS} are allowed"

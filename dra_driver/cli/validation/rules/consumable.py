@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from dra_driver.errors import InvalidConfigError
@@ -54,7 +55,10 @@ def shares_of(claim: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str], 
 
 def amount_of(text: Any) -> Fraction:
     """The value of a quantity that the API server has let through. Raises: InvalidConfigError."""
-    return parse_quantity(str(text))
+    return _parsed(str(text))
+
+
+_parsed = lru_cache(maxsize=4096)(parse_quantity)
 
 
 def _amount_of(wanted: str | None, entry: Mapping[str, Any]) -> str | None:
