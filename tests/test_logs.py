@@ -326,9 +326,3 @@ def test_kubeconfig_that_is_no_yaml_is_not_quoted(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfigError, match="line 2 is not YAML") as caught:
         load_endpoint(path)
     assert SECRET not in str(caught.value)
-
-
-@pytest.mark.parametrize(("level", "form"), [("loud", "json"), ("info", "xml")])
-def test_unknown_level_and_form_are_refused(level: str, form: str) -> None:
-    with pytest.raises(InvalidConfigError, match="is unknown; choose"):
-        configure_logs(level, form)

@@ -37,6 +37,7 @@ from dra_driver.model.host import (
     ImexChannels,
     in_order,
 )
+from dra_driver.model.ids import is_subdomain, is_uid, split_address
 from dra_driver.model.mig import MigLayouts
 from dra_driver.model.record import EVERY_METADATA_VERSION
 from dra_driver.model.schema import Choice, ListField, Object, Scalar, Shape, Words, faults
@@ -133,14 +134,9 @@ def _setting(default: Any, help: str | None, shape: Shape = _TEXT, *, flag: str 
     return field(**{"default_factory" if default is dict else "default": default}, metadata={"flag": given})
 
 
-_DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-
-
 def _dns_name(longest: int) -> Scalar:
     text = f"expected a DNS name of at most {longest} lower-case letters, digits, dots and dashes"
-    return Scalar(
-        str, lambda name: None if len(name) <= longest and _DNS_NAME.fullmatch(name) else text, least=1
-    )
+    return Scalar(str, lambda name: None if is_subdomain(name, longest) else text, least=1)
 
 
 def _begins_with_slash(expected: str, *others: str) -> Scalar:
@@ -154,8 +150,6 @@ def _metrics_path(path: str) -> str | None:
 
 
 def _address(text: str) -> str | None:
-    from dra_driver.model.ids import split_address
-
     try:
         split_address(text or ":0")
     except InvalidConfigError as error:
@@ -205,6 +199,10 @@ def xid_list(text: str) -> frozenset[int]:
     return frozenset(int(part) for part in parts)
 
 
+_POD_UID = Scalar(
+    str,
+    lambda uid: None if is_uid(uid) else "expected a UID, as metadata.uid has it",
+)
 _PATH = _begins_with_slash("expected an absolute path")
 _SWITCH = Scalar(bool)
 
@@ -254,7 +252,7 @@ class Settings:
         "/var/lib/kubelet/plugins", "The kubelet's plugin data directory.", _PATH
     )
     pod_uid: str | None = _setting(
-        None, "UID of this pod. Needed for rolling updates without downtime.", key="podUID"
+        None, "UID of this pod. Needed for rolling updates without downtime.", _POD_UID, key="podUID"
     )
     kubeconfig: str | None = _setting(None, "", shown="in-cluster")
     kube_api_qps: float = _setting(

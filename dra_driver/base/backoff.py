@@ -62,8 +62,6 @@ class TokenBucket:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        if qps <= 0 or burst < 1:
-            raise ValueError("qps must be positive and burst at least 1")
         self._qps, self._burst = qps, float(burst)
         self._clock, self._sleep = clock, sleep
         self._tokens = self._burst

@@ -19,7 +19,8 @@ from dra_driver.base.atomic import (
 )
 from dra_driver.cdi.metadata_files import DIRECTORY as METADATA
 from dra_driver.cdi.rules.metadata import cdi_file_prefix
-from dra_driver.cdi.rules.spec import COMMON, encode, encoded, file_stem, is_claim_uid
+from dra_driver.cdi.rules.spec import COMMON, encode, encoded, file_stem
+from dra_driver.model.ids import is_uid
 
 _SUFFIX = ".yaml"
 """The incumbent's; monitoring agents open the file by its whole name. The content is JSON, which is YAML too."""
@@ -84,7 +85,7 @@ class CdiDirectory:
         prefix = _prefix(self._driver_name)
         named = (file.removeprefix(prefix) for file in files if file.startswith(prefix))
         uids = (name.removesuffix(_SUFFIX) for name in named if name.endswith(_SUFFIX))
-        return frozenset(filter(is_claim_uid, uids))
+        return frozenset(filter(is_uid, uids))
 
     def devices(self, claim_uid: str) -> tuple[str, ...]:
         """The device names in a claim's spec; none of a file that is not a valid spec. Raises: StateError."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from dra_driver.model.claim import (
     pods_from,
 )
 from dra_driver.model.host import HostDevice, ImexChannels, in_order
+from dra_driver.model.ids import is_uid
 from dra_driver.model.mps import MpsShared, SharingMode, TimeSliced
 from dra_driver.model.record import (
     BindVfio,
@@ -50,7 +50,6 @@ from dra_driver.model.schema import JsonObject
 _log = structlog.get_logger(__name__)
 
 FORMAT_VERSION = 1
-_SAFE_UID = re.compile(r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\Z")
 
 
 def encode(record: ClaimRecord) -> bytes:
@@ -144,7 +143,7 @@ class RecordStore(JsonStore[ClaimRecord]):
                 newer="the claim keeps its devices until it is unprepared; to prepare it again, install that release "
                 "again",
             ),
-            is_name=_is_safe,
+            is_name=is_uid,
             only_reads=reader is not None,
         )
 
@@ -189,7 +188,3 @@ class RecordStore(JsonStore[ClaimRecord]):
         if record.ref.uid != uid:
             raise StateError(f"it is the record of claim UID {record.ref.uid}")
         return record if self._boot_id is None else record.as_of(self._boot_id)
-
-
-def _is_safe(uid: str) -> bool:
-    return _SAFE_UID.fullmatch(uid) is not None

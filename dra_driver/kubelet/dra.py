@@ -5,7 +5,6 @@ other claims. References to claims are checked before anything uses them, above 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -22,6 +21,7 @@ from dra_driver.model.claim import (
     PrepareOutcome,
     UnprepareOutcome,
 )
+from dra_driver.model.ids import is_dns_label, is_subdomain, is_uid
 
 V1 = "v1.DRAPlugin"
 V1BETA1 = "v1beta1.DRAPlugin"
@@ -33,14 +33,7 @@ _Outcome = TypeVar("_Outcome")
 _Call = Callable[[Sequence[ClaimRef], float, Callable[[], bool]], Mapping[str, _Outcome]]
 
 _MAX_UID_CHARS = 128
-_MAX_NAMESPACE_CHARS = 63
-_MAX_NAME_CHARS = 253
 _MAX_SHOWN_CHARS = 64
-
-_LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
-_UID = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
-_NAMESPACE = re.compile(_LABEL)
-_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 
 
 class ClaimCalls(Protocol):
@@ -184,14 +177,14 @@ def claim_fault(ref: ClaimRef) -> str | None:
     """What is wrong with the reference, in one sentence; None if it is valid."""
     if not ref.uid:
         return f"claim {_shown(f'{ref.namespace}/{ref.name}')} has no UID"
-    if len(ref.uid) > _MAX_UID_CHARS or not _UID.fullmatch(ref.uid) or ".." in ref.uid:
+    if not is_uid(ref.uid):
         return (
             f"claim UID {_shown(ref.uid)} is not valid: it must have at most {_MAX_UID_CHARS} letters and "
             f"digits, with single '-', '_' or '.' between them"
         )
-    if len(ref.namespace) > _MAX_NAMESPACE_CHARS or not _NAMESPACE.fullmatch(ref.namespace):
+    if not is_dns_label(ref.namespace):
         return f"claim namespace {_shown(ref.namespace)} is not valid: it must be a DNS label"
-    if len(ref.name) > _MAX_NAME_CHARS or not _NAME.fullmatch(ref.name):
+    if not is_subdomain(ref.name):
         return f"claim name {_shown(ref.name)} is not valid: it must be a DNS subdomain"
     return None
 

@@ -4,16 +4,15 @@ claim's `status.devices`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, Literal
 
+from dra_driver.model.ids import is_subdomain, is_uid
+
 _MOST_PODS: Final = 256
 """The API lets a claim be reserved for at most this many pods."""
-_POD_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-_POD_UID: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,126}[A-Za-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def _pod_from(entry: Any) -> PodRef | None:
     name, uid = entry.get("name"), entry.get("uid")
     if not isinstance(name, str) or not isinstance(uid, str):
         return None
-    return PodRef(name, uid) if _POD_NAME.fullmatch(name) and _POD_UID.fullmatch(uid) else None
+    return PodRef(name, uid) if is_subdomain(name) and is_uid(uid) else None
 
 
 @dataclass(frozen=True, slots=True)

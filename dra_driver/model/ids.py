@@ -11,7 +11,9 @@ from dra_driver.errors import InvalidConfigError
 from dra_driver.model.mig import MigDevice, MigProfile, Placement
 
 _NVML_BUS_ID = re.compile(r"^(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-9a-f])\Z")
-_DNS_LABEL = re.compile(r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z")
+_LABEL = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
+_SUBDOMAIN = re.compile(rf"{_LABEL}(?:\.{_LABEL})*")
+_UID = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,126}[A-Za-z0-9])?")
 _GPU_NAME = re.compile(r"gpu-([0-9a-z]+)(?:-mig-.*)?\Z")
 PLAIN_NAME = r"[0-9A-Za-z_./@%+=-]+"
 """What a name is written with that needs no quotation marks, for Python and for RE2."""
@@ -126,8 +128,18 @@ def vfio_device_name(bus_id: str) -> str:
 
 
 def is_dns_label(text: str) -> bool:
-    """Whether the API server would take the text as a device or counter set name."""
-    return _DNS_LABEL.fullmatch(text) is not None
+    """Whether the API server would take the text as a name without dots, such as that of a device or namespace."""
+    return is_subdomain(text, 63) and "." not in text
+
+
+def is_subdomain(text: str, most: int = 253) -> bool:
+    """Whether the API server would take the text as the name of an object."""
+    return len(text) <= most and _SUBDOMAIN.fullmatch(text) is not None
+
+
+def is_uid(text: str) -> bool:
+    """Whether the text can be the UID of an object. It can be a part of a file name then."""
+    return _UID.fullmatch(text) is not None and ".." not in text
 
 
 def split_address(address: str) -> tuple[str, int]:

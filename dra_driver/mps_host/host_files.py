@@ -44,7 +44,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import time
 from base64 import b32encode
 from collections.abc import Callable, Sequence
@@ -74,6 +73,7 @@ from dra_driver.base.file_lock import is_locked
 from dra_driver.base.installation import helm_set
 from dra_driver.base.json_store import JsonStore, UnreadableFile
 from dra_driver.errors import PermanentError, RetryableError, StateError
+from dra_driver.model.ids import is_dns_label
 from dra_driver.model.mps import (
     MpsDaemonSpec,
     MpsDaemonStatus,
@@ -96,7 +96,6 @@ LONGEST_SOCKET_NAME = "control_privileged"
 """Of the sockets that a control daemon makes in its pipe directory."""
 _PLAIN_CHARACTERS = 12
 """Below MicroK8s' kubelet root, the longest that is known, a directory has room for 13."""
-_DEVICE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _POLL_S = 0.015
 _SILENT_S = 30.0
 """Three times the period of the host's sign of life."""
@@ -454,7 +453,7 @@ def mps_layout(plugin_directory: Path) -> MpsLayout:
 
 def is_device_name(name: str) -> bool:
     """Whether a device can have this name."""
-    return _DEVICE_NAME.fullmatch(name) is not None
+    return is_dns_label(name)
 
 
 def _checked(device: str) -> str:

@@ -7,13 +7,13 @@ newest first; a reader takes the first that it knows.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dra_driver.cdi.rules.spec import checked_claim_uid, minimum_version
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
+from dra_driver.model.ids import is_dns_label, is_subdomain
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mps import MpsShared, SharingMode
@@ -25,10 +25,6 @@ CONTAINER_DIRECTORY = "/var/run/kubernetes.io/dra-device-attributes"
 _API_GROUP = "metadata.resource.k8s.io"
 _CLASS = "metadata"
 _MOUNT_OPTIONS = ("ro", "bind")
-_LABEL = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?")
-_SUBDOMAIN = re.compile(
-    r"(?=.{1,253}\Z)[a-z0-9](?:[-a-z0-9]*[a-z0-9])?(?:\.[a-z0-9](?:[-a-z0-9]*[a-z0-9])?)*"
-)
 _LONGEST_FILE_NAME = 255
 
 
@@ -44,14 +40,14 @@ def check_names(claim: AllocatedClaim) -> None:
     """Raises: ClaimRefusedError if a name that becomes a part of a path is not a valid Kubernetes name."""
     checked_claim_uid(claim.ref.uid)
     named = [
-        ("namespace", claim.ref.namespace, _LABEL),
-        ("name", claim.ref.name, _SUBDOMAIN),
-        *(("request", result.base_request, _LABEL) for result in claim.results),
+        ("namespace", claim.ref.namespace, is_dns_label),
+        ("name", claim.ref.name, is_subdomain),
+        *(("request", result.base_request, is_dns_label) for result in claim.results),
     ]
     if claim.pod_claim_name is not None:
-        named.append(("annotation with the pod's claim name", claim.pod_claim_name, _LABEL))
-    for what, name, rule in named:
-        if rule.fullmatch(name) is None:
+        named.append(("annotation with the pod's claim name", claim.pod_claim_name, is_dns_label))
+    for what, name, is_valid in named:
+        if not is_valid(name):
             raise ClaimRefusedError(
                 f"the claim's {what} {name!r} cannot be part of a path, so its containers cannot get the metadata "
                 "of their devices; correct the name, or set --device-metadata off"

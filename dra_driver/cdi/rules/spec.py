@@ -5,13 +5,13 @@ record is lost."""
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.driver_files import CdiDevice, CdiMount, DriverFile, DriverFiles, HostNode
+from dra_driver.model.ids import is_uid
 from dra_driver.model.mps import MpsDirectories, MpsShared
 from dra_driver.model.plan import device_of_cdi_name, share_of_cdi_name
 
@@ -19,7 +19,6 @@ CLASS = "claim"
 COMMON = "containerEdits"
 """The field of a spec with the NVIDIA driver's part, which is most of a spec and equal in all specs."""
 
-_UID = re.compile(r"^[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,126}[A-Za-z0-9])?\Z")
 _FILE_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 _SOCKET_OPTIONS = ("nosuid", "nodev", "rbind", "rprivate", "noexec")
 _COMMON_NODES = ("/dev/nvidiactl", "/dev/nvidia-uvm")
@@ -41,17 +40,12 @@ _SHM_DIRECTORY = "/dev/shm"  # noqa: S108
 _MOUNT_OPTIONS = ("rw", "nosuid", "nodev", "bind")
 
 
-def is_claim_uid(text: str) -> bool:
-    """Whether the text can be part of a file name and of a CDI device name."""
-    return _UID.fullmatch(text) is not None and ".." not in text
-
-
 def checked_claim_uid(claim_uid: str) -> str:
     """The UID, if it can be part of a file name and of a CDI device name.
 
     Raises: ClaimRefusedError.
     """
-    if not is_claim_uid(claim_uid):
+    if not is_uid(claim_uid):
         raise ClaimRefusedError(
             f"claim UID {claim_uid!r} cannot be part of a file name, so the claim is refused"
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dra_driver.api.config import GROUP_VERSION
 from dra_driver.cli.validation.rules.cel import DeviceView
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.ids import is_subdomain
 from dra_driver.model.schema import JsonObject
 
 _DOMAIN = "nvidia.com"
@@ -24,7 +25,7 @@ def mig_classes(profiles: Iterable[str], driver: str) -> list[JsonObject]:
     taken: dict[str, str] = {}
     for profile in sorted(set(profiles), key=_size):
         label = profile_label(profile)
-        if not re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*", label):
+        if not is_subdomain(label):
             raise InvalidConfigError(
                 f"MIG profile {profile!r} cannot be part of a DeviceClass's name; write a class with a selector for it"
             )

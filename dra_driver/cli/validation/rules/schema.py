@@ -14,14 +14,13 @@ from typing import Any, Final
 from dra_driver.cli.validation.rules.cel import NotJudgedError
 from dra_driver.cli.validation.rules.selectors import compiled
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.ids import is_dns_label
+from dra_driver.model.ids import is_dns_label, is_subdomain
 from dra_driver.model.schema import Anything, ListField, MapField, Object, Scalar, Shape
 
 GROUP: Final = "resource.k8s.io"
 SERVED: Final = ("v1", "v1beta2", "v1beta1")
 
 _VERSION = re.compile(r"^(?:Core|Resource)?V\d+(?:(?:alpha|beta)\d+)?")
-_SUBDOMAIN = re.compile(r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*\Z")
 QUALIFIED: Final = re.compile(r"^(?:[a-z0-9][-a-z0-9.]*/)?[A-Za-z_][A-Za-z0-9_]{0,31}\Z")
 """The name of an attribute or a capacity, with or without its domain."""
 
@@ -35,9 +34,7 @@ def dns_label(value: str) -> str | None:
 
 def dns_name(value: str) -> str | None:
     """What is wrong with the name of an object."""
-    return (
-        None if len(value) <= 253 and _SUBDOMAIN.match(value) else f"{value!r} is not a lower-case DNS name"
-    )
+    return None if is_subdomain(value) else f"{value!r} is not a lower-case DNS name"
 
 
 def _one_of(*values: str) -> Scalar:
