@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pynvml
 
-from dra_driver.errors import DeviceLostError, RetryableError
+from dra_driver.errors import DeviceLostError
 from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.health import FabricState, NvLinks, PolledHealth
 from dra_driver.nvml.calls import Handle, nvml_errors, supported
@@ -16,7 +16,6 @@ from dra_driver.nvml.calls import ask as ask_nvml
 from dra_driver.nvml.mig_reading import gpu_handle
 from dra_driver.nvml.readings import (
     ABSENT,
-    FaultLog,
     accepts_work,
     fabric_info,
     fabric_registration,
@@ -201,13 +200,13 @@ def _recovery_action(handle: Handle) -> int | None:
 
 def _nvlinks(handle: Handle) -> NvLinks | None:
     """None for a GPU without NVLink, or in MIG mode. Raises: DraDriverError."""
-    states = _link_states(handle)
+    states = link_states(handle)
     if states and not any(states):
         mode = supported(pynvml.nvmlDeviceGetMigMode, handle)
         if mode is not None and mode[0]:
             return None
         # The mode may have been switched off in between.
-        states = _link_states(handle)
+        states = link_states(handle)
     if not states:
         return None
     up = tuple(link for link, is_up in enumerate(states) if is_up)
@@ -217,14 +216,6 @@ def _nvlinks(handle: Handle) -> NvLinks | None:
         supported(pynvml.nvmlDeviceGetName, handle),
         None if remote is None else remote == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH,
     )
-
-
-def _link_states(handle: Handle) -> list[bool]:
-    log = FaultLog("")
-    states = link_states(log, handle)
-    if log.faults:
-        raise RetryableError(log.faults[-1].text)
-    return states
 
 
 def _nvlink_errors(handle: Handle, links: Sequence[int]) -> Mapping[str, int] | None:

@@ -32,6 +32,7 @@ from dra_driver.nvml.mig_reading import (
     compute_profiles,
     gpu_handle,
     gpu_instance_handle,
+    is_mig_on,
     mig_mode,
     placement_of,
     read_gpu_instances,
@@ -302,8 +303,7 @@ class MigHardware:
     # --- reading -------------------------------------------------------------------------------
 
     def _instances(self, handle: Handle, gpu_uuid: str) -> tuple[GpuInstance, ...]:
-        mode = mig_mode(handle, gpu_uuid)
-        if mode is None or not mode[0]:
+        if not is_mig_on(handle, gpu_uuid):
             return ()
         return read_gpu_instances(handle, gpu_uuid, self._table(handle, gpu_uuid).values())
 

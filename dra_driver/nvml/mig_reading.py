@@ -72,6 +72,12 @@ def mig_mode(handle: Handle, gpu_uuid: str) -> tuple[bool, bool] | None:
     return None if mode is None else (bool(mode[0]), bool(mode[1]))
 
 
+def is_mig_on(handle: Handle, gpu_uuid: str) -> bool:
+    """Whether the GPU is in MIG mode now. Raises: as `mig_mode`."""
+    mode = mig_mode(handle, gpu_uuid)
+    return mode is not None and mode[0]
+
+
 def gpu_instance_handle(handle: Handle, gpu_uuid: str, gpu_instance_id: int) -> Handle | None:
     """The handle of a GPU instance; None if there is none of this ID, as where MIG mode is off.
 
@@ -84,8 +90,7 @@ def gpu_instance_handle(handle: Handle, gpu_uuid: str, gpu_instance_id: int) -> 
             except pynvml.NVMLError_NotFound:
                 return None
     except NotSupportedError:
-        mode = mig_mode(handle, gpu_uuid)
-        if mode is None or not mode[0]:
+        if not is_mig_on(handle, gpu_uuid):
             return None
         raise
 
@@ -104,8 +109,7 @@ def read_gpu_instances(
             with nvml_errors(f"list the GPU instances of profile {profile.profile_id} of GPU {gpu_uuid}"):
                 found += _instances_of(handle, profile)
     except NotSupportedError:
-        mode = mig_mode(handle, gpu_uuid)
-        if mode is None or not mode[0]:
+        if not is_mig_on(handle, gpu_uuid):
             return ()
         raise
     return tuple(sorted(found, key=lambda item: (item.placement, item.gpu_instance_id)))
@@ -222,8 +226,7 @@ def _mig_handle(handle: Handle, index: int, gpu: Gpu) -> Handle | None:
     except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
         return None
     except pynvml.NVMLError_NotSupported:
-        mode = mig_mode(handle, gpu.uuid)
-        if mode is None or not mode[0]:
+        if not is_mig_on(handle, gpu.uuid):
             return None
         raise
 
@@ -456,8 +459,7 @@ def read_what_exists(gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
     Raises: DeviceLostError, NvmlUnavailableError; RetryableError rather than leave one out.
     """
     handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
-    mode = mig_mode(handle, gpu.uuid)
-    if mode is None or not mode[0]:
+    if not is_mig_on(handle, gpu.uuid):
         return False, ()
     profiles = gpu.partitioning.profiles if gpu.partitioning is not None else ()
     return True, read_gpu_instances(handle, gpu.uuid, [row.profile for row in profiles])

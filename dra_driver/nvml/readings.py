@@ -6,17 +6,16 @@ from __future__ import annotations
 import uuid as uuidlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import pynvml
 
-from dra_driver.errors import DraDriverError, NotSupportedError
+from dra_driver.errors import DraDriverError, NotSupportedError, RetryableError
 from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault
-from dra_driver.nvml.calls import Handle, ask, nvml_errors, supported
+from dra_driver.nvml.calls import Handle, best_effort, nvml_errors, supported
 
-T = TypeVar("T")
 _BRANDS = {
     0: "Unknown", 1: "Quadro", 2: "Tesla", 3: "NVS", 4: "Grid", 5: "GeForce", 6: "Titan",
     7: "NvidiaVApps", 8: "NvidiaVPC", 9: "NvidiaVCS", 10: "NvidiaVWS", 11: "NvidiaCloudGaming",
@@ -35,7 +34,6 @@ _CORES_PER_MULTIPROCESSOR = {
 }  # fmt: skip
 _ADDRESSING_MODES = {0: "None", 1: "HMM", 2: "ATS"}
 _MAX_LINKS = pynvml.NVML_NVLINK_MAX_LINKS
-_NO_MORE_LINKS = -1
 _UP = frozenset({pynvml.NVML_FEATURE_ENABLED, getattr(pynvml, "NVML_NVLINK_STATE_SLEEP", 2)})
 ABSENT, NOT_STARTED, IN_PROGRESS, COMPLETED = range(4)
 """NVML's states."""
@@ -70,16 +68,17 @@ class FaultLog:
     subject: str
     faults: list[DiscoveryFault] = field(default_factory=list)
 
-    def read(self, what: str, call: Callable[..., T], *args: object) -> T | None:
-        """The call's result; None where not supported, and None with a fault where it failed.
+    def read(
+        self, what: str, call: Callable[..., Any], *args: object, to: Callable[[Any], object] | None = None
+    ) -> Any:
+        """The call's result as `to` converts it; None where not supported, and None with a fault where it failed.
 
         Raises: DeviceLostError, NvmlUnavailableError, because nothing else can be read then either.
         """
-        return ask(
-            call,
-            *args,
-            failed=lambda error: self.faults.append(DiscoveryFault(self.subject, f"{what}: {error}")),
-        )
+        with best_effort(lambda error: self.faults.append(DiscoveryFault(self.subject, f"{what}: {error}"))):
+            value = supported(call, *args)
+            return value if value is None or to is None else to(value)
+        return None
 
 
 def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
@@ -93,22 +92,29 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
         uuid = pynvml.nvmlDeviceGetUUID(handle)
     log = FaultLog(f"GPU {uuid}")
     mig_mode = log.read("MIG mode", pynvml.nvmlDeviceGetMigMode, handle)
-    memory = log.read("memory", pynvml.nvmlDeviceGetMemoryInfo, handle)
-    compute = _compute_capability(log, handle)
+    compute = log.read("CUDA compute capability", pynvml.nvmlDeviceGetCudaComputeCapability, handle, to=tuple)
     fabric = _fabric(log, handle)
-    addressing = _addressing_mode(log, handle)
+    addressing = log.read("addressing mode", pynvml.nvmlDeviceGetAddressingMode, handle, to=_addressing_mode)
     gpu = Gpu(
         uuid=uuid,
         index=log.read("index", pynvml.nvmlDeviceGetIndex, handle),
         minor=_minor(log, handle),
-        pci_bus_id=_pci_bus_id(log, handle),
+        pci_bus_id=log.read(
+            "PCI bus ID", pynvml.nvmlDeviceGetPciInfo, handle, to=lambda info: pci_bus_id(info.busId)
+        ),
         product_name=log.read("product name", pynvml.nvmlDeviceGetName, handle),
-        brand=_named(log, "brand", pynvml.nvmlDeviceGetBrand, handle, _BRANDS),
-        architecture=_named(log, "architecture", pynvml.nvmlDeviceGetArchitecture, handle, _ARCHITECTURES),
+        brand=log.read("brand", pynvml.nvmlDeviceGetBrand, handle, to=_BRANDS.get),
+        architecture=log.read(
+            "architecture", pynvml.nvmlDeviceGetArchitecture, handle, to=_ARCHITECTURES.get
+        ),
         cuda_compute_capability=compute,
-        memory_bytes=None if memory is None else int(memory.total),
+        memory_bytes=log.read(
+            "memory", pynvml.nvmlDeviceGetMemoryInfo, handle, to=lambda memory: int(memory.total)
+        ),
         addressing_mode=addressing,
-        nvlink_links=_active_links(log, handle),
+        nvlink_links=log.read(
+            "NVLink", link_states, handle, to=lambda states: sum(states) if states else None
+        ),
         fabric=fabric if isinstance(fabric, Fabric) else None,
         unready_fabric=fabric if isinstance(fabric, UnreadyFabric) else None,
         mig_capable=mig_mode is not None,
@@ -121,7 +127,7 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
 
 def _minor(log: FaultLog, handle: Handle) -> int | None:
     known_faults = len(log.faults)
-    minor = log.read("minor number", pynvml.nvmlDeviceGetMinorNumber, handle)
+    minor: int | None = log.read("minor number", pynvml.nvmlDeviceGetMinorNumber, handle)
     if minor is None and len(log.faults) == known_faults:
         text = (
             "it is not published: NVML reports no minor number, so its device node is not known and no claim could be "
@@ -129,29 +135,6 @@ def _minor(log: FaultLog, handle: Handle) -> int | None:
         )
         log.faults.append(DiscoveryFault(log.subject, text))
     return minor
-
-
-def _pci_bus_id(log: FaultLog, handle: Handle) -> str | None:
-    info = log.read("PCI bus ID", pynvml.nvmlDeviceGetPciInfo, handle)
-    if info is None:
-        return None
-    try:
-        return pci_bus_id(info.busId)
-    except ValueError as error:
-        log.faults.append(DiscoveryFault(log.subject, f"PCI bus ID: {error}"))
-        return None
-
-
-def _named(
-    log: FaultLog, what: str, call: Callable[..., int], handle: Handle, names: dict[int, str]
-) -> str | None:
-    value = log.read(what, call, handle)
-    return None if value is None else names.get(value)
-
-
-def _compute_capability(log: FaultLog, handle: Handle) -> tuple[int, int] | None:
-    value = log.read("CUDA compute capability", pynvml.nvmlDeviceGetCudaComputeCapability, handle)
-    return None if value is None else (int(value[0]), int(value[1]))
 
 
 def _multiprocessors(log: FaultLog, handle: Handle, compute: tuple[int, int] | None) -> int | None:
@@ -165,8 +148,7 @@ def _multiprocessors(log: FaultLog, handle: Handle, compute: tuple[int, int] | N
     return int(cores) // per_multiprocessor
 
 
-def _addressing_mode(log: FaultLog, handle: Handle) -> str | None:
-    value = log.read("addressing mode", pynvml.nvmlDeviceGetAddressingMode, handle)
+def _addressing_mode(value: Any) -> str | None:
     mode = getattr(value, "value", value)
     return _ADDRESSING_MODES.get(mode) if isinstance(mode, int) else None
 
@@ -179,35 +161,26 @@ def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> 
     return None if node is None or node < 0 else node
 
 
-def link_states(log: FaultLog, handle: Handle) -> list[bool]:
+def link_states(handle: Handle) -> list[bool]:
     """For each number of an NVLink: is the link up? A board may lack a link in the middle. An empty list where the GPU
-    has no NVLink, or where a link does not tell, since a part of the links would look like a GPU with fewer.
+    has no NVLink.
 
-    Raises: DeviceLostError, NvmlUnavailableError.
+    Raises: the errors of `nvml_errors` where a link does not tell, since a part of the links would look like a GPU with
+    fewer.
     """
     states: list[int | None] = []
     for link in range(_MAX_LINKS):
-        known_faults = len(log.faults)
-        state = log.read(f"NVLink {link}", _link_state, handle, link)
-        if len(log.faults) > known_faults:
-            return []
-        if state == _NO_MORE_LINKS:
-            break
-        states.append(state)
+        try:
+            with nvml_errors(f"link {link}"):
+                states.append(int(pynvml.nvmlDeviceGetNvLinkState(handle, link)))
+        except NotSupportedError:
+            states.append(None)
+        except RetryableError as error:
+            if isinstance(error.__cause__, pynvml.NVMLError_InvalidArgument):
+                break
+            raise
     has_links = any(state is not None for state in states)
     return [state in _UP for state in states] if has_links else []
-
-
-def _link_state(handle: Handle, link: int) -> int:
-    try:
-        return int(pynvml.nvmlDeviceGetNvLinkState(handle, link))
-    except pynvml.NVMLError_InvalidArgument:
-        return _NO_MORE_LINKS
-
-
-def _active_links(log: FaultLog, handle: Handle) -> int | None:
-    states = link_states(log, handle)
-    return sum(states) if states else None
 
 
 def _fabric(log: FaultLog, handle: Handle) -> FabricRegistration:

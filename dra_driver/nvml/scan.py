@@ -3,7 +3,6 @@ reach each other over NVLink."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -23,7 +22,7 @@ from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault, DriverVersions, Inventory
 from dra_driver.model.mig import GpuInstance, MigProfile
 from dra_driver.nvml.calls import NOT_ANSWERED, GpuWalk, Handle, nvml_errors, supported
-from dra_driver.nvml.mig_reading import PartitionReader, Tables, mig_mode, read_mig_devices, read_profiles
+from dra_driver.nvml.mig_reading import PartitionReader, Tables, is_mig_on, read_mig_devices, read_profiles
 from dra_driver.nvml.readings import NOT_GPUS, FaultLog, confidential_mode, link_states, read_gpu
 
 _SWITCH = "switch"
@@ -184,10 +183,9 @@ def _is_out_of_mig_mode(handle: Handle, gpu: Gpu) -> bool:
     if gpu.partitioning is None:
         return True
     try:
-        mode = mig_mode(handle, gpu.uuid)
+        return not is_mig_on(handle, gpu.uuid)
     except DraDriverError:
         return False
-    return mode is None or not mode[0]
 
 
 def _peer_access(a: Handle, b: Handle) -> bool | None:
@@ -199,12 +197,13 @@ def _peer_access(a: Handle, b: Handle) -> bool | None:
 
 def _remotes(handle: Handle, gpu: Gpu, memory: PeerMemory) -> Mapping[str, int] | None:
     """Active links of a GPU by what is at their other end: a PCI bus ID, or a switch. None if they cannot be read."""
-    log = FaultLog(f"GPU {gpu.uuid}")
     try:
-        states = link_states(log, handle)
+        states = link_states(handle)
     except DeviceLostError:
         return {}  # lost since it was read; it must not take the others along, and the next scan leaves it out
-    if log.faults:
+    except NvmlUnavailableError:
+        raise
+    except DraDriverError:
         return None
     remotes: dict[str, int] = {}
     for link, is_up in enumerate(states):
@@ -363,8 +362,7 @@ def _with_known(gpu: Gpu, faults: Iterable[DiscoveryFault], known: Gpu | None) -
     """The GPU, with the earlier value wherever a query failed: a failed query does not mean that the value changed."""
     if known is None:
         return gpu
-    failed = {re.sub(r"^NVLink \d+$", "NVLink", fault.text.partition(": ")[0]) for fault in faults}
-    names = {name for query in failed for name in _READ_BY.get(query, ())}
+    names = {name for fault in faults for name in _READ_BY.get(fault.text.partition(": ")[0], ())}
     return replace(gpu, **{name: getattr(known, name) for name in names})
 
 
@@ -443,7 +441,8 @@ def _fingerprint_of(index: int) -> GpuFingerprint | None:
 def _confidential_mode(log: FaultLog) -> ConfidentialMode | None:
     """None too where NVML says that a GPU is lost: it does not say which one, and the others can be read."""
     try:
-        return log.read("confidential computing", confidential_mode)
+        mode: ConfidentialMode | None = log.read("confidential computing", confidential_mode)
+        return mode
     except DeviceLostError as error:
         log.faults.append(DiscoveryFault(log.subject, f"confidential computing: {error}"))
         return None

@@ -98,10 +98,6 @@ def locate(name: str) -> Path:
     return MACHINES / f"{name}.yaml"
 
 
-def machine_name(name: str) -> str:
-    return locate(name).stem
-
-
 def load_models(extra: dict[str, Any] | None = None, only: set[str] | None = None) -> dict[str, Model]:
     """GPU products by key; `extra` overrides or adds fields, as a machine's `models:` does."""
     catalogue = _read(MACHINES / "_models.yaml")

@@ -251,12 +251,7 @@ class Machine:
     def reset_gpu(self, selector: Selector) -> None:
         """`nvidia-smi --gpu-reset`: pending changes take effect, and volatile counters start again."""
         with self._change() as state:
-            gpu = self._find(state, selector)
-            gpu.recovery_action = gpu.retired_pending = gpu.ecc_uncorrected = gpu.ecc_corrected = 0
-            gpu.remapped_rows[2] = 0
-            gpu.bank_remap_pending, gpu.repairs_pending = False, [0, 0]
-            gpu.nvlink_errors = {}
-            gpu.resets += 1
+            self._find(state, selector).reset()
 
     def set_fabric(self, selector: Selector | None = None, **facts: Any) -> None:
         """Fields of the fabric of one GPU or all: state, status, cluster, clique(s), health_mask, health_summary."""
@@ -464,11 +459,8 @@ class Machine:
             state.driver_loads += 1
             state.events = []
             for gpu in state.gpus:
-                gpu.lost = False
-                gpu.recovery_action = gpu.retired_pending = gpu.ecc_uncorrected = gpu.ecc_corrected = 0
-                gpu.remapped_rows[2] = 0
-                gpu.bank_remap_pending, gpu.repairs_pending = False, [0, 0]
-                gpu.links_down = []
+                gpu.reset()
+                gpu.lost, gpu.links_down = False, []
             self._forget(state)
             pci.after_boot(state)
 

@@ -159,6 +159,13 @@ class Gpu:
     override: str = ""
     vfio: int | None = None
 
+    def reset(self) -> None:
+        """Pending changes take effect, and volatile counters start again."""
+        self.recovery_action = self.retired_pending = self.ecc_uncorrected = self.ecc_corrected = 0
+        self.remapped_rows[2] = 0
+        self.bank_remap_pending, self.repairs_pending, self.nvlink_errors = False, [0, 0], {}
+        self.resets += 1
+
     def instance(self, gi: int) -> GpuInstance | None:
         return next((item for item in self.instances if item.id == gi), None)
 

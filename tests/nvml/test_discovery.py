@@ -85,7 +85,10 @@ def test_some_links_that_fail_do_not_look_like_a_gpu_with_fewer(dgx: SimulatedNo
     dgx.session.reopen()
     dgx.machine.set_fault("nvmlDeviceGetNvLinkState", code="timeout", count=1)
     _, gpu, faults = read_gpu(0)
-    assert (gpu.nvlink_links, [fault.text.partition(":")[0] for fault in faults]) == (None, ["NVLink 0"])
+    assert (gpu.nvlink_links, [fault.text.rpartition(":")[0] for fault in faults]) == (
+        None,
+        ["NVLink: link 0"],
+    )
 
 
 def test_links_that_are_down_are_not_counted(machine: Make) -> None:

@@ -19,6 +19,9 @@ reply=$dir/reply-$name
 rm -f "$reply"
 # Opened for reading as well: opening a pipe that nobody reads would wait for ever.
 exec 3<>"$dir/connect" || exit 3
+# Before it connects: it is listed from then on, and may be ended at any moment.
+leave() { printf 'disconnect %s\n' "$name" >&3; exit 0; }
+trap leave TERM INT HUP
 printf 'connect %s %s\n' "$name" "$$" >&3
 tries=0
 while [ ! -f "$reply" ]; do
@@ -33,8 +36,6 @@ cat "$reply"
 rm -f "$reply"
 printf '%s\n' "active_thread_percentage=${CUDA_MPS_ACTIVE_THREAD_PERCENTAGE:-}" \
     "pinned_device_mem_limit=${CUDA_MPS_PINNED_DEVICE_MEM_LIMIT:-}"
-leave() { printf 'disconnect %s\n' "$name" >&3; exit 0; }
-trap leave TERM INT HUP
 if [ -n "$hold" ]; then
     sleep "$hold" & wait $!
     kill $! 2>/dev/null
