@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 from dra_driver.app.settings import DEFAULT_DRIVER_NAME, Flag
 from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, switch, usual_kubeconfig
 from dra_driver.cli.output import OUTPUT, answer, drawn, hanging, table
-from dra_driver.errors import ApiRejectedError, ApiUnavailableError, FatalError, InvalidConfigError
-from dra_driver.model.ids import is_dns_label, printable
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, FatalError
+from dra_driver.model.ids import printable
 from dra_driver.model.schema import JsonObject
-from dra_driver.model.units import counted
 
 if TYPE_CHECKING:
     from dra_driver.cli.rules.cluster_rows import PluginPod, Row, Slot, Totals, WaitingPod
@@ -30,7 +29,7 @@ _PAGE = 500
 _PAGE_OF_SLICES = 100
 _FORGOTTEN = 410
 """A list took so long that the server forgot how it looked at its beginning."""
-_MOST_UNREADABLE = 5
+_MOST_UNKNOWN = 5
 _GROUP = "/apis/resource.k8s.io/v1"
 _METRICS_AT_ONCE = 16
 _METRICS_ONE_S = 10.0
@@ -50,7 +49,8 @@ EXAMPLES = ("", "--usage -n ml", "--filter taint", "-o json")
 def cluster(given: Namespace) -> None:
     """A row for each GPU, and for each MIG device and share that a claim has: node, device, claim, pods, use, problem.
     A device of a claim that no slice has is there too, as after the NVIDIA driver was unloaded. Claims and pods that
-    wait come last, with what the scheduler says. Nothing runs on the nodes for it.
+    wait come last, with what the scheduler says. Nothing runs on the nodes for it. `kubectl gpus` is this command, and
+    `kubectl gpus top NODE` runs `top` in the plugin's pod on a node.
     Needs the right to list resourceslices, resourceclaims, deviceclasses and pods. With --usage it reads the metrics of
     the plugins through the API server, which needs the right to get pods/proxy in their namespace.
     """
@@ -59,41 +59,24 @@ def cluster(given: Namespace) -> None:
     from dra_driver.kube.endpoint import load_endpoint
 
     configure_logs("critical", "console")
-    namespace = given.namespace
-    if namespace is not None and not is_dns_label(namespace):
-        raise InvalidConfigError(
-            f"no namespace can be called {namespace!r}: a name has lower-case letters, digits and -, at most 63 of them"
-        )
     endpoint = load_endpoint(given.kubeconfig or usual_kubeconfig(), context=given.context)
     look = _Look(ApiClient(endpoint, timeout_s=_TIMEOUT_S), given.driver_name or DEFAULT_DRIVER_NAME)
     rows, totals = look.read(with_usage=given.usage)
-    inside = f"{namespace}/"
+    inside = "" if given.namespace is None else f"{given.namespace}/"
     rows = [
         row
         for row in rows
-        if (namespace is None or any(name.startswith(inside) for name in (row.claim, *row.pods)))
+        if any(name.startswith(inside) for name in (row.claim, *row.pods))
         and given.filter.lower() in str(asdict(row).values()).lower()
     ]
-    shown = {"totals": asdict(totals), "rows": [asdict(row) for row in rows]}
-    answer(
-        given.output,
-        partial(_lines, rows, totals),
-        lambda: shown | {"unreadable": look.unreadable, "unknown": look.unknown},
-    )
+    shown = {"totals": asdict(totals), "rows": [asdict(row) for row in rows], "unknown": look.unknown}
+    answer(given.output, partial(_lines, rows, totals), lambda: shown)
     if given.output.is_for_people:
         sys.stdout.flush()  # in this order also where both go into one pipe
-        _complain(look.unknown, "more node", "more nodes")
-        _complain(look.unreadable, "more object that cannot be read", "more objects that cannot be read")
-
-
-def _complain(texts: Sequence[str], what: str, plural: str) -> None:
-    """The first of them on standard error, and how many others there are."""
-    left = len(texts) - _MOST_UNREADABLE
-    for text in (
-        *texts[:_MOST_UNREADABLE],
-        *([f"{counted(left, what, plural)} (-o json has all)"] if left > 0 else []),
-    ):
-        print(f"gpu-dra-driver: {printable(text)}", file=sys.stderr)
+        left = len(look.unknown) - _MOST_UNKNOWN
+        more = [f"{left} more (-o json has all)"] if left > 0 else []
+        for text in (*look.unknown[:_MOST_UNKNOWN], *more):
+            print(f"gpu-dra-driver: {printable(text)}", file=sys.stderr)
 
 
 def _lines(rows: Sequence[Row], totals: Totals, width: int | None) -> Iterator[str]:
@@ -102,15 +85,9 @@ def _lines(rows: Sequence[Row], totals: Totals, width: int | None) -> Iterator[s
         yield hanging(
             "", "no node publishes GPUs; run `gpu-dra-driver doctor` in its pod on a node that should", width
         )
-    held = [row for row in rows if row.node != "-"]
     columns = {"NODE": 0, "DEVICE": 0, "PRODUCT": 3, "CLAIM": 0, "POD?": 2, "USE?": 1, "PROBLEM?": 0}
-    cells = [(row.node, row.device, row.product, row.claim, _pods(row), row.use, row.problem) for row in held]
-    yield from drawn(["", *table(columns, cells, width)] if held else [], width)
-    if len(rows) > len(held):
-        yield ""
-    for row in rows[len(held) :]:
-        who = f"claim {row.claim}" if row.claim != "-" else "pod"
-        yield hanging(f"{who}  ", f"{_pods(row)}: {row.problem}" if row.pods else row.problem, width)
+    cells = [(row.node, row.device, row.product, row.claim, _pods(row), row.use, row.problem) for row in rows]
+    yield from drawn(["", *table(columns, cells, width)] if rows else [], width)
 
 
 def _pods(row: Row) -> str:
@@ -119,13 +96,12 @@ def _pods(row: Row) -> str:
 
 
 class _Look:
-    """Reads the cluster. `unreadable` names the objects that break the rules of the API, which an API server does not
-    let happen but a proxy may; `unknown` says what could not be read, and why."""
+    """Reads the cluster. `unknown` says what could not be read, and why: objects that break the rules of the API are
+    among it, which an API server does not let happen but a proxy may."""
 
     def __init__(self, client: ApiClient, driver: str) -> None:
         self._client = client
         self._driver = driver
-        self.unreadable: list[str] = []
         self.unknown: list[str] = []
 
     def read(self, *, with_usage: bool) -> tuple[list[Row], Totals]:
@@ -184,9 +160,7 @@ class _Look:
             metadata = entry.get("metadata") if isinstance(entry, dict) else None
             name = metadata.get("name") if isinstance(metadata, dict) else None
             why = f"{type(error).__name__} {error}"
-            self.unreadable.append(
-                f"{plural} {name or 'without a name'} is left out, it cannot be read: {why}"
-            )
+            self.unknown.append(f"{plural} {name or 'without a name'} is left out, it cannot be read: {why}")
 
     def _loads(self) -> dict[Slot, GpuLoad]:
         """The load of each device of a claim, by pool and device name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 
@@ -18,11 +19,14 @@ EXIT_INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None, called: str | None = None) -> None:
     """Entry point, of the words on the command line or others. `called` is the name that the help of the command has.
     Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 Ctrl-C."""
+    words = sys.argv[1:] if arguments is None else arguments
     _open_what_is_closed()
     try:
+        if called and words[:1] == ["top"]:
+            _top_of(words[1:])
         from dra_driver.cli.commands import call
 
-        sys.exit(call(sys.argv[1:] if arguments is None else arguments, called))
+        sys.exit(call(words, called))
     except DraDriverError as error:
         print(f"gpu-dra-driver: {printable(str(error))}", file=sys.stderr)
         sys.exit(EXIT_USAGE if isinstance(error, InvalidConfigError) else EXIT_FAILED)
@@ -36,8 +40,31 @@ def main(arguments: Sequence[str] | None = None, called: str | None = None) -> N
 
 
 def kubectl_gpus() -> None:
-    """Entry point of `kubectl gpus`."""
-    main(["cluster", *sys.argv[1:]], "kubectl gpus")
+    """Entry point of `kubectl gpus`, and of `kubectl gpus top NODE`."""
+    words = sys.argv[1:]
+    main(words if words[:1] == ["top"] else ["cluster", *words], "kubectl gpus")
+
+
+def _top_of(words: Sequence[str]) -> None:
+    """`top` in the plugin's pod on a node: kubectl runs it, with the context of the user.
+    Raises: DraDriverError if there is no such pod."""
+    if not words or words[0].startswith("-"):
+        raise InvalidConfigError("kubectl gpus top NODE [FLAGS of top]: the node is missing")
+    node, *flags = words
+    where = f"spec.nodeName={node},status.phase=Running"
+    labels = "app.kubernetes.io/name=gpu-dra-driver,app.kubernetes.io/component=node"
+    path = "{range .items[*]}{.metadata.namespace}/{.metadata.name} {end}"
+    get = ["kubectl", "get", "pods", "-A", "-l", labels, "--field-selector", where, "-o", f"jsonpath={path}"]
+    done = subprocess.run(get, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+    if not (pods := done.stdout.split()):
+        raise DraDriverError(f"no pod of gpu-dra-driver runs on node {node}")
+    namespace, _, pod = pods[-1].partition("/")  # either of two in a rolling update
+    terminal = ["--tty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+    of_pod = ["-n", namespace, pod, "-c", "driver", "--", "gpu-dra-driver", "top"]
+    command = ["kubectl", "exec", "--stdin", *terminal, *of_pod, *flags]
+    sys.exit(subprocess.run(command, check=False).returncode)
 
 
 def _open_what_is_closed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,12 +38,12 @@ def test_gpus_users_and_who_waits(at_work: list[str], node: Node) -> None:
     assert done.stdout.startswith("8 GPUs: 6 free, 2 in use, 0 tainted; 1 claim or pod waits\n\n")
     rows = table(done.stdout)
     names = [device["name"] for device in node.devices()]
-    assert rows[0] == ["NODE", "DEVICE", "PRODUCT", "CLAIM", "POD"]
+    assert rows[0] == ["NODE", "DEVICE", "PRODUCT", "CLAIM", "POD", "PROBLEM"]
     assert [row[1] for row in rows[1:9]] == sorted(names)
     of_claim = [row for row in rows if "default/training" in row]
     assert sorted(row[1] for row in of_claim) == sorted(names[2:4])
-    assert of_claim[0][-1] == "pod-of-training"
-    assert done.stdout.splitlines()[-1] == "claim default/greedy  waits: no waiting pod uses it"
+    assert of_claim[0][-2] == "pod-of-training"
+    assert rows[-1] == ["-", "-", "-", "default/greedy", "-", "waits:", "no", "waiting", "pod", "uses", "it"]
     assert "default/" not in call(*at_work, "-n", "other").stdout
     assert len(table(call(*at_work, "--filter", names[2]).stdout)) == 2
     assert max(map(len, on_terminal(80, *at_work))) <= 80
@@ -68,16 +69,6 @@ def test_devices_that_claims_hold_are_counted_after_the_nvidia_driver_was_unload
     assert shown.count("no slice has this device") == 2
 
 
-@pytest.mark.parametrize("namespace", ["Bad NS", "", "a.b", "-a", "a" * 64, "a\x1b[2J"])
-def test_a_namespace_that_cannot_be_is_refused(namespace: str) -> None:
-    done = call("cluster", "--kubeconfig", "/nowhere", f"--namespace={namespace}")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"gpu-dra-driver: no namespace can be called {namespace!r}: "
-        "a name has lower-case letters, digits and -, at most 63 of them\n"
-    )
-
-
 def test_lists_of_many_pages_are_whole_also_if_the_server_forgets_one(at_work: list[str], node: Node) -> None:
     for number in range(501):
         node.claim(f"c{number}", status={})
@@ -95,7 +86,8 @@ def test_what_the_scheduler_says_of_a_pod_stands_beside_its_claim(at_work: list[
     metadata = {"name": "big", "namespace": "default"}
     status = {"phase": "Pending", "conditions": conditions}
     node.server.add("pods", {"metadata": metadata, "spec": spec, "status": status})
-    assert f"claim default/greedy  big: waits: {says}\n" in call(*at_work).stdout
+    last = table(call(*at_work).stdout)[-1]
+    assert last == ["-", "-", "-", "default/greedy", "big", "waits:", *says.split()]
 
 
 def test_credentials_that_ended_are_no_missing_right(at_work: list[str], node: Node) -> None:
@@ -142,6 +134,34 @@ def test_as_a_plugin_of_kubectl(at_work: list[str]) -> None:
     shown = subprocess.run([program, "-h"], capture_output=True, text=True, check=True).stdout
     assert shown.startswith("Usage: kubectl gpus [FLAGS]\n")
     assert "gpu-dra-driver cluster" not in shown
+
+
+def test_top_of_a_node_is_run_in_the_pod_of_the_plugin(tmp_path: Path) -> None:
+    """Through kubectl, which here knows one pod and prints what it would run."""
+    kubectl = tmp_path / "kubectl"
+    kubectl.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        '*"get pods"*spec.nodeName=node-a,*) echo gpus/plugin-1 gpus/plugin-2 ;;\n'
+        '*exec*) echo "$*" ;;\n'
+        "esac\n"
+    )
+    kubectl.chmod(0o755)
+    program = Path(sys.executable).parent / "kubectl-gpus"
+
+    def run(*arguments: str) -> tuple[int, str]:
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        words = [program, "top", *arguments]
+        done = subprocess.run(
+            words, capture_output=True, text=True, check=False, env=os.environ | {"PATH": path}
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    assert run("node-a", "--once") == (
+        0, "exec --stdin -n gpus plugin-2 -c driver -- gpu-dra-driver top --once\n"
+    )  # fmt: skip
+    assert run("node-b") == (1, "gpu-dra-driver: no pod of gpu-dra-driver runs on node node-b\n")
+    assert run() == (2, "gpu-dra-driver: kubectl gpus top NODE [FLAGS of top]: the node is missing\n")
 
 
 def test_a_cluster_without_the_driver(make_node) -> None:

@@ -187,7 +187,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_shown(
     mutated(objects[plural], path, odd)
     server.serve(objects)
     found = server.look()
-    [text] = found["unreadable"]
+    [text] = found["unknown"]
     assert text.startswith(f"{why} is left out, it cannot be read: ")
     assert [row["device"] for row in found["rows"] if row["node"] == "node-a"]
 
@@ -199,7 +199,7 @@ def test_values_of_later_versions_are_shown(server: OddServer) -> None:
     objects["resourceslices"][1]["spec"]["devices"] = None
     server.serve(objects)
     found = server.look()
-    assert found["unreadable"] == []
+    assert found["unknown"] == []
     assert [(row["node"], row["device"]) for row in found["rows"]][-3:] == [
         ("node-b", "-"),
         ("-", "-"),
@@ -213,8 +213,8 @@ def test_many_unreadable_objects_do_not_fill_the_screen(server: OddServer) -> No
     server.serve(objects)
     told = server.shown(Output.table)[1].splitlines()
     assert len(told) == 6
-    assert told[-1] == "gpu-dra-driver: 7 more objects that cannot be read (-o json has all)"
-    assert len(server.look()["unreadable"]) == 12
+    assert told[-1] == "gpu-dra-driver: 7 more (-o json has all)"
+    assert len(server.look()["unknown"]) == 12
 
 
 @pytest.mark.parametrize("answer", [7, {"items": 7}, {"items": {}}, {"kind": "Status"}])
@@ -228,4 +228,4 @@ def test_an_answer_that_is_no_list_is_one_sentence(server: OddServer, answer: An
 def test_no_items_is_an_empty_list(server: OddServer) -> None:
     server.serve(dict.fromkeys(KINDS))
     found = server.look()
-    assert (found["rows"], found["unreadable"]) == ([], [])
+    assert (found["rows"], found["unknown"]) == ([], [])
