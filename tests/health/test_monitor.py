@@ -392,25 +392,6 @@ def test_gpu_that_cannot_be_found_for_another_reason_is_silent(bench):
     assert bench.tainted()["1"] == ["unresponsive=no-answer:NoSchedule"]
 
 
-@pytest.mark.parametrize("driver", ["535.183.01", "555.42.06"])
-@pytest.mark.parametrize("xid", [46, 62, 95, 109, 119, 120, 140, 143, 155, 156, 158])
-def test_xid_that_needs_a_reset_lasts_where_the_driver_reports_no_recovery_action(bench, driver, xid):
-    bench.machine.unload_driver()
-    bench.machine.load_driver(driver)
-    bench.node.session.reopen()
-    bench.turn()
-    bench.machine.raise_xid(0, xid)
-    for passed in (0, 10, 600, 3600):
-        bench.turn(passed)
-        assert bench.tainted() == {"0": [f"xid={xid}:NoSchedule"]}
-    bench.machine.unload_driver()
-    bench.turn(10)
-    bench.machine.load_driver(driver)
-    bench.node.session.reopen()
-    bench.turn(10)
-    assert bench.tainted() == {}
-
-
 def test_gpu_that_was_serviced_is_well_after_its_next_poll_and_its_neighbour_is_not(bench):
     gi, ci, _ = bench.first
     bench.machine.set_fault("nvmlDeviceGetFieldValues", code="not-supported")

@@ -84,15 +84,6 @@ def test_written_when_something_else_is_known(path):
     assert json.loads(path.read_bytes())["bootID"] == "boot-2"
 
 
-def test_a_store_that_loaded_writes_only_news(path):
-    HealthStore(path).save(KEPT)
-    store = HealthStore(path)
-    assert store.load() == KEPT
-    path.unlink()
-    store.save(KEPT)
-    assert not path.exists()
-
-
 @pytest.mark.parametrize(
     "content",
     [

@@ -380,18 +380,6 @@ def test_linkers_look_where_this_machine_does_when_the_library_says_nothing(tmp_
     assert scan(tmp_path, nodes).linker_dirs[0] == f"/usr/lib/{os.uname().machine}-linux-gnu"
 
 
-def test_a_missing_hook_is_noted_and_one_that_was_asked_for_is_an_error(tmp_path: Path) -> None:
-    nodes = driver_root(tmp_path, hook=False)
-    files = scan(tmp_path, nodes)
-    assert (files.hook, files.hook_verbs) == (None, ())
-    assert ["nvidia-cdi-hook was not found on the host" in note for note in files.notes] == [True]
-    asked_for = root_at(tmp_path, nodes, f"{HOST_ROOT}/opt/nvidia-ctk")
-    with pytest.raises(RetryableError, match=r"--nvidia-cdi-hook-path /run/nvidia/driver/opt/nvidia-ctk"):
-        asked_for.files(VERSION)
-    put_hook(tmp_path, "/opt/nvidia-ctk")
-    assert asked_for.files(VERSION).hook == f"{HOST_ROOT}/opt/nvidia-ctk"
-
-
 @pytest.fixture
 def no_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call looks, as calls do that are a while apart."""
@@ -410,21 +398,6 @@ def test_a_hook_that_comes_to_the_hosts_root_is_seen(tmp_path: Path) -> None:
     files = root.files(VERSION)
     assert files.hook == "/usr/local/nvidia/toolkit/nvidia-cdi-hook"
     assert files.hook_verbs == HOOK_VERBS
-
-
-@pytest.mark.usefixtures("no_bursts")
-def test_libraries_get_all_their_names_again_when_the_installed_hook_disappears(tmp_path: Path) -> None:
-    nodes = driver_root(tmp_path / "driver", hook=False)
-    plugin = tmp_path / "plugin"
-    paths = HostPaths(str(tmp_path / "driver"), HOST_ROOT, plugin_directory=str(plugin))
-    root = DriverRoot(paths, nodes=nodes)
-    installed = put_hook(plugin, "/nvidia-cdi-hook")
-    age(tmp_path)
-    assert root.files(VERSION).hook == str(installed)
-    installed.unlink()
-    files = root.files(VERSION)
-    assert files.hook is None
-    assert "set cdiHook.enabled in the chart" in files.notes[0]
 
 
 @pytest.mark.usefixtures("no_bursts")
@@ -531,13 +504,6 @@ def test_gkes_vulkan_files_are_found_in_the_driver_root_itself(tmp_path: Path, n
         f"{HOST_ROOT}/vulkan/icd.d/nvidia_icd.json",
         "/etc/vulkan/icd.d/nvidia_icd.json",
     )
-
-
-def test_nvml_is_found_in_each_usual_place(tmp_path: Path) -> None:
-    for index, directory in enumerate(("/usr/lib64", "/lib/aarch64-linux-gnu", "/usr/local/glibc/usr/lib")):
-        root = tmp_path / str(index)
-        put_libraries(root, directory)
-        assert find_nvml_library(str(root)) == f"{root}{directory}/libnvidia-ml.so.{VERSION}"
 
 
 def test_nvml_is_found_when_nobody_made_its_link(tmp_path: Path) -> None:

@@ -212,16 +212,6 @@ def test_an_installed_hook_must_run_with_what_the_host_has(driver: Path, host: P
     assert finder(driver, host, plugin=plugin).find() == Hook(str(hook), HOOK_VERBS)
 
 
-def test_a_slow_installed_hook_gets_the_base_verbs(
-    driver: Path, plugin: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hook_module, "_BOUND_S", 0.5)
-    put_program(plugin, "/nvidia-cdi-hook", "sleep 60")
-    hook = found(finder(driver, plugin=plugin))
-    assert hook.verbs == BASE_HOOK_VERBS
-    assert "did not end within" in hook.notes[0]
-
-
 @pytest.mark.parametrize(
     ("error", "cause"),
     [(TimeoutError(), "it did not end"), (OSError(errno.ETXTBSY, "it is busy"), "it is busy")],

@@ -3,7 +3,6 @@ not kind."""
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import subprocess
@@ -424,18 +423,6 @@ def test_virtual_machine_that_runs_keeps_the_card(node: Node) -> None:
     assert node.cards.vm_users(node.card) == []
 
 
-def test_rebind_that_hangs_does_not_end_with_its_caller(node: Node) -> None:
-    node.give()
-    for bus_id in (GPU, AUDIO):
-        node.cards.override(bus_id, None, WAIT_S)
-        node.cards.unbind(bus_id, WAIT_S)
-    node.machine.set_fault("bind", code="hang", gpu=0)
-    with pytest.raises(NotAnsweredError, match=f"bind PCI function {GPU} to nvidia has not answered"):
-        node.cards.bind(GPU, "nvidia", 0.05)
-    node.machine.clear_faults()
-    eventually(lambda: node.drivers()[0] == "nvidia")
-
-
 # --- this node's kernel -----------------------------------------------------------------------------
 
 
@@ -497,14 +484,6 @@ def test_write_whose_process_does_not_start_says_so(tmp_path: Path, monkeypatch:
 def test_host_without_modprobe_says_so(tmp_path: Path) -> None:
     with pytest.raises(RetryableError, match=r"modprobe says .chroot: "):
         HostPciControl(str(tmp_path)).load_module("vfio_pci", WAIT_S)
-
-
-def test_error_of_a_write_keeps_its_cause(node: Node) -> None:
-    node.machine.set_fault("unbind", code="EIO")
-    with pytest.raises(RetryableError) as failed:
-        node.cards.unbind(GPU, WAIT_S)
-    assert isinstance(failed.value.__cause__, OSError)
-    assert failed.value.__cause__.errno == errno.EIO
 
 
 def test_nodes_are_those_of_the_host_and_not_of_this_container() -> None:

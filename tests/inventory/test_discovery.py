@@ -28,7 +28,7 @@ from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
 from dra_driver.model.problems import NodeProblem
 from dra_driver.nvml.reader import NvmlReader
-from tests.fakes.machines import SimulatedNode, silence
+from tests.fakes.machines import SimulatedNode
 from tests.fakes.samples import ONE_G, VERSIONS, VFIO_0, VFIO_1, bound, h100, inventory, mig
 from tests.fakes.waiting import eventually
 from tests.host.trees import VERSION, driver_root, put_elf_libraries
@@ -797,28 +797,3 @@ def test_virtual_functions_of_a_gpu_are_no_hidden_gpus(tmp_path: Path) -> None:
         assert len(list((node.machine.host_root / "sys/bus/pci/devices").glob("*/physfn"))) == 4
     finally:
         node.close()
-
-
-def test_discovery_gpu_whose_queries_all_fail_keeps_what_was_known_until_it_answers(
-    h100: SimulatedNode,
-) -> None:
-    discovery = h100.discovery()
-    discovery.scan_now(0)
-    before = discovery.inventory
-    assert before is not None
-
-    silence(h100.machine, 3)
-    try:
-        discovery.scan_now(0)
-        silent = discovery.inventory
-    finally:
-        h100.machine.clear_faults()
-    discovery.scan_now(0)
-
-    fault = DiscoveryFault(
-        f"GPU {before.gpus[3].uuid}",
-        "it is shown as it last answered: NVML cannot read it: MIG mode: nvmlDeviceGetMigMode: Unknown Error",
-    )
-    assert silent == replace(before, faults=(fault,))
-    assert discovery.inventory == before
-    assert discovery.problem() is None

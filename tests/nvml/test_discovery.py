@@ -302,14 +302,6 @@ def test_compute_instances_of_one_gpu_instance_are_named_apart(machine: Make) ->
     assert len({device.name for device in found.devices() if device.uuid.startswith("MIG-")}) == 3
 
 
-@pytest.mark.parametrize("name", ["h100-mig-static", "a100-mig-static", "a30-mig-static"])
-def test_profile_names_are_the_same_when_an_older_driver_does_not_tell_them(machine: Make, name: str) -> None:
-    node = machine(name)
-    healthy = node.read()
-    node.machine.set_fault("nvmlDeviceGetGpuInstanceProfileInfoV", code="function-not-found")
-    assert node.read() == healthy
-
-
 def test_profile_that_cannot_be_read_costs_its_own_devices_only(machine: Make) -> None:
     node = machine("h100-mig-static")
     healthy = node.read()
@@ -380,15 +372,6 @@ def test_mig_device_that_goes_while_it_is_read_is_a_hole(
         case _:
             assert read[1:] == healthy.mig_devices[1:]
             assert (read[0].placement, read[0].uuid != first.uuid) == (first.placement, True)
-
-
-def test_mig_mode_takes_a_gpu_out_of_its_domain(machine: Make) -> None:
-    node = machine("dgx-h100")
-    node.machine.set_mig_mode(3, True)
-    found = node.read()
-    assert [gpu.mig_enabled for gpu in found.gpus] == [index == 3 for index in range(8)]
-    assert found.gpus[3].uuid not in found.nvlink_domains
-    assert len(set(found.nvlink_domains.values())) == 1
 
 
 # --- GPUs come and go --------------------------------------------------------------------------------

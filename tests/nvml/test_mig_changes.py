@@ -18,7 +18,6 @@ from dra_driver.errors import (
     DeviceLostError,
     NotSupportedError,
     NvmlTransientError,
-    NvmlUnavailableError,
     NvmlUnknownOutcomeError,
     RetryableError,
 )
@@ -323,14 +322,6 @@ def test_driver_without_a_whole_compute_profile_is_not_supported(bench: Bench) -
         bench.hardware.create_compute(*bench.where, made)
 
 
-@pytest.mark.parametrize("missing", ["nvmlDeviceGetGpuInstanceProfileInfoV", "*ComputeInstanceProfileInfoV"])
-def test_older_driver_with_the_first_version_of_a_struct_does_as_well(bench: Bench, missing: str) -> None:
-    bench.machine.set_fault(missing, code="function-not-found")
-    made, compute, uuid = bench.make_device(PROFILE_3G, LEFT_HALF)
-    assert bench.hardware.compute_instances(*bench.where, made) == ((compute, uuid),)
-    assert bench.hardware.instances(*bench.where) == (GpuInstance(made, PROFILE_3G, LEFT_HALF),)
-
-
 def offer(number: int, profile_id: int, slices: int, multiprocessors: int) -> tuple[int, Any]:
     info = pynvml.c_nvmlComputeInstanceProfileInfo_t()
     info.id, info.sliceCount, info.multiprocessorCount = profile_id, slices, multiprocessors
@@ -517,16 +508,6 @@ def test_gpu_that_nvml_does_not_show_is_lost(bench: Bench, where: tuple[str, str
         bench.hardware.mode(*where)
 
 
-def test_lost_gpu_and_missing_driver_have_their_own_errors(bench: Bench) -> None:
-    bench.machine.lose_gpu(0)
-    with pytest.raises(DeviceLostError):
-        bench.hardware.instances(*bench.where)
-    bench.machine.restore_gpu(0)
-    bench.machine.unload_driver()
-    with pytest.raises(NvmlUnavailableError):
-        bench.hardware.instances(*bench.where)
-
-
 def test_list_of_instances_is_whole_or_fails(bench: Bench) -> None:
     bench.make()
     bench.machine.set_fault("nvmlDeviceGetGpuInstanceProfileInfoV", code="timeout", count=1)
@@ -537,14 +518,3 @@ def test_list_of_instances_is_whole_or_fails(bench: Bench) -> None:
     bench.machine.set_fault("nvmlDeviceGetGpuInstances", code="unknown", count=1)
     with pytest.raises(RetryableError, match="list the GPU instances of profile"):
         fresh.instances(*bench.where)
-
-
-def test_table_is_read_once_for_a_driver(bench: Bench) -> None:
-    bench.hardware.instances(*bench.where)
-    bench.machine.set_fault("nvmlDeviceGetGpuInstanceProfileInfo*", code="unknown")
-    assert bench.hardware.instances(*bench.where) == ()
-    bench.machine.load_driver("590.1.2")
-    bench.node.session.reopen()
-    bench.machine.set_mig_mode(0, True)
-    with pytest.raises(RetryableError, match="read GPU instance profile"):
-        bench.hardware.instances(*bench.where)

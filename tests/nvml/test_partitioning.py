@@ -11,14 +11,13 @@ import pynvml
 import pytest
 
 from dra_driver.errors import RetryableError, StateError
-from dra_driver.inventory.rules.assembly import nvlink_domains, with_nvlink_domains
+from dra_driver.inventory.rules.assembly import nvlink_domains
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
 from dra_driver.nvml.mig_reading import read_what_exists
-from dra_driver.nvml.reader import NvmlReader
 from dra_driver.nvml.scan import ScanMemory
-from dra_driver.simulator import SimulatedLibrary, machine_names
+from dra_driver.simulator import machine_names
 from tests.fakes.machines import SimulatedNode, read_inventory
 from tests.fakes.samples import ONE_G, h100
 
@@ -365,24 +364,6 @@ def test_partitioned_gpu_in_mig_mode_counts_if_it_can_be_whole(offers_whole: boo
 
 
 # --- the reader that discovery uses ----------------------------------------------------------------------
-
-
-def test_reader_selects_and_remembers(machine: Make) -> None:
-    node = machine("dgx-h100")
-    plain = NvmlReader(lambda: SimulatedLibrary(node.machine))
-    plain.reopen()
-    assert not any(gpu.partitioning for gpu in plain.read_inventory().gpus)
-    plain.session.close()
-    reader = NvmlReader(lambda: SimulatedLibrary(node.machine), always)
-    reader.reopen()
-    healthy = with_nvlink_domains(reader.read_inventory())
-    assert all(gpu.partitioning for gpu in healthy.gpus)
-    node.machine.set_fault(TABLE_CALLS[0], code="unknown")
-    node.machine.set_mig_mode(0, True)
-    found = with_nvlink_domains(reader.read_inventory())
-    assert found.nvlink_domains == healthy.nvlink_domains
-    assert found.gpus[1:] == healthy.gpus[1:]
-    reader.session.close()
 
 
 # --- what is read, and what is not ---------------------------------------------------------------------

@@ -35,20 +35,6 @@ def test_library_is_loaded_once_and_again_after_reopen(machine: Callable[[str], 
     assert not session.is_open
 
 
-def test_driver_that_is_not_loaded_is_one_sentence(machine: Callable[[str], SimulatedNode]) -> None:
-    node = machine("t4-4")
-    node.machine.unload_driver()
-    with pytest.raises(NvmlUnavailableError) as caught:
-        node.session.reopen()
-    assert str(caught.value) == (
-        "initialise NVML: the NVIDIA kernel driver is not loaded; load it (modprobe nvidia)"
-    )
-    assert not node.session.is_open
-    node.machine.load_driver()
-    node.session.reopen()
-    assert pynvml.nvmlDeviceGetCount() == 4
-
-
 def test_close_does_not_mind_a_driver_that_is_gone(machine: Callable[[str], SimulatedNode]) -> None:
     node = machine("t4-4")
     node.session.reopen()
@@ -268,27 +254,17 @@ def test_operation_tells_why_nvml_could_not_be_initialised(bench: Bench) -> None
         pass
 
 
-def test_end_of_the_process_cuts_off_no_operation(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, logs: list
+@pytest.mark.parametrize("kind", ["a change of a GPU", "a call of NVML"])
+def test_process_that_ends_leaves_nvml_open_while_a_call_is_under_way(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, logs: list, kind: str
 ) -> None:
+    """The shutdown would cut off a change, and might hang as the call does."""
     monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
-    with bench.session.operation(lambda: 0.0):
+    with of_a_moment(bench.session) if "change" in kind else bench.session.kept_open():
         bench.session.close()
         assert (bench.session.is_open, pynvml.nvmlDeviceGetCount()) == (False, 4)
-    assert [line["event"] for line in logs] == ["nvml_left_open"]
-
-
-def test_end_of_the_process_does_not_shut_nvml_down_while_a_call_hangs(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, logs: list
-) -> None:
-    """The shutdown might hang as well."""
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
-    with bench.session.kept_open():
-        bench.session.close()
-        assert (bench.session.is_open, pynvml.nvmlDeviceGetCount()) == (False, 4)
-    assert [(line["event"], line["reason"]) for line in logs] == [
-        ("nvml_left_open", "shut NVML down: a call of NVML is under way")
-    ]
+    [line] = logs
+    assert (line["event"], line["reason"]) == ("nvml_left_open", f"shut NVML down: {kind} is under way")
 
 
 # --- closed for a moment ----------------------------------------------------------------------------
