@@ -156,12 +156,12 @@ FIELDS: Final[Mapping[str, Object]] = {
     ),
 }
 """The fields of each kind, without apiVersion and kind."""
-_WORDS: Final = Words(unknown="unknown field", null_is_absent=True, names_found=False)
+WORDS: Final = Words(unknown="unknown field", null_is_absent=True, names_found=False)
 
 
-def field_faults(kind: str, fields: Mapping[str, Any]) -> list[str]:
+def field_faults(kind: str, fields: Mapping[str, Any], words: Words = WORDS) -> list[str]:
     """Every fault of the fields of a known kind, each in one line with its path."""
-    return [" ".join(str(fault).split()) for fault in faults(fields, FIELDS[kind], "", _WORDS)]
+    return [" ".join(str(fault).split()) for fault in faults(fields, FIELDS[kind], "", words)]
 
 
 def config_of(kind: str, fields: Mapping[str, Any]) -> OpaqueConfig:

@@ -11,6 +11,7 @@ from dra_driver.api.config import (
     DEFAULTS,
     GROUP_VERSION,
     KINDS,
+    WORDS,
     DeviceType,
     GpuConfig,
     MigDeviceConfig,
@@ -21,20 +22,21 @@ from dra_driver.api.config import (
 )
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import DeviceConfig, DeviceResult
+from dra_driver.model.schema import Words
 
 MAX_BYTES = 10 * 1024
 
 STRATEGY_PARTS: Mapping[str, str] = {"TimeSlicing": "timeSlicingConfig", "MPS": "mpsConfig"}
 
 
-def decode(parameters: Any) -> OpaqueConfig:
+def decode(parameters: Any, words: Words = WORDS) -> OpaqueConfig:
     """The parameters with defaults filled in.
 
     Raises: InvalidConfigError, one line that lists every fault with the path of its field.
     """
     kind = _checked_kind(parameters)
     fields = {name: value for name, value in parameters.items() if name not in ("apiVersion", "kind")}
-    faults = (*_unfitting_parts(parameters), *field_faults(kind, fields))
+    faults = (*_unfitting_parts(parameters), *field_faults(kind, fields, words))
     if faults:
         raise InvalidConfigError(f"{kind} is not valid: {'; '.join(faults)}", faults=faults)
     return config_of(kind, fields)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from dra_driver.api.config import DeviceType
@@ -41,7 +43,10 @@ def test_validate(case: Parameters) -> None:
     }
     whole = any(fault.startswith("the parameters ") for fault in case.faults)
     path = "spec.devices.config[1].opaque.parameters" + (": " if whole else ".")
-    assert [str(fault) for fault in object_faults(claim, DRIVER)] == [f"{path}{f}" for f in case.faults]
+    found = [
+        re.sub("(unknown field); .*", r"\1", str(fault)) for fault in object_faults(claim, DRIVER)
+    ]  # without what may be meant
+    assert found == [f"{path}{fault}" for fault in case.faults]
 
 
 @pytest.mark.parametrize("case", CLAIMS, ids=by_name)

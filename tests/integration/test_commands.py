@@ -551,7 +551,8 @@ def test_first_available_with_profiles_of_mig(dynamic: bool) -> None:
         assert given == [["gpu/whole"], [], [], ["gpu/whole"], ["gpu/whole"]]
         for report in reports[1:3]:
             assert report["hints"] == [
-                "the machine has no MIG devices; with --dynamic-mig they are created on demand"
+                "the machine has no MIG devices; with --dynamic-mig they are created on demand; its profiles are "
+                "1g.10gb, 1g.10gb+me, 1g.20gb, 2g.20gb, 3g.40gb, 4g.40gb, 7g.80gb"
             ]
     assert reports[3]["hints"] == [
         "spec.devices.config[0].requests: GpuConfig does not fit gpu/m1, whose devices Prepare would refuse; "

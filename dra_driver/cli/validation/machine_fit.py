@@ -141,6 +141,13 @@ class MachineFit:
                 )
                 asks = f"the claim asks for {count} devices with one value"
                 return f"constraint matchAttribute {attribute}: {asks}, {largest}"
+        for constraint in constraints:
+            attribute = constraint.get("distinctAttribute")
+            if attribute and not largest_group(attribute, self.devices, set().union(*by_name.values()))[0]:
+                meant = meant_attribute(attribute, self.devices)
+                return (
+                    f"constraint distinctAttribute {attribute}: no matching device has this attribute{meant}"
+                )
         if len(entries) == 1 and entries[0].count == 1:
             return None
         text = "enough devices match, but no choice of them serves all requests at one time"

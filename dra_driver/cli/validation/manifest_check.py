@@ -10,7 +10,7 @@ from dra_driver.app.config_file import mig_layouts
 from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.machine_fit import Fit, MachineFit
 from dra_driver.cli.validation.rules.cel import NotJudgedError
-from dra_driver.cli.validation.rules.classes import profile_of_class, standard_classes
+from dra_driver.cli.validation.rules.classes import profile_label, profile_of_class, standard_classes
 from dra_driver.cli.validation.rules.layout_trial import Trial, manager_layouts, read_layouts
 from dra_driver.cli.validation.rules.manifests import (
     KINDS,
@@ -21,6 +21,7 @@ from dra_driver.cli.validation.rules.manifests import (
     class_names,
     class_type,
     default_hints,
+    is_misspelled,
     is_parameters,
     misspelled_kind,
     neighbour,
@@ -50,6 +51,7 @@ from dra_driver.model.units import counted, named
 NOT_JUDGED = "not judged"
 DEFAULT_NAMESPACE = "default"
 _SHOWN_DEVICES = 4
+_MOST_PROFILES = 16
 _ALIKE = 0.92
 """How alike two names of classes are when one of them is a spelling mistake: a letter or so."""
 _ADMIN_LABEL = "resource.kubernetes.io/admin-access"
@@ -263,6 +265,7 @@ class ManifestCheck:
         """Whether a rule of ours chooses a device that there is."""
         report.faults += [str(fault) for fault in taint_rule_faults(content)]
         chosen = (content.get("spec") or {}).get("deviceSelector") or {}
+        self._name_driver(chosen.get("driver"), report)
         if report.faults or chosen.get("driver") not in (None, self.driver):
             report.verdict = "SKIP"
             if not report.faults:
@@ -280,6 +283,10 @@ class ManifestCheck:
                         else ""
                     )
                 )
+
+    def _name_driver(self, named: str | None, report: DocumentReport) -> None:
+        if named is not None and is_misspelled(named, self.driver):
+            report.faults.append(f"no device has the driver {named}; did you mean {self.driver}?")
 
     def _object(self, content: JsonObject, v1: JsonObject, report: DocumentReport) -> None:
         if content["apiVersion"] != v1["apiVersion"]:
@@ -302,9 +309,10 @@ class ManifestCheck:
         """A class matches devices, but wants none; on a machine without any it is still right."""
         name = v1["metadata"]["name"]
         other = self._other_driver(name)
+        self._name_driver(other, report)
         if other is not None:
             report.verdict = "SKIP"
-            report.notes.append(f"skipped: is for devices of {other}")
+            report.notes += [] if report.faults else [f"skipped: is for devices of {other}"]
             return
         request = {"name": "device", "exactly": {"deviceClassName": name}}
         errors: dict[str, None] = {}
@@ -333,7 +341,7 @@ class ManifestCheck:
                 continue
             near = [
                 known
-                for known in get_close_matches(name, self._classes, 1, _ALIKE)
+                for known in get_close_matches(name, [*self._classes, *self._profile_classes()], 1, _ALIKE)
                 if not name.endswith(f".{known}")
             ]
             near = near or [known for known in self._classes if known.startswith(f"{name}.")][:1]
@@ -351,6 +359,11 @@ class ManifestCheck:
             report.verdict = NOT_JUDGED
             report.notes += [f"{text}; fit not checked" for text in unjudged]
         return not unjudged and not report.faults
+
+    def _profile_classes(self) -> dict[str, str]:
+        """The profiles that the GPUs of the machines have, by the names of their classes."""
+        rows = (row for machine in self.machines for gpu in machine.gpus for row in gpu.profiles)
+        return {f"mig-{profile_label(row.profile.name)}.nvidia.com": row.profile.name for row in rows}
 
     def _other_driver(self, class_name: str) -> str | None:
         """The DRA driver that a class asks for, if it is not gpu-dra-driver."""
@@ -389,20 +402,34 @@ class ManifestCheck:
                 "passed through"
             )
         if against and not self._has_mig and "mig" in kinds:
+            made = named(sorted(self._profile_classes().values()), _MOST_PROFILES)
             report.hints.append(
-                "the machine has no MIG devices; with --dynamic-mig they are created on demand"
+                "the machine has no MIG devices"
+                + (
+                    f"; with --dynamic-mig they are created on demand; its profiles are {made}"
+                    if made
+                    else ""
+                )
             )
         return not against
 
     def _tell_fit(self, machine: MachineFit, fit: Fit, report: DocumentReport) -> None:
         report.requests += [asdict(found) for found in fit.funnels]
         report.devices += [{"request": request, "device": device} for request, device in fit.devices]
-        matching = ", ".join(f"{found.request}: {found.sentence()}" for found in fit.funnels)
+        report.hints += [
+            f"request {found.request}: selector {found.error}; it fits only while the devices before are free"
+            for found in fit.funnels
+            if found.error is not None
+        ]
+        if not fit.devices:
+            report.notes.append("the claim asks for no devices")
+            return
+        matching = ", ".join(f"{one.request}: {one.sentence()}" for one in fit.funnels if one.error is None)
         example = named([device for _, device in fit.devices], _SHOWN_DEVICES)
         where = f" {machine.name}" if len(self.machines) > 1 else ""
         taken = list(dict.fromkeys(request for request, _ in fit.devices if "/" in request))
         where += f" by {', '.join(taken)}" if taken else ""
-        report.notes += [matching, f"fits{where}, for example: {example}"]
+        report.notes += [*filter(None, [matching]), f"fits{where}, for example: {example}"]
 
     def _pods(self, pods: Sequence[tuple[str, JsonObject]], namespace: str, report: DocumentReport) -> None:
         for path, spec in pods:
@@ -489,9 +516,11 @@ class ManifestCheck:
         }
         for resource in sorted(asked - served.keys()):
             if resource.startswith("nvidia.com/"):
+                near = get_close_matches(resource, served, 1, _ALIKE)
                 report.hints.append(
                     f"{resource} is served by gpu-dra-driver only if a DeviceClass has "
                     f"extendedResourceName: {resource} (Kubernetes 1.36, or the gate DRAExtendedResource)"
+                    + (f"; did you mean {near[0]}?" if near else "")
                 )
             elif resource.startswith(IMPLICIT):
                 self._knows_classes([resource.removeprefix(IMPLICIT)], report)

@@ -124,7 +124,7 @@ def test_claims_of_a_pod_that_no_container_uses() -> None:
 def test_parameters_that_stand_alone() -> None:
     assert parameter_faults(PARAMETERS, "") == []
     (fault,) = parameter_faults(PARAMETERS | {"shring": 1}, "")
-    assert str(fault) == "shring: unknown field"
+    assert str(fault) == "shring: unknown field; did you mean sharing?"
 
 
 def test_all_that_is_shipped_is_without_fault() -> None:

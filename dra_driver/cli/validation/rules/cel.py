@@ -90,6 +90,8 @@ _INDEXED = re.compile(r"""device\.(?:attributes|capacity)\[\??(["'])([^"'\\]*)\1
 _ASKED = re.compile(r"""(["'])([^"'\\]*)\1\s+in\s+device\.(?:attributes|capacity)\b(?!\s*[.\[])""")
 _NOISE = re.compile(r" \(in container ''\)| expecting \{.*\}| \[[A-Z_]+\]$")
 _FIELDS = "device.driver, device.attributes, device.capacity and device.allowMultipleAllocations"
+READ = 'device.attributes["gpu.nvidia.com"].productName: the domain in brackets, then the name'
+COMPARED = 'device.capacity["gpu.nvidia.com"].memory.compareTo(quantity("40Gi")) >= 0'
 _INT64 = 1 << 63
 
 
@@ -133,6 +135,10 @@ def _refusal(message: str) -> InvalidConfigError | NotJudgedError:
         if unknown is not None and unknown[1] in _ONLY_KUBERNETES:
             return NotJudgedError(f"it uses {unknown[1]}(), which only the API server knows")
         meant = f"; there are {_FIELDS}" if unknown is not None and unknown[1].startswith("device.") else ""
+        if "kubernetes.Quantity" in text:
+            meant = f"; compare amounts as in {COMPARED}"
+        elif "(map(string, dyn)" in text:
+            meant = f"; write {READ}"
         where = f"in line {line} at character {column}" if int(line) > 1 else f"at character {column}"
         faults.append(f"{_NOISE.sub('', text)} {where}{meant}")
     if not faults:  # it was not looked at, as where parts are nested deeper than the package follows

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from dra_driver.cli.validation.rules.allocator import Candidate, Wanted
-from dra_driver.cli.validation.rules.cel import SelectorError, Version
+from dra_driver.cli.validation.rules.cel import READ, SelectorError, Version
 from dra_driver.cli.validation.rules.consumable import consumption
-from dra_driver.cli.validation.rules.selectors import Selector
+from dra_driver.cli.validation.rules.selectors import ASKED_DRIVER, Selector
 from dra_driver.model.units import named
 
 _LONGEST_SHOWN = 100
@@ -114,6 +114,8 @@ def _matches(selector: Selector, device: Candidate, others: Sequence[Candidate])
                 "; ".join([f"fails on device {device.name}: {text}", *_values(selector, others)])
             ) from error
         unknown = [found for found in _values(selector, others) if found.startswith(_NONE)]
+        if not _NAMED.search(selector.text):
+            unknown = [f"no such key: {key}; write {READ}"]
         if unknown:
             raise SelectorError("; ".join(unknown)) from error
         remedy = f'test `"{key}" in device.attributes[…]` before it, since other devices have it'
@@ -123,9 +125,13 @@ def _matches(selector: Selector, device: Candidate, others: Sequence[Candidate])
 def _values(selector: Selector, devices: Sequence[Candidate]) -> list[str]:
     """Which values the devices have of what a selector names, or what may be meant by a name that none has."""
     found = []
+    drivers = {one.view.driver for one in devices}
+    if any(asked not in drivers for asked in ASKED_DRIVER.findall(selector.text)):
+        found.append(f"device.driver is {named(sorted(drivers), _MOST_VALUES)}")
     for kind, domain, name in dict.fromkeys(_NAMED.findall(selector.text)):
         views = [getattr(one.view, kind) for one in devices]
         held = [of.get(domain, {}) for of in views]
+        sort = "attributes" if kind == "capacity" else "capacity"
         written = str if kind == "capacity" else _written
         values = sorted({written(of[name]) for of in held if name in of})
         if values:
@@ -134,6 +140,10 @@ def _values(selector: Selector, devices: Sequence[Candidate]) -> list[str]:
             found.append(
                 f"{_NONE} has {kind} of {domain}{_meant(domain, {key for of in views for key in of})}"
             )
+        elif any(name in getattr(one.view, sort).get(domain, {}) for one in devices):
+            found.append(f'{_NONE} has {name} there; write device.{sort}["{domain}"].{name}')
+        elif other := next((key for of in views for key, names in of.items() if name in names), None):
+            found.append(f'{_NONE} has {name} there; write device.{kind}["{other}"].{name}')
         else:
             found.append(f"{_NONE} has {name}{_meant(name, {key for of in held for key in of})}")
     return found
@@ -153,15 +163,14 @@ def _meant(name: str, known: Collection[str]) -> str:
 
 def meant_attribute(attribute: str, machine: Sequence[Candidate]) -> str:
     """What may be meant by a qualified attribute that no device has."""
-    return _meant(
-        attribute,
-        {
-            f"{domain}/{key}"
-            for one in machine
-            for domain, names in one.view.attributes.items()
-            for key in names
-        },
-    )
+    known = {
+        key: f"{domain}/{key}"
+        for one in machine
+        for domain, names in one.view.attributes.items()
+        for key in names
+    }
+    near = get_close_matches(attribute.rpartition("/")[2], known, 1)
+    return f"; did you mean {known[near[0]]}?" if near else _meant(attribute, known.values())
 
 
 def _cut(text: str) -> str:

@@ -7,11 +7,11 @@ Source: validation of resource.k8s.io/v1 in Kubernetes 1.37. Objects of an older
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Final
 
-from dra_driver.api.config import GROUP_VERSION, DeviceType
+from dra_driver.api.config import GROUP_VERSION, WORDS, DeviceType
 from dra_driver.api.config import KINDS as CONFIG_KINDS
 from dra_driver.api.resolve import decode, needs_admin_access
 from dra_driver.cli.validation.rules.schema import GROUP, QUALIFIED, SERVED, dns_name, object_shape
@@ -142,7 +142,7 @@ def class_names(spec: JsonObject) -> list[str]:
 
 def _counted(request: JsonObject) -> JsonObject:
     def filled(body: JsonObject) -> JsonObject:
-        return body | {"count": 1} if body.get("count") == 0 else body
+        return body | {"count": 1} if body.get("count") == 0 and body.get("allocationMode") != "All" else body
 
     inner: JsonObject = (
         {"exactly": filled(request["exactly"])} if isinstance(request.get("exactly"), dict) else {}
@@ -310,16 +310,21 @@ def _config_faults(
         named = entry["opaque"]["driver"]
         if named == driver:
             found += parameter_faults(entry["opaque"]["parameters"], f"{here}.opaque.parameters")
-        elif get_close_matches(named, [driver], 1, _ALIKE):
+        elif is_misspelled(named, driver):
             text = f"{named!r} is another driver, so gpu-dra-driver ignores the parameters; did you mean {driver}?"
             found.append(FieldFault(f"{here}.opaque.driver", text))
     return found
 
 
+def is_misspelled(named: str, driver: str) -> bool:
+    """Whether the name of a DRA driver is nearly ours."""
+    return named != driver and bool(get_close_matches(named, [driver], 1, _ALIKE))
+
+
 def parameter_faults(parameters: Any, path: str) -> list[FieldFault]:
     """The faults of opaque parameters of ours, each with its own path."""
     try:
-        decode(parameters)
+        decode(parameters, replace(WORDS, unknown=None))
     except InvalidConfigError as error:
         split = (fault.partition(": ") for fault in error.faults)
         dot = "." if path else ""
@@ -356,7 +361,7 @@ def default_hints(spec: JsonObject, path: str) -> Iterator[str]:
     """What the API server makes of a claim, of any version, that is probably not meant."""
     for number, request in enumerate(requests_of(spec)):
         for body in (request, request.get("exactly") or {}, *(request.get("firstAvailable") or ())):
-            if body.get("count") == 0:
+            if body.get("count") == 0 and body.get("allocationMode") != "All":
                 yield f"{path}.requests[{number}]: the API server makes 1 of a count of 0; write how many you want"
 
 

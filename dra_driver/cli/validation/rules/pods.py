@@ -69,6 +69,8 @@ def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
             text = "exactly one of `resourceClaimName` and `resourceClaimTemplateName` is required"
             found.append(FieldFault(f"{path}.resourceClaims[{number}]", text))
     names = {entry["name"] for entry in entries}
+    if len(names) < len(entries):
+        found.append(FieldFault(f"{path}.resourceClaims", "two entries have the same name"))
     for here, claim in _used_claims(spec):
         if claim["name"] not in names:
             known = ", ".join(sorted(names)) or "none"
@@ -98,7 +100,7 @@ def _resource_faults(spec: JsonObject, path: str) -> Iterator[FieldFault]:
 
 def _not_standard(name: str, path: str) -> Iterator[FieldFault]:
     if name not in _STANDARD and not name.startswith("hugepages-"):
-        near = get_close_matches(name, [*_STANDARD, "nvidia.com/gpu"], 1)
+        near = ["nvidia.com/gpu"] if "gpu" in name else get_close_matches(name, _STANDARD, 1)
         meant = f"; did you mean {near[0]}?" if near else ""
         yield FieldFault(path, f"is no resource of Kubernetes, and has no domain{meant}")
 

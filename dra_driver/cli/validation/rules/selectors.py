@@ -14,7 +14,7 @@ from dra_driver.errors import InvalidConfigError
 MAX_EXPRESSION_BYTES = 10 * 1024
 NOT_INSTALLED = "the Python package cel-expr-python is not installed"
 
-_DRIVER = re.compile(r"""device\.driver\s*==\s*["']([^"']+)["']""")
+ASKED_DRIVER = re.compile(r"""device\.driver\s*==\s*["']([^"']+)["']""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,5 +44,5 @@ def compiled(text: str) -> Selector:
 
 def driver_asked_for(text: str) -> str | None:
     """The DRA driver that a selector names by `device.driver == "…"`; None if it names none, or several."""
-    found = set(_DRIVER.findall(text))
+    found = set(ASKED_DRIVER.findall(text))
     return found.pop() if len(found) == 1 else None
