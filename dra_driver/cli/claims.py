@@ -8,22 +8,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dra_driver.cli.flags import of_run
+from dra_driver.cli.node import prepared_claims
 from dra_driver.cli.output import OUTPUT, answer, hanging
+from dra_driver.cli.rules.prepared_claims import ClaimDevice, NodeClaims, PreparedClaim, RunningStep, age_text
 from dra_driver.cli.scratch import node_settings
+from dra_driver.model.claim import Pods
+from dra_driver.model.problems import FailingClaim
 from dra_driver.model.units import named
-
-if TYPE_CHECKING:
-    from dra_driver.cli.rules.prepared_claims import (
-        ClaimDevice,
-        NodeClaims,
-        PreparedClaim,
-        RunningStep,
-    )
-    from dra_driver.model.claim import Pods
-    from dra_driver.model.problems import FailingClaim
 
 FLAGS = (
     OUTPUT,
@@ -49,8 +42,6 @@ def claims(given: Namespace) -> None:
     gpu-dra-driver does not run, and changes nothing. Use the same directory flags as for `run`. The pods of a shared
     claim are written down every ten minutes; json and yaml list all of them.
     """
-    from dra_driver.cli.node import prepared_claims
-
     settings = node_settings(given)
     found = prepared_claims(settings)
     answer(given.output, partial(_lines, found, settings.plugin_directory), lambda: asdict(found))
@@ -72,8 +63,6 @@ def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
 
 def _failing(one: FailingClaim, width: int | None) -> str:
     """`team/train  PREPARE FAILING for 10m, 7 tries: why`."""
-    from dra_driver.cli.rules.prepared_claims import age_text
-
     tries = "1 try" if one.count == 1 else f"{one.count} tries"
     lasted = age_text(max(0.0, time.time() - one.since))
     head = f"{one.ref.namespace}/{one.ref.name}  {one.operation.upper()} FAILING for {lasted}, {tries}: "
@@ -86,8 +75,6 @@ def _set_up(claim: PreparedClaim) -> str:
 
 def _state(claim: PreparedClaim, running: RunningStep | None) -> Iterator[str]:
     """`Prepared 3s ago`, or what is being done for the claim, and then only what is wrong or unknown."""
-    from dra_driver.cli.rules.prepared_claims import age_text
-
     if claim.phase == "prepared":
         yield "Prepared" if claim.age_s is None else f"Prepared {age_text(claim.age_s)} ago"
     elif running is not None:

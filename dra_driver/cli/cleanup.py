@@ -6,7 +6,9 @@ from argparse import Namespace
 from dataclasses import asdict
 
 from dra_driver.cli.flags import of_run, switch
+from dra_driver.cli.node import pending_cleanup
 from dra_driver.cli.output import OUTPUT, answer, hanging
+from dra_driver.cli.rules.prepared_claims import shown
 from dra_driver.cli.scratch import node_settings
 
 FLAGS = (
@@ -23,9 +25,6 @@ def cleanup(given: Namespace) -> int:
     nvidia-smi was broken. gpu-dra-driver tries again by itself. `--now` tries at once, also while gpu-dra-driver does
     not run. Exit code 0: no cleanup is pending, 1: something is left.
     """
-    from dra_driver.cli.node import pending_cleanup
-    from dra_driver.cli.rules.prepared_claims import shown
-
     left, problems = pending_cleanup(node_settings(given), now=given.now)
 
     def lines(width: int | None) -> list[str]:

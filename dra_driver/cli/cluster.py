@@ -8,19 +8,21 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
+from dra_driver.app.logs import configure_logs
 from dra_driver.app.settings import DEFAULT_DRIVER_NAME, Flag
+from dra_driver.base.threads import side_by_side
 from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, switch, usual_kubeconfig
 from dra_driver.cli.output import OUTPUT, answer, drawn, hanging, table
+from dra_driver.cli.rules import cluster_rows as rules
+from dra_driver.cli.rules.cluster_rows import PluginPod, Row, Slot, Totals, WaitingPod
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, FatalError
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.model.gpu import GpuLoad
 from dra_driver.model.ids import printable
 from dra_driver.model.schema import JsonObject
-
-if TYPE_CHECKING:
-    from dra_driver.cli.rules.cluster_rows import PluginPod, Row, Slot, Totals, WaitingPod
-    from dra_driver.kube.client import ApiClient
-    from dra_driver.model.gpu import GpuLoad
 
 T = TypeVar("T")
 
@@ -54,10 +56,6 @@ def cluster(given: Namespace) -> None:
     Needs the right to list resourceslices, resourceclaims, deviceclasses and pods. With --usage it reads the metrics of
     the plugins through the API server, which needs the right to get pods/proxy in their namespace.
     """
-    from dra_driver.app.logs import configure_logs
-    from dra_driver.kube.client import ApiClient
-    from dra_driver.kube.endpoint import load_endpoint
-
     configure_logs("critical", "console")
     endpoint = load_endpoint(given.kubeconfig or usual_kubeconfig(), context=given.context)
     look = _Look(ApiClient(endpoint, timeout_s=_TIMEOUT_S), given.driver_name or DEFAULT_DRIVER_NAME)
@@ -107,8 +105,6 @@ class _Look:
     def read(self, *, with_usage: bool) -> tuple[list[Row], Totals]:
         """Rows and totals. Raises: FatalError that names the right that is missing; ApiUnavailableError,
         ApiRejectedError."""
-        from dra_driver.cli.rules import cluster_rows as rules
-
         driver = self._driver
         of_driver = {"fieldSelector": f"spec.driver={driver}"}
         slices = self._list(f"{_GROUP}/resourceslices", rules.seen_slice, _PAGE_OF_SLICES, of_driver)
@@ -164,11 +160,8 @@ class _Look:
 
     def _loads(self) -> dict[Slot, GpuLoad]:
         """The load of each device of a claim, by pool and device name."""
-        from dra_driver.base.threads import side_by_side
-        from dra_driver.cli.rules.cluster_rows import loads_of, plugin_pod
-
         plugins = {"labelSelector": "app.kubernetes.io/component=node"}
-        listed = self._list("/api/v1/pods", partial(plugin_pod, driver=self._driver), query=plugins)
+        listed = self._list("/api/v1/pods", partial(rules.plugin_pod, driver=self._driver), query=plugins)
         pods = [pod for pod in listed if pod is not None]
         if not pods:
             self.unknown.append(f"use is not known: no pod of driver {self._driver} serves metrics")
@@ -181,7 +174,7 @@ class _Look:
         answered: set[str] = set()
         for pod, read in zip(pods, side_by_side(reads, _METRICS_AT_ONCE, _TIMEOUT_S), strict=True):
             try:
-                found = loads_of(read.result(0), self._driver)
+                found = rules.loads_of(read.result(0), self._driver)
                 if found is None:
                     raise ValueError("the plugin does not measure use (--no-usage-metrics)")
             except (CancelledError, TimeoutError):

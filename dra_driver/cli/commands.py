@@ -93,6 +93,8 @@ def call(arguments: Sequence[str], called: str | None = None) -> int:
     """Carry one command out; its exit code. `called` is the name of the command for its help, if that is another one.
     Raises: InvalidConfigError for what was mistyped, and as the command."""
     if arguments and arguments[0] in DAEMONS:
+        # structlog imports rich for coloured tracebacks, which a daemon never draws: 7 MiB and 45 ms.
+        sys.modules["rich"] = None  # type: ignore[assignment]
         return _carried_out(arguments, called)
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -134,7 +136,4 @@ def _carried_out(arguments: Sequence[str], called: str | None) -> int:
     faults = tuple(given.faults.values())
     if faults and not hasattr(given, "config"):  # with a configuration `resolve` reports them all
         raise InvalidConfigError("; ".join(faults), faults=faults)
-    if arguments[0] in DAEMONS:
-        # structlog imports rich for coloured tracebacks, which a daemon never draws: 7 MiB and 45 ms.
-        sys.modules["rich"] = None  # type: ignore[assignment]
     return command.act(given) or 0

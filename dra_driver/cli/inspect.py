@@ -21,7 +21,7 @@ from dra_driver.cli.output import (
     terminal_width,
     value_of,
 )
-from dra_driver.cli.rules.mig_map import GpuMap, SeenInstance, gpu_maps, waiting_for_mig_mode
+from dra_driver.cli.rules.mig_map import GpuMap, gpu_maps, waiting_for_mig_mode
 from dra_driver.cli.rules.node_state import NodeState, Ownership
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.errors import StateError
@@ -248,19 +248,14 @@ def draw_gpu(entry: GpuMap, width: int | None = None) -> str:
     width = min(WIDTH, width or WIDTH)
     headline = f"{entry.name}: {entry.product or 'unknown product'}, MIG mode {entry.mode}"
     lines = [hanging("", headline, width), *_boxes(entry, width)]
-    for one in _in_order(entry.instances):
+    for one in entry.instances:
         bare = one.gpu_instance_id is not None and not one.compute_instance_ids
         ids = f"{one.ids} without compute instance" if bare else one.ids
-        which = f"  {'slice' if one.size == 1 else 'slices'} {one.slices}, {one.profile}, {ids}: "
-        lines.append(hanging(which, one.holder, width))
+        lines.append(hanging(f"  {one.slices}, {one.profile}, {ids}: ", one.holder, width))
     if entry.whole_owner is not None:
         lines.append(hanging("  whole GPU: ", entry.whole_owner, width))
     room = ", ".join(f"{name} x{count}" for name, count in entry.room if count > 0)
     return "\n".join([*lines, hanging("  room for: ", room or "nothing", width), ""])
-
-
-def _in_order(instances: Iterable[SeenInstance]) -> list[SeenInstance]:
-    return sorted(instances, key=lambda seen: (seen.start, seen.size, seen.gpu_instance_id or 0))
 
 
 def _boxes(entry: GpuMap, width: int) -> list[str]:
@@ -284,8 +279,8 @@ def _row(entry: GpuMap) -> Iterator[tuple[int, str, str]]:
         yield entry.memory_slices, "whole GPU", ""
         return
     at = 0
-    for one in _in_order(entry.instances):
-        start, end = max(one.start, at), min(one.start + one.size, entry.memory_slices)
+    for one in entry.instances:
+        start, end = max(one.place.start, at), min(one.place.start + one.place.size, entry.memory_slices)
         if start < end:
             yield from [(1, "free", "")] * (start - at)
             yield end - start, one.profile, one.ids.replace("I ", "I")

@@ -8,17 +8,30 @@ import threading
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import structlog
+
+from dra_driver.app.logs import SignalWatch, configure_logs, watch_signals
 from dra_driver.app.settings import DEFAULT_DRIVER_NAME, DEFAULT_SIMULATOR_DIR, Flag
 from dra_driver.app.settings import FLAGS as SETTINGS
 from dra_driver.cli.flags import of_run
+from dra_driver.host.device_nodes import DeviceNodeMaker, Mknod
+from dra_driver.host.driver_programs import InstalledPrograms
+from dra_driver.host.gpu_nodes import CapabilityNodes, MigCaps
+from dra_driver.host.sysfs import Sysfs
+from dra_driver.inventory.detachment import Detachments
 from dra_driver.model.schema import Scalar
-
-if TYPE_CHECKING:
-    from dra_driver.app.logs import SignalWatch
-    from dra_driver.host.device_nodes import DeviceNodeMaker
-    from dra_driver.mps_host.daemon import HostTools
+from dra_driver.mps_host.daemon import HostTools
+from dra_driver.mps_host.daemon_compute_mode import ComputeMode
+from dra_driver.mps_host.daemon_control import Timings
+from dra_driver.mps_host.daemon_mounts import (
+    KernelMounter,
+    MountsWherePossible,
+    SelinuxLabels,
+    has_selinux,
+)
+from dra_driver.mps_host.host_files import mps_layout
+from dra_driver.mps_host.host_supervisor import Supervisor
 
 _PLUGINS = "/var/lib/kubelet/plugins"
 _CONTAINER_ROOT = "/driver-root"
@@ -66,23 +79,6 @@ def mps_host(given: Namespace) -> None:
     container they end with the container, so its DaemonSet is updated on delete only. Needs root; in a pod
     also hostPID, privileged, and bidirectional mount propagation on the plugins directory.
     """
-    from dra_driver.app.logs import configure_logs, watch_signals
-    from dra_driver.host.device_nodes import Mknod
-    from dra_driver.host.driver_programs import InstalledPrograms
-    from dra_driver.host.gpu_nodes import CapabilityNodes, MigCaps
-    from dra_driver.host.sysfs import Sysfs
-    from dra_driver.inventory.detachment import Detachments
-    from dra_driver.mps_host.daemon import HostTools
-    from dra_driver.mps_host.daemon_compute_mode import ComputeMode
-    from dra_driver.mps_host.daemon_control import Timings
-    from dra_driver.mps_host.daemon_mounts import (
-        KernelMounter,
-        MountsWherePossible,
-        SelinuxLabels,
-        has_selinux,
-    )
-    from dra_driver.mps_host.host_files import mps_layout
-
     logs = configure_logs(given.log_level, given.log_format)
     logs.take_crashes()
     watch = watch_signals(logs)
@@ -115,10 +111,6 @@ def mps_host(given: Namespace) -> None:
 
 
 def _serve(tools: HostTools, watch: SignalWatch) -> None:
-    import structlog
-
-    from dra_driver.mps_host.host_supervisor import Supervisor
-
     log = structlog.get_logger(__name__)
     stopped = threading.Event()
     watch.on(stopped.set, signal.SIGTERM, signal.SIGINT)

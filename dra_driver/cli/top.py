@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from dra_driver.app.settings import Flag
 from dra_driver.cli.flags import of_run, switch
+from dra_driver.cli.machine import CommandMachine
+from dra_driver.cli.node import NodeSnapshot
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, console, drawn, table
+from dra_driver.cli.rules.node_view import Holding, NodeView, SeenGpu, SeenProcess, searched
 from dra_driver.cli.rules.prepared_claims import age_text
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.model.gpu import GpuLoad
@@ -27,9 +30,6 @@ from dra_driver.model.schema import Choice, Scalar
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-
-    from dra_driver.cli.node import NodeSnapshot
-    from dra_driver.cli.rules.node_view import Holding, NodeView, SeenGpu, SeenProcess
 
 Order = Literal["index", "memory", "utilisation", "health"]
 
@@ -85,10 +85,6 @@ def top(given: Namespace) -> None:
     gpu-dra-driver does not run; without NVML it shows what is written down on the node, and why NVML fails. Run it in
     the pod of gpu-dra-driver (`kubectl exec`), or on the node with the flags of `run`.
     """
-    from dra_driver.cli.machine import CommandMachine
-    from dra_driver.cli.node import NodeSnapshot
-    from dra_driver.cli.rules.node_view import searched
-
     with (
         scratch_settings("top", vars(given), given.config) as settings,
         closing(NodeSnapshot(CommandMachine(settings))) as snapshot,
@@ -357,8 +353,6 @@ class Screen:
         """The lines from `first` on, and below them the keys; as large as the terminal."""
         from rich.console import Group
         from rich.segment import Segment, Segments
-
-        from dra_driver.cli.rules.node_view import searched
 
         width, room = console.width, max(0, console.height - 1)
         shown = node_picture(searched(view, self.text), width, self.order, self.text, history)

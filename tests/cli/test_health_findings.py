@@ -82,7 +82,7 @@ def test_detach_names_no_gpu_when_its_uuid_is_not_known() -> None:
 
 def test_pods_on_a_lost_gpu_and_its_mig_devices_are_named_in_the_command_that_ends_them() -> None:
     holdings = tuple(
-        Holding(f"{namespace}/c", "u", "prepared", 1.0, device, "gpu", "", pods=pods)
+        Holding(device, "gpu", "", "", claim=f"{namespace}/c", uid="u", pods=pods)
         for namespace, device, pods in (
             ("ml", "gpu-1", ("a", "b")),
             ("web", "gpu-1-mig-1g10gb-19-0", ("c",)),

@@ -18,7 +18,7 @@ from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.gpu import Gpu
-from dra_driver.model.mig import GpuInstance, OwnedInstance
+from dra_driver.model.mig import GpuInstance, OwnedInstance, Placement
 from dra_driver.model.record import ClaimRecord, CreateMig, HeldDevice, Step, WriteCdiSpec
 from tests.fakes.samples import GPU_0, h100, inventory, mig, uuid
 from tests.fakes.tables import tabled
@@ -37,9 +37,9 @@ def test_drawing(is_golden: Callable[[Path, str], None]) -> None:
             "on, MIG devices on demand",
             8,
             (
-                SeenInstance("gpu", "3g.40gb", 4, 4, 2, (0,), "claim ml/training"),
-                SeenInstance("gpu", "1g.10gb+me", 0, 1, 13, (0, 1), "not ours"),
-                SeenInstance("gpu", "2g.20gb", 2, 2, 4, (), "not ours"),
+                SeenInstance("1g.10gb+me", Placement(0, 1), "not ours", 13, (0, 1)),
+                SeenInstance("2g.20gb", Placement(2, 2), "not ours", 4),
+                SeenInstance("3g.40gb", Placement(4, 4), "claim ml/training", 2, (0,)),
             ),
             (("1g.10gb", 1), ("3g.40gb", 0)),
         )
@@ -56,13 +56,11 @@ def test_whole_gpu_and_several_gpus(is_golden: Callable[[Path, str], None]) -> N
 
 drawn_instances = st.builds(
     SeenInstance,
-    st.just("gpu"),
     st.text(max_size=20),
-    st.integers(0, 20),
-    st.integers(0, 9),
+    st.builds(Placement, st.integers(0, 20), st.integers(0, 9)),
+    st.text(max_size=300),
     st.none() | st.integers(0, 99),
     st.lists(st.integers(0, 9), max_size=4).map(tuple),
-    st.text(max_size=300),
 )
 maps = st.builds(
     GpuMap,
@@ -167,7 +165,7 @@ def map_of(gpu: Gpu, *records: ClaimRecord, on_demand: bool = True, **known: Any
 
 def owners(entry: GpuMap) -> dict[int, str]:
     """Who holds what begins at a memory slice."""
-    return {drawn.start: drawn.holder for drawn in entry.instances}
+    return {drawn.place.start: drawn.holder for drawn in entry.instances}
 
 
 def test_holders_of_devices_on_demand() -> None:

@@ -42,12 +42,12 @@ VIEW = NodeView(
         SeenGpu("gpu-fe441430", "GPU-3", health="lost"),
     ),
     holdings=(
-        Holding("ml/training", "1", "prepared", 7200.0, "gpu-fe441430", "gpu", "GPU-3", trouble="lost"),
+        Holding("gpu-fe441430", "gpu", "GPU-3", "GPU-3", claim="ml/training", uid="1", since_s=7200.0, trouble="lost"),
         Holding(
-            "ml/notebook", "2", "preparing", None, "gpu-cbe0e302", "gpu", "GPU-2",
-            usage="MPS, at most 10240 MiB", share_id="0123456789", admin_access=True, boot="earlier",
+            "gpu-cbe0e302", "gpu", "GPU-2", "GPU-2", True, "0123456789", "MPS, at most 10240 MiB",
+            claim="ml/notebook", uid="2", phase="preparing", boot="earlier",
         ),
-        Holding("ml/small", "3", "prepared", 5.0, MIG, "mig", "", mig="1g.10gb at 0, created GI 7 CI 0"),
+        Holding(MIG, "mig", "", "GPU-1", mig="1g.10gb at 0, created GI 7 CI 0", claim="ml/small", uid="3", since_s=5.0),
     ),
     health=(
         SeenReason("gpu-fe441430", "lost", "gpu-lost", 720.0, "the GPU does not answer"),
@@ -181,7 +181,21 @@ def test_no_text_breaks_the_frame(one: str, two: str, three: str, width: int, fi
     odd = {
         "gpus": (SeenGpu(one, "u", two, three, None, one),),
         "holdings": (
-            Holding(one, "u", two, 1e9, three, "gpu", "", two, three, True, one, pods=(two, three, one)),
+            Holding(
+                three,
+                "gpu",
+                "",
+                "",
+                True,
+                two,
+                one,
+                three,
+                claim=one,
+                uid="u",
+                phase=two,
+                since_s=1e9,
+                pods=(two, three, one),
+            ),
         ),
         "health": (SeenReason(one, two, three, 1e12, one * 3),),
         "mps": (SeenDaemon(one, two, 1e12, 10**12, 10**12, three),),

@@ -55,7 +55,7 @@ class OddServer:
         with (
             redirect_stdout(out),
             redirect_stderr(err),
-            mock.patch("dra_driver.kube.endpoint.load_endpoint", return_value=Endpoint(server="http://api")),
+            mock.patch("dra_driver.cli.cluster.load_endpoint", return_value=Endpoint(server="http://api")),
             mock.patch.object(ApiClient, "_send_repeated", lambda _client, request: self.answer(request)),
         ):
             try:

@@ -16,7 +16,6 @@ from dra_driver.model.mig import (
     MigProfile,
     OwnedInstance,
     Partitioning,
-    PlacedProfile,
     Placement,
 )
 from dra_driver.model.record import ClaimRecord, CreateMig
@@ -24,21 +23,19 @@ from dra_driver.model.record import ClaimRecord, CreateMig
 
 @dataclass(frozen=True, slots=True)
 class SeenInstance:
-    """A GPU instance on the GPU with the device name `gpu`; its ID is None if it is held but not there. `holder` says
-    in words who holds it."""
+    """A GPU instance; its ID is None if it is held but not there. `holder` says in words who holds it."""
 
-    gpu: str
     profile: str
-    start: int
-    size: int
-    gpu_instance_id: int | None
-    compute_instance_ids: tuple[int, ...]
+    place: Placement
     holder: str
+    gpu_instance_id: int | None = None
+    compute_instance_ids: tuple[int, ...] = ()
 
     @property
     def slices(self) -> str:
-        """The memory slices: `3` or `0-3`."""
-        return str(self.start) if self.size == 1 else f"{self.start}-{self.start + self.size - 1}"
+        """The memory slices: `slice 3` or `slices 0-3`."""
+        start, size = self.place.start, self.place.size
+        return f"slice {start}" if size == 1 else f"slices {start}-{start + size - 1}"
 
     @property
     def ids(self) -> str:
@@ -53,8 +50,9 @@ class SeenInstance:
 class GpuMap:
     """What is drawn of one GPU.
 
-    `mode` and `whole_owner` are words: the MIG mode, and who holds the whole GPU, None if it is free. `room` is how
-    many instances of each profile name fit now, one profile at a time. `called` are all names that people give the GPU.
+    `mode` and `whole_owner` are words: the MIG mode, and who holds the whole GPU, None if it is free. `instances` are
+    in order. `room` is how many instances of each profile name fit now, one profile at a time. `called` are all names
+    that people give the GPU.
     """
 
     name: str
@@ -115,11 +113,6 @@ def _how_many(table: Partitioning, taken: Sequence[GpuInstance], profile: MigPro
         chosen.append(GpuInstance(-1, profile.profile_id, min(ends)[1]))
 
 
-def _memory_slices(profiles: Iterable[PlacedProfile]) -> int:
-    """Up to where the placements reach; 0 without any."""
-    return max((place.start + place.size for row in profiles for place in row.placements), default=0)
-
-
 def _map_of(name: str, gpu: Gpu, table: Partitioning, known: NodeState, on_demand: bool) -> GpuMap:
     profiles = {placed.profile.profile_id: placed.profile for placed in table.profiles}
     holders = _holders(gpu, known.records, "mig")
@@ -129,9 +122,13 @@ def _map_of(name: str, gpu: Gpu, table: Partitioning, known: NodeState, on_deman
     ]
     missing = _missing(gpu, table.withheld, known.records)
     absent = [
-        _seen(name, step.profile_name, step.placement, ", ".join(holders.get(step.device, ())))
+        SeenInstance(step.profile_name, step.placement, ", ".join(holders.get(step.device, ())))
         for step in missing
     ]
+    instances = sorted(
+        (*there, *absent), key=lambda one: (one.place.start, one.place.size, one.gpu_instance_id or 0)
+    )
+    places = (place for row in table.profiles for place in row.placements)
     taken = [*table.withheld, *(GpuInstance(-1, step.profile_id, step.placement) for step in missing)]
     of_whole = _holders(gpu, known.records, "gpu").values()
     whole = ", ".join(sorted({claim for claims in of_whole for claim in claims})) or None
@@ -139,8 +136,8 @@ def _map_of(name: str, gpu: Gpu, table: Partitioning, known: NodeState, on_deman
         name=name,
         product=gpu.product_name,
         mode=("on" if gpu.mig_enabled else "off") + (", MIG devices on demand" if on_demand else ""),
-        memory_slices=_memory_slices(table.profiles),
-        instances=(*there, *absent),
+        memory_slices=max((place.start + place.size for place in places), default=0),
+        instances=tuple(instances),
         room=() if whole else room_beside(table, taken),
         whole_owner=whole,
         called=frozenset(map(str, (name, gpu.uuid, gpu.index, gpu.pci_bus_id))),
@@ -161,25 +158,13 @@ def _existing(
     if profile is not None:
         called.add(mig_slot_name(name, profile, instance.placement))
     claims = [holder for device in sorted(called) for holder in holders.get(device, ())]
-    return _seen(
-        name,
+    return SeenInstance(
         f"profile {instance.profile_id}" if profile is None else profile.name,
         instance.placement,
         ", ".join(claims) or _without_claim(gpu, instance, devices, known, on_demand),
         instance.gpu_instance_id,
         tuple(sorted(mig.compute_instance_id for mig in devices)),
     )
-
-
-def _seen(
-    gpu: str,
-    profile: str,
-    place: Placement,
-    holder: str,
-    gpu_instance_id: int | None = None,
-    compute_instance_ids: tuple[int, ...] = (),
-) -> SeenInstance:
-    return SeenInstance(gpu, profile, place.start, place.size, gpu_instance_id, compute_instance_ids, holder)
 
 
 def _without_claim(

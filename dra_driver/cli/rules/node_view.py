@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 
 from dra_driver.cli.rules.node_state import NodeState
-from dra_driver.cli.rules.prepared_claims import PreparedClaim
+from dra_driver.cli.rules.prepared_claims import ClaimDevice, PreparedClaim
 from dra_driver.health.rules.polling import FABRIC, compared
 from dra_driver.health.rules.state import observe
 from dra_driver.model.gpu import GpuLoad, GpuProcess, ProcessOrigin
@@ -67,22 +67,15 @@ class SeenGpu:
     pci_bus_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding(ClaimDevice):
     """A device of a claim; `since_s` is None where it is not written down. `trouble` is how bad the device is,
     None if it is well as far as is known. `pods` are the names of those that the claim is for, None if unknown."""
 
     claim: str
     uid: str
-    phase: str
-    since_s: float | None
-    device: str
-    kind: str
-    uuid: str
-    usage: str | None = None
-    share_id: str | None = None
-    admin_access: bool = False
-    mig: str | None = None
+    phase: str = "prepared"
+    since_s: float | None = None
     boot: str = "this"
     trouble: str | None = None
     pods: tuple[str, ...] | None = None
@@ -376,17 +369,11 @@ def _holdings(claim: PreparedClaim, reasons: Sequence[_Found], ids: InstanceIds)
             default=Severity.OK,
         )
         yield Holding(
+            **asdict(device),
             claim=f"{claim.namespace}/{claim.name}",
             uid=claim.uid,
             phase=claim.phase,
             since_s=claim.age_s,
-            device=device.device,
-            kind=device.kind,
-            uuid=device.uuid,
-            usage=device.usage,
-            share_id=device.share_id,
-            admin_access=device.admin_access,
-            mig=device.mig,
             boot=claim.boot,
             trouble=severity.name.lower() if severity >= Severity.DEGRADED else None,
             pods=None if claim.pods is None else tuple(pod.name for pod in claim.pods),
