@@ -17,6 +17,7 @@ from dra_driver.errors import DraDriverError, RetryableError
 _log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+_AFTER_CRASH_S = 10.0
 
 
 class NotAnsweredError(RetryableError):
@@ -103,9 +104,8 @@ class BackgroundWorker:
     """Calls `work` in a daemon thread named `name`, from `start` to `stop`.
 
     `work` answers how many seconds to pause before the next call, math.inf for as long as nobody wakes it. Whatever it
-    raises is a mistake of ours: it is logged with its traceback as the event `crash_event`, and `on_crash` answers the
-    pause then. `wake` ends the pause; a wake during the work counts for the pause after it. A part that has a thread of
-    its own is such a worker.
+    raises is a mistake of ours: it is logged with its traceback, and `on_crash` answers the pause then. `wake` ends the
+    pause; a wake during the work counts for the pause after it. A part that has a thread of its own is such a worker.
     """
 
     join_s = 5.0
@@ -115,12 +115,9 @@ class BackgroundWorker:
         self,
         name: str,
         work: Callable[[], float],
-        *,
-        crash_event: str,
-        on_crash: Callable[[Exception], float],
+        on_crash: Callable[[Exception], float] = lambda _: _AFTER_CRASH_S,
     ) -> None:
         self._work = work
-        self._crash_event = crash_event
         self._on_crash = on_crash
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -170,7 +167,7 @@ class BackgroundWorker:
             try:
                 seconds = self._work()
             except Exception as error:  # noqa: BLE001  a thread that ended would do nothing any more
-                _log.exception(self._crash_event)
+                _log.exception("worker_failed", worker=self._thread.name)
                 seconds = self._on_crash(error)
             self._wake.wait(None if math.isinf(seconds) else max(0.0, seconds))
 

@@ -128,12 +128,7 @@ class Reconciler(BackgroundWorker):
         self._awaited: set[str] = set()
         self._guard = threading.Lock()
         self._next_full = math.inf
-        super().__init__(
-            "reconciler",
-            self._turn,
-            crash_event="reconciler_failed",
-            on_crash=lambda _error: self.rhythm.retry_s,
-        )
+        super().__init__("reconciler", self._turn, lambda _: self.rhythm.retry_s)
 
     def start(self) -> None:
         """Start looking. The first look comes after a while, in which the kubelet may unprepare the claims that it

@@ -50,7 +50,7 @@ class HealthThread(BackgroundWorker):
     """One of the threads that watch health. After an unexpected error it continues `again_s` seconds later."""
 
     def __init__(self, name: str, work: Callable[[], float], again_s: float) -> None:
-        super().__init__(name, work, crash_event="health_failed", on_crash=lambda _error: again_s)
+        super().__init__(name, work, lambda _error: again_s)
 
 
 class WatchedNode(Protocol):

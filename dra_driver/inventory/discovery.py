@@ -111,9 +111,7 @@ class Discovery:
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._logged_faults: frozenset[DiscoveryFault] = frozenset()
         self._is_started = False
-        self._worker = BackgroundWorker(
-            "discovery", self._look, crash_event="discovery_failed", on_crash=self._crashed
-        )
+        self._worker = BackgroundWorker("discovery", self._look, self._crashed)
 
     def latest(self) -> Inventory | None:
         """As `inventory`, for those who ask again and again."""

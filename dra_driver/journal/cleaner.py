@@ -136,9 +136,7 @@ class Cleaner(BackgroundWorker):
         self._problem: str | None = None
         self._cleared_at = -math.inf
         self._is_asked = threading.Event()
-        super().__init__(
-            "cleanup", self._turn, crash_event="cleanup_failed", on_crash=lambda _error: _LOOK_EVERY_S
-        )
+        super().__init__("cleanup", self._turn)
 
     def look_soon(self) -> None:
         """Some have come, or something has changed on the node."""

@@ -48,7 +48,7 @@ class Follower(BackgroundWorker):
         idle_timeout_s: float = _IDLE_S,
         backoff_s: tuple[float, float] = _BACKOFF_S,
     ) -> None:
-        super().__init__(name, self._turn, crash_event="watch_crashed", on_crash=self._wait_s)
+        super().__init__(name, self._turn, self._wait_s)
         self._api, self._path, self._what = api, path, what
         self._selector = {"fieldSelector": field_selector}
         self._idle_timeout_s = idle_timeout_s

@@ -103,12 +103,7 @@ class NodeLayouts(BackgroundWorker):
             self._states = {one.gpu_uuid: one for one in self.file.load()}
         self._tainted_at: dict[tuple[str, str], float] = {}  # by GPU and layout
         self._guard = threading.Lock()
-        super().__init__(
-            "mig-layouts",
-            self._turn,
-            crash_event="mig_layouts_failed",
-            on_crash=lambda _error: _LOOK_EVERY_S,
-        )
+        super().__init__("mig-layouts", self._turn)
 
     def start(self) -> None:
         """Begin to look, where the configuration has a layout."""

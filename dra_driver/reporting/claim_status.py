@@ -141,7 +141,7 @@ class ClaimHealthReporter(BackgroundWorker):
         self._all_are_due = True
         self._dropped = 0
         self._lost_again_at = 0.0
-        super().__init__("claim-news", self._round, crash_event="claim_news_failed", on_crash=self._crashed)
+        super().__init__("claim-news", self._round, self._crashed)
 
     def health_changed(self, change: HealthChange) -> None:
         """The health of a GPU or of an instance became worse or better."""

@@ -66,9 +66,7 @@ class FailingClaims(BackgroundWorker):
         self._under_way: dict[int, tuple[ClaimRef, float]] = {}  # by the number of the call and claim
         self._reported: set[int] = set()
         self._looked_at: dict[str, float] = {}
-        super().__init__(
-            "failing-claims", self.turn, crash_event="failing_claims_failed", on_crash=lambda _: _LOOK_EVERY_S
-        )
+        super().__init__("failing-claims", self.turn)
 
     def all(self) -> tuple[FailingClaim, ...]:
         """All of them; the one that failed last is the last."""

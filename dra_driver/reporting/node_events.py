@@ -107,9 +107,7 @@ class MpsEvents(BackgroundWorker):
 
     def __post_init__(self) -> None:
         self._reported: set[tuple[str, str, str]] = set()  # claim, reason, daemon
-        super().__init__(
-            "mps-events", self._look, crash_event="mps_events_failed", on_crash=lambda _: _LOOK_S
-        )
+        super().__init__("mps-events", self._look)
 
     def prepared(self, record: ClaimRecord) -> None:
         """A claim was prepared."""

@@ -260,9 +260,7 @@ class NodeProblems(BackgroundWorker):
         self._mark = UseMark(self.directory / RUNNING_LOCK)
         self._to_write = Reported()
         self._writing = BoundedCall("the file of problems", self._write)
-        super().__init__(
-            "node-problems", self.turn, crash_event="node_problems_failed", on_crash=lambda _: _TURN_S
-        )
+        super().__init__("node-problems", self.turn)
 
     def start(self) -> None:
         """Begin, and show that this process runs."""

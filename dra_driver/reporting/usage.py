@@ -150,12 +150,7 @@ class UnclaimedMemory(BackgroundWorker):
     def __post_init__(self) -> None:
         self._since: dict[tuple[str, int, str], float] = {}
         self._reported: set[tuple[str, int, str]] = set()
-        super().__init__(
-            "unclaimed-memory",
-            self.turn,
-            crash_event="unclaimed_memory_failed",
-            on_crash=lambda _: _LOOK_S,
-        )
+        super().__init__("unclaimed-memory", self.turn)
 
     def turn(self) -> float:
         """Look once; returns the seconds until the next look."""

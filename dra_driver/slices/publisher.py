@@ -128,9 +128,7 @@ class Publisher:
         self._existing: list[JsonObject] = []
         self._due_at = math.inf
         self._backoff = Backoff(_BACKOFF_FIRST_S, _BACKOFF_MOST_S)
-        self._worker = BackgroundWorker(
-            "publisher", self._round, crash_event="publish_failed", on_crash=self._crashed
-        )
+        self._worker = BackgroundWorker("publisher", self._round, self._crashed)
 
     @property
     def problem(self) -> str | None:

@@ -15,7 +15,7 @@ from dra_driver.base.threads import BackgroundWorker, side_by_side
 def worker(
     work: Callable[[], float], on_crash: Callable[[Exception], float] = lambda _: 0.0
 ) -> BackgroundWorker:
-    return BackgroundWorker("test", work, crash_event="test_failed", on_crash=on_crash)
+    return BackgroundWorker("test", work, on_crash)
 
 
 def test_work_is_called_again_when_it_is_woken_and_not_before() -> None:
@@ -75,7 +75,7 @@ def test_what_work_raises_is_told_and_work_goes_on() -> None:
         assert healed.wait(20)
         one.stop()
     assert crashes == ["a surprise"]
-    assert [(line["event"], line["log_level"]) for line in lines] == [("test_failed", "error")]
+    assert [(line["event"], line["log_level"]) for line in lines] == [("worker_failed", "error")]
 
 
 def test_stop_ends_a_pause_within_the_work_and_may_come_before_the_start() -> None:

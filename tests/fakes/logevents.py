@@ -11,10 +11,8 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "dra_driver"
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical")
 _LOGGERS = {"_log", "log", "logger"}
-_WORKER = "dra_driver/base/threads.py"
-"""Logs the event that each of its users names as `crash_event`."""
 _STORE = "dra_driver/base/json_store.py"
-"""The same, as `unreadable_event`."""
+"""Logs the event that each of its users names as `unreadable_event`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +39,6 @@ def _calls(file: Path) -> Iterator[LogCall]:
     aliases = dict(_aliases(nodes))
     for node in nodes:
         if isinstance(node, ast.Call):
-            crash_event = next((item.value for item in node.keywords if item.arg == "crash_event"), None)
-            if crash_event is not None:  # what a BackgroundWorker logs of its work
-                yield LogCall(f"{name}:{node.lineno}", name, ("exception",), _literals(crash_event), ())
             named = {item.arg: item.value for item in node.keywords}
             if "unreadable_event" in named:
                 fields = ("kept_as", "reason", "remedy", *(_literals(named["name"]) or ()))
@@ -51,7 +46,7 @@ def _calls(file: Path) -> Iterator[LogCall]:
                 yield LogCall(f"{name}:{node.lineno}", name, ("error",), events, fields)
             levels = _levels(node.func, aliases)
             events = _literals(_event_argument(node, levels)) if levels else None
-            if levels and not (name in (_WORKER, _STORE) and events is None):
+            if levels and not (name == _STORE and events is None):
                 fields = tuple(keyword.arg or "**" for keyword in node.keywords)
                 yield LogCall(f"{name}:{node.lineno}", name, levels, events, fields)
 

@@ -558,7 +558,7 @@ def test_surprise_does_not_end_the_thread(bench: Bench, logs: list, where: str) 
         bench.host.surprises = [ValueError("a bug")]
         eventually(lambda: not bench.host.surprises)
     eventually(lambda: bench.discovery.unavailable() is None)
-    assert "discovery_failed" in [line["event"] for line in logs]
+    assert ("worker_failed", "discovery") in [(line["event"], line.get("worker")) for line in logs]
     assert bench.discovery.inventory == COMPLETE
 
 
