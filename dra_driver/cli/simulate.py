@@ -180,16 +180,17 @@ _OF_MACHINES: Mapping[str, _Row] = {
         Flag("version", "A version of the NVIDIA driver.", count="?", shown="the one it had"),
     )),
     "reboot": (_calls("reboot", "rebooted, boot id {machine.boot_id}"), "Reboot the machine.", "", ()),
-    "imex": (_calls("set_imex", "nvidia-imex of {machine.name} is {state}"),
+    "imex": (_calls("set_system", "nvidia-imex of {machine.name} is {imex}"),
              "Set the state of the simulated nvidia-imex.", "ready", (
-        _argument("state", "ready, initializing, hung, killed (the socket stays) or stopped."),
-        _option("channels", "Number of IMEX channels of the NVIDIA driver; 0: it has none.", int, least=0),
+        _argument("imex", "ready, initializing, hung, killed (the socket stays) or stopped.", "STATE"),
+        _option("imex_channels", "Number of IMEX channels of the NVIDIA driver; 0: it has none.", int, least=0,
+                spelled=("--channels",)),
     )),
-    "confidential": (_calls("set_confidential_compute",
-                            "confidential computing of {machine.name} is {mode}, its GPUs are {ready}"),
+    "confidential": (_calls("set_system", "confidential computing of {machine.name} is {confidential_compute}, "
+                                          "its GPUs are {confidential_ready}"),
                      "Set confidential computing and its ready state.", "on --ready", (
-        _argument("mode", "off, on, devtools or ppcie."),
-        switch("ready", "The GPUs accept work, until a reboot."),
+        _argument("confidential_compute", "off, on, devtools or ppcie.", "MODE"),
+        switch("confidential_ready", "The GPUs accept work, until a reboot.", "--ready"),
     )),
     "give": (_calls("give_to", "{driver} has {called}"),
              "Give a GPU to nvidia or a vfio driver, as an administrator.", "0 vfio-pci", (
@@ -202,9 +203,9 @@ _OF_MACHINES: Mapping[str, _Row] = {
         _option("installed", "Installed modules, with commas, such as vfio_pci.", shown="as it is"),
         _option("loaded", "Loaded modules, with commas.", shown="as it is"),
     )),
-    "host-devices": (_calls("set_host_devices", "{machine.name} has {kinds}"),
+    "host-devices": (_calls("set_system", "{machine.name} has {host_devices}"),
                      "Set the device nodes for storage, RDMA, GDRCopy.", "gds mofed", (
-        _argument("kinds", "gds, mofed, gdrcopy; without any, all are removed.", "KIND", "*"),
+        _argument("host_devices", "gds, mofed, gdrcopy; without any, all are removed.", "KIND", "*"),
     )),
     "add-gpu": (_calls("add_gpu", "added {made}"), "Plug a GPU in.", "h100-sxm", (
         _argument("model", "GPU model, such as h100-sxm or l40s."),

@@ -6,6 +6,7 @@ import functools
 import pickle
 import re
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,16 @@ PLACEHOLDER_BUS = "ffff:ff:ff.f"
 _BUS_ID = re.compile(r"^[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
 _ADDRESSING = {"none": 0, "hmm": 1, "ats": 2}
 _FABRIC_STATES = {"not-supported": 0, "not-started": 1, "in-progress": 2, "completed": 3}
-CONFIDENTIAL_MODES = ("off", "on", "devtools", "ppcie")
+_VFIO_MODULES = (*pci.VFIO_DRIVERS, pci.MAPS_MEMORY)
+_SYSTEM = {
+    "imex": ("ready", "initializing", "hung", "killed", "stopped"),
+    "confidential_compute": ("off", "on", "devtools", "ppcie"),
+    "host_devices": ("gds", "mofed", "gdrcopy"),
+    "vfio_modules": _VFIO_MODULES,
+    "vfio_loaded": _VFIO_MODULES,
+}
+"""The choices for values of `system`. `stopped` takes the socket of nvidia-imex away; `killed` leaves it behind, and no
+one listens."""
 _REMOTE_PCI = ("real", "placeholder", "not-supported")
 _NAMESPACE = uuid.UUID("0f0c8c0e-5a70-5f0e-9a53-53696d4e5643")
 
@@ -145,7 +155,7 @@ def build(name: str) -> State:
     models = load_models(extra, {str(item.get("model")) for item in entries})
     driver = document.get("driver", {})
     system = {**driver_facts()["system"], **document.get("system", {})}
-    check_confidential_mode(system["confidential_compute"])
+    check_system(system)
     state = State(
         machine=machine,
         version=1,
@@ -177,13 +187,14 @@ def _check_keys(machine: str, where: str, item: dict[str, Any], known: set[str])
         )
 
 
-def check_confidential_mode(mode: object) -> None:
+def check_system(facts: Mapping[str, Any]) -> None:
     """Raises: InvalidConfigError. In YAML on and off without quotes are no strings."""
-    if mode not in CONFIDENTIAL_MODES:
-        raise InvalidConfigError(
-            f"the mode of confidential computing can be {', '.join(CONFIDENTIAL_MODES)}, not {mode!r}; in YAML keep "
-            "the quotes"
-        )
+    for name, choices in _SYSTEM.items():
+        values = facts.get(name, [])
+        for value in values if isinstance(values, list) else [values]:
+            if value not in choices:
+                quotes = "; in YAML keep the quotes" if isinstance(value, bool) else ""
+                raise InvalidConfigError(f"{name} can be {', '.join(choices)}, not {value!r}{quotes}")
 
 
 def cuda_of_driver(version: str, otherwise: int) -> int:

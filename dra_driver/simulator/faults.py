@@ -39,27 +39,18 @@ def code_text(fault: Fault) -> str:
     return behaviour or os.strerror(fault.code or 0).lower()
 
 
-def error_names() -> list[str]:
-    """Return codes by name, such as `gpu-is-lost`."""
-    names = [name for name in dir(pynvml) if name.startswith(_PREFIX)]
-    return sorted(name.removeprefix(_PREFIX).lower().replace("_", "-") for name in names)
-
-
 def error_code(value: int | str) -> int:
-    """A return code by number or by name: 15, `gpu-is-lost`, `GpuIsLost` or `NVML_ERROR_GPU_IS_LOST`."""
+    """A return code by number or by name: 15, `gpu-is-lost` or `NVML_ERROR_GPU_IS_LOST`."""
     if isinstance(value, int) or value.isdigit():
         return int(value)
-    wanted = _plain(value.removeprefix("NVMLError_").removeprefix(_PREFIX))
-    for name in dir(pynvml):
-        if name.startswith(_PREFIX) and _plain(name.removeprefix(_PREFIX)) == wanted:
-            return int(getattr(pynvml, name))
-    raise InvalidConfigError(
-        f"there is no NVML error {value!r}; use a number or one of: {', '.join(error_names())}"
-    )
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("_", "").replace("-", "")
+    codes = {
+        name.removeprefix(_PREFIX): code for name, code in vars(pynvml).items() if name.startswith(_PREFIX)
+    }
+    found = codes.get(value.upper().replace("-", "_").removeprefix(_PREFIX))
+    if found is None:
+        known = ", ".join(sorted(name.lower().replace("_", "-") for name in codes))
+        raise InvalidConfigError(f"there is no NVML error {value!r}; use a number or one of: {known}")
+    return int(found)
 
 
 def _write_code(value: int | str) -> int:
@@ -78,13 +69,15 @@ def _write_code(value: int | str) -> int:
 
 def make_fault(
     function: str,
-    code: int | str | None,
-    delay_s: float,
-    count: int | None,
-    gpu: str | None,
+    gpu: str | None = None,
     *,
+    code: int | str | None = None,
+    delay_s: float = 0.0,
+    count: int | None = None,
     blocks_all: bool = False,
 ) -> Fault:
+    """A fault of this function, of one GPU if `gpu` is a UUID, until it is cleared or as often as `count` says. With
+    `blocks_all` no NVML call of the process returns during the delay."""
     if code is None and delay_s <= 0:
         raise InvalidConfigError(f"a fault of {function} needs an error code, a delay, or both")
     if blocks_all and delay_s <= 0:

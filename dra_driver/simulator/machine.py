@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pynvml
 
@@ -15,8 +15,6 @@ from dra_driver.model.ids import gpu_device_names
 from dra_driver.simulator import catalogue, mig, pci
 from dra_driver.simulator.faults import error_text, fault_text, make_fault
 from dra_driver.simulator.hostroot import HostRoot
-from dra_driver.simulator.hostroot.installation import IMEX_STATES
-from dra_driver.simulator.hostroot.kernel import HOST_DEVICE_KINDS
 from dra_driver.simulator.machine_files import COMPUTE_MODE, TIMESLICE, Policies, Session, Sessions, Store
 from dra_driver.simulator.machine_state import (
     NVIDIA,
@@ -30,6 +28,7 @@ from dra_driver.simulator.machine_state import (
 )
 
 Selector = int | str
+T = TypeVar("T")
 XID_OFF_THE_BUS = 79
 XID_RECOVERY_ACTION = 154
 
@@ -151,7 +150,7 @@ class Machine:
         with self._store.change(self._host.render) as state:
             yield state
 
-    def change_gpu(self, gpu_uuid: str, change: Callable[[Gpu, Model], int]) -> int:
+    def change_gpu(self, gpu_uuid: str, change: Callable[[Gpu, Model], T]) -> T:
         """Change one GPU under the lock; if `change` raises, the machine stays as it was."""
         with self._change() as state:
             gpu = state.by_uuid[gpu_uuid]
@@ -262,21 +261,11 @@ class Machine:
                 gpu = self._find(state, selector)
                 gpu.fabric = {**gpu.fabric, **facts}
 
-    def hold_gpu(
-        self,
-        selector: Selector,
-        pid: int,
-        name: str,
-        *,
-        gpu_instance: int | None = None,
-        compute_instance: int | None = None,
-        mps: bool = False,
-        utilisation: int = 40,
-    ) -> None:
-        """A process uses the GPU or one of its instances, so that changes are refused with IN_USE."""
+    def hold_gpu(self, selector: Selector, pid: int, name: str, **more: Any) -> None:
+        """A process uses the GPU or one of its instances, so that changes are refused with IN_USE; `more` as in
+        `Holder`."""
         with self._change() as state:
-            holder = Holder(pid, name, gpu_instance, compute_instance, mps=mps, utilisation=utilisation)
-            self._find(state, selector).holders.append(holder)
+            self._find(state, selector).holders.append(Holder(pid, name, **more))
 
     def release_gpu(self, selector: Selector, pid: int | None = None) -> None:
         """End the process; without a pid end all processes."""
@@ -288,22 +277,13 @@ class Machine:
 
     # --- faults --------------------------------------------------------------------------------
 
-    def set_fault(
-        self,
-        function: str,
-        *,
-        code: int | str | None = None,
-        delay_s: float = 0.0,
-        count: int | None = None,
-        gpu: Selector | None = None,
-        blocks_all: bool = False,
-    ) -> str:
+    def set_fault(self, function: str, *, gpu: Selector | None = None, **more: Any) -> str:
         """The next calls of an NVML function (shell pattern) fail with `code`, answer late, or both; so do writes to
-        sysfs where `function` is one of `faults.WRITES`. A delay ends early when the faults are cleared. With
-        `blocks_all` no NVML call of the process returns during the delay. Returns that in words."""
+        sysfs where `function` is one of `faults.WRITES`. `more` as in `make_fault`. A delay ends early when the faults
+        are cleared. Returns that in words."""
         with self._change() as state:
             subject = None if gpu is None else self._find(state, gpu).uuid
-            state.faults.append(make_fault(function, code, delay_s, count, subject, blocks_all=blocks_all))
+            state.faults.append(make_fault(function, subject, **more))
             return fault_text(state.faults[-1])
 
     def clear_faults(self) -> None:
@@ -329,18 +309,6 @@ class Machine:
             state.functions = others + virtual_functions(state, gpu, count)
 
     # --- who drives it -------------------------------------------------------------------------
-
-    def set_vfio(self, **facts: Any) -> None:
-        """What the kernel has for virtual machines: `iommu`, `iommufd`, `vfio_modules` that are installed,
-        `vfio_loaded`."""
-        with self._change() as state:
-            known = (*pci.VFIO_DRIVERS, pci.MAPS_MEMORY)
-            unknown = {*facts.get("vfio_modules", []), *facts.get("vfio_loaded", [])}.difference(known)
-            if unknown:
-                raise InvalidConfigError(
-                    f"there are no modules {', '.join(sorted(unknown))}; choose of {', '.join(known)}"
-                )
-            state.system |= facts
 
     def give_to(self, selector: Selector, driver: str) -> None:
         """What an administrator does with `driverctl`: the driver gets the GPU and stays with it over reboots, whoever
@@ -400,33 +368,12 @@ class Machine:
 
     # --- what is beside the GPUs ---------------------------------------------------------------
 
-    def set_imex(self, state: str, channels: int | None = None) -> None:
-        """What nvidia-imex does; with `channels` also how many the NVIDIA driver has, 0 for a driver that knows
-        none."""
-        if state not in IMEX_STATES:
-            raise InvalidConfigError(f"nvidia-imex can be {', '.join(IMEX_STATES)}, not {state!r}")
-        with self._change() as now:
-            now.system["imex"] = state
-            if channels is not None:
-                now.system["imex_channels"] = channels
-
-    def set_confidential_compute(self, mode: str, *, ready: bool = False) -> None:
-        """The mode that the host set before the GPUs came up, and whether someone has set the ready state since."""
-        catalogue.check_confidential_mode(mode)
-        with self._change() as now:
-            now.system["confidential_compute"] = mode
-            now.system["confidential_ready"] = ready
-
-    def set_host_devices(self, kinds: Iterable[str]) -> None:
-        """Have exactly these kinds of nodes: gds, mofed, gdrcopy."""
-        wanted = list(kinds)
-        unknown = sorted(set(wanted) - set(HOST_DEVICE_KINDS))
-        if unknown:
-            raise InvalidConfigError(
-                f"there are no host devices {', '.join(unknown)}; choose of {', '.join(HOST_DEVICE_KINDS)}"
-            )
-        with self._change() as now:
-            now.system["host_devices"] = wanted
+    def set_system(self, **facts: Any) -> None:
+        """Change values of `system` in machines/README.md; None leaves one as it is. Raises: InvalidConfigError."""
+        given = {name: value for name, value in facts.items() if value is not None}
+        catalogue.check_system(given)
+        with self._change() as state:
+            state.system |= given
 
     # --- driver and boot -----------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dra_driver.errors import StateError
-from dra_driver.simulator.machine_state import FORMAT, State, decode, encode
+from dra_driver.simulator.machine_state import State, decode, encode
 
 STATE_FILE = "machine.json"
 LOCK_FILE = "machine.lock"
@@ -82,17 +82,11 @@ class Store:
 
     def _parse(self, raw: bytes) -> State:
         try:
-            state = decode(raw)
+            return decode(raw)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise StateError(
                 f"the machine file {self.path} cannot be read ({error}); remove the directory and create it again"
             ) from error
-        if state.format != FORMAT:
-            raise StateError(
-                f"the machine file {self.path} has format {state.format}, this version knows {FORMAT}; "
-                "remove the directory and create it again"
-            )
-        return state
 
     @contextmanager
     def locked(self) -> Iterator[None]:

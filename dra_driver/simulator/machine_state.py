@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-FORMAT = 1
 KEPT_EVENTS = 512
 ANY_INSTANCE = 0xFFFFFFFF
 NVIDIA = "nvidia"
@@ -242,7 +241,6 @@ class State:
     events: list[Event] = field(default_factory=list)
     event_seq: int = 0
     source: str = ""
-    format: int = FORMAT
 
     @property
     def branch(self) -> int:

@@ -36,7 +36,8 @@ def done(machine: Machine, method: str, said: str, values: Mapping[str, Any], he
 def _shown(name: str, value: Any) -> Any:
     if isinstance(value, list):
         return ", ".join(value) or "no such nodes"
-    return value if not isinstance(value, bool | None) else name if value else f"not {name}"
+    word = name.rpartition("_")[2]
+    return value if not isinstance(value, bool | None) else word if value else f"not {word}"
 
 
 def _refuse_while_open(machine: Machine, what: str, force: bool) -> None:
@@ -106,7 +107,7 @@ def vfio(
     machine: Machine, *, iommu: bool | None, iommufd: bool | None, installed: str | None, loaded: str | None
 ) -> str:
     given = {"iommu": iommu, "iommufd": iommufd, "vfio_modules": installed, "vfio_loaded": loaded}
-    machine.set_vfio(
+    machine.set_system(
         **{
             name: [module for module in value.split(",") if module] if isinstance(value, str) else value
             for name, value in given.items()

@@ -320,7 +320,7 @@ def test_imex_in_order(tells: Tells, tray: Host) -> None:
     one_outside = replace(tray.inventory, gpus=(replace(first, fabric=None), *others))
     tells(asked(inventory=one_outside))
     tells(tray.checks(extra_devices=ExtraDevices(imex="all")).imex())
-    tray.node.machine.set_imex("ready", channels=5000)
+    tray.node.machine.set_system(imex="ready", imex_channels=5000)
     tells(tray.checks(extra_devices=ExtraDevices(imex="all")).imex())
     assert "IMEX" not in [check.name for check in tray.checks().all()]
 
@@ -329,7 +329,7 @@ def test_imex_in_order(tells: Tells, tray: Host) -> None:
 def test_imex_that_claims_would_wait_for(
     tray: Host, state: str, channels: int, parts: tuple[str, ...]
 ) -> None:
-    tray.node.machine.set_imex(state, channels)
+    tray.node.machine.set_system(imex=state, imex_channels=channels)
     says(tray.checks(extra_devices=ExtraDevices(imex=2)).imex(), "FAIL", *parts)
 
 

@@ -96,7 +96,7 @@ def test_each_card_that_cannot_go_is_named(host: Host) -> None:
 
 @tabled("facts", "part")
 def test_host_that_gives_no_card(host: Host, facts: dict[str, object], part: str) -> None:
-    host.machine.set_vfio(**facts)
+    host.machine.set_system(**facts)
     found = host.checks().passthrough()
     assert [one.status for one in found] == ["WARN"] * 8
     assert all(part in f"{one.seen} {one.remedy}" for one in found)

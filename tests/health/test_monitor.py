@@ -333,7 +333,7 @@ def test_every_poll_that_reads_a_fabric_tells_the_registration(bench):
 
 
 def test_gpus_of_a_confidential_machine_are_held_back_until_they_are_ready(bench):
-    bench.machine.set_confidential_compute("on")
+    bench.machine.set_system(confidential_compute="on")
     bench.turn(10)
     taint = ["confidential-compute=not-ready:NoSchedule"]
     assert bench.tainted() == dict.fromkeys(("0", "1", "2", "1g.10gb", "3g.40gb"), taint)
@@ -341,7 +341,7 @@ def test_gpus_of_a_confidential_machine_are_held_back_until_they_are_ready(bench
     bench.turn(10)
     assert bench.tainted()["0"] == taint, "what is not told now is what it was"
     bench.machine.clear_faults()
-    bench.machine.set_confidential_compute("on", ready=True)
+    bench.machine.set_system(confidential_compute="on", confidential_ready=True)
     bench.turn(10)
     assert bench.tainted() == {}
 

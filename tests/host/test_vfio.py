@@ -107,7 +107,9 @@ def _beside(pci_class: int, bus_id: str = "0000:99:00.0", **more: object) -> Cal
 
 SHARES = "its IOMMU group 20 also has PCI function 0000:99:00.0 ({}), which the virtual machine would get too"
 PROBLEMS: dict[str, tuple[Callable[[Machine], None], str]] = {
-    "no IOMMU": (lambda machine: machine.set_vfio(iommu=False), "the kernel has no IOMMU for it; switch the IOMMU on"),
+    "no IOMMU": (
+        lambda machine: machine.set_system(iommu=False), "the kernel has no IOMMU for it; switch the IOMMU on"
+    ),
     "network": (_beside(0x020000, vendor=0x15B3, driver="mlx5_core"), SHARES.format("a network controller")),
     "disk": (_beside(0x010802, vendor=0x144D, driver="nvme"), SHARES.format("a disk controller")),
     "other GPU": (_beside(0x030200), SHARES.format("another GPU")),
@@ -115,11 +117,11 @@ PROBLEMS: dict[str, tuple[Callable[[Machine], None], str]] = {
     "NVSwitch": (_beside(0x068000), SHARES.format("a function of class 0x0680")),
     "SR-IOV": (lambda machine: machine.set_virtual_functions(0, 2), "it has 2 virtual functions (SR-IOV); remove them"),
     "no module that maps memory": (
-        lambda machine: machine.set_vfio(vfio_modules=["vfio_pci"]),
+        lambda machine: machine.set_system(vfio_modules=["vfio_pci"]),
         "the kernel module vfio_iommu_type1 is not loaded and not installed; run `modprobe vfio_iommu_type1` on",
     ),
     "no module": (
-        lambda machine: machine.set_vfio(vfio_modules=[]),
+        lambda machine: machine.set_system(vfio_modules=[]),
         "the kernel module vfio_pci is not loaded and not installed; run `modprobe vfio_pci` on the node",
     ),
 }  # fmt: skip
@@ -148,7 +150,7 @@ def test_looks_wait_for_no_change_of_drivers(node: Node) -> None:
 def test_card_without_an_installed_module_that_maps_memory_is_offered_where_it_is_not_needed(
     node: Node, facts: dict[str, Any]
 ) -> None:
-    node.machine.set_vfio(vfio_modules=["vfio_pci"], **facts)
+    node.machine.set_system(vfio_modules=["vfio_pci"], **facts)
     assert node.card.problem is None
 
 
@@ -237,7 +239,7 @@ def test_the_most_exact_module_is_taken_and_its_driver_may_have_another_name(mem
     bus_id = cards.cards()[1].bus_id
     assert cards.ready_driver(bus_id, WAIT_S) == "nvgrace-gpu-vfio-pci"
     assert [card.vfio_driver for card in cards.cards()] == ["nvgrace-gpu-vfio-pci"] * 4
-    machine.set_vfio(vfio_modules=["vfio_pci"], vfio_loaded=[])
+    machine.set_system(vfio_modules=["vfio_pci"], vfio_loaded=[])
     assert cards.ready_driver(bus_id, WAIT_S) == "vfio-pci"
 
 
@@ -267,7 +269,7 @@ def test_card_in_a_noiommu_group_has_no_iommu(node: Node) -> None:
 
 @pytest.mark.parametrize("iommufd", [False, True])
 def test_card_goes_to_vfio_with_all_its_functions_and_comes_back(node: Node, iommufd: bool) -> None:
-    node.machine.set_vfio(iommufd=iommufd)
+    node.machine.set_system(iommufd=iommufd)
     before = node.card
     node.give()
     card = node.card
@@ -319,7 +321,7 @@ def test_write_that_blocks_is_left_behind_and_tells_when_it_ends(node: Node) -> 
     ],
 )
 def test_write_that_fails_is_one_sentence(node: Node, word: str, act: Callable[[VfioCards], None]) -> None:
-    node.machine.set_vfio(vfio_loaded=["vfio_pci"])
+    node.machine.set_system(vfio_loaded=["vfio_pci"])
     for name, text in (("EBUSY", "Device or resource busy"), ("ENODEV", "No such device")):
         node.machine.set_fault(word, code=name, gpu=0, count=1)
         with pytest.raises(
@@ -354,7 +356,7 @@ def test_probe_without_effect_shows_in_what_is_missing(node: Node) -> None:
 
 
 def test_driver_without_override_does_not_take_the_card(node: Node) -> None:
-    node.machine.set_vfio(vfio_loaded=["vfio_pci"])
+    node.machine.set_system(vfio_loaded=["vfio_pci"])
     node.cards.unbind(GPU, WAIT_S)
     with pytest.raises(RetryableError, match=r"bind PCI function .* to vfio-pci: No such device"):
         node.cards.bind(GPU, "vfio-pci", WAIT_S)
@@ -371,7 +373,7 @@ def test_module_that_cannot_be_loaded_is_named(node: Node) -> None:
     node.machine.set_fault("modprobe", code="no-effect")
     with pytest.raises(RetryableError, match="vfio_pci is loaded and has no driver vfio-pci"):
         node.cards.ready_driver(GPU, 0.05)
-    node.machine.set_vfio(vfio_modules=[])
+    node.machine.set_system(vfio_modules=[])
     node.machine.clear_faults()
     with pytest.raises(RetryableError, match="Module vfio_pci not found in directory /lib/modules/"):
         node.cards.ready_driver(GPU, 0.05)

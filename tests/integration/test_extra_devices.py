@@ -62,7 +62,7 @@ def beside(node: Node, ref: ClaimRef) -> dict[str, list[str]]:
 def test_claims_on_gpus_in_a_fabric_get_the_channel(
     tray: Node, channel: int | str, numbers: Sequence[int]
 ) -> None:
-    tray.machine.set_imex("ready", channels=16)
+    tray.machine.set_system(imex="ready", imex_channels=16)
     devices = tray.running(4, imex_channel=channel).devices()
     assert {json.dumps(device["attributes"]["imexChannels"]) for device in devices} == {'{"int": 16}'}
     ref = tray.claim("training")
@@ -74,7 +74,7 @@ def test_claims_on_gpus_in_a_fabric_get_the_channel(
 
 
 def test_claims_wait_for_the_daemon_and_no_other_claim_does(tray: Node) -> None:
-    tray.machine.set_imex("initializing")
+    tray.machine.set_system(imex="initializing")
     name = tray.running(4, imex_channel=0).devices()[0]["name"]
     monitor = tray.allocated_by_hand("monitor", name, adminAccess=True)
     training = tray.claim("training")
@@ -84,14 +84,14 @@ def test_claims_wait_for_the_daemon_and_no_other_claim_does(tray: Node) -> None:
         "killed": "Connection refused",
         "stopped": "its control socket /etc/nvidia-imex/imex_ctrl.sock is not there",
     }.items():
-        tray.machine.set_imex(state)
+        tray.machine.set_system(imex=state)
         outcomes = tray.prepare(training, monitor)
         assert isinstance(outcomes[monitor.uid], Prepared)
         assert said in outcomes[training.uid].error
         assert "systemctl status nvidia-imex" in outcomes[training.uid].error
         assert tray.records() == [f"{monitor.uid}.json"]
     assert channels(tray, monitor) == []
-    tray.machine.set_imex("ready")
+    tray.machine.set_system(imex="ready")
     tray.ready(training)
     assert channels(tray, training) == [(f"{CHANNEL}0", 236, 0)]
 
@@ -111,12 +111,12 @@ def test_channels_that_vanish_before_the_spec_is_written(tray: Node, monkeypatch
 
     def then_gone(self: ExtraDeviceFinder, plan: Plan) -> None:
         check(self, plan)
-        tray.machine.set_imex("ready", channels=0)
+        tray.machine.set_system(imex="ready", imex_channels=0)
 
     monkeypatch.setattr(ExtraDeviceFinder, "check", then_gone)
     tray.refused(tray.claim("training"), "the kernel lists no nvidia-caps-imex-channels")
     monkeypatch.undo()
-    tray.machine.set_imex("ready", channels=2048)
+    tray.machine.set_system(imex="ready", imex_channels=2048)
     driver.discovery.scan_now(10)
     tray.ready(tray.claim("more"))
 
@@ -128,12 +128,12 @@ def test_claim_waits_for_the_daemon_again_after_a_reboot(tray: Node) -> None:
     first = tray.ready(ref)
     driver.stop()
     tray.machine.reboot()
-    tray.machine.set_imex("initializing")
+    tray.machine.set_system(imex="initializing")
     tray.running(4, imex_channel=3)
     outcome = tray.prepare(ref)[ref.uid]
     assert isinstance(outcome, Failed)
     assert "says 'INITIALIZING'" in outcome.error
-    tray.machine.set_imex("ready")
+    tray.machine.set_system(imex="ready")
     assert tray.ready(ref) == first
 
 
@@ -142,7 +142,7 @@ def test_claim_waits_for_the_daemon_again_after_a_reboot(tray: Node) -> None:
 
 def test_by_configuration_every_claim_gets_what_is_there(make_node: Make) -> None:
     node = make_node()
-    node.machine.set_host_devices(["mofed", "gds"])
+    node.machine.set_system(host_devices=["mofed", "gds"])
     node.running(host_devices=("gds", "mofed", "gdrcopy", "nvswitch"))
     first, second = node.claim("first"), node.claim("second")
     with structlog.testing.capture_logs() as logs:

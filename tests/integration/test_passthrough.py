@@ -162,7 +162,7 @@ def test_passthrough_that_offers_no_gpu_is_a_problem_until_one_is_offered(
     make_node: Callable[..., Node], logs: Logs
 ) -> None:
     node = without_virtual_functions(make_node)
-    node.machine.set_vfio(iommu=False)
+    node.machine.set_system(iommu=False)
     node.running(8, passthrough=True)
     gpus = [gpu.bus_id for gpu in node.machine.current().present]
     reasons = {card.bus_id: card.problem for card in node.driver.discovery.latest().cards}
@@ -177,7 +177,7 @@ def test_passthrough_that_offers_no_gpu_is_a_problem_until_one_is_offered(
     node.driver.discovery.scan_now(10)
     assert refusals(logs) == [{"log_level": "warning", "cards": reasons, "offered": 0}]
 
-    node.machine.set_vfio(iommu=True)
+    node.machine.set_system(iommu=True)
     node.machine.set_virtual_functions(1, 2)
     node.driver.discovery.scan_now(10)
     eventually(lambda: node.driver.passthrough.problems() == [])

@@ -52,7 +52,7 @@ def node(machine: Make) -> SimulatedNode:
 @pytest.mark.parametrize("mode", ["off", "on", "devtools", "ppcie"])
 def test_the_mode_and_whether_the_gpus_accept_work(node: SimulatedNode, mode: str) -> None:
     for ready in (False, True):
-        node.machine.set_confidential_compute(mode, ready=ready)
+        node.machine.set_system(confidential_compute=mode, confidential_ready=ready)
         assert (supported(confidential_mode), accepts_work()) == (mode, ready or mode == "off")
     assert read_inventory().confidential_compute == mode
 
@@ -72,7 +72,7 @@ def test_gpus_that_do_not_know_it(machine: Make, name: str, mode: str | None) ->
 )
 def test_drivers_that_do_not_tell_all(machine: Make, driver: str, mode: str, told: str | None) -> None:
     made = machine("hgx-h100-4")
-    made.machine.set_confidential_compute(mode)
+    made.machine.set_system(confidential_compute=mode)
     made.machine.load_driver(driver)
     made.session.reopen()
     assert supported(confidential_mode) == told

@@ -371,7 +371,7 @@ def test_claim_by_group_without_the_module_that_maps_memory_is_refused_before_nv
     node: KindNode, site: Site, code: str
 ) -> None:
     """The virtual machine would get ENODEV when it sets its IOMMU."""
-    site.machine.set_vfio(vfio_loaded=["vfio_pci"])
+    site.machine.set_system(vfio_loaded=["vfio_pci"])
     untouched, pauses = node.state(), site.simulated.session.pauses
     site.machine.set_fault("modprobe", code=code)
     refused(in_a_hurry(node, wanted(site)), LACKING[code])
@@ -381,7 +381,7 @@ def test_claim_by_group_without_the_module_that_maps_memory_is_refused_before_nv
 
 
 def test_claim_by_iommufd_needs_no_module_that_maps_memory(node: KindNode, site: Site) -> None:
-    site.machine.set_vfio(iommufd=True, vfio_modules=["vfio_pci"])
+    site.machine.set_system(iommufd=True, vfio_modules=["vfio_pci"])
     parameters = {
         "apiVersion": GROUP_VERSION,
         "kind": "VfioDeviceConfig",

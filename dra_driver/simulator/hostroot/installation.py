@@ -22,8 +22,6 @@ from dra_driver.simulator.machine_state import Gpu, State
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 _PROGRAM = "#!/bin/sh\nprintf '%s\\n' \"{name} of the simulated driver {version}\"\n"
-IMEX_STATES = ("ready", "initializing", "hung", "killed", "stopped")
-"""What the daemon does. `stopped` takes the socket away; `killed` leaves it behind, and no one listens."""
 _IMEX_SOCKET = "etc/nvidia-imex/imex_ctrl.sock"
 _IMEX_CONFIG = f"""\
 # Of the simulated nvidia-imex.

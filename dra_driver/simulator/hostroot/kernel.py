@@ -22,8 +22,6 @@ DRM_MAJOR = 226
 SWITCH_MAJOR = 234
 _VIDEO, _RENDER = 44, 993
 _FIXED_DEVICES = ("  1 mem", "  4 tty", "  5 /dev/tty", "  5 /dev/console", " 10 misc", " 29 fb", "226 drm")
-HOST_DEVICE_KINDS = ("gds", "mofed", "gdrcopy")
-"""NVSwitches are functions of a machine, and so are their nodes."""
 _FS, _VERBS, _RDMA_CM, _GDR = 511, 231, 10, 510
 HOST_DEVICE_MAJORS = (
     ("gds", _FS, "nvidia-fs"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pynvml
 
@@ -24,6 +24,7 @@ from dra_driver.simulator.library.core import (
 from dra_driver.simulator.machine_state import ComputeInstance, Gpu, GpuInstance, MigProfile, Model, State
 from dra_driver.simulator.mig import Refusal
 
+T = TypeVar("T")
 _PROFILE_FIELDS = {
     "id": "id", "sliceCount": "slices", "instanceCount": "max_instances", "multiprocessorCount": "multiprocessors",
     "copyEngineCount": "copy_engines", "decoderCount": "decoders", "encoderCount": "encoders", "jpegCount": "jpeg",
@@ -34,6 +35,14 @@ _PROFILE_FIELDS = {
 def _placement(argument: Any) -> tuple[int, int]:
     placement = target(argument)
     return int(placement.start), int(placement.size)
+
+
+def _put_all(out: Any, count: Any, handles: list[int], kind: Any) -> int:
+    put(count, len(handles))
+    rows = target(out)
+    for index, handle in enumerate(handles if rows is not None else []):
+        rows[index] = as_handle(handle, kind)
+    return int(pynvml.NVML_SUCCESS)
 
 
 class Instances(Core):
@@ -120,25 +129,21 @@ class Instances(Core):
 
     def _create(self, handle: Any, profile_id: int, placement: tuple[int, int] | None, out: Any) -> None:
         _, gpu, _ = self._mig_capable(handle)
+        made = self._change(
+            gpu, lambda copy, model: mig.create_gpu_instance(copy, model, profile_id, placement).id
+        )
+        put_handle(out, self.make(KIND_GI, gpu.uuid, made))
 
-        def change(copy: Gpu, model: Model) -> int:
-            return mig.create_gpu_instance(copy, model, profile_id, placement).id
-
-        put_handle(out, self.make(KIND_GI, gpu.uuid, self._change(gpu, change)))
-
-    def _change(self, gpu: Gpu, change: Callable[[Gpu, Model], int]) -> int:
-        result: int = self.machine.change_gpu(gpu.uuid, change)
+    def _change(self, gpu: Gpu, change: Callable[[Gpu, Model], T]) -> T:
+        result: T = self.machine.change_gpu(gpu.uuid, change)
         return result
 
     def nvmlDeviceGetGpuInstances(self, handle: Any, profile_id: Any, out: Any, count: Any) -> int:  # noqa: N802
         _, gpu, model = self._mig_on(handle)
         wanted = self._profile(model, profile_id).id
         found = [item.id for item in gpu.instances if item.profile_id == wanted]
-        put(count, len(found))
-        rows = target(out)
-        for index, gi in enumerate(found if rows is not None else []):
-            rows[index] = as_handle(self.make(KIND_GI, gpu.uuid, gi), pynvml.c_nvmlGpuInstance_t)
-        return int(pynvml.NVML_SUCCESS)
+        handles = [self.make(KIND_GI, gpu.uuid, gi) for gi in found]
+        return _put_all(out, count, handles, pynvml.c_nvmlGpuInstance_t)
 
     def nvmlDeviceGetGpuInstanceById(self, handle: Any, gi: Any, out: Any) -> None:  # noqa: N802
         _, gpu, _ = self._mig_on(handle)
@@ -166,12 +171,7 @@ class Instances(Core):
 
     def nvmlGpuInstanceDestroy(self, handle: Any) -> None:  # noqa: N802
         _, gpu, instance = self._instance(handle)
-
-        def change(copy: Gpu, model: Model) -> int:
-            mig.destroy_gpu_instance(copy, instance.id)
-            return 0
-
-        self._change(gpu, change)
+        self._change(gpu, lambda copy, _: mig.destroy_gpu_instance(copy, instance.id))
 
     # --- compute instances ---------------------------------------------------------------------
 
@@ -206,22 +206,17 @@ class Instances(Core):
 
     def nvmlGpuInstanceCreateComputeInstance(self, handle: Any, profile_id: Any, out: Any) -> None:  # noqa: N802
         _, gpu, instance = self._instance(handle)
-
-        def change(copy: Gpu, model: Model) -> int:
-            return mig.create_compute_instance(copy, model, instance.id, number(profile_id)).id
-
-        put_handle(out, self.make(KIND_CI, gpu.uuid, instance.id, self._change(gpu, change)))
+        made = self._change(
+            gpu,
+            lambda copy, model: mig.create_compute_instance(copy, model, instance.id, number(profile_id)).id,
+        )
+        put_handle(out, self.make(KIND_CI, gpu.uuid, instance.id, made))
 
     def nvmlGpuInstanceGetComputeInstances(self, handle: Any, profile_id: Any, out: Any, count: Any) -> int:  # noqa: N802
         _, gpu, instance = self._instance(handle)
         found = [item.id for item in instance.compute if item.profile_id == number(profile_id)]
-        put(count, len(found))
-        rows = target(out)
-        for index, ci in enumerate(found if rows is not None else []):
-            rows[index] = as_handle(
-                self.make(KIND_CI, gpu.uuid, instance.id, ci), pynvml.c_nvmlComputeInstance_t
-            )
-        return int(pynvml.NVML_SUCCESS)
+        handles = [self.make(KIND_CI, gpu.uuid, instance.id, ci) for ci in found]
+        return _put_all(out, count, handles, pynvml.c_nvmlComputeInstance_t)
 
     def nvmlGpuInstanceGetComputeInstanceById(self, handle: Any, ci: Any, out: Any) -> None:  # noqa: N802
         _, gpu, instance = self._instance(handle)
@@ -247,12 +242,7 @@ class Instances(Core):
 
     def nvmlComputeInstanceDestroy(self, handle: Any) -> None:  # noqa: N802
         gpu, instance, found = self._compute(handle)
-
-        def change(copy: Gpu, model: Model) -> int:
-            mig.destroy_compute_instance(copy, instance.id, found.id)
-            return 0
-
-        self._change(gpu, change)
+        self._change(gpu, lambda copy, _: mig.destroy_compute_instance(copy, instance.id, found.id))
 
     # --- MIG devices ---------------------------------------------------------------------------
 
