@@ -238,7 +238,7 @@ class Reconciler(BackgroundWorker):
         now = self.lookup.look(record.ref, self.rhythm.request_s)
         found = staleness(record, now, self.driver)
         if found is not None:
-            return _Stale(record, found.why, self.clock())
+            return _Stale(record, found, self.clock())
         if now is not None and now.uid == record.ref.uid:
             self._keep_pods(record, now.pods)
             if now.reported is not None:

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from dra_driver.cdi.rules.spec import SpecDevice
-from dra_driver.claims.rules.holders import ReleaseReason, release_reason, staleness
+from dra_driver.claims.rules.holders import release_reason, staleness
 from dra_driver.claims.rules.plan import lost_claim
 from dra_driver.model.claim import AllocatedClaim, ClaimNow
 from dra_driver.model.record import ClaimRecord
@@ -22,11 +22,11 @@ def now(*devices: str, **changes: object) -> ClaimNow:
     )
 
 
-GONE = ReleaseReason("was deleted", is_final=True)
-REMADE = ReleaseReason("was deleted and made anew", is_final=True)
-FREE = ReleaseReason("is not allocated any more")
-MOVED = ReleaseReason("is allocated to another device now")
-OTHERS = ReleaseReason("is allocated to other devices now")
+GONE = "was deleted"
+REMADE = "was deleted and made anew"
+FREE = "is not allocated any more"
+MOVED = "is allocated to another device now"
+OTHERS = "is allocated to other devices now"
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ OTHERS = ReleaseReason("is allocated to other devices now")
         (HELD, now(allocated=frozenset({(DRIVER, "node-b", GPU_0)})), MOVED, OTHERS),
         (BOTH, now(GPU_1), MOVED, None),
         (BOTH, now(GPU_0), None, None),
-        (HELD, now(GPU_0, is_deleting=True), ReleaseReason("is being deleted"), None),
-        (HELD, now(GPU_0, is_reserved=False), ReleaseReason("is used by no pod any more"), None),
+        (HELD, now(GPU_0, is_deleting=True), "is being deleted", None),
+        (HELD, now(GPU_0, is_reserved=False), "is used by no pod any more", None),
         (HELD, now(GPU_0), None, None),
         (HELD, now(GPU_0, GPU_1), None, None),
         (replace(HELD, phase="preparing"), None, GONE, GONE),
@@ -53,7 +53,7 @@ OTHERS = ReleaseReason("is allocated to other devices now")
     ],
 )
 def test_what_the_api_server_says_decides(
-    held: ClaimRecord, seen: ClaimNow | None, leaving: ReleaseReason | None, stale: ReleaseReason | None
+    held: ClaimRecord, seen: ClaimNow | None, leaving: str | None, stale: str | None
 ) -> None:
     assert release_reason(held, seen, DRIVER, GPU_0) == leaving
     assert staleness(held, seen, DRIVER) == stale

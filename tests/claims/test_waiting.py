@@ -196,50 +196,15 @@ def full(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
 
 
 @pytest.mark.parametrize("leaving", ["one", "two"])
-def test_the_release_of_one_user_is_enough_when_a_device_is_full(
-    full: Node, calls: Calls, leaving: str
-) -> None:
-    full.claims.unused.add(leaving)
+def test_full_device_is_had_when_one_of_its_users_leaves(full: Node, calls: Calls, leaving: str) -> None:
     calls.waits(full, sharer("new"))
     assert full.unprepare(sharer(leaving)) is None
     assert isinstance(calls.answer("new"), Prepared)
-    assert full.waited_for == [leaving]
 
 
-def test_a_full_device_is_not_waited_for_when_all_its_users_stay(full: Node) -> None:
-    text = error_of(full.prepare(sharer("new")))
-    assert f"{FULL} with this GPU and driver; wait until one of them is gone" in text
-    assert (full.outcomes.waits, full.waited_for) == ([], [])
-
-
-def test_a_full_device_is_not_waited_for_when_more_must_leave_than_do(
-    full: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dra_driver.claims.rules.plan.most_clients", lambda gpu, versions: 1)
-    full.claims.unused.add("two")
-    assert "2 claims use the MPS daemon" in error_of(full.prepare(sharer("new")))
-    assert full.outcomes.waits == []
-
-
-def test_one_of_two_gets_the_place_and_the_other_is_told_that_the_device_is_full(
-    full: Node, calls: Calls
-) -> None:
-    full.claims.unused.add("two")
-    calls.waits(full, sharer("first"), sharer("second"))
-    assert full.unprepare(sharer("two")) is None
-    answers = [calls.answer("first"), calls.answer("second")]
-    [refused] = [answer for answer in answers if isinstance(answer, Failed)]
-    assert FULL in refused.error
-
-
-def test_the_user_that_leaves_is_named_when_it_leaves_too_slowly(full: Node) -> None:
-    full.claims.unused.add("two")
+def test_full_device_is_named_when_no_user_leaves(full: Node) -> None:
     text = error_of(full.prepare(sharer("new"), SOON_S))
-    assert (
-        f"{FULL} with this GPU and driver; wait until one of them is gone: claim default/claim-two " in text
-    )
-    assert "is used by no pod any more; waited " in text
-    assert text.endswith("the kubelet tries again")
+    assert f"{FULL} with this GPU and driver; wait until one of them is gone; waited " in text
 
 
 def test_one_that_stays_is_named_although_another_leaves(node: Node) -> None:
@@ -543,16 +508,6 @@ def tries_of(node: Node) -> list[int]:
     plan = node.preparer.planner.plan
     node.preparer.planner.plan = lambda *args: tries.append(1) or plan(*args)  # type: ignore[func-returns-value, method-assign]
     return tries
-
-
-def test_answer_that_is_final_is_asked_for_once(restless: Node, calls: Calls) -> None:
-    leaving(restless)
-    tries = tries_of(restless)
-    calls.prepare(restless, claim(GPU_0))
-    eventually(lambda: len(tries) > 3)
-    assert restless.unprepare(HOLDER) is None
-    assert isinstance(calls.answer("uid-1"), Prepared)
-    assert restless.claims.looks == ["holder"]
 
 
 def test_crash_while_it_waits_leaves_nothing(node: Node, calls: Calls) -> None:

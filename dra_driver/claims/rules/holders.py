@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dra_driver.errors import ClaimRefusedError
+from dra_driver.errors import ClaimRefusedError, DeviceBusyError
 from dra_driver.model.claim import ClaimNow
 from dra_driver.model.mps import usage_kind
 from dra_driver.model.record import ClaimRecord, HeldDevice
@@ -39,15 +39,11 @@ class Conflict:
 
 
 class DeviceHeldError(ClaimRefusedError):
-    """Other claims hold what this claim wants. `conflicts` has at least one entry; the text is that of the first.
+    """Other claims hold what this claim wants. `conflicts` has at least one entry; the text is that of the first."""
 
-    `enough` says how many of the conflicts must end: all of them, or fewer where a device is only full.
-    """
-
-    def __init__(self, conflicts: Sequence[Conflict], enough: int | None = None) -> None:
+    def __init__(self, conflicts: Sequence[Conflict]) -> None:
         super().__init__(conflicts[0].text)
         self.conflicts = tuple(conflicts)
-        self.enough = len(conflicts) if enough is None else enough
 
 
 def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None:
@@ -67,8 +63,7 @@ def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None
 def refuse_crowded(
     wanted: Sequence[Wanted], others: Iterable[ClaimRecord], most_clients: Mapping[str, int]
 ) -> None:
-    """Raises: DeviceHeldError if as many claims as the MPS daemon of a device serves clients use it already. It is
-    enough then that one of them ends, or as many as are too many.
+    """Raises: DeviceBusyError if as many claims as the MPS daemon of a device serves clients use it already.
 
     `most_clients` says how many that are, of each device with MPS. A claim counts as one client, though its pods may
     have more.
@@ -78,20 +73,12 @@ def refuse_crowded(
         most = most_clients.get(device.device)
         if most is None:
             continue
-        users: dict[str, tuple[ClaimRecord, HeldDevice]] = {}
-        for record in records:
-            for held in record.devices:
-                if _is_client(held, device):
-                    users.setdefault(record.ref.uid, (record, held))
-        if len(users) >= most:
-            users_of = counted(len(users), "claim uses", "claims use")
-            text = (
+        users = sum(any(_is_client(held, device) for held in record.devices) for record in records)
+        if users >= most:
+            users_of = counted(users, "claim uses", "claims use")
+            raise DeviceBusyError(
                 f"request {request}: {users_of} the MPS daemon of device {device.device}, and MPS serves "
                 f"at most {counted(most, 'client')} with this GPU and driver; wait until one of them is gone"
-            )
-            raise DeviceHeldError(
-                [Conflict(record, held, text) for record, held in users.values()],
-                enough=len(users) - most + 1,
             )
 
 
@@ -135,19 +122,9 @@ def _are_shares(held: HeldDevice, device: HeldDevice) -> bool:
     return is_same and held.share_id is not None and device.share_id not in (None, held.share_id)
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseReason:
-    """Why a claim lets go of a device, as the end of a sentence that begins with the claim. `is_final` says that this
-    cannot change any more."""
-
-    why: str
-    is_final: bool = False
-
-
-def release_reason(
-    record: ClaimRecord, now: ClaimNow | None, driver: str, device: str
-) -> ReleaseReason | None:
-    """Why the claim of a record is about to let go of one of its devices; None if it keeps the device.
+def release_reason(record: ClaimRecord, now: ClaimNow | None, driver: str, device: str) -> str | None:
+    """Why the claim of a record is about to let go of one of its devices, as the end of a sentence that begins with the
+    claim; None if it keeps the device.
 
     `now` is the claim as the API server has it now, None if it does not exist.
     """
@@ -155,28 +132,28 @@ def release_reason(
     if over is not None or now is None:
         return over
     if now.is_deleting:
-        return ReleaseReason("is being deleted")
+        return "is being deleted"
     if not now.is_reserved:
-        return ReleaseReason("is used by no pod any more")
+        return "is used by no pod any more"
     return None
 
 
-def staleness(record: ClaimRecord, now: ClaimNow | None, driver: str) -> ReleaseReason | None:
+def staleness(record: ClaimRecord, now: ClaimNow | None, driver: str) -> str | None:
     """Why nothing that the record holds is allocated to its claim any more; None if something is."""
     return _over(record, now, driver, None)
 
 
-def _over(record: ClaimRecord, now: ClaimNow | None, driver: str, device: str | None) -> ReleaseReason | None:
+def _over(record: ClaimRecord, now: ClaimNow | None, driver: str, device: str | None) -> str | None:
     """Why the device, or with None each device of the record, is not allocated to the claim any more; None if it is."""
     names = [(driver, result.pool, result.device) for result in record.claim.results]
     if not names:
         return None
     if now is None:
-        return ReleaseReason("was deleted", is_final=True)
+        return "was deleted"
     if now.uid != record.ref.uid:
-        return ReleaseReason("was deleted and made anew", is_final=True)
+        return "was deleted and made anew"
     if now.allocated is None:
-        return ReleaseReason("is not allocated any more")
+        return "is not allocated any more"
     if not any(name in now.allocated for name in names if device in (None, name[2])):
-        return ReleaseReason(f"is allocated to {'another device' if device else 'other devices'} now")
+        return f"is allocated to {'another device' if device else 'other devices'} now"
     return None
