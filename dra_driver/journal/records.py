@@ -8,10 +8,8 @@ from typing import Any
 
 import structlog
 
-from dra_driver.base.atomic import state_error, sync_removals
 from dra_driver.base.fields import (
     NUMBER,
-    TEXTS,
     Codec,
     Kind,
     Tagged,
@@ -25,12 +23,8 @@ from dra_driver.base.json_store import JsonStore, UnreadableFile, log_unreadable
 from dra_driver.errors import StateError
 from dra_driver.model.claim import (
     AllocatedClaim,
-    ClaimRef,
-    PodRef,
-    Pods,
-    pods_from,
 )
-from dra_driver.model.host import HostDevice, ImexChannels, in_order
+from dra_driver.model.host import ImexChannels
 from dra_driver.model.ids import is_uid
 from dra_driver.model.mps import MpsShared, SharingMode, TimeSliced
 from dra_driver.model.record import (
@@ -45,7 +39,6 @@ from dra_driver.model.record import (
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
-from dra_driver.model.schema import JsonObject
 
 _log = structlog.get_logger(__name__)
 
@@ -74,23 +67,6 @@ def _imex(name: str, value: Any) -> ImexChannels:
     return "all" if value == "all" else int(NUMBER.read(name, value))
 
 
-def _host_devices(name: str, value: Any) -> tuple[HostDevice, ...]:
-    return in_order(TEXTS.read(name, value))
-
-
-def _pods(_name: str, value: Any) -> Pods:
-    """None if the field is not readable: pods are information for people."""
-    return pods_from(value) if isinstance(value, list) else None
-
-
-def _encode_claim(claim: AllocatedClaim) -> JsonObject:
-    return REF.encode(claim.ref) | _CLAIM.encode(claim)
-
-
-def _decode_claim(_name: str, entry: JsonObject) -> AllocatedClaim:
-    return _CLAIM.decode(entry, ref=REF.decode(entry))
-
-
 STEP: Tagged[Step] = Tagged(
     "step",
     write_cdi_spec=Codec(WriteCdiSpec),
@@ -102,18 +78,10 @@ STEP: Tagged[Step] = Tagged(
     leave_mig_mode=Codec(LeaveMigMode),
 )
 _USAGE: Tagged[SharingMode] = Tagged("sharing mode", time_sliced=Codec(TimeSliced), mps=Codec(MpsShared))
-_HELD = Codec(
-    HeldDevice,
-    usage=left_out(_USAGE.kind),
-    imex=left_out(Kind(_imex), name="imexChannel"),
-    host_devices=left_out(Kind(_host_devices, list), ()),
-)
-REF = Codec(ClaimRef)
-_PODS = list_of(Codec(PodRef).kind)
-_CLAIM = Codec(AllocatedClaim, ref=None, pods=left_out(Kind(_pods, _PODS.write)), reported=None)
+_HELD = Codec(HeldDevice, usage=left_out(_USAGE.kind), imex=left_out(Kind(_imex), name="imexChannel"))
 _RECORD = Codec(
     ClaimRecord,
-    claim=needed(Kind(_decode_claim, _encode_claim)),
+    claim=needed(Codec(AllocatedClaim, reported=None).kind),
     devices=needed(list_of(_HELD.kind)),
     steps=needed(list_of(STEP.kind)),
 )
@@ -171,17 +139,6 @@ class RecordStore(JsonStore[ClaimRecord]):
         """Remove a claim's record so that it does not come back; whether there was one. Raises: StateError."""
         # Synced: a record that came back after a power cut would hold its devices for ever.
         return self.remove(uid, durable=True)
-
-    def move(self, uid: str, target: Path) -> None:
-        """Have a claim's record in another directory of the same disk, and no more in this one. No content is written,
-        so a full disk is no obstacle. A crash or a power cut leaves one of the two, or both. Raises: StateError."""
-        path = self.path(uid)
-        try:
-            target.hardlink_to(path)
-        except OSError as error:
-            raise state_error(f"move {path} to", target, error) from error
-        sync_removals(target.parent)
-        self.delete(uid)
 
     def _decode(self, uid: str, content: bytes) -> ClaimRecord:
         record = decode(content)
