@@ -16,11 +16,10 @@ from dra_driver.base.threads import side_by_side
 from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, switch, usual_kubeconfig
 from dra_driver.cli.output import OUTPUT, answer, drawn, hanging, table
 from dra_driver.cli.rules import cluster_rows as rules
-from dra_driver.cli.rules.cluster_rows import PluginPod, Row, Slot, Totals, WaitingPod
+from dra_driver.cli.rules.cluster_rows import PluginPod, Row, Slot, Totals, Used, WaitingPod
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, FatalError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.model.gpu import GpuLoad
 from dra_driver.model.ids import printable
 from dra_driver.model.schema import JsonObject
 
@@ -158,8 +157,8 @@ class _Look:
             why = f"{type(error).__name__} {error}"
             self.unknown.append(f"{plural} {name or 'without a name'} is left out, it cannot be read: {why}")
 
-    def _loads(self) -> dict[Slot, GpuLoad]:
-        """The load of each device of a claim, by pool and device name."""
+    def _loads(self) -> dict[Slot, Used]:
+        """The use of each device of a claim, by pool and device name."""
         plugins = {"labelSelector": "app.kubernetes.io/component=node"}
         listed = self._list("/api/v1/pods", partial(rules.plugin_pod, driver=self._driver), query=plugins)
         pods = [pod for pod in listed if pod is not None]
@@ -169,7 +168,7 @@ class _Look:
             partial(self._client.text, pod.path, action="read its metrics", timeout_s=_METRICS_ONE_S)
             for pod in pods
         ]
-        loads: dict[Slot, GpuLoad] = {}
+        loads: dict[Slot, Used] = {}
         problems: dict[str, str] = {}
         answered: set[str] = set()
         for pod, read in zip(pods, side_by_side(reads, _METRICS_AT_ONCE, _TIMEOUT_S), strict=True):

@@ -10,6 +10,7 @@ from dra_driver.cli.rules.cluster_rows import (
     NOT_PUBLISHED,
     Row,
     Totals,
+    Used,
     cluster_rows,
     loads_of,
     plugin_pod,
@@ -121,7 +122,7 @@ def test_shares_of_a_device_have_a_row_each_with_what_they_consume_and_use() -> 
         claim("one", "a", consumedCapacity={f"{DRIVER}/memory": "20Gi"}),
         claim("two", "a", "b", consumedCapacity={"shares": "1"}),
     ]
-    loads = {("n", "a"): GpuLoad(8 * GIB, 80 * GIB, 90), ("n", "b"): GpuLoad(0, 80 * GIB, None)}
+    loads = {("n", "a"): Used(GpuLoad(8 * GIB, 80 * GIB, 90)), ("n", "b"): Used(GpuLoad(0, 80 * GIB, None))}
     rows, sums = look(slices, claims, loads=loads)
     assert [(row.device, row.claim, row.use) for row in rows] == [
         ("b", "ml/two", "shares 1; 0.0/80 GiB"),
@@ -130,6 +131,33 @@ def test_shares_of_a_device_have_a_row_each_with_what_they_consume_and_use() -> 
     ]
     assert sums == Totals(gpus=2, used=2)
     assert use_text(None) is use_text(GpuLoad()) is None
+
+
+def test_pods_that_share_a_device_have_a_row_each_where_the_use_of_all_of_them_is_known() -> None:
+    slices = [slice_of("n", device("a", allowMultipleAllocations=True), device("b"))]
+    claims = [
+        claim("one", "a", pods=("x", "y")),
+        claim("two", "a", pods=("z",)),
+        claim("alone", "b", pods=("w",)),
+    ]
+    own = {
+        "ml/x": GpuLoad(4 * GIB, 80 * GIB, 70), "ml/y": GpuLoad(None, 80 * GIB, 5), "ml/z": GpuLoad(0, 80 * GIB, 0),
+    }  # fmt: skip
+    total = GpuLoad(8 * GIB, 80 * GIB, 75)
+    loads = {("n", "a"): Used(total, own), ("n", "b"): Used(total, {"ml/w": GpuLoad(2 * GIB, 80 * GIB, 74)})}
+    rows, _ = look(slices, claims, loads=loads)
+    assert [(row.claim, row.pods, row.use, row.wasted_bytes) for row in rows] == [
+        ("ml/one", ("ml/x",), "70% 4.0/80 GiB", 20 * GIB),
+        ("ml/one", ("ml/y",), "5% ?/80 GiB", 20 * GIB),
+        ("ml/two", ("ml/z",), "0% 0.0/80 GiB", 20 * GIB),
+        ("ml/alone", ("ml/w",), "75% 8.0/80 GiB", 20 * GIB),
+    ]
+    loads["n", "a"] = Used(total, {"ml/x": own["ml/x"]})
+    rows, _ = look(slices, claims, loads=loads)
+    assert [(row.claim, row.pods, row.use) for row in rows[:2]] == [
+        ("ml/one", ("ml/x", "ml/y"), "75% 8.0/80 GiB"),
+        ("ml/two", ("ml/z",), "75% 8.0/80 GiB"),
+    ]
 
 
 def test_claims_and_pods_that_wait_come_last_with_what_the_scheduler_says() -> None:
@@ -173,7 +201,8 @@ def test_claims_and_pods_that_wait_come_last_with_what_the_scheduler_says() -> N
 def test_loads_are_read_from_the_metrics_of_a_plugin() -> None:
     text = generate_latest(complete_metrics().registry).decode()
     assert loads_of(text, DRIVER) == {
-        GPU_0: GpuLoad(60 * GIB, 80 * GIB, 70), MIG_1G: GpuLoad(1 * GIB, 10 * GIB, 0),
+        GPU_0: Used(GpuLoad(60 * GIB, 80 * GIB, 70), {"default/pod-0": GpuLoad(1 * GIB, 80 * GIB, 70)}),
+        MIG_1G: Used(GpuLoad(1 * GIB, 10 * GIB, 0), {"default/pod-0": GpuLoad(0, 10 * GIB, None)}),
     }  # fmt: skip
     assert loads_of(text, "gpu.example.com") == {}
     # One that measures nothing is not one without claims.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -10,6 +12,8 @@ from pathlib import Path
 import pytest
 from debian_programs import Programs
 
+from dra_driver.host.processes import origin
+from tests.deploy.test_monitoring import ALERTS, asked, series
 from tests.e2e.conftest import (
     PLUGIN_DIR,
     SIMULATOR_DIR,
@@ -21,6 +25,7 @@ from tests.e2e.conftest import (
     with_test_workload,
 )
 from tests.e2e.podresources import uses
+from tests.e2e.test_usage import scraped, usage
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -215,6 +220,40 @@ def test_example_of_independent_claims(
             == {"gpu-memory": "0=8192M", "gpu-shares": "0=20389M"}[name]
         )
     assert len(daemons()) == 1
+
+
+def test_pods_that_share_a_gpu_are_told_apart_by_what_their_processes_use(
+    sharing: Cluster, example: Callable[[str], None]
+) -> None:
+    """The processes are those of the pods, as the real runtime and kernel place them; the simulated NVML lists them."""
+    example("gpu-shares")
+    sharing.wait_running("share-1", "share-2")
+    [gpu] = {uuid for pod in ("share-1", "share-2") for uuid in sharing.seen_by(pod)}
+    busy = {"share-1": 70, "share-2": 3}
+    try:
+        for pod, percent in busy.items():
+            pid = process_of(sharing.pod(pod)["metadata"]["uid"])
+            sharing.simulate("hold", gpu, "--pid", str(pid), "--utilisation", str(percent))
+        rows = [row for row in json.loads(usage(sharing, "-o", "json"))["rows"] if row["pods"]]
+        assert {row["pods"][0]: row["load"]["utilisation_percent"] for row in rows} == {
+            f"default/{pod}": percent for pod, percent in busy.items()
+        }
+        table = usage(sharing)
+        assert re.search(r" share-1 .* 70% 0\.5/80 GiB", table)
+        assert re.search(r" share-2 .* 3% 0\.5/80 GiB", table)
+        samples = scraped(sharing)
+        [idle] = asked(series(samples, lambda *_: None, sharing.node), ALERTS["GpuDraHeldIdle"]["expr"])
+        assert [(labels["claim"], value) for labels, value in idle] == [
+            (sharing.claims_of("share-2")[0], 0.03)
+        ]
+    finally:
+        sharing.simulate("release", gpu)
+
+
+def process_of(pod_uid: str) -> int:
+    """The last process of a pod: its first one is the sandbox's."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return max(pid for pid in pids if origin("/proc", pid).pod_uid == pod_uid)
 
 
 def test_replicas_of_a_deployment_share_a_gpu(sharing: Cluster) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dra_driver.cli.validation.rules.pods import IMPLICIT
@@ -24,7 +24,7 @@ Slot = tuple[str, str]
 _BUS_ID = "resource.kubernetes.io/pciBusID"
 _KEEP_AWAY = (":NoSchedule", ":NoExecute")
 _ANY_NODE = "(several nodes)"
-_PREFIX = "nvidia_dra_device_"
+_PREFIXES = ("nvidia_dra_device_", "nvidia_dra_pod_")
 _GIB = 1 << 30
 NOT_PUBLISHED = "no slice has this device: on this node run `gpu-dra-driver doctor` in the plugin's pod"
 
@@ -88,8 +88,12 @@ class WaitingPod:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A device, a claim that waits for one, or a node without devices. `claim` and `pods` are `NAMESPACE/NAME`; `load`
-    is None where it is not known."""
+    """A device, a claim that waits for one, or a node without devices. `claim` and `pods` are `NAMESPACE/NAME`.
+
+    `load` is what the device does for this row: for pods that share it, where the use by pod is known, the row has one
+    pod and its part. It is None where it is not known. `wasted_bytes` is the memory of the device that is held and
+    idle: with a utilisation the idle part of all its memory, else what is not in use.
+    """
 
     node: str
     device: str = "-"
@@ -99,17 +103,15 @@ class Row:
     use: str = "-"
     problem: str = "-"
     load: GpuLoad | None = None
+    wasted_bytes: int = 0
 
-    @property
-    def wasted_bytes(self) -> int:
-        """The memory that is held and idle: of a device with a utilisation the idle part of all its memory, of others
-        what is not in use."""
-        if self.load is None or self.load.memory_total_bytes is None:
-            return 0
-        total, percent = self.load.memory_total_bytes, self.load.utilisation_percent
-        return (
-            total - (self.load.memory_used_bytes or 0) if percent is None else total * (100 - percent) // 100
-        )
+
+@dataclass(frozen=True, slots=True)
+class Used:
+    """What a device does, and what the processes of each pod do on it, by `NAMESPACE/NAME`."""
+
+    load: GpuLoad | None = None
+    pods: Mapping[str, GpuLoad] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +231,7 @@ def cluster_rows(
     claims: Sequence[Claim],
     classes: Sequence[tuple[str, str, str | None]],
     pods: Sequence[WaitingPod],
-    loads: Mapping[Slot, GpuLoad] | None = None,
+    loads: Mapping[Slot, Used] | None = None,
 ) -> tuple[list[Row], Totals]:
     """The table and its sums. With `loads` the devices whose memory is held and idle come first, else nodes in order;
     who waits comes last."""
@@ -269,7 +271,7 @@ def _pool_rows(
     members: Sequence[Slice],
     fault: str | None,
     holders: Mapping[Slot, Sequence[Claim]],
-    loads: Mapping[Slot, GpuLoad],
+    loads: Mapping[Slot, Used],
     sums: Counter[str],
 ) -> Iterator[Row]:
     cards: dict[str, list[Device]] = {}
@@ -306,23 +308,37 @@ def _held(
     slot: Slot,
     node: str,
     product: str,
-    claims: Iterable[Claim],
+    claims: Sequence[Claim],
     problem: str,
-    loads: Mapping[Slot, GpuLoad],
+    loads: Mapping[Slot, Used],
 ) -> Iterator[Row]:
+    used = loads.get(slot, Used())
+    is_shared = sum(max(1, len(claim.pods)) for claim in claims) > 1
     for claim in claims:
         pods = tuple(f"{claim.namespace}/{pod}" for pod in claim.pods)
-        load = loads.get(slot)
-        use = "; ".join(filter(None, [claim.devices[slot], use_text(load)])) or "-"
-        yield Row(node, slot[1], product, f"{claim.namespace}/{claim.name}", pods, use, problem, load)
+        parts: list[tuple[tuple[str, ...], GpuLoad | None]] = [(pods, used.load)]
+        if is_shared and pods and used.pods.keys() >= set(pods):
+            parts = [((pod,), used.pods[pod]) for pod in pods]
+        for names, load in parts:
+            use = "; ".join(filter(None, [claim.devices[slot], use_text(load)])) or "-"
+            name = f"{claim.namespace}/{claim.name}"
+            yield Row(node, slot[1], product, name, names, use, problem, load, _wasted_bytes(used.load))
+
+
+def _wasted_bytes(load: GpuLoad | None) -> int:
+    if load is None or load.memory_total_bytes is None:
+        return 0
+    total, percent = load.memory_total_bytes, load.utilisation_percent
+    return total - (load.memory_used_bytes or 0) if percent is None else total * (100 - percent) // 100
 
 
 def use_text(load: GpuLoad | None) -> str | None:
-    """`85% 12.0/80 GiB`."""
+    """`85% 12.0/80 GiB`; `85% ?/80 GiB` where the memory in use is not known."""
     if load is None or not load.memory_total_bytes:
         return None
     percent = "" if load.utilisation_percent is None else f"{load.utilisation_percent}% "
-    return f"{percent}{(load.memory_used_bytes or 0) / _GIB:.1f}/{load.memory_total_bytes / _GIB:.0f} GiB"
+    used = "?" if load.memory_used_bytes is None else f"{load.memory_used_bytes / _GIB:.1f}"
+    return f"{percent}{used}/{load.memory_total_bytes / _GIB:.0f} GiB"
 
 
 def _waiting(
@@ -387,26 +403,44 @@ def plugin_pod(pod: Mapping[str, Any], driver: str) -> PluginPod | None:
     return None
 
 
-def loads_of(text: str, driver: str) -> dict[str, GpuLoad] | None:
-    """The loads in the metrics of one plugin, by device name; None if it does not measure them."""
+def loads_of(text: str, driver: str) -> dict[str, Used] | None:
+    """The use of each device in the metrics of one plugin, by device name; None if it does not measure it."""
     from prometheus_client.parser import text_string_to_metric_families
 
     # Most of a page is histograms, and a cluster has many pages.
-    lines = [line for line in text.splitlines() if line.removeprefix("# HELP ").startswith(_PREFIX)]
+    lines = [line for line in text.splitlines() if line.removeprefix("# HELP ").startswith(_PREFIXES)]
     if not lines:
         return None
-    found: dict[str, dict[str, float]] = {}
+    devices: dict[str, dict[str, float]] = {}
+    pods: dict[str, dict[str, dict[str, float]]] = {}
     for family in text_string_to_metric_families("\n".join([*lines, ""])):
         for sample in family.samples:
-            if sample.labels.get("driver") == driver:
-                values = found.setdefault(sample.labels.get("device", ""), {})
-                values[sample.name.removeprefix(_PREFIX)] = sample.value
-    return {device: _load(values) for device, values in found.items()}
+            labels = sample.labels
+            if labels.get("driver") != driver:
+                continue
+            device = labels.get("device", "")
+            values = devices.setdefault(device, {})
+            if "pod" in labels:
+                pod = f"{labels.get('namespace', '')}/{labels['pod']}"
+                values = pods.setdefault(device, {}).setdefault(pod, {})
+            for prefix in _PREFIXES:
+                if sample.name.startswith(prefix):
+                    values[sample.name.removeprefix(prefix)] = sample.value
+    return {
+        device: Used(
+            _load(values, values),
+            {pod: _load(own, values) for pod, own in pods.get(device, {}).items()},
+        )
+        for device, values in devices.items()
+    }
 
 
-def _load(values: Mapping[str, float]) -> GpuLoad:
-    used, total = values.get("memory_used_bytes"), values.get("memory_total_bytes")
-    ratio = values.get("utilization_ratio")
+def _load(own: Mapping[str, float], device: Mapping[str, float]) -> GpuLoad:
+    used, total, ratio = (
+        own.get("memory_used_bytes"),
+        device.get("memory_total_bytes"),
+        own.get("utilization_ratio"),
+    )
     return GpuLoad(
         memory_used_bytes=None if used is None else int(used),
         memory_total_bytes=None if total is None else int(total),
