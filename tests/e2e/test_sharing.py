@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -225,15 +225,19 @@ def test_example_of_independent_claims(
 def test_pods_that_share_a_gpu_are_told_apart_by_what_their_processes_use(
     sharing: Cluster, example: Callable[[str], None]
 ) -> None:
-    """The processes are those of the pods, as the real runtime and kernel place them; the simulated NVML lists them."""
+    """The simulated NVML lists the pods' processes, which have the control groups that the real runtime gave them."""
     example("gpu-shares")
     sharing.wait_running("share-1", "share-2")
     [gpu] = {uuid for pod in ("share-1", "share-2") for uuid in sharing.seen_by(pod)}
     busy = {"share-1": 70, "share-2": 3}
+    made: list[Path] = []
     try:
         for pod, percent in busy.items():
             pid = process_of(sharing.pod(pod)["metadata"]["uid"])
             sharing.simulate("hold", gpu, "--pid", str(pid), "--utilisation", str(percent))
+            made = [SIMULATOR_DIR / f"root/proc/{pid}", *made]
+            made[0].mkdir()
+            shutil.copy(f"/proc/{pid}/cgroup", made[0])
         rows = [row for row in json.loads(usage(sharing, "-o", "json"))["rows"] if row["pods"]]
         assert {row["pods"][0]: row["load"]["utilisation_percent"] for row in rows} == {
             f"default/{pod}": percent for pod, percent in busy.items()
@@ -248,11 +252,13 @@ def test_pods_that_share_a_gpu_are_told_apart_by_what_their_processes_use(
         ]
     finally:
         sharing.simulate("release", gpu)
+        for directory in made:
+            shutil.rmtree(directory)
 
 
 def process_of(pod_uid: str) -> int:
     """The last process of a pod: its first one is the sandbox's."""
-    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
     return max(pid for pid in pids if origin("/proc", pid).pod_uid == pod_uid)
 
 
