@@ -43,7 +43,7 @@ from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
 from dra_driver.nvml.gpu_users import read_gpu_processes
 from dra_driver.nvml.health_polls import read_health
 from dra_driver.nvml.mig_reading import gpu_handle
-from dra_driver.nvml.usage_source import read_load
+from dra_driver.nvml.usage_source import read_load, with_utilisation
 from dra_driver.passthrough.steps import VfioSteps, waits_for_nvml
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 
@@ -115,9 +115,10 @@ class NodeSnapshot:
 
         def read(gpu: Gpu) -> None:
             handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
-            loads[gpu.uuid] = read_load(gpu.uuid, handle)
+            load = loads[gpu.uuid] = read_load(gpu.uuid, handle)
             polled[gpu.uuid] = read_health(gpu.uuid, handle)
-            processes[gpu.uuid] = read_gpu_processes(gpu.uuid, handle)
+            listed = read_gpu_processes(gpu.uuid, handle)
+            processes[gpu.uuid] = with_utilisation(handle, listed, load.utilisation_percent)
 
         lost: set[str] = set()
         for uuid, answer in self.nvml.of_each(inventory.gpus, read).items():

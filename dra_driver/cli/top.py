@@ -280,7 +280,7 @@ def _since(seconds: float | None, unknown: str = "unknown") -> str:
 
 
 def _pods(view: NodeView, width: int | None, order: Order) -> list[RenderableType]:
-    """The memory of each pod, and of each process that is not in one."""
+    """Memory and utilisation of each pod, and of each process that is not in one."""
     of_pods: dict[object, list[SeenProcess]] = {}
     for process in view.processes:
         of_pods.setdefault(process.pod or process.pid, []).append(process)
@@ -288,16 +288,25 @@ def _pods(view: NodeView, width: int | None, order: Order) -> list[RenderableTyp
     def memory(processes: Iterable[SeenProcess]) -> int:
         return sum(one.memory_bytes or 0 for one in processes)
 
+    def percent(processes: Iterable[SeenProcess]) -> int | None:
+        """The mean of its GPUs; None if it is not known of one of them."""
+        of_gpus: dict[str, list[int | None]] = {}
+        for one in processes:
+            of_gpus.setdefault(one.gpu, []).append(one.utilisation_percent)
+        busy = [None if None in each else min(100, sum(filter(None, each))) for each in of_gpus.values()]
+        return None if None in busy else round(sum(filter(None, busy)) / len(busy))
+
     rows = [
         (
             mine[0].pod or ("NO CLAIM" if mine[0].is_unclaimed else None),
             None if all(one.memory_bytes is None for one in mine) else memory(mine) // _MIB,
+            percent(mine),
             ", ".join(dict.fromkeys(_place(one) for one in mine)),
             ", ".join(f"{one.pid} {one.name}".rstrip() for one in mine),
         )
         for mine in sorted(of_pods.values(), key=lambda mine: -memory(mine) if order == "memory" else 0)
     ]
-    return table({"POD": 0, "MEMORY MiB": 0, "GPU": 1, "PROCESSES": 0}, rows, width)
+    return table({"POD": 0, "MEMORY MiB": 0, "UTIL %": 0, "GPU": 1, "PROCESSES": 0}, rows, width)
 
 
 def _place(process: SeenProcess) -> str:

@@ -97,15 +97,29 @@ def test_pods_are_shown_where_there_is_room_and_they_are_known() -> None:
     ]
 
 
-def test_memory_is_added_up_for_each_pod_and_a_process_without_claim_stands_alone() -> None:
+def test_use_is_added_up_for_each_pod_and_a_process_without_claim_has_its_own_row() -> None:
     mine = [
-        SeenProcess("gpu-cbe0e302", pid, f"rank{pid}", pid << 20, None, "ml/training-0") for pid in (1, 2)
+        SeenProcess("gpu-cbe0e302", 1, "rank1", 1 << 20, None, "ml/training-0", False, 30),
+        SeenProcess("gpu-cbe0e302", 2, "rank2", 2 << 20, None, "ml/training-0", False, 50),
+        SeenProcess("gpu-fe441430", 4, "rank4", 0, None, "ml/training-0", False, 20),
     ]
     other = SeenProcess("gpu-fe441430", 3, "stray", 7 << 20, is_unclaimed=True)
     part = draw_node(replace(VIEW, processes=(*mine, other))).partition("\n\nPOD ")[2].split("\n\n")[0]
     assert [line.split() for line in part.splitlines()[1:]] == [
-        ["ml/training-0", "3", "gpu-cbe0e302", "1", "rank1,", "2", "rank2"],
-        ["NO", "CLAIM", "7", "gpu-fe441430", "3", "stray"],
+        [
+            "ml/training-0",
+            "3",
+            "50",
+            "gpu-cbe0e302,",
+            "gpu-fe441430",
+            "1",
+            "rank1,",
+            "2",
+            "rank2,",
+            "4",
+            "rank4",
+        ],
+        ["NO", "CLAIM", "7", "-", "gpu-fe441430", "3", "stray"],
     ]
 
 

@@ -87,12 +87,12 @@ def test_top_of_a_driver_at_work(node: Node) -> None:
         [names[3], "UNHEALTHY", "xid", "79"],
         [names[3], "DEGRADED", "row-remap", "pending"],
     ]
-    assert [line.split() for line in sections["POD"]] == [["-", "512", names[2], "4711", "python"]]
+    assert [line.split() for line in sections["POD"]] == [["-", "512", "40", names[2], "4711", "python"]]
     node.machine.hold_gpu(5, 4712, "stray")  # which no claim has
     (stray,) = (
         line for line in call("top", *options(node)).stdout.splitlines() if line.startswith("NO CLAIM")
     )
-    assert stray.split() == ["NO", "CLAIM", "512", names[5], "4712", "stray"]
+    assert stray.split() == ["NO", "CLAIM", "512", "40", names[5], "4712", "stray"]
     worst = call("top", "--sort", "health", *options(node)).stdout.splitlines()
     assert names[3] in worst[3]
     as_json = json.loads(call("top", "-o", "json", *options(node)).stdout)

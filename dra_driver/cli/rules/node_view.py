@@ -121,6 +121,7 @@ class SeenProcess:
     gpu_instance_id: int | None = None
     pod: str | None = None
     is_unclaimed: bool = False
+    utilisation_percent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,6 +352,7 @@ def _processes(
                 process.gpu_instance_id,
                 pod,
                 process in stray,
+                process.utilisation_percent,
             )
 
 
