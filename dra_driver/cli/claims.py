@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from dra_driver.cli.flags import of_run
+from dra_driver.cli.flags import OF_NODE
 from dra_driver.cli.node import prepared_claims
 from dra_driver.cli.output import OUTPUT, answer, hanging
 from dra_driver.cli.rules.prepared_claims import ClaimDevice, NodeClaims, PreparedClaim, RunningStep, age_text
@@ -18,17 +18,7 @@ from dra_driver.model.claim import Pods
 from dra_driver.model.problems import FailingClaim
 from dra_driver.model.units import named
 
-FLAGS = (
-    OUTPUT,
-    *of_run(
-        "driver_name",
-        "kubelet_plugins_directory_path",
-        "cdi_root",
-        "config",
-        "simulator_dir",
-        "http_endpoint",
-    ),
-)
+FLAGS = (OUTPUT, *OF_NODE)
 EXAMPLES = ("", "-o yaml")
 _STEPS = {
     "set_time_slice": "time slice", "run_mps": "MPS daemon", "create_mig": "MIG device", "bind_vfio": "vfio",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import asdict
 
-from dra_driver.cli.flags import of_run, switch
+from dra_driver.cli.flags import OF_NODE, switch
 from dra_driver.cli.node import pending_cleanup
 from dra_driver.cli.output import OUTPUT, answer, hanging
 from dra_driver.cli.rules.prepared_claims import shown
@@ -14,8 +14,7 @@ from dra_driver.cli.scratch import node_settings
 FLAGS = (
     switch("now", "Try all pending cleanup now; as root on the node.", "--now"),
     OUTPUT,
-    *of_run("driver_name", "kubelet_plugins_directory_path", "cdi_root", "config", "nvidia_driver_root"),
-    *of_run("container_driver_root", "simulate", "simulator_dir"),
+    *OF_NODE,
 )
 EXAMPLES = ("", "--now")
 

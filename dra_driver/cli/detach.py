@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from dra_driver.app.settings import Flag, Settings
-from dra_driver.cli.flags import of_run, switch
+from dra_driver.cli.flags import OF_NODE, switch
 from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.scratch import node_settings
 from dra_driver.errors import InvalidConfigError, NvmlUnavailableError, StateError
@@ -41,8 +41,7 @@ FLAGS = (
     ),
     switch("force", "Detach even if claims use the GPUs."),
     switch("end", "End the detachment now."),
-    *of_run("driver_name", "kubelet_plugins_directory_path", "config", "nvidia_driver_root"),
-    *of_run("container_driver_root", "simulate", "simulator_dir", "device_names"),
+    *OF_NODE,
 )
 EXAMPLES = ("0000:1b:00.0 --for 10m", "--end")
 
@@ -105,13 +104,16 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
 
 
 def chosen_gpus(machine: CommandMachine, names: Sequence[str]) -> frozenset[str]:
-    """The UUIDs of named GPUs, also of one that was lost, and while NVML is closed. Raises: InvalidConfigError."""
-    inventory = None
+    """The UUIDs of named GPUs, also of one that was lost, and while NVML is closed, which is only opened for names that
+    the files do not have: a GPU may hang. Raises: InvalidConfigError."""
+    known, inventory = known_gpus(machine), None
+    with suppress(InvalidConfigError):
+        return named_gpus(names, None, known, is_whole=True)
     with suppress(NvmlUnavailableError), ExitStack() as session:
         inventory = with_nvlink_domains(machine.open_nvml(session).read_inventory())
     shown = {gpu.pci_bus_id for gpu in inventory.gpus} if inventory is not None else set()
     is_whole = machine.sysfs.gpu_functions() <= shown
-    return named_gpus(names, inventory, known_gpus(machine), is_whole=is_whole)
+    return named_gpus(names, inventory, known, is_whole=is_whole)
 
 
 def known_gpus(machine: CommandMachine) -> Mapping[str, str]:

@@ -37,6 +37,13 @@ def of_run(*names: str) -> tuple[Flag, ...]:
     return tuple(FLAGS[name] for name in names)
 
 
+OF_NODE = of_run(
+    "driver_name", "kubelet_plugins_directory_path", "cdi_root", "config", "nvidia_driver_root",
+    "container_driver_root", "simulate", "simulator_dir", "device_names", "http_endpoint",
+)  # fmt: skip
+"""Of each command that reads what gpu-dra-driver has on a node."""
+
+
 def switch(name: str, help_text: str, *spelled: str) -> Flag:
     """A flag that is given or not."""
     return Flag(name, help_text, Scalar(bool), spelled, env=(), default=False)

@@ -7,21 +7,19 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from dra_driver.app.settings import Flag, Settings
-from dra_driver.cli.detach import chosen_gpus, known_gpus
-from dra_driver.cli.flags import of_run
+from dra_driver.cli.detach import chosen_gpus
+from dra_driver.cli.flags import OF_NODE
 from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.scratch import node_settings
-from dra_driver.errors import InvalidConfigError, PermanentError, RetryableError
+from dra_driver.errors import PermanentError, RetryableError
 from dra_driver.health.rules.state import waits_for_reset
 from dra_driver.health.store import ServicedGpus
-from dra_driver.inventory.rules.gpu_names import named_gpus
 from dra_driver.model.health import Reason
 from dra_driver.reporting.node_problems import read_problems
 
 FLAGS = (
     Flag("gpu", "The GPU: device name, UUID, index or PCI bus ID.", metavar="GPU", count="1"),
-    *of_run("driver_name", "kubelet_plugins_directory_path", "config", "nvidia_driver_root"),
-    *of_run("container_driver_root", "simulate", "simulator_dir", "device_names"),
+    *OF_NODE,
 )
 EXAMPLES = ("gpu-6b45fc99", "0000:1b:00.0")
 
@@ -48,7 +46,7 @@ def serviced_gpu(settings: Settings, name: str) -> str:
     reasons; PermanentError if no reason waits for a reset; StateError.
     """
     machine = CommandMachine(settings)
-    [uuid] = _chosen(machine, name)
+    [uuid] = chosen_gpus(machine, [name])
     waiting = [reason for reason in _reasons(machine, uuid) if waits_for_reset(reason)]
     if not waiting:
         others = "; ".join(reason.text for reason in _reasons(machine, uuid))
@@ -73,14 +71,6 @@ def serviced_gpu(settings: Settings, name: str) -> str:
             )
         time.sleep(_POLL_S)
     return f"GPU {uuid}: ended: {'; '.join(text.partition('; ')[0] for text in ended.values())}"
-
-
-def _chosen(machine: CommandMachine, name: str) -> frozenset[str]:
-    """NVML is only opened for a name that the files do not have: a GPU may hang. Raises: InvalidConfigError."""
-    try:
-        return named_gpus([name], None, known_gpus(machine), is_whole=True)
-    except InvalidConfigError:
-        return chosen_gpus(machine, [name])
 
 
 def _reasons(machine: CommandMachine, uuid: str) -> Sequence[Reason]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +74,8 @@ def _calls(function: str, said: str = "", held_by: str = "", **fixed: Any) -> Ca
 def _print_table(rows: list[dict[str, str]]) -> None:
     from dra_driver.cli.output import drawn, table, terminal_width
 
-    columns = {key.upper(): _DROPPED.get(key, 0) for key in (rows or [{}])[0]}
-    print(
-        "\n".join(
-            drawn(table(columns, ([*row.values()] for row in rows), terminal_width()), terminal_width())
-        )
-    )
+    columns, width = {key.upper(): _DROPPED.get(key, 0) for key in (rows or [{}])[0]}, terminal_width()
+    print("\n".join(drawn(table(columns, ([*row.values()] for row in rows), width), width)))
 
 
 def _be_a_client(given: Namespace) -> None:
@@ -98,160 +94,124 @@ def _be_a_client(given: Namespace) -> None:
         machine.close_session(session)
 
 
-_Row = tuple[Callable[[Namespace], None], str, str, Sequence[Flag]]
+def _does(
+    function: str | Callable[[Namespace], None],
+    summary: str,
+    example: str,
+    *flags: Flag,
+    about: str = "",
+    said: str = "",
+    held_by: str = "",
+    **fixed: Any,
+) -> Command:
+    """A command of a machine, which a function carries out, or `_calls` with one of that name."""
+    act = _calls(function, said, held_by, **fixed) if isinstance(function, str) else function
+    return Command(summary, about, (*flags, _DIRECTORY), act, examples=(example,))
 
 
-def _commands(rows: Mapping[str, _Row], about: Mapping[str, str]) -> dict[str, Command]:
-    return {
-        name: Command(summary, about.get(name, ""), (*flags, _DIRECTORY), act, examples=(example,))
-        for name, (act, summary, example, flags) in rows.items()
-    }
-
-
-_ABOUT = {
-    "create": "A machine of that name that is there already is kept. The directory is empty, or does not exist yet.",
-    "client": "A monitoring agent does this. While it runs, the NVIDIA driver cannot be unloaded, no GPU can be reset, "
-    "and no MIG mode can be switched.",
-    "unload-driver": "Its /proc files go, calls return DRIVER_NOT_LOADED.",
-    "reboot": "It has a new boot ID, MIG devices and settings are gone, lost GPUs are back.",
-    "add-gpu": "NVML shows it after its next initialisation.",
-    "fault": "Writes that give a PCI function to another driver are driver_override, unbind, bind, drivers_probe and "
-    "modprobe. They end with EBUSY, ENODEV or another errno, with no-effect, with hang until the fault is cleared, or "
-    "with late-user: a program opens the GPU just before.",
-    "give": "It stays with the driver over reboots, as with driverctl.",
-    "hold": "Then MIG changes are refused with IN_USE.",
-    "signals": "A signal that is not named ends. gpu-dra-driver reads them every 50 s while the GPU is well, and at "
-    "once after an event, such as Xid 154.",
-    "reset": "Pending repairs are done, volatile error counters start anew.",
-}
-"""What the help of a command for machines says beside its summary."""
 _CREATED = (
     "created {profile} at {start} on {called}: GPU instance {made[0]}, compute instance {made[1]}, {made[2]}"
 )
-_MIG: Mapping[str, _Row] = {
-    "enable": (_calls("mig_mode", on=True), "Switch MIG mode on.", "0", (_GPU, _FORCE)),
-    "disable": (_calls("mig_mode", on=False), "Switch MIG mode off.", "0", (_GPU, _FORCE)),
-    "create": (_calls("create_mig", _CREATED), "Create a MIG device at a placement.", "0 1g.10gb 0", (
-        _GPU,
-        _argument("profile", "MIG profile, such as 1g.10gb."),
-        _number("start", "First memory slice."),
-    )),
-    "destroy": (_calls("destroy_mig", "destroyed GPU instance {gi} of {called}"),
-                "Destroy a GPU instance with everything in it.", "0 1", (
-        _GPU,
-        _number("gi", "Id of the GPU instance.", "GI"),
-    )),
-    "profiles": (_calls("mig_profiles"), "List the MIG profiles of a GPU with their placements.", "0", (_GPU,)),
+_MIG = {
+    "enable": _does("mig_mode", "Switch MIG mode on.", "0", _GPU, _FORCE, on=True),
+    "disable": _does("mig_mode", "Switch MIG mode off.", "0", _GPU, _FORCE, on=False),
+    "create": _does("create_mig", "Create a MIG device at a placement.", "0 1g.10gb 0", _GPU,
+        _argument("profile", "MIG profile, such as 1g.10gb."), _number("start", "First memory slice."),
+        said=_CREATED),
+    "destroy": _does("destroy_mig", "Destroy a GPU instance with everything in it.", "0 1", _GPU,
+        _number("gi", "Id of the GPU instance.", "GI"), said="destroyed GPU instance {gi} of {called}"),
+    "profiles": _does("mig_profiles", "List the MIG profiles of a GPU with their placements.", "0", _GPU),
 }  # fmt: skip
-_OF_MACHINES: Mapping[str, _Row] = {
-    "create": (_calls("create_machine"), "Create a machine.", "dgx-h100 --simulator-dir /tmp/machine", (
+COMMANDS = {
+    "list": Command("List the machines that can be simulated.", act=_calls("list_machines"), examples=("",)),
+    "create": _does("create_machine", "Create a machine.", "dgx-h100 --simulator-dir /tmp/machine",
         _argument("name", "A name from `simulate list`, or a path to a YAML file.", "MACHINE"),
         _option("cdi_hook", "Put nvidia-cdi-hook among the programs of the NVIDIA driver.", bool, shown="no"),
         _option("device_nodes", "auto, real (needs root) or described.", default="auto"),
-    )),
-    "show": (_calls("show"), "Show the machine and its GPUs.", "", ()),
-    "lose": (_calls("lose_gpu", "{called} is lost"), "Let a GPU fall off the bus: Xid 79, then GPU_IS_LOST.",
-             "gpu-6b45fc99", (_GPU,)),
-    "restore": (_calls("restore_gpu", "{called} is back"), "Bring a lost GPU back.", "gpu-6b45fc99", (_GPU,)),
-    "xid": (_calls("raise_xid", "Xid {xid} raised on {called}"), "Raise an Xid error on a GPU.", "0 79", (
-        _GPU,
+        about="A machine of that name that is there already is kept. The directory is empty, or does not exist yet."),
+    "show": _does("show", "Show the machine and its GPUs.", ""),
+    "lose": _does("lose_gpu", "Simulate a GPU that falls off the bus (Xid 79).", "gpu-6b45fc99", _GPU,
+        said="{called} is lost"),
+    "restore": _does("restore_gpu", "Bring a lost GPU back.", "gpu-6b45fc99", _GPU, said="{called} is back"),
+    "xid": _does("raise_xid", "Raise an Xid error on a GPU.", "0 79", _GPU,
         _number("xid", "Number of the Xid error, such as 48.", "XID"),
         _option("gpu_instance", "Only this GPU instance is affected.", int, spelled=("--gi",)),
         _option("compute_instance", "Only this compute instance.", int, spelled=("--ci",)),
-    )),
-    "fault": (_calls("set_fault", "{function} is faulty now ({made})"), "Make calls of an NVML function fail, or slow.",
-              "nvmlDeviceGetUUID --error gpu-is-lost --count 3", (
+        said="Xid {xid} raised on {called}"),
+    "fault": _does("set_fault", "Make calls of an NVML function fail, or slow.",
+        "nvmlDeviceGetUUID --error gpu-is-lost --count 3",
         _argument("function", "NVML function, such as nvmlDeviceGetUUID; * matches anything. Or a write: unbind."),
         _option("code", "What it returns: a number, or a name such as gpu-is-lost or EBUSY.", spelled=("--error",)),
         _option("delay_s", "Seconds until it returns.", float, spelled=("--delay",), default=0.0),
         _option("count", "Only this many calls.", int, shown="until cleared"),
         _option("gpu", "Only calls about this GPU: device name, index, UUID or PCI bus ID."),
         switch("blocks_all", "No other NVML call of the process returns during the delay."),
-    )),
-    "clear-faults": (_calls("clear_faults", "no faults any more"), "Remove all injected faults.", "", ()),
-    "client": (_be_a_client, "Simulate a program that keeps NVML open, until Ctrl-C.", "dcgm --for 60", (
+        said="{function} is faulty now ({made})",
+        about="Writes that give a PCI function to another driver are driver_override, unbind, bind, drivers_probe "
+        "and modprobe. They end with EBUSY, ENODEV or another errno, with no-effect, with hang until the fault is "
+        "cleared, or with late-user: a program opens the GPU just before."),
+    "clear-faults": _does("clear_faults", "Remove all injected faults.", "", said="no faults any more"),
+    "client": _does(_be_a_client, "Simulate a program that keeps NVML open, until Ctrl-C.", "dcgm --for 60",
         _argument("name", "Name of the program, such as dcgm."),
         _option("seconds", "Seconds after which it ends.", float, least=0, spelled=("--for",), shown="never"),
-    )),
-    "unload-driver": (_calls("unload_driver", "driver unloaded", "unload the driver: the module nvidia"),
-                      "Unload the NVIDIA driver.", "", (_FORCE,)),
-    "load-driver": (_calls("load_driver", "driver {machine.driver_version} loaded"),
-                    "Load the NVIDIA driver, or another version of it.", "580.95.05", (
+        about="A monitoring agent does this. While it runs, the NVIDIA driver cannot be unloaded, no GPU can be "
+        "reset, and no MIG mode can be switched."),
+    "unload-driver": _does("unload_driver", "Unload the NVIDIA driver.", "", _FORCE, said="driver unloaded",
+        held_by="unload the driver: the module nvidia", about="Its /proc files go, calls return DRIVER_NOT_LOADED."),
+    "load-driver": _does("load_driver", "Load the NVIDIA driver, or another version of it.", "580.95.05",
         Flag("version", "A version of the NVIDIA driver.", count="?", shown="the one it had"),
-    )),
-    "reboot": (_calls("reboot", "rebooted, boot id {machine.boot_id}"), "Reboot the machine.", "", ()),
-    "imex": (_calls("set_system", "nvidia-imex of {machine.name} is {imex}"),
-             "Set the state of the simulated nvidia-imex.", "ready", (
+        said="driver {machine.driver_version} loaded"),
+    "reboot": _does("reboot", "Reboot the machine.", "", said="rebooted, boot id {machine.boot_id}",
+        about="It has a new boot ID, MIG devices and settings are gone, lost GPUs are back."),
+    "imex": _does("set_system", "Set the state of the simulated nvidia-imex.", "ready",
         _argument("imex", "ready, initializing, hung, killed (the socket stays) or stopped.", "STATE"),
         _option("imex_channels", "Number of IMEX channels of the NVIDIA driver; 0: it has none.", int, least=0,
                 spelled=("--channels",)),
-    )),
-    "confidential": (_calls("set_system", "confidential computing of {machine.name} is {confidential_compute}, "
-                                          "its GPUs are {confidential_ready}"),
-                     "Set confidential computing and its ready state.", "on --ready", (
+        said="nvidia-imex of {machine.name} is {imex}"),
+    "confidential": _does("set_system", "Set confidential computing and its ready state.", "on --ready",
         _argument("confidential_compute", "off, on, devtools or ppcie.", "MODE"),
         switch("confidential_ready", "The GPUs accept work, until a reboot.", "--ready"),
-    )),
-    "give": (_calls("give_to", "{driver} has {called}"),
-             "Give a GPU to nvidia or a vfio driver, as an administrator.", "0 vfio-pci", (
-        _GPU,
-        _argument("driver", "nvidia, vfio-pci or nvgrace-gpu-vfio-pci."),
-    )),
-    "vfio": (_calls("vfio"), "Set what the kernel has for virtual machines.", "--no-iommu", (
+        said="confidential computing of {machine.name} is {confidential_compute}, its GPUs are {confidential_ready}"),
+    "give": _does("give_to", "Give a GPU to nvidia or a vfio driver, as an administrator.", "0 vfio-pci", _GPU,
+        _argument("driver", "nvidia, vfio-pci or nvgrace-gpu-vfio-pci."), said="{driver} has {called}",
+        about="It stays with the driver over reboots, as with driverctl."),
+    "vfio": _does("vfio", "Set what the kernel has for virtual machines.", "--no-iommu",
         _option("iommu", "Whether the IOMMU is on.", bool, shown="as it is"),
         _option("iommufd", "Whether there is /dev/iommu.", bool, shown="as it is"),
         _option("installed", "Installed modules, with commas, such as vfio_pci.", shown="as it is"),
-        _option("loaded", "Loaded modules, with commas.", shown="as it is"),
-    )),
-    "host-devices": (_calls("set_system", "{machine.name} has {host_devices}"),
-                     "Set the device nodes for storage, RDMA, GDRCopy.", "gds mofed", (
+        _option("loaded", "Loaded modules, with commas.", shown="as it is")),
+    "host-devices": _does("set_system", "Set the device nodes for storage, RDMA, GDRCopy.", "gds mofed",
         _argument("host_devices", "gds, mofed, gdrcopy; without any, all are removed.", "KIND", "*"),
-    )),
-    "add-gpu": (_calls("add_gpu", "added {made}"), "Plug a GPU in.", "h100-sxm", (
-        _argument("model", "GPU model, such as h100-sxm or l40s."),
-    )),
-    "remove-gpu": (_calls("remove_gpu", "removed {called}; GPUs after it have other indices now"),
-                   "Pull a GPU out.", "0", (_GPU,)),
-    "hold": (_calls("hold_gpu", "process {pid} ({name}) uses {called}"),
-             "Let a process use a GPU.", "0 --name python3", (
-        _GPU,
-        _option("pid", "Process id.", int, default=4242),
-        _option("name", "Process name.", default="python3"),
+        said="{machine.name} has {host_devices}"),
+    "add-gpu": _does("add_gpu", "Plug a GPU in.", "h100-sxm",
+        _argument("model", "GPU model, such as h100-sxm or l40s."), said="added {made}",
+        about="NVML shows it after its next initialisation."),
+    "remove-gpu": _does("remove_gpu", "Pull a GPU out.", "0", _GPU,
+        said="removed {called}; GPUs after it have other indices now"),
+    "hold": _does("hold_gpu", "Let a process use a GPU.", "0 --name python3", _GPU,
+        _option("pid", "Process id.", int, default=4242), _option("name", "Process name.", default="python3"),
         _option("gpu_instance", "It uses only this GPU instance.", int, spelled=("--gi",)),
         _option("utilisation", "Percent of the time in which it keeps the GPU busy.", int, least=0, default=40),
-    )),
-    "release": (_calls("release_gpu", "{called} is released"), "End the processes that use a GPU.", "0", (
-        _GPU,
-        _option("pid", "Only this process.", int, shown="all"),
-    )),
-    "reset": (_calls("reset_gpu", "{called} was reset", "reset {called}: it"), "Reset a GPU.", "0", (_GPU, _FORCE)),
-    "ecc": (_calls("set_gpu",
-                   "{called} counts {ecc_corrected} corrected and {ecc_uncorrected} uncorrected ECC errors"),
-            "Set a GPU's volatile ECC counters.", "0 --uncorrected 1", (
-        _GPU,
+        said="process {pid} ({name}) uses {called}", about="Then MIG changes are refused with IN_USE."),
+    "release": _does("release_gpu", "End the processes that use a GPU.", "0", _GPU,
+        _option("pid", "Only this process.", int, shown="all"), said="{called} is released"),
+    "reset": _does("reset_gpu", "Reset a GPU.", "0", _GPU, _FORCE, said="{called} was reset",
+        held_by="reset {called}: it", about="Pending repairs are done, volatile error counters are 0 again."),
+    "ecc": _does("set_gpu", "Set a GPU's volatile ECC counters.", "0 --uncorrected 1", _GPU,
         _option("ecc_corrected", "Errors that were corrected.", int, spelled=("--corrected",), default=0),
         _option("ecc_uncorrected", "Errors that were not corrected.", int, spelled=("--uncorrected",), default=0),
-    )),
-    "remap": (_calls("set_remapped_rows", "row remapping of {called}: {pending}, {failed}"),
-              "Set the state of a GPU's row remapping.", "0 --pending", (
-        _GPU,
+        said="{called} counts {ecc_corrected} corrected and {ecc_uncorrected} uncorrected ECC errors"),
+    "remap": _does("set_remapped_rows", "Set the state of a GPU's row remapping.", "0 --pending", _GPU,
         _option("pending", "Rows wait for a reset to be remapped.", bool, shown="no"),
         _option("failed", "A row could not be remapped.", bool, shown="no"),
-    )),
-    "signals": (_calls("signals"), "Set what a GPU reports of its parts.", "0 sram nvlinks-down=3,4", (
-        _GPU,
+        said="row remapping of {called}: {pending}, {failed}"),
+    "signals": _does("signals", "Set what a GPU reports of its parts.", "0 sram nvlinks-down=3,4", _GPU,
         _argument("signals", "bank-remap, memory, nvlink-recoveries=COUNT, nvlinks-down=LINK,…, pcie-lanes=LANES, "
-                             "repair=channel,tpc, sram; without any, the GPU is well.", "SIGNAL", "*"),
-    )),
-    "recovery-action": (_calls("set_recovery_action", "{called} asks for recovery action {action}"),
-                        "Let a GPU request a recovery action (Xid 154).", "0 1", (
-        _GPU,
+        "repair=channel,tpc, sram; without any, the GPU is well.", "SIGNAL", "*"),
+        about="A signal that is not named ends. gpu-dra-driver reads them every 50 s while the GPU is well, and at "
+        "once after an event, such as Xid 154."),
+    "recovery-action": _does("set_recovery_action", "Let a GPU request a recovery action (Xid 154).", "0 1", _GPU,
         _number("action", "0 none, 1 GPU reset, 2 node reboot, 3 drain P2P, 4 drain and reset."),
-    )),
+        said="{called} asks for recovery action {action}"),
+    "mig": Command("MIG mode and MIG devices of a simulated GPU.", commands=_MIG),
 }  # fmt: skip
-"""What carries it out, summary, an example, and its flags."""
-COMMANDS = {
-    "list": Command("List the machines that can be simulated.", act=_calls("list_machines"), examples=("",)),
-    **_commands(_OF_MACHINES, _ABOUT),
-    "mig": Command("MIG mode and MIG devices of a simulated GPU.", commands=_commands(_MIG, {})),
-}

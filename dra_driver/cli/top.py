@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Literal, get_args
 
 from dra_driver.app.settings import Flag
-from dra_driver.cli.flags import of_run, switch
+from dra_driver.cli.flags import OF_NODE, of_run, switch
 from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.node import NodeSnapshot
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, console, drawn, table
@@ -67,9 +67,8 @@ FLAGS = (
         default="",
     ),
     COLOR,
-    *of_run("node_name", "driver_name", "config", "cdi_root", "nvidia_driver_root", "container_driver_root"),
-    *of_run("kubelet_plugins_directory_path", "simulate", "simulator_dir", "dynamic_mig", "device_names"),
-    *of_run("http_endpoint"),
+    *of_run("node_name", "dynamic_mig"),
+    *OF_NODE,
 )
 EXAMPLES = (
     "",
