@@ -17,7 +17,6 @@ from dra_driver.api.resolve import decode, needs_admin_access
 from dra_driver.cli.validation.rules.schema import GROUP, QUALIFIED, SERVED, dns_name, object_shape
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.schema import FieldFault, JsonObject, Scalar, faults
-from dra_driver.model.units import parse_quantity
 
 _OLD = (
     "is of the old API of NVIDIA's DRA driver, before Kubernetes 1.31; write a ResourceClaim of resource.k8s.io/v1, "
@@ -65,13 +64,6 @@ _FOREIGN_KINDS: Final = ("ComputeDomain", "ComputeDomainClique")
 _ALIKE: Final = 0.8
 PROFILE_CLASS: Final = ("mig-", ".nvidia.com")
 """How the names of the classes for MIG profiles begin and end."""
-
-
-def _amount(value: Any) -> str | None:
-    try:
-        return None if parse_quantity(str(value)) >= 0 else f"{value!r} must not be negative"
-    except InvalidConfigError as error:
-        return str(error)
 
 
 def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
@@ -171,8 +163,6 @@ def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFaul
     seen: set[str] = set()
     for number, request in enumerate(requests):
         here = f"{path}.requests[{number}]"
-        if request["name"] in seen:
-            found.append(FieldFault(f"{here}.name", f"{request['name']!r} is taken by another request"))
         seen.add(request["name"])
         if (request.get("exactly") is None) == (not request.get("firstAvailable")):
             found.append(FieldFault(here, "exactly one of `exactly` and `firstAvailable` is required"))
@@ -285,17 +275,9 @@ def _body_faults(body: JsonObject, path: str) -> Iterator[FieldFault]:
         here = f"{path}.tolerations[{number}]"
         if toleration.get("operator") == "Exists" and toleration.get("value"):
             yield FieldFault(f"{here}.value", "must be empty with operator Exists; write operator: Equal")
-        if toleration.get("operator") != "Exists" and not toleration.get("key"):
-            yield FieldFault(
-                f"{here}.operator", "must be Exists where there is no key, which tolerates every taint"
-            )
-    for name, amount in ((body.get("capacity") or {}).get("requests") or {}).items():
-        here = f"{path}.capacity.requests.{name}"
+    for name in (body.get("capacity") or {}).get("requests") or {}:
         if not QUALIFIED.match(str(name)):
-            yield FieldFault(here, f"{name!r} is not the name of a capacity")
-        wrong = _amount(amount)
-        if wrong is not None:
-            yield FieldFault(here, wrong)
+            yield FieldFault(f"{path}.capacity.requests.{name}", f"{name!r} is not the name of a capacity")
 
 
 def _config_faults(
@@ -363,6 +345,14 @@ def default_hints(spec: JsonObject, path: str) -> Iterator[str]:
         for body in (request, request.get("exactly") or {}, *(request.get("firstAvailable") or ())):
             if body.get("count") == 0 and body.get("allocationMode") != "All":
                 yield f"{path}.requests[{number}]: the API server makes 1 of a count of 0; write how many you want"
+            if any(
+                one.get("operator") != "Exists" and not one.get("key")
+                for one in body.get("tolerations") or ()
+            ):
+                yield (
+                    f"{path}.requests[{number}]: a toleration without a key tolerates taints of its value alone; "
+                    "write operator: Exists for every taint"
+                )
 
 
 def taint_rule_faults(document: JsonObject) -> list[FieldFault]:

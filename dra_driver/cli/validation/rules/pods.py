@@ -13,9 +13,18 @@ from functools import cache
 from typing import Any
 
 from dra_driver.cli.validation.rules.manifests import class_names, requests_of
-from dra_driver.cli.validation.rules.schema import model_shape
+from dra_driver.cli.validation.rules.schema import amount, distinct, model_shape
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.schema import Anything, FieldFault, JsonObject, ListField, MapField, Object, faults
+from dra_driver.model.schema import (
+    Anything,
+    FieldFault,
+    JsonObject,
+    ListField,
+    MapField,
+    Object,
+    Scalar,
+    faults,
+)
 from dra_driver.model.units import parse_quantity
 
 IMPLICIT = "deviceclass.resource.kubernetes.io/"
@@ -45,13 +54,13 @@ def pod_specs(content: Any, path: str = "", depth: int = 0) -> Iterator[tuple[st
 def _pod_shape() -> Object:
     """The parts of a pod that have to do with claims; also of a pod in an object of a kind that is not known here."""
     resources = model_shape("V1ResourceRequirements")
-    claims = {"claims": "stands beside limits and requests: resources.claims"}
-    amounts = MapField(Anything(), lambda name: name not in claims, "{}")
+    # People write `claims` there, which stands beside limits and requests.
+    amounts = MapField(Scalar(object, amount), lambda name: name != "claims", "{}")
     resources = Object({**resources.fields, "limits": amounts, "requests": amounts})
     containers = ListField(
         Object({"resources": resources, "env": ListField(Anything(), None)}, open=True), None
     )
-    entries = ListField(model_shape("V1PodResourceClaim"), None)
+    entries = ListField(model_shape("V1PodResourceClaim"), None, test=distinct)
     return Object(
         {"initContainers": containers, "containers": containers, "resourceClaims": entries}, open=True
     )
@@ -69,8 +78,6 @@ def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
             text = "exactly one of `resourceClaimName` and `resourceClaimTemplateName` is required"
             found.append(FieldFault(f"{path}.resourceClaims[{number}]", text))
     names = {entry["name"] for entry in entries}
-    if len(names) < len(entries):
-        found.append(FieldFault(f"{path}.resourceClaims", "two entries have the same name"))
     for here, claim in _used_claims(spec):
         if claim["name"] not in names:
             known = ", ".join(sorted(names)) or "none"
@@ -86,14 +93,14 @@ def _resource_faults(spec: JsonObject, path: str) -> Iterator[FieldFault]:
             resources = container.get("resources") or {}
             limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
             for kind, amounts in (("requests", requests), ("limits", limits)):
-                for name, amount in amounts.items():
+                for name, wanted in amounts.items():
                     here = f"{path}.{place}[{number}].resources.{kind}.{name}"
                     if "/" not in str(name):
                         yield from _not_standard(str(name), here)
-                    elif not _is_whole(amount):
-                        text = f"{amount!r} is not a whole number; a device cannot be asked for in parts"
+                    elif not _is_whole(wanted):
+                        text = f"{wanted!r} is not a whole number; a device cannot be asked for in parts"
                         yield FieldFault(here, text)
-                    elif kind == "requests" and str(limits.get(name)) != str(amount):
+                    elif kind == "requests" and str(limits.get(name)) != str(wanted):
                         text = "an extended resource needs a limit that is equal to the request"
                         yield FieldFault(here, f"{text}; write it under limits alone")
 
@@ -212,11 +219,11 @@ def extended_requests(spec: JsonObject, served: Mapping[str, str]) -> list[JsonO
         most = max(more, key=lambda index: more[index], default=None)
         if most is not None and more[most] > 0:
             kept[most] = more[most]
-        for index, amount in enumerate(kept):
-            if amount > 0:
+        for index, count in enumerate(kept):
+            if count > 0:
                 number = sorted(_resources(containers[index])).index(resource)
                 exactly = {
-                    "deviceClassName": served[resource], "allocationMode": "ExactCount", "count": amount
+                    "deviceClassName": served[resource], "allocationMode": "ExactCount", "count": count
                 }  # fmt: skip
                 found.append({"name": f"container-{index}-request-{number}", "exactly": exactly})
     return sorted(found, key=lambda request: str(request["name"]))

@@ -7,7 +7,7 @@ The client is imported when the first object is looked at: only `validate` pays 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -16,6 +16,7 @@ from dra_driver.cli.validation.rules.selectors import compiled
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import is_dns_label, is_subdomain
 from dra_driver.model.schema import Anything, ListField, MapField, Object, Scalar, Shape
+from dra_driver.model.units import parse_quantity
 
 GROUP: Final = "resource.k8s.io"
 SERVED: Final = ("v1", "v1beta2", "v1beta1")
@@ -23,6 +24,7 @@ SERVED: Final = ("v1", "v1beta2", "v1beta1")
 _VERSION = re.compile(r"^(?:Core|Resource)?V\d+(?:(?:alpha|beta)\d+)?")
 QUALIFIED: Final = re.compile(r"^(?:[a-z0-9][-a-z0-9.]*/)?[A-Za-z_][A-Za-z0-9_]{0,31}\Z")
 """The name of an attribute or a capacity, with or without its domain."""
+_LABEL = re.compile(r"^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z")
 
 
 def dns_label(value: str) -> str | None:
@@ -58,6 +60,45 @@ def _attribute(value: str) -> str | None:
     return f"{value!r} is not a qualified attribute name{domain}"
 
 
+def _driver(value: str) -> str | None:
+    return dns_name(value.lower()) if len(value) <= 63 else "has more than 63 characters"
+
+
+def _label(value: str) -> str | None:
+    if not value or _LABEL.match(value):
+        return None
+    return f"{value!r} is not the value of a label (at most 63 letters, digits, -, _ and .)"
+
+
+def _label_key(value: str) -> str | None:
+    domain, slash, name = value.rpartition("/")
+    is_right = _LABEL.match(name) and (not slash or dns_name(domain) is None)
+    return None if is_right else f"{value!r} is not a key such as gpu.nvidia.com/xid"
+
+
+def _extended_resource(value: str) -> str | None:
+    domain = value.rpartition("/")[0]
+    is_ours = domain and not domain.startswith("requests.") and not f".{domain}".endswith(".kubernetes.io")
+    return (
+        None if is_ours and _label_key(value) is None else f"{value!r} is not a name such as nvidia.com/gpu"
+    )
+
+
+def amount(value: Any) -> str | None:
+    """What is wrong with a quantity."""
+    try:
+        return None if parse_quantity(str(value)) >= 0 else f"{value!r} must not be negative"
+    except InvalidConfigError as error:
+        return str(error)
+
+
+def distinct(items: Sequence[Any]) -> str | None:
+    """What is wrong with a list of names, or of objects that have one, if one is there twice."""
+    keys = [(one.get("name"), one.get("request")) if isinstance(one, dict) else (one, None) for one in items]
+    twice = next((name for name, request in keys if name and keys.count((name, request)) > 1), None)
+    return None if twice is None else f"{twice!r} is there twice"
+
+
 def _text(test: Callable[[str], str | None]) -> Scalar:
     return Scalar(str, test)
 
@@ -69,17 +110,33 @@ _VALUES: Mapping[str, Shape] = {
     "DeviceSubRequest.deviceClassName": _text(dns_name),
     "DeviceSubRequest.name": _text(dns_label),
     "CELDeviceSelector.expression": _text(_cel),
+    "DeviceToleration.key": _text(lambda value: _label_key(value) if value else None),
+    "DeviceToleration.value": _text(_label),
     "DeviceToleration.operator": _one_of("Exists", "Equal"),
-    "DeviceToleration.effect": _one_of("NoSchedule", "NoExecute"),
+    "DeviceToleration.effect": _text(
+        lambda value: (
+            None if value in ("", "NoSchedule", "NoExecute") else f"{value!r} must be NoSchedule or NoExecute"
+        )
+    ),
     "DeviceConstraint.matchAttribute": _text(_attribute),
     "DeviceConstraint.distinctAttribute": _text(_attribute),
-    "OpaqueDeviceConfiguration.driver": _text(dns_name),
-    "CapacityRequirements.requests": MapField(Anything()),
+    "OpaqueDeviceConfiguration.driver": _text(_driver),
+    "CapacityRequirements.requests": MapField(Scalar(object, amount)),
     "PodResourceClaim.name": _text(dns_label),
     "PodResourceClaim.resourceClaimName": _text(dns_name),
     "PodResourceClaim.resourceClaimTemplateName": _text(dns_name),
-    "ResourceRequirements.limits": MapField(Anything()),
-    "ResourceRequirements.requests": MapField(Anything()),
+    "ResourceClaimTemplateSpec.metadata": Object(
+        {"labels": MapField(_text(_label)), "annotations": MapField(Scalar(str))}
+    ),
+    "DeviceClassSpec.extendedResourceName": _text(_extended_resource),
+    "ResourceClaim.request": _text(lambda value: dns_label(value) if value else None),
+    "DeviceTaintSelector.driver": _text(_driver),
+    "DeviceTaintSelector.pool": _text(
+        lambda value: next((text for part in value.split("/") if (text := dns_name(part))), None)
+    ),
+    "DeviceTaintSelector.device": _text(dns_label),
+    "DeviceTaint.key": _text(_label_key),
+    "DeviceTaint.value": _text(_label),
     "DeviceTaint.effect": _one_of("None", "NoSchedule", "NoExecute"),
 }
 """By the name of a model without its version, and of the field: what the model does not say."""
@@ -136,7 +193,8 @@ def model_shape(name: str) -> Object:
         for attribute, field in names.items()
         if model.openapi_types[attribute] != "V1ObjectMeta"
     }
-    fields |= {field: Anything() for field in names.values() if field not in fields}
+    others = names.values() - fields.keys()
+    fields |= {field: _VALUES.get(f"{base}.{field}", Anything()) for field in others}
     given = tuple(names[attribute] for attribute, one in model.model_fields.items() if one.is_required())
     mistakes = _MISTAKES.get(name, _MISTAKES.get(base, {}))
     return Object(fields, (*given, *_REQUIRED.get(base, ())), mistakes)
@@ -147,7 +205,7 @@ def _field(where: str, kind: str) -> Shape:
         return _MODES
     listed = re.fullmatch(r"List\[(.+)\]", kind)
     if listed is not None:
-        return ListField(_field(f"{where}[]", listed[1]), _MOST.get(where, 32))
+        return ListField(_field(f"{where}[]", listed[1]), _MOST.get(where, 32), test=distinct)
     if where in _VALUES:
         return _VALUES[where]
     if kind.startswith("Dict["):
