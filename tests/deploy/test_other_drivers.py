@@ -229,6 +229,46 @@ def test_classes_of_another_release_are_refused(render: Callable[..., str], clus
     assert "The DeviceClass gpu.nvidia.com belongs to the release nvidias" in render({})
 
 
+@pytest.mark.parametrize(
+    ("name", "release", "values", "told"),
+    [
+        ("gpu-dra-driver", "second", {}, "serves gpu.nvidia.com on the same nodes"),
+        ("gpu-dra-driver", "second", {"kubeletPlugin": {"nodeSelector": {"pool": "b"}}}, "kind: DaemonSet"),
+        ("older-name", "gpu-dra-driver", {}, "kind: DaemonSet"),
+        ("gpu-dra-driver", "gpu-dra-driver", {}, "finds its pods by other labels"),
+    ],
+)
+def test_chart_next_to_a_release_of_its_own_takes_other_nodes_alone(
+    render: Callable[..., str], cluster: Cluster, name: str, release: str, values: Json, told: str
+) -> None:
+    there = deepcopy(NVIDIAS)
+    owner = {"meta.helm.sh/release-name": release, "meta.helm.sh/release-namespace": release}
+    there["metadata"] = {"name": name, "namespace": release, "annotations": owner}
+    driver = {"name": "driver", "env": [{"name": "DRIVER_NAME", "value": "gpu.nvidia.com"}]}
+    there["spec"]["template"]["spec"] = {"nodeSelector": {"pool": "a"}, "containers": [driver]}
+    cluster.objects["daemonsets"] = [there]
+    assert told in render(values)
+
+
+@pytest.mark.parametrize("render", [3], indirect=True)
+def test_notes_count_the_nodes_and_look_at_the_namespace(
+    render: Callable[..., str], cluster: Cluster, chart_with_notes: Path
+) -> None:
+    def notes() -> str:
+        shown = render({}, "--show-only", "templates/notes.yaml", chart=chart_with_notes)
+        return str(yaml.safe_load(shown)["notes"])
+
+    admits = {"pod-security.kubernetes.io/enforce": "privileged"}
+    cluster.objects["nodes"] = [{"metadata": {"name": "node"}}]
+    cluster.objects["namespaces"] = [{"metadata": {"name": "gpu-dra-driver", "labels": admits}}]
+    assert "No node is labelled as a GPU node" in notes()
+    assert "does not say that it admits privileged pods" not in notes()
+    cluster.objects["nodes"][0]["metadata"]["labels"] = {"nvidia.com/gpu.present": "true"}
+    del cluster.objects["namespaces"][0]["metadata"]["labels"]
+    assert "It runs on nodes that are labelled as GPU nodes: 1 of 1." in notes()
+    assert "kubectl label namespace gpu-dra-driver pod-security.kubernetes.io/enforce=privileged" in notes()
+
+
 @pytest.mark.parametrize("render", [3], indirect=True)  # Helm 4 takes objects only, which the notes are not
 @pytest.mark.parametrize(
     ("values", "remedy"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,9 @@ import yaml
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import Prepared
 from tests.deploy.test_beside_compute_domains import CLASSES as COMPUTE_DOMAIN_CLASSES
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, PLUGIN_DIR, Cluster, install, uninstall, wait_for
+from tests.e2e.conftest import Cluster, install, uninstall, wait_for
 from tests.e2e.test_metadata import roll_out
-from tests.kubelet.support import FakeClaims, OtherDriver, Owner
+from tests.kubelet.support import FakeClaims, Owner
 
 pytestmark = pytest.mark.cluster
 
@@ -189,53 +187,6 @@ def test_nvidias_gpu_plugin_gives_way_as_the_manual_says(cluster: Cluster, nvidi
     finally:
         cluster.kubectl("label", "node", cluster.node, "gpus-by-")
         install(cluster)
-
-
-def node_events(cluster: Cluster, reason: str) -> str:
-    """The texts of the node's events with this reason."""
-    of_node = f"involvedObject.name={cluster.node},reason={reason}"
-    found = cluster.get("events", "-A", "--field-selector", of_node)["items"]
-    return "\n".join(event["message"] for event in found)
-
-
-def test_foreign_driver_is_reported_until_it_is_gone(cluster: Cluster) -> None:
-    """It has the sockets of NVIDIA's driver; the kubelet takes it for the newest instance."""
-    registrar = PLUGIN_DIR.parent.with_name("plugins_registry") / "gpu.nvidia.com-reg.sock"
-    doctor = ("exec", DAEMONSET, "-n", NAMESPACE, "--", "gpu-dra-driver", "doctor")
-    other = OtherDriver(registrar, PLUGIN_DIR / "dra.sock", name="gpu.nvidia.com")
-    try:
-        wait_for("the event", lambda: str(registrar) in node_events(cluster, "ForeignDriver"), 30)
-        assert "Another DRA driver named gpu.nvidia.com" in cluster.kubectl(*doctor, check=False)
-    finally:
-        other.stop()
-    wait_for("its end", lambda: node_events(cluster, "ForeignDriverGone") != "", 60)
-    assert "Another DRA driver" not in cluster.kubectl(*doctor, check=False)
-
-
-def test_foreign_writer_of_slices_is_known_by_its_name_at_the_second_time(cluster: Cluster) -> None:
-    published = {device["name"] for device in cluster.devices()}
-
-    def change() -> None:
-        found = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", **cluster.slices()[0]}
-        found["spec"]["devices"] = found["spec"]["devices"][:-1]
-        manager = "--field-manager=gpu-kubelet-plugin"
-        cluster.kubectl("replace", manager, "-f", "-", stdin=json.dumps(found))
-        wait_for("the slices to be back", lambda: {one["name"] for one in cluster.devices()} == published)
-
-    def is_reported() -> bool:
-        return "'gpu-kubelet-plugin' writes the ResourceSlices" in node_events(cluster, "ForeignDriver")
-
-    change()
-    time.sleep(5)
-    assert not is_reported(), "the first time may be a hand-over"
-    change()
-    wait_for("the event", is_reported, 30)
-
-
-def test_the_job_over_two_trays_is_what_the_server_takes(cluster: Cluster) -> None:
-    told = cluster.kubectl("apply", "--dry-run=server", "-f", "examples/imex-job")
-    assert told.count("(server dry run)") == 3
-    assert Path("examples/imex-job/imex-job.yaml").read_text().count("kind:") == 3
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
@@ -224,24 +223,6 @@ def test_an_upgrade_with_a_typo_changes_nothing_and_a_good_one_can_be_rolled_bac
     assert not [name for name in chart.objects() if "config" in name or "shares" in name]
 
 
-def test_values_are_reused_of_a_chart_that_did_not_have_all_of_them(chart: Chart, tmp_path: Path) -> None:
-    """As from an older release: nothing in its values.yaml but a few sections."""
-    chart.take_over()
-    older = tmp_path / "chart"
-    shutil.copytree(ROOT / "daemonset/chart", older)
-    values = yaml.safe_load((older / "values.yaml").read_text())
-    kept = ("image", "deviceClasses", "kubeletPlugin", "simulator")
-    (older / "values.yaml").write_text(yaml.safe_dump({name: values[name] for name in kept}))
-    chart.upgrade(values={"logVerbosity": "6", "kubeletPlugin": {"affinity": None}}, chart=older)
-    assert chart.variables()["LOG_LEVEL"] == "debug"
-    done = chart.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, "--reuse-values")
-    assert done.returncode == 0, done.stderr
-    chart.rolled_out()
-    assert chart.variables()["LOG_LEVEL"] == "debug"
-    chart.upgrade()
-    assert "LOG_LEVEL" not in chart.variables()
-
-
 def test_a_release_gets_another_name_under_a_running_pod(chart: Chart, cluster: Cluster) -> None:
     """Helm deletes the old DaemonSet at once: the claims of one are ended by the other."""
     chart.take_over()
@@ -263,55 +244,6 @@ def test_a_release_gets_another_name_under_a_running_pod(chart: Chart, cluster: 
     delete(cluster, "earlier")
     wait_for("its claim to be unprepared", lambda: len(cluster.leftovers()) == 2)
     chart.upgrade()
-
-
-def test_a_second_release_on_the_same_nodes_is_refused(chart: Chart, cluster: Cluster) -> None:
-    chart.take_over()
-    before = chart.objects()
-    second = ("install", "second", "daemonset/chart", "-n", "second", "--create-namespace")
-    done = chart.helm(*second, values=VALUES)
-    assert "DeviceClass gpu.nvidia.com belongs to the release gpu-dra-driver" in done.stderr
-    done = chart.helm(*second, values=VALUES | {"deviceClasses": {"create": False}})
-    assert "serves gpu.nvidia.com on the same nodes" in done.stderr
-    assert chart.objects() == before
-    assert not cluster.kubectl("get", "namespace", "second", "--ignore-not-found")
-    other = VALUES | {"selectorLabelsOverride": {"app": "other"}}
-    done = chart.helm("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, values=other)
-    assert "finds its pods by other labels" in done.stderr
-    # A label with two values keeps them apart: the release that is there gets it, the other asks for another one.
-    cluster.kubectl("label", "node", cluster.node, "pool=a", "--overwrite")
-    try:
-        chart.upgrade(values={"kubeletPlugin": {"nodeSelector": {"pool": "a"}}})
-        apart = {"deviceClasses": {"create": False}, "kubeletPlugin": {"nodeSelector": {"pool": "b"}}}
-        done = chart.helm(*second, "--dry-run=server", values=VALUES | apart)
-        assert done.returncode == 0, done.stderr
-    finally:
-        chart.upgrade()
-        cluster.kubectl("label", "node", cluster.node, "pool-")
-
-
-def test_the_notes_look_at_the_cluster(chart: Chart, cluster: Cluster) -> None:
-    chart.take_over()
-
-    def notes() -> str:
-        values = VALUES | {"simulator": {"enabled": False}}
-        command = ("upgrade", RELEASE, "daemonset/chart", "-n", NAMESPACE, "--dry-run=server")
-        done = chart.helm(*command, values=values)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.partition("\nNOTES:\n")[2]
-
-    assert "No node is labelled as a GPU node" in notes()
-    assert "does not say that it admits privileged pods" not in notes()
-    cluster.kubectl("label", "node", cluster.node, "nvidia.com/gpu.present=true")
-    privileged = "pod-security.kubernetes.io/enforce"
-    cluster.kubectl("label", "namespace", NAMESPACE, f"{privileged}-")
-    try:
-        text = notes()
-        assert "It runs on nodes that are labelled as GPU nodes: 1 of 1." in text
-        assert f"kubectl label namespace {NAMESPACE} {privileged}=privileged" in text
-    finally:
-        cluster.kubectl("label", "node", cluster.node, "nvidia.com/gpu.present-")
-        cluster.kubectl("label", "namespace", NAMESPACE, f"{privileged}=privileged")
 
 
 def test_uninstalling_leaves_nothing(released: Chart, cluster: Cluster) -> None:

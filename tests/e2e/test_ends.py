@@ -316,29 +316,6 @@ def test_claim_that_ended_while_no_driver_ran_keeps_nobody_waiting(cluster: Clus
     assert len(cluster.leftovers()) == 2, "the record and the CDI spec of the next one"
 
 
-def detach(cluster: Cluster, *words: str, check: bool = True) -> str:
-    inside = ("exec", DAEMONSET, "-n", NAMESPACE, "--", "gpu-dra-driver", "detach")
-    return cluster.kubectl(*inside, *words, check=check)
-
-
-def test_a_gpu_is_reset_beside_a_running_pod_while_the_driver_is_detached(cluster: Cluster) -> None:
-    cluster.start("stays", selector=only(0))
-    refused = cluster.simulate("reset", "3", check=False)
-    assert "in use by" in refused, "the driver has NVML open"
-    assert detach(cluster, check=False) == "", "a claim is in the way"
-    assert cluster.devices()
-    detach(cluster, "3", "--for", "10m")
-    cluster.simulate("reset", "3")
-    wait_for("the devices to be withdrawn", lambda: not cluster.devices())
-    # A restart of the driver opens NVML no earlier.
-    cluster.roll_out()
-    cluster.simulate("reset", "3")
-    assert drained_within(cluster, "stays") <= ENDS_WITHIN_S
-    detach(cluster, "--end")
-    wait_for("the devices to be back", lambda: len(cluster.devices()) == 8)
-    wait_for("the driver to have settled", cluster.driver_has_settled)
-
-
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """The lock of a GPU, as a call that hangs in the other instance of the driver has it."""

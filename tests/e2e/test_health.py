@@ -171,15 +171,3 @@ def test_claim_status_is_there_while_it_is_allocated(cluster: Cluster) -> None:
     assert [(one["type"], one["status"]) for one in entry["conditions"]] == [("Ready", "True")]
     cluster.kubectl("delete", "pod/told")
     wait_for("the claim's status to be gone", lambda: not status())
-
-
-def test_restart_of_the_driver_forgets_no_trouble(cluster: Cluster) -> None:
-    cluster.simulate("recovery-action", str(RESTART), "1")
-    cluster.simulate("xid", str(RESTART), "79")
-    wait_for("both taints", lambda: len(taints(cluster, RESTART)) == 2)
-    before = device(cluster, RESTART)["taints"]
-    cluster.roll_out()
-    wait_for("the driver to have settled", cluster.driver_has_settled)
-    assert device(cluster, RESTART)["taints"] == before
-    cluster.simulate("reset", str(RESTART), "--force")
-    wait_for("no taint", lambda: not taints(cluster, RESTART))

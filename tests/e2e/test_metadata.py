@@ -185,20 +185,3 @@ def test_each_request_of_a_claim_has_a_file_of_its_own(describing: Cluster) -> N
     again = documents(inside(describing, "pair", "second", f"cat {INSIDE}/{paths['second']}"))
     assert again == found["second"]
     delete_pod(describing, "pair")
-
-
-def test_a_pod_keeps_its_file_when_the_setting_is_taken_away(describing: Cluster) -> None:
-    """Later pods get none, and the file goes with its claim all the same."""
-    describing.start("lasting")
-    path = f"{INSIDE}/resourceclaims/lasting/device/{FILE}"
-    before = inside(describing, "lasting", "main", f"cat {path}")
-    assert documents(before) == expected(describing, "lasting", "device")
-    try:
-        roll_out(describing, "DEVICE_METADATA-")
-        assert inside(describing, "lasting", "main", f"cat {path}") == before
-        describing.start("later")
-        assert "none" in inside(describing, "later", "main", f"test -e {INSIDE} || echo none")
-        describing.kubectl("delete", "pod", "later", "-n", "default", "--timeout=300s")
-        delete_pod(describing, "lasting")
-    finally:
-        roll_out(describing, "DEVICE_METADATA=both")

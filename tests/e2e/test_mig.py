@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 GPUS = 8
 BURST = 4
 ONE_GPU = "0000:1b:00.0"
-COMPUTE_INSTANCE = "nvmlGpuInstanceCreateComputeInstance"
 CHURN_S = float(os.environ.get("MIG_CHURN_S", "100"))
 
 
@@ -167,109 +166,7 @@ def test_a_device_by_claim_template(mig: Cluster, example: Callable[[str], None]
     mig.wait_running(*names)
     assert all(mig.seen_by(name)[0].startswith("MIG-") for name in names)
 
-
-def test_mps_on_a_made_device(mig: Cluster, example: Callable[[str], None]) -> None:
-    example("mig-mps")
-    names = [one["metadata"]["name"] for one in mig.get("pods")["items"]]
-    mig.wait_running(*names)
-    assert len(list((PLUGIN_DIR / "mps").glob("*/pipe/*.pid"))) == 1
-
-
-def refuse_compute_instances(cluster: Cluster, *how_often: str) -> None:
-    cluster.simulate("fault", COMPUTE_INSTANCE, "--error", "insufficient-resources", *how_often)
-
-
-def test_creation_that_is_refused_once_is_tried_again_within_the_call(mig: Cluster) -> None:
-    refuse_compute_instances(mig, "--count", "1")
-    try:
-        mig.start("healed", **SMALL)
-        assert not faults(), "nothing was refused"
-    finally:
-        mig.simulate("clear-faults")
-    wait_for_the_making(mig, "healed")
-    assert "PrepareFailed" not in [reason for reason, _ in events_of(mig, "healed")]
-    assert len(instances()) == 1
-
-
-def test_creation_that_stays_refused_is_told_and_leaves_nothing_and_succeeds_later(mig: Cluster) -> None:
-    refuse_compute_instances(mig)
-    try:
-        mig.apply(claim_and_pod("late", **SMALL))
-        wait_for(
-            "the cause in the claim's events",
-            lambda: any(
-                reason == "PrepareFailed" and "compute instance" in text and "; waited " in text
-                for reason, text in events_of(mig, "late")
-            ),
-            timeout_s=120,
-        )
-        wait_for("nothing to be left", lambda: not instances())
-    finally:
-        mig.simulate("clear-faults")
-    mig.wait_running("late", timeout_s=240)
-    assert len(instances()) == 1
-
-
-def test_creation_that_never_ends_keeps_neither_its_pod_nor_other_gpus(mig: Cluster) -> None:
-    mig.simulate("fault", "nvmlDeviceCreateGpuInstanceWithPlacement", "--delay", "150")
-    try:
-        mig.apply(claim_and_pod("hangs", **SMALL))
-        wait_for(
-            "the operation in the claim's events",
-            lambda: any("has not ended in the time" in text for _, text in events_of(mig, "hangs")),
-            timeout_s=120,
-        )
-        mig.start("whole", selector='device.attributes["gpu.nvidia.com"].type == "gpu"')
-        mig.kubectl("delete", "pod/hangs", "--timeout=30s")
-        wait_for("the files of the other claim alone", lambda: len(mig.leftovers()) == 2)
-        mig.kubectl("delete", "pod/whole", "--timeout=30s")
-    finally:
-        mig.simulate("clear-faults")
     # What the call makes in the end is taken away again, and the fixture waits for that.
-
-
-def test_a_device_in_use_is_destroyed_when_its_process_ends(clean: Cluster) -> None:
-    """The pod ends all the same, and nobody gets the place meanwhile."""
-    wait_for("all slices to be written", clean.pool_is_whole)
-    offered = len(clean.devices())
-    clean.start("held", **SMALL)
-    [(uuid, _, _)] = instances()
-    [index] = [number for number, gpu in enumerate(machine()) if gpu["uuid"] == uuid]
-    [one] = machine()[index]["instances"]
-    clean.simulate("hold", str(index), "--pid", "4242", "--name", "monitor", "--gi", str(one["id"]))
-    try:
-        clean.kubectl("delete", "pod/held", "--timeout=60s")
-        wait_for(
-            "an event that names the process",
-            lambda: any("4242" in text for _, text in events_of(clean, "held")),
-        )
-        assert instances()
-        wait_for("its place not to be on offer", lambda: len(clean.devices()) < offered)
-    finally:
-        clean.simulate("release", str(index))
-    wait_for("the instance to be destroyed", lambda: not instances())
-    wait_for(
-        "its place to be on offer again", lambda: len(clean.devices()) == offered and clean.pool_is_whole()
-    )
-
-
-def test_instances_made_by_hand_are_left_alone_and_told(clean: Cluster) -> None:
-    devices = len(clean.devices())
-    clean.simulate("mig", "enable", "2", "--force")
-    made = clean.simulate("mig", "create", "2", "3g.40gb", "0")
-    number = made.split("GPU instance ")[1].split(",")[0]
-
-    def left() -> list[str]:
-        return [one["name"] for one in clean.devices() if one["attributes"].get("index", {}).get("int") == 2]
-
-    try:
-        # A slice is written after the other, and the GPU's devices may be in several.
-        wait_for("all slices without the GPU's devices", lambda: clean.pool_is_whole() and not left())
-        assert len(clean.devices()) < devices
-    finally:
-        clean.simulate("mig", "destroy", "2", number)
-        clean.simulate("mig", "disable", "2", "--force")
-    wait_for("all devices again", lambda: len(clean.devices()) == devices and clean.pool_is_whole())
 
 
 def test_update_and_kubelet_restart_keep_running_devices(clean: Cluster) -> None:

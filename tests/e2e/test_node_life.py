@@ -9,7 +9,6 @@ import pytest
 
 from tests.e2e.conftest import SLOW_S, Cluster, Json, claim_and_pod, wait_for
 from tests.e2e.test_health import only
-from tests.fakes import logind
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -149,24 +148,3 @@ def test_a_node_out_of_service_loses_its_pods_and_gives_their_gpu_on_when_it_is_
     wait_for("nothing to be left of the lost pod", lambda: len(cluster.leftovers()) == CLAIM_FILES)
     cluster.kubectl("delete", "pod", "next", "-n", "default", "--timeout=300s")
     assert not cluster.leftovers()
-
-
-def test_a_graceful_shutdown_ends_pods_before_the_driver_and_the_node_comes_back(cluster: Cluster) -> None:
-    from localcluster.layout import Layout
-
-    try:
-        with logind.listening(Layout.from_environment().system_bus) as bus:
-            cluster.local.restart("kubelet")
-            wait_for("the kubelet to delay shutdowns", bus.delays.is_set)
-            wait_for("the driver to have settled", cluster.driver_has_settled)
-            cluster.start("ends", selector=only(5))
-            bus.shut_down()
-            wait_for("the kubelet to let the shutdown go on", bus.may_go)
-            assert cluster.pod("ends")["status"]["phase"] in ("Failed", "Succeeded")
-            assert not cluster.leftovers(), "the driver ends after the pods with claims"
-    finally:
-        cluster.local.restart("kubelet")
-    wait_for("the node to be ready", lambda: ready(cluster) == "True")
-    wait_for("the driver to have settled", cluster.driver_has_settled)
-    cluster.start("next", selector=only(5))
-    assert cluster.seen_by("next") == cluster.allocated("next")

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from debian_programs import Programs
 
 from dra_driver.host.processes import origin
 from tests.deploy.test_monitoring import ALERTS, asked, series
@@ -136,48 +135,6 @@ def test_two_pods_share_a_claim_through_mps(sharing: Cluster, example: Callable[
         assert got["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
         assert got["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=10240M"
     assert len(daemons()) == 1
-
-
-@pytest.fixture
-def real_control(sharing: Cluster, newest_nvidia: Programs) -> Iterator[Programs]:
-    """The node's MPS programs are NVIDIA's own. Without a GPU their servers end at once, and the daemons run."""
-    stand_ins = {}
-    for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server"):
-        program = SIMULATOR_DIR / "root/usr/bin" / name
-        stand_ins[program] = program.read_bytes()
-        [own] = newest_nvidia.root.rglob(name)
-        program.unlink()
-        program.write_bytes(own.read_bytes())
-        program.chmod(0o755)
-    yield newest_nvidia
-    sharing.kubectl("delete", "pods,resourceclaims,resourceclaimtemplates", "--all", "-n", "default")
-    wait_for("nothing of MPS and time slices to be left", lambda: not state())
-    for program, content in stand_ins.items():
-        program.unlink()
-        program.write_bytes(content)
-        program.chmod(0o755)
-
-
-def test_claims_with_mps_run_when_the_control_program_is_nvidias_own(
-    sharing: Cluster, real_control: Programs, example: Callable[[str], None]
-) -> None:
-    example("mps-shared-claim")
-    sharing.wait_running("mps-a", "mps-b")
-    for pod in ("mps-a", "mps-b"):
-        got = printed(sharing, pod, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
-        assert got["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=10240M"
-    example("gpu-shares")
-    sharing.wait_running("share-1", "share-2")
-    found = daemons()
-    assert len(found) == 2
-    for pid in found.values():
-        program = Path(f"/proc/{int(pid)}/exe").read_bytes()
-        assert program == next(real_control.root.rglob("nvidia-cuda-mps-control")).read_bytes()
-    options = {
-        pid: Path(f"/proc/{int(pid)}/cmdline").read_bytes().split(b"\0")[1:-1] for pid in found.values()
-    }
-    assert all(one[0] == b"-f" for one in options.values())
-    assert [b"-f", b"-multiuser-server"] in options.values(), "shares serve several users"
 
 
 def test_ten_claims_of_two_namespaces_share_a_gpu_and_the_eleventh_waits(sharing: Cluster) -> None:
@@ -306,16 +263,3 @@ def test_halves_of_a_mig_device(sharing: Cluster, example: Callable[..., None]) 
     finally:
         sharing.simulate("mig", "disable", "7", "--force")
     wait_for("the whole GPU", lambda: len(sharing.devices()) == 8)
-
-
-def test_update_of_the_plugin_restarts_no_daemon(sharing: Cluster, example: Callable[[str], None]) -> None:
-    example("mps-shared-claim")
-    sharing.wait_running("mps-a", "mps-b")
-    before = daemons()
-    assert len(before) == 1
-    plugin = {pod["metadata"]["uid"] for pod in sharing.driver_pods()}
-    sharing.roll_out()
-    assert daemons() == before
-    assert plugin != {pod["metadata"]["uid"] for pod in sharing.driver_pods()}
-    assert all(alive(int(pid)) for pid in before.values())
-    assert sharing.pod("mps-a")["status"]["containerStatuses"][0]["restartCount"] == 0

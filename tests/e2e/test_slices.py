@@ -17,7 +17,7 @@ from dra_driver.model.sharing import NO_SHARING, share_all
 from dra_driver.simulator import machine_names
 from dra_driver.slices.rules.build import build_pool
 from dra_driver.slices.rules.diff import Owner, slice_changes
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, SLOW_S, Cluster, Json, wait_for
+from tests.e2e.conftest import NAMESPACE, SLOW_S, Cluster, Json, wait_for
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.samples import DRIVER
 from tests.sharing.test_modes import RULES
@@ -92,22 +92,6 @@ def test_slices_belong_to_the_node_object(cluster: Cluster) -> None:
         assert entry["metadata"]["name"].startswith("00000-gpu.nvidia.com-")
 
 
-def test_slices_come_back_when_somebody_deletes_them(cluster: Cluster) -> None:
-    before = cluster.devices()
-    cluster.kubectl("delete", "resourceslices", "--all")
-    started = time.monotonic()
-    wait_for("the slices to come back", lambda: cluster.devices() == before, every_s=0.02)
-    print(f"slices back after {time.monotonic() - started:.2f} s")
-
-
-def test_slices_are_mended_when_somebody_changes_them(cluster: Cluster) -> None:
-    before = cluster.devices()
-    name = cluster.slices()[0]["metadata"]["name"]
-    patch = '[{"op": "remove", "path": "/spec/devices/0"}]'
-    cluster.kubectl("patch", "resourceslice", name, "--type=json", "-p", patch)
-    wait_for("the slice to be mended", lambda: cluster.devices() == before)
-
-
 def test_kubelet_restart_wipes_the_slices_and_they_come_back_at_once(cluster: Cluster, example) -> None:
     example("one-gpu")
     cluster.wait_running("one-gpu")
@@ -163,12 +147,3 @@ def test_plugin_restart_writes_nothing_and_leaves_the_pod_alone(cluster: Cluster
     assert len(cluster.seen_by("one-gpu")) == 1
     cluster.kubectl("delete", "pod", "one-gpu")
     wait_for("the claim to be unprepared by the new instance", lambda: not cluster.leftovers())
-
-
-def test_rolling_update_serves_throughout_and_writes_nothing(cluster: Cluster, example) -> None:
-    before = versions(cluster)
-    cluster.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
-    example("one-gpu")
-    cluster.wait_running("one-gpu")
-    cluster.rolled_out()
-    assert versions(cluster) == before

@@ -93,20 +93,3 @@ def test_the_kubelet_reads_health_in_the_newest_version_that_it_knows(stoppable:
         assert wait_for("a stream of health", streams) == {f"{version}.DRAResourceHealth/NodeWatchResources"}
     finally:
         stoppable.kubectl("set", "env", DAEMONSET, "-n", NAMESPACE, "LOG_LEVEL-")
-
-
-def test_a_gpu_that_goes_bad_while_no_driver_runs_is_found_by_the_next_one(stoppable: Cluster) -> None:
-    """What a look tells is told by the first look; until then nothing is claimed."""
-    index = 2  # of no test of test_health, where each that goes bad is one test's own
-    chosen = f'device.attributes["gpu.nvidia.com"].index == {index}'
-    stoppable.start("unlucky", selector=chosen)
-    wait_for("the device to be healthy", lambda: pod_health(stoppable, "unlucky") == {"Healthy"}, SHOWN_S)
-    stop(stoppable)
-    stoppable.simulate("recovery-action", str(index), "1")
-    try:
-        wait_for("its health to be unknown", lambda: pod_health(stoppable, "unlucky") == {"Unknown"}, SHOWN_S)
-        start(stoppable)
-        wait_for("it to be unhealthy", lambda: pod_health(stoppable, "unlucky") == {"Unhealthy"}, SHOWN_S)
-    finally:
-        stoppable.simulate("reset", str(index), "--force")
-    wait_for("it to be healthy", lambda: pod_health(stoppable, "unlucky") == {"Healthy"}, SHOWN_S)

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.test_monitoring import ALERTS, asked, series
-from tests.e2e.conftest import NAMESPACE, Cluster, wait_for
-from tests.fakes.scrapes import Samples, samples_in
+from tests.e2e.conftest import Cluster
 
 pytestmark = pytest.mark.cluster
 
@@ -68,26 +66,3 @@ def test_busy_and_idle_pods_are_told_apart(cluster: Cluster, teams: dict[str, st
     assert " 0% " in idle
     assert " 90% " in busy
     assert f"gpu-{teams[IDLE].removeprefix('GPU-')[:8]}" in idle
-
-
-def scraped(cluster: Cluster) -> Samples:
-    [pod] = cluster.staying_pods("node")
-    path = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}:8080/proxy/metrics"
-    return samples_in(cluster.kubectl("get", "--raw", path))
-
-
-def test_alert_names_the_team_whose_gpu_is_idle(cluster: Cluster, teams: dict[str, str]) -> None:
-    """Prometheus' own engine has an hour of what the real plugin's metrics say now."""
-    claims = ("nvidia_dra_claim_info", "nvidia_dra_device_utilization_ratio")
-
-    def told() -> Samples:
-        samples = {key: value for key, value in scraped(cluster).items() if key[0] in claims}
-        known = {dict(labels)["uuid"] for name, labels in samples if name == claims[1]}
-        return samples if known.issuperset(teams.values()) else {}
-
-    samples = wait_for("the use of both GPUs", told)
-    load = series(samples, lambda *_: None, cluster.node)
-    [answer] = asked(load, ALERTS["GpuDraHeldIdle"]["expr"])
-    assert [(labels["namespace"], labels["claim"], labels["uuid"]) for labels, _ in answer] == [
-        (IDLE, "worker", teams[IDLE]),
-    ]  # fmt: skip

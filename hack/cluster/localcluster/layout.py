@@ -128,10 +128,6 @@ class Layout:
         return self.state / "run"
 
     @property
-    def system_bus(self) -> Path:
-        return self.run / "system_bus_socket"
-
-    @property
     def kubelet(self) -> Path:
         """The directory that lies under /var/lib/kubelet while the cluster is up."""
         return self.state / "kubelet"

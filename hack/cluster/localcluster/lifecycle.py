@@ -124,8 +124,6 @@ def _launch(layout: Layout, component: Component) -> None:
         environment={
             "PATH": f"{programs}:{SYSTEM_PATH}",
             "HOME": os.environ.get("HOME", "/root"),
-            # Not the machine's: its kubelet would delay a shutdown. Tests put a bus there.
-            "DBUS_SYSTEM_BUS_ADDRESS": f"unix:path={layout.system_bus}",
         },
         log=layout.log(component.name),
         pid_file=_pid_file(layout, component.name),
