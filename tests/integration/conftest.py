@@ -213,9 +213,11 @@ def heard(driver: Driver) -> int:
 
 
 @pytest.fixture(autouse=True)
-def _quick_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The monitor waits for events in NVML and hears of its end afterwards."""
     monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.monitor._LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr("dra_driver.inventory.discovery._LOOK_EVERY_S", 0.5)
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,6 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.health.rules.state.UNRESPONSIVE_AFTER_S", 3600)
-    monkeypatch.setattr("dra_driver.health.monitor._LOOK_EVERY_S", 0.05)
     driver = node.driver
     let, looks = threading.Event(), threading.Event()
 

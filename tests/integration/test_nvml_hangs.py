@@ -33,7 +33,6 @@ def tainted(node: Node) -> dict[str, list[str]]:
 def test_xid_is_published_and_health_stays_fresh_whatever_another_gpu_does(
     node: Node, monkeypatch: pytest.MonkeyPatch, delay_s: float
 ) -> None:
-    monkeypatch.setattr("dra_driver.health.monitor._LOOK_EVERY_S", 0.05)
     monkeypatch.setattr("dra_driver.health.poller._POLL_EVERY_S", 0.1)
     eventually(lambda: heard(node.driver) == 8)
     monitor = node.driver.health.monitor
@@ -63,11 +62,11 @@ def test_every_gpu_is_unresponsive_while_one_call_blocks_all_of_nvml(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NVIDIA's kernel driver may hold a lock that every call needs."""
-    monkeypatch.setattr("dra_driver.health.monitor._LOOK_EVERY_S", 0.05)
     monkeypatch.setattr("dra_driver.health.poller._POLL_EVERY_S", 0.1)
     eventually(lambda: heard(node.driver) == 8)
     monkeypatch.setattr("dra_driver.health.poller.OVERDUE_S", 1.0)
     node.machine.set_fault("nvmlDeviceGet*", delay_s=600, gpu=0, blocks_all=True)
+    poll_all(node.driver)
     eventually(lambda: tainted(node) == {str(index): ["unresponsive=no-answer"] for index in range(8)})
     assert {problem.code for problem in node.driver.health.problems()} == {"gpu-unresponsive"}
     held = node.allocated_by_hand("held", node.devices()[1]["name"])
@@ -176,7 +175,7 @@ def test_hang_on_one_gpu_and_a_bind_of_another_delay_no_claim_of_a_third(
     with ThreadPoolExecutor() as calls:
         calls.submit(node.prepare, hangs)
         eventually(lambda: node.machine.gpu(0).mig_mode)
-        bind = calls.submit(node.kubelet.prepare, DRIVER, [binds], 15.0)
+        bind = calls.submit(node.kubelet.prepare, DRIVER, [binds], 7.0)
         time.sleep(0.5)
         for gpu in range(2, 5):
             ref = node.allocated_by_hand(f"mig-{gpu}", a_mig_device(gpu))
@@ -198,6 +197,8 @@ def test_shutdown_of_nvml_that_hangs_before_a_bind_is_told_and_holds_up_no_other
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.nvml.session._SHUTDOWN_S", 0.5)
+    monkeypatch.setattr("dra_driver.nvml.session._OPENING_S", 0.5)
+    monkeypatch.setattr("dra_driver.passthrough.steps._UNDO_S", 0.5)
     monkeypatch.setattr("dra_driver.passthrough.steps._NVML_S", 0.5)
     node = make_node()
     node.machine.set_virtual_functions(0, 0)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from dra_driver.cli.serviced import serviced_gpu
-from dra_driver.errors import StateError
+from dra_driver.errors import RetryableError, StateError
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node, heard
 from tests.integration.test_process import call
@@ -81,14 +81,12 @@ def test_serviced_without_the_id_of_the_boot_says_so_and_writes_nothing(
 
 
 def test_serviced_says_what_keeps_a_reason_that_does_not_end(
-    node: Node, serviced: Serviced, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.cli.serviced._TIMEOUT_S", 0.5)
     eventually(lambda: heard(node.driver) == 8)
     node.machine.set_recovery_action(2, 1)
     node.machine.raise_xid(2, 95)
     eventually(lambda: is_kept(node, 95))
-    done = serviced(node.machine.gpu(2).uuid)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "still reports" in done.stderr
-    assert "NVML requests no action" in done.stderr
+    with pytest.raises(RetryableError, match=r"still reports .* NVML requests no action"):
+        serviced_gpu(node.settings, node.machine.gpu(2).uuid)
