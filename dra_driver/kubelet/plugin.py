@@ -12,6 +12,7 @@ from typing import Any
 
 import structlog
 
+from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import FatalError
 from dra_driver.kubelet import dra
 from dra_driver.kubelet.grpc_server import Methods, SocketServer, streaming
@@ -38,7 +39,6 @@ DeviceHealthWatch = Callable[[Any, Any], Iterator[pb.NodeWatchResourcesResponse]
 _log = structlog.get_logger(__name__)
 
 _REGISTRAR_GRACE_S = 1.0
-_GUARD_JOIN_S = 2.0
 _REGISTERED_WITHIN_S = 30.0
 _DIAL_EVERY_S = 15.0
 _UNREACHABLE_FOR_S = 10.0
@@ -108,7 +108,7 @@ class KubeletPlugin:
         self._owner = owner
         self._stopping = threading.Event()
         self._stop_lock = threading.Lock()
-        self._guard = threading.Thread(target=self._watch_sockets, name="socket-guard", daemon=True)
+        self._guard = BackgroundWorker("socket-guard", self._watch_sockets, lambda _: 0.0)
 
     @property
     def status(self) -> RegistrationStatus | None:
@@ -158,8 +158,7 @@ class KubeletPlugin:
             self._registration.stop(_REGISTRAR_GRACE_S)
             if self._health is not None:
                 self._health.stop()
-        if self._guard.is_alive() and self._guard is not threading.current_thread():
-            self._guard.join(_GUARD_JOIN_S)
+        self._guard.stop()
 
     def _registration_problems(self) -> list[NodeProblem]:
         if self._started_at is None or self.stopping:
@@ -186,19 +185,19 @@ class KubeletPlugin:
     def _dial_self(self) -> str | None:
         return None if self.stopping else dial(self.sockets.registrar)
 
-    def _watch_sockets(self) -> None:
-        while not self._stopping.wait(self.settings.guard_s):
-            fault = self._socket_fault()
-            if fault is not None and not self.stopping:
-                error = FatalError(f"{fault}; restart the plugin")
-                _log.critical("kubelet_server_died", error=str(error))
-                self._owner.plugin_died(error)
-                return
-            try:
-                self._others.look()
-            except Exception:  # noqa: BLE001  a dead thread would not notice that our own sockets are gone
-                _log.exception("socket_watch_failed")
+    def _watch_sockets(self) -> float:
+        if self._guard.pause(self.settings.guard_s):
+            return 0.0
+        fault = self._socket_fault()
+        if fault is not None and not self.stopping:
+            error = FatalError(f"{fault}; restart the plugin")
+            _log.critical("kubelet_server_died", error=str(error))
+            self._guard.retire()
+            self._owner.plugin_died(error)
+        elif not self.stopping:
             self.liveness.fault(_DIAL_EVERY_S)
+            self._others.look()
+        return 0.0
 
 
 def _health_methods(watch: DeviceHealthWatch) -> Methods:
