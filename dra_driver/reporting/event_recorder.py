@@ -2,12 +2,11 @@
 
 The queue is bounded, merges equal reports, and is sent no faster than the API server likes. A caller never waits and
 never gets an error: what cannot be written is counted and dropped.
-
-The thread is not a BackgroundWorker: at the stop it still sends for two seconds what is in the queue.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -18,6 +17,7 @@ from typing import Final
 import structlog
 
 from dra_driver.base.backoff import Backoff, TokenBucket
+from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, DraDriverError
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.events import EventWriter
@@ -214,7 +214,7 @@ _LONGEST_ASKED_S = 120.0
 
 
 @dataclass(eq=False)
-class EventRecorder:
+class EventRecorder(BackgroundWorker):
     """A bounded queue and the thread that empties it. Every method may be called from any thread.
 
     `dropped` counts reports that nobody will see: the queue was full, or the API server was away for minutes.
@@ -231,7 +231,7 @@ class EventRecorder:
 
     def __post_init__(self) -> None:
         self._queue = EventQueue(self.limits)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._stop_by: float | None = None
         self._backoff = Backoff(self.limits.backoff_first_s, self.limits.backoff_most_s)
         self._is_down = False
@@ -239,28 +239,24 @@ class EventRecorder:
         self.dropped = 0
         self.written = 0
         self.failed = 0
-        self._thread = threading.Thread(target=self._run, name="event-recorder", daemon=True)
+        super().__init__("event-recorder", self._turn, self._crashed)
 
     def counts(self) -> dict[str, int]:
         """How many events and claim states were taken, dropped and refused."""
         return {"written": self.written, "dropped": self.dropped, "failed": self.failed}
 
-    def start(self) -> None:
-        """Begin to write; what was given before is written now."""
-        self._thread.start()
-
-    def stop(self) -> None:
+    def stop(self) -> bool:
         """Write what can be written within two seconds, drop the rest."""
-        with self._changed:
-            if self._stop_by is not None:
-                return
-            self._stop_by = self.clock() + _FLUSH_S
-            self._changed.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join(_FLUSH_S)
-        with self._changed:
+        with self._lock:
+            if self._stop_by is None:
+                self._stop_by = self.clock() + _FLUSH_S
+        self.wake()
+        has_ended = self.wait_ended(_FLUSH_S)
+        self.retire()
+        with self._lock:
             self.dropped += len(self._queue)
             self._queue = EventQueue(self.limits)
+        return has_ended
 
     def claim_event(self, ref: ClaimRef, reason: EventReason, message: str, *, warning: bool) -> None:
         """An event for a claim and for the pods that use it; the same one at most once a minute."""
@@ -291,51 +287,48 @@ class EventRecorder:
 
     def claim_gone(self, ref: ClaimRef) -> None:
         """The claim holds no device of ours any more; drop its state if it was not written yet."""
-        with self._changed:
+        with self._lock:
             self._queue.withdraw_state(ref)
 
     def _put(self, report: Report) -> None:
-        with self._changed:
+        with self._lock:
             if self._stop_by is not None:
                 self.dropped += 1
                 return
             gone = self._queue.put(report, self.clock())
-            self._changed.notify_all()
             lost = sum(not is_minor(entry) for entry in gone)
             is_first_loss = lost and not self.dropped
             self.dropped += lost
+        self.wake()
         if is_first_loss:
             _log.warning("notices_dropped", reason="too much happens at once, or the API server is away")
 
-    def _run(self) -> None:
-        while (queued := self._next()) is not None:
-            try:
-                self._write(queued)
-            except DraDriverError as error:
-                if _is_for_now(error):
-                    self._try_later(queued, error)
-                else:
-                    self._refused(queued, error)
-            except Exception:  # noqa: BLE001  a dead thread would report nothing any more
-                _log.exception("notice_failed")
-                self._count(failed=1)
+    def _turn(self) -> float:
+        """Write the next report, if it may be written now; the seconds until the next one may."""
+        with self._lock:
+            now, stop_by = self.clock(), self._stop_by
+            at = self._queue.ready_at(now, hurry=stop_by is not None)
+            if stop_by is not None and (at is None or at >= stop_by):
+                self.retire()
+                return 0.0
+            queued = self._queue.take(now, hurry=stop_by is not None)
+        if queued is None:
+            return math.inf if at is None else at - now
+        try:
+            self._write(queued)
+        except DraDriverError as error:
+            if _is_for_now(error):
+                self._try_later(queued, error)
             else:
-                self._backoff.reset()
-                self._is_down = False
+                self._refused(queued, error)
+        else:
+            self._backoff.reset()
+            self._is_down = False
+        return 0.0
 
-    def _next(self) -> QueuedReport | None:
-        """The next report, once it may be written; None at the end."""
-        with self._changed:
-            while True:
-                now, stop_by = self.clock(), self._stop_by
-                stopping = stop_by is not None
-                at = self._queue.ready_at(now, hurry=stopping)
-                if stop_by is not None and (at is None or at >= stop_by):
-                    return None
-                queued = self._queue.take(now, hurry=stopping)
-                if queued is not None:
-                    return queued
-                self._changed.wait(None if at is None else at - now)
+    def _crashed(self, _error: Exception) -> float:
+        self._count(failed=1)
+        return 0.0
 
     def _write(self, queued: QueuedReport) -> None:
         match queued.report:
@@ -367,7 +360,7 @@ class EventRecorder:
                 raise
             pods = ()
             self._refused(queued, error)
-        with self._changed:
+        with self._lock:
             for about in reversed((claim_object(report.ref), *pods[:_MOST_PODS])):
                 single = ObjectEvent(about, report.reason, report.message, report.warning)
                 self._queue.put_first(QueuedReport(single, queued.times, queued.due))
@@ -378,7 +371,7 @@ class EventRecorder:
             queued = replace(queued, report=replace(queued.report, is_first=False))
         asked_s = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
         delay = self._backoff.next(min(asked_s or 0.0, _LONGEST_ASKED_S))
-        with self._changed:
+        with self._lock:
             now = self.clock()
             self._queue.put_first(queued)
             self._queue.pause(now + delay)
@@ -397,7 +390,7 @@ class EventRecorder:
         log("notice_refused", notice=kind, reason=str(error))
 
     def _count(self, *, written: int = 0, failed: int = 0) -> None:
-        with self._changed:
+        with self._lock:
             self.written += written
             self.failed += failed
 

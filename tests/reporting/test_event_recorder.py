@@ -187,7 +187,7 @@ def test_what_cannot_be_said_for_minutes_is_dropped(server, logs):
             ApiRejectedError("forbidden", status=403),
             [("notice_refused", "warning"), ("notice_refused", "debug")],
         ),
-        (ZeroDivisionError("a bug"), [("notice_failed", "error")] * 2),
+        (ZeroDivisionError("a bug"), [("worker_failed", "error")] * 2),
     ],
 )
 def test_a_refusal_or_a_bug_costs_one_notice(server, logs, error, expected):
@@ -199,7 +199,7 @@ def test_a_refusal_or_a_bug_costs_one_notice(server, logs, error, expected):
         recorder.node_event("Third", "", warning=False)
         server.wait_for(lambda: server.events)
         eventually(lambda: recorder.failed == 2)
-        eventually(lambda: len(logs) == 2)  # each is counted a moment before it is told
+        eventually(lambda: len(logs) == 2)
     assert [event[2] for event in server.events] == ["Third"]
     assert [(line["event"], line["log_level"]) for line in logs] == expected
 
