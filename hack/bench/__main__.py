@@ -1,6 +1,6 @@
 """What the driver costs, and what is left of it after a week of churn.
 
-    python hack/bench [bench]   the budgets of docs/architecture.md, as a table
+    python hack/bench [bench]   the budgets of docs/decisions.md, as a table
     python hack/bench soak      a week of churn in five minutes on a simulated node
     python hack/bench scale     what the publishers of many nodes cost the API server
 

@@ -1,4 +1,4 @@
-"""`make bench`: the budgets of docs/architecture.md, measured on this machine and printed as a table.
+"""`make bench`: the budgets of docs/decisions.md, measured on this machine and printed as a table.
 
 The daemon runs as a process of its own on a simulated DGX H100, with the playground's API server and kubelet in
 this one. Every figure is the median of several runs; the exit code is 1 if a budget is not met.
