@@ -22,6 +22,7 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.model.ids import printable
 from dra_driver.model.schema import JsonObject
+from dra_driver.model.units import first_of
 
 T = TypeVar("T")
 
@@ -88,8 +89,7 @@ def _lines(rows: Sequence[Row], totals: Totals, width: int | None) -> Iterator[s
 
 
 def _pods(row: Row) -> str:
-    names = [pod.partition("/")[2] if row.claim != "-" else pod for pod in row.pods]
-    return (names[0] if len(names) == 1 else f"{names[0]} +{len(names) - 1}") if names else "-"
+    return first_of([pod.partition("/")[2] if row.claim != "-" else pod for pod in row.pods]) or "-"
 
 
 class _Look:

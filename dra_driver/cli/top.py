@@ -27,6 +27,7 @@ from dra_driver.cli.scratch import scratch_settings
 from dra_driver.model.gpu import GpuLoad
 from dra_driver.model.ids import printable
 from dra_driver.model.schema import Choice, Scalar
+from dra_driver.model.units import first_of
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -41,9 +42,6 @@ _WAIT_FIRST_S = 0.3
 _MIB = 1 << 20
 _SAMPLES = 12
 _LEVELS = " .:-=+*#%@"
-_BAR = 10
-_MOST_PODS = 28
-_POD_TAIL = 8
 _SEVERITY = ("ok", "information", "unknown", "degraded", "unhealthy", "lost")
 _ORDERS: Mapping[str, Callable[[SeenGpu], float]] = {
     "index": lambda _: 0,
@@ -159,7 +157,7 @@ def _gpus(
     view: NodeView, width: int | None, order: Order, history: Mapping[str, Sequence[int]]
 ) -> list[RenderableType]:
     columns = {
-        "#": 0, "GPU": 0, "PRODUCT": 5, "PCI BUS ID": 6, "MIG?": 3, "MEMORY": 2, "USED MiB": 0, "UTIL": 4, "%": 0,
+        "#": 0, "GPU": 0, "PRODUCT": 4, "PCI BUS ID": 5, "MIG?": 3, "MEMORY MiB": 0, "UTIL %": 0, "UTIL?": 2,
         "TEMP": 1, "POWER W": 1, "HEALTH": 0,
     }  # fmt: skip
     rows = [_gpu(gpu, history.get(gpu.name, ())) for gpu in sorted(view.gpus, key=_ORDERS[order])]
@@ -176,10 +174,9 @@ def _gpu(gpu: SeenGpu, history: Sequence[int]) -> list[object]:
         gpu.product,
         gpu.pci_bus_id,
         gpu.mode,
-        _bar(_fraction(load)),
         total and f"{'-' if used is None else used // _MIB}/{total // _MIB}",
-        "".join(_LEVELS[min(value, 99) // 10] for value in history) or _bar(percent and percent / 100),
         percent,
+        "".join(_LEVELS[min(value, 99) // 10] for value in history),
         load.temperature_c and f"{load.temperature_c}C",
         watts[0] if watts[1] is None else f"{watts[0] or '-'}/{watts[1]}",
         _word(gpu.health),
@@ -191,13 +188,6 @@ def _fraction(load: GpuLoad | None) -> float | None:
     if load is None or load.memory_used_bytes is None or not load.memory_total_bytes:
         return None
     return load.memory_used_bytes / load.memory_total_bytes
-
-
-def _bar(fraction: float | None) -> str | None:
-    """`[|||       ]`; what is used at all shows."""
-    if fraction is None:
-        return None
-    return f"[{'|' * min(_BAR, max(round(fraction * _BAR), int(fraction > 0))):<{_BAR}}]"
 
 
 def _word(severity: str) -> str:
@@ -248,19 +238,16 @@ def _why(view: NodeView, unknown: Sequence[str]) -> str:
 def _claims(view: NodeView, width: int | None) -> list[RenderableType]:
     columns = {"CLAIM": 0, "POD?": 1, "SINCE": 2, "DEVICE": 0, "USE": 0}
     rows = [
-        (one.claim, _names(one.pods), _since(one.since_s), one.device, "; ".join(_how(one)) or None)
+        (
+            one.claim,
+            None if one.pods is None else first_of(one.pods) or "none",
+            _since(one.since_s),
+            one.device,
+            "; ".join(_how(one)) or None,
+        )
         for one in view.holdings
     ]
     return table(columns, rows, width) or [_text("CLAIM", "bold"), _text("no claim is prepared")]
-
-
-def _names(pods: Sequence[str] | None) -> str | None:
-    """The first of the pods, and how many more there are; the end of a name tells pods apart."""
-    if not pods:
-        return None if pods is None else "none"
-    more = f" +{len(pods) - 1}" if len(pods) > 1 else ""
-    name, left = pods[0], _MOST_PODS - len(more)
-    return (name if len(name) <= left else f"{name[: left - _POD_TAIL - 2]}..{name[-_POD_TAIL:]}") + more
 
 
 def _how(held: Holding) -> Iterator[str]:

@@ -66,6 +66,11 @@ def counted(number: int, one: str, several: str | None = None) -> str:
     return f"{number} {one if number == 1 else several or f'{one}s'}"
 
 
+def first_of(items: Sequence[str]) -> str:
+    """`a`, or `a +2` of three; empty of none."""
+    return f"{items[0]} +{len(items) - 1}" if len(items) > 1 else "".join(items)
+
+
 def named(items: Sequence[str], most: int = 4) -> str:
     """The first few, and how many more."""
     more = len(items) - most

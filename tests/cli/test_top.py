@@ -125,7 +125,7 @@ def test_use_is_added_up_for_each_pod_and_a_process_without_claim_has_its_own_ro
 
 def test_at_80_columns_each_gpu_shows_memory_load_and_health() -> None:
     head, *rows = draw_node(VIEW, 80).split("\n\n")[1].splitlines()
-    assert head.split() == ["#", "GPU", "MIG", "MEMORY", "USED", "MiB", "%", "TEMP", "POWER", "W", "HEALTH"]
+    assert head.split() == ["#", "GPU", "MIG", "MEMORY", "MiB", "UTIL", "%", "TEMP", "POWER", "W", "HEALTH"]
     assert rows[-1].endswith("LOST")
     assert "PRODUCT" in draw_node(VIEW, 140)
 
