@@ -47,7 +47,7 @@ from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.ledger import Ledger
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, Step, WriteDeviceMetadata
+from dra_driver.model.record import ClaimRecord, WriteDeviceMetadata
 
 DIRECTORY = "dra-device-metadata"
 _FILE = "metadata.json"
@@ -226,10 +226,9 @@ class MetadataSteps:
     discovery: Discovery
     ledger: Ledger | None
 
-    def do(self, step: Step, plan: Plan) -> None:
+    def do(self, step: WriteDeviceMetadata, plan: Plan) -> None:
         """Write a file for each request. Raises: StateError, ClaimRefusedError; NvmlUnavailableError if the devices
         of the node are not known now."""
-        assert isinstance(step, WriteDeviceMetadata)  # noqa: S101  the dispatcher's contract
         by_request = self._described(plan)
         for request in requests_of(plan.claim):
             self._write(plan.claim, request, by_request[request], step.versions)
@@ -254,13 +253,13 @@ class MetadataSteps:
             by_request.setdefault(planned.result.base_request, []).append(device)
         return by_request
 
-    def undo(self, step: Step, record: ClaimRecord) -> None:
+    def undo(self, step: WriteDeviceMetadata, record: ClaimRecord) -> None:
         """Remove the claim's files; running containers keep what they have. Raises: StateError."""
         if record.claim.results:
             self.files.remove(record.claim)
         else:  # the claim's record was lost, and only its UID is known
             self.files.forget(record.ref.uid)
 
-    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+    def in_place(self, step: WriteDeviceMetadata, record: ClaimRecord) -> bool:
         """Whether every file and CDI spec of the claim is there."""
         return self.files.in_place(record.claim)

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import structlog
 
@@ -66,17 +66,20 @@ _RETRY_FIRST_S = 0.5
 _RETRY_MOST_S = 30.0
 
 
-class StepRunner(Protocol):
+S_contra = TypeVar("S_contra", contravariant=True)
+
+
+class StepRunner(Protocol[S_contra]):
     """Does and undoes steps of one type. Both converge: many calls have the same result as one."""
 
-    def do(self, step: Step, plan: Plan) -> None:
+    def do(self, step: S_contra, plan: Plan) -> None:
         """Do what the step describes, whatever part of it is done already."""
 
-    def undo(self, step: Step, record: ClaimRecord) -> None:
+    def undo(self, step: S_contra, record: ClaimRecord) -> None:
         """Take back what the step may have done; no other claim has set the same. Of an ended claim the record has
         only its name and what the ledgers say."""
 
-    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+    def in_place(self, step: S_contra, record: ClaimRecord) -> bool:
         """Whether what the step made is still there, as far as that shows without the GPU driver."""
 
 
@@ -117,7 +120,7 @@ class Cleaner(BackgroundWorker):
 
     ledger: Ledger
     lanes: Lanes
-    runner: StepRunner
+    runner: StepRunner[Step]
     observer: CleanupObserver | None = None
     changed: Callable[[], None] = lambda: None
     leads: Callable[[], bool] = lambda: True

@@ -23,7 +23,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import structlog
 
@@ -58,10 +58,6 @@ _TAKE_BACK_S = 5.0
 """How long whoever ends a claim waits for undos, whose failure does not keep it from ending."""
 
 
-class OperationHangsError(RetryableError):
-    """A step on a GPU has not ended in the call's time. It goes on in the GPU's lane."""
-
-
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
@@ -82,18 +78,16 @@ class Executor:
     tries, leaves a record in `preparing` that names every step. A crash after the last step, but before the record says
     `prepared`, leaves the same, and the next Prepare finds every step done.
 
-    `must_last` says whether the record of a plan has to survive a power cut. The files of other plans are
-    written one claim at a time, but none waits longer than `turn_s` seconds.
+    The record of a plan that changes more than the spec has to survive a power cut. The files of other plans are
+    written one claim at a time, but none waits longer than `_TURN_S` seconds.
     """
 
     records: RecordStore
     cleaner: Cleaner
-    runner: StepRunner
+    runner: StepRunner[Step]
     lanes: Lanes
     boot_id: str
     now: Callable[[], str] = _now
-    must_last: Callable[[Plan], bool] = changes_more_than_the_spec
-    turn_s: float = _TURN_S
 
     def __post_init__(self) -> None:
         self._turn = threading.Lock()
@@ -103,16 +97,16 @@ class Executor:
         in this boot stays as it is. Raises: StateError."""
         record = self._intended(plan, known)
         if record != known:
-            lasts = self.must_last(plan)
+            lasts = changes_more_than_the_spec(plan)
             self.records.save(record, durable=lasts, whole=lasts)
         return record
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """Within it no other plan that only writes files is carried out, unless that takes longer than `turn_s`
+        """Within it no other plan that only writes files is carried out, unless that takes longer than `_TURN_S`
         seconds. Such a plan takes a millisecond of this interpreter: side by side all plans end as late as the last
         one; one after the other, most end earlier."""
-        is_ours = self._turn.acquire(timeout=self.turn_s)
+        is_ours = self._turn.acquire(timeout=_TURN_S)
         try:
             yield
         finally:
@@ -122,7 +116,8 @@ class Executor:
     def change(self, plan: Plan, record: ClaimRecord, wait_s: float = STEPS_S) -> None:
         """Have the lanes do the steps on GPUs, under the record that `intend` wrote. The caller holds no lock. What was
         done is done when it is tried again. Raises: what a step raised, and of several errors one that does not pass
-        by itself; OperationHangsError; GpuUnresponsiveError."""
+        by itself; RetryableError where one has not ended in the call's time, and goes on in its lane;
+        GpuUnresponsiveError."""
         if all(map(writes_files, plan.steps)):
             return
         groups = by_gpus(plan.steps)
@@ -193,7 +188,7 @@ class Executor:
         late = sorted(uses.keys() & frozenset[str]().union(*groups))
         if not late:
             raise RetryableError("a step could not begin in the time of this call; the kubelet tries again")
-        raise OperationHangsError(f"{uses[late[0]].text} in the time of this call; the kubelet tries again")
+        raise RetryableError(f"{uses[late[0]].text} in the time of this call; the kubelet tries again")
 
     def _refuse_changed(self, record: ClaimRecord) -> None:
         """Raises: RetryableError if the claim's record does not ask for the same any more: an Unprepare has come
@@ -208,7 +203,7 @@ class Executor:
         the claim's lock. Raises: what a step raised; StateError; RetryableError if another call has changed the record
         since `intend`."""
         self._refuse_changed(record)
-        lasts = self.must_last(plan)
+        lasts = changes_more_than_the_spec(plan)
         with nullcontext() if lasts else self._in_turn():
             for step in plan.steps:
                 if writes_files(step):
@@ -281,7 +276,7 @@ class StepObserver(Protocol):
 class StepDispatcher:
     """Hands each step to the runner of its type, and times it for the `observer` if there is one."""
 
-    runners: Mapping[type, StepRunner]
+    runners: Mapping[type, StepRunner[Any]]
     observer: StepObserver | None = None
     clock: Callable[[], float] = time.monotonic
 

@@ -61,7 +61,7 @@ from dra_driver.mig.mode import MigContext, MigMode
 from dra_driver.mig.rules.offered_devices import at_slot, is_ours
 from dra_driver.model.mig import GpuAddress, GpuInstance, OwnedInstance
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, CreateMig, LeaveMigMode, Step
+from dra_driver.model.record import ClaimRecord, CreateMig, LeaveMigMode
 
 _log = structlog.get_logger(__name__)
 
@@ -91,20 +91,20 @@ class MigDevices:
 
     # --- steps of claims -----------------------------------------------------------------------
 
-    def do(self, step: Step, plan: Plan) -> None:
+    def do(self, step: CreateMig | LeaveMigMode, plan: Plan) -> None:
         """Have the device exist, or the GPU whole. Raises: ClaimRefusedError, RetryableError, StateError."""
         try:
             with self._context.operation():
                 if isinstance(step, CreateMig):
                     self.create(step)
-                elif isinstance(step, LeaveMigMode):
+                else:
                     self._make_whole(step)
         except NotSupportedError as error:
             raise ClaimRefusedError(
                 f"{error}; delete the pod and its claim so that they are allocated anew"
             ) from error
 
-    def undo(self, step: Step, record: ClaimRecord) -> None:
+    def undo(self, step: CreateMig | LeaveMigMode, record: ClaimRecord) -> None:
         """Destroy the device; `MigMode` leaves the mode. Raises: as `destroy`."""
         instance = self._instance(step) if isinstance(step, CreateMig) else None
         if instance is not None:
@@ -112,7 +112,7 @@ class MigDevices:
             with self._context.operation():
                 self.destroy(instance, patience)
 
-    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+    def in_place(self, step: CreateMig | LeaveMigMode, record: ClaimRecord) -> bool:
         """Whether the device was made in this boot and the driver still shows its capability files."""
         if not isinstance(step, CreateMig):
             return True

@@ -43,7 +43,7 @@ from dra_driver.journal.lanes import Lanes, only_writes
 from dra_driver.journal.ledger import Ledger
 from dra_driver.model.gpu import VFIO_PCI, Card, FunctionBefore, OwnedCard, is_vfio
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import BindVfio, ClaimRecord, Step
+from dra_driver.model.record import BindVfio, ClaimRecord
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.rules.moves import Move, are_bound, back, to_vfio
 
@@ -98,10 +98,9 @@ class VfioSteps:
         self._meetings: dict[str, _Meeting] = {}  # by claim UID
         self._guard = threading.Lock()
 
-    def do(self, step: Step, plan: Plan) -> None:
+    def do(self, step: BindVfio, plan: Plan) -> None:
         """Have the card with its vfio driver. What fails is undone at once. Raises: ClaimRefusedError, DeviceBusyError
         that names who has the card, RetryableError, StateError."""
-        assert isinstance(step, BindVfio)  # noqa: S101  the dispatcher's contract
         try:
             with self._meeting(plan) as met:
                 self._bind(step, plan, met)
@@ -111,18 +110,16 @@ class VfioSteps:
                 error.has_no_effect = is_clean
             raise
 
-    def undo(self, step: Step, record: ClaimRecord) -> None:
+    def undo(self, step: BindVfio, record: ClaimRecord) -> None:
         """Have the card with the drivers that it had. Raises: DeviceBusyError that names the virtual machine that has
         it; RetryableError, StateError."""
-        assert isinstance(step, BindVfio)  # noqa: S101
         with self._guard:
             self._meetings.pop(record.ref.uid, None)
         with until(time.monotonic() + _UNDO_S):
             self._return(step)
 
-    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+    def in_place(self, step: BindVfio, record: ClaimRecord) -> bool:
         """Whether a vfio driver has the GPU."""
-        assert isinstance(step, BindVfio)  # noqa: S101
         card = self.cards.card(step.pci_bus_id)
         return card is not None and card.driver in _vfio(step, card)
 

@@ -19,7 +19,7 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, RunMps, SetTimeSlice, Step
+from dra_driver.model.record import ClaimRecord, RunMps, SetTimeSlice
 from dra_driver.mps_host.host_files import MpsHostFiles
 
 _log = structlog.get_logger(__name__)
@@ -41,12 +41,11 @@ class TimeSliceSteps:
         self._reloads = self._looked_at = 0
         self._lost: dict[tuple[str, SetTimeSlice], str | None] = {}  # with why it could not be set again
 
-    def do(self, step: Step, plan: Plan) -> None:
+    def do(self, step: SetTimeSlice, plan: Plan) -> None:
         """Set it again, whatever it is now: a reboot or a driver reload forgets it.
 
         Raises: ClaimRefusedError if the GPU cannot; as `NvidiaSmi.set_time_slice`.
         """
-        assert isinstance(step, SetTimeSlice)  # noqa: S101  the dispatcher's contract
         timeout = seconds_for(f"set the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_S)
         try:
             self._nvidia_smi.set_time_slice(step.gpu_uuid, step.interval, timeout)
@@ -55,9 +54,8 @@ class TimeSliceSteps:
                 f"{error}; ask for no interval, or select another product in the claim"
             ) from error
 
-    def undo(self, step: Step, record: ClaimRecord) -> None:
+    def undo(self, step: SetTimeSlice, record: ClaimRecord) -> None:
         """Back to the default. Raises: RetryableError."""
-        assert isinstance(step, SetTimeSlice)  # noqa: S101
         try:
             timeout = seconds_for(f"reset the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_S)
             self._nvidia_smi.set_time_slice(step.gpu_uuid, 0, timeout)
@@ -67,7 +65,7 @@ class TimeSliceSteps:
             # Without driver or GPU the setting is gone with them.
             _log.info("time_slice_not_reset", gpu_uuid=step.gpu_uuid, reason=str(error))
 
-    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+    def in_place(self, step: SetTimeSlice, record: ClaimRecord) -> bool:
         """Taken for granted: only the GPU driver could tell."""
         return True
 
@@ -116,9 +114,8 @@ class MpsSteps:
     host: MpsHostFiles
     ledger: Ledger
 
-    def do(self, step: Step, plan: Plan) -> None:
+    def do(self, step: RunMps, plan: Plan) -> None:
         """Have the daemon run and answer. Raises: RetryableError, ClaimRefusedError."""
-        assert isinstance(step, RunMps)  # noqa: S101
         timeout = seconds_for(f"start the MPS daemon of device {step.spec.device}", _MPS_START_S)
         status = self.host.ensure(self._of_today(step.spec), timeout)
         if status.state != "ready":
@@ -127,9 +124,8 @@ class MpsSteps:
                 f"{status.problem or 'see the files in its log directory'}; end the processes that use it"
             )
 
-    def undo(self, step: Step, record: ClaimRecord) -> None:
+    def undo(self, step: RunMps, record: ClaimRecord) -> None:
         """Stop the daemon. Raises: RetryableError."""
-        assert isinstance(step, RunMps)  # noqa: S101
         device = step.spec.device
         self.host.stop(device, seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S))
 
@@ -142,9 +138,8 @@ class MpsSteps:
             raise StateError(f"MIG device {spec.device} was not made before its MPS daemon is started")
         return replace(spec, uuid=uuid)
 
-    def in_place(self, step: Step, record: ClaimRecord) -> bool:
+    def in_place(self, step: RunMps, record: ClaimRecord) -> bool:
         """Whether the device's daemon runs with these settings, as the MPS host reported last."""
-        assert isinstance(step, RunMps)  # noqa: S101
         try:
             return self.host.runs(self._of_today(step.spec))
         except StateError:

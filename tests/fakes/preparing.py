@@ -261,8 +261,6 @@ class Node(Journaled):
         mps = SpecSteps(self.specs)  # of which no test wants more than that it runs
         self.work_with(
             StepDispatcher({WriteCdiSpec: self.steps, WriteDeviceMetadata: described, RunMps: mps}),
-            # As for steps that change more than the spec, so that the tests see the syncs too.
-            must_last=lambda plan: True,
         )
         self.waited_for: list[str] = []
         self.users: dict[str, str] = {}

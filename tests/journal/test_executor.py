@@ -12,7 +12,7 @@ import pytest
 
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import RetryableError, StateError
-from dra_driver.journal.executor import Executor, OperationHangsError, changes_more_than_the_spec
+from dra_driver.journal.executor import Executor, changes_more_than_the_spec
 from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.rules.cleanups import LedgerEntry
@@ -79,9 +79,9 @@ def record(phase: str = "prepared", boot: str = "boot-1", at: str | None = "now"
     return ClaimRecord(claim(GPU_0), phase, boot, (hold(GPU_0),), (WriteCdiSpec(),), at)  # type: ignore[arg-type]
 
 
-def executor_over(journal: Any, **options: Any) -> Executor:
+def executor_over(journal: Any) -> Executor:
     lanes = Lanes(GpuLocks(Path("/nowhere")))  # of which no step here needs one
-    return Executor(journal, journal, journal, lanes, "boot-1", now=lambda: "now", **options)
+    return Executor(journal, journal, journal, lanes, "boot-1", now=lambda: "now")
 
 
 def carried_out(executor: Executor, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
@@ -106,12 +106,12 @@ def journal() -> Journal:
 
 @pytest.fixture
 def executor(journal: Journal) -> Executor:
-    return executor_over(journal, must_last=lambda plan: True)
+    return executor_over(journal)
 
 
 def test_intention_is_on_the_disk_before_the_first_step(executor: Executor, journal: Journal) -> None:
     assert carried_out(executor, planned(GPU_0), None) == record()
-    assert journal.events == ["save preparing", "do", "save prepared lightly"]
+    assert journal.events == ["save preparing lightly", "do", "save prepared lightly"]
     assert journal.kept == {"uid-1": record()}
 
 
@@ -131,7 +131,7 @@ def test_half_done_claim_is_finished(executor: Executor, journal: Journal) -> No
 def test_time_of_the_first_prepare_is_kept_after_a_reboot(executor: Executor, journal: Journal) -> None:
     old = record(boot="boot-0", at="then")
     assert carried_out(executor, planned(GPU_0), old) == record(at="then")
-    assert journal.events[:2] == ["save prepared", "do"]
+    assert journal.events[:2] == ["save prepared lightly", "do"]
 
 
 class Crowd(Journal):
@@ -158,17 +158,14 @@ class Crowd(Journal):
 
 
 @pytest.mark.parametrize(
-    ("lasts", "turn_s", "at_once"),
-    [(False, 30.0, 1), (False, 0.0, 8), (True, 30.0, 8)],
-    ids=[
-        "files are written in turn",
-        "but nobody waits long for one that hangs",
-        "what takes long never waits",
-    ],
+    ("turn_s", "at_once"),
+    [(30.0, 1), (0.0, 8)],
+    ids=["files are written in turn", "but nobody waits long for one that hangs"],
 )
-def test_calls_that_come_together(*, lasts: bool, turn_s: float, at_once: int) -> None:
+def test_calls_that_come_together(turn_s: float, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dra_driver.journal.executor._TURN_S", turn_s)
     crowd = Crowd()
-    executor = executor_over(crowd, must_last=lambda plan: lasts, turn_s=turn_s)
+    executor = executor_over(crowd)
     plans = [plan_claim(claim(GPU_0, uid=f"uid-{n}"), MIXED, NODE, DRIVER, ()) for n in range(8)]
     with ThreadPoolExecutor(len(plans)) as pool:
         done = [pool.submit(carried_out, executor, plan, None) for plan in plans]
@@ -178,22 +175,13 @@ def test_calls_that_come_together(*, lasts: bool, turn_s: float, at_once: int) -
     assert (crowd.most, crowd.entered) == (at_once, len(plans))
 
 
-def test_the_turn_passes_on_when_a_step_fails(journal: Journal) -> None:
-    executor = executor_over(journal, turn_s=30.0)
-    journal.failing["do"] = StateError("no")
-    with pytest.raises(StateError, match="no"):
-        carried_out(executor, planned(GPU_0), None)
-    journal.failing.clear()
-    assert carried_out(executor, planned(GPU_0), None).phase == "prepared"
-    assert not executor._turn.locked()
-
-
 def test_failed_step_of_a_new_claim_is_taken_back(executor: Executor, journal: Journal) -> None:
     journal.failing["do"] = StateError("no")
     with pytest.raises(StateError, match="no"):
         carried_out(executor, planned(GPU_0), None)
-    assert journal.events == ["save preparing", "do", "undo", "delete", "clean"]
+    assert journal.events == ["save preparing lightly", "do", "undo", "delete", "clean"]
     assert journal.kept == {}
+    assert not executor._turn.locked()
 
 
 def test_failed_step_of_a_prepared_claim_takes_nothing_back(executor: Executor, journal: Journal) -> None:
@@ -239,7 +227,7 @@ def test_step_that_begins_when_the_call_gives_up_is_taken_back(tmp_path: Path) -
     slice_step = SetTimeSlice("GPU-1", 2)
     plan = replace(planned(GPU_0), steps=(slice_step, *planned(GPU_0).steps))
     record = executor.intend(plan, None)
-    with pytest.raises(OperationHangsError):
+    with pytest.raises(RetryableError, match="has not ended in the time of this call"):
         executor.change(plan, record, 0.51)
     assert [entry.step for entry in disk.entries] == [slice_step]
     disk.open.set()
@@ -252,7 +240,7 @@ def test_step_that_does_not_begin_is_not_taken_back(tmp_path: Path) -> None:
     plan = replace(planned(GPU_0), steps=(SetTimeSlice("GPU-1", 2), *planned(GPU_0).steps))
     record = executor.intend(plan, None)
     hangs = executor.lanes.ask({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(30))
-    with pytest.raises(OperationHangsError):
+    with pytest.raises(RetryableError, match="has not ended in the time of this call"):
         executor.change(plan, record, 0.51)
     disk.open.set()
     hangs.result()
@@ -284,10 +272,10 @@ def test_claim_behind_a_step_that_takes_longer_than_usual_is_refused_with_its_na
 
 
 def test_nothing_is_done_when_the_intention_cannot_be_written(executor: Executor, journal: Journal) -> None:
-    journal.failing["save preparing"] = StateError("the disk is full")
+    journal.failing["save preparing lightly"] = StateError("the disk is full")
     with pytest.raises(StateError, match="the disk is full"):
         carried_out(executor, planned(GPU_0), None)
-    assert journal.events == ["save preparing"]
+    assert journal.events == ["save preparing lightly"]
 
 
 def test_record_stays_when_an_undo_fails(executor: Executor, journal: Journal) -> None:
@@ -316,7 +304,7 @@ def test_claim_is_in_place_when_it_was_prepared_in_this_boot(
 
 def test_claim_with_other_devices_is_preparing_again(executor: Executor, journal: Journal) -> None:
     made = carried_out(executor, planned(GPU_1), record())
-    assert journal.events == ["save preparing", "do", "save prepared lightly"]
+    assert journal.events == ["save preparing lightly", "do", "save prepared lightly"]
     assert made == replace(record(), claim=claim(GPU_1), devices=(hold(GPU_1),))
 
 
