@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import structlog
-from playground.apiserver import Identity, PlaygroundApiServer
+from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claim_status_client import ClaimStatusClient
@@ -276,21 +276,3 @@ def test_a_server_that_drops_the_entries_is_told_once_an_hour(connect):
         assert wrote == [True, False, True]
         assert [line["event"] for line in lines] == ["claim_status_dropped"] * 2
         assert "DRAResourceClaimDeviceStatus" in lines[0]["remedy"]
-
-
-def test_a_node_writes_only_what_is_allocated_on_it(connect):
-    with PlaygroundApiServer(
-        tokens={
-            "admin": Identity("admin"),
-            "a": Identity("driver", "node-a"),
-            "b": Identity("driver", "node-b"),
-        }
-    ) as server:
-        results = [{"driver": DRIVER, "pool": "n", "device": "gpu-0"}]
-        admin = connect(server, token="admin")
-        metadata = allocated_claim(admin, "default", results, node="node-a")["metadata"]
-        ref = ClaimRef("default", metadata["name"], metadata["uid"])
-        other = ClaimStatusClient(connect(server, token="b"), DRIVER, "node-b")
-        with pytest.raises(ApiRejectedError, match="resourceclaims/driver"):
-            other.write(ref, [ready()])
-        assert ClaimStatusClient(connect(server, token="a"), DRIVER, "node-a").write(ref, [ready()])

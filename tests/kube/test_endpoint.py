@@ -16,7 +16,7 @@ from typing import ClassVar
 from unittest import mock
 
 import pytest
-from playground.apiserver import Identity, PlaygroundApiServer, self_signed
+from playground.apiserver import PlaygroundApiServer, self_signed
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, InvalidConfigError
 from dra_driver.kube.client import ApiClient
@@ -45,7 +45,7 @@ def certificates(tmp_path_factory):
 
 @pytest.fixture
 def tls_server(certificates):
-    with PlaygroundApiServer(tls=certificates[0], tokens={"t": Identity("me")}) as server:
+    with PlaygroundApiServer(tls=certificates[0], tokens={"t"}) as server:
         yield server
 
 
@@ -146,7 +146,7 @@ def test_daemon_imports_the_official_client_with_its_first_request(pod):
 def test_token_is_read_again_when_it_is_refused(pod, tls_server, client_of):
     client = client_of()
     assert list_nodes(client) == []
-    tls_server.tokens = {"newer": Identity("driver")}
+    tls_server.tokens = {"newer"}
     with pytest.raises(ApiRejectedError, match="HTTP 401"):
         list_nodes(client)
     (pod / "token").write_text("newer")
@@ -165,7 +165,7 @@ def test_last_token_serves_on_while_the_file_cannot_be_read(pod, client_of):
 
 def test_token_that_cannot_be_read_again_fails_the_request_in_a_sentence(pod, tls_server, client_of):
     client = client_of()
-    tls_server.tokens = {}
+    tls_server.tokens = ()
     (pod / "token").unlink()
     with pytest.raises(
         ApiUnavailableError, match=r"list nodes: service account .*: Service token file does not exist"
@@ -309,16 +309,16 @@ def plugin(tmp_path):
 
 def test_exec_plugin_gives_the_token_and_another_after_a_401(plugin, client_of):
     plugin.gives(token="first")
-    with PlaygroundApiServer(tokens={"first": Identity("me")}) as server:
+    with PlaygroundApiServer(tokens={"first"}) as server:
         client = client_of({"server": server.url}, plugin.user)
         assert list_nodes(client) == list_nodes(client) == []
         assert plugin.runs == 1
-        server.tokens = {"second": Identity("me")}
+        server.tokens = {"second"}
         plugin.gives(token="second")
         assert list_nodes(client) == list_nodes(client) == []
         assert plugin.runs == 2
         plugin.does("echo session ended >&2; exit 1")
-        server.tokens = {}
+        server.tokens = ()
         with pytest.raises(ApiUnavailableError, match=r"returned 1\. session ended; run it by hand"):
             list_nodes(client)
 

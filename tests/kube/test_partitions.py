@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from playground.apiserver import Identity, PlaygroundApiServer
+from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.slices.api_support import partitions_problem
@@ -60,11 +60,3 @@ def test_what_is_no_answer_is_raised(server, connect):
     server.faults.down = True
     with pytest.raises(ApiUnavailableError):
         partitions_problem(api, _OWNER)
-
-
-def test_the_policy_for_own_slices_lets_the_question_through(connect):
-    with PlaygroundApiServer(tokens={"t": Identity("driver", "node-a")}) as server:
-        api = connect(server, token="t")
-        assert partitions_problem(api, _OWNER) is None
-        with pytest.raises(ApiRejectedError, match="may not modify resource slices of other nodes"):
-            partitions_problem(api, Owner(DRIVER, "node-b", "uid-b"))

@@ -6,6 +6,6 @@ validation, dropped fields, several served versions. Objects live in memory only
 
 from playground.apiserver.faults import Faults
 from playground.apiserver.resources import Resource
-from playground.apiserver.server import Identity, PlaygroundApiServer, RecordedRequest, self_signed
+from playground.apiserver.server import PlaygroundApiServer, RecordedRequest, self_signed
 
-__all__ = ["PlaygroundApiServer", "Faults", "Identity", "RecordedRequest", "Resource", "self_signed"]
+__all__ = ["PlaygroundApiServer", "Faults", "RecordedRequest", "Resource", "self_signed"]

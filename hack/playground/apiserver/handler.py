@@ -1,4 +1,4 @@
-"""One request over HTTP: faults, identities, answers; and watches: history, then what happens, bookmarks in between."""
+"""One request over HTTP: faults, tokens, answers; and watches: history, then what happens, bookmarks in between."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from playground.apiserver.failure import ApiFailure, bad_request
 from playground.apiserver.faults import Faults
 from playground.apiserver.resources import Route, document, parse_path
-from playground.apiserver.rest import Call, Identity
+from playground.apiserver.rest import Call
 from playground.apiserver.store import Predicate, Store, selector
 
 if TYPE_CHECKING:
@@ -105,17 +105,15 @@ class Handler(BaseHTTPRequestHandler):
         if path in _HEALTH:
             self._send_bytes(200, b"ok", "text/plain", {})
             return
-        identity = self._identity()
+        self._authenticate()
         found = document(path, self.api.served, self.api.operations.minor)
         if found is not None and self.command == "GET":
             self._record(path, query, 200)
             self._send(200, found, {})
             return
-        self._answer_resource(path, query, body, identity)
+        self._answer_resource(path, query, body)
 
-    def _answer_resource(
-        self, path: str, query: Mapping[str, str], body: bytes, identity: Identity | None
-    ) -> None:
+    def _answer_resource(self, path: str, query: Mapping[str, str], body: bytes) -> None:
         route = parse_path(urlsplit(self.path).path, self.api.served)
         if self.command == "GET" and query.get("watch") in ("true", "1"):
             self._record(path, query, 200)
@@ -123,9 +121,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         content_type = (self.headers.get("Content-Type") or "").partition(";")[0].strip()
         with self.api.store.changed:  # a test counts requests as soon as it sees what they did
-            accept = self.headers.get("Accept") or ""
-            call = Call(self.command, route, query, body, content_type, identity, accept)
-            code, answer = self.api.rest.handle(call)
+            code, answer = self.api.rest.handle(Call(self.command, route, query, body, content_type))
             self._record(path, query, code)
         self._send(code, answer, {})
 
@@ -146,15 +142,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
         self.wfile.flush()
 
-    def _identity(self) -> Identity | None:
-        tokens = self.api.tokens
-        if tokens is None:
-            return None
+    def _authenticate(self) -> None:
         scheme, _, token = (self.headers.get("Authorization") or "").partition(" ")
-        identity = tokens.get(token.strip()) if scheme.lower() == "bearer" else None
-        if identity is None:
+        tokens = self.api.tokens
+        if tokens is not None and (scheme.lower() != "bearer" or token.strip() not in tokens):
             raise ApiFailure(401, "Unauthorized", "Unauthorized")
-        return identity
 
     def _record(self, path: str, query: Mapping[str, str], status: int) -> None:
         self.api.record(self.command, path, query, self.headers.get("User-Agent") or "", status)

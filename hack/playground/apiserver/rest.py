@@ -1,4 +1,4 @@
-"""From a parsed request to an answer: routing, identities, versions; no sockets here."""
+"""From a parsed request to an answer: routing and versions; no sockets here."""
 
 from __future__ import annotations
 
@@ -12,17 +12,8 @@ from playground.apiserver.failure import ApiFailure, Cause, bad_request, invalid
 from playground.apiserver.operations import Operations
 from playground.apiserver.resources import Resource, Route
 from playground.apiserver.store import Key, Object, copy_json, selector
-from playground.apiserver.tables import ACCEPTED, table
 
 _PATCH_TYPES = ("application/merge-patch+json", "application/strategic-merge-patch+json")
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """The identity behind a bearer token; with `node` it may write only that node's slices."""
-
-    name: str
-    node: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +25,6 @@ class Call:
     query: Mapping[str, str]
     body: bytes
     content_type: str
-    identity: Identity | None
-    accept: str = ""
 
 
 class Rest:
@@ -49,9 +38,7 @@ class Rest:
         named = call.route.name is not None
         match call.method:
             case "GET" if named:
-                shown = call.route.shown(self._existing(call.route))
-                is_table = ACCEPTED in call.accept and call.route.subresource is None
-                return 200, table([shown], {}) if is_table else shown
+                return 200, call.route.shown(self._existing(call.route))
             case "GET":
                 return 200, self._list(call)
             case "POST" if not named:
@@ -75,25 +62,17 @@ class Rest:
         route = call.route
         selected = selector(route.resource, call.query, route.namespace)
         items, version = self._operations.store.select(route.resource, selected)
-        page = _page(_list_document(route, items, version), call.query)
-        if ACCEPTED in call.accept:
-            named = [{"kind": route.resource.kind, **item} for item in page["items"]]
-            return table(named, page["metadata"])
-        return page
+        return _page(_list_document(route, items, version), call.query)
 
     def _create(self, call: Call) -> dict[str, Any]:
-        obj = _decoded(call)
-        _authorize(call, obj)
+        is_dry_run = _is_dry_run(call, "CreateOptions")
         stored = self._operations.create(
-            call.route.resource, call.route.namespace, obj, dry_run=_is_dry_run(call, "CreateOptions")
+            call.route.resource, call.route.namespace, _decoded(call), dry_run=is_dry_run
         )
         return call.route.shown(stored)
 
     def _update(self, call: Call, obj: Object) -> dict[str, Any]:
         route = call.route
-        _authorize(call, obj)
-        _authorize(call, self._existing(route))
-        _authorize_status(call, self._existing(route), obj)
         stored = self._operations.update(
             route.resource,
             _key(route),
@@ -148,8 +127,6 @@ class Rest:
 
     def _delete(self, call: Call) -> dict[str, Any]:
         route = call.route
-        existing = self._existing(route)
-        _authorize(call, existing)
         options = _json(call.body) if call.body else {}
         gone = self._operations.delete(
             route.resource,
@@ -198,38 +175,8 @@ def _deleted(resource: Resource, obj: Object) -> dict[str, Any]:
     return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "details": details}
 
 
-def _authorize(call: Call, obj: Object) -> None:
-    """The rule of the driver's admission policy: slices only of the node that the token is bound to."""
-    identity = call.identity
-    if identity is None or identity.node is None or call.route.resource.kind != "ResourceSlice":
-        return
-    if (obj.get("spec") or {}).get("nodeName") != identity.node:
-        name = str((obj.get("metadata") or {}).get("name") or "")
-        why = f"this user running on node '{identity.node}' may not modify resource slices of other nodes"
-        text = f'resourceslices.resource.k8s.io "{name}" is forbidden: {why}'
-        raise ApiFailure(403, "Forbidden", text, details={"name": name, "kind": "resourceslices"})
-
-
 def _is_claim_status(route: Route) -> bool:
     return route.resource.kind == "ResourceClaim" and route.subresource == "status"
-
-
-def _authorize_status(call: Call, before: Object, after: Object) -> None:
-    """A node's identity may change the state of devices in claims that are allocated on that node."""
-    identity = call.identity
-    if identity is None or identity.node is None or not _is_claim_status(call.route):
-        return
-    old, new = before.get("status") or {}, after.get("status") or {}
-    for name, what in (("allocation", "binding"), ("reservedFor", "binding"), ("devices", "driver")):
-        if (old.get(name) or None) == (new.get(name) or None):
-            continue
-        terms = ((old.get("allocation") or {}).get("nodeSelector") or {}).get("nodeSelectorTerms") or ()
-        places = [entry for term in terms for entry in term.get("matchFields") or ()]
-        own = [{"key": "metadata.name", "operator": "In", "values": [identity.node]}]
-        if what == "binding" or places != own:
-            why = f"Forbidden: changing status.{name} requires permission for resourceclaims/{what}"
-            fault = Cause(f"status.{name}", why, "FieldValueForbidden")
-            raise invalid(call.route.resource.group, "ResourceClaim", before["metadata"]["name"], [fault])
 
 
 def _is_dry_run(call: Call, kind: str, options: Mapping[str, Any] | None = None) -> bool:

@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -26,11 +26,11 @@ from playground.apiserver.faults import Faults
 from playground.apiserver.handler import Handler
 from playground.apiserver.operations import Operations
 from playground.apiserver.resources import BY_PLURAL, RESOURCE_VERSIONS, Resource
-from playground.apiserver.rest import Identity, Rest
+from playground.apiserver.rest import Rest
 from playground.apiserver.rules import default_gates
 from playground.apiserver.store import Store, copy_json
 
-__all__ = ["PlaygroundApiServer", "Identity", "RecordedRequest", "self_signed"]
+__all__ = ["PlaygroundApiServer", "RecordedRequest", "self_signed"]
 
 _random = random.SystemRandom()  # tests that seed the common one would all choose the same port
 _LASTING_PORTS = (20000, 30000)  # below the range from which a kernel takes ports for outgoing connections
@@ -64,7 +64,7 @@ class PlaygroundApiServer:
         served: tuple[str, ...] = RESOURCE_VERSIONS,
         minor: int = 37,
         gates: Mapping[str, bool] | None = None,
-        tokens: Mapping[str, Identity] | None = None,
+        tokens: Collection[str] | None = None,
         history: int = 1000,
         bookmark_s: float = 60.0,
         port: int = 0,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from playground.apiserver import Identity, PlaygroundApiServer
+from playground.apiserver import PlaygroundApiServer
 
 from dra_driver.cli.validation.documents import Document, read_documents
 from dra_driver.cli.validation.manifest_check import DocumentReport, check_documents, references
@@ -340,7 +340,7 @@ def test_the_command_beside_its_own_checks(server: PlaygroundApiServer, tmp_path
     file.write_text(yaml.safe_dump_all([claim("a", count=-1)]))
     assert call("validate", str(file), *options).returncode == 1
     file.write_text(yaml.safe_dump_all([claim("a")]))
-    server.tokens = {"t": Identity("somebody")}
+    server.tokens = {"t"}
     done = call("validate", str(file), *options)
     assert done.returncode == 3
     server.stop()
