@@ -320,6 +320,7 @@ class Driver:
                 self.passthrough.problems,
                 DiskWatch([directory, Path(settings.cdi_root)], write_atomically).problems,
                 self._mps_files.problems,
+                self.claims.reconciler.problems,
             ),
             self.reporting.failing,
             self.reporting.recorder,

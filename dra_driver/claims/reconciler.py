@@ -67,6 +67,7 @@ from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.model.claim import ClaimRef, Pods
+from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)
@@ -121,6 +122,7 @@ class Reconciler(BackgroundWorker):
     def __post_init__(self) -> None:
         self._stale: dict[str, _Stale] = {}
         self._told: set[tuple[str, str]] = set()
+        self._kept: dict[str, NodeProblem] = {}  # by the UID of the stale claim
         self._is_failing = False
         self._backoff = Backoff(self.rhythm.retry_s, self.rhythm.every_s)
         self._unanswered = 0
@@ -135,6 +137,10 @@ class Reconciler(BackgroundWorker):
         knows."""
         self._next_full = self.clock() + self.rhythm.first_s * _jitter.uniform(1.0, 1.2)
         super().start()
+
+    def problems(self) -> Sequence[NodeProblem]:
+        """One for each stale claim whose devices are still in use."""
+        return [problem for uid, problem in self._kept.copy().items() if uid in self._stale]
 
     def look_soon(self, ref: ClaimRef) -> None:
         """Look at the claim soon: an attempt waits for what it holds."""
@@ -290,6 +296,7 @@ class Reconciler(BackgroundWorker):
             tell("claim_not_recovered", claim=str(ref), claim_uid=ref.uid, reason=str(error))
             return False
         self._stale.pop(ref.uid, None)
+        self._kept.pop(ref.uid, None)
         if done:
             _log.warning("claim_recovered", claim=str(ref), claim_uid=ref.uid, reason=why)
             self.observer.recovered(ref, why)
@@ -305,13 +312,15 @@ class Reconciler(BackgroundWorker):
             return True
         if use is None:
             return False
+        text = (
+            f"{why}, but {use.text}; end that on the node (kill -9), or if it does not end, reset the GPU or "
+            "reboot the node"
+        )
+        subject = f"{ref.namespace}/{ref.name}"
+        self._kept[ref.uid] = NodeProblem("claim-in-use", f"Claim {subject} {text}", subject)
         news = {(ref.uid, f"process {pid}") for pid in use.pids} - self._told
         if news:
             self._told |= news
-            text = (
-                f"{why}, but {use.text}; end that on the node (kill -9), or if it does not end, reset the GPU or "
-                "reboot the node; then the claim's devices are taken back"
-            )
             _log.warning("claim_still_in_use", claim=str(ref), claim_uid=ref.uid, reason=f"it {text}")
             self.observer.still_in_use(ref, text)
         return True

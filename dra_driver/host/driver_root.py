@@ -230,7 +230,7 @@ class DriverRoot:
             )
         if not libraries.versions:
             raise RetryableError(
-                f"libcuda.so.<version> is not below the driver root {root}: "
+                f"libcuda.so.<version> is not below the driver root {root}; "
                 "install the NVIDIA driver or set the driver root to where it is installed"
             )
         if nvml_version is not None and nvml_version not in libraries.versions:
@@ -244,8 +244,8 @@ class DriverRoot:
         names = {file.container_path.rpartition("/")[2] for file in libraries}
         if f"libnvidia-ml.so.{version}" not in names:
             raise RetryableError(
-                f"libnvidia-ml.so.{version} is not below the driver root {self._paths.host_driver_root}: "
-                "the installation of the NVIDIA driver is not complete"
+                f"libnvidia-ml.so.{version} is not below the driver root {self._paths.host_driver_root}; "
+                "install the NVIDIA driver again"
             )
 
     def _common_nodes(self) -> tuple[tuple[HostNode, ...], tuple[str, ...]]:

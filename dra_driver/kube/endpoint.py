@@ -129,7 +129,9 @@ def _one_sentence(origin: str) -> Iterator[None]:
         # PyYAML's texts have several lines, and quote the file, in which there may be a token.
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1} is not YAML" if mark is not None else one_line(str(error))
-        raise InvalidConfigError(f"{origin} cannot be used: {where}; repair or replace it") from None
+        raise InvalidConfigError(
+            f"{origin} cannot be used: {where}; replace it, or in a pod restart the pod"
+        ) from None
 
 
 def _read_service_account(directory: Path, environ: Mapping[str, str], configuration: Configuration) -> str:

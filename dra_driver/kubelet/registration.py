@@ -199,7 +199,7 @@ class SocketWatch:
     def problems(self) -> Sequence[NodeProblem]:
         """A problem for each stranger."""
         return [
-            NodeProblem("foreign-driver", f"{found.text}. {found.remedy}", str(found.path))
+            NodeProblem("foreign-driver", f"{found.text}; {found.remedy}", str(found.path))
             for found in self.strangers()
         ]
 
@@ -247,9 +247,9 @@ class SocketWatch:
         if owner.origin == "foreign":
             return Stranger(
                 path,
-                f"Another DRA driver named {self._driver} runs on this node, on the socket {path}; the kubelet may "
+                f"Another DRA driver named {self._driver} runs on this node, on the socket {path}, so the kubelet may "
                 "send it claims that are meant for gpu-dra-driver",
-                "Find it with `kubectl get pods -A -o wide | grep -i dra`, and uninstall it",
+                "find it with `kubectl get pods -A -o wide | grep -i dra`, and uninstall it",
             )
         return Stranger(
             path,

@@ -14,6 +14,7 @@ from dra_driver.model.claim import ClaimRef
 
 ProblemCode = Literal[
     "check-failed",
+    "claim-in-use",
     "claims-failing",
     "disk-not-writable",
     "driver-files-missing",

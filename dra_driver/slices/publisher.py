@@ -16,6 +16,7 @@ from typing import Protocol
 import structlog
 
 from dra_driver.base.backoff import Backoff
+from dra_driver.base.installation import apply_again
 from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.kube.client import FIELD_MANAGER
@@ -146,8 +147,8 @@ class Publisher:
         if writer is not None and self._owner is not None:
             text = (
                 f"{writer.manager!r} writes the ResourceSlices of {self._owner.driver} on this node too, such as "
-                f"{writer.slice_name}. `kubectl get pods -A -o wide --field-selector spec.nodeName="
-                f"{self._owner.node_name}` lists the pods of the node; remove the second writer"
+                f"{writer.slice_name}; find the second writer with `kubectl get pods -A -o wide --field-selector "
+                f"spec.nodeName={self._owner.node_name}`, and remove it"
             )
             found.append(NodeProblem("foreign-driver", text, f"ResourceSlices of {writer.manager}"))
         if unseen is not None and now - unseen[0] >= _PROBLEM_AFTER_S:
@@ -160,8 +161,11 @@ class Publisher:
             text = f"has not been able to update this node's ResourceSlices for {now - wrong[0]:.0f} s: {wrong[1]}"
         else:
             return found
-        remedy = "It retries; `gpu-dra-driver doctor` in its pod checks the API server and the permissions"
-        return [*found, NodeProblem("slices-not-published", f"The plugin {text}. {remedy}")]
+        if "(HTTP 403)" in text:
+            remedy = f"{apply_again()} restores the role and the policies of the plugin"
+        else:
+            remedy = "`gpu-dra-driver doctor` in its pod checks the API server and the permissions"
+        return [*found, NodeProblem("slices-not-published", f"The plugin {text}; {remedy}")]
 
     def _has_nothing_to_publish(self, problem: str) -> bool:
         """Before the first GPUs are found; why there are none is a problem of discovery."""

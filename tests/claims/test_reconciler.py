@@ -340,14 +340,19 @@ def test_device_that_something_computes_on_is_not_given_away(node: Node, logs: l
     assert len(uses) == 5, "nobody is asked before the grace time is over"
     assert [bench.later(), *(bench.later(30) for _ in range(3))] == [30] * 4
     assert (bench.held, bench.told.recovered_claims) == (["uid-1"], [])
+    [problem] = bench.reconciler.problems()
+    assert (problem.code, problem.text.partition(", but ")[0]) == (
+        "claim-in-use",
+        f"Claim {problem.subject} was deleted",
+    )
     told = [line["reason"] for line in logs if line["event"] == "claim_still_in_use"]
     assert [f"it {text}" for _, text in bench.told.kept_claims] == told
     assert told == [
         f"it was deleted, but {pids} still compute on {GPU_0}; end that on the node (kill -9), or if it does not end, "
-        "reset the GPU or reboot the node; then the claim's devices are taken back"
+        "reset the GPU or reboot the node"
         for pids in ("[4711]", "[4711, 4712]")
     ], "each process is told once"
-    assert (bench.later(30), bench.held) == (None, [])
+    assert (bench.later(30), bench.held, bench.reconciler.problems()) == (None, [], [])
     assert bench.told.recovered_claims == [("uid-1", "was deleted")]
 
 

@@ -121,3 +121,11 @@ def test_what_is_not_known_is_a_warning() -> None:
         Finding("WARN", "the file cannot be read: x; y", "do it"),
     ]
     assert of(gpus=(unread,), has_nvml=False) == [Finding("SKIP", "not known without NVML")]
+
+
+def test_devices_with_the_same_reasons_share_a_line() -> None:
+    (found,) = of(seen("degraded", "fabric pending"), seen("degraded", "fabric pending", "gpu-2"))
+    assert (found.status, found.seen) == (
+        "FAIL",
+        "gpu-1, gpu-2 are degraded: text of fabric pending (for 12m)",
+    )

@@ -16,10 +16,10 @@ from tests.integration.test_process import call
 MACHINES = Path(__file__).parents[1] / "data/machines"
 
 
-def warnings(node: Node) -> dict[str, tuple[str, str]]:
+def warnings(node: Node, status: str = "WARN") -> dict[str, tuple[str, str]]:
     """What `doctor` warns of, and the remedy, by the check; the last line of each check."""
     checks = json.loads(call("doctor", "-o", "json", *node.machine_flags).stdout)["checks"]
-    return {one["check"]: (one["seen"], one["remedy"]) for one in checks if one["status"] == "WARN"}
+    return {one["check"]: (one["seen"], one["remedy"]) for one in checks if one["status"] == status}
 
 
 def types(node: Node) -> list[str]:
@@ -76,7 +76,7 @@ def test_gpus_of_a_node_without_fabric_manager_are_tainted_and_no_pod_gets_one(
     ] == [[fabric]] * 8
     with pytest.raises(AllocationError):
         node.claim("wants-one")
-    assert "systemctl status nvidia-fabricmanager" in warnings(node)["health"][1]
+    assert "systemctl status nvidia-fabricmanager" in warnings(node, "FAIL")["health"][1]
 
 
 def test_layout_of_one_gpu_is_made_there_and_the_mig_mode_of_the_others_is_warned_of(

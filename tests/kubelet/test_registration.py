@@ -79,8 +79,8 @@ def watch(node: Node, *living: str) -> SocketWatch:
 def foreign(path: Path) -> NodeProblem:
     return NodeProblem(
         "foreign-driver",
-        f"Another DRA driver named {DRIVER} runs on this node, on the socket {path}; the kubelet may send it claims "
-        "that are meant for gpu-dra-driver. Find it with `kubectl get pods -A -o wide | grep -i dra`, and uninstall it",
+        f"Another DRA driver named {DRIVER} runs on this node, on the socket {path}, so the kubelet may send it claims "
+        "that are meant for gpu-dra-driver; find it with `kubectl get pods -A -o wide | grep -i dra`, and uninstall it",
         str(path),
     )
 

@@ -421,7 +421,7 @@ def problems(bench: Bench) -> list[tuple[str, str]]:
 
 NOT_UPDATED = (
     "slices-not-published",
-    "The plugin has not been able to update this node's ResourceSlices for {} s: {}. It retries; `gpu-dra-driver "
+    "The plugin has not been able to update this node's ResourceSlices for {} s: {}; `gpu-dra-driver "
     "doctor` in its pod checks the API server and the permissions",
 )
 
@@ -499,9 +499,9 @@ def other_writer(slice_name: str) -> list[tuple[str, str]]:
     return [
         (
             "foreign-driver",
-            f"'gpu-kubelet-plugin' writes the ResourceSlices of {DRIVER} on this node too, such as {slice_name}. "
-            f"`kubectl get pods -A -o wide --field-selector spec.nodeName={NODE}` lists the pods of the node; remove "
-            "the second writer",
+            f"'gpu-kubelet-plugin' writes the ResourceSlices of {DRIVER} on this node too, such as {slice_name}; "
+            f"find the second writer with `kubectl get pods -A -o wide --field-selector spec.nodeName={NODE}`, and "
+            "remove it",
         )
     ]
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from dra_driver.base.installation import helm_set
+from dra_driver.base.threads import NotAnsweredError
 from dra_driver.cli.checks.check import Check, Look, Shared
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
-from dra_driver.cli.rules.health_findings import health_findings
+from dra_driver.cli.rules.health_findings import drain, health_findings
 from dra_driver.cli.rules.node_view import NodeView
 from dra_driver.errors import (
     DraDriverError,
@@ -177,6 +178,11 @@ class DriverChecks:
             raise
         except DraDriverError as error:
             seen = str(error).partition("; ")[0]
+            if isinstance(error, NotAnsweredError):
+                # nvidia-smi would hang too.
+                return fail(
+                    seen, f"`dmesg | grep -i nvrm` on the node shows why; {drain(self.node_view().node)}"
+                )
             return fail(seen, "`nvidia-smi` on the node; `dmesg | grep -i nvrm` says why it fails")
         loaded = self._loaded_version()
         version = inventory.versions.driver

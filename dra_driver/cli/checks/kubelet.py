@@ -65,7 +65,8 @@ class KubeletChecks:
         ]
         for shown in problems:
             problem = shown.problem
-            if problem.code != "claims-failing" or not failing:
+            # The check `health` reports what GPUs do not answer, and what failing claims say is above.
+            if problem.code not in ("gpu-unresponsive", *(["claims-failing"] if failing else [])):
                 found.append(of_text(problem.text, fails=problem.code in CODES_THAT_FAIL))
         return found or [ok("the plugin runs and reports no problem")]
 

@@ -17,7 +17,14 @@ _WAIT = f"the taint clears by itself in about 30 seconds; if it does not: {_RESE
 """Only for what NVIDIA's catalog calls the fault of a program."""
 _RESET_OR_SERVICED = f"{_RESET}; if it stays after the reset, `gpu-dra-driver serviced{{gpu}}`"
 _REPLACE = "{then}have the GPU replaced"
-_REBOOT = "`kubectl drain {node} --ignore-daemonsets --delete-emptydir-data`, then reboot the node"
+
+
+def drain(node: str) -> str:
+    """What to do where only a reboot helps."""
+    return f"`kubectl drain {node} --ignore-daemonsets --delete-emptydir-data`, then reboot the node"
+
+
+_REBOOT = drain("{node}")
 _RESTART = (
     "`kubectl delete pod -A -l app.kubernetes.io/name=gpu-dra-driver,app.kubernetes.io/component=node --field-selector "
     f"spec.nodeName={{node}}`; if that does not help, {_REBOOT}"
@@ -64,6 +71,8 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 _OTHER = "`nvidia-smi -q -i {bus}` and `dmesg | grep -i nvrm` on the node"
 _WORST_FIRST = ("lost", "unhealthy", "degraded", "information")
 _FAILING = ("lost", "unhealthy")
+_WITHOUT_WORK = ("unresponsive no-answer", "fabric")
+"""With these no program gets to work, though they may pass by themselves."""
 
 
 def health_findings(found: NodeView, *, has_nvml: bool) -> list[Finding]:
@@ -75,12 +84,12 @@ def health_findings(found: NodeView, *, has_nvml: bool) -> list[Finding]:
     for reason in found.health:
         if not reason.is_over:
             ill.setdefault(reason.subject, []).append(reason)
-    worst_first = sorted(ill.values(), key=lambda reasons: _WORST_FIRST.index(_worst(reasons)))
-    lines = [
-        _finding(gpu, reasons, found)
-        for reasons in worst_first
-        for gpu in [places[reasons[0].subject.partition(" ")[0]]]
-    ]
+    alike: dict[tuple[tuple[str, str, str], ...], list[list[SeenReason]]] = {}
+    for reasons in ill.values():
+        key = tuple((reason.severity, reason.reason, reason.text) for reason in reasons)
+        alike.setdefault(key, []).append(reasons)
+    worst_first = sorted(alike.values(), key=lambda same: _WORST_FIRST.index(_worst(same[0])))
+    lines = [_finding(places[_gpu_of(same[0])], same, found) for same in worst_first]
     lines += [*_unknown(found.gpus if has_nvml else ()), *_problems(found.notes)]
     return lines or [_all_well(found.gpus, has_nvml=has_nvml)]
 
@@ -101,14 +110,23 @@ def _pods_on(gpu: SeenGpu, found: NodeView) -> str:
     return " and ".join((*commands, *ends))
 
 
-def _finding(gpu: SeenGpu, reasons: Sequence[SeenReason], found: NodeView) -> Finding:
+def _gpu_of(reasons: Sequence[SeenReason]) -> str:
+    return reasons[0].subject.partition(" ")[0]
+
+
+def _finding(gpu: SeenGpu, alike: Sequence[Sequence[SeenReason]], found: NodeView) -> Finding:
+    """Of devices with the same reasons; `gpu` is that of the first."""
+    reasons = alike[0]
     worst = _worst(reasons)
     texts = "; ".join(f"{reason.text.partition('; ')[0]}{_age(reason.since_s)}" for reason in reasons)
-    seen = f"{_name(gpu, reasons[0])} is {worst}: {texts}"
-    if worst == "information":
-        seen = f"{_name(gpu, reasons[0])}: {texts}"
+    name = _name(gpu, reasons[0])
+    if len(alike) > 1:
+        name = named(sorted(same[0].subject for same in alike))
+    verb = "is" if len(alike) == 1 else "are"
+    seen = f"{name}: {texts}" if worst == "information" else f"{name} {verb} {worst}: {texts}"
     remedy = _remedy(gpu, reasons, found)
-    return fail(seen, remedy) if worst in _FAILING else warn(seen, remedy)
+    is_down = worst in _FAILING or any(one.reason.startswith(_WITHOUT_WORK) for one in reasons)
+    return fail(seen, remedy) if is_down else warn(seen, remedy)
 
 
 def _worst(reasons: Iterable[SeenReason]) -> str:
