@@ -154,10 +154,3 @@ def test_help_fits_each_terminal_and_has_examples_that_can_be_typed(path: list[s
         assert f"  {prog} {example}".rstrip() in shown[80]
         words = example.partition(" |")[0].split()
         assert read(command.parser(prog), command.flags, words, {}).faults == {}
-
-
-def test_nothing_of_the_list_of_machines_is_cut(prints: Prints) -> None:
-    def words(columns: int | None) -> list[str]:
-        return " ".join(prints(["simulate", "list"], columns)).split()
-
-    assert words(80) == words(None)

@@ -13,7 +13,6 @@ import pytest
 from prometheus_client.exposition import generate_latest
 
 from tests.cli.test_tables import on_terminal
-from tests.fakes.waiting import eventually
 from tests.integration.conftest import DRIVER, NODE, Node
 from tests.integration.test_process import call
 
@@ -49,26 +48,6 @@ def test_gpus_users_and_who_waits(at_work: list[str], node: Node) -> None:
     assert max(map(len, on_terminal(80, *at_work))) <= 80
 
 
-def test_problems_stay_on_a_narrow_terminal(at_work: list[str], node: Node) -> None:
-    node.machine.lose_gpu(2)
-    eventually(lambda: "gpu-lost" in str([device.get("taints") for device in node.devices()]))
-    shown = on_terminal(80, *at_work)
-    assert max(map(len, shown)) <= 80
-    assert shown[0].startswith("8 GPUs: 6 free, 2 in use, 1 tainted")
-    [row] = [line for line in shown if "taint gpu-lost" in line]
-    assert "default/training" in row
-
-
-def test_devices_that_claims_hold_are_counted_after_the_nvidia_driver_was_unloaded(
-    at_work: list[str], node: Node
-) -> None:
-    node.machine.unload_driver()
-    eventually(lambda: not node.devices())
-    shown = call(*at_work).stdout
-    assert shown.startswith("0 GPUs: 0 free, 0 in use, 0 tainted; 2 more devices of claims are in no slice")
-    assert shown.count("no slice has this device") == 2
-
-
 def test_lists_of_many_pages_are_whole_also_if_the_server_forgets_one(at_work: list[str], node: Node) -> None:
     for number in range(501):
         node.claim(f"c{number}", status={})
@@ -77,17 +56,6 @@ def test_lists_of_many_pages_are_whole_also_if_the_server_forgets_one(at_work: l
     assert len(json.loads(call(*at_work, "-o", "json").stdout)["rows"]) == 8 + 502
     pages = [one.query for one in node.server.requests if one.path.endswith("/resourceclaims")]
     assert [query.get("limit") for query in pages][-4:] == ["500", "500", "500", None]
-
-
-def test_what_the_scheduler_says_of_a_pod_stands_beside_its_claim(at_work: list[str], node: Node) -> None:
-    says = "0/1 nodes are available: 1 cannot allocate all claims."
-    conditions = [{"type": "PodScheduled", "status": "False", "message": says}]
-    spec = {"resourceClaims": [{"name": "gpu", "resourceClaimName": "greedy"}]}
-    metadata = {"name": "big", "namespace": "default"}
-    status = {"phase": "Pending", "conditions": conditions}
-    node.server.add("pods", {"metadata": metadata, "spec": spec, "status": status})
-    last = table(call(*at_work).stdout)[-1]
-    assert last == ["-", "-", "-", "default/greedy", "big", "waits:", *says.split()]
 
 
 def test_credentials_that_ended_are_no_missing_right(at_work: list[str], node: Node) -> None:
@@ -263,14 +231,3 @@ def test_cluster_whose_plugins_serve_no_metrics(at_work: list[str]) -> None:
         0,
         f"gpu-dra-driver: use is not known: no pod of driver {DRIVER} serves metrics\n",
     )
-
-
-def test_mistakes_are_one_sentence(tmp_path) -> None:
-    for arguments, said in (
-        (["--kubeconfig", str(tmp_path / "none")], str(tmp_path / "none")),
-        (["--by", "node"], "there is no flag --by"),
-    ):
-        done = call("cluster", *arguments)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert len(done.stderr.splitlines()) == 1
-        assert said in done.stderr

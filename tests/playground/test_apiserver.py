@@ -5,10 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import shutil
-import subprocess
-import threading
-import time
 
 import pytest
 from playground.apiserver import PlaygroundApiServer
@@ -75,28 +71,6 @@ def test_a_list_in_pages_ends_when_something_has_changed(server):
 def a_claim(name="c", **exactly):
     request = {"name": "r", "exactly": {"deviceClassName": "gpu", **exactly}}
     return {"metadata": {"name": name}, "spec": {"devices": {"requests": [request]}}}
-
-
-def test_stop_leaves_no_thread_and_frees_the_port(server):
-    before = threading.active_count()
-    other = PlaygroundApiServer()
-    other.start()
-    follower = threading.Thread(target=lambda: _swallow(watch, other, f"{NODES}?watch=true", 1))
-    follower.start()
-    other.stop()
-    follower.join(20)
-    other.start()
-    assert call(other, "GET", NODES)[0] == 200
-    other.stop()
-    deadline = time.monotonic() + 20
-    while threading.active_count() > before:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def _swallow(function, *args):
-    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
-        function(*args)
 
 
 def test_create_needs_a_new_name_a_namespace_and_json(server):
@@ -178,32 +152,3 @@ def test_history_is_bounded():
         )
         recent = watch(server, f"{NODES}?watch=true&resourceVersion={start + 2}", 3)
         assert [e["object"]["metadata"]["name"] for e in recent] == ["n2", "n3", "n4"]
-
-
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl here")
-def test_kubectl_reads_and_writes(server, tmp_path):
-    server.add("resourceslices", a_slice("s", "node-1"), group="resource.k8s.io")
-    server.add(
-        "resourceclaims",
-        a_claim("c") | {"metadata": {"name": "c", "namespace": "default"}},
-        group="resource.k8s.io",
-    )
-    config = tmp_path / "kubeconfig"
-    server.write_kubeconfig(config)
-
-    def kubectl(*args, text=None):
-        command = ["kubectl", f"--kubeconfig={config}", f"--cache-dir={tmp_path}", *args]
-        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=30)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    shown = kubectl("get", "resourceslices", "-o", "json")
-    assert [item["metadata"]["name"] for item in json.loads(shown)["items"]] == ["s"]
-    assert "nodeName: node-1" in kubectl("get", "resourceslices", "-o", "yaml")
-    assert kubectl("get", "resourceclaims").splitlines()[1].startswith("c ")
-    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "n"}}
-    assert "node/n created" in kubectl("create", "--validate=false", "-f", "-", text=json.dumps(node))
-    kubectl("label", "node", "n", "a=b")
-    assert server.objects("nodes", group="")[0]["metadata"]["labels"] == {"a": "b"}
-    kubectl("delete", "resourceslice", "s")
-    assert server.objects("resourceslices") == []

@@ -41,13 +41,6 @@ def claim(server, name, **fields):
     )
 
 
-def test_allocating_twice_is_allocating_once(server, scheduler):
-    publish(server, "gpu-0")
-    claim(server, "c")
-    first = scheduler.allocate_claim("default", "c")
-    assert scheduler.allocate_claim("default", "c") == first
-
-
 def test_pod_gets_claims_from_templates_on_one_node(server, scheduler):
     publish(server, "gpu-0", node="n1")
     publish(server, "gpu-0", "gpu-1", node="n2")
@@ -75,22 +68,6 @@ def test_pod_gets_claims_from_templates_on_one_node(server, scheduler):
         ]
     assert scheduler.schedule_pod("default", "p")["spec"]["nodeName"] == "n2"
     assert len(server.objects("resourceclaims")) == 2
-
-
-def test_shared_claim_stays_until_the_last_pod_leaves(server, scheduler):
-    publish(server, "gpu-0")
-    claim(server, "c")
-    entries = [{"name": "x", "resourceClaimName": "c"}]
-    pods = []
-    for name in ("p", "q"):
-        server.add(
-            "pods", {"metadata": {"name": name, "namespace": "default"}, "spec": {"resourceClaims": entries}}
-        )
-        pods.append(scheduler.schedule_pod("default", name))
-    left = scheduler.release_claim("default", "c", pod=pods[0])
-    assert [entry["name"] for entry in left["status"]["reservedFor"]] == ["q"]
-    assert left["status"]["allocation"]
-    assert "status" not in scheduler.release_claim("default", "c", pod=pods[1])
 
 
 def test_dropped_gate_makes_the_device_exclusive():
