@@ -12,7 +12,18 @@ from dra_driver.kubelet.pb import dra_v1_pb2, dra_v1beta1_pb2
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
-from tests.kubelet.support import V1, FakeClaims, Gate, ask, channel, claim, device, prepare, unprepare
+from tests.kubelet.support import (
+    DRIVER,
+    V1,
+    FakeClaims,
+    Gate,
+    ask,
+    channel,
+    claim,
+    device,
+    prepare,
+    unprepare,
+)
 
 BOTH = pytest.mark.parametrize("api", [dra_v1_pb2, dra_v1beta1_pb2], ids=["v1", "v1beta1"])
 GOOD_UID = "0a1b2c3d-1111-2222-3333-444455556666"
@@ -225,6 +236,18 @@ def test_garbage_on_the_wire_fails_that_call_only(dra):
         with pytest.raises(grpc.RpcError):
             call(b"\xff\xff\xff", timeout=5)
     assert prepare(dra, claim()).claims
+
+
+def test_old_kubelet_gets_the_same_devices_over_v1beta1(node, kubelets):
+    claims = FakeClaims()
+    claims.on_prepare = lambda _: {"uid-1": Prepared((device(share_id="share-a"),))}
+    node.plugin(claims)
+    old, new = kubelets(dra_apis=("v1beta1.DRAPlugin",)), kubelets()
+    old.wait_registered(DRIVER)
+    new.wait_registered(DRIVER)
+    assert old.prepare(DRIVER, [claim()]) == {"uid-1": Prepared((device(),))}
+    assert new.prepare(DRIVER, [claim()]) == {"uid-1": Prepared((device(share_id="share-a"),))}
+    assert old.unprepare(DRIVER, [claim()]) == new.unprepare(DRIVER, [claim()]) == {"uid-1": None}
 
 
 @pytest.mark.parametrize("uid", [GOOD_UID, "uid-1", "a", "0123456789abcdef" * 2, "A_b.c", "u" * 128])
