@@ -268,10 +268,8 @@ class Driver:
             cleaner=self.cleaner,
             lookup=ClaimClient(self.client),
             users=GpuProcesses(
-                self._gpus.nvml.processes,
-                self.ledger.created_uuid,
-                self.records.all,
-                self.boot_id,
+                self._gpus.nvml,
+                self.ledger,
                 is_of_the_host=partial(is_of_the_host, self._paths.proc),
                 driver_is_gone=lambda: not self._host.loaded_driver(),
             ),

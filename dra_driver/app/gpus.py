@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,6 @@ from dra_driver.mig.mode import MigHolders, MigMode, MigObserver, mig_context
 from dra_driver.mig.offer import LedgerOwnership
 from dra_driver.model.driver_files import SMI_PROGRAM
 from dra_driver.model.mig import GpuLayout
-from dra_driver.model.record import BindVfio, bindings
 from dra_driver.nvml.gpu_users import PersistenceModes
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards, Passthrough
@@ -78,11 +77,8 @@ class NodeGpus:
         )
         session = self.nvml.session
 
-        def recorded() -> Iterable[BindVfio]:
-            return bindings(ledger.known_records(), boot_id)
-
         self.vfio_cards = VfioCards(paths, platform.nodes, platform.pci)
-        known = KnownCards(self.vfio_cards, ledger, settings.for_virtual_machines, recorded)
+        known = KnownCards(self.vfio_cards, ledger, settings.for_virtual_machines)
         self.passthrough = Passthrough(known)
         self.vfio_steps = VfioSteps(
             self.vfio_cards,

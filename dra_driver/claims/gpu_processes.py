@@ -35,8 +35,10 @@ from functools import partial
 
 from dra_driver.base.threads import BoundedCall
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, RetryableError
+from dra_driver.journal.ledger import Ledger
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.units import named
+from dra_driver.nvml.reader import NvmlReader
 
 _MOST_NAMED = 8
 
@@ -54,14 +56,12 @@ class InUse:
 class GpuProcesses:
     """Asks NVML, and waits at most `wait_s` seconds for its answer. For many threads.
 
-    `processes` answers the processes on the GPU or MIG device with a UUID, as `read_processes` does. `uuid_of`
-    answers the UUID that a MIG device on demand has now, by the device's name; None if it does not exist.
+    `is_of_the_host` says whether a process is in a service or login session, `driver_is_gone` whether the kernel driver
+    is not loaded.
     """
 
-    processes: Callable[[str], Mapping[int, str]]
-    uuid_of: Callable[[str], str | None]
-    records: Callable[[], Mapping[str, ClaimRecord]]
-    boot_id: str
+    nvml: NvmlReader
+    ledger: Ledger
     _: KW_ONLY
     is_of_the_host: Callable[[int], bool]
     driver_is_gone: Callable[[], bool]
@@ -81,7 +81,7 @@ class GpuProcesses:
         used: list[str] = []
         unsure: RetryableError | None = None
         for held in self._own_devices(record):
-            uuid = held.uuid or self.uuid_of(held.device)
+            uuid = held.uuid or self.ledger.created_uuid(held.device)
             if uuid is None:
                 continue
             try:
@@ -109,11 +109,11 @@ class GpuProcesses:
 
     def _own_devices(self, record: ClaimRecord) -> Iterator[HeldDevice]:
         """The devices that no other claim holds and that containers compute on."""
-        if record.boot_id != self.boot_id:
+        if record.boot_id != self.ledger.boot_id:
             return
         shared = {
             (held.gpu_uuid, held.device)
-            for uid, other in self.records().items()
+            for uid, other in self.ledger.records.all().items()
             for held in other.devices
             if uid != record.ref.uid and not held.admin_access
         }
@@ -147,7 +147,7 @@ class GpuProcesses:
 
     def _ask(self, uuid: str) -> Mapping[int, str]:
         try:
-            return self.processes(uuid)
+            return self.nvml.processes(uuid)
         except DeviceLostError:
             return {}
         except NvmlUnavailableError:

@@ -24,7 +24,6 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.gpu import Card, Gpu, is_vfio
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.record import BindVfio, bindings
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards
 from dra_driver.reporting.node_problems import read_problems
@@ -70,11 +69,8 @@ class CommandMachine:
         records = RecordStore(directory / "claims", self.boot_id, reader=lambda _unread: None)
         ledger = Ledger(directory / LEDGER, records, self.boot_id, reader=lambda _unread: None)
 
-        def recorded() -> list[BindVfio]:
-            return bindings(self.state().known_records, self.boot_id)
-
         try:
-            return KnownCards(self.vfio, ledger, wanted, recorded).read(gpus)
+            return KnownCards(self.vfio, ledger, wanted).read(gpus)
         except StateError:
             if wanted is None:
                 return ()  # `state` says why the ledger cannot be read

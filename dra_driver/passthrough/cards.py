@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ from dra_driver.host.vfio import VfioCards
 from dra_driver.journal.ledger import Ledger
 from dra_driver.model.gpu import Card, Gpu, OwnedCard
 from dra_driver.model.problems import NodeProblem
-from dra_driver.model.record import BindVfio
+from dra_driver.model.record import bindings
 from dra_driver.model.units import named
 
 _log = structlog.get_logger(__name__)
@@ -23,14 +23,12 @@ _log = structlog.get_logger(__name__)
 class KnownCards:
     """The selected cards, and those that this plugin has bound, whatever is selected now.
 
-    `selected` is None where passthrough is off. `recorded` returns the steps in the records of this boot, which tell of
-    a card whose ledger cannot be read. Raises: StateError.
+    `selected` is None where passthrough is off. The records of this boot tell of a card whose ledger cannot be read.
     """
 
     cards: VfioCards
     ledger: Ledger
     selected: Callable[[Gpu], bool] | None
-    recorded: Callable[[], Iterable[BindVfio]]
 
     def read(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
         """The cards in bus order; `gpus` are those that NVML shows. Raises: StateError."""
@@ -49,8 +47,8 @@ class KnownCards:
         StateError."""
         ours = {one.pci_bus_id: one.gpu_uuid for one in self.ledger.details(OwnedCard)}
         if unreadable := self.ledger.unreadable():
-            steps = (step for step in self.recorded() if step.gpu_uuid in unreadable)
-            ours = {step.pci_bus_id: step.gpu_uuid for step in steps} | ours
+            steps = bindings(self.ledger.known_records(), self.ledger.boot_id)
+            ours = {step.pci_bus_id: step.gpu_uuid for step in steps if step.gpu_uuid in unreadable} | ours
         return ours
 
     def _of_an_administrator(self, card: Card) -> Card:

@@ -32,9 +32,12 @@ TRAINER = {4711: "process 4711 (python3)"}
 
 
 class Bench:
-    """NVML, records and the host as tests set them."""
+    """NVML, ledger and host as tests set them."""
+
+    boot_id = "boot-1"
 
     def __init__(self, wait_s: float = 10.0) -> None:
+        self.records = self
         self.shown: dict[str, Mapping[int, str] | Exception] = {}
         self.asked: list[str] = []
         self.made: dict[str, str] = {}
@@ -43,14 +46,18 @@ class Bench:
         self.is_gone = False
         self.hangs: dict[str, threading.Event] = {}
         self.users = GpuProcesses(
-            self.processes,
-            self.made.get,
-            lambda: {other.ref.uid: other for other in self.others},
-            "boot-1",
+            self,  # type: ignore[arg-type]
+            self,  # type: ignore[arg-type]
             is_of_the_host=self.on_host.__contains__,
             driver_is_gone=lambda: self.is_gone,
             wait_s=wait_s,
         )
+
+    def created_uuid(self, device: str) -> str | None:
+        return self.made.get(device)
+
+    def all(self) -> Mapping[str, ClaimRecord]:
+        return {other.ref.uid: other for other in self.others}
 
     def processes(self, name: str) -> Mapping[int, str]:
         self.asked.append(name)
@@ -228,10 +235,8 @@ def test_on_a_machine(simulated: SimulatedNode) -> None:
     gpu = machine.gpu(0).uuid
     held = record(HeldDevice("gpu-0", "gpu", gpu, gpu))
     users = GpuProcesses(
-        reader.processes,
-        lambda device: None,
-        dict,
-        "boot-1",
+        reader,
+        Bench(),  # type: ignore[arg-type]
         is_of_the_host=lambda pid: is_of_the_host(proc, pid),
         driver_is_gone=lambda: not Sysfs(proc=proc).loaded_driver(),
         wait_s=20.0,

@@ -39,7 +39,7 @@ class Host:
         self.vfio = VfioCards(self.simulated.paths, self.nodes, SimulatedPciControl(self.machine))
         self.ledger = Ledger(directory / "ledger", RecordStore(directory / "claims"), "boot-1")
         self.ledger.open()
-        self.known = KnownCards(self.vfio, self.ledger, lambda _gpu: True, list)
+        self.known = KnownCards(self.vfio, self.ledger, lambda _gpu: True)
 
     def checks(self, *records: ClaimRecord, is_on: bool = True) -> PassthroughChecks:
         state = NodeState(records=records, boot_id="boot-1")

@@ -125,7 +125,7 @@ class Site:
             plugin / LEDGER, RecordStore(plugin / "claims"), "boot-1", reader=lambda _unreadable: None
         )
         bus_id = self.machine.gpu(FOR_MACHINES).bus_id
-        return KnownCards(host, kept, lambda gpu: gpu.pci_bus_id == bus_id, list)
+        return KnownCards(host, kept, lambda gpu: gpu.pci_bus_id == bus_id)
 
     @property
     def card(self) -> Card:

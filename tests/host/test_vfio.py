@@ -193,7 +193,7 @@ def test_card_whose_companion_the_administrator_forgot_is_of_no_use(node: Node, 
     ledger = Ledger(tmp_path / "ledger", RecordStore(tmp_path / "claims"), "boot-1", reader=lambda _it: None)
 
     def problem() -> str | None:
-        known = KnownCards(node.cards, ledger, lambda gpu: True, list)
+        known = KnownCards(node.cards, ledger, lambda gpu: True)
         return known.read(())[0].problem
 
     node.machine.give_to(0, "vfio-pci")
