@@ -145,13 +145,6 @@ def test_server_that_stays_busy_is_asked_until_the_deadline(tmp_path: Path) -> N
     assert lookup.asked > 1
 
 
-def test_prepared_claim_is_answered_from_its_record_meanwhile(tmp_path: Path) -> None:
-    known = ClaimRecord(claim(GPU_0), "prepared", "boot-1", (), (), "")
-    lookup = Answers(busy(1.0))
-    assert fetched(tmp_path, lookup, KubeletCall.begin(30), known) == claim(GPU_0)
-    assert lookup.asked == 1
-
-
 def test_call_that_the_kubelet_cancelled_asks_no_more(tmp_path: Path) -> None:
     lookup = Answers(busy(0.0))
     error = fetched(tmp_path, lookup, KubeletCall.begin(30, lambda: lookup.asked == 3))

@@ -147,16 +147,6 @@ def test_claim_that_moved_before_the_look_keeps_what_it_holds_now(bench: Bench) 
     assert bench.recorded() == (A, B)
 
 
-def test_second_of_two_instances_writes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.node.prepare(used_by(ONE, A))
-    seen = bench.node.record_of()
-    other = bench.node.restarted()
-    Bench(other).reconciler._keep_pods(seen, (A, B))
-    monkeypatch.setattr(Path, "replace", lambda *_args: pytest.fail("written twice"))
-    bench.reconciler._keep_pods(seen, (A, B))
-    assert bench.recorded() == (A, B)
-
-
 def test_lock_or_disk_that_is_not_to_be_had_costs_nothing_but_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,23 +139,9 @@ def test_another_that_goes_on_while_the_lock_is_waited_for_keeps_it(
     assert (scene.taken_back, scene.records.get(UID)) == ([], BEGUN)
 
 
-def test_who_began_nothing_takes_no_lock(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene.begun._begun.pop(UID)
-    monkeypatch.setattr(scene.claim_locks, "hold", None)
-    scene.give_up()
-    assert scene.records.get(UID) == BEGUN
-
-
-def test_last_of_two_prepares_takes_it_back(scene: Scene) -> None:
+def test_prepare_that_was_refused_last_takes_it_back(scene: Scene) -> None:
     second = scene.wait()
     scene.give_up()
-    assert scene.taken_back == []
-    scene.begun.give_up(second)
-    assert scene.taken_back == [BEGUN]
-
-
-def test_first_of_two_may_go_on_again(scene: Scene) -> None:
-    second = scene.wait()
     scene.refuse(scene.attempt)
     scene.begun.give_up(second)
     assert scene.taken_back == []

@@ -250,14 +250,6 @@ def test_known_claim_is_answered_from_its_record_when_the_api_server_is_down(nod
     assert node.claims.reads[-1][1] <= 3
 
 
-def test_unknown_claim_fails_for_now_when_the_api_server_is_down(node: Node) -> None:
-    node.claims.down = True
-    text = error_of(node.prepare(claim(GPU_0)))
-    assert text == "prepare claim default/claim-uid-1 (UID uid-1): read claim: the API server does not answer"
-    assert node.outcomes.told == [("prepare", "ApiUnavailableError")]
-    assert node.files() == {}
-
-
 def test_half_prepared_claim_is_not_answered_from_its_record(node: Node) -> None:
     node.prepare(claim(GPU_0))
     record = node.record_of()

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -22,7 +22,7 @@ from dra_driver.errors import (
 )
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, PodRef, Prepared
 from dra_driver.model.record import ClaimRecord
-from tests.fakes.preparing import Crash, Node, in_threads, reconciler_of
+from tests.fakes.preparing import Node, in_threads, reconciler_of
 from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, claim
 
 GRACE_S = 60.0
@@ -140,21 +140,6 @@ def test_stale_claim_is_taken_back_after_the_grace_time(
     assert bench.node.outcomes.told[-1] == ("unprepare", None)
     bench.later()
     assert len(bench.told.recovered_claims) == 1
-
-
-def test_half_done_claims_are_taken_back_as_complete_ones(bench: Bench) -> None:
-    def die(_plan: object) -> None:
-        raise Crash
-
-    bench.node.steps.after_do = die
-    with suppress(Crash):
-        bench.node.prepare(ONE)
-    record = bench.node.record_of()
-    assert record.phase == "preparing"
-    forget(bench, "uid-1")
-    bench.look()
-    bench.later()
-    assert bench.node.files() == {}
 
 
 def test_claims_in_use_and_those_the_kubelet_will_unprepare_are_kept(bench: Bench) -> None:
@@ -498,34 +483,6 @@ def test_one_who_waits_gets_the_device_that_was_taken_back(bench: Bench) -> None
         bench.later()
         assert isinstance(answer.result(10), Prepared)
     assert (bench.held, bench.node.waited_for) == (["uid-9"], ["uid-1"])
-
-
-# --- crashes ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("when", ["on_undo", "after_undo", "deleting the record", "noting it"])
-def test_taking_back_goes_on_after_a_crash(bench: Bench, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(*_args: object, **_options: object) -> None:
-        raise Crash
-
-    wanted = claim(MIG_1G, MIG_3G)
-    bench.node.prepare(wanted)
-    forget(bench, "uid-1")
-    bench.look()
-    with monkeypatch.context() as patch:
-        if when == "deleting the record":
-            patch.setattr(bench.node.records, "delete", die)
-        elif when == "noting it":
-            patch.setattr("dra_driver.journal.locks.ClaimGuard.note_unprepared", die)
-        else:
-            setattr(bench.node.steps, when, die)
-        with pytest.raises(Crash):
-            bench.later()
-    following = Bench(bench.node.restarted())
-    following.look()
-    assert following.told.recovered_claims == [], "the grace time begins anew"
-    following.later()
-    assert following.node.files() == {}
 
 
 # --- specs without a record ------------------------------------------------------------------------

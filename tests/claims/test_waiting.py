@@ -510,19 +510,6 @@ def tries_of(node: Node) -> list[int]:
     return tries
 
 
-def test_crash_while_it_waits_leaves_nothing(node: Node, calls: Calls) -> None:
-    """Nothing of it is on disk."""
-    leaving(node)
-    files = node.files()
-    calls.prepare(node, claim(GPU_0), SOON_S)
-    waits(node, "uid-1")
-    assert node.files() == files
-    following = node.restarted()
-    following.unprepare(HOLDER)
-    calls.answer("uid-1")
-    assert isinstance(following.prepare(claim(GPU_0)), Prepared)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Path, seed: int) -> None:
     """Four claims over two GPUs and two instances: prepared, deleted, unprepared, each in its own order."""

@@ -722,14 +722,6 @@ def test_loop_cleans_up_as_soon_as_the_tool_is_back(bench: Bench) -> None:
         eventually(lambda: not bench.files())
 
 
-def test_loop_tries_again_by_itself(bench: Bench) -> None:
-    bench.fail(MPS)
-    with running(bench.cleaner):
-        eventually(lambda: bool(bench.cleaner._pauses))
-        bench.tools.broken = []
-        eventually(lambda: not bench.files())
-
-
 def test_loop_of_an_instance_that_does_not_lead_leaves_cleanups_alone(bench: Bench) -> None:
     bench.fail(MPS)
     bench.tools.broken, bench.tools.undone = [], []
@@ -814,32 +806,6 @@ def test_bug_of_a_keeper_is_logged_and_keeps_no_claim_from_ending(bench: Bench) 
     assert bench.tools.undone == [CDI, MPS]
     assert [line["event"] for line in logged if line["log_level"] == "error"] == ["put_right_crashed"] * 2
     assert keeps.tried == [UUID_0] * 2, "the next try comes after a pause"
-
-
-# --- crashes ---------------------------------------------------------------------------------------
-
-
-class Crash(BaseException):
-    """The process dies here."""
-
-
-@pytest.mark.parametrize("point", ["undo", "unlink"])
-def test_process_that_dies_while_it_cleans_up(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, point: str
-) -> None:
-    bench.fail(MPS)
-    bench.tools.broken = []
-
-    def die(*_args: object, **_options: object) -> None:
-        raise Crash
-
-    monkeypatch.setattr(*((bench.tools, "undo") if point == "undo" else (Path, "unlink")), die)  # type: ignore[arg-type]
-    with pytest.raises(Crash):
-        bench.cleaner.clean_all()
-    monkeypatch.undo()
-    following = bench.restarted()
-    assert following.cleaner.clean_all() == []
-    assert following.files() == []
 
 
 def test_loop_removes_again_and_again_what_killed_writers_left(bench: Bench) -> None:

@@ -16,7 +16,6 @@ from dra_driver.errors import (
     NotSupportedError,
     NvmlUnavailableError,
     RetryableError,
-    StateError,
 )
 from dra_driver.host.gpu_nodes import MigCaps
 from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode, Placement
@@ -89,24 +88,6 @@ def test_refusal_leaves_nothing_behind(node: MigNode, small, function: str, code
     assert [(kind, error is None) for kind, _, error in node.told if kind == "create"] == [("create", False)]
     node.prepare(small)
     assert node.on_gpu() == (True, [ONE_G_AT_3])
-
-
-@pytest.mark.parametrize("number", range(1, 4))
-def test_full_disk_leaves_nothing_behind(
-    node: MigNode, small, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save, calls = node.ledger.save, iter(range(1, 10))
-
-    def full(entry: Any, **options: Any) -> None:
-        if next(calls) >= number:
-            raise StateError("cannot write: the disk is full")
-        save(entry, **options)
-
-    monkeypatch.setattr(node.ledger, "save", full)
-    with pytest.raises(StateError, match="the disk is full"):
-        node.prepare(small)
-    monkeypatch.undo()
-    assert node.state() == UNTOUCHED
 
 
 def test_creation_that_cannot_be_undone_is_pending_cleanup(node: MigNode, small) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -49,39 +48,6 @@ def test_nvidia_smi_that_hangs_ends_with_the_kubelets_deadline(
                 hanging.do(SetTimeSlice(gpu, 3), plan)
     assert time.monotonic() - began < 15
     assert (tmp_path / "started").read_text() == "\n"
-
-
-def test_undo_does_not_wait_beyond_the_kubelets_deadline(
-    hanging: TimeSliceSteps,
-) -> None:
-    step, began = SetTimeSlice("GPU-1", 3), time.monotonic()
-    record = ClaimRecord(claim(), "prepared", "boot-1", (), (step,), "")
-    with until(began + 0.5):
-        for text in ("it did not end within 0.", "no time is left to reset the time slice of GPU GPU-1"):
-            with pytest.raises(RetryableError, match=text):
-                hanging.undo(step, record)
-    assert time.monotonic() - began < 15
-
-
-def test_time_slices_are_set_again_when_no_thread_starts(
-    tmp_path: Path, threads_that_start: Callable[[str, int], None]
-) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
-    program.chmod(0o755)
-    records, locks = RecordStore(tmp_path / "claims"), GpuLocks(tmp_path / "locks")
-    records.open("boot-1")
-    locks.open()
-    records.save(ClaimRecord(claim(), "prepared", "boot-1", (), (SetTimeSlice("GPU-1", 3),), ""))
-    found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
-    threads_that_start("lane", 0)
-    steps = TimeSliceSteps(NvidiaSmi(lambda: found), records)
-    ledger = Ledger(tmp_path / "ledger", records, "boot-1")
-    ledger.open()
-    steps.driver_reloaded()
-    Cleaner(ledger, Lanes(locks), StepDispatcher({}), keepers=[steps])._turn()
-    assert "--set-timeslice 3" in (tmp_path / "asked").read_text()
-    assert steps.gpus() == set()
 
 
 def test_time_slice_that_cannot_be_set_again_is_tried_until_it_is(
