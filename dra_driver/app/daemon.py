@@ -19,9 +19,8 @@ from dra_driver.app.settings import PROBE_PATHS, Settings
 from dra_driver.base.atomic import write_atomically
 from dra_driver.base.backoff import TokenBucket
 from dra_driver.cdi.directory import CdiDirectory, temporary_files
-from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
-from dra_driver.cdi.spec_step import CdiSteps
+from dra_driver.cdi.spec_step import CdiSteps, ExtraDeviceFinder
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.lifecycle import ClaimLifecycle
 from dra_driver.claims.prepare import Identity

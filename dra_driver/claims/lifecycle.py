@@ -14,7 +14,7 @@ from structlog.contextvars import bound_contextvars
 
 from dra_driver.base.deadline import until
 from dra_driver.base.threads import side_by_side
-from dra_driver.cdi.extra_devices import ExtraDeviceFinder
+from dra_driver.cdi.spec_step import ExtraDeviceFinder
 from dra_driver.claims.calls import (
     CLAIMS_AT_ONCE,
     CallsUnderWay,

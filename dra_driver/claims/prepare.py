@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from dra_driver.cdi.extra_devices import ExtraDeviceFinder
+from dra_driver.cdi.spec_step import ExtraDeviceFinder
 from dra_driver.claims.calls import KubeletCall
 from dra_driver.claims.rules.holders import DeviceHeldError
 from dra_driver.claims.rules.imex_channels import gets_channels

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.extra_devices import ExtraDeviceFinder
-from dra_driver.cdi.spec_step import CdiSteps
+from dra_driver.cdi.spec_step import CdiSteps, ExtraDeviceFinder
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.model.driver_files import (

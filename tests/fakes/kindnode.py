@@ -17,9 +17,8 @@ from typing import Any, Self
 import pytest
 
 from dra_driver.cdi.directory import CdiDirectory, temporary_files
-from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
-from dra_driver.cdi.spec_step import CdiSteps
+from dra_driver.cdi.spec_step import CdiSteps, ExtraDeviceFinder
 from dra_driver.claims.prepare import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.errors import NvmlInUseError, PermanentError, RetryableError

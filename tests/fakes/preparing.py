@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.extra_devices import ExtraDeviceFinder
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
+from dra_driver.cdi.spec_step import ExtraDeviceFinder
 from dra_driver.claims.gpu_processes import InUse
 from dra_driver.claims.lifecycle import ClaimLifecycle
 from dra_driver.claims.prepare import Identity

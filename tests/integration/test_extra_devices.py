@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import structlog
 
-from dra_driver.cdi.extra_devices import ExtraDeviceFinder
+from dra_driver.cdi.spec_step import ExtraDeviceFinder
 from dra_driver.host import imex
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from dra_driver.model.plan import Plan
