@@ -31,7 +31,8 @@ _PRELOADED = (
     "dra_driver.mps_host.host_files", "dra_driver.nvml.mig_reading", "dra_driver.nvml.scan",
     "dra_driver.nvml.session", "dra_driver.sharing.steps", "dra_driver.simulator.simulate_commands",
     "dra_driver.slices.rules.diff", "dra_driver.cli.validation.machine_fit",
-    "dra_driver.cli.validation.manifest_check", "dra_driver.cli.validation.server_trial", "google.protobuf.reflection",
+    "dra_driver.cli.validation.manifest_check", "dra_driver.cli.validation.cluster_objects",
+    "google.protobuf.reflection",
 )  # fmt: skip
 """What commands import when they are called. One that is missing here costs time, nothing else. None of them
 imports grpc, which has threads and must not be forked with."""

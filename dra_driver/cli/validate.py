@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
@@ -32,27 +31,20 @@ from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted
 
 if TYPE_CHECKING:
+    from dra_driver.cli.validation.cluster_objects import ClusterObjects
     from dra_driver.cli.validation.documents import Document
     from dra_driver.cli.validation.machine_fit import MachineFit
     from dra_driver.cli.validation.manifest_check import DocumentReport
-    from dra_driver.cli.validation.server_trial import ServerFindings
 
-EXIT_NOT_ASKED = 3
-"""Nothing is wrong, but the API server could not be asked about every document."""
+EXIT_NOT_READ = 3
+"""Nothing is wrong, but the cluster could not be read."""
 _INDENT = " " * 9
-_VERBS = {
-    "accepted": "accepts",
-    "refused": "refuses",
-    "waits": "cannot check yet",
-    "not asked": "was not asked about",
-}
-"""What an API server does with documents, by outcome."""
 
 
 FLAGS = (
     Flag("files", "YAML files or directories; - is standard input.", metavar="FILE", count="+"),
     SIMULATE_SEVERAL,
-    switch("server", "Ask the API server too, by a dry run of each document."),
+    switch("server", "Use the DeviceClasses, claims and templates of the cluster too."),
     CLUSTER_KUBECONFIG,
     CONTEXT,
     Flag(
@@ -81,7 +73,7 @@ def validate(given: Namespace) -> int:
     """ResourceClaims, their templates, DeviceClasses, what makes pods, and configurations of gpu-dra-driver. Claims
     are checked against empty machines, those of a pod also at one time: simulated machines, or this node with the
     configuration given by --config or among the files. Exit code 0: no fault, 1: faults, 2: wrong usage, 3: no fault
-    known, but the API server could not be asked about all of it.
+    known, but the cluster could not be read.
     """
     from dra_driver.cli.validation.documents import read_documents
     from dra_driver.cli.validation.manifest_check import DEFAULT_NAMESPACE, check_documents
@@ -95,17 +87,14 @@ def validate(given: Namespace) -> int:
             "--kubeconfig and --context are for --server; give that too, or leave them out"
         )
     machines, driver, faults, sentence = _machines(documents, vars(given), given.config, given.simulate)
-    findings, namespace = None, given.namespace
+    cluster, namespace = None, given.namespace
     if given.server:
-        findings, namespace = _findings(documents, given.kubeconfig, given.context, namespace)
-    reports = check_documents(documents, driver, machines, faults, findings, namespace or DEFAULT_NAMESPACE)
-    _print(reports, sentence, findings, given.output, is_colored=given.color.is_on())
+        cluster, namespace = _cluster(documents, given.kubeconfig, given.context, namespace)
+    reports = check_documents(documents, driver, machines, faults, cluster, namespace or DEFAULT_NAMESPACE)
+    _print(reports, sentence, cluster, given.output, is_colored=given.color.is_on())
     if any(report.faults for report in reports):
         return 1
-    is_open = findings is not None and (
-        findings.problem or any(report.server == "not asked" for report in reports)
-    )
-    return EXIT_NOT_ASKED if is_open else 0
+    return EXIT_NOT_READ if cluster is not None and cluster.problem else 0
 
 
 def _machines(
@@ -139,22 +128,21 @@ def _machines(
     return found, driver, faults, f"checked against {listed}, each empty and by itself"
 
 
-def _findings(
+def _cluster(
     documents: Sequence[Document], kubeconfig: str | None, context: str | None, namespace: str | None
-) -> tuple[ServerFindings, str]:
-    from dra_driver.cli.validation.manifest_check import references
-    from dra_driver.cli.validation.server_trial import ServerTrial
+) -> tuple[ClusterObjects, str]:
+    from dra_driver.cli.validation.cluster_objects import read_cluster, references
     from dra_driver.kube.endpoint import load_endpoint
 
     endpoint = load_endpoint(kubeconfig or usual_kubeconfig(), context=context)
     used = namespace or endpoint.namespace
-    return ServerTrial(endpoint, used).findings(documents, references(documents, used)), used
+    return read_cluster(endpoint, references(documents, used)), used
 
 
 def _print(
     reports: Sequence[DocumentReport],
     machines: str,
-    findings: ServerFindings | None,
+    cluster: ClusterObjects | None,
     output: Output,
     *,
     is_colored: bool,
@@ -173,22 +161,14 @@ def _print(
         unjudged = f", {open_ones} not judged" if open_ones else ""
         summary = f"{counted(len(reports), 'document')}, {bad} with faults{unjudged}; {machines}"
         yield "\n" + hanging("", summary, columns)
-        if findings is not None:
-            yield hanging("", _server_line(reports, findings), columns)
+        if cluster is not None:
+            read = f"not read: {cluster.problem}" if cluster.problem else "classes and claims are known"
+            yield hanging("", f"the cluster {cluster.server}: {read}", columns)
 
     found: dict[str, Any] = {"machine": machines, "faulty": bad}
-    if findings is not None:
-        found["server"] = {"url": findings.server, "problem": findings.problem}
+    if cluster is not None:
+        found["server"] = {"url": cluster.server, "problem": cluster.problem}
     answer(output, lines, lambda: {**found, "documents": [asdict(report) for report in reports]})
-
-
-def _server_line(reports: Sequence[DocumentReport], findings: ServerFindings) -> str:
-    counts = Counter(report.server for report in reports)
-    said = ", ".join(f"{verb} {counts[outcome]}" for outcome, verb in _VERBS.items() if counts[outcome])
-    if findings.problem is None:
-        return f"the API server {findings.server} {said or 'was asked about nothing'}"
-    rest = f"; before that it {said}" if said else ""
-    return f"not asked: the API server {findings.server}: {findings.problem}{rest}"
 
 
 def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:

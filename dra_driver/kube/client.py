@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import socket
 import ssl
 import threading
@@ -84,7 +83,7 @@ class ApiClient:
     Raises from every call: ApiUnavailableError (retry later) and ApiRejectedError (`.status`, `.reason`).
 
     `observe` hears of each request: its method, and the status of the answer or None if there was none;
-    `headers` go with each request; `warned` hears what the server warns of in answers to `request`.
+    `headers` go with each request.
     """
 
     endpoint: Endpoint
@@ -93,7 +92,6 @@ class ApiClient:
     limiter: TokenBucket | None = None
     observe: Callable[[str, int | None], None] | None = None
     headers: Mapping[str, str] | None = None
-    warned: Callable[[str], None] | None = None
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,10 +116,7 @@ class ApiClient:
         """The decoded answer; `action` (such as "get claim ns/name") starts every error text. Everything together, from
         the wait for the limit of requests to the last byte, takes `timeout_s` at most."""
         wanted = _Request(method, path, query, body, content_type, self._until(timeout_s))
-        response, data = self._answer(wanted, action)
-        if self.warned is not None:
-            for header in response.headers.getlist("Warning"):
-                self.warned(warning_text(header))
+        _, data = self._answer(wanted, action)
         decoded = decoded_json(data or b"{}", action)
         return decoded if isinstance(decoded, dict) else {"items": decoded}
 
@@ -418,12 +413,6 @@ def path_segment(name: str) -> str:
             f"{name!r} cannot be the name of an API object", status=400, reason="BadRequest"
         )
     return quote(name, safe="")
-
-
-def warning_text(header: str) -> str:
-    """What a Warning header says: the text of `299 - "the text"`, quotes and backslashes unescaped."""
-    quoted = re.match(r'\d+ \S+ "((?:[^"\\]|\\.)*)"', header)
-    return re.sub(r"\\(.)", r"\1", quoted[1]) if quoted else header
 
 
 def is_not_found(error: BaseException) -> bool:

@@ -1,9 +1,11 @@
-"""`validate` against the real thing: what the API server takes and refuses, each in one sentence and with nothing
-stored, and which claims the scheduler makes for extended resources."""
+"""`validate` against the real thing: what the API server refuses, and which claims the scheduler makes for extended
+resources."""
 
 from __future__ import annotations
 
+import copy
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,129 +15,135 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.conftest import Cluster, Json, claim_and_pod, container, gpu_config, wait_for
-from tests.e2e.conftest import claim as a_claim
+from dra_driver.cli.validation.rules.manifests import object_faults, taint_rule_faults
+from dra_driver.cli.validation.rules.pods import pod_faults
+from dra_driver.errors import ApiRejectedError
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.endpoint import load_endpoint
+from tests.e2e.conftest import Cluster, Json, container, wait_for
 
 pytestmark = pytest.mark.cluster
 
 SPACE = "validate"
-QUOTA = "gpu.nvidia.com.deviceclass.resource.k8s.io/devices"
+DRIVER = "gpu.nvidia.com"
+SELECTORS = [{"cel": {"expression": f'device.attributes["{DRIVER}"].type == "gpu"'}}]
+TOLERATION = {"key": "a/b", "operator": "Equal", "value": "x", "effect": "NoSchedule"}
+EXACTLY = {
+    "deviceClassName": DRIVER, "allocationMode": "ExactCount", "count": 2, "selectors": SELECTORS,
+    "tolerations": [TOLERATION], "capacity": {"requests": {"memory": "10Gi"}},
+}  # fmt: skip
+ALTERNATIVES = [
+    {"name": "s", "deviceClassName": "mig.nvidia.com", "count": 1, "selectors": SELECTORS},
+    {"name": "t", "deviceClassName": DRIVER, "allocationMode": "All"},
+]
+DEVICES = {
+    "requests": [{"name": "a", "exactly": EXACTLY}, {"name": "b", "firstAvailable": ALTERNATIVES}],
+    "constraints": [
+        {"requests": ["a", "b/s"], "matchAttribute": f"{DRIVER}/nvlinkDomain"},
+        {"distinctAttribute": f"{DRIVER}/uuid"},
+    ],
+    "config": [{"requests": ["a"], "opaque": {"driver": "other.example.com", "parameters": {}}}],
+}
+RESOURCES = {
+    "limits": {"nvidia.com/gpu": "1", "cpu": "1"},
+    "requests": {"nvidia.com/gpu": 1},
+    "claims": [{"name": "g", "request": "a"}, {"name": "h"}],
+}
+SPECS: list[tuple[str, str, str, Json]] = [
+    ("resource.k8s.io/v1", "ResourceClaim", "resourceclaims", {"devices": DEVICES}),
+    ("resource.k8s.io/v1", "ResourceClaimTemplate", "resourceclaimtemplates",
+     {"metadata": {"labels": {"a": "b"}}, "spec": {"devices": DEVICES}}),
+    ("resource.k8s.io/v1", "DeviceClass", "deviceclasses",
+     {"selectors": SELECTORS, "extendedResourceName": "nvidia.com/gpu"}),
+    ("resource.k8s.io/v1", "DeviceTaintRule", "devicetaintrules",
+     {"deviceSelector": {"driver": DRIVER, "pool": "p", "device": "gpu-0"},
+      "taint": {"key": "a/b", "value": "x", "effect": "NoSchedule"}}),
+    ("v1", "Pod", "pods",
+     {"resources": RESOURCES,
+      "resourceClaims": [{"name": "g", "resourceClaimName": "c"}, {"name": "h", "resourceClaimTemplateName": "t"}]}),
+]  # fmt: skip
+"""Version, kind, resource, and a spec that is right; of a pod what `validate` judges."""
+VALUES = [
+    None, 0, -1, 1, 2, 40, "", "x", "X_y", "1", "a/b", "a", "b", DRIVER, "All", "Exists", "Equal", "NoExecute", True,
+    [], {}, "10Gi", "-1", "1.5", "abc gi", "x" * 70, ["a"], ["a", "a"], ["zz"], {"a": "b"}, "true", "1 + 1",
+    "device.foo == 1", f"{DRIVER}/nvlinkDomain", "GPU.nvidia.com", "nvidia.com/gpu",
+]  # fmt: skip
+KEYS = [
+    "count", "selectors", "adminAccess", "tolerations", "allocationMode", "expression", "driver", "requests", "name",
+    "limits", "bogus", "operator", "value", "effect", "key", "capacity", "matchAttribute", "distinctAttribute",
+    "resourceClaimName", "request", "nvidia.com/gpu", "memory", "gpu", "nvidia.com.gpu", "claims", "exactly", "device",
+    "extendedResourceName", "firstAvailable",
+]  # fmt: skip
 
 
 @pytest.fixture
 def space(cluster: Cluster) -> Iterator[str]:
-    """A namespace in which one GPU may be asked for, and whose pods had better be restricted."""
-    cluster.make_namespace(SPACE, {"pod-security.kubernetes.io/warn": "restricted"})
-    cluster.kubectl("create", "quota", "gpus", f"--hard={QUOTA}=1", "-n", SPACE)
+    cluster.make_namespace(SPACE, {"resource.kubernetes.io/admin-access": "true"})
     yield SPACE
     cluster.kubectl("delete", "namespace", SPACE, "--timeout=300s")
 
 
-def validate(kubeconfig: Path, documents: list[Json], directory: Path) -> tuple[int, list[Json], str]:
-    """Exit code, a report of each document, and the last line for people."""
-    file = directory / "documents.yaml"
-    file.write_text(yaml.safe_dump_all(documents))
-    command = [
-        sys.executable, "-m", "dra_driver.cli.main", "validate", str(file), "--simulate", "dgx-h100", "--server",
-    ]  # fmt: skip
-    command += ["--kubeconfig", str(kubeconfig), "-n", SPACE]
-    done = subprocess.run([*command, "-o", "json"], capture_output=True, text=True, check=False)
-    assert done.stderr == ""
-    shown = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert shown.returncode == done.returncode
-    return done.returncode, json.loads(done.stdout)["documents"], shown.stdout.splitlines()[-1]
+def places(content: Any) -> Iterator[tuple[Any, Any]]:
+    """Each object or list with each of its keys, at every depth."""
+    inner = content.items() if isinstance(content, dict) else enumerate(content)
+    for key, value in list(inner):
+        yield content, key
+        if isinstance(value, (dict, list)):
+            yield from places(value)
 
 
-def claim(name: str, device_class: str = "gpu.nvidia.com", **exactly: Any) -> Json:
-    """One without a namespace, as most files have it."""
-    made = a_claim(name, device_class, request="gpu", **{"count": 1, **exactly})
-    del made["metadata"]["namespace"]
-    return made
+def changed(chance: random.Random, spec: Json) -> Json:
+    """The spec with one part taken away, replaced, added or written twice."""
+    spec = copy.deepcopy(spec)
+    inside, key = chance.choice([*places(spec)])
+    value = inside[key]
+    match chance.randrange(4):
+        case 0:
+            del inside[key]
+        case 1 if isinstance(value, dict):
+            value[chance.choice(KEYS)] = copy.deepcopy(chance.choice(VALUES))
+        case 2 if isinstance(value, list) and value:
+            value.append(copy.deepcopy(chance.choice(value)))
+        case _:
+            inside[key] = copy.deepcopy(chance.choice(VALUES))
+    return spec
 
 
-def test_what_the_api_server_takes_and_refuses_is_told(cluster: Cluster, space: str, tmp_path: Path) -> None:
-    there = claim("there")
-    cluster.kubectl("apply", "-n", space, "-f", "-", stdin=json.dumps(there))
-    _, pod = claim_and_pod("p")
-    del pod["metadata"]["namespace"]
-    template = {"metadata": {"labels": {"a": "b"}}, "spec": pod["spec"] | {"restartPolicy": "Always"}}
-    deployment = {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": {"name": "d"},
-        "spec": {"replicas": 2, "selector": {"matchLabels": {"a": "b"}}, "template": template},
-    }
-    refused = claim("refused", parameters=gpu_config(sharing={"strategy": "Magic"}))
-    elsewhere = claim("elsewhere")
-    elsewhere["metadata"]["namespace"] = "not-there-yet"
-    missing = claim("missing")
-    missing["metadata"]["namespace"] = "nowhere"
-    accounted = pod | {
-        "metadata": {"name": "accounted"},
-        "spec": pod["spec"] | {"serviceAccountName": "trainer"},
-    }
-    documents: list[Json] = [
-        there,
-        claim("there", count=2),
-        claim("second"),
-        deployment,
-        refused,
-        claim("misspelt", cuont=2),
-        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "not-there-yet"}},
-        elsewhere,
-        missing,
-        claim("no-class", "no.example.com"),
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "trainer"}},
-        accounted,
-        {"apiVersion": "example.com/v1", "kind": "Unknown", "metadata": {"name": "u"}},
-    ]
-    code, reports, line = validate(cluster.local.kubeconfig(), documents, tmp_path)
-    assert code == 1
-    told = [
-        next((text for text in (*one["faults"], *one["notes"]) if text.startswith("API server: ")), "")
-        for one in reports
-    ]
-    quota = f"exceeded quota: gpus, requested: {QUOTA}=1, used: {QUOTA}=1, limited: {QUOTA}=1"
-    policy = "ValidatingAdmissionPolicy 'gpu-dra-driver-parameters'"
-    assert told[0] == "API server: accepts it; it exists already"
-    # A new object is looked at before its name is: the quota comes first.
-    assert told[1].startswith("API server: it exists already, and as a change") or quota in told[1]
-    assert told[2].endswith(quota)
-    assert told[3] == "API server: accepts it"
-    assert any("restricted" in hint for hint in reports[3]["hints"] if hint.startswith("API server warns: "))
-    assert policy in told[4], told[4]
-    assert "unknown field" in told[5]
-    assert told[6] == "API server: accepts it"
-    assert "needs Namespace not-there-yet (" in told[7]
-    assert told[8] == 'API server: namespaces "nowhere" not found'
-    assert "DeviceClass no.example.com is not in the cluster and not in the files" in reports[9]["faults"][0]
-    assert told[10] == "API server: accepts it"
-    assert "needs ServiceAccount trainer (" in told[11]
-    assert told[12].startswith("API server: it has no kind Unknown of example.com/v1")
-    assert " refuses " in line
-    claims = cluster.get("resourceclaims", "-n", space)["items"]
-    assert [one["metadata"]["name"] for one in claims] == ["there"]
+def found(document: Json) -> list[str]:
+    if document["kind"] == "Pod":
+        return [str(fault) for fault in pod_faults(document["spec"], "spec")]
+    if document["kind"] == "DeviceTaintRule":
+        return [str(fault) for fault in taint_rule_faults(document)]
+    return [str(fault) for fault in object_faults(document, DRIVER)]
 
 
-def test_a_user_without_the_right_is_told(cluster: Cluster, space: str, tmp_path: Path) -> None:
-    token = cluster.kubectl("create", "token", "default", "-n", space).strip()
-    document = yaml.safe_load(cluster.local.kubeconfig().read_text())
-    document["users"] = [{"name": one["name"], "user": {"token": token}} for one in document["users"]]
-    kubeconfig = tmp_path / "kubeconfig"
-    kubeconfig.write_text(yaml.safe_dump(document))
-    kubeconfig.chmod(0o600)
-    code, (report,), line = validate(kubeconfig, [claim("a")], tmp_path)
-    assert (code, report["faults"]) == (3, [])
-    note = report["notes"][-1]
-    assert note.startswith("API server: not asked: resourceclaims.resource.k8s.io is forbidden: ")
-    assert note.endswith(f'in the namespace "{space}"')
-    assert line.endswith("was not asked about 1")
+def test_documents_that_the_api_server_refuses_have_faults(cluster: Cluster, space: str) -> None:
+    """One way only: `validate` also finds faults in what the API server takes, such as a claim without devices."""
+    chance = random.Random(20261127)
+    client = ApiClient(load_endpoint(cluster.local.kubeconfig()))
+    refused, kinder = 0, []
+    for _ in range(1500):
+        version, kind, plural, spec = chance.choice(SPECS)
+        made = changed(chance, spec)
+        if kind == "Pod":
+            made["containers"] = [{"name": "x", "image": "i", "resources": made.pop("resources", {})}]
+        document = {"apiVersion": version, "kind": kind, "metadata": {"name": "c"}, "spec": made}
+        where = "" if kind.startswith("Device") else f"/namespaces/{space}"
+        path = f"/{'api' if version == 'v1' else 'apis'}/{version}{where}/{plural}"
+        query = {"dryRun": "All", "fieldValidation": "Strict"}
+        try:
+            client.request("POST", path, action="try it", query=query, body=document)
+        except ApiRejectedError as error:
+            refused += 1
+            if not found(document):
+                kinder.append((document, str(error)))
+    assert kinder == []
+    assert refused > 500
 
 
 def test_extended_resources_become_the_claim_that_the_scheduler_makes(
     cluster: Cluster, space: str, tmp_path: Path
 ) -> None:
-    cluster.kubectl("delete", "quota", "gpus", "-n", space)
     resource = "deviceclass.resource.kubernetes.io/gpu.nvidia.com"
 
     def limited(name: str, gpus: int, command: str, **more: str) -> Json:
@@ -156,8 +164,12 @@ def test_extended_resources_become_the_claim_that_the_scheduler_makes(
         "metadata": {"name": "three"},
         "spec": {"template": {"spec": pod}},
     }
-    code, (report,), _ = validate(cluster.local.kubeconfig(), [job], tmp_path)
-    assert (code, report["server"], report["faults"]) == (0, "accepted", [])
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job))
+    command = [sys.executable, "-m", "dra_driver.cli.main", "validate", str(file), "--simulate", "dgx-h100"]
+    done = subprocess.run([*command, "-o", "json"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    [report] = json.loads(done.stdout)["documents"]
     cluster.kubectl("apply", "-n", space, "-f", "-", stdin=json.dumps(job))
 
     def is_placed() -> bool:

@@ -45,16 +45,19 @@ class Document:
         return f"{self.file}:{self.line}"
 
     @property
+    def metadata(self) -> dict[str, Any]:
+        """Of an object; empty if it has none."""
+        metadata = self.content.get("metadata") if isinstance(self.content, dict) else None
+        return metadata if isinstance(metadata, dict) else {}
+
+    @property
     def name(self) -> str:
         """What to call it: kind and name."""
         if not isinstance(self.content, dict):
             return "document"
         kind = str(self.content.get("kind") or ("configuration" if self.is_configuration else "document"))
-        metadata = self.content.get("metadata")
-        if not isinstance(metadata, dict):
-            return kind
-        name = metadata.get("name") or metadata.get("generateName")
-        namespace = metadata.get("namespace")
+        name = self.metadata.get("name") or self.metadata.get("generateName")
+        namespace = self.metadata.get("namespace")
         place = f"{quoted(namespace)}/" if namespace else ""
         return f"{quoted(kind)} {place}{quoted(name)}" if name else quoted(kind)
 

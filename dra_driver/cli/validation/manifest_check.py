@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 
 from dra_driver.app.config_file import mig_layouts
+from dra_driver.cli.validation.cluster_objects import ClusterObjects, Reference
 from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.machine_fit import Fit, MachineFit
 from dra_driver.cli.validation.rules.cel import NotJudgedError
@@ -33,6 +34,7 @@ from dra_driver.cli.validation.rules.manifests import (
 from dra_driver.cli.validation.rules.pods import (
     IMPLICIT,
     asked_resources,
+    claims_of,
     extended_requests,
     pod_faults,
     pod_specs,
@@ -43,7 +45,6 @@ from dra_driver.cli.validation.rules.pods import (
     uses_mps,
 )
 from dra_driver.cli.validation.rules.selectors import compiled, driver_asked_for
-from dra_driver.cli.validation.server_trial import Answer, Reference, ServerFindings
 from dra_driver.model.mig import LAYOUT_LABEL, Layouts
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted, named
@@ -55,7 +56,6 @@ _MOST_PROFILES = 16
 _ALIKE = 0.92
 """How alike two names of classes are when one of them is a spelling mistake: a letter or so."""
 _ADMIN_LABEL = "resource.kubernetes.io/admin-access"
-_ADMIN_HINT = "adminAccess needs the label"
 
 
 @dataclass(slots=True)
@@ -63,8 +63,7 @@ class DocumentReport:
     """What is said about one document.
 
     `verdict` is OK, FAULT, SKIP for what has nothing to do with gpu-dra-driver, or "not judged" where a selector, a
-    class or the claim of a pod is not known here. `server` is what the API server made of it, None if it was not to be
-    asked.
+    class or the claim of a pod is not known here.
     """
 
     place: str
@@ -75,7 +74,6 @@ class DocumentReport:
     notes: list[str] = field(default_factory=list)
     devices: list[dict[str, str]] = field(default_factory=list)
     requests: list[JsonObject] = field(default_factory=list)
-    server: str | None = None
 
 
 def check_documents(
@@ -83,7 +81,7 @@ def check_documents(
     driver: str,
     machines: Sequence[MachineFit] = (),
     config_faults: Mapping[int, Sequence[str]] | None = None,
-    server: ServerFindings | None = None,
+    cluster: ClusterObjects | None = None,
     namespace: str = DEFAULT_NAMESPACE,
 ) -> list[DocumentReport]:
     """A report for each document, in their order. Claims are checked against the machines, if there are any.
@@ -91,7 +89,7 @@ def check_documents(
     `config_faults` are the faults of configuration files by the number of the document; `namespace` is that of
     documents that name none.
     """
-    check = ManifestCheck(documents, driver, machines, server, namespace)
+    check = ManifestCheck(documents, driver, machines, cluster, namespace)
     reports = []
     for number, document in enumerate(documents):
         report = DocumentReport(
@@ -102,46 +100,9 @@ def check_documents(
         except NotJudgedError as error:
             report.verdict = NOT_JUDGED
             report.notes.append(f"its selectors are not judged: {error}")
-        if server is not None:
-            _add_answer(server.answers.get(number), report)
         report.verdict = "FAULT" if report.faults else report.verdict
         reports.append(report)
     return reports
-
-
-def references(documents: Sequence[Document], namespace: str) -> list[Reference]:
-    """The claims and templates that pods name and no document is."""
-    there = set()
-    wanted: dict[Reference, None] = {}
-    for document in documents:
-        content = document.content
-        if not isinstance(content, dict):
-            continue
-        own = str(_metadata(content).get("namespace") or namespace)
-        there.add((str(content.get("kind")), own, str(_metadata(content).get("name"))))
-        for path, spec in pod_specs(content):
-            if not pod_faults(spec, path):
-                wanted |= dict.fromkeys((kind, own, name) for _, kind, name in _claims_of(spec))
-    return [reference for reference in wanted if reference not in there]
-
-
-def _add_answer(answer: Answer | None, report: DocumentReport) -> None:
-    if answer is None:
-        return
-    report.server = answer.outcome
-    report.hints += [f"API server warns: {text}" for text in answer.warnings]
-    match answer.outcome:
-        case "accepted":
-            report.hints = [
-                hint for hint in report.hints if not hint.startswith(_ADMIN_HINT)
-            ]  # it has looked
-            report.notes.append(f"API server: accepts it{'; ' + answer.text if answer.text else ''}")
-        case "refused":
-            report.faults.append(f"API server: {answer.text}")
-        case "waits":
-            report.notes.append(f"API server: cannot check it yet: {answer.text}")
-        case "not asked":
-            report.notes.append(f"API server: not asked: {answer.text}")
 
 
 @dataclass(eq=False)
@@ -151,7 +112,7 @@ class ManifestCheck:
     documents: Sequence[Document]
     driver: str
     machines: Sequence[MachineFit]
-    server: ServerFindings | None
+    cluster: ClusterObjects | None
     namespace: str
 
     def __post_init__(self) -> None:
@@ -180,29 +141,29 @@ class ManifestCheck:
             content = document.content
             kind = content.get("kind") if isinstance(content, dict) else None
             if kind == "Namespace":
-                labels = _metadata(content).get("labels")
-                self._labels[str(_metadata(content).get("name"))] = labels if isinstance(labels, dict) else {}
+                labels = document.metadata.get("labels")
+                self._labels[str(document.metadata.get("name"))] = labels if isinstance(labels, dict) else {}
             if kind not in KINDS:
                 continue
             found = [str(fault) for fault in object_faults(content, self.driver)]
             self._faults[id(document)] = found
             of_cluster = kind == "DeviceClass"
-            own = "" if of_cluster else self._namespace_of(content)
-            reference = (kind, own, str(_metadata(content).get("name")))
+            own = "" if of_cluster else self._namespace_of(document)
+            reference = (kind, own, str(document.metadata.get("name")))
             self._places[reference] = document.place
             if not found:
                 v1 = as_v1(content)
                 self._good[reference] = v1
                 profiles |= set() if of_cluster else set(map(profile_of_class, class_names(claim_spec(v1))))
-        known = self.server.classes if self.server is not None else None
+        known = self.cluster.classes if self.cluster is not None else None
         self._cluster_classes = None if known is None else {one["metadata"]["name"]: one for one in known}
         # Those that come with gpu-dra-driver, and those of MIG profiles that the machines or the documents name.
         standard = standard_classes(self.driver, filter(None, profiles)) if known is None else {}
         of_files = {name: entry for (kind, _, name), entry in self._good.items() if kind == "DeviceClass"}
         self._classes: dict[str, JsonObject] = {**standard, **(self._cluster_classes or {}), **of_files}
 
-    def _namespace_of(self, content: JsonObject) -> str:
-        return str(_metadata(content).get("namespace") or self.namespace)
+    def _namespace_of(self, document: Document) -> str:
+        return str(document.metadata.get("namespace") or self.namespace)
 
     def document(self, document: Document, report: DocumentReport) -> None:
         """Fill the report of one document."""
@@ -214,11 +175,11 @@ class ManifestCheck:
         elif content.get("kind") in KINDS:
             report.faults += self._faults[id(document)]
             if not report.faults:
-                self._object(content, as_v1(content), report)
+                self._object(document, as_v1(content), report)
         elif is_parameters(content):
             report.faults += [str(fault) for fault in parameter_faults(content, "")]
         elif pods := list(pod_specs(content)):
-            self._pods(pods, self._namespace_of(content), report)
+            self._pods(pods, self._namespace_of(document), report)
         else:
             self._other(document, content, report)
 
@@ -235,7 +196,7 @@ class ManifestCheck:
             for key, text in files:
                 self._manager_file(key, text, report)
         elif content.get("kind") == "Node" and (
-            name := (_metadata(content).get("labels") or {}).get(LAYOUT_LABEL)
+            name := (document.metadata.get("labels") or {}).get(LAYOUT_LABEL)
         ):
             self._try_layouts([str(name)], self._layouts, report)
         elif meant := misspelled_kind(content, (*KINDS, "DeviceTaintRule", "Pod")):
@@ -288,7 +249,8 @@ class ManifestCheck:
         if named is not None and is_misspelled(named, self.driver):
             report.faults.append(f"no device has the driver {named}; did you mean {self.driver}?")
 
-    def _object(self, content: JsonObject, v1: JsonObject, report: DocumentReport) -> None:
+    def _object(self, document: Document, v1: JsonObject, report: DocumentReport) -> None:
+        content = document.content
         if content["apiVersion"] != v1["apiVersion"]:
             report.hints.append(
                 f"{content['apiVersion']} goes away; write {v1['apiVersion']} (Kubernetes 1.34 and newer)"
@@ -298,7 +260,7 @@ class ManifestCheck:
             self._class(v1, report)
             return
         spec = claim_spec(v1)
-        self._admin_hint(spec, self._namespace_of(content), report)
+        self._admin_hint(spec, self._namespace_of(document), report)
         path = "spec.spec.devices" if v1["kind"] == "ResourceClaimTemplate" else "spec.devices"
         report.hints += alternative_hints(spec.get("devices") or {}, path, self.driver)
         report.hints += default_hints(claim_spec(content), path)
@@ -380,7 +342,9 @@ class ManifestCheck:
     def _admin_hint(self, spec: JsonObject, namespace: str, report: DocumentReport) -> None:
         asks = any((one.get("exactly") or {}).get("adminAccess") for one in requests_of(spec))
         if asks and str(self._labels.get(namespace, {}).get(_ADMIN_LABEL)) != "true":
-            report.hints.append(f'{_ADMIN_HINT} {_ADMIN_LABEL}: "true" on namespace {namespace}')
+            report.hints.append(
+                f'adminAccess needs the label {_ADMIN_LABEL}: "true" on namespace {namespace}'
+            )
 
     def _try_claim(self, spec: JsonObject, report: DocumentReport) -> bool:
         """Try a claim on an empty machine of each sort; whether one of them can serve it, or there is none."""
@@ -449,7 +413,7 @@ class ManifestCheck:
         requests = self._extended(spec, report)
         claims = [{"devices": {"requests": requests}}] if requests else []
         all_fit = all([self._try_claim(claim, report) for claim in claims])
-        for entry, kind, name in _claims_of(spec):
+        for entry, kind, name in claims_of(spec):
             found = self._claim(kind, namespace, name, report)
             all_fit = all_fit and found is not None
             if found is None:
@@ -481,8 +445,8 @@ class ManifestCheck:
         if found is None and place is not None:
             report.faults.append(f"{shown} ({place}) has faults")
             return None
-        if found is None and self.server is not None and reference in self.server.found:
-            found = self.server.found[reference]
+        if found is None and self.cluster is not None and reference in self.cluster.found:
+            found = self.cluster.found[reference]
             if found is None:
                 report.hints.append(
                     f"{shown} is not in the files and not in the cluster: the pods wait for it"
@@ -526,21 +490,6 @@ class ManifestCheck:
                 self._knows_classes([resource.removeprefix(IMPLICIT)], report)
         ours = {resource: name for resource, name in served.items() if self._other_driver(name) is None}
         return extended_requests(spec, ours)
-
-
-def _metadata(content: JsonObject) -> JsonObject:
-    metadata = content.get("metadata")
-    return metadata if isinstance(metadata, dict) else {}
-
-
-def _claims_of(spec: JsonObject) -> list[tuple[str, str, str]]:
-    """The entry's name, and kind and name of the claim or template, for each that a pod names."""
-    return [
-        (str(entry["name"]), "ResourceClaim", str(entry["resourceClaimName"]))
-        if entry.get("resourceClaimName")
-        else (str(entry["name"]), "ResourceClaimTemplate", str(entry["resourceClaimTemplateName"]))
-        for entry in spec.get("resourceClaims") or ()
-    ]
 
 
 def _selecting(v1: JsonObject) -> list[JsonObject]:

@@ -40,7 +40,6 @@ class Faults:
         """How often open connections were silenced; one that is from before that answers nothing."""
         self.watch_events: list[dict[str, Any]] | None = None
         """All that a new watch brings before it ends; None if it is to be served."""
-        self._warnings: list[tuple[str, str]] = []
 
     def fail(
         self,
@@ -67,16 +66,6 @@ class Faults:
         with self._lock:
             self._drips[path] = pause_s
 
-    def warn(self, path: str, text: str) -> None:
-        """Add a warning to the answers to paths that contain `path`."""
-        with self._lock:
-            self._warnings.append((path, text))
-
-    def warnings_of(self, path: str) -> list[str]:
-        """What the answer warns of."""
-        with self._lock:
-            return [text for part, text in self._warnings if part in path]
-
     def cut_watches(self) -> None:
         """Break all watches now open in the middle, without the closing chunk."""
         with self._lock:
@@ -101,7 +90,6 @@ class Faults:
             self._slow.clear()
             self._drips.clear()
             self._failures.clear()
-            self._warnings.clear()
 
     def delay_of(self, path: str) -> float:
         """Seconds to hold back an answer."""

@@ -158,9 +158,6 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(code)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
-        for text in self.api.faults.warnings_of(self.path):
-            quoted = text.replace("\\", "\\\\").replace('"', '\\"')
-            self.send_header("Warning", f'299 - "{quoted}"')
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from dra_driver.cli.validation.cluster_objects import references
 from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.machine_fit import MachineFit
-from dra_driver.cli.validation.manifest_check import check_documents, references
+from dra_driver.cli.validation.manifest_check import check_documents
 from tests.fakes.samples import DRIVER
 from tests.fakes.tables import data_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dra_driver.cli.validate import EXIT_NOT_ASKED
+from dra_driver.cli.validate import EXIT_NOT_READ
 from dra_driver.cli.validation.rules import cel
 from dra_driver.cli.validation.rules.cel import NotJudgedError
 from dra_driver.cli.validation.rules.selectors import NOT_INSTALLED, compiled
@@ -33,4 +33,4 @@ def test_the_manual_has_all_functions_that_are_not_judged() -> None:
 
 
 def test_numbers_of_the_manual_are_those_of_the_code() -> None:
-    assert f"| {EXIT_NOT_ASKED} | no fault is known, but the API server could not be asked" in PAGE
+    assert f"| {EXIT_NOT_READ} | no fault is known, but with `--server` the cluster could not be read" in PAGE

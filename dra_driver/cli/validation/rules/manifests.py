@@ -295,6 +295,8 @@ def _config_faults(
         elif is_misspelled(named, driver):
             text = f"{named!r} is another driver, so gpu-dra-driver ignores the parameters; did you mean {driver}?"
             found.append(FieldFault(f"{here}.opaque.driver", text))
+        elif not isinstance(entry["opaque"]["parameters"], dict):
+            found.append(FieldFault(f"{here}.opaque.parameters", "must be an object"))
     return found
 
 

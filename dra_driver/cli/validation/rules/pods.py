@@ -119,6 +119,16 @@ def _is_whole(amount: Any) -> bool:
         return False
 
 
+def claims_of(spec: JsonObject) -> list[tuple[str, str, str]]:
+    """The entry's name, and kind and name of the claim or template, for each that a pod names."""
+    return [
+        (str(entry["name"]), "ResourceClaim", str(entry["resourceClaimName"]))
+        if entry.get("resourceClaimName")
+        else (str(entry["name"]), "ResourceClaimTemplate", str(entry["resourceClaimTemplateName"]))
+        for entry in spec.get("resourceClaims") or ()
+    ]
+
+
 def unused_claims(spec: JsonObject) -> list[str]:
     """Entries of a pod's `resourceClaims` that no container uses, so that no container sees the devices."""
     used = {claim["name"] for _, claim in _used_claims(spec)}
