@@ -42,9 +42,10 @@ def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
     lines = [f"no claim is prepared (records are looked for in {directory / 'claims'})"] if is_empty else []
     lines += [_failing(one, width) for one in found.failing]
     for claim in found.claims:
+        set_up = ", ".join(_STEPS.get(step, step) for step in reversed(claim.undo))
         state = ", ".join(_state(claim, found.running.get(claim.uid)))
         lines.append(hanging(f"{claim.namespace}/{claim.name}  {state}  ", pods_text(claim.pods), width))
-        lines.append(hanging(f"    uid {claim.uid}; ", f"set up: {_set_up(claim) or 'nothing'}", width))
+        lines.append(hanging(f"    uid {claim.uid}; ", f"set up: {set_up or 'nothing'}", width))
         lines += [_device(device, width) for device in claim.devices]
     lines += [hanging("", one.text, width) for one in found.cleanups]
     lines += [hanging("problem: ", problem, width) for problem in found.problems]
@@ -57,10 +58,6 @@ def _failing(one: FailingClaim, width: int | None) -> str:
     lasted = age_text(max(0.0, time.time() - one.since))
     head = f"{one.ref.namespace}/{one.ref.name}  {one.operation.upper()} FAILING for {lasted}, {tries}: "
     return hanging(head, one.error, width)
-
-
-def _set_up(claim: PreparedClaim) -> str:
-    return ", ".join(_STEPS.get(step, step) for step in reversed(claim.undo))
 
 
 def _state(claim: PreparedClaim, running: RunningStep | None) -> Iterator[str]:

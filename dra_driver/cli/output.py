@@ -13,13 +13,14 @@ from enum import StrEnum
 from typing import IO, TYPE_CHECKING, Any
 
 from dra_driver.app.settings import Flag
+from dra_driver.cli.rules.cluster_rows import taint_text
 from dra_driver.model.ids import printable
 from dra_driver.model.schema import Choice, JsonObject
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-_WIDE = 1 << 12
+_WIDE = 1 << 16
 _LEAST_TEXT = 24
 """What the last column of a table, and a text behind a prefix, keep at least."""
 _DEEPER = 4
@@ -196,15 +197,9 @@ def _row(device: JsonObject) -> tuple[str, ...]:
         text("resource.kubernetes.io/numaNode"),
         text("nvlinkDomain"),
         "yes" if device.get("allowMultipleAllocations") else "-",
-        ",".join(map(_taint, device.get("taints", ()))) or "-",
+        ",".join(map(taint_text, device.get("taints", ()))) or "-",
         text("uuid"),
     )
-
-
-def _taint(taint: JsonObject) -> str:
-    """As kubectl writes it, without the prefix of our keys: `xid=48:NoSchedule`."""
-    value = f"={taint['value']}" if taint.get("value") else ""
-    return f"{taint['key'].rpartition('/')[2]}{value}:{taint['effect']}"
 
 
 def terminal_width(*, all_columns: bool = False) -> int | None:

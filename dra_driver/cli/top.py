@@ -77,10 +77,10 @@ EXAMPLES = (
 
 
 def top(given: Namespace) -> None:
-    """Also pods and MPS daemons. Changes nothing. On a terminal it is drawn again at each
-    interval, until q or Ctrl-C; into a pipe it is printed once. Works without API server, and while
-    gpu-dra-driver does not run; without NVML it shows what is written down on the node, and why NVML fails. Run it in
-    the pod of gpu-dra-driver (`kubectl exec`), or on the node with the flags of `run`.
+    """Also pods and MPS daemons. Changes nothing. On a terminal it is drawn again at each interval, until q or Ctrl-C;
+    into a pipe it is printed once. Works without API server, and while gpu-dra-driver does not run; without NVML it
+    shows what is written down on the node, and why NVML fails. Run it in the pod of gpu-dra-driver (`kubectl gpus top
+    NODE`, `kubectl exec`), or on the node with the flags of `run`.
     """
     with (
         scratch_settings("top", vars(given), given.config) as settings,

@@ -151,10 +151,6 @@ def _device(device: JsonObject, driver: str, node: str) -> Device:
         value = attributes.get(name) or attributes.get(f"{driver}/{name}")
         return str(next(iter(value.values()))) if value else None
 
-    taints = (
-        f"{one['key'].rpartition('/')[2]}{'=' + str(one['value']) if one.get('value') else ''}:{one['effect']}"
-        for one in device.get("taints") or ()
-    )
     kind = text("type") or "gpu"
     return Device(
         str(device["name"]),
@@ -162,9 +158,15 @@ def _device(device: JsonObject, driver: str, node: str) -> Device:
         text(_BUS_ID) or str(device["name"]),
         kind,
         text("productName") or "-",
-        tuple(taints),
+        tuple(map(taint_text, device.get("taints") or ())),
         is_made=kind != "mig" or text("uuid") is not None,
     )
+
+
+def taint_text(taint: JsonObject) -> str:
+    """As kubectl writes it, without the prefix of our keys: `xid=48:NoSchedule`."""
+    value = f"={taint['value']}" if taint.get("value") else ""
+    return f"{taint['key'].rpartition('/')[2]}{value}:{taint['effect']}"
 
 
 def seen_claim(entry: JsonObject, driver: str) -> Claim:
