@@ -78,8 +78,8 @@ def test_a_container_sees_its_nodes_only(shell, make, container):
         f"  MIG 3g.40gb     Device  0: (UUID: {machine.gpu(0).mig_devices[0][1].uuid})",
         f"GPU 1: NVIDIA H100 80GB HBM3 (UUID: {machine.gpu(6).uuid})",
     ]
-    query = run(script, "--query-gpu=index,uuid", "--format=csv,noheader", shell=shell, dev=dev).stdout
-    assert query.splitlines() == [f"0, {machine.gpu(0).uuid}", f"1, {machine.gpu(6).uuid}"]
+    query = run(script, "--query-gpu=index,uuid,count", "--format=csv,noheader", shell=shell, dev=dev).stdout
+    assert query.splitlines() == [f"0, {machine.gpu(0).uuid}, 2", f"1, {machine.gpu(6).uuid}, 2"]
 
 
 def test_containers_without_nodes(make, container):

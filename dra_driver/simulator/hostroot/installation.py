@@ -112,7 +112,6 @@ def nvidia_smi(state: State) -> Entries:
         f"DRIVER_LOADED={'yes' if state.driver_loaded else 'no'}",
         f"CUDA_VERSION={cuda // 1000}.{cuda % 1000 // 10}",
         f"NVML_VERSION={cuda // 1000}.{version}",
-        f"GPU_COUNT={len(state.shown)}",
         "each_device() {",
         "    :",
     ]

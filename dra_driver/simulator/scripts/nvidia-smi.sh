@@ -53,6 +53,7 @@ compute_mode_name() {
 on_gpu() {
     current=no
     gpu_visible "$1" || return 0
+    [ "$command" != count ] || { visible=$((visible + 1)); return 0; }
     if [ "${12}" = lost ]; then
         selected none "$2" "$4" || return 0
         printf '%s\n' "Unable to determine the device handle for GPU$number: $4: GPU is lost.  Reboot the system to recover this GPU" >&2
@@ -130,7 +131,7 @@ query_row() {
             compute_mode)
                 compute_mode_name "$2"; cell=$value
                 if [ "${13}" = vgpu ]; then cell='[N/A]'; fi ;;
-            count) cell=$GPU_COUNT ;;
+            count) cell=$visible ;;
             utilization.gpu|utilization.memory) cell=0; unit=% ;;
             *) fail 2 "Field \"$field\" is not a valid field to query." ;;
         esac
@@ -214,6 +215,7 @@ case $command in
             case $rest in *' '*) compact=$compact${rest%%' '*}; rest=${rest#*' '} ;; *) compact=$compact$rest; rest= ;; esac
         done
         fields=$compact
+        command=count; visible=0; each_device; command=query
         case $format in *noheader*) ;; *) query_header ;; esac
         walk ;;
     set-timeslice) timeslice_name "$wanted"; walk ;;
