@@ -32,8 +32,6 @@ from dra_driver.model.units import counted
 
 if TYPE_CHECKING:
     from dra_driver.cli.validation.cluster_objects import ClusterObjects
-    from dra_driver.cli.validation.documents import Document
-    from dra_driver.cli.validation.machine_fit import MachineFit
     from dra_driver.cli.validation.manifest_check import DocumentReport
 
 EXIT_NOT_READ = 3
@@ -77,7 +75,6 @@ def validate(given: Namespace) -> int:
     """
     from dra_driver.cli.validation.documents import read_documents
     from dra_driver.cli.validation.manifest_check import DEFAULT_NAMESPACE, check_documents
-    from dra_driver.errors import InvalidConfigError
 
     documents = list(read_documents(given.files, DOCUMENT.fields))
     if not documents:
@@ -104,8 +101,6 @@ def _machines(
     simulate: Sequence[str] | None,
 ) -> tuple[list[MachineFit], str, Mapping[int, Sequence[str]], str]:
     """The machines to try, the name of our DRA driver, faults of configuration files, a sentence on the machines."""
-    from dra_driver.errors import InvalidConfigError
-
     names: list[str | None] = [*simulate] if simulate else [None]
     if len(set(names)) > 1 and given["simulator_dir"] is not None:
         raise InvalidConfigError("--simulator-dir is the directory of one machine; give --simulate once")
