@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
+from dra_driver.base.atomic import Stamp, is_settled, stamp_or_none
 from dra_driver.errors import DriverGoneError, NvmlLibraryError, RetryableError
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
 from dra_driver.host.driver_programs import BINARY_DIRS, find_program
@@ -32,8 +31,6 @@ from dra_driver.model.driver_files import DriverFile, DriverFiles, DriverLink, H
 from dra_driver.model.host import HostPaths
 
 Fingerprint = tuple[object, ...]
-
-_SETTLED_NS = 1_000_000_000
 
 _BINARIES: list[str] = INSTALLATION["binaries"]
 _LDCONFIGS = ("/sbin/ldconfig.real", "/sbin/ldconfig", "/usr/sbin/ldconfig")
@@ -80,12 +77,6 @@ _WATCHED = (
 )  # fmt: skip
 
 
-class _Mark(NamedTuple):
-    device: int
-    inode: int
-    mtime_ns: int
-
-
 _FRESH_S = 0.05
 """Eight pods that start together are one burst. If the toolkit is replaced during a burst, the containers fail
 anyway."""
@@ -130,19 +121,21 @@ class DriverRoot:
             with self._lock:
                 self._looked_at = time.monotonic()
             return known[2]
+        # Before the scan: what changes from now on has another time.
+        is_quiet = all(is_settled(mark[2]) for mark in fingerprint if isinstance(mark, tuple))
         files = self.scan(nvml_version)
         with self._lock:
-            self._known = (fingerprint, nvml_version, files) if _is_settled(fingerprint) else None
+            self._known = (fingerprint, nvml_version, files) if is_quiet else None
         return files
 
     def fingerprint(self) -> Fingerprint:
         """A value that changes when a part of the NVIDIA driver or toolkit is added, removed or replaced, or when the
         hook is to be asked again."""
         tree = RootedTree(self._paths.driver_root)
-        marks: list[object] = [_mark(tree, path) for path in _WATCHED]
+        marks: list[object] = [_stamp(tree, path) for path in _WATCHED]
         trees = {self._paths.driver_root: tree}
         for root, path in self._hook.places():
-            marks.append(_mark(trees.setdefault(root, RootedTree(root)), path))
+            marks.append(_stamp(trees.setdefault(root, RootedTree(root)), path))
         marks.extend(self._dev.node(path) for path in _NODES)
         marks.append(self._hook.doubts())
         return tuple(marks)
@@ -371,18 +364,6 @@ def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
     )
 
 
-def _mark(tree: RootedTree, path: str) -> _Mark | None:
+def _stamp(tree: RootedTree, path: str) -> Stamp | None:
     resolved = tree.resolve(path)
-    if resolved is None:
-        return None
-    try:
-        status = os.lstat(tree.local(resolved))
-    except OSError:
-        return None
-    return _Mark(status.st_dev, status.st_ino, status.st_mtime_ns)
-
-
-def _is_settled(fingerprint: Fingerprint) -> bool:
-    """Whether nothing was changed in the last second."""
-    now = time.time_ns()
-    return all(abs(now - mark.mtime_ns) > _SETTLED_NS for mark in fingerprint if isinstance(mark, _Mark))
+    return None if resolved is None else stamp_or_none(tree.local(resolved))

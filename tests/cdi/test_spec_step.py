@@ -113,7 +113,10 @@ def test_step_fails_for_now_when_the_driver_is_gone(bench: Bench) -> None:
     assert bench.specs.read("uid-1") is None
 
 
-def test_what_the_host_lacks_is_told_once_until_it_changes(bench: Bench) -> None:
+def test_what_the_host_lacks_is_told_once_until_it_changes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.host.driver_root._FRESH_S", 0.0)
     plan = bench.plan(next(iter(bench.inventory.by_name)))
     hook = bench.node.machine.host_root / "usr/bin/nvidia-cdi-hook"
     with structlog.testing.capture_logs() as logs:

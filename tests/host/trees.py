@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dra_driver.base.atomic import is_settled
 from dra_driver.model.host import DeviceNode
+from tests.fakes.waiting import eventually
 
 VERSION = "570.124.06"
 LIBRARIES = (
@@ -153,7 +154,6 @@ def pci_function(sys: Path, bus_id: str, *, parent: str = "pci0000:16/0000:16:01
 
 
 def age(root: Path) -> None:
-    """Make everything look unchanged for a while."""
-    for directory, _, files in os.walk(root):
-        for path in (directory, *(f"{directory}/{name}" for name in files)):
-            os.utime(path, (1_700_000_000, 1_700_000_000), follow_symlinks=False)
+    """Wait until whatever changes from now on gets another time."""
+    newest = max(path.lstat().st_ctime_ns for path in (root, *root.rglob("*")))
+    eventually(lambda: is_settled(newest))
