@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -18,7 +21,7 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.kube.events import EventWriter
 from dra_driver.model.claim import ClaimRef, DeviceStatus
-from dra_driver.model.problems import EventObject, node_object
+from dra_driver.model.problems import EventObject, EventReason, node_object
 from dra_driver.reporting.event_recorder import (
     ClaimState,
     EventQueue,
@@ -460,3 +463,13 @@ def test_the_state_of_a_claim_that_is_gone_is_not_written_any_more(server):
         server.open.set()
         server.wait_for(lambda: len(server.events) == 1)
     assert server.states == []
+
+
+PAGE = Path(__file__).parents[2] / "docs/events.md"
+
+
+def test_page_lists_every_reason_of_an_event() -> None:
+    table = PAGE.read_text().partition("<!-- events -->\n")[2].partition("<!-- end of events -->")[0]
+    listed = re.findall(r"^\| `(\w+)` \| (?:Normal|Warning) \| ", table, re.MULTILINE)
+    assert len(listed) > 20
+    assert sorted(listed) == sorted({*get_args(EventReason)} - {"Prepared"})  # that one is a condition's only
