@@ -42,11 +42,6 @@ class Device:
     taints: tuple[str, ...]
     is_made: bool
 
-    @property
-    def problem(self) -> str | None:
-        """Its taints."""
-        return f"taint {', '.join(self.taints)}" if self.taints else None
-
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -66,7 +61,6 @@ class Claim:
 
     namespace: str
     name: str
-    uid: str
     pods: tuple[str, ...]
     devices: Mapping[Slot, str]
     classes: frozenset[str]
@@ -188,7 +182,6 @@ def seen_claim(entry: JsonObject, driver: str) -> Claim:
     return Claim(
         str(metadata.get("namespace") or ""),
         str(metadata["name"]),
-        str(metadata.get("uid") or metadata["name"]),
         tuple(map(_consumer, status.get("reservedFor") or ())),
         devices,
         frozenset(str(body["deviceClassName"]) for body in bodies),
@@ -251,12 +244,9 @@ def cluster_rows(
     rows: list[Row] = []
     sums: Counter[str] = Counter()
     for pool, members in pools.items():
-        whole = (
-            f"{len(members)} of {members[0].total} slices are there"
-            if len(members) != members[0].total
-            else None
-        )
-        rows += _pool_rows(pool, members, whole, holders, loads or {}, sums)
+        total = members[0].total
+        fault = None if len(members) == total else f"{len(members)} of {total} slices are there"
+        rows += _pool_rows(pool, members, fault, holders, loads or {}, sums)
     published = {
         (pool, device.name) for pool, members in pools.items() for one in members for device in one.devices
     }
@@ -287,7 +277,8 @@ def _pool_rows(
         is_tainted = any(taint.endswith(_KEEP_AWAY) for device in devices for taint in device.taints)
         sums.update(gpus=1, used=bool(held), tainted=is_tainted, free=not held and not is_tainted)
         for device in _shown(devices, held):
-            problem = "; ".join(filter(None, [device.problem, fault])) or "-"
+            taints = f"taint {', '.join(device.taints)}" if device.taints else None
+            problem = "; ".join(filter(None, [taints, fault])) or "-"
             mine = holders.get((pool, device.name), ())
             if not mine:
                 yield Row(device.node, device.name, device.product, problem=problem)
@@ -360,14 +351,9 @@ def _waiting(
         if claim.is_allocated or not any(name in ours or name not in known for name in claim.classes):
             continue
         waiting = [pod for pod in pods if pod.namespace == claim.namespace and claim.name in pod.claims]
-        unknown = ", ".join(sorted(claim.classes - known))
-        says = (
-            f"no DeviceClass {unknown}"
-            if unknown
-            else waiting[0].says
-            if waiting
-            else "no waiting pod uses it"
-        )
+        says = waiting[0].says if waiting else "no waiting pod uses it"
+        if unknown := ", ".join(sorted(claim.classes - known)):
+            says = f"no DeviceClass {unknown}"
         yield Row(
             "-",
             claim=f"{claim.namespace}/{claim.name}",
@@ -438,11 +424,8 @@ def loads_of(text: str, driver: str) -> dict[str, Used] | None:
 
 
 def _load(own: Mapping[str, float], device: Mapping[str, float]) -> GpuLoad:
-    used, total, ratio = (
-        own.get("memory_used_bytes"),
-        device.get("memory_total_bytes"),
-        own.get("utilization_ratio"),
-    )
+    used, ratio = own.get("memory_used_bytes"), own.get("utilization_ratio")
+    total = device.get("memory_total_bytes")
     return GpuLoad(
         memory_used_bytes=None if used is None else int(used),
         memory_total_bytes=None if total is None else int(total),
