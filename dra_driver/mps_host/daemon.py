@@ -56,8 +56,7 @@ from dra_driver.mps_host.daemon_control import (
 )
 from dra_driver.mps_host.daemon_mounts import KernelMounter, SelinuxLabels
 from dra_driver.mps_host.daemon_processes import ProcessId
-from dra_driver.mps_host.daemon_records import DaemonRecord, DaemonRecords
-from dra_driver.mps_host.host_files import MpsLayout
+from dra_driver.mps_host.host_files import DaemonRecord, DaemonRecords, MpsLayout
 
 _log = structlog.get_logger(__name__)
 

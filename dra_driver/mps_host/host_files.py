@@ -46,9 +46,9 @@ import math
 import os
 import time
 from base64 import b32encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -66,12 +66,13 @@ from dra_driver.base.fields import (
     NUMBER,
     Codec,
     Kind,
+    NewerFormatError,
     needed,
     parse_file,
 )
 from dra_driver.base.file_lock import is_locked
 from dra_driver.base.installation import helm_set
-from dra_driver.base.json_store import JsonStore, UnreadableFile
+from dra_driver.base.json_store import JsonStore, UnreadableFile, log_unreadable
 from dra_driver.errors import PermanentError, RetryableError, StateError
 from dra_driver.model.ids import is_dns_label
 from dra_driver.model.mps import (
@@ -83,7 +84,7 @@ from dra_driver.model.problems import NodeProblem
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted
 from dra_driver.mps_host.daemon_control import check_spec
-from dra_driver.mps_host.daemon_processes import identify, is_control_daemon, users_of
+from dra_driver.mps_host.daemon_processes import ProcessId, identify, is_control_daemon, users_of
 
 _log = structlog.get_logger(__name__)
 
@@ -460,3 +461,57 @@ def _checked(device: str) -> str:
     if not is_device_name(device):
         raise PermanentError(f"{device!r} is not a device name: it must be a DNS label")
     return device
+
+
+RECORD_FORMAT = 2
+"""Of `<device>.json`, which only the host reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonRecord:
+    """`process` is the last one that was started, in boot `boot_id`. `modes_before` has the compute modes that this
+    daemon's start changes, by the UUID of the GPU: what to put back."""
+
+    spec: MpsDaemonSpec
+    boot_id: str
+    process: ProcessId | None = None
+    modes_before: Mapping[str, int] = field(default_factory=dict)
+
+
+_RECORD = Codec(DaemonRecord)
+
+
+class DaemonRecords(JsonStore[DaemonRecord]):
+    """The record files of one layout, by device; only the host of the layout writes. A record of a newer release is set
+    aside too: the daemon is found again by its claims."""
+
+    def __init__(self, layout: MpsLayout) -> None:
+        tell = log_unreadable(
+            unreadable_event="mps_record_unreadable",
+            name="device",
+            remedy="the daemon is found again by its claims; look at the file, then remove it",
+        )
+        super().__init__(layout.root, "MPS record", _decode_record, tell, is_name=is_device_name)
+        self._layout = layout
+
+    def save(self, record: DaemonRecord) -> None:
+        """Replace the record, synced to disk. Raises: StateError."""
+        content = json.dumps({"format": RECORD_FORMAT, **_RECORD.encode(record)}, indent=1).encode()
+        self.write(record.spec.device, content, durable=True, whole=True)
+
+    def forget(self, device: str) -> None:
+        """Forget the daemon for good; nothing happens where nothing is. A record that could not be read stays aside.
+        Raises: StateError."""
+        self.remove(device, durable=False)
+        # The directories that were removed before it must not come back without it.
+        sync_removals(self.directory)
+
+
+def _decode_record(device: str, content: bytes) -> DaemonRecord:
+    try:
+        record = parse_file(content, "MPS record", _RECORD.decode, known=RECORD_FORMAT, field="format")
+    except NewerFormatError as error:
+        raise StateError(str(error)) from error  # so that the file is set aside
+    if record.spec.device != device:
+        raise StateError(f"it is the record of {record.spec.device}")
+    return record

@@ -30,8 +30,14 @@ from dra_driver.mps_host import daemon_processes as processes
 from dra_driver.mps_host import host_files
 from dra_driver.mps_host.daemon import Daemon, HostTools
 from dra_driver.mps_host.daemon_compute_mode import DEFAULT
-from dra_driver.mps_host.daemon_records import DaemonRecord
-from dra_driver.mps_host.host_files import SUFFIX, encode_status, is_device_name, status_files, wanted_files
+from dra_driver.mps_host.host_files import (
+    SUFFIX,
+    DaemonRecord,
+    encode_status,
+    is_device_name,
+    status_files,
+    wanted_files,
+)
 
 _log = structlog.get_logger(__name__)
 

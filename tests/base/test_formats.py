@@ -17,8 +17,7 @@ from dra_driver.errors import StateError
 from dra_driver.health.store import HealthStore
 from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.mig import OwnedInstance, Placement
-from dra_driver.mps_host.daemon_records import DaemonRecords
-from dra_driver.mps_host.host_files import mps_layout
+from dra_driver.mps_host.host_files import DaemonRecords, mps_layout
 from tests.fakes.preparing import Node
 from tests.fakes.samples import GPU_0, GPU_1, MIXED, claim
 

@@ -48,8 +48,7 @@ from dra_driver.model.record import (
 from dra_driver.model.sharing import GpuSelector, SharingEntry, SharingPolicy, SharingRule
 from dra_driver.mps_host.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS
 from dra_driver.mps_host.daemon_processes import ProcessId
-from dra_driver.mps_host.daemon_records import DaemonRecord, DaemonRecords
-from dra_driver.mps_host.host_files import mps_layout
+from dra_driver.mps_host.host_files import DaemonRecord, DaemonRecords, mps_layout
 from dra_driver.nvml.gpu_users import PersistenceModes
 from dra_driver.nvml.mig_changes import MigHardware
 from dra_driver.passthrough.cards import KnownCards

@@ -15,8 +15,7 @@ from dra_driver.mps_host import host_files, host_supervisor
 from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps_host.daemon_control import DaemonControl
 from dra_driver.mps_host.daemon_mounts import KernelMounter, is_tmpfs
-from dra_driver.mps_host.daemon_records import DaemonRecords
-from dra_driver.mps_host.host_files import MpsHostFiles
+from dra_driver.mps_host.host_files import DaemonRecords, MpsHostFiles
 from tests.fakes.waiting import eventually
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting is one of the steps and needs root")

@@ -27,8 +27,9 @@ from dra_driver.model.problems import NodeProblem
 from dra_driver.mps_host import daemon as daemon_module
 from dra_driver.mps_host import host_files, host_supervisor
 from dra_driver.mps_host.daemon_processes import end
-from dra_driver.mps_host.daemon_records import DaemonRecord, DaemonRecords
 from dra_driver.mps_host.host_files import (
+    DaemonRecord,
+    DaemonRecords,
     MpsHostFiles,
     MpsLayout,
     NoMpsHostError,

@@ -21,8 +21,7 @@ from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMo
 from dra_driver.mps_host.daemon_control import bound_logs, is_answer, limit_commands, log_tail, status_text
 from dra_driver.mps_host.daemon_mounts import KernelMounter, SelinuxLabels, is_tmpfs
 from dra_driver.mps_host.daemon_processes import ProcessId
-from dra_driver.mps_host.daemon_records import DaemonRecord, DaemonRecords
-from dra_driver.mps_host.host_files import MpsLayout, mps_layout
+from dra_driver.mps_host.host_files import DaemonRecord, DaemonRecords, MpsLayout, mps_layout
 
 SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")
 TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())

@@ -54,8 +54,7 @@ from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.units import format_bytes, parse_quantity
 from dra_driver.mps_host import daemon_control as limits
-from dra_driver.mps_host.daemon_records import DaemonRecords
-from dra_driver.mps_host.host_files import MpsLayout
+from dra_driver.mps_host.host_files import DaemonRecords, MpsLayout
 
 DRIVER = "gpu.nvidia.com"
 UID = "6a1b2c3d-0000-4000-8000-000000000001"

@@ -22,8 +22,7 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.record import ClaimRecord
-from dra_driver.mps_host.daemon_records import DaemonRecords
-from dra_driver.mps_host.host_files import MpsLayout
+from dra_driver.mps_host.host_files import DaemonRecords, MpsLayout
 from tests.integration.test_process import call
 from tests.security.test_fuzz import names
 
