@@ -140,7 +140,7 @@ class Waiter:
         while True:
             now, end = self.clock(), min(attempt.call.deadline - times.last_s, self._stop_by)
             if now >= end:
-                raise self._in_vain(attempt, error, *reasons[:1])
+                raise self._in_vain(attempt, error, reasons[0] if reasons else "")
             attempt.call.left()  # raises if the kubelet has cancelled the call
             if now >= due:
                 return
@@ -189,7 +189,7 @@ class Waiter:
         attempt.leaving[holder.ref.uid] = found
         return found
 
-    def _in_vain(self, attempt: PrepareAttempt, error: NotNow, why: str = "") -> DraDriverError:
+    def _in_vain(self, attempt: PrepareAttempt, error: NotNow, why: str) -> DraDriverError:
         """The error of an attempt that has waited in vain; `why` is why the first holder leaves."""
         waited = f"waited {self.waited_s(attempt):.0f} s; the kubelet tries again"
         if not isinstance(error, DeviceHeldError):

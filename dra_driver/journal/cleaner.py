@@ -316,9 +316,8 @@ class Cleaner(BackgroundWorker):
                 failed.append(replace(entry, ended=entry.ended or int(time.time()), cause=cause))
         try:
             self.ledger.change([*missing, *failed], gone, self.ledger.void() & gpus)
-        except (
-            StateError
-        ):  # the disk is full, which is a problem of the node, or a newer release wrote the ledger
+        except StateError:
+            # The disk is full, which is a problem of the node, or a newer release wrote the ledger.
             return False
         return not failed
 

@@ -3,7 +3,7 @@ says of it. No I/O.
 
 | The claim in the API server | Its holder is | Its record is |
 |---|---|---|
-| is gone, or its name has another UID | leaving for good | stale |
+| is gone, or its name has another UID | leaving | stale |
 | has no allocation | leaving | stale |
 | is allocated to other devices than the record's | leaving | stale |
 | is allocated to other devices, but not to the one in question | leaving | kept |
