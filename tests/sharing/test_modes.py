@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playground.apiserver.rules import slice_faults
 
-from dra_driver.cli.validation.rules.consumable import consumption
+from dra_driver.cli.validation.rules.allocator import consumption
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import (
     MAX_SHARES,

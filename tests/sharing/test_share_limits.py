@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dra_driver.cli.validation.rules.consumable import consumption, fits
+from dra_driver.cli.validation.rules.allocator import consumption, fits
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.inventory import OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.sharing import MAX_MPS_SHARES, SharingRule

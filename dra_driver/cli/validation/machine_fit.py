@@ -12,7 +12,7 @@ from dra_driver.api.resolve import config_for_result
 from dra_driver.claims.rules.plan import is_for_virtual_machine
 from dra_driver.cli.validation.rules.allocator import (
     AllocationError,
-    UndecidedError,
+    NoChoiceError,
     Wanted,
     all_wanted,
     allocate,
@@ -72,11 +72,11 @@ class MachineFit:
         funnels = tuple(funnel(entry, self.devices) for group in wanted for entry in group)
         try:
             [allocation] = self._allocate([spec], classes)
-        except UndecidedError as error:
-            return Fit(funnels, problem=str(error))
         except AllocationError as error:
-            short = _first_short(wanted, funnels) or self._no_choice(wanted, funnels, devices)
-            return Fit(funnels, problem=short or str(error))
+            problem = _first_short(wanted, funnels)
+            if problem is None and isinstance(error, NoChoiceError):
+                problem = self._no_choice(wanted, funnels, devices)
+            return Fit(funnels, problem=problem or str(error))
         results = tuple((entry["request"], entry["device"]) for entry in allocation["devices"]["results"])
         return Fit(funnels, results, None, self._refusal(allocation), allocation)
 

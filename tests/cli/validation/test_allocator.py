@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dra_driver.cli.validation.rules.allocator import AllocationError, allocate, free_devices
-from dra_driver.cli.validation.rules.consumable import consumption, fits
+from dra_driver.cli.validation.rules.allocator import (
+    AllocationError,
+    allocate,
+    consumption,
+    fits,
+    free_devices,
+)
 from dra_driver.mig.rules.counters import partitioned
 from dra_driver.model.mig import GpuInstance, Placement
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all

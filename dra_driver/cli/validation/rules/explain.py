@@ -8,9 +8,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from dra_driver.cli.validation.rules.allocator import Candidate, Wanted
+from dra_driver.cli.validation.rules.allocator import Candidate, Wanted, consumption
 from dra_driver.cli.validation.rules.cel import READ, SelectorError, Version
-from dra_driver.cli.validation.rules.consumable import consumption
 from dra_driver.cli.validation.rules.selectors import ASKED_DRIVER, Selector
 from dra_driver.model.units import named
 
