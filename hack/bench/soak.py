@@ -60,8 +60,10 @@ def judged(fresh: dict[str, object], after: dict[str, object], faults: Sequence[
     for fault in faults[:_MOST_SHOWN]:
         print(f"  {fault}")
     for name in left:
-        old, new = only_different(fresh[name], after[name])
-        print(f"NOT AS ON A FRESH NODE: {name}\n  fresh: {shown(old)}\n  now:   {shown(new)}")
+        old, new = fresh[name], after[name]
+        if isinstance(old, dict) and isinstance(new, dict):
+            old, new = ({k: v for k, v in one.items() if old.get(k) != new.get(k)} for one in (old, new))
+        print(f"NOT AS ON A FRESH NODE: {name}\n  fresh: {old}\n  now:   {new}")
     if not left:
         print("records, CDI files, MIG, settings, MPS daemons and slices are those of a fresh node")
     return not left and not faults
@@ -74,23 +76,6 @@ def settled(node: SoakNode, like: dict[str, object] | None = None) -> dict[str, 
         with contextlib.suppress(TimeoutError):
             wait_for(lambda: not differences(like, node.state()), _SETTLE_S, 0.01, "the node to settle")
     return node.state()
-
-
-def only_different(old: object, new: object) -> tuple[object, object]:
-    """Of mappings, and of the mappings in them, the entries that differ."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return old, new
-    pairs = {name: (old.get(name), new.get(name)) for name in {**old, **new}}
-    different = {name: only_different(*pair) for name, pair in pairs.items() if pair[0] != pair[1]}
-    return {name: pair[0] for name, pair in different.items()}, {
-        name: pair[1] for name, pair in different.items()
-    }
-
-
-def shown(value: object) -> str:
-    """The beginning of a value."""
-    text = repr(value)
-    return text if len(text) <= 600 else f"{text[:600]}…"
 
 
 def main(options: Sequence[str]) -> int:

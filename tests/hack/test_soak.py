@@ -2,84 +2,68 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from dra_driver.model.claim import ClaimRef, Prepared, PreparedDevice
 from tests.fakes.tables import tabled
 
-ROOT = Path(__file__).parents[2]
-JUDGE = """
-import sys
-sys.path[:0] = ["hack/bench", "hack", "."]
-import soak
 
-class Churn:
-    counts = {}
-    faults = FAULTS
-    def __init__(self, node, seed): pass
-    def calm(self): pass
-
-class Node:
-    states = STATES
-    def is_complete(self): return True
-    def state(self): return {"records": self.states.pop(0) if len(self.states) > 1 else self.states[0]}
-
-soak.Churn, soak._SETTLE_S = Churn, 0.01
-sys.exit(0 if soak.soak(Node(), 0.0, 7) else 1)
-"""
+@pytest.fixture(autouse=True)
+def _bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "hack/bench"))
 
 
-@tabled("faults", "states", "code", "words")
+@tabled("faults", "states", "is_as_new", "words")
 def test_soak_judges_what_is_left_and_what_failed(
-    faults: list[str], states: list[int], code: int, words: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    faults: list[str],
+    states: list[int],
+    is_as_new: bool,
+    words: str,
 ) -> None:
-    program = JUDGE.replace("FAULTS", repr(faults)).replace("STATES", repr(states))
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert (done.returncode, words in done.stdout) == (code, True), done.stdout + done.stderr
+    left = list(states)
+
+    def state() -> dict[str, object]:
+        return {"records": left.pop(0) if len(left) > 1 else left[0]}
+
+    node = SimpleNamespace(is_complete=lambda: True, state=state)
+    churned = SimpleNamespace(counts={}, faults=faults, calm=lambda: None)
+    soak = import_module("soak")
+    monkeypatch.setattr(soak, "Churn", lambda *_: churned)
+    monkeypatch.setattr(soak, "_SETTLE_S", 0.01)
+    assert soak.soak(node, 0.0, 7) == is_as_new
+    assert words in capsys.readouterr().out
 
 
-HOLDERS = """
-import sys
-sys.path[:0] = ["hack/bench", "hack", "."]
-from churn import Life
-from dra_driver.model.claim import ClaimRef, Prepared, PreparedDevice
-from random_churn import Holders
-
-def slices(*numbers):
+def slices(*numbers: int) -> list[dict[str, Any]]:
     return [{"counterSet": "gpu", "counters": {f"memory-slice-{number}": {} for number in numbers}}]
 
-class Node:
-    def devices(self):
-        return [
-            {"name": "whole", "consumesCounters": slices(0, 1)},
-            {"name": "part", "consumesCounters": slices(1)},
-            {"name": "other", "consumesCounters": slices(0)},
-            {"name": "shared", "allowMultipleAllocations": True},
-        ]
-    def has_spec(self, life):
-        return life.ref.uid not in GONE
 
-holders = Holders(Node())
-lives = {}
-for uid, kind, device in TAKEN:
-    lives.setdefault(uid, Life(ClaimRef("default", uid, uid), kind))
-    if device is None:
-        holders.drop(lives[uid])
-    else:
-        holders.take(lives[uid], Prepared((PreparedDevice(("gpu",), "pool", device, ()),)))
-print(holders.faults)
-"""
+DEVICES = [
+    {"name": "whole", "consumesCounters": slices(0, 1)},
+    {"name": "part", "consumesCounters": slices(1)},
+    {"name": "other", "consumesCounters": slices(0)},
+    {"name": "shared", "allowMultipleAllocations": True},
+]
 
 
 @tabled("taken", "gone", "faults")
 def test_two_claims_that_hold_one_device_are_a_fault(
-    taken: list[object], gone: list[str], faults: str
+    taken: list[tuple[str, str, str | None]], gone: list[str], faults: list[str]
 ) -> None:
-    program = HOLDERS.replace("TAKEN", repr(taken)).replace("GONE", repr(gone))
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
-    )
-    assert done.stdout.strip() == faults
+    node = SimpleNamespace(devices=lambda: DEVICES, has_spec=lambda life: life.ref.uid not in gone)
+    holders, life_of = import_module("random_churn").Holders(node), import_module("churn").Life
+    lives: dict[str, Any] = {}
+    for uid, kind, device in taken:
+        life = lives.setdefault(uid, life_of(ClaimRef("default", uid, uid), kind))
+        if device is None:
+            holders.drop(life)
+        else:
+            holders.take(life, Prepared((PreparedDevice(("gpu",), "pool", device, ()),)))
+    assert holders.faults == faults
