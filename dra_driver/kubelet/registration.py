@@ -167,22 +167,6 @@ class SocketWatch:
             found |= {path: self._seen_now(path, file) for path, file in files if path not in endpoints}
         self._seen = found
 
-    def instances(self) -> list[str]:
-        """The names of the registration sockets on which instances of this plugin answer."""
-        return [
-            path.name
-            for path, seen in self._seen.items()
-            if seen.owner.origin == "ours" and path.parent == self._registry_dir
-        ]
-
-    def dead(self) -> list[Path]:
-        """Sockets under our name on which no process listens."""
-        return [
-            path
-            for path, seen in self._seen.items()
-            if seen.owner.origin == "dead" and self._may_be_ours(path)
-        ]
-
     def strangers(self) -> list[Stranger]:
         """Sockets on which another driver of our name answers, and those under our name that do not answer."""
         return [

@@ -40,7 +40,6 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import Endpoint, load_endpoint
 from dra_driver.kubelet.grpc_server import unary
 from dra_driver.kubelet.pb import cri_v1_pb2
-from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.host import DeviceNode, ExtraDevices
@@ -53,7 +52,7 @@ from dra_driver.reporting.node_problems import Reported
 from dra_driver.simulator import SimulatedDeviceNodes
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.tables import data_of, tabled
-from tests.kubelet.support import Owner, serve
+from tests.kubelet.support import serve
 
 ROOT = Path(__file__).parents[2]
 DRIVER, NODE = "gpu.nvidia.com", "node-a"
@@ -599,56 +598,7 @@ def test_the_kubelets_directories(tells: Tells, kubelet: KubeletChecks) -> None:
     tells(kubelet.directories())
     away = replace(kubelet, registry=kubelet.registry / "x")
     tells(away.directories())
-    tells(away.sockets())
     tells(replace(kubelet, plugins=kubelet.plugins / "x").directories())
-
-
-class NoClaims:
-    def prepare(self, *_args: Any) -> Any:
-        return {}
-
-    unprepare = prepare
-
-
-def plugin(stack: ExitStack, checks: KubeletChecks, pod_uid: str | None, plugins: Path | None = None) -> None:
-    settings = PluginSettings(
-        driver=DRIVER, registry_dir=checks.registry, plugins_dir=plugins or checks.plugins, pod_uid=pod_uid,
-        health_address=None,
-    )  # fmt: skip
-    made = KubeletPlugin(settings, NoClaims(), Owner())  # type: ignore[arg-type]
-    made.start()
-    stack.callback(made.stop)
-
-
-def test_who_is_registered(tells: Tells, kubelet: KubeletChecks) -> None:
-    tells(kubelet.sockets())
-    dead = kubelet.registry / f"{DRIVER}-reg.sock"
-    with ExitStack() as stack:
-        listen(stack, dead)
-        listen(stack, kubelet.registry / "other.example.com-reg.sock")
-    tells(kubelet.sockets())
-    dead.unlink()
-    dead = kubelet.state / "dra-uid-0.sock"
-    with ExitStack() as stack:
-        listen(stack, dead)
-    tells(kubelet.sockets())
-    dead.unlink()
-    with ExitStack() as stack:
-        plugin(stack, kubelet, "uid-1")
-        tells(kubelet.sockets())
-        plugin(stack, kubelet, "uid-2")
-        tells(kubelet.sockets())
-        plugin(stack, kubelet, "uid-3")
-        tells(kubelet.sockets())
-
-
-def test_another_driver_of_the_same_name(tells: Tells, kubelet: KubeletChecks) -> None:
-    elsewhere = kubelet.plugins.parent / "e"
-    elsewhere.mkdir()
-    with ExitStack() as stack:
-        plugin(stack, kubelet, None)
-        plugin(stack, kubelet, "u", elsewhere)
-        tells(kubelet.sockets())
 
 
 def test_records(tells: Tells, kubelet: KubeletChecks) -> None:

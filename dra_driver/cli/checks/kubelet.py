@@ -1,4 +1,4 @@
-"""The kubelet's directories on this node, the sockets in them, and the records of gpu-dra-driver."""
+"""What the plugin reports, the kubelet's directories on this node, and the records of gpu-dra-driver."""
 
 from __future__ import annotations
 
@@ -23,11 +23,6 @@ from dra_driver.model.units import counted, named
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
 from dra_driver.reporting.node_problems import Reported
 from dra_driver.sharing.rules.client_limits import notes_of
-from dra_driver.slices.leadership import DIRECTORY as INSTANCES
-from dra_driver.slices.leadership import living_instances
-
-_LOOKS = 2
-"""A busy plugin may be late once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,34 +82,6 @@ class KubeletChecks:
             if problem is not None:
                 return problem
         return ok(f"a file can be written to {self.registry} and {plugins}")
-
-    def sockets(self) -> Finding:
-        """Is one instance registered under our name, or two in a rolling update?"""
-        if not self.registry.is_dir():
-            return skip(f"{self.registry} is not there")
-        from dra_driver.kubelet.registration import SocketWatch  # gRPC takes a while to import
-
-        files = self.state / INSTANCES
-        watch = SocketWatch(self.driver, self.registry, self.state, lambda: living_instances(files))
-        for _ in range(_LOOKS):
-            watch.look()
-        alive, dead, strangers = watch.instances(), watch.dead(), watch.strangers()
-        if strangers:
-            more = f" (and {len(strangers) - 1} more)" if len(strangers) > 1 else ""
-            return fail(strangers[0].text + more, strangers[0].remedy)
-        if len(alive) > 2:
-            return warn(
-                f"{len(alive)} instances are registered", "`kubectl get pods -A -o wide`: delete the old ones"
-            )
-        if dead:
-            return warn(
-                f"dead sockets: {named(list(map(str, dead)))}",
-                f"`rm {dead[0]}`, if no instance of gpu-dra-driver is starting at this moment",
-            )
-        if not alive:
-            return fail(f"no instance of {self.driver} is registered with the kubelet", logs())
-        update = " (a rolling update is under way)" if len(alive) == 2 else ""
-        return ok(f"{named(alive)} answers{update}")
 
     def records(self) -> Finding:
         """Can the records be read?"""
@@ -191,7 +158,6 @@ class KubeletChecks:
         return [
             Check("plugin", self.plugin),
             Check("kubelet directories", self.directories),
-            Check("registration", self.sockets),
             Check("records", self.records),
             Check("cleanup", self.cleanup),
             Check("MIG layout", self.mig_layout),
