@@ -295,7 +295,7 @@ class Driver:
 
     def _make_kubelet_plugin(self) -> None:
         """What answers the kubelet's calls and probes, and what is wrong with the node."""
-        settings, directory = self.settings, self._plugin_dir
+        settings, directory, publisher = self.settings, self._plugin_dir, self.publishing.publisher
         self._plugin = KubeletPlugin(
             PluginSettings(
                 settings.driver_name,
@@ -311,7 +311,7 @@ class Driver:
         self.node_problems = NodeProblems(
             (
                 self._plugin.problems,
-                self.publishing.publisher.problems,
+                publisher.problems,
                 self.discovery.problems,
                 self.health.problems,
                 self.passthrough.problems,
@@ -324,9 +324,7 @@ class Driver:
             self.leadership.speaks_for_node,
             directory,
         )
-        self.probes = Probes(
-            self._plugin, self.discovery, self.publishing.publisher, self.node_problems.notes
-        )
+        self.probes = Probes(self._plugin, self.discovery, publisher, self.node_problems.notes)
 
     def _show_node(self) -> None:
         """Tell the metrics where their values come from."""

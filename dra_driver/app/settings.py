@@ -199,10 +199,7 @@ def xid_list(text: str) -> frozenset[int]:
     return frozenset(int(part) for part in parts)
 
 
-_POD_UID = Scalar(
-    str,
-    lambda uid: None if is_uid(uid) else "expected a UID, as metadata.uid has it",
-)
+_POD_UID = Scalar(str, lambda uid: None if is_uid(uid) else "expected a UID, as metadata.uid has it")
 _PATH = _begins_with_slash("expected an absolute path")
 _SWITCH = Scalar(bool)
 
