@@ -86,17 +86,12 @@ class ClusterChecks:
         hard = [str(permission) for permission in denied if not permission.optional]
         if hard:
             return fail(f"not allowed: {', '.join(hard)}", f"{apply_again()} (ClusterRole and its binding)")
-        if any(permission.verb == MARK_VERB for permission in denied):
-            return warn(
-                f"the role lacks the mark ({MARK_VERB} {MARK_RESOURCE}.{self.driver}), so the admission policies do "
-                "not confine this account to its node",
-                f"{apply_again()} (ClusterRole)",
-            )
         if denied:
-            return warn(
-                f"not allowed: {', '.join(map(str, denied))}; events, device states or MIG layouts will be missing",
-                f"{apply_again()} (ClusterRole)",
-            )
+            lacks = f"not allowed: {', '.join(map(str, denied))}; events, device states or MIG layouts will be missing"
+            if any(permission.verb == MARK_VERB for permission in denied):
+                mark = f"{MARK_VERB} {MARK_RESOURCE}.{self.driver}"
+                lacks = f"the role lacks the mark ({mark}), so no admission policy confines this account to its node"
+            return warn(lacks, f"{apply_again()} (ClusterRole)")
         return ok(f"all {len(needed)} that gpu-dra-driver needs")
 
     def node_object(self) -> Finding:

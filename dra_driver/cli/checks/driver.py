@@ -292,15 +292,15 @@ class DriverChecks:
         users = self.gpu_users()
         if users is None:
             return skip("not known without the processes of the host (hostPID)")
-        if users and not self.dynamic_mig:
-            return warn(
-                f"these programs keep GPUs open, so no virtual machine can get those: {named(users)}",
-                "keep them off nodes with virtual machines, or have them let go of the GPUs (docs/passthrough.md)",
-            )
         if users:
+            hinders, cure = "no virtual machine can get those", "keep them off nodes with virtual machines"
+            if self.dynamic_mig:
+                hinders = "the NVIDIA driver refuses to switch MIG mode"
+                cure = "switch MIG mode on at boot, before they start"
+            page = "mig" if self.dynamic_mig else "passthrough"
             return warn(
-                f"these programs keep GPUs open, so the NVIDIA driver refuses to switch MIG mode: {named(users)}",
-                "switch MIG mode on at boot, before they start, or have them let go of the GPUs (docs/mig.md)",
+                f"these programs keep GPUs open, so {hinders}: {named(users)}",
+                f"{cure}, or have them release the GPUs (docs/{page}.md)",
             )
         return ok("no other program keeps a GPU open")
 
