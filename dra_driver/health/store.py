@@ -10,7 +10,7 @@ counts in its boot only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +160,6 @@ _STATE = Codec(HealthState, target=None, reasons=left_out(list_of(_REASON.kind),
 _KEPT = Codec(KeptHealth, states=needed(list_of(Kind(_decode_state, _encode_state))))
 
 
-@dataclass(frozen=True, slots=True)
-class _Serviced:
-    boot_id: str
-    gpus: Mapping[str, int] = field(default_factory=dict)
-
-
 class ServicedGpus:
     """The file in the plugin directory. `boot_id` is that of this boot."""
 
@@ -179,8 +173,8 @@ class ServicedGpus:
         content = read_or_none(self._path)
         if content is None:
             return {}
-        found = parse_file(content, "file of serviced GPUs", _decoded, known=FORMAT_VERSION)
-        return found.gpus if found.boot_id == self._boot_id else {}
+        boot_id, gpus = parse_file(content, "file of serviced GPUs", _decoded, known=FORMAT_VERSION)
+        return gpus if boot_id == self._boot_id else {}
 
     def add(self, gpu_uuid: str, at: int) -> None:
         """The GPU was serviced before `at`. Raises: StateError."""
@@ -192,5 +186,6 @@ class ServicedGpus:
         write_atomically(self._path, encode_file(document, FORMAT_VERSION), durable=False)
 
 
-def _decoded(fields: JsonObject) -> _Serviced:
-    return _Serviced(str(fields["bootID"]), {str(uuid): int(at) for uuid, at in fields["gpus"].items()})
+def _decoded(fields: JsonObject) -> tuple[str, Mapping[str, int]]:
+    """The boot ID, and the times by the GPUs' UUIDs."""
+    return str(fields["bootID"]), {str(uuid): int(at) for uuid, at in fields["gpus"].items()}

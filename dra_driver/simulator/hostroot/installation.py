@@ -72,21 +72,18 @@ def _installed(version: str, arch: str, programs: tuple[str, ...]) -> Entries:
     for name, soname in facts["other_libraries"].items():
         entries[f"{libraries}/{name}"] = _placeholder(name)
         entries[f"{libraries}/{soname}"] = Link(name)
-    entries[f"{libraries}/gbm/nvidia-drm_gbm.so"] = Link("../libnvidia-allocator.so.1")
-    entries[f"{libraries}/vdpau/libvdpau_nvidia.so.{version}"] = _placeholder(f"libvdpau_nvidia.so.{version}")
-    entries["usr/lib/xorg/modules/drivers/nvidia_drv.so"] = _placeholder("nvidia_drv.so")
-    server = f"libglxserver_nvidia.so.{version}"
-    entries[f"usr/lib/xorg/modules/extensions/{server}"] = _placeholder(server)
-    entries["usr/lib/xorg/modules/extensions/libglxserver_nvidia.so"] = Link(server)
     for name in programs:
         entries[f"usr/bin/{name}"] = Text(_PROGRAM.format(name=name, version=version), 0o755)
     for path, library in facts["loader_files"].items():
         entries[path] = Text(f'{{"file_format_version": "1.0.0", "ICD": {{"library_path": "{library}"}}}}\n')
-    entries["etc/OpenCL/vendors/nvidia.icd"] = Text("libnvidia-opencl.so.1\n")
-    entries["usr/share/nvidia/nvoptix.bin"] = _placeholder("nvoptix.bin")
-    entries["usr/share/X11/xorg.conf.d/10-nvidia.conf"] = Text('# OutputClass "nvidia"\n')
-    for firmware in facts["firmware"]:
-        entries[f"lib/firmware/nvidia/{version}/{firmware}"] = _placeholder(firmware)
+    for path, content in facts["files"].items():
+        entries[path.format(libraries=libraries, version=version)] = (
+            _placeholder(path.rpartition("/")[2].format(version=version))
+            if content is None
+            else Text(content)
+        )
+    for path, target in facts["links"].items():
+        entries[path.format(libraries=libraries)] = Link(target.format(version=version))
     entries["run/nvidia-persistenced/socket"] = Socket()
     entries["tmp"] = Directory(0o1777)
     return entries
