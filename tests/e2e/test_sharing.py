@@ -14,6 +14,7 @@ import pytest
 from dra_driver.host.processes import origin
 from tests.deploy.test_monitoring import ALERTS, asked, series
 from tests.e2e.conftest import (
+    NAMESPACE,
     PLUGIN_DIR,
     SIMULATOR_DIR,
     Cluster,
@@ -24,7 +25,8 @@ from tests.e2e.conftest import (
     with_test_workload,
 )
 from tests.e2e.podresources import uses
-from tests.e2e.test_usage import scraped, usage
+from tests.e2e.test_usage import usage
+from tests.fakes.scrapes import samples_in
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -202,7 +204,9 @@ def test_pods_that_share_a_gpu_are_told_apart_by_what_their_processes_use(
         table = usage(sharing)
         assert re.search(r" share-1 .* 70% 0\.5/80 GiB", table)
         assert re.search(r" share-2 .* 3% 0\.5/80 GiB", table)
-        samples = scraped(sharing)
+        [pod] = sharing.staying_pods("node")
+        page = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}:8080/proxy/metrics"
+        samples = samples_in(sharing.kubectl("get", "--raw", page))
         [idle] = asked(series(samples, lambda *_: None, sharing.node), ALERTS["GpuDraHeldIdle"]["expr"])
         assert [(labels["claim"], value) for labels, value in idle] == [
             (sharing.claims_of("share-2")[0], 0.03)

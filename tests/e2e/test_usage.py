@@ -1,4 +1,4 @@
-"""Who holds a GPU and uses it, and who holds one that is idle: metrics, alert and `kubectl gpus --usage`."""
+"""Who holds a GPU and uses it, and who holds one that is idle, as `kubectl gpus --usage` shows it."""
 
 from __future__ import annotations
 
