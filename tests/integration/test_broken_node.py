@@ -67,7 +67,7 @@ class Site:
     def start(self, before: str = "", **settings: str) -> None:
         """Start a daemon that cannot write where the file `refused` says, for the reason that it gives."""
         hook = f"""
-import errno, os, stat, sys
+import errno, os
 refused, opened = {str(self.refused)!r}, os.open
 def guarded(path, flags, *more, **options):
     if flags & (os.O_WRONLY | os.O_RDWR) and os.path.exists(refused):

@@ -40,6 +40,7 @@ from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.host.gpu_nodes import MigCaps
 from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.imex import settings as imex_settings
+from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.journal import records as codec
 from dra_driver.journal.locks import GpuLocks
@@ -276,7 +277,7 @@ def runtime_config(content: bytes, host: Path) -> None:
         file.write_bytes(content)
     found = []
     with suppress(Exception):  # `doctor` tells any error as a check that failed
-        found = list(read_configs(str(host)))
+        found = list(read_configs(RootedTree(str(host))))
     for config in found:
         require(
             (host / config.file.lstrip("/")).resolve().is_relative_to(host.resolve()),
