@@ -156,7 +156,7 @@ FIELDS: Final[Mapping[str, Object]] = {
     ),
 }
 """The fields of each kind, without apiVersion and kind."""
-WORDS: Final = Words(unknown="unknown field", null_is_absent=True, names_found=False)
+WORDS: Final = Words(unknown="unknown field", meant=False, null_is_absent=True, names_found=False)
 
 
 def field_faults(kind: str, fields: Mapping[str, Any], words: Words = WORDS) -> list[str]:

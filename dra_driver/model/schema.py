@@ -33,8 +33,9 @@ class FieldFault:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How the faults of one kind of document read. Without `unknown`, an unknown field is told with what may be meant,
-    and with `null_is_absent` only if it has a value; `names_found`: what there is, is told too."""
+    """How the faults of one kind of document read. `unknown` is the fault of an unknown field; without it the fault
+    lists the fields that there are. `meant`: a field that is nearly the same is named. `null_is_absent`: an unknown
+    field without a value is no fault. `names_found`: a fault names the value that was found."""
 
     must: str = "must be"
     text: str = "a string"
@@ -43,6 +44,7 @@ class Words:
     word: str = "{}"
     index: str = "[{}]"
     unknown: str | None = None
+    meant: bool = True
     null_is_absent: bool = False
     names_found: bool = True
 
@@ -217,11 +219,13 @@ def _object_faults(value: Any, shape: Object, path: str, words: Words) -> list[F
         elif name in shape.mistakes:
             found.append(FieldFault(_below(path, name), shape.mistakes[name]))
         elif not shape.open and not (words.null_is_absent and item is None):
-            meant = _meant(str(name), shape) if words.unknown is None else None
+            meant = _meant(str(name), shape) if words.meant else None
             meanings += [] if meant is None else [meant]
-            known_fields = ", ".join(sorted(shape.fields))
-            remedy = f"did you mean {meant}?" if meant is not None else f"there are {known_fields}"
-            text = words.unknown or f"unknown field; {remedy}"
+            text = words.unknown or "unknown field"
+            if meant is not None:
+                text += f"; did you mean {meant}?"
+            elif words.unknown is None:
+                text += f"; there are {', '.join(sorted(shape.fields))}"
             unknown.append(FieldFault(_below(path, name), text))
     found += unknown
     named = {fault.path for fault in found} | {_below(path, meant) for meant in meanings}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
+from typing import Any
 
 from dra_driver.app.config_file import mig_layouts
 from dra_driver.cli.validation.cluster_objects import ClusterObjects, Reference
@@ -206,10 +207,10 @@ class ManifestCheck:
             report.verdict = "SKIP"
             report.notes.append(f"skipped: {what or 'it has nothing to do with GPUs'}")
 
-    def _manager_file(self, key: str, text: str, report: DocumentReport) -> None:
+    def _manager_file(self, key: str, text: Any, report: DocumentReport) -> None:
         """A file of NVIDIA's mig-manager: its faults, and which of its layouts the machine takes."""
         layouts, found = read_layouts(text)
-        report.faults += [f"{key}: {fault}" for fault in found]
+        report.faults += [f"{key}: {fault}" if key else fault for fault in found]
         if not found:
             self._try_layouts([*layouts], layouts, report, needs_all=False)
 

@@ -27,18 +27,20 @@ class MigGpu:
 
 
 def manager_layouts(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Key and text of each file of NVIDIA's mig-manager in a ConfigMap."""
+    """Each file of NVIDIA's mig-manager in a ConfigMap, with its key; a document that is one itself, without a key."""
     data = content.get("data")
+    if "mig-configs" in content and "kind" not in content:
+        yield "", content
     if content.get("kind") == "ConfigMap" and isinstance(data, dict):
         yield from (
             (str(key), text) for key, text in data.items() if isinstance(text, str) and "mig-configs" in text
         )
 
 
-def read_layouts(text: str) -> tuple[Layouts, list[str]]:
+def read_layouts(text: Any) -> tuple[Layouts, list[str]]:
     """The layouts of a file of mig-manager by name, and its faults, with which it has none."""
     try:
-        content = yaml.safe_load(text)
+        content = yaml.safe_load(text) if isinstance(text, str) else text
     except yaml.YAMLError as error:
         return {}, [f"is not valid YAML: {' '.join(str(error).split())}"]
     found = faults({"fromLabel": True, "configuration": content}, MIG_LAYOUTS, "")

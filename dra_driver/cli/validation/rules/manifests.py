@@ -308,7 +308,7 @@ def is_misspelled(named: str, driver: str) -> bool:
 def parameter_faults(parameters: Any, path: str) -> list[FieldFault]:
     """The faults of opaque parameters of ours, each with its own path."""
     try:
-        decode(parameters, replace(WORDS, unknown=None))
+        decode(parameters, replace(WORDS, unknown=None, meant=True))
     except InvalidConfigError as error:
         split = (fault.partition(": ") for fault in error.faults)
         dot = "." if path else ""
