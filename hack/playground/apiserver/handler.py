@@ -121,7 +121,9 @@ class Handler(BaseHTTPRequestHandler):
             return
         content_type = (self.headers.get("Content-Type") or "").partition(";")[0].strip()
         with self.api.store.changed:  # a test counts requests as soon as it sees what they did
-            code, answer = self.api.rest.handle(Call(self.command, route, query, body, content_type))
+            code, answer = self.api.rest.handle(
+                Call(self.command, route, query, body, content_type, self.headers.get("Accept") or "")
+            )
             self._record(path, query, code)
         self._send(code, answer, {})
 

@@ -12,6 +12,7 @@ from playground.apiserver.failure import ApiFailure, Cause, bad_request, invalid
 from playground.apiserver.operations import Operations
 from playground.apiserver.resources import Resource, Route
 from playground.apiserver.store import Key, Object, copy_json, selector
+from playground.apiserver.tables import ACCEPTED, table
 
 _PATCH_TYPES = ("application/merge-patch+json", "application/strategic-merge-patch+json")
 
@@ -25,6 +26,7 @@ class Call:
     query: Mapping[str, str]
     body: bytes
     content_type: str
+    accept: str = ""
 
 
 class Rest:
@@ -38,7 +40,9 @@ class Rest:
         named = call.route.name is not None
         match call.method:
             case "GET" if named:
-                return 200, call.route.shown(self._existing(call.route))
+                shown = call.route.shown(self._existing(call.route))
+                is_table = ACCEPTED in call.accept and call.route.subresource is None
+                return 200, table([shown], {}) if is_table else shown
             case "GET":
                 return 200, self._list(call)
             case "POST" if not named:
@@ -62,7 +66,11 @@ class Rest:
         route = call.route
         selected = selector(route.resource, call.query, route.namespace)
         items, version = self._operations.store.select(route.resource, selected)
-        return _page(_list_document(route, items, version), call.query)
+        page = _page(_list_document(route, items, version), call.query)
+        if ACCEPTED in call.accept:
+            named = [{"kind": route.resource.kind, **item} for item in page["items"]]
+            return table(named, page["metadata"])
+        return page
 
     def _create(self, call: Call) -> dict[str, Any]:
         is_dry_run = _is_dry_run(call, "CreateOptions")
