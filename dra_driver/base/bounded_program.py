@@ -68,20 +68,20 @@ def run_program(
     environment: Mapping[str, str],
     *,
     timeout_s: float,
-    lane: str,
+    slot: str,
     text: str | None = None,
 ) -> tuple[int, str]:
     """Run a program with `text` as its input; returns the exit code and all output.
 
     A program that does not end within `timeout_s` seconds is killed, with all that it started. If even that does not
-    end it, as on a GPU that hangs, it is left behind, and until it ends nothing else starts in the same `lane`. It has
+    end it, as on a GPU that hangs, it is left behind, and until it ends nothing else starts in the same `slot`. It has
     what is `inherited`. Raises: OSError, TimeoutError.
     """
     with _guard:
-        stuck = _stuck.get(lane)
+        stuck = _stuck.get(slot)
         if stuck is not None and stuck.poll() is None:
             raise TimeoutError(f"process {stuck.pid} of an earlier try still hangs in the kernel")
-        _stuck.pop(lane, None)
+        _stuck.pop(slot, None)
     child = start_program(
         arguments,
         stdin=subprocess.DEVNULL if text is None else subprocess.PIPE,
@@ -92,7 +92,7 @@ def run_program(
     try:
         output, _ = child.communicate(text, timeout=timeout_s)
     except BaseException as error:
-        _give_up(child, lane)
+        _give_up(child, slot)
         if isinstance(error, subprocess.TimeoutExpired):
             raise TimeoutError(f"it did not end within {timeout_s:.3g} s") from error
         raise
@@ -117,10 +117,10 @@ def run_driver_program(
     programs = find()
     program = programs.path(name)
     environment = {**programs.environment(), **(variables or {})}
-    lane = f"{name} {subject}"
+    slot = f"{name} {subject}"
     try:
         code, output = run_program(
-            [program, *arguments], environment, timeout_s=timeout_s, lane=lane, text=text
+            [program, *arguments], environment, timeout_s=timeout_s, slot=slot, text=text
         )
     except TimeoutError as error:
         raise RetryableError(f"{action}: {name} does not answer: {error}") from error
@@ -130,13 +130,13 @@ def run_driver_program(
     return code, output
 
 
-def _give_up(child: subprocess.Popen[str], lane: str) -> None:
+def _give_up(child: subprocess.Popen[str], slot: str) -> None:
     _kill(child)
     try:
         child.wait(_AFTER_KILL_S)
     except subprocess.TimeoutExpired:
         with _guard:
-            _stuck[lane] = child
+            _stuck[slot] = child
         block = _inherited.get()
         if block is not None:
             block.left.append(child)

@@ -118,7 +118,7 @@ class CallsUnderWay:
 
 
 class Observer(Protocol):
-    """Hears of each claim's outcome; the rooms above implement it. A method must not raise and must not wait."""
+    """Gets each claim's outcome. Methods must not raise or wait. `reporting/reporter.py` implements it."""
 
     def in_flight(self, action: Action, claims: Sequence[ClaimRef]) -> AbstractContextManager[None]:
         """Within it a call of the kubelet for these claims is under way."""

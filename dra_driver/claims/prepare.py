@@ -1,15 +1,16 @@
-"""Prepares one claim: plan by the devices, records and configuration of now, do the steps, answer; wait and try again
-while a device is not to be had.
+"""Prepares one claim: plan from the current devices, records and configuration, run the steps, answer; or wait and
+retry while a device is in use.
 
-An attempt that fails takes its claim back, unless that is not its business any more:
+A failed attempt removes the record that it wrote, unless the claim was prepared or unprepared since, or a later attempt
+uses that record:
 
-    (nothing) ──its record is written──▶ of this attempt ──a later attempt goes on──▶ of the later one
-        ▲                                   │
-        ├── the claim was prepared or unprepared: nothing is left to take back
-        └── the attempt fails, gives up, or waits for another claim: it takes the claim back
+    (nothing) ──attempt writes the record──▶ record of this attempt ──a later attempt uses it──▶ record of that attempt
+        ▲                                        │
+        ├── the claim is prepared or unprepared: nothing to remove
+        └── the attempt fails, reaches its deadline, or waits for another claim: it removes the record
 
-Meanwhile the claim's record says `preparing` and no lock is held. So a crash leaves the same as a crash during a step:
-the next Prepare goes on with the record, and an Unprepare takes it back.
+During an attempt the record says `preparing` and no lock is held. So a crash leaves the same as a crash during a step:
+the next Prepare uses the record, and an Unprepare removes it.
 """
 
 from __future__ import annotations
@@ -273,7 +274,8 @@ class Preparer:
     ) -> tuple[Plan | None, ClaimRecord | None, Sequence[PendingCleanup]]:
         """Plan under the locks of the claim and of planning on its GPUs, and write the record, unless there is
         something to be undone first, which is returned. No plan where other GPUs than expected are needed, or where
-        another call has changed the record. `ended` gets the claim's UID if an earlier allocation of it has ended here.
+        another call has changed the record. The caller must call `executor.clean` for each UID in `ended`
+        once the locks are free: there an earlier allocation of the claim has ended.
         """
         uid, call, claim = attempt.ref.uid, attempt.call, attempt.claim
         known, gpus = self.records.get(uid), frozenset[str]()

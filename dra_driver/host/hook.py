@@ -217,7 +217,7 @@ def _answer_of(commands: Sequence[list[str]]) -> _Answer:
         due_at = time.monotonic() + _ASK_AGAIN_S
         try:
             timeout_s = max(0.01, deadline - time.monotonic())
-            code, text = run_program(command, {"PATH": _PATH}, timeout_s=timeout_s, lane=_NAME)
+            code, text = run_program(command, {"PATH": _PATH}, timeout_s=timeout_s, slot=_NAME)
         except TimeoutError:
             problem, code = f"it did not end within {_BOUND_S:g} s", 0
         except OSError as error:

@@ -98,7 +98,7 @@ class ImexDaemon:
         action = f"ask nvidia-imex at {socket}"
         try:
             code, output = run_program(
-                [program, "-q", "-u", socket], programs.environment(), timeout_s=timeout_s, lane=IMEX_PROGRAM
+                [program, "-q", "-u", socket], programs.environment(), timeout_s=timeout_s, slot=IMEX_PROGRAM
             )
         except TimeoutError as error:
             raise _unready(f"does not answer: {error}") from error

@@ -122,7 +122,7 @@ class HostPciControl:
         """As `PciControl`, by the host's own modprobe, which knows the host's settings."""
         command = ["chroot", self._root, "modprobe", module]
         path = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
-        code, said = run_program(command, path, timeout_s=timeout_s, lane=f"modprobe {module}")
+        code, said = run_program(command, path, timeout_s=timeout_s, slot=f"modprobe {module}")
         if code:
             raise RetryableError(f"modprobe says {' '.join(said.split())!r} ({exit_text(code)})")
 

@@ -9,7 +9,9 @@ idle; it keeps none of them from other work while it waits for one. The other in
 its own: an operation holds the file locks of its GPUs, so the two never work on one GPU at the same time. The lock
 files tell each instance which operation of the other one is under way, and since when.
 
-A crash ends an operation in the middle. The records and the cleanups on disk say what it was about; what runs in a lane
+A program that cannot be killed keeps its lane until it ends: the lock of the GPU waits for it (`GpuLocks.hold`).
+
+A crash ends an operation in the middle. The records and the ledgers on disk say what it was about; what runs in a lane
 can be done any number of times.
 """
 

@@ -1,9 +1,9 @@
 """Locks on physical GPUs and on claims, among the threads of this process and against a second instance of the plugin.
 
-While the lock of a GPU is held, its file says for what: the other instance of a rolling update reads it. The programs
-that an operation starts hold the lock too, such as nvidia-smi or a write to the kernel: if the plugin is killed, the
-file shows its successor what is still at work on the GPU. What else a crash leaves in the file counts for nothing,
-because no process holds the lock.
+While the lock of a GPU is held, its file names the operation and its start, for the other instance of a rolling
+update. The programs that an operation starts, such as nvidia-smi or a write to the kernel, hold the lock too: if the
+plugin is killed, the file shows its successor what still runs on the GPU. If no process holds the lock, the content of
+the file counts for nothing.
 
 The lock of a claim lets one call at a time work on the claim. It remembers in this process which calls prepared and
 unprepared the claim last. When a pod is deleted, the kubelet cancels its Prepare and then calls Unprepare, while the

@@ -1,7 +1,8 @@
 """What a claim has on this node, as a record keeps it: its devices, and the steps that prepared them.
 
-Each step has an undo that may run any number of times. A step is data: it names what to do and everything that its undo
-needs. So a record is enough to undo a claim without API server, inventory or NVML.
+A step is data: it names what to do. What a step changed on a GPU is in the ledger of that GPU (`journal/ledger.py`),
+with what its undo needs. So Unprepare needs only files: it removes the claim's files and its record, and the cleaner
+undoes what the ledgers have and no record names.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from dra_driver.mps_host.host_files import MpsLayout
 from tests.fakes.waiting import eventually
 
 
-def run(script, timeout_s=5.0, lane="test", **more):
+def run(script, timeout_s=5.0, slot="test", **more):
     arguments = ["/bin/sh", "-c", script]
-    return bounded_program.run_program(arguments, dict(os.environ), timeout_s=timeout_s, lane=lane, **more)
+    return bounded_program.run_program(arguments, dict(os.environ), timeout_s=timeout_s, slot=slot, **more)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_what_even_kill_does_not_end_is_left_behind(unkillable):
         run("exec sleep 60", 0.1)
     with pytest.raises(TimeoutError, match=f"process {unkillable[0].pid} of an earlier try still hangs"):
         run("exit 0")
-    assert run("exit 0", lane="another") == (0, "")
+    assert run("exit 0", slot="another") == (0, "")
     assert time.monotonic() - began < 15
     os.kill(unkillable[0].pid, signal.SIGKILL)
     unkillable[0].wait(20)

@@ -121,7 +121,7 @@ def test_nvidia_smi_runs_with_the_hosts_driver_and_our_c_library(
         NvidiaSmi(find).set_time_slice(GPU, 2)
 
     environment = {**find().environment(), "LD_DEBUG": "files"}
-    _, said = run_program([find().path(SMI_PROGRAM)], environment, timeout_s=20, lane="test")
+    _, said = run_program([find().path(SMI_PROGRAM)], environment, timeout_s=20, slot="test")
     real = [os.path.realpath(path) for path in loaded(said)]
     of_host = [path for path in real if path.startswith(f"{tmp_path}/")]
     assert [Path(path).name for path in of_host] == [newest_nvidia.library("libnvidia-ml").name], said
@@ -230,7 +230,7 @@ except NvmlUnavailableError:
     print(ComputeMode(find).get("GPU-1"))
 programs = find()
 program = programs.path("nvidia-cuda-mps-control")
-print(run_program([program], programs.environment(), timeout_s=20, lane="test", text="get_server_list")[1].strip())
+print(run_program([program], programs.environment(), timeout_s=20, slot="test", text="get_server_list")[1].strip())
 """
 
 

@@ -61,7 +61,7 @@ def one_gpu(nvidia: Programs, root: Path, tmp_path: Path) -> OneGpu:
 def said(find: FindPrograms, *arguments: str) -> tuple[int, str]:
     programs = find()
     command = [programs.path(SMI_PROGRAM), *arguments]
-    return run_program(command, programs.environment(), timeout_s=20, lane="test")
+    return run_program(command, programs.environment(), timeout_s=20, slot="test")
 
 
 # --- no driver -----------------------------------------------------------------------------------

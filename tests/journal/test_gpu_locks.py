@@ -42,7 +42,7 @@ server.bind(sys.argv[2])
 server.listen()
 use = LockUse("GPU-a", "the setting of the time slice", 1.5, "08:00:00")
 with GpuLocks(Path(sys.argv[1])).hold(["GPU-a"], 5, uses=[use]):
-    run_program(["/bin/sh", "-c", "echo $$ >$0; exec sleep 600", sys.argv[3]], {}, timeout_s=600, lane="test")
+    run_program(["/bin/sh", "-c", "echo $$ >$0; exec sleep 600", sys.argv[3]], {}, timeout_s=600, slot="test")
 """
 
 
@@ -118,7 +118,7 @@ def test_block_ends_with_a_program_that_cannot_be_killed(
 
     def work() -> None:
         with locks.hold([A], 1, uses=[LockUse(A, "the setting of the time slice", 1.5, "08:00:00")]):
-            bounded_program.run_program(["sleep", "600"], dict(os.environ), timeout_s=0.1, lane="GPU-a")
+            bounded_program.run_program(["sleep", "600"], dict(os.environ), timeout_s=0.1, slot="GPU-a")
 
     with ThreadPoolExecutor() as threads:
         working = threads.submit(work)
@@ -137,7 +137,7 @@ def test_program_has_the_locks_of_all_blocks_around_it_and_no_other_descriptor(l
     def descriptors_of_a_program() -> set[str]:
         script = "for one in /proc/$$/fd/*; do readlink $one; done"
         return set(
-            bounded_program.run_program(["/bin/sh", "-c", script], {}, timeout_s=20, lane="test")[1].split()
+            bounded_program.run_program(["/bin/sh", "-c", script], {}, timeout_s=20, slot="test")[1].split()
         )
 
     bare = {line for line in descriptors_of_a_program() if not line.startswith("pipe:")}

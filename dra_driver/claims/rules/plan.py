@@ -4,11 +4,11 @@ States of a claim on this node, as its record shows them:
 
     (no record) ──plan, record written──▶ preparing ──every step done──▶ prepared
          ▲                                    │                             │
-         └──────── undo of every step, record removed (rollback, unprepare, recovery) ─────┘
+         └──── files and record removed (failed Prepare, Unprepare, recovery) ────┘
 
 A crash in `preparing` leaves a record that names every step that may have had an effect. The next Prepare runs the same
-steps again (each converges); an Unprepare runs their undos. A Prepare in `prepared` runs the steps again too, because a
-reboot or a clean-up may have removed what they made.
+steps again (each converges). Unprepare removes files and record; the cleaner then undoes what the ledgers have. A
+Prepare in `prepared` runs the steps again too, because a reboot or a cleanup may have removed their results.
 """
 
 from __future__ import annotations
