@@ -17,7 +17,7 @@ from dra_driver.model.claim import PodRef
 from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.inventory import StaticMigDevice
-from dra_driver.model.mig import MigAddress
+from dra_driver.model.mig import GpuLayout, MigAddress
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.rules.claim_usage import NodeUse, device_uses, pod_uses
@@ -141,6 +141,7 @@ def complete_metrics() -> Metrics:
     metrics.show.health(lambda: MIXED, health)
     metrics.show.publishing(lambda: None, lambda: 1, lambda: 0)
     metrics.show.cleanups(list)
+    metrics.show.mig_layouts(lambda: {uuid(2): GpuLayout(uuid(2), "all-1g.10gb", "applied")})
     metrics.show.value("partitions", "partitions_unsupported", lambda: False)
     metrics.show.value("readiness", "ready", lambda: True)
     metrics.show.value("problem", "node_problem", lambda: False)
