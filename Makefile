@@ -95,7 +95,7 @@ check: $(STAMP) ## Format, lint, types, layers, generated code
 fix: $(STAMP) ## Format and mend what can be mended
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .
 
-bench: $(STAMP) ## Measure the budgets of docs/architecture.md and print them as a table
+bench: $(STAMP) ## Measure the budgets of docs/decisions.md and print them as a table
 	@$(BIN)/python hack/bench $(ARGS)
 
 soak: $(STAMP) ## A week of churn in five minutes on a simulated node, and what is left of it
