@@ -55,7 +55,7 @@ $(STAMP): $(PROGRAM) requirements-dev.txt
 demo: $(RUNTIME) ## A simulated machine from slices to a prepared claim, without cluster, GPU or root; MACHINE=dgx-h100
 	@$(BIN)/python hack/playground demo --simulate "$(MACHINE)"
 
-playground: $(PROGRAM) ## The driver on a simulated machine, with an API server for kubectl, until Ctrl-C; MACHINE=dgx-h100 CONFIG=FILE
+playground: $(PROGRAM) ## The plugin on a simulated machine, with an API server for kubectl, until Ctrl-C; MACHINE=dgx-h100 CONFIG=FILE
 	@$(BIN)/python hack/playground run --simulate "$(MACHINE)" $(if $(CONFIG),--config "$(CONFIG)")
 
 docs: $(STAMP) ## Write docs/commands.md and docs/pictures with what the commands print now; a test compares them
@@ -92,7 +92,7 @@ check: $(STAMP) ## Format, lint, types, layers, generated code
 	@$(BIN)/python hack/proto/generate.py --check
 	@$(BIN)/python hack/manifests.py --check >/dev/null || { echo "run 'make manifests'"; exit 1; }
 
-fix: $(STAMP) ## Format and mend what can be mended
+fix: $(STAMP) ## Format, and fix what can be fixed
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .
 
 bench: $(STAMP) ## Measure the budgets of docs/decisions.md and print them as a table
@@ -152,7 +152,7 @@ COMPILE := $(BIN)/pip-compile --quiet --generate-hashes --no-emit-index-url --no
 
 TOML := import tomllib; found = tomllib.load(open("pyproject.toml", "rb"));
 
-lock: ## Lock the dependencies anew
+lock: ## Lock the dependencies again
 	@$(COMPILE) -o requirements.txt pyproject.toml
 	@$(COMPILE) --extra dev -c requirements.txt -o requirements-dev.txt pyproject.toml
 	@$(BIN)/python -c '$(TOML) print(*(one for one in found["project"]["dependencies"] if not one.startswith("$(NOT_IN_IMAGE)")), sep="\n")' | \

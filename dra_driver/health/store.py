@@ -67,7 +67,7 @@ class HealthStore:
             log_unreadable(
                 unreadable_event="health_unreadable",
                 name="file",
-                remedy="health is observed again; remove the file when it was looked at",
+                remedy="health is read from the GPUs again; remove the file after you have looked at it",
             ),
             is_name=lambda name: name == path.stem,
         )

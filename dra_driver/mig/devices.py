@@ -338,7 +338,7 @@ class MigDevices:
                 device=known.device,
                 gpu_uuid=known.gpu_uuid,
                 gpu_instance_id=there.gpu_instance_id,
-                remedy="somebody else made the instance in the place of ours; it is left alone",
+                remedy="another program created an instance in the place of ours; delete it with `nvidia-smi mig -dgi`",
             )
             return "foreign"
         self._destroy_whole(known.gpu, there.gpu_instance_id, inside)

@@ -68,7 +68,7 @@ def test_ninth_pod_waits_until_a_gpu_is_free(cluster: Cluster) -> None:
     cluster.wait_unschedulable("burst-8")
     first, *_, last = shown(cluster).splitlines()
     assert first == "8 GPUs: 0 free, 8 in use, 0 tainted; 1 claim or pod waits"
-    assert re.match(r"claim default/burst-8-gpu-\w+  burst-8: waits: 0/1 nodes are available: ", last)
+    assert re.match(r"[- ]+ default/burst-8-gpu-\w+ +burst-8 +waits: 0/1 nodes are available: ", last)
     freed = cluster.seen_by("burst-0")
     cluster.kubectl("delete", "pod", "burst-0")
     cluster.wait_running("burst-8")
