@@ -17,10 +17,10 @@ from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, switch, us
 from dra_driver.cli.output import OUTPUT, answer, drawn, hanging, table
 from dra_driver.cli.rules import cluster_rows as rules
 from dra_driver.cli.rules.cluster_rows import PluginPod, Row, Slot, Totals, Used, WaitingPod
-from dra_driver.errors import ApiRejectedError, ApiUnavailableError, FatalError
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError, FatalError, InvalidConfigError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
-from dra_driver.model.ids import printable
+from dra_driver.model.ids import is_dns_label, printable
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import first_of
 
@@ -57,6 +57,8 @@ def cluster(given: Namespace) -> None:
     the plugins through the API server, which needs the right to get pods/proxy in their namespace.
     """
     configure_logs("critical", "console")
+    if given.namespace is not None and not is_dns_label(given.namespace):
+        raise InvalidConfigError(f"{given.namespace!r} is not the name of a namespace; check --namespace")
     endpoint = load_endpoint(given.kubeconfig or usual_kubeconfig(), context=given.context)
     look = _Look(ApiClient(endpoint, timeout_s=_TIMEOUT_S), given.driver_name or DEFAULT_DRIVER_NAME)
     rows, totals = look.read(with_usage=given.usage)

@@ -51,10 +51,16 @@ def _top_of(words: Sequence[str]) -> None:
     if not words or words[0].startswith("-"):
         raise InvalidConfigError("kubectl gpus top NODE [FLAGS of top]: the node is missing")
     node, *flags = words
+    kubectl = ["kubectl"]
+    for flag in ("--context", "--kubeconfig"):
+        while flag in flags[:-1]:
+            at = flags.index(flag)
+            kubectl += [flag, flags[at + 1]]
+            del flags[at : at + 2]
     where = f"spec.nodeName={node},status.phase=Running"
     labels = "app.kubernetes.io/name=gpu-dra-driver,app.kubernetes.io/component=node"
     path = "{range .items[*]}{.metadata.namespace}/{.metadata.name} {end}"
-    get = ["kubectl", "get", "pods", "-A", "-l", labels, "--field-selector", where, "-o", f"jsonpath={path}"]
+    get = [*kubectl, "get", "pods", "-A", "-l", labels, "--field-selector", where, "-o", f"jsonpath={path}"]
     done = subprocess.run(get, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         sys.exit(done.returncode)
@@ -63,7 +69,7 @@ def _top_of(words: Sequence[str]) -> None:
     namespace, _, pod = pods[-1].partition("/")  # either of two in a rolling update
     terminal = ["--tty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
     of_pod = ["-n", namespace, pod, "-c", "driver", "--", "gpu-dra-driver", "top"]
-    command = ["kubectl", "exec", "--stdin", *terminal, *of_pod, *flags]
+    command = [*kubectl, "exec", "--stdin", *terminal, *of_pod, *flags]
     sys.exit(subprocess.run(command, check=False).returncode)
 
 

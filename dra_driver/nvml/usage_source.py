@@ -170,12 +170,15 @@ def with_utilisation(
     if samples is None:
         return processes
     # The driver may leave rubbish in the buffer: processes that are not there, and percentages above a million.
-    newest = {sample.pid: int(sample.smUtil) for sample in sorted(samples, key=lambda one: one.timeStamp)}
-    is_shown = any(process.pid in newest for process in processes) or gpu_percent == 0
+    newest = {
+        sample.pid: int(sample.smUtil) if sample.smUtil <= _FULL else None
+        for sample in sorted(samples, key=lambda one: one.timeStamp)
+    }
+    is_shown = gpu_percent == 0 or any(newest.get(process.pid) is not None for process in processes)
     rest = 0 if is_shown and not any(process.is_mps_server for process in processes) else None
     found = (newest.get(process.pid, rest) for process in processes)
     return [
-        replace(process, utilisation_percent=percent if percent is None or percent <= _FULL else None)
+        replace(process, utilisation_percent=percent)
         for process, percent in zip(processes, found, strict=True)
     ]
 

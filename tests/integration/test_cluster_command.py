@@ -128,8 +128,18 @@ def test_top_of_a_node_is_run_in_the_pod_of_the_plugin(tmp_path: Path) -> None:
     assert run("node-a", "--once") == (
         0, "exec --stdin -n gpus plugin-2 -c driver -- gpu-dra-driver top --once\n"
     )  # fmt: skip
+    assert run("node-a", "--context", "prod", "--once", "--kubeconfig", "k") == (
+        0, "--context prod --kubeconfig k exec --stdin -n gpus plugin-2 -c driver -- gpu-dra-driver top --once\n"
+    )  # fmt: skip
     assert run("node-b") == (1, "gpu-dra-driver: no pod of gpu-dra-driver runs on node node-b\n")
     assert run() == (2, "gpu-dra-driver: kubectl gpus top NODE [FLAGS of top]: the node is missing\n")
+
+
+@pytest.mark.parametrize("namespace", ["Bad NS", "", "a.b", "a\x1b[2J"])
+def test_a_namespace_that_cannot_be_is_refused(namespace: str) -> None:
+    done = call("cluster", "--kubeconfig", "/nowhere", f"--namespace={namespace}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"gpu-dra-driver: {namespace!r} is not the name of a namespace; check --namespace\n"
 
 
 def test_a_cluster_without_the_driver(make_node) -> None:

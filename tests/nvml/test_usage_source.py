@@ -73,6 +73,7 @@ def test_whole_gpu_has_its_load_and_its_processes(machine):
         ({"python3": 70}, pynvml.NVML_ERROR_NOT_SUPPORTED, {"python3": None}),
         ({"python3": 70}, pynvml.NVML_ERROR_NO_PERMISSION, {"python3": None}),
         ({"python3": 70, "rubbish": 2147483632}, None, {"python3": 70, "rubbish": None}),
+        ({"idle": 0, "rubbish": 2147483632}, None, {"idle": None, "rubbish": None}),
         ({"nvidia-cuda-mps-server": 70, "idle": 0}, None, {"nvidia-cuda-mps-server": 70, "idle": None}),
     ],
 )

@@ -288,6 +288,18 @@ def test_busy_gpu_without_a_process_is_no_idle_pod() -> None:
     assert pod_values(node, "utilization_ratio") == {(A.name,): 0, (B.name,): 0}
 
 
+@pytest.mark.parametrize(
+    "origin", [ProcessOrigin(), ProcessOrigin("container"), ProcessOrigin("container", "new")]
+)
+def test_pod_is_not_idle_while_a_process_of_no_known_pod_keeps_its_gpu_busy(origin: ProcessOrigin) -> None:
+    node = shared_node(GpuProcess(10, "a", 1, None, 40), GpuProcess(12, "x", 5, None, 50))
+    node.origins[12] = origin
+    assert pod_values(node, "utilization_ratio") == {}
+    assert pod_values(node, "processes") == {(A.name,): 1}
+    node.uses[uuid(0)] = GpuUse(BUSY, {}, (GpuProcess(10, "a", 1, None, 40), GpuProcess(12, "x", 5, None, 0)))
+    assert pod_values(node, "utilization_ratio") == {(A.name,): 0.4}
+
+
 def test_of_many_pods_those_with_processes_and_sixteen_others_are_counted() -> None:
     node = shared_node(GpuProcess(10, "a", 1, None, 40))
     node.records = {

@@ -189,15 +189,21 @@ def _pods_on(
     by_pod: dict[str | None, list[GpuProcess]] = {}
     for process in listed:
         by_pod.setdefault(origins[process.pid].pod_uid, []).append(process)
-    # If NVML has no samples of one process, what the others used is not all.
+    # A process of no known pod may be of one of these claims, such as of a pod that replaced another one.
+    uids = {pod.uid for pod in holders}
+    foreign = [
+        process for process in listed if not (_belongs(process) or origins[process.pid].where == "host")
+    ]
+    foreign = [process for process in foreign if origins[process.pid].pod_uid not in uids]
+    # If NVML has no samples of one process, or does not list it, what the others used is not all.
     is_measured = held.kind == "gpu" and all(process.utilisation_percent is not None for process in listed)
-    if not listed and seen.load.utilisation_percent != 0:
-        is_measured = False  # NVML does not list what keeps the GPU busy
+    is_measured &= not any(process.utilisation_percent for process in foreign)
+    is_measured &= bool(listed) or seen.load.utilisation_percent == 0
     without = 0
     for pod, (first, *others) in holders.items():
         processes = by_pod.get(pod.uid, [])
         without += not processes
-        if processes or without <= _MOST_WITHOUT:
+        if processes or (without <= _MOST_WITHOUT and not foreign):
             percent = sum(process.utilisation_percent or 0 for process in processes)
             memory = [process.memory_bytes for process in processes]
             yield PodUse(
@@ -233,6 +239,10 @@ def _fraction(held: HeldDevice, inventory: Inventory) -> float | None:
     return None
 
 
+def _belongs(process: GpuProcess) -> bool:
+    return process.program in _BELONGS_THERE
+
+
 Place = tuple[str, int | None]
 """Where processes of a claim may be: the GPU's UUID, and the ID of the GPU instance if the claim has a MIG device."""
 
@@ -246,7 +256,7 @@ def unclaimed(
     """The processes on a GPU that belong to nobody."""
 
     def belongs(process: GpuProcess) -> bool:
-        if process.program in _BELONGS_THERE:
+        if _belongs(process):
             return True
         where, instance = origins[process.pid].where, process.gpu_instance_id
         # Out of MIG mode NVML may give instance 0 for the whole GPU.
