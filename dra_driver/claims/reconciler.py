@@ -149,13 +149,13 @@ class Reconciler(BackgroundWorker):
         self.wake()
 
     def _turn(self) -> float:
-        """Look at all claims if it is time, else at those that were asked for or are stale. Returns the seconds until
+        """Look at all claims if it is time, else at those that are waited for or stale. Returns the seconds until
         the next look."""
         with self._guard:
             asked, self._asked = self._asked, set()
         self._awaited |= asked
         is_full = self.clock() >= self._next_full
-        only = {*asked, *self._stale}
+        only = {*self._awaited, *self._stale}
         pause = self.look(None if is_full else only) if is_full or only else None
         if is_full:
             every_s = pause if pause is not None and self._is_failing else self.rhythm.every_s
@@ -236,7 +236,8 @@ class Reconciler(BackgroundWorker):
             else:
                 self._stale[uid] = found
                 _log.info("claim_stale", claim=str(found.record.ref), reason=found.why)
-        self._awaited &= self._stale.keys()
+        # One without an answer is still waited for.
+        self._awaited &= {*self._stale, *(subjects.keys() - verdicts.keys())}
         return [self._stale[uid] for uid in verdicts if uid in self._stale]
 
     def _judged(self, record: ClaimRecord) -> _Stale | None:

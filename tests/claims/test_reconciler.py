@@ -638,3 +638,20 @@ def test_claim_that_was_found_stale_before_goes_at_once_when_somebody_begins_to_
     bench.reconciler.look_soon(ONE.ref)
     bench.reconciler._turn()
     assert bench.held == []
+
+
+@pytest.mark.parametrize("unanswered", [("uid-1",), ("uid-1", "uid-2")])
+def test_claim_that_is_waited_for_is_looked_at_again_after_a_look_without_an_answer(
+    node: Node, monkeypatch: pytest.MonkeyPatch, unanswered: tuple[str, ...]
+) -> None:
+    bench = Bench(node, pods_run=lambda record: False)
+    bench.node.prepare(replace(ONE, pods=(POD,)))
+    bench.node.prepare(TWO)
+    forget(bench, "uid-1")
+    for awaited in (ONE, TWO):
+        bench.reconciler.look_soon(awaited.ref)
+    with monkeypatch.context() as patch:
+        unsure_of(bench, patch, ApiUnavailableError("starting"), *unanswered)
+        bench.reconciler._turn()
+    bench.reconciler._turn()
+    assert bench.held == ["uid-2"]
