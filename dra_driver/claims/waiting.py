@@ -14,7 +14,8 @@ A device can be had later if
 - the claim that holds it is about to release it: its Unprepare is under way in this process, or the API server shows
   it (`claims.rules.holders`). If the API server does not answer, the holder counts as one that stays, unless an earlier
   answer said otherwise;
-- a process uses it, such as one of a container that has just stopped, or a monitor; or as many claims as MPS can serve;
+- as many claims use it as MPS can serve, and enough of them are about to release it, in the same way;
+- a process uses it, such as one of a container that has just stopped, or a monitor;
 - the NVIDIA driver refuses for now. The try keeps what it has made, and the next try goes on from there.
 
 In the last two cases nothing shows when that is over, so the attempt tries again after short pauses. Without these
@@ -127,25 +128,23 @@ class Waiter:
     def wait(self, attempt: PrepareAttempt, error: NotNow) -> None:
         """Wait until the attempt should try again.
 
-        Raises: ClaimRefusedError if a holder stays; RetryableError if the kubelet cancels the call; the same, or an
-        error of the type of `error`, if too little time is left.
+        Raises: ClaimRefusedError if too many holders stay; RetryableError if the kubelet cancels the call; the same, or
+        an error of the type of `error`, if too little time is left.
         """
         times = self.timeouts
         conflicts = error.conflicts if isinstance(error, DeviceHeldError) else ()
-        reasons = [self._why_leaving(attempt, conflict) for conflict in conflicts]
-        self._note(
-            attempt, error, f"claim {conflicts[0].holder.ref} {reasons[0]}" if conflicts else str(error)
-        )
+        conflict, why = self._leaving(attempt, error) if isinstance(error, DeviceHeldError) else (None, "")
+        self._note(attempt, error, str(error) if conflict is None else f"claim {conflict.holder.ref} {why}")
         due = self.clock() + (times.ask_again_s if conflicts else times.again_s)
         while True:
             now, end = self.clock(), min(attempt.call.deadline - times.last_s, self._stop_by)
             if now >= end:
-                raise self._in_vain(attempt, error, reasons[0] if reasons else "")
+                raise self._in_vain(attempt, error, conflict, why)
             attempt.call.left()  # raises if the kubelet has cancelled the call
             if now >= due:
                 return
             self._sleep(attempt, min(times.poll_s, due - now, end - now))
-            if any(self._has_changed(conflict.holder) for conflict in conflicts):
+            if any(self._has_changed(one.holder) for one in conflicts):
                 return
 
     def _note(self, attempt: PrepareAttempt, error: NotNow, reason: str) -> None:
@@ -163,14 +162,35 @@ class Waiter:
         """Whether the holder now holds something else, or nothing."""
         return not _is_lost(holder) and self.records.get(holder.ref.uid) != holder
 
-    def _why_leaving(self, attempt: PrepareAttempt, conflict: Conflict) -> str:
-        """Why the holder is about to release the device. Raises: ClaimRefusedError if it is not, or if that is not
+    def _leaving(self, attempt: PrepareAttempt, error: DeviceHeldError) -> tuple[Conflict, str]:
+        """One of the holders that leave, and why it leaves. Raises: ClaimRefusedError if too many stay, or if that is
+        not known."""
+        may_stay = len(error.conflicts) - error.enough
+        leaving: list[tuple[Conflict, str]] = []
+        for conflict in sorted(error.conflicts, key=lambda one: not self._is_known_to_leave(attempt, one)):
+            why = self._why_leaving(attempt, conflict)
+            if why is not None:
+                leaving.append((conflict, why))
+            elif may_stay > 0:
+                may_stay -= 1
+            else:
+                raise ClaimRefusedError(conflict.text)
+            if len(leaving) == error.enough:
+                break
+        return leaving[0]
+
+    def _is_known_to_leave(self, attempt: PrepareAttempt, conflict: Conflict) -> bool:
+        uid = conflict.holder.ref.uid
+        return uid in attempt.leaving or self.calls.is_called("unprepare", uid)
+
+    def _why_leaving(self, attempt: PrepareAttempt, conflict: Conflict) -> str | None:
+        """Why the holder is about to release the device, None if it is not. Raises: ClaimRefusedError if that is not
         known."""
         holder = conflict.holder
         if self.calls.is_called("unprepare", holder.ref.uid) or self._has_changed(holder):
             return "is being unprepared"
         if _is_lost(holder):
-            raise ClaimRefusedError(conflict.text)
+            return None
         known = attempt.leaving.get(holder.ref.uid)
         try:
             seconds = min(_ASK_S, attempt.call.deadline - self.clock())
@@ -183,23 +203,29 @@ class Waiter:
             ) from error
         found = release_reason(holder, now, self.driver, conflict.held.device)
         if found is None:
-            raise ClaimRefusedError(conflict.text)
+            attempt.leaving.pop(holder.ref.uid, None)
+            return None
         if known is None:
             self._on_leaving(holder.ref)
         attempt.leaving[holder.ref.uid] = found
         return found
 
-    def _in_vain(self, attempt: PrepareAttempt, error: NotNow, why: str) -> DraDriverError:
-        """The error of an attempt that has waited in vain; `why` is why the first holder leaves."""
+    def _in_vain(
+        self, attempt: PrepareAttempt, error: NotNow, conflict: Conflict | None, why: str
+    ) -> DraDriverError:
+        """The error of an attempt that has waited in vain; `why` is why the holder of the `conflict` leaves."""
         waited = f"waited {self.waited_s(attempt):.0f} s; the kubelet tries again"
-        if not isinstance(error, DeviceHeldError):
-            return type(error)(f"{error}; {waited}")
-        held, holder = error.conflicts[0].held, error.conflicts[0].holder
+        if conflict is None or not isinstance(error, DeviceHeldError):
+            kind = NvmlTransientError if isinstance(error, NvmlTransientError) else DeviceBusyError
+            return kind(f"{error}; {waited}")
+        holder = conflict.holder
+        if error.enough < len(error.conflicts):
+            return RetryableError(f"{conflict.text}: claim {holder.ref} {why}; {waited}")
         users = self.users.told(holder)
         if users is not None:
             why = f"{why}, but {users}: end that process on the node"
         return RetryableError(
-            f"device {held.device} is still being torn down for claim {holder.ref}, which {why}; {waited}"
+            f"device {conflict.held.device} is still being torn down for claim {holder.ref}, which {why}; {waited}"
         )
 
 

@@ -178,9 +178,6 @@ def test_holder_that_stays_is_named_at_once(node: Node) -> None:
     assert (node.outcomes.waits, node.waited_for) == ([], [])
 
 
-FULL = "2 claims use the MPS daemon of device gpu-00000000, and MPS serves at most 2 clients"
-
-
 def sharer(uid: str) -> AllocatedClaim:
     return claim(result(GPU_0, share_id=f"share-{uid}"), uid=uid)
 
@@ -197,14 +194,32 @@ def full(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
 
 @pytest.mark.parametrize("leaving", ["one", "two"])
 def test_full_device_is_had_when_one_of_its_users_leaves(full: Node, calls: Calls, leaving: str) -> None:
+    full.claims.unused.add(leaving)
     calls.waits(full, sharer("new"))
     assert full.unprepare(sharer(leaving)) is None
     assert isinstance(calls.answer("new"), Prepared)
+    assert full.waited_for == [leaving], "the kubelet may have forgotten it"
 
 
-def test_full_device_is_named_when_no_user_leaves(full: Node) -> None:
-    text = error_of(full.prepare(sharer("new"), SOON_S))
-    assert f"{FULL} with this GPU and driver; wait until one of them is gone; waited " in text
+@pytest.mark.parametrize(("most", "leaving"), [(2, set()), (1, {"two"})])
+def test_full_device_is_not_waited_for_when_too_many_of_its_users_stay(
+    full: Node, monkeypatch: pytest.MonkeyPatch, most: int, leaving: set[str]
+) -> None:
+    monkeypatch.setattr("dra_driver.claims.rules.plan.most_clients", lambda gpu, versions: most)
+    full.claims.unused |= leaving
+    text = error_of(full.prepare(sharer("new")))
+    assert "2 claims use the MPS daemon of device gpu-00000000, and MPS serves at most" in text
+    assert text.endswith("wait until one of them is gone")
+    assert full.outcomes.waits == []
+
+
+def test_user_that_leaves_a_full_device_too_slowly_is_named(full: Node) -> None:
+    full.claims.unused.add("two")
+    assert re.search(
+        "2 claims use the MPS daemon .*; wait until one of them is gone: claim default/claim-two .* is used by no pod "
+        "any more; waited .* the kubelet tries again$",
+        error_of(full.prepare(sharer("new"), SOON_S)),
+    )
 
 
 def test_one_that_stays_is_named_although_another_leaves(node: Node) -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from dra_driver.claims.rules.plan import plan_claim
-from dra_driver.errors import ClaimRefusedError, DeviceBusyError
+from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import DeviceConfig
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DriverVersions, Inventory, WholeGpu
@@ -112,7 +112,7 @@ def test_a_claim_is_refused_when_the_daemon_has_all_its_clients(versions: Driver
     others = [prepared(number, mine.usage) for number in range(most - 1)]
     assert plan_claim(wanted, node(versions), NODE, DRIVER, others, MEMORY).devices
     others.append(prepared(most, LostMps()))
-    with pytest.raises(DeviceBusyError) as refused:
+    with pytest.raises(ClaimRefusedError) as refused:
         plan_claim(wanted, node(versions), NODE, DRIVER, iter(others), MEMORY)
     assert str(refused.value) == (
         f"request gpu: {most} claims use the MPS daemon of device {GPU_0}, and MPS serves at most {most} clients with "

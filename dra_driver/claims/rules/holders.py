@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dra_driver.errors import ClaimRefusedError, DeviceBusyError
+from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import ClaimNow
 from dra_driver.model.mps import usage_kind
 from dra_driver.model.record import ClaimRecord, HeldDevice
@@ -39,11 +39,15 @@ class Conflict:
 
 
 class DeviceHeldError(ClaimRefusedError):
-    """Other claims hold what this claim wants. `conflicts` has at least one entry; the text is that of the first."""
+    """Other claims hold what this claim wants. `conflicts` has at least one entry; the text is that of the first.
 
-    def __init__(self, conflicts: Sequence[Conflict]) -> None:
+    `enough` says how many of the conflicts must end: all of them, or fewer where a device is only full.
+    """
+
+    def __init__(self, conflicts: Sequence[Conflict], enough: int | None = None) -> None:
         super().__init__(conflicts[0].text)
         self.conflicts = tuple(conflicts)
+        self.enough = len(conflicts) if enough is None else enough
 
 
 def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None:
@@ -63,7 +67,8 @@ def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None
 def refuse_crowded(
     wanted: Sequence[Wanted], others: Iterable[ClaimRecord], most_clients: Mapping[str, int]
 ) -> None:
-    """Raises: DeviceBusyError if as many claims as the MPS daemon of a device serves clients use it already.
+    """Raises: DeviceHeldError if as many claims as the MPS daemon of a device serves clients use it already. It is
+    enough then that one of them ends, or as many as are too many.
 
     `most_clients` says how many that are, of each device with MPS. A claim counts as one client, though its pods may
     have more.
@@ -73,13 +78,18 @@ def refuse_crowded(
         most = most_clients.get(device.device)
         if most is None:
             continue
-        users = sum(any(_is_client(held, device) for held in record.devices) for record in records)
-        if users >= most:
-            users_of = counted(users, "claim uses", "claims use")
-            raise DeviceBusyError(
+        users = [
+            (record, held)
+            for record in records
+            if (held := next((held for held in record.devices if _is_client(held, device)), None)) is not None
+        ]
+        if len(users) >= most:
+            users_of = counted(len(users), "claim uses", "claims use")
+            text = (
                 f"request {request}: {users_of} the MPS daemon of device {device.device}, and MPS serves "
                 f"at most {counted(most, 'client')} with this GPU and driver; wait until one of them is gone"
             )
+            raise DeviceHeldError([Conflict(*user, text) for user in users], enough=len(users) - most + 1)
 
 
 def _is_client(held: HeldDevice, device: HeldDevice) -> bool:

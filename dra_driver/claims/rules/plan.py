@@ -94,8 +94,7 @@ def plan_claim(
     A claim that looks at many GPUs with admin access, as a monitor does, goes without those that are lost: it is wanted
     most on a node with a bad GPU. A claim that uses a lost GPU, or has no other, cannot be prepared.
     Raises: ClaimRefusedError that names the claim's request, the device and what to do (DeviceHeldError if other
-    claims hold it); DeviceBusyError if its MPS daemon has all its clients; DeviceLostError; InvalidConfigError for
-    opaque parameters.
+    claims hold it, or its MPS daemon has all its clients); DeviceLostError; InvalidConfigError for opaque parameters.
     """
     found = _found(claim, pool, inventory, known, setting_for_lost)
     _refuse_repeats(found)
