@@ -100,14 +100,23 @@ def node_use(
     by_pod: Mapping[str, int] | None = None,
 ) -> NodeUse:
     """A node whose whole GPUs are busy, and whose MIG devices are idle. A program of the host has memory too. `by_pod`
-    has for each UID of a pod how busy it keeps each GPU, in percent; without it NVML has no samples of processes."""
+    has for each UID of a pod how busy it keeps each of its GPUs, in percent; without it NVML samples no processes."""
     unclaimed = [GpuProcess(4711, "train", 2 << 30, None, None if by_pod is None else 0)]
     mig = {device.uuid: idle for gpu in MIXED.gpus for device in gpu.mig_devices}
     pids = {uid: pid for pid, uid in enumerate(by_pod or {}, start=1)}
     own = [
         GpuProcess(pids[uid], "python3", 1 << 30, None, percent) for uid, percent in (by_pod or {}).items()
     ]
-    seen = {gpu.uuid: GpuUse(busy, mig, [*own, *unclaimed]) for gpu in MIXED.gpus}
+    places = {
+        (held.gpu_uuid, pids.get(pod.uid))
+        for record in records
+        for held in record.devices
+        for pod in record.claim.pods or ()
+    }
+    seen = {
+        gpu.uuid: GpuUse(busy, mig, [*(one for one in own if (gpu.uuid, one.pid) in places), *unclaimed])
+        for gpu in MIXED.gpus
+    }
     origins = {pid: ProcessOrigin("container", uid) for uid, pid in pids.items()} | {
         4711: ProcessOrigin("host")
     }
