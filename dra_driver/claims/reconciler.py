@@ -236,6 +236,8 @@ class Reconciler(BackgroundWorker):
             else:
                 self._stale[uid] = found
                 _log.info("claim_stale", claim=str(found.record.ref), reason=found.why)
+        for uid in self._kept.keys() - self._stale.keys():
+            del self._kept[uid]
         # One without an answer is still waited for.
         self._awaited &= {*self._stale, *(subjects.keys() - verdicts.keys())}
         return [self._stale[uid] for uid in verdicts if uid in self._stale]
@@ -297,7 +299,6 @@ class Reconciler(BackgroundWorker):
             tell("claim_not_recovered", claim=str(ref), claim_uid=ref.uid, reason=str(error))
             return False
         self._stale.pop(ref.uid, None)
-        self._kept.pop(ref.uid, None)
         if done:
             _log.warning("claim_recovered", claim=str(ref), claim_uid=ref.uid, reason=why)
             self.observer.recovered(ref, why)
@@ -312,6 +313,7 @@ class Reconciler(BackgroundWorker):
             self._tell_once(ref.uid, f"it {why}; whether its devices are still in use is not known: {error}")
             return True
         if use is None:
+            self._kept.pop(ref.uid, None)
             return False
         text = (
             f"{why}, but {use.text}; end that on the node (kill -9), or if it does not end, reset the GPU or "

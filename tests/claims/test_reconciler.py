@@ -369,6 +369,30 @@ def test_nothing_is_taken_back_while_it_is_not_sure_what_computes(
     assert (bench.later(30), bench.held, bench.told.kept_claims) == (None, [], [])
 
 
+@pytest.mark.parametrize("end", ["process", "claim"])
+def test_problem_of_a_claim_in_use_ends_with_the_process_or_the_claim(node: Node, end: str) -> None:
+    def refuse(record: ClaimRecord) -> None:
+        raise StateError("cannot remove the spec")
+
+    uses = [in_use(4711)]
+    bench = Bench(node, in_use=lambda record: uses[-1])
+    bench.found_stale(ONE)
+    bench.later()
+    assert len(bench.reconciler.problems()) == 1
+    if end == "process":
+        node.steps.on_undo = refuse
+        uses.append(None)
+        bench.later(30)
+        assert bench.held == ["uid-1"]
+    else:
+        node.unprepare(ONE)
+        bench.later(30)
+        node.prepare(ONE)
+        forget(bench, "uid-1")
+        bench.look()
+    assert bench.reconciler.problems() == []
+
+
 def test_failure_of_one_claim_keeps_no_other_and_is_tried_again(bench: Bench) -> None:
     def refuse_one(record: ClaimRecord) -> None:
         if record.ref.uid == "uid-1":
