@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from dra_driver.base.atomic import make_directory, open_plain
@@ -242,8 +243,9 @@ class ClaimLocks:
         with self._lock:
             guard = self._guards[uid] = self._guards.pop(uid) if uid in self._guards else ClaimGuard()
             guard.wanted += 1
-            oldest = next(iter(self._guards))
-            if len(self._guards) > _REMEMBERED and not self._guards[oldest].wanted:
+            too_many = max(0, len(self._guards) - _REMEMBERED)
+            idle = (uid for uid, guard in self._guards.items() if not guard.wanted)
+            for oldest in [*islice(idle, too_many)]:
                 del self._guards[oldest]
         try:
             with hold_file(self._path, guard.lock, deadline, f"claim {uid}", _lock_of(uid), has_left):
