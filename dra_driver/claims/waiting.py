@@ -65,8 +65,9 @@ class PrepareAttempt:
     `claim` is our part of the claim.
 
     The other fields belong to `Waiter`: when the attempt first waited, by the waiter's clock; the type of the error
-    after which it waited last; how many changes it has seen; and, by the UID of a holder, why the holder releases its
-    devices, by the last answer of the API server.
+    after which it waited last; how many changes it has seen; by the UID of a holder, why the holder releases its
+    devices, by the last answer of the API server; and the holders whose claims are gone, which need not be asked for
+    again.
     """
 
     ref: ClaimRef
@@ -76,6 +77,7 @@ class PrepareAttempt:
     waits_after: type[Exception] | None = None
     seen: int = 0
     leaving: dict[str, str] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,8 @@ class Waiter:
         if _is_lost(holder):
             return None
         known = attempt.leaving.get(holder.ref.uid)
+        if holder.ref.uid in attempt.gone:
+            return known
         try:
             seconds = min(_ASK_S, attempt.call.deadline - self.clock())
             now = self.lookup.look(holder.ref, max(0.05, seconds))
@@ -208,6 +212,8 @@ class Waiter:
         if known is None:
             self._on_leaving(holder.ref)
         attempt.leaving[holder.ref.uid] = found
+        if now is None or now.uid != holder.ref.uid:
+            attempt.gone.add(holder.ref.uid)
         return found
 
     def _in_vain(

@@ -525,6 +525,21 @@ def tries_of(node: Node) -> list[int]:
     return tries
 
 
+@pytest.mark.parametrize("departs", [delete, replace_it])
+def test_holder_whose_claim_is_gone_is_asked_for_once(
+    restless: Node, calls: Calls, departs: Callable[[Node], None]
+) -> None:
+    holder = claim(GPU_0, GPU_1, uid="holder")
+    restless.prepare(holder)
+    departs(restless)
+    tries = tries_of(restless)
+    calls.prepare(restless, claim(GPU_0, GPU_1))
+    eventually(lambda: len(tries) > 3)
+    assert restless.unprepare(holder) is None
+    assert isinstance(calls.answer("uid-1"), Prepared)
+    assert restless.claims.looks == ["holder"]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Path, seed: int) -> None:
     """Four claims over two GPUs and two instances: prepared, deleted, unprepared, each in its own order."""
