@@ -26,8 +26,8 @@ place. Until then nothing tells of changes."""
 _BACKOFF_S = (1.6, 30.0)
 """The first wait, half of which is left to chance, is that of client-go's informers: 10,000 nodes whose watches end in
 the same moment come back over 0.8 s."""
-_TRUSTED_S = 20.0
-"""How long the labels of the node count while the watch fails."""
+_TRUSTED_S = 40.0
+"""How long the labels of the node count while the watch fails: longer than the pause between two lists."""
 
 
 class Follower(BackgroundWorker):
@@ -165,14 +165,15 @@ class NodeLabels(Follower):
         super().__init__("node-labels", api, "/api/v1/nodes", f"metadata.name={node}", f"node {node}", **more)
         self._on_change = on_change
         self._labels: Mapping[str, str] | None = None
+        self._heard: float | None = None  # when the last list or event came (time.monotonic())
 
     def now(self) -> Mapping[str, str] | None:
         """None until they are known, and while the node does not exist.
 
-        Raises: ApiUnavailableError if list or watch has failed for a while.
+        Raises: ApiUnavailableError if list or watch fails, and no list has come for a while.
         """
-        failing = self.failing
-        if failing is not None and (self._labels is None or time.monotonic() - failing[0] >= _TRUSTED_S):
+        failing, heard = self.failing, self._heard
+        if failing is not None and (heard is None or time.monotonic() - max(failing[0], heard) >= _TRUSTED_S):
             raise ApiUnavailableError(failing[1])
         return self._labels
 
@@ -185,6 +186,7 @@ class NodeLabels(Follower):
         self._take(None if event.get("type") == "DELETED" else event.get("object"))
 
     def _take(self, node: Any) -> None:
+        self._heard = time.monotonic()
         before = self._labels
         self._labels = None if node is None else dict((node.get("metadata") or {}).get("labels") or {})
         if self._labels != before:

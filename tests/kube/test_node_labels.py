@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -64,3 +65,13 @@ def test_labels_are_unknown_when_list_and_watch_are_refused(server, labels, monk
     monkeypatch.setattr(watch, "_TRUSTED_S", 0.0)
     with pytest.raises(ApiUnavailableError):
         labels.now()
+
+
+def test_labels_are_known_from_each_list_without_the_right_to_watch(server, labels):
+    server.faults.fail(10_000, 403, reason="Forbidden", path="watch=true")
+    labels.start()
+    eventually(lambda: labels.failing)
+    labels.failing = (-math.inf, "it has failed for long")
+    label(server, "n", a="2")
+    eventually(lambda: labels.now() == {"a": "2"})
+    assert labels.failing
