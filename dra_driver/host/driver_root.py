@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from dra_driver.base.atomic import Stamp, is_settled, stamp_or_none
+from dra_driver.base.atomic import is_settled, stamp_of
 from dra_driver.errors import DriverGoneError, NvmlLibraryError, RetryableError
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
 from dra_driver.host.driver_programs import BINARY_DIRS, find_program
@@ -132,10 +133,10 @@ class DriverRoot:
         """A value that changes when a part of the NVIDIA driver or toolkit is added, removed or replaced, or when the
         hook is to be asked again."""
         tree = RootedTree(self._paths.driver_root)
-        marks: list[object] = [_stamp(tree, path) for path in _WATCHED]
+        marks: list[object] = [_mark(tree, path) for path in _WATCHED]
         trees = {self._paths.driver_root: tree}
         for root, path in self._hook.places():
-            marks.append(_stamp(trees.setdefault(root, RootedTree(root)), path))
+            marks.append(_mark(trees.setdefault(root, RootedTree(root)), path))
         marks.extend(self._dev.node(path) for path in _NODES)
         marks.append(self._hook.doubts())
         return tuple(marks)
@@ -364,6 +365,13 @@ def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
     )
 
 
-def _stamp(tree: RootedTree, path: str) -> Stamp | None:
+def _mark(tree: RootedTree, path: str) -> tuple[int, int, int, int] | None:
+    """The stamp and the file system: images of the driver may have the same inodes and times."""
     resolved = tree.resolve(path)
-    return None if resolved is None else stamp_or_none(tree.local(resolved))
+    if resolved is None:
+        return None
+    try:
+        status = os.lstat(tree.local(resolved))
+    except OSError:
+        return None
+    return (*stamp_of(status), status.st_dev)

@@ -443,6 +443,21 @@ def test_the_fingerprint_changes_when_a_part_is_replaced(tmp_path: Path, nodes: 
     assert root.fingerprint() != before
 
 
+def test_the_fingerprint_changes_with_the_file_system(
+    tmp_path: Path, nodes: FakeNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = root_at(tmp_path, nodes)
+    before = root.fingerprint()
+    lstat = os.lstat
+
+    def mounted_anew(path: str | int, **more: int) -> os.stat_result:
+        made, (fields, named) = lstat(path, **more).__reduce__()
+        return made((*fields[:2], fields[2] + 1, *fields[3:]), named)
+
+    monkeypatch.setattr(os, "lstat", mounted_anew)
+    assert root.fingerprint() != before
+
+
 @pytest.mark.usefixtures("no_bursts")
 def test_files_are_scanned_again_only_when_something_changed(
     tmp_path: Path, nodes: FakeNodes, monkeypatch: pytest.MonkeyPatch
