@@ -155,7 +155,7 @@ class ClaimStatusClient:
     def _apply(
         self, ref: ClaimRef, wanted: dict[tuple[Any, ...], JsonObject], timeout_s: float | None
     ) -> JsonObject:
-        # The UID keeps this from a claim that was made anew under the same name.
+        # With the UID, a claim that was created again under the same name is not changed.
         body = {
             "apiVersion": "resource.k8s.io/v1",
             "kind": "ResourceClaim",

@@ -122,7 +122,7 @@ def move(bench: Bench) -> None:
     ("departs", "why"),
     [
         (lambda bench: forget(bench, "uid-1"), "was deleted"),
-        (remake, "was deleted and made anew"),
+        (remake, "was deleted and created again"),
         (deallocate, "is not allocated any more"),
         (move, "is allocated to other devices now"),
     ],

@@ -23,7 +23,7 @@ def now(*devices: str, **changes: object) -> ClaimNow:
 
 
 GONE = "was deleted"
-REMADE = "was deleted and made anew"
+REMADE = "was deleted and created again"
 FREE = "is not allocated any more"
 MOVED = "is allocated to another device now"
 OTHERS = "is allocated to other devices now"

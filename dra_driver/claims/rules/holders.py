@@ -161,7 +161,7 @@ def _over(record: ClaimRecord, now: ClaimNow | None, driver: str, device: str | 
     if now is None:
         return "was deleted"
     if now.uid != record.ref.uid:
-        return "was deleted and made anew"
+        return "was deleted and created again"
     if now.allocated is None:
         return "is not allocated any more"
     if not any(name in now.allocated for name in names if device in (None, name[2])):
