@@ -1,4 +1,5 @@
-"""Commands for the installed chart. Its pods know the names that these need; elsewhere the usual ones count."""
+"""Commands that remedies print for someone who installed the chart. The chart sets release and namespace in its pods'
+environment; outside of a pod the names of docs/install.md are used."""
 
 from __future__ import annotations
 
@@ -20,17 +21,17 @@ def helm_set(setting: str) -> str:
 
 
 def apply_again() -> str:
-    """The command that brings back objects of the chart that someone changed or deleted."""
+    """The command that restores objects of the chart after someone changed or deleted them."""
     return f"`helm get manifest {_release()} | kubectl apply -f -` as an administrator"
 
 
 def logs() -> str:
-    """Where the log of gpu-dra-driver is."""
+    """The command that prints the log of gpu-dra-driver."""
     return f"`kubectl -n {_namespace()} logs -l app.kubernetes.io/component=node --tail=50` shows more"
 
 
 def from_outside(remedy: str) -> str:
-    """With the commands of gpu-dra-driver as they are typed outside of the pod in which this runs."""
+    """The remedy with `gpu-dra-driver X` replaced by `kubectl exec`, if this process runs in a pod."""
     pod = os.environ.get("HOSTNAME")
     if pod is None or "KUBERNETES_SERVICE_HOST" not in os.environ:
         return remedy

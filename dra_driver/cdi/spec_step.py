@@ -72,7 +72,7 @@ class ExtraDeviceFinder:
         return tuple(HostNode(node, node.path) for node in self._channels.nodes(channels))
 
     def _tell(self, kind: HostDevice, *, is_there: bool) -> None:
-        """Log what the node lacks: once, and again when it was there meanwhile."""
+        """Log what the node lacks, once until it is there again."""
         with self._lock:
             if is_there:
                 self._told.discard(kind)

@@ -344,7 +344,7 @@ class Cleaner(BackgroundWorker):
         try:
             self._tell()
             works = [*(self._to_do() if self.leads() else ()), *self._of_keepers()]
-            # Nobody looks at the tools while nothing is left.
+            # The tools are checked only while cleanup is pending.
             before, self._tools = self._tools, self.tools() if works else None
             if is_asked or before != self._tools:
                 with self._guard:

@@ -22,7 +22,7 @@ _jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
 _WATCH_S = (300, 600)  # the server ends a watch after that long; spread, so that not all nodes return at once
 _IDLE_S = 90.0
 """Bookmarks come about once a minute. When one is missing, the server is dead, and a balancer acknowledges in its
-place. Until then nothing tells of changes."""
+place. Until then the plugin misses changes."""
 _BACKOFF_S = (1.6, 30.0)
 """The first wait, half of which is left to chance, is that of client-go's informers: 10,000 nodes whose watches end in
 the same moment come back over 0.8 s."""

@@ -408,7 +408,7 @@ class PartitionReader:
 
         None where MIG devices cannot be made on the GPU: it has no MIG, is a guest of vGPU software, or its mode is off
         and needs a reset to be on. Where a part of the table or of the GPU instances cannot be read, the GPU is
-        `unread` and the answer is what was read last, None if there is none: nothing can be placed beside an instance
+        `unread` and the answer is what was read last, None if there is none: no placement is safe next to an instance
         that is not seen.
 
         Raises: DeviceLostError, NvmlUnavailableError.

@@ -23,7 +23,8 @@ _log = structlog.get_logger(__name__)
 class KnownCards:
     """The selected cards, and those that this plugin has bound, whatever is selected now.
 
-    `selected` is None where passthrough is off. The records of this boot tell of a card whose ledger cannot be read.
+    `selected` is None where passthrough is off. If the ledger of a card cannot be read, the records of
+    this boot are used.
     """
 
     cards: VfioCards

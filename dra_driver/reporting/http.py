@@ -274,16 +274,16 @@ class Probes:
     def _device_faults(self) -> tuple[list[str], list[str]]:
         """Faults and notes. If nothing is known of the devices yet, that is a fault; any known trouble is a note."""
         problem = self.discovery.problem()
-        told = _listed(problem)
-        return (told, []) if problem == NOT_DISCOVERED else ([], told)
+        lines = _listed(problem)
+        return (lines, []) if problem == NOT_DISCOVERED else ([], lines)
 
     def _slice_faults(self) -> tuple[list[str], list[str]]:
         """Faults and notes. Without devices there is nothing to publish; the note of the devices says why."""
         problem = self.publisher.problem
-        told = _listed(problem and f"slices: {problem}")
+        lines = _listed(problem and f"slices: {problem}")
         if self.discovery.problem() not in (None, NOT_DISCOVERED):
-            return [], told
-        return ([], told) if self.publisher.wait_published(0.0) else (told, [])
+            return [], lines
+        return ([], lines) if self.publisher.wait_published(0.0) else (lines, [])
 
     def _log_changes(self, faults: list[str]) -> None:
         with self._lock:

@@ -1,5 +1,5 @@
-"""Who holds what a claim wants, and whether that claim lets go of its devices on this node, from what the API server
-says of it. No I/O.
+"""Which claims hold a device that another claim needs, and whether they will release it, as the API server shows them.
+No I/O.
 
 | The claim in the API server | Its holder is | Its record is |
 |---|---|---|
@@ -7,7 +7,7 @@ says of it. No I/O.
 | has no allocation | leaving | stale |
 | is allocated to other devices than the record's | leaving | stale |
 | is allocated to other devices, but not to the one in question | leaving | kept |
-| is being deleted, or reserved for nobody | leaving | kept: the kubelet is about to unprepare it |
+| is being deleted, or reserved for no pod | leaving | kept: the kubelet is about to unprepare it |
 | is allocated and reserved | staying | kept |
 
 A record that does not say what was allocated to its claim (because the real one was lost) is never stale.
@@ -133,8 +133,8 @@ def _are_shares(held: HeldDevice, device: HeldDevice) -> bool:
 
 
 def release_reason(record: ClaimRecord, now: ClaimNow | None, driver: str, device: str) -> str | None:
-    """Why the claim of a record is about to let go of one of its devices, as the end of a sentence that begins with the
-    claim; None if it keeps the device.
+    """Why the claim of a record will soon release one of its devices; None if it keeps the device. The text ends a
+    sentence that begins with the claim: `was deleted`.
 
     `now` is the claim as the API server has it now, None if it does not exist.
     """

@@ -152,8 +152,8 @@ def answering(tree: RootedTree) -> Mapping[str, JsonObject | None]:
 def _with_answer(config: RuntimeConfig | None, name: str, answer: JsonObject) -> RuntimeConfig:
     """containerd and CRI-O spell the same keys differently."""
     config = config or RuntimeConfig(name, _CRIO_FILE if name == "crio" else _CONTAINERD[-1])
-    told = {key.lower(): value for key, value in answer.items()}
-    enabled, directories = told.get("enablecdi"), _paths(told.get("cdispecdirs"))
+    settings = {key.lower(): value for key, value in answer.items()}
+    enabled, directories = settings.get("enablecdi"), _paths(settings.get("cdispecdirs"))
     return replace(
         config,
         enabled=config.enabled if enabled is None else bool(enabled),

@@ -76,8 +76,8 @@ class PodUse:
 
 @dataclass(frozen=True, slots=True)
 class NodeUse:
-    """One look at all GPUs: the devices of claims, the pods on them, and by GPU UUID what was seen and the processes of
-    nobody. A GPU that did not answer in time is in none of them."""
+    """One look at all GPUs: the devices of claims, the pods on them, and by GPU UUID what was seen and the processes
+    without a claim. A GPU that did not answer in time is in none of them."""
 
     devices: Sequence[DeviceUse] = ()
     pods: Sequence[PodUse] = ()
