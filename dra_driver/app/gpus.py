@@ -33,7 +33,7 @@ from dra_driver.model.mig import GpuLayout
 from dra_driver.nvml.gpu_users import PersistenceModes
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards, Passthrough
-from dra_driver.passthrough.steps import VfioSteps, waits_for_nvml
+from dra_driver.passthrough.steps import VfioSteps, nvml_wait_s
 
 _RESCAN_S = 10.0
 
@@ -85,7 +85,7 @@ class NodeGpus:
             ledger,
             self.nvml,
             nvml_pause(session, detachments),
-            PersistenceModes(lambda: session.operation(waits_for_nvml)),
+            PersistenceModes(lambda: session.operation(nvml_wait_s)),
             self._rescan,
             detachments.detached,
             lanes,

@@ -44,7 +44,7 @@ from dra_driver.nvml.gpu_users import read_gpu_processes
 from dra_driver.nvml.health_polls import read_health
 from dra_driver.nvml.mig_reading import gpu_handle
 from dra_driver.nvml.usage_source import read_load, with_utilisation
-from dra_driver.passthrough.steps import VfioSteps, waits_for_nvml
+from dra_driver.passthrough.steps import VfioSteps, nvml_wait_s
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 
 
@@ -191,7 +191,7 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
         ledger,
         nvml,
         nvml_pause(nvml.session, machine.detachments),
-        PersistenceModes(partial(nvml.session.operation, waits_for_nvml)),
+        PersistenceModes(partial(nvml.session.operation, nvml_wait_s)),
         # NVML shows a GPU that has come back when it is opened.
         lambda wait_s: None if wait_s is None else nvml.reopen(),
         machine.detachments.detached,

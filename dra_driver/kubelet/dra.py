@@ -1,7 +1,9 @@
-"""DRA v1 and v1beta1: turns the kubelet's calls into calls of a ClaimCalls, and its outcomes into answers.
+"""The DRA service, v1 and v1beta1: passes the kubelet's calls to a ClaimCalls and converts the outcomes to
+responses.
 
-A claim's failure goes into that claim's entry, never into the status of the call. So the kubelet can still use the
-other claims. References to claims are checked before anything uses them, above all in paths."""
+A claim's failure goes into that claim's entry, never into the status of the call, so the kubelet can still
+use the other claims. Claim references are checked before anything uses them, above all in paths.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from dra_driver.model.ids import is_dns_label, is_subdomain, is_uid
 V1 = "v1.DRAPlugin"
 V1BETA1 = "v1beta1.DRAPlugin"
 MAX_CLAIMS = 1024
-"""A call of the kubelet names the claims of one pod."""
+"""Far above what one call contains: the kubelet sends the claims of one pod."""
 
 _log = structlog.get_logger(__name__)
 _Outcome = TypeVar("_Outcome")
@@ -37,12 +39,12 @@ _MAX_SHOWN_CHARS = 64
 
 
 class ClaimCalls(Protocol):
-    """Prepares and unprepares the claims of a call. Many threads call it at the same time.
+    """Prepares and unprepares the claims of a call. Called by many threads at the same time.
 
-    `deadline_s` is the number of seconds until the caller gives up, very large if it never does. `has_left` returns
-    whether the caller has gone or has cancelled the call; a newer call may then be on its way, perhaps to another
-    instance. Every claim has valid names and occurs once. The answer has an entry for the UID of each claim. If the
-    call raises, all its claims are reported to the kubelet as failed.
+    `deadline_s` is the number of seconds until the caller gives up, very large if it never does. `has_left`
+    returns whether the caller disconnected or cancelled; it may then send a newer call, perhaps to another
+    instance. Every claim has valid names and occurs once. The result has an entry for the UID of each claim.
+    If the call raises, all its claims are reported to the kubelet as failed.
     """
 
     def prepare(
@@ -55,19 +57,22 @@ class ClaimCalls(Protocol):
 
 
 def method_path(version: str, method: str) -> str:
-    """The path of a method in the service of this version, V1 or V1BETA1."""
+    """Returns the gRPC path of a method in service version V1 or V1BETA1."""
     return f"/k8s.io.kubelet.pkg.apis.dra.{version}/{method}"
 
 
 class DraService:
-    """Both versions. Their messages have the same fields under the same numbers, as a test sees, so both use those
-    of v1. Only the share IDs are new there, and a kubelet of v1beta1, which knows no shares, skips them."""
+    """Serves both versions with the messages of v1.
+
+    The messages of v1beta1 have the same fields and numbers, except for share IDs, which a v1beta1 kubelet
+    ignores. A test compares them.
+    """
 
     def __init__(self, claims: ClaimCalls) -> None:
         self._claims = claims
 
     def methods(self) -> Methods:
-        """The methods of both versions by their paths."""
+        """The handlers of both versions, by path."""
         return {
             method_path(version, name): unary(name, behavior, request)
             for version in (V1, V1BETA1)
@@ -97,7 +102,7 @@ class DraService:
 def _outcomes(
     call: _Call[_Outcome], claims: Sequence[pb.Claim], context: grpc.ServicerContext
 ) -> dict[str, _Outcome | Failed]:
-    """One outcome for each UID of the request: the service's outcome, or an error.
+    """Returns one outcome for each UID of the request: the result of `call`, or an error.
 
     Raises: RpcError if the call has too many claims.
     """
@@ -129,7 +134,7 @@ def _prepare_entry(outcome: PrepareOutcome) -> pb.NodePrepareResourceResponse:
 
 
 def _failure(outcome: Failed) -> str:
-    """The text of an error, never empty: the kubelet takes an empty text for success."""
+    """Returns the error text, never empty: the kubelet treats an empty text as success."""
     return error_text(outcome.error) or "internal error: the plugin failed without giving a reason"
 
 
@@ -145,16 +150,16 @@ def _device(device: PreparedDevice) -> pb.Device:
 
 @dataclass(frozen=True, slots=True)
 class CheckedClaims:
-    """`accepted` has each claim once, in the order of the request; `refused` has the reason by UID."""
+    """The claims of a request: `accepted` in request order without duplicates, `refused` reasons by UID."""
 
     accepted: tuple[ClaimRef, ...]
     refused: dict[str, str]
 
 
 def check_claims(claims: Iterable[ClaimRef]) -> CheckedClaims:
-    """Sorts the claims of one request into accepted and refused ones.
+    """Splits the claims of one request into accepted and refused ones.
 
-    A claim that is named twice in the same way counts once. A UID with two names is refused.
+    Identical references count once. A UID with two different names is refused.
     """
     accepted: dict[str, ClaimRef] = {}
     refused: dict[str, str] = {}
@@ -174,7 +179,7 @@ def check_claims(claims: Iterable[ClaimRef]) -> CheckedClaims:
 
 
 def claim_fault(ref: ClaimRef) -> str | None:
-    """What is wrong with the reference, in one sentence; None if it is valid."""
+    """Returns what is wrong with the reference, as one sentence; None if it is valid."""
     if not ref.uid:
         return f"claim {_shown(f'{ref.namespace}/{ref.name}')} has no UID"
     if not is_uid(ref.uid):
@@ -190,5 +195,5 @@ def claim_fault(ref: ClaimRef) -> str | None:
 
 
 def _shown(text: str) -> str:
-    """The text in quotes, with control characters escaped, cut if it is long."""
+    """Returns the text quoted, with control characters escaped, truncated if it is long."""
     return repr(text) if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]!r}…"

@@ -1,10 +1,11 @@
-"""gRPC with limits: servers on TCP and on Unix sockets, what all calls have in common (request IDs, logs, error texts),
-and calls to the sockets of this node.
+"""gRPC servers with limits, on TCP and Unix sockets, and client calls to the sockets of this node.
 
-gRPC removes any socket at the path that it binds. When it stops, it removes the path again, even if another process has
-taken it over. So a socket is bound under a hidden name in the same directory, and renamed once the server serves. The
-kubelet never sees a socket that does not answer, a dead socket is replaced in one step, and only a socket that is still
-ours is removed.
+Also adds to every call what all calls share: request IDs, logs and error texts.
+
+gRPC removes any socket at the path that it binds. When it stops, it removes the path again, even if another
+process has taken it over. So a server binds its socket under a hidden name in the same directory, and renames
+it when it serves. The kubelet therefore never sees a socket that does not respond, a dead socket is replaced
+in one step, and only a socket that is still ours is removed.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ _bytes_of = methodcaller("SerializeToString")
 
 MAX_ERROR_BYTES = 1024
 _CLIENT_OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own
+    ("grpc.use_local_subchannel_pool", 1),  # a separate connection for each channel
     ("grpc.enable_retries", 0),
 )
 
 Methods = dict[str, grpc.RpcMethodHandler]
-"""What answers calls, by their paths, such as `/pluginregistration.Registration/GetInfo`."""
+"""Handlers by path, such as `/pluginregistration.Registration/GetInfo`."""
 _Behavior = Callable[[Any, grpc.ServicerContext], Any]
 _log = structlog.get_logger(__name__)
 
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
-"""The claims of the largest accepted call take half a megabyte."""
+"""Eight times the size of the largest request that we accept."""
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 MAX_CALLS = 512
-"""Calls in progress at the same time on one server; a kubelet has one for each pod that starts or ends, and one for
-health. gRPC answers any further call with RESOURCE_EXHAUSTED."""
+"""Concurrent calls on one server. A kubelet has one for each pod that starts or stops, and one for health. gRPC
+rejects further calls with RESOURCE_EXHAUSTED."""
 _SOCKET_MODE = 0o600
 _AFTER_GRACE_S = 1.0
 
 
 class RpcError(Exception):
-    """Ends a call with this status; the client gets the text as it is."""
+    """Ends a call with this status; the client receives the text unchanged."""
 
     def __init__(self, code: grpc.StatusCode, message: str) -> None:
         super().__init__(message)
@@ -61,7 +62,7 @@ class RpcError(Exception):
 
 
 def error_text(error: BaseException | str) -> str:
-    """One line of valid UTF-8 of limited length. The text of an unexpected error also names its class."""
+    """Returns one line of valid UTF-8 of limited length; for an unexpected error it also names the class."""
     match error:
         case str():
             text = error
@@ -73,10 +74,10 @@ def error_text(error: BaseException | str) -> str:
 
 
 def unary(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodHandler:
-    """The handler of a method with one request, of this message class, and one answer."""
+    """Returns the handler of a method with one request, of message class `request`, and one response."""
 
     def call(message: Any, context: grpc.ServicerContext) -> Any:
-        with _errors_told(method, context):
+        with _errors_reported(method, context):
             _log.debug("rpc_received", request=message)
             response = behavior(message, context)
             _log.debug("rpc_answered", response=response)
@@ -86,10 +87,12 @@ def unary(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodHandl
 
 
 def streaming(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodHandler:
-    """The handler of a method with one request, of this message class, and a stream of answers."""
+    """Returns the handler of a method with one request, of message class `request`, and a stream of
+    responses.
+    """
 
     def call(message: Any, context: grpc.ServicerContext) -> Iterator[Any]:
-        with _errors_told(method, context):
+        with _errors_reported(method, context):
             _log.debug("stream_opened", request=message)
             yield from behavior(message, context)
             _log.debug("stream_ended")
@@ -98,9 +101,9 @@ def streaming(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodH
 
 
 @contextmanager
-def _errors_told(method: str, context: grpc.ServicerContext) -> Iterator[None]:
-    """Gives a call its request ID, and makes a log event and a status of what it raises."""
-    # gRPC runs each call in a context of its own.
+def _errors_reported(method: str, context: grpc.ServicerContext) -> Iterator[None]:
+    """Assigns the call a request ID, logs what it raises, and converts it to a gRPC status."""
+    # gRPC runs each call in its own context.
     bind_contextvars(request_id=next(_request_ids), method=method)
     try:
         yield
@@ -115,32 +118,35 @@ def _errors_told(method: str, context: grpc.ServicerContext) -> Iterator[None]:
 
 
 def unix_target(path: Path) -> str:
-    """The gRPC address of a socket; gRPC decodes percent signs in it."""
+    """Returns the gRPC address of a socket, percent-encoded because gRPC decodes it."""
     return "unix:" + quote(str(path), safe="/")
 
 
-def ask(path: Path, method: str, request: Any, answer: Any, within_s: float) -> Any:
-    """What `method` of the socket returns, a message of the class `answer`, over a connection of its own.
+def call_method(path: Path, method: str, request: Any, response_type: Any, timeout_s: float) -> Any:
+    """Calls `method` on the socket over a new connection, and returns the response, of message class
+    `response_type`.
 
-    Raises: grpc.RpcError, as DEADLINE_EXCEEDED after `within_s` seconds and as UNAVAILABLE if no one listens.
+    Raises: grpc.RpcError, with DEADLINE_EXCEEDED after `timeout_s` seconds, and with UNAVAILABLE if no process
+    listens.
     """
-    return ask_with_metadata(path, method, request, answer, within_s)[0]
+    return call_with_metadata(path, method, request, response_type, timeout_s)[0]
 
 
-def ask_with_metadata(
-    path: Path, method: str, request: Any, answer: Any, within_s: float
+def call_with_metadata(
+    path: Path, method: str, request: Any, response_type: Any, timeout_s: float
 ) -> tuple[Any, dict[str, str]]:
-    """As `ask`, and the metadata that the server sent after its answer."""
+    """Like `call_method`, and also returns the trailing metadata of the server."""
     with grpc.insecure_channel(unix_target(path), options=_CLIENT_OPTIONS) as channel:
-        method_of = channel.unary_unary(method, _bytes_of, answer.FromString)
-        response, call = method_of.with_call(request, timeout=max(0.0, within_s))
+        method_of = channel.unary_unary(method, _bytes_of, response_type.FromString)
+        response, call = method_of.with_call(request, timeout=max(0.0, timeout_s))
         return response, dict(call.trailing_metadata() or ())
 
 
 class _CallThreads(Executor):
-    """A thread for each call, so that no call waits for another one, and no thread is left at rest.
+    """Runs each call in a new thread, so that no call waits for another one, and no thread is idle.
 
-    The threads are daemons: a handler that hangs in the NVIDIA driver does not keep the process from ending.
+    The threads are daemons, so a handler that hangs in the NVIDIA driver does not keep the process from
+    exiting.
     """
 
     def __init__(self, name: str) -> None:
@@ -162,14 +168,16 @@ class _CallThreads(Executor):
         try:
             thread.start()
         except RuntimeError as error:
-            # Raised, it would end gRPC's own thread. The caller waits until its deadline.
+            # If raised, this would end gRPC's own thread. The caller waits until its deadline.
             self._running.discard(thread)
             _log.exception("worker_not_started", pool=self._name, threads=len(self._running))
             future.set_exception(error)
         return future
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Whether all calls end in time, those whose callers have left too."""
+        """Waits up to `timeout_s` seconds for all calls to end, including calls whose callers have left.
+        Returns whether they did.
+        """
         until = time.monotonic() + timeout_s
         for thread in tuple(self._running):
             thread.join(max(0.0, until - time.monotonic()))
@@ -185,7 +193,7 @@ class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 class GrpcServer:
-    """Serves the methods from start() to stop(); used once. `options` are gRPC's own."""
+    """Serves the methods from start() to stop(); cannot be restarted. `options` are gRPC channel options."""
 
     def __init__(
         self,
@@ -205,7 +213,7 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", request_bytes),
                 ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
                 ("grpc.max_concurrent_streams", calls),
-                ("grpc.compression_enabled_algorithms_bitset", 1),  # none
+                ("grpc.compression_enabled_algorithms_bitset", 1),  # disables compression
                 ("grpc.so_reuseport", 0),
                 *options,
             ),
@@ -213,24 +221,25 @@ class GrpcServer:
         )
 
     def bind(self, address: str) -> int:
-        """Bind an address before start(); the port of a TCP address. Raises: RuntimeError."""
+        """Binds an address before start(), and returns the port of a TCP address. Raises: RuntimeError."""
         port: int = self._server.add_insecure_port(address)
         return port
 
     def start(self) -> None:
-        """Take calls."""
+        """Accepts calls."""
         self._server.start()
 
     def stop(self, grace_s: float) -> None:
-        """Takes no new calls, gives running ones `grace_s` seconds, then leaves their callers without an answer.
-        Harmless before start."""
+        """Rejects new calls, and gives running ones `grace_s` seconds before it abandons them. Does nothing
+        before start().
+        """
         stopped = self._server.stop(max(0.0, grace_s)).wait(max(0.0, grace_s) + _AFTER_GRACE_S)
         if not (stopped and self._threads.wait_idle(_AFTER_GRACE_S)):
             _log.warning("calls_abandoned", server=self._name, grace_s=grace_s)
 
 
 class SocketServer:
-    """Serves the methods at `path` from start() to stop(); used once."""
+    """Serves the methods at `path` from start() to stop(); cannot be restarted."""
 
     def __init__(self, name: str, path: Path, methods: Methods) -> None:
         self.path = path
@@ -239,9 +248,9 @@ class SocketServer:
         self._identity: tuple[int, int, int] | None = None
 
     def start(self) -> None:
-        """Binds, serves, and only then makes the socket visible.
+        """Binds and serves, and only then makes the socket visible.
 
-        Raises: StateError if another process has the path or the socket cannot be made.
+        Raises: StateError if another process uses the path or the socket cannot be created.
         """
         ensure_free(self.path)
         hidden = hidden_path(self.path)
@@ -263,7 +272,7 @@ class SocketServer:
         _log.info("socket_served", server=self._name, path=str(self.path))
 
     def fault(self) -> str | None:
-        """Why the kubelet cannot find our socket any more; None while it can."""
+        """Returns why the kubelet cannot find our socket any more; None while it can."""
         found = identity(self.path)
         if found is None:
             return f"the {self._name} socket {self.path} was removed"
@@ -272,7 +281,7 @@ class SocketServer:
         return None
 
     def stop(self, grace_s: float) -> None:
-        """As of GrpcServer; removes the socket."""
+        """Like GrpcServer.stop, and removes the socket."""
         self._server.stop(grace_s)
         if self._identity is not None and identity(self.path) == self._identity:
             self.path.unlink(missing_ok=True)

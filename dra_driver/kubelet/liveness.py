@@ -1,12 +1,14 @@
-"""Whether our own two sockets answer when they are dialled as the kubelet dials them, and gRPC health for its probes.
+"""Checks that our own two sockets respond, and serves gRPC health for the kubelet's probes.
 
-Liveness sees what the kubelet sees: it fails if a socket file was removed or a server is stuck. It does not fail for
-bad GPUs or an API server that does not answer, because a restart would not help: the call names no claim, so it needs
-neither. The health service is on TCP; it answers checks, and has no watch and no list:
+Liveness calls the sockets as the kubelet does: it fails if a socket file was removed or a server is stuck. It
+does not fail for bad GPUs or an unreachable API server, because a restart would not help; the call names no
+claim, so it needs neither. The health service listens on TCP. It implements Check, but not Watch or List, for
+these services:
 
-""  "liveness"   our own two sockets answer
-"startup"        they have answered once
-"readiness"      what the application answers"""
+    ""  "liveness"   our two sockets respond
+    "startup"        they have responded once
+    "readiness"      the application is ready
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from grpc_health.v1 import health_pb2
 
 from dra_driver.errors import InvalidConfigError
 from dra_driver.kubelet import dra
-from dra_driver.kubelet.grpc_server import GrpcServer, Methods, RpcError, ask, error_text, unary
+from dra_driver.kubelet.grpc_server import GrpcServer, Methods, RpcError, call_method, error_text, unary
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
 from dra_driver.kubelet.registration import GET_INFO
 
@@ -33,38 +35,43 @@ _log = structlog.get_logger(__name__)
 _PREPARE = dra.method_path(dra.V1, "NodePrepareResources")
 SERVICE = "grpc.health.v1.Health"
 MAX_PROBES = 64
-"""This port is open to the pod network."""
+"""Limited, because the port is open to the pod network."""
 MAX_PROBE_BYTES = 1024
-"""The name of a service."""
+"""A request holds only a service name."""
 
 _OPTIONS = (
-    ("grpc.max_allowed_incoming_connections", 256),  # more are turned away
-    ("grpc.max_connection_age_ms", 60_000),  # also of a caller that ends no request or reads no answer
+    ("grpc.max_allowed_incoming_connections", 256),  # excess connections are refused
+    ("grpc.max_connection_age_ms", 60_000),  # even if a peer never ends its request
     ("grpc.max_connection_age_grace_ms", 5_000),
 )
 _Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
 def dial(registrar: Path, timeout_s: float = DIAL_TIMEOUT_S) -> str | None:
-    """Asks the registration socket for our endpoint, and sends that an empty Prepare. Returns what is wrong; None if
-    both answer."""
+    """Gets our endpoint from the registration socket, and sends an empty Prepare to it.
+
+    Returns what is wrong; None if both sockets respond.
+    """
     until = time.monotonic() + timeout_s
     nothing, answer = dra_v1_pb2.NodePrepareResourcesRequest(), dra_v1_pb2.NodePrepareResourcesResponse
     name, path = "registration", registrar
     try:
-        info = ask(path, GET_INFO, registration_pb2.InfoRequest(), registration_pb2.PluginInfo, timeout_s)
+        info = call_method(
+            path, GET_INFO, registration_pb2.InfoRequest(), registration_pb2.PluginInfo, timeout_s
+        )
         name, path = "DRA", Path(info.endpoint)
-        ask(path, _PREPARE, nothing, answer, until - time.monotonic())
+        call_method(path, _PREPARE, nothing, answer, until - time.monotonic())
     except grpc.RpcError as error:
         return f"the {name} socket {path} does not answer ({error.code().name}: {error_text(error.details() or '')})"
     return None
 
 
 class Liveness:
-    """Whether our sockets answer.
+    """Whether our sockets respond.
 
-    Callers that arrive during a check or within `max_age_s` seconds after it share its answer. `dial` returns what is
-    wrong, or None. The kubelet restarts nothing for one failure: it counts how many probes fail in a row.
+    Callers that arrive during a check or within `max_age_s` seconds after it share its result. `dial` returns
+    what is wrong, or None. A single failure has no consequence: the kubelet restarts the plugin only after
+    several failed probes in a row.
     """
 
     def __init__(self, dial: Callable[[], str | None], *, max_age_s: float = CACHED_S) -> None:
@@ -77,8 +84,10 @@ class Liveness:
         self._started = False
 
     def fault(self, max_age_s: float | None = None) -> str | None:
-        """Why the kubelet cannot reach us, as a sentence with the remedy; None if it can. `max_age_s` takes the place
-        of the usual one."""
+        """Returns why the kubelet cannot reach us, as a sentence with the remedy; None if it can.
+
+        `max_age_s` overrides the value of the constructor.
+        """
         most_s = self._max_age_s if max_age_s is None else max_age_s
         with self._lock:
             if self._checked_at is None or time.monotonic() - self._checked_at >= most_s:
@@ -93,12 +102,14 @@ class Liveness:
             return self._fault
 
     def lasting_fault(self, lasting_s: float) -> str | None:
-        """The fault of the last check, if no check has succeeded for `lasting_s` seconds; checks nothing itself."""
+        """Returns the fault of the last check if no check has succeeded for `lasting_s` seconds. Runs no
+        check itself.
+        """
         fault, since = self._fault, self._failing_since
         return fault if since is not None and time.monotonic() - since >= lasting_s else None
 
     def start_fault(self) -> str | None:
-        """As `fault` until the sockets have answered once; then always None."""
+        """Like `fault` until the sockets have responded once; then always None."""
         return None if self._started else self.fault()
 
     def _check(self) -> str | None:
@@ -112,7 +123,7 @@ class Liveness:
 
 
 class HealthServer:
-    """Serves grpc.health.v1 at a TCP address; `ready` says whether the plugin is ready."""
+    """Serves grpc.health.v1 at a TCP address; `ready` returns whether the plugin is ready."""
 
     def __init__(self, address: str, liveness: Liveness, ready: Callable[[], bool]) -> None:
         self._address = address

@@ -1,5 +1,4 @@
-"""The kubelet plugin: its sockets, registration, probes and the stream of device health, started and stopped in
-order."""
+"""The kubelet plugin: starts and stops its sockets, registration, probes and device health stream in order."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ from dra_driver.kubelet.sockets import (
 from dra_driver.model.problems import NodeProblem
 
 HEALTH_VERSIONS = ("v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
-"""Kubelet 1.36 opens the v1alpha1 stream to every DRA plugin, whether it is advertised or not, and tries again every
-five seconds while the answer is Unimplemented. Without a stream, that answer costs no thread. Kubelet 1.37 opens only
-an advertised stream, v1 if there is one."""
+"""Kubelet 1.36 opens the v1alpha1 stream to every DRA plugin, even if it is not advertised, and retries every five
+seconds while the answer is Unimplemented. That answer costs no thread. Kubelet 1.37 opens only an advertised stream,
+v1 if available."""
 DeviceHealthWatch = Callable[[Any, Any], Iterator[pb.NodeWatchResourcesResponse]]
 """Gets the request and gRPC's context; yields the health of all devices after each change."""
 
@@ -42,16 +41,17 @@ _REGISTRAR_GRACE_S = 1.0
 _REGISTERED_WITHIN_S = 30.0
 _DIAL_EVERY_S = 15.0
 _UNREACHABLE_FOR_S = 10.0
-"""A single late answer is no problem yet."""
+"""A single late response is not a problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class PluginSettings:
     """How the plugin presents itself to the kubelet.
 
-    `plugins_dir` belongs to the kubelet; our own directory in it is named after the DRA driver. `pod_uid` switches
-    rolling updates on. `health_address` is `host:port`, None for no health service. Calls in flight may go on for
-    `grace_s` seconds after stop(). Every `guard_s` seconds the plugin checks its own sockets and those of others.
+    `plugins_dir` belongs to the kubelet; our directory in it has the name of the DRA driver. A `pod_uid`
+    allows rolling updates. `health_address` is `host:port`, or None for no health service. Running calls may
+    continue for `grace_s` seconds after stop(). Every `guard_s` seconds the plugin checks its own sockets and
+    those of others.
     """
 
     driver: str
@@ -64,12 +64,12 @@ class PluginSettings:
 
     @property
     def plugin_dir(self) -> Path:
-        """The plugin's own directory, which holds its DRA socket."""
+        """The plugin's own directory, with its DRA socket."""
         return self.plugins_dir / self.driver
 
 
 class KubeletPlugin:
-    """Serves the kubelet from start() to stop(); used once."""
+    """Serves the kubelet from start() to stop(); cannot be restarted."""
 
     def __init__(
         self,
@@ -117,18 +117,18 @@ class KubeletPlugin:
 
     @property
     def stopping(self) -> bool:
-        """True after stop() was called."""
+        """True after a call of stop()."""
         return self._stopping.is_set()
 
     @property
     def health_port(self) -> int | None:
-        """The TCP port of the health service after start(); None if there is none."""
+        """The TCP port of the health service after start(); None without a health service."""
         return self._health.port if self._health else None
 
     def start(self) -> None:
-        """Serves. The registration socket comes last, when everything else answers.
+        """Serves. The registration socket comes last, when everything else responds.
 
-        Raises: InvalidConfigError, StateError; every part that was started is stopped again.
+        Raises: InvalidConfigError, StateError; stops all parts that it started.
         """
         ensure_registry_dir(self.settings.registry_dir)
         ensure_plugin_dir(self.settings.plugin_dir)
@@ -148,9 +148,9 @@ class KubeletPlugin:
         return [*self._registration_problems(), *self._others.problems()]
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Ends the calls, then the registration, then health, and waits for that; harmless twice.
+        """Stops DRA calls, then registration, then health, and waits for each. Safe to call twice.
 
-        Calls in flight have `grace_s` seconds to finish; None means the seconds of the settings.
+        Running calls have `grace_s` seconds to finish; None means the value in the settings.
         """
         self._stopping.set()
         with self._stop_lock:
@@ -201,6 +201,6 @@ class KubeletPlugin:
 
 
 def _health_methods(watch: DeviceHealthWatch) -> Methods:
-    """Both versions, which are the same on the wire, by their paths."""
+    """Returns the handlers of both versions, by path. Their messages are identical on the wire."""
     methods = [f"{version}/NodeWatchResources" for version in HEALTH_VERSIONS]
     return {f"/{method}": streaming(method, watch, pb.NodeWatchResourcesRequest) for method in methods}

@@ -1,10 +1,12 @@
-"""Registration with the kubelet, and which other drivers the kubelet can reach under our name on this node.
+"""Registration with the kubelet, and detection of other drivers with our name on this node.
 
-The kubelet sends claims to the plugin of a name that registered last, whichever program that is. So each socket in its
-registry and in the driver's plugin directory is matched with this plugin. Our registration service names itself in the
-metadata of its answer, and its endpoint is in our plugin directory. Where a socket cannot be asked (SELinux keeps pods
-without privileges apart) or belongs to an older release, it is ours if a living instance has its pod UID. The form of
-the names proves nothing: NVIDIA's driver uses the same."""
+The kubelet sends claims to the plugin that last registered under a name, whichever program that is. So each
+socket in the kubelet's registry directory and in the driver's plugin directory is attributed to an owner. Our
+registration service identifies itself in the metadata of its response, and its endpoint is in our plugin
+directory. If a socket cannot be called (SELinux separates unprivileged pods) or belongs to an older release,
+it is ours if a living instance has its pod UID. The form of the names proves nothing: NVIDIA's driver uses
+the same.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ import grpc
 import structlog
 
 from dra_driver.errors import DraDriverError, FatalError
-from dra_driver.kubelet.grpc_server import Methods, RpcError, ask_with_metadata, error_text, unary
+from dra_driver.kubelet.grpc_server import Methods, RpcError, call_with_metadata, error_text, unary
 from dra_driver.kubelet.pb import registration_pb2 as pb
 from dra_driver.kubelet.sockets import identity, listening, socket_paths
 from dra_driver.model.problems import NodeProblem
@@ -28,12 +30,12 @@ PLUGIN_TYPE = "DRAPlugin"
 GET_INFO = "/pluginregistration.Registration/GetInfo"
 NOTIFY = "/pluginregistration.Registration/NotifyRegistrationStatus"
 SERVED_BY_KEY, SERVED_BY = "served-by", "gpu-dra-driver"
-"""Metadata of each answer to GetInfo. Other instances of this plugin recognise it by this; the kubelet ignores it."""
+"""Metadata of each GetInfo response, by which other instances of this plugin recognise it. The kubelet ignores it."""
 _log = structlog.get_logger(__name__)
 
 _ASK_S = 1.0
 _SILENT_LOOKS = 2
-"""A busy instance may be late once."""
+"""A busy instance may respond late once."""
 
 Origin = Literal["ours", "foreign", "elsewhere", "silent", "dead"]
 """Who listens on a socket: an instance of this plugin, another driver with our name, a plugin with another name, an
@@ -42,32 +44,33 @@ unknown program, or no process."""
 
 @dataclass(frozen=True, slots=True)
 class RegistrationStatus:
-    """The kubelet's last answer; `error` is its reason if it refused the plugin."""
+    """The kubelet's last answer; `error` is the reason if it refused the plugin."""
 
     registered: bool
     error: str = ""
 
 
 class PluginOwner(Protocol):
-    """Who runs the plugin. Threads of the plugin call it; it may stop the plugin."""
+    """Runs the plugin. Called by the plugin's threads; may stop the plugin."""
 
     def is_ready(self) -> bool:
-        """What readiness probes hear."""
+        """The result of readiness probes."""
 
     def registration_changed(self, status: RegistrationStatus) -> None:
         """The kubelet has registered the plugin, or refused it."""
 
     def plugin_died(self, error: FatalError) -> None:
-        """A server has ended; the plugin is of no use any more."""
+        """A server has failed, so the plugin can no longer serve."""
 
     def living_instances(self) -> Collection[str]:
-        """The pod UIDs of the living instances on this node that say so by their files."""
+        """The pod UIDs of the living instances on this node, according to their files."""
 
 
 class Registrar:
-    """Answers the plugin watcher as long as the process runs: a restarted kubelet asks again.
+    """Answers the kubelet's plugin watcher as long as the process runs, because a restarted kubelet calls
+    again.
 
-    Of `versions` the kubelet takes the first of each service that it knows.
+    The kubelet uses the first of `versions` that it supports, for each service.
     """
 
     def __init__(
@@ -85,13 +88,13 @@ class Registrar:
         """The kubelet's last answer; None before the first one."""
 
     def methods(self) -> Methods:
-        """The methods of the service by their paths."""
+        """The handlers of the service, by path."""
         return self.get_info() | {
             NOTIFY: unary("NotifyRegistrationStatus", self._notify, pb.RegistrationStatus),
         }
 
     def get_info(self) -> Methods:
-        """GetInfo alone. The DRA socket answers it too, so that an instance is recognised by either socket."""
+        """GetInfo alone. The DRA socket serves it too, so that either socket identifies the instance."""
         return {GET_INFO: unary("GetInfo", self._get_info, pb.InfoRequest)}
 
     def _get_info(self, _request: pb.InfoRequest, context: Any) -> pb.PluginInfo:
@@ -112,7 +115,9 @@ class Registrar:
 
 @dataclass(frozen=True, slots=True)
 class SocketOwner:
-    """Who listens on a socket. `endpoint` is where the plugin serves its calls, `reason` why the owner is unknown."""
+    """The program that listens on a socket. `endpoint` is its DRA socket; `reason` says why the owner is
+    unknown.
+    """
 
     origin: Origin
     endpoint: Path | None = None
@@ -121,7 +126,7 @@ class SocketOwner:
 
 @dataclass(frozen=True, slots=True)
 class Stranger:
-    """A socket through which another driver may serve our name: what is wrong, and the remedy."""
+    """A socket through which another driver may serve our name, with a description and the remedy."""
 
     path: Path
     text: str
@@ -136,11 +141,12 @@ class _Seen:
 
 
 class SocketWatch:
-    """Looks at the sockets in `registry_dir` and `plugin_dir` again and again. `living` returns the pod UIDs of the
+    """Checks the sockets in `registry_dir` and `plugin_dir` repeatedly. `living` returns the pod UIDs of the
     living instances of this plugin.
 
-    `look` may take a second for each socket that does not answer, and is for one thread; everything else returns what
-    the last look found. A socket with a known owner costs no call until its file is replaced.
+    `look` may take a second for each socket that does not respond, and must run in one thread only; the other
+    methods return what the last check found. A socket with a known owner is not called again until its file
+    is replaced.
     """
 
     def __init__(
@@ -153,7 +159,7 @@ class SocketWatch:
         self._seen: dict[Path, _Seen] = {}
 
     def look(self) -> None:
-        """Find new sockets, and ask again those whose owner may be another one now."""
+        """Finds new sockets, and calls sockets again whose owner may have changed."""
         found: dict[Path, _Seen] = {}
         for directory in (self._registry_dir, self._plugin_dir):
             try:
@@ -162,13 +168,13 @@ class SocketWatch:
                 _log.debug("sockets_not_listed", directory=str(directory), reason=str(error))
                 found |= {path: seen for path, seen in self._seen.items() if path.parent == directory}
                 continue
-            # A socket that a registered plugin names as its endpoint has that plugin's owner.
+            # An endpoint of a registered plugin has the same owner as that plugin.
             endpoints = {seen.owner.endpoint for seen in found.values()}
             found |= {path: self._seen_now(path, file) for path, file in files if path not in endpoints}
         self._seen = found
 
     def strangers(self) -> list[Stranger]:
-        """Sockets on which another driver of our name answers, and those under our name that do not answer."""
+        """Sockets served by another driver with our name, and sockets with our name that do not respond."""
         return [
             self._stranger(path, seen.owner)
             for path, seen in self._seen.items()
@@ -210,7 +216,7 @@ class SocketWatch:
         return _Seen(file, owner, looks + 1 if owner.origin == "silent" else 0)
 
     def _is_of_living(self, path: Path) -> bool:
-        """Whether a living instance of this plugin has its socket there."""
+        """Whether the path is a socket path of a living instance of this plugin."""
         try:
             places = [
                 socket_paths(
@@ -224,7 +230,7 @@ class SocketWatch:
         return any(path in (place.registrar, place.dra) for place in places)
 
     def _may_be_ours(self, path: Path) -> bool:
-        """Whether a driver with our name would call its socket so; long names are hashed."""
+        """Whether a driver with our name could use this file name; long names are hashed."""
         return path.parent == self._plugin_dir or self._driver in path.name or path.name.startswith("dra-")
 
     def _stranger(self, path: Path, owner: SocketOwner) -> Stranger:
@@ -245,11 +251,13 @@ class SocketWatch:
 
 
 def owner_of(path: Path, driver: str, plugin_dir: Path) -> SocketOwner:
-    """Who listens on the socket now. In the plugin directory, a server that is not ours is another driver."""
+    """Returns the current owner of the socket. In the plugin directory, a server that is not ours is another
+    driver.
+    """
     if not listening(path):
         return SocketOwner("dead")
     try:
-        info, metadata = ask_with_metadata(path, GET_INFO, pb.InfoRequest(), pb.PluginInfo, _ASK_S)
+        info, metadata = call_with_metadata(path, GET_INFO, pb.InfoRequest(), pb.PluginInfo, _ASK_S)
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED and path.parent == plugin_dir:
             return SocketOwner("foreign")
@@ -262,9 +270,9 @@ def owner_of(path: Path, driver: str, plugin_dir: Path) -> SocketOwner:
 
 
 def _sockets(directory: Path) -> Iterator[tuple[Path, tuple[int, int, int]]]:
-    """The sockets that the kubelet would see, and what identifies each file. Raises: OSError."""
+    """Yields the sockets that the kubelet would see, each with its file identity. Raises: OSError."""
     try:
-        names = os.listdir(directory)  # noqa: PTH208  no Path objects wanted every few seconds
+        names = os.listdir(directory)  # noqa: PTH208  runs every few seconds: avoid Path objects
     except FileNotFoundError:
         return
     for name in names:

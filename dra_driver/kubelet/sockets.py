@@ -1,7 +1,7 @@
-"""Paths of the two sockets, and the rules for taking one.
+"""Paths of the plugin's two sockets, and checks before binding one.
 
-A Unix socket path has at most 107 bytes. Longer names with a pod UID use hashes instead, in the same way as the Go
-helper, so tools that know its names find ours.
+A Unix socket path has at most 107 bytes. If a name with the pod UID is too long, it uses a hash instead, in
+the same way as the Go helper library, so tools that know its names find our sockets.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ _PROBE_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SocketPaths:
-    """Where the kubelet finds us: `registrar` is in the registry directory, `dra` in our own directory."""
+    """The plugin's sockets: `registrar` is in the kubelet's registry directory, `dra` in our own directory."""
 
     registrar: Path
     dra: Path
 
 
 def socket_paths(driver: str, *, registry_dir: Path, plugin_dir: Path, pod_uid: str | None) -> SocketPaths:
-    """The paths of both sockets; with a pod UID two instances can run side by side (rolling update).
+    """Returns the paths of both sockets. With a pod UID, two instances can run side by side during a rolling
+    update.
 
-    The names are valid, and the directories are absolute. Raises: InvalidConfigError if a directory's path is so long
-    that no socket fits.
+    Names must be valid and directories absolute. Raises: InvalidConfigError if a directory's path is too long
+    for any socket name.
     """
     return SocketPaths(
         registrar=_first_that_fits(registry_dir, _registrar_names(driver, pod_uid)),
@@ -57,7 +58,7 @@ def _registrar_names(driver: str, pod_uid: str | None) -> tuple[str, ...]:
 def _dra_names(pod_uid: str | None) -> tuple[str, ...]:
     if pod_uid is None:
         return ("dra.sock",)
-    # With the longest driver name, the last one fits into the default plugins directory.
+    # Even for the longest driver name, the last candidate fits into the default plugins directory.
     return (f"dra-{pod_uid}.sock", f"dra-{_digest(pod_uid, 8)}.sock", f"dra-{_digest(pod_uid, 6)}.sock")
 
 
@@ -77,7 +78,8 @@ def _first_that_fits(directory: Path, names: tuple[str, ...]) -> Path:
 
 
 def hidden_path(path: Path) -> Path:
-    """The path at which a socket is bound before it gets its name; the kubelet ignores names that start with a dot.
+    """Returns the path at which a socket is bound before it is renamed; the kubelet ignores names that start
+    with a dot.
 
     It is never longer than the final name; the shortest final name is `dra.sock`.
     """
@@ -94,9 +96,9 @@ def ensure_registry_dir(directory: Path) -> None:
 
 
 def ensure_plugin_dir(directory: Path) -> None:
-    """Creates our own directory, for root only, unless it exists.
+    """Creates our own directory, accessible only to root, unless it exists.
 
-    Raises: StateError if it cannot be created or something else is at the path.
+    Raises: StateError if it cannot be created or the path is not a directory.
     """
     try:
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
@@ -108,7 +110,7 @@ def ensure_plugin_dir(directory: Path) -> None:
 
 
 def ensure_free(path: Path) -> None:
-    """Checks that a socket may be bound at `path`: nothing is there, or a dead socket.
+    """Checks that a socket can be bound at `path`: the path is free, or holds a dead socket.
 
     Raises: StateError for a file that is not a socket, and for a socket on which a process still listens.
     """
@@ -132,7 +134,7 @@ def ensure_free(path: Path) -> None:
 
 
 def listening(path: Path) -> bool:
-    """Whether the socket accepts a connection, or would if its queue were not full."""
+    """Whether a process listens on the socket; a full connection queue counts as listening."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
         probe.settimeout(_PROBE_TIMEOUT_S)
         try:
@@ -140,12 +142,12 @@ def listening(path: Path) -> bool:
         except (ConnectionRefusedError, FileNotFoundError):
             return False
         except OSError:
-            return True  # a full queue, no permission, another kind of socket: a process owns it
+            return True  # queue full, no permission, or another socket type: a process owns it
     return True
 
 
 def identity(path: Path) -> tuple[int, int, int] | None:
-    """A value that differs for a later socket file at the same path; None if there is no file."""
+    """Returns a value that changes when the socket file at the path is replaced; None if there is no file."""
     try:
         found = path.lstat()
     except OSError:

@@ -1,4 +1,4 @@
-"""The cards of the node as discovery shows them: what the kernel says, with what this plugin has done."""
+"""The node's PCI cards as discovery shows them: the kernel's view, combined with what this plugin did."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class KnownCards:
-    """The selected cards, and those that this plugin has bound, whatever is selected now.
+    """The selected cards, and all cards that this plugin has bound, even if they are no longer selected.
 
-    `selected` is None where passthrough is off. If the ledger of a card cannot be read, the records of
-    this boot are used.
+    `selected` is None if passthrough is off. If the ledger of a card cannot be read, its claim records of
+    this boot are used instead.
     """
 
     cards: VfioCards
@@ -32,7 +32,7 @@ class KnownCards:
     selected: Callable[[Gpu], bool] | None
 
     def read(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
-        """The cards in bus order; `gpus` are those that NVML shows. Raises: StateError."""
+        """Returns the cards in bus order; `gpus` are the GPUs that NVML lists. Raises: StateError."""
         ours = self.owned()
         names = {one.pci_bus_id: one.product_name for one in self.ledger.details(OwnedCard)} if ours else {}
         shown = {gpu.pci_bus_id: gpu for gpu in gpus}
@@ -44,8 +44,11 @@ class KnownCards:
         )
 
     def owned(self) -> dict[str, str]:
-        """The UUIDs of the GPUs whose cards this plugin has bound in this boot, or is about to, by bus ID. Raises:
-        StateError."""
+        """Returns the GPU UUIDs, by bus ID, of the cards that this plugin bound in this boot or is about to
+        bind.
+
+        Raises: StateError.
+        """
         ours = {one.pci_bus_id: one.gpu_uuid for one in self.ledger.details(OwnedCard)}
         if unreadable := self.ledger.unreadable():
             steps = bindings(self.ledger.known_records(), self.ledger.boot_id)
@@ -65,7 +68,7 @@ class KnownCards:
 class Passthrough:
     """The GPUs for virtual machines, as discovery, health and readiness see them.
 
-    It exists also if passthrough is switched off, because earlier claims may still have to be undone; then it reads
+    Also used if passthrough is switched off, because earlier claims may still need cleanup. It then reads
     nothing on a node whose ledgers have no card.
     """
 
@@ -76,13 +79,15 @@ class Passthrough:
         self._cards: tuple[Card, ...] = ()
 
     def open(self) -> None:
-        """Look in the ledger, after it was opened, whether there is anything to do. Raises: StateError."""
+        """Checks whether passthrough has any work. Call it after the ledger is open. Raises: StateError."""
         ledger = self._known.ledger
         self._is_on = self._is_wanted or bool(ledger.details(OwnedCard)) or bool(ledger.unreadable())
 
     def cards(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
-        """The node's cards; `gpus` are those that NVML shows. Logs which of them no virtual machine can get, once and
-        after each change. Raises: StateError."""
+        """Returns the node's cards; `gpus` are the GPUs that NVML lists.
+
+        Logs which cards no virtual machine can get, once and after each change. Raises: StateError.
+        """
         if not self._is_on:
             return ()
         before, self._cards = self._cards, self._known.read(gpus)
@@ -92,22 +97,28 @@ class Passthrough:
         return self._cards
 
     def problems(self) -> Sequence[NodeProblem]:
-        """That no virtual machine can get any of the node's GPUs, although passthrough is on."""
+        """Reports a problem if passthrough is on but none of the node's GPUs can be given to a virtual
+        machine.
+        """
         text = unavailable(self._cards) if self._is_wanted else None
         return [] if text is None else [NodeProblem("passthrough-unavailable", text)]
 
     def taken(self) -> frozenset[str]:
-        """The UUIDs of the GPUs that this plugin has bound to vfio, or is about to: NVML need not have them. Empty
-        while the ledger cannot be read."""
+        """The UUIDs of the GPUs that this plugin has bound to vfio or is about to bind, so NVML may not list
+        them.
+
+        Empty if the ledger cannot be read.
+        """
         with suppress(StateError):
             return frozenset(self._known.owned().values()) if self._is_on else frozenset()
         return frozenset()
 
 
 def _known(card: Card, ours: dict[str, str], gpu: Gpu | None, name: str | None) -> Card:
-    """With NVML's UUID where NVML has the GPU, else with that of the ledger, and with the `name` from there.
+    """Completes the kernel's card with its UUID, from NVML if possible and else from the ledger, its name and
+    its owner.
 
-    One of ours that no driver has at the moment is on its way, and counts as bound: its claim asks for it meanwhile.
+    A card of ours without a driver is being rebound; treat it as bound.
     """
     uuid, is_ours = gpu.uuid if gpu is not None else ours.get(card.bus_id, card.gpu_uuid), card.bus_id in ours
     driver = card.vfio_driver if is_ours and card.driver is None else card.driver
@@ -116,14 +127,16 @@ def _known(card: Card, ours: dict[str, str], gpu: Gpu | None, name: str | None) 
 
 
 def refused(cards: Sequence[Card]) -> Mapping[str, str]:
-    """The reason of each card that is not offered, by bus ID."""
+    """Returns why cards are not published, by bus ID."""
     return {card.bus_id: card.problem for card in cards if card.problem is not None}
 
 
 def unavailable(cards: Sequence[Card]) -> str | None:
-    """One sentence if there are cards and none is offered; equal reasons are named once.
+    """Returns one sentence if there are cards but none can be published; cards with the same reason are
+    grouped.
 
-    For example `no GPU of this node can be given to a virtual machine: 0000:1b:00.0, 0000:1c:00.0: <reason>; <remedy>`.
+    For example `no GPU of this node can be given to a virtual machine: 0000:1b:00.0, 0000:1c:00.0: <reason>;
+    <remedy>`.
     """
     reasons = refused(cards)
     if not cards or len(reasons) < len(cards):

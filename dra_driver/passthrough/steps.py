@@ -1,18 +1,18 @@
-"""The step that gives a card to a virtual machine, with its undo. The lane of the GPU runs both, and nothing else
-changes the card.
+"""The step that gives a card to a virtual machine, with its undo. The GPU's lane runs both, and only this
+module changes the card's driver.
 
-    with NVIDIA's driver ──detail──▶ persistence off ──▶ NVML closed ──▶ no driver ──▶ with vfio, NVML open again
-          ▲                                                                               │
-          └── detail removed ◀── persistence as it was ◀── with its drivers ◀── no VM has it ──┘
+    NVIDIA's driver ──detail──▶ persistence off ──▶ NVML closed ──▶ no driver ──▶ vfio driver, NVML open
+          ▲                                                                             │
+          └── detail removed ◀── persistence restored ◀── drivers restored ◀── no VM uses it ──┘
 
-| A crash … | leaves | and then |
+| A crash … | leaves | then |
 |---|---|---|
-| before the detail is written | the entry of the step | the kubelet asks again, or the undo finds nothing to do |
-| anywhere after it | the detail too | the step or its undo goes on from sysfs |
-| after the last write of the undo | the detail | the undo finds nothing to do and removes it |
+| before the detail is written | the record's step | the kubelet retries, or the undo finds nothing to do |
+| after the detail is written | also the detail | the step or its undo continues from the state in sysfs |
+| after the last write of the undo | the detail | the undo finds nothing to do and removes the detail |
 
-A step that fails is undone at once, so no card is left without a driver. A write to the kernel that blocks keeps the
-lane and nothing else: NVML is opened again for the other GPUs, and when the write has ended, what was done is undone.
+A failed step is undone at once, so no card is left without a driver. A write to the kernel that blocks keeps
+only the lane busy: NVML is reopened for the other GPUs, and the step is undone when the write has returned.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ _log = structlog.get_logger(__name__)
 
 _MODULE_S = 10.0
 _NVML_S = 15.0
-"""How long a bind waits until other operations of NVML have ended."""
+"""How long a bind waits for other NVML operations to end."""
 _WRITE_S = 15.0
-"""How long the kernel may take for one write. It waits in there for whoever has the card open."""
-_LET_GO_S, _LOOK_S = 2.0, 0.05
+"""Limit for one write. The kernel blocks the write until every program has closed the card."""
+_RELEASE_S, _CHECK_EVERY_S = 2.0, 0.05
 _STUCK_FIRST_S, _STUCK_MOST_S = 5.0, 60.0
 _NODE_S = 3.0
 _UNDO_S = 40.0
 _RESCAN_S = 10.0
 _TOGETHER_S = 3.0
-"""How long the binds of one claim wait for each other, so that NVML is closed once for all of them."""
+"""How long the binds of one claim wait for each other, so that NVML is closed only once for all of them."""
 
 
 @dataclass(eq=False)
-class _Meeting:
-    """The binds of one claim by one plan: why some `failed`, and how many have `ended`."""
+class _Rendezvous:
+    """Synchronises the binds of one claim: errors in `failed`, and the number of binds that have `ended`."""
 
     plan: Plan
     barrier: threading.Barrier
@@ -78,11 +78,12 @@ class _Meeting:
 
 @dataclass(eq=False)
 class VfioSteps:
-    """Does and undoes `BindVfio`. Neither runs within an operation of NVML.
+    """Does and undoes `BindVfio`. Neither runs within an NVML operation.
 
-    Within `pause` NVML is closed in every process of ours; its arguments are what is done during the pause, for people,
-    and what returns how many seconds it may wait for calls of NVML. `rescan` has discovery look again, and waits so
-    many seconds for that, None: not at all. `detached` says why NVML is kept closed, None if it is not.
+    While `pause` is entered, NVML is closed in every process of the plugin; its arguments are a description
+    for logs and errors, and a function that returns how many seconds to wait for running NVML calls. `rescan`
+    starts a new discovery and waits that many seconds for it, or not at all for None. `detached` returns why
+    NVML must stay closed, None if it need not.
     """
 
     cards: VfioCards
@@ -95,51 +96,56 @@ class VfioSteps:
     lanes: Lanes
 
     def __post_init__(self) -> None:
-        self._meetings: dict[str, _Meeting] = {}  # by claim UID
+        self._rendezvous_by_claim: dict[str, _Rendezvous] = {}
         self._guard = threading.Lock()
 
     def do(self, step: BindVfio, plan: Plan) -> None:
-        """Have the card with its vfio driver. What fails is undone at once. Raises: ClaimRefusedError, DeviceBusyError
-        that names who has the card, RetryableError, StateError."""
+        """Binds the card to its vfio driver. A failed bind is undone at once.
+
+        Raises: ClaimRefusedError, DeviceBusyError that names the users of the card, RetryableError,
+        StateError.
+        """
         try:
-            with self._meeting(plan) as met:
-                self._bind(step, plan, met)
+            with self._rendezvous(plan) as wait_for_others:
+                self._bind(step, plan, wait_for_others)
         except Exception as error:
-            is_clean = self._take_back(step)
+            is_clean = self._roll_back(step)
             if isinstance(error, DraDriverError):
                 error.has_no_effect = is_clean
             raise
 
     def undo(self, step: BindVfio, record: ClaimRecord) -> None:
-        """Have the card with the drivers that it had. Raises: DeviceBusyError that names the virtual machine that has
-        it; RetryableError, StateError."""
+        """Restores the drivers that the card had before.
+
+        Raises: DeviceBusyError that names the virtual machine that uses the card; RetryableError, StateError.
+        """
         with self._guard:
-            self._meetings.pop(record.ref.uid, None)
+            self._rendezvous_by_claim.pop(record.ref.uid, None)
         with until(time.monotonic() + _UNDO_S):
             self._return(step)
 
     def in_place(self, step: BindVfio, record: ClaimRecord) -> bool:
-        """Whether a vfio driver has the GPU."""
+        """Whether the GPU has a vfio driver."""
         card = self.cards.card(step.pci_bus_id)
         return card is not None and card.driver in _vfio(step, card)
 
     # --- to vfio -------------------------------------------------------------------------------
 
-    def _bind(self, step: BindVfio, plan: Plan, met: Callable[[], None]) -> None:
+    def _bind(self, step: BindVfio, plan: Plan, wait_for_others: Callable[[], None]) -> None:
         card = self._card(step)
         now = self._drivers(card)
         if are_bound(now, _vfio(step, card)):
-            return  # where the ledger has nothing, an administrator did it since the claim was planned
+            return  # without a ledger entry: an administrator bound it after the claim was planned
         self._refuse(step, card)
         driver = self.cards.ready_driver(step.pci_bus_id, seconds_for("load a module", _MODULE_S))
         if not (card.has_iommufd and _prefers_iommufd(step, plan)):
             self.cards.ready_container(seconds_for("load a module", _MODULE_S))
-        self._made_ready(step, now)
-        met()
+        self._prepare_card(step, now)
+        wait_for_others()
         with self._paused(step):
             self._refuse_programs(step)
             stuck = self._make(to_vfio(self._drivers(card), card.bus_id, driver))
-        self._end_of(stuck, step)
+        self._wait_for_write(stuck, step)
         self.cards.verify(card, driver, seconds_for(f"see GPU {step.gpu_uuid} under vfio", _NODE_S))
         _log.info(
             "card_bound",
@@ -151,7 +157,11 @@ class VfioSteps:
         self.rescan(None)
 
     def _refuse(self, step: BindVfio, card: Card) -> None:
-        """Raises: ClaimRefusedError, RetryableError, also where a write would wait for a virtual machine."""
+        """Refuses a card that cannot be bound, and one whose kernel write would block because a virtual
+        machine uses it.
+
+        Raises: ClaimRefusedError, RetryableError.
+        """
         if card.problem is not None:
             raise ClaimRefusedError(
                 f"GPU {step.gpu_uuid} ({card.bus_id}) cannot be given to a virtual machine: {card.problem}"
@@ -175,18 +185,21 @@ class VfioSteps:
         if reason is not None:
             raise NvmlUnavailableError(reason)
 
-    def _made_ready(self, step: BindVfio, now: Mapping[str, str | None]) -> None:
-        """Write what the card has now and leave the persistence mode, if NVML has the GPU still. Raises:
-        DeviceBusyError; RetryableError if other programs have the GPU open: NVML need not be closed to see that."""
+    def _prepare_card(self, step: BindVfio, now: Mapping[str, str | None]) -> None:
+        """Records the current drivers and turns persistence mode off, if NVML still lists the GPU.
+
+        Raises: DeviceBusyError; RetryableError if other programs have the GPU open, which is checked without
+        closing NVML.
+        """
         session, is_in_nvml = self.nvml.session, now[step.pci_bus_id] == NVIDIA
-        with session.operation(waits_for_nvml) if is_in_nvml else nullcontext():
+        with session.operation(nvml_wait_s) if is_in_nvml else nullcontext():
             if is_in_nvml:
                 _refuse_users(step, self.nvml.processes(step.gpu_uuid).values())
                 if others := self.cards.gpu_users(step.pci_bus_id, others_only=True):
                     raise RetryableError(_in_use(step, others))
             before = self._before(step)
             if before is None:
-                # A GPU without a driver is one whose detail was lost half-way.
+                # A GPU without a driver lost its detail during an earlier move.
                 had = {**now, step.pci_bus_id: now[step.pci_bus_id] or NVIDIA}
                 before = OwnedCard(
                     step.gpu_uuid,
@@ -207,17 +220,23 @@ class VfioSteps:
         return next(iter(self.ledger.details(OwnedCard, step.gpu_uuid)), None)
 
     def _override_before(self, bus_id: str, driver: str | None) -> str | None:
-        """The override of an administrator. One to vfio without effect is ours, of a ledger that was lost half-way."""
+        """Returns the administrator's driver override.
+
+        A vfio override that is not in effect is ours, from a ledger that was lost during a move.
+        """
         override = self.cards.overridden_by(bus_id)
         return None if override is not None and is_vfio(override) and override != driver else override
 
     def _refuse_programs(self, step: BindVfio) -> None:
-        """Raises: RetryableError if programs still have the GPU open a moment after NVML was closed and persistence
-        mode left, or if that is not known. The call does not wait for them: each look closes NVML for all GPUs, and a
-        monitor never ends."""
-        end = time.monotonic() + seconds_for("see who has the GPU open", _LET_GO_S)
+        """Raises RetryableError if programs still have the GPU open shortly after NVML was closed and
+        persistence mode turned off, or if this is unknown.
+
+        It does not wait longer: while it waits NVML is closed for all GPUs, and a monitoring program never
+        exits.
+        """
+        end = time.monotonic() + seconds_for("see who has the GPU open", _RELEASE_S)
         while (users := self.cards.gpu_users(step.pci_bus_id)) and time.monotonic() < end:
-            time.sleep(_LOOK_S)
+            time.sleep(_CHECK_EVERY_S)
         if users is None:
             raise RetryableError(
                 f"which programs have GPU {step.gpu_uuid} ({step.pci_bus_id}) open cannot be told, because the NVIDIA "
@@ -227,37 +246,40 @@ class VfioSteps:
             raise RetryableError(_in_use(step, users))
 
     @contextmanager
-    def _meeting(self, plan: Plan) -> Iterator[Callable[[], None]]:
-        """What it yields waits for the other binds of the claim, unless one of them takes too long. Raises:
-        RetryableError, as the error of one that has failed: to bind the others would close NVML for nothing."""
+    def _rendezvous(self, plan: Plan) -> Iterator[Callable[[], None]]:
+        """Yields a function that waits for the other binds of the claim, up to a limit.
+
+        The function raises RetryableError with the error of a failed bind, because binding the others would
+        close NVML for nothing.
+        """
         uid, count = plan.claim.ref.uid, sum(isinstance(step, BindVfio) for step in plan.steps)
         with self._guard:
-            if uid not in self._meetings or self._meetings[uid].plan is not plan:
-                self._meetings[uid] = _Meeting(plan, threading.Barrier(count))
-            one = self._meetings[uid]
+            if uid not in self._rendezvous_by_claim or self._rendezvous_by_claim[uid].plan is not plan:
+                self._rendezvous_by_claim[uid] = _Rendezvous(plan, threading.Barrier(count))
+            meeting = self._rendezvous_by_claim[uid]
 
-        def met() -> None:
+        def wait_for_others() -> None:
             with suppress(threading.BrokenBarrierError):
-                one.barrier.wait(_TOGETHER_S)
-            if one.failed:
-                raise RetryableError(one.failed[0])
+                meeting.barrier.wait(_TOGETHER_S)
+            if meeting.failed:
+                raise RetryableError(meeting.failed[0])
 
         try:
-            yield met
+            yield wait_for_others
         except DraDriverError as error:
-            one.failed.append(str(error))
+            meeting.failed.append(str(error))
             raise
         finally:
-            one.barrier.abort()
+            meeting.barrier.abort()
             with self._guard:
-                one.ended += 1
-                if one.ended >= count and self._meetings.get(uid) is one:
-                    del self._meetings[uid]
+                meeting.ended += 1
+                if meeting.ended >= count and self._rendezvous_by_claim.get(uid) is meeting:
+                    del self._rendezvous_by_claim[uid]
 
     # --- back ----------------------------------------------------------------------------------
 
-    def _take_back(self, step: BindVfio) -> bool:
-        """Undo what a failed bind has done; whether that is nothing now."""
+    def _roll_back(self, step: BindVfio) -> bool:
+        """Undoes what a failed bind did. Returns whether nothing is left of it."""
         try:
             with until(time.monotonic() + _UNDO_S):
                 self._return(step)
@@ -271,7 +293,7 @@ class VfioSteps:
         if entry is None and step.gpu_uuid not in self.ledger.unreadable():
             return
         card = self.cards.card(step.pci_bus_id)
-        if card is None:  # it was pulled out; what comes in its place, the kernel binds anew
+        if card is None:  # the card was removed; the kernel binds a driver to its replacement
             self._forget(entry)
             return
         vfio, before = _vfio(step, card), dict[str, str | None]({step.pci_bus_id: NVIDIA})
@@ -285,7 +307,7 @@ class VfioSteps:
             self.cards.overridden_by(bus_id) != overrides.get(bus_id) for bus_id in now
         ):
             self._refuse_return(step, card, before[step.pci_bus_id])
-            self._make_back(moves, step)
+            self._restore_drivers(moves, step)
             if self.cards.bound_driver(step.pci_bus_id) != before[step.pci_bus_id]:
                 raise RetryableError(
                     f"GPU {step.gpu_uuid} ({card.bus_id}) has left vfio, and {before[step.pci_bus_id]} does not take "
@@ -299,7 +321,7 @@ class VfioSteps:
             _log.info("card_returned", device=step.device, gpu_uuid=step.gpu_uuid)
         self.rescan(seconds_for("look at the card", _RESCAN_S))
         if entry is not None and entry.persistence:
-            with suppress(NotSupportedError):  # by another NVIDIA driver than before
+            with suppress(NotSupportedError):  # the NVIDIA driver was replaced in between
                 self.persistence.set(step.gpu_uuid, step.pci_bus_id, on=True)
         self._forget(entry)
         self.rescan(None)
@@ -309,7 +331,7 @@ class VfioSteps:
             self.ledger.remove(entry)
 
     def _refuse_return(self, step: BindVfio, card: Card, driver: str | None) -> None:
-        """Raises: DeviceBusyError, RetryableError. A card under vfio is left alone while somebody may have it."""
+        """Refuses to move a card that a virtual machine may use. Raises: DeviceBusyError, RetryableError."""
         self._refuse_detached()
         if driver is not None and not self.cards.has_driver(driver):
             raise NvmlUnavailableError(
@@ -323,19 +345,21 @@ class VfioSteps:
             )
         _refuse_users(step, users)
 
-    def _make_back(self, moves: Sequence[Move], step: BindVfio) -> None:
-        """Make the moves, all of them: what accompanies a GPU must not keep it. Where a driver does not take its
-        function back, the kernel chooses."""
+    def _restore_drivers(self, moves: Sequence[Move], step: BindVfio) -> None:
+        """Makes all moves, even if one fails: functions next to the GPU must not keep it bound.
+
+        If a driver does not accept its function, the kernel chooses another.
+        """
         for move in moves:
             try:
-                self._end_of(self._make([move]), step)
+                self._wait_for_write(self._make([move]), step)
             except RetryableError as error:
                 _log.warning("function_not_moved", bus_id=move.bus_id, reason=str(error))
                 if move.action == "unbind" and move.bus_id == step.pci_bus_id:
                     raise
                 if move.action == "bind":
                     with suppress(RetryableError):
-                        self._end_of(self._make([Move("probe", move.bus_id)]), step)
+                        self._wait_for_write(self._make([Move("probe", move.bus_id)]), step)
 
     # --- both ----------------------------------------------------------------------------------
 
@@ -349,8 +373,11 @@ class VfioSteps:
         return {bus_id: self.cards.bound_driver(bus_id) for bus_id in card.functions}
 
     def _make(self, moves: Iterable[Move]) -> NotAnsweredError | None:
-        """Make the moves one after the other; the error of one that blocks, and no other follows it. Raises:
-        RetryableError."""
+        """Makes the moves in order. Returns the error of a move that blocks, without making the moves after
+        it.
+
+        Raises: RetryableError.
+        """
         with only_writes():
             return self._made(moves)
 
@@ -371,11 +398,12 @@ class VfioSteps:
                 return error
         return None
 
-    def _end_of(self, stuck: NotAnsweredError | None, step: BindVfio) -> None:
-        """Wait until a write that blocks has ended, however long it takes: meanwhile nobody else may touch the card.
+    def _wait_for_write(self, stuck: NotAnsweredError | None, step: BindVfio) -> None:
+        """Waits until a blocked write has returned, however long it takes, because nothing else may touch the
+        card until then. Then raises its error.
 
-        NVML is open again, and may itself be what the kernel waits for, at last if something else was it before. So it
-        is closed for a moment now and then, at a time when no other process has the GPU open. Raises: the error.
+        NVML is open again, and the kernel may be waiting for NVML itself. So NVML is closed briefly from time
+        to time, when no other process has the GPU open.
         """
         if stuck is None:
             return
@@ -386,15 +414,17 @@ class VfioSteps:
                     continue
                 with suppress(DraDriverError), until(time.monotonic() + _NVML_S), self._paused(step):
                     if not self.cards.gpu_users(step.pci_bus_id):
-                        wait([stuck.answer], _LET_GO_S)
+                        wait([stuck.answer], _RELEASE_S)
         raise stuck
 
     def _paused(self, step: BindVfio) -> AbstractContextManager[None]:
-        return self.pause(f"changes the kernel driver of GPU {step.gpu_uuid}", waits_for_nvml)
+        return self.pause(f"changes the kernel driver of GPU {step.gpu_uuid}", nvml_wait_s)
 
 
-def waits_for_nvml() -> float:
-    """How many seconds an operation waits for NVML. Raises: RetryableError where the call has no time left."""
+def nvml_wait_s() -> float:
+    """Returns how many seconds an operation waits for NVML. Raises: RetryableError if the call has no time
+    left.
+    """
     return seconds_for("wait for NVML", _NVML_S)
 
 
@@ -403,7 +433,9 @@ def _prefers_iommufd(step: BindVfio, plan: Plan) -> bool:
 
 
 def _vfio(step: BindVfio, card: Card) -> tuple[str, ...]:
-    """The drivers that count as vfio: before its module is loaded, the name of one may not be known."""
+    """Returns all drivers that count as vfio: the name of a card's own driver may be unknown before its
+    module is loaded.
+    """
     return (step.vfio_driver, card.vfio_driver, VFIO_PCI)
 
 

@@ -52,7 +52,7 @@ def method_path(module: ModuleType, service: str, method: str) -> str:
     return f"/{module.DESCRIPTOR.services_by_name[service].full_name}/{method}"
 
 
-def ask(
+def call_method(
     channel: Any, path: str, request: Any, response: Any, timeout_s: float, *, wait_for_ready: bool = False
 ) -> Any:
     """Raises: KubeletError with the status and the text of the driver."""
@@ -67,7 +67,9 @@ def ask(
 
 def registration_call(channel: Any, method: str, request: Any, response: Any, timeout_s: float) -> Any:
     """One call of the registration service."""
-    return ask(channel, method_path(registration, "Registration", method), request, response, timeout_s)
+    return call_method(
+        channel, method_path(registration, "Registration", method), request, response, timeout_s
+    )
 
 
 class Instance:
@@ -111,7 +113,7 @@ class Instance:
         api = DRA_APIS[self.version]
         path = method_path(api, "DRAPlugin", method)
         response = getattr(api, f"{method}Response")
-        return ask(self._channel, path, request, response, timeout_s, wait_for_ready=True)
+        return call_method(self._channel, path, request, response, timeout_s, wait_for_ready=True)
 
     def close(self) -> None:
         with self._lock:

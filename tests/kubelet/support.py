@@ -120,7 +120,7 @@ def channel(path: Path | str, *options: tuple[str, object]) -> Iterator[grpc.Cha
         yield opened
 
 
-def ask(path: Path | str, method: str, request, response, *, timeout=10.0, options=()):
+def call_method(path: Path | str, method: str, request, response, *, timeout=10.0, options=()):
     with channel(path, *options) as opened:
         call = opened.unary_unary(method, type(request).SerializeToString, response.FromString)
         return call(request, timeout=timeout)
@@ -128,27 +128,29 @@ def ask(path: Path | str, method: str, request, response, *, timeout=10.0, optio
 
 def get_info(path: Path, **options) -> registration_pb2.PluginInfo:
     info = registration_pb2.PluginInfo
-    return ask(path, REGISTRATION + "GetInfo", registration_pb2.InfoRequest(), info, **options)
+    return call_method(path, REGISTRATION + "GetInfo", registration_pb2.InfoRequest(), info, **options)
 
 
 def notify(path: Path, registered: bool, error: str = "") -> None:
     request = registration_pb2.RegistrationStatus(plugin_registered=registered, error=error)
     response = registration_pb2.RegistrationStatusResponse
-    ask(path, REGISTRATION + "NotifyRegistrationStatus", request, response)
+    call_method(path, REGISTRATION + "NotifyRegistrationStatus", request, response)
 
 
 def prepare(path: Path, *claims: ClaimRef, api=dra_v1_pb2, **options):
     wire = [api.Claim(namespace=ref.namespace, name=ref.name, uid=ref.uid) for ref in claims]
     prefix = V1 if api is dra_v1_pb2 else V1BETA1
     request = api.NodePrepareResourcesRequest(claims=wire)
-    return ask(path, prefix + "NodePrepareResources", request, api.NodePrepareResourcesResponse, **options)
+    return call_method(
+        path, prefix + "NodePrepareResources", request, api.NodePrepareResourcesResponse, **options
+    )
 
 
 def unprepare(path: Path, *claims: ClaimRef, api=dra_v1_pb2, **options):
     wire = [api.Claim(namespace=ref.namespace, name=ref.name, uid=ref.uid) for ref in claims]
     prefix = V1 if api is dra_v1_pb2 else V1BETA1
     request = api.NodeUnprepareResourcesRequest(claims=wire)
-    return ask(
+    return call_method(
         path, prefix + "NodeUnprepareResources", request, api.NodeUnprepareResourcesResponse, **options
     )
 

@@ -17,7 +17,7 @@ from tests.kubelet.support import (
     V1,
     FakeClaims,
     Gate,
-    ask,
+    call_method,
     channel,
     claim,
     device,
@@ -226,7 +226,7 @@ def test_odd_authority_is_accepted(dra, authority):
 
 def test_unknown_method_is_unimplemented(dra):
     with pytest.raises(grpc.RpcError) as caught:
-        ask(dra, V1 + "NodeDance", dra_v1_pb2.Claim(), dra_v1_pb2.Claim)
+        call_method(dra, V1 + "NodeDance", dra_v1_pb2.Claim(), dra_v1_pb2.Claim)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

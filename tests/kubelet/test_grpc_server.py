@@ -16,7 +16,7 @@ from dra_driver.kubelet.grpc_server import (
     GrpcServer,
     RpcError,
     SocketServer,
-    ask,
+    call_method,
     streaming,
     unary,
 )
@@ -49,8 +49,8 @@ def named(name):
     return pb.PluginInfo(name=name)
 
 
-def asked(path, name="x", *, within_s=20.0):
-    return ask(path, PATH, named(name), pb.PluginInfo, within_s).name
+def asked(path, name="x", *, timeout_s=20.0):
+    return call_method(path, PATH, named(name), pb.PluginInfo, timeout_s).name
 
 
 def method_of(opened):
@@ -268,7 +268,7 @@ def test_the_server_goes_on_when_no_thread_can_be_started(short_dir, quiet_logs,
     with served(short_dir, echo) as server:
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", refuse)
-            code, _ = code_of(asked, server.path, within_s=0.3)
+            code, _ = code_of(asked, server.path, timeout_s=0.3)
             assert code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert asked(server.path) == "x"
     assert [line["threads"] for line in quiet_logs if line["event"] == "worker_not_started"] == [0]
@@ -357,4 +357,4 @@ def test_asking_says_what_is_wrong_when_no_grpc_server_answers(short_dir, respon
         bound.bind(str(path))
         bound.listen()
         threading.Thread(target=respond, args=(bound,), daemon=True).start()
-    assert code_of(asked, path, within_s=0.5)[0] is code
+    assert code_of(asked, path, timeout_s=0.5)[0] is code

@@ -10,7 +10,7 @@ from dra_driver.kubelet import grpc_server
 from dra_driver.kubelet.liveness import DIAL_TIMEOUT_S, HealthServer, Liveness, dial
 from dra_driver.kubelet.pb import dra_health_v1_pb2, dra_health_v1alpha1_pb2
 from tests.fakes.waiting import eventually
-from tests.kubelet.support import FakeClaims, Gate, ask, channel, claim, prepare
+from tests.kubelet.support import FakeClaims, Gate, call_method, channel, claim, prepare
 
 Status = pb.HealthCheckResponse.ServingStatus
 HEALTH = "/grpc.health.v1.Health/"
@@ -20,7 +20,7 @@ SERVICES = ("", "liveness", "startup", "readiness")
 
 def check(port, service=""):
     request = pb.HealthCheckRequest(service=service)
-    return ask(f"127.0.0.1:{port}", HEALTH + "Check", request, pb.HealthCheckResponse).status
+    return call_method(f"127.0.0.1:{port}", HEALTH + "Check", request, pb.HealthCheckResponse).status
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from dra_driver.kubelet.dra import MAX_CLAIMS
 from dra_driver.kubelet.liveness import dial
 from dra_driver.kubelet.pb import dra_v1_pb2
 from tests.fakes.waiting import eventually
-from tests.kubelet.support import V1, FakeClaims, Gate, ask, channel, claim, prepare, unprepare
+from tests.kubelet.support import V1, FakeClaims, Gate, call_method, channel, claim, prepare, unprepare
 
 
 def test_a_call_with_too_many_claims_is_refused_as_a_whole_and_the_next_call_works(node):
@@ -67,7 +67,7 @@ def test_the_health_port_queues_no_more_than_its_limit(node, monkeypatch):
 
     def check():
         address = f"127.0.0.1:{plugin.health_port}"
-        return ask(address, "/grpc.health.v1.Health/Check", request, health_pb2.HealthCheckResponse)
+        return call_method(address, "/grpc.health.v1.Health/Check", request, health_pb2.HealthCheckResponse)
 
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(check) for _ in range(2)]
@@ -89,7 +89,7 @@ def test_the_health_port_takes_no_more_bytes_than_a_name_has(node, quiet_logs):
     def code(service):
         request = health_pb2.HealthCheckRequest(service=service)
         with pytest.raises(grpc.RpcError) as caught:
-            ask(address, method, request, health_pb2.HealthCheckResponse)
+            call_method(address, method, request, health_pb2.HealthCheckResponse)
         return caught.value.code()
 
     assert code("x" * 100) is grpc.StatusCode.NOT_FOUND

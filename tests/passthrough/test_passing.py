@@ -333,13 +333,13 @@ def test_nvml_is_closed_again_after_a_write_hung_for_another_reason(
     node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then NVML, which was opened again meanwhile, is the last that the kernel waits for."""
-    for name, value in {"_STUCK_FIRST_S": 0.01, "_STUCK_MOST_S": 0.05, "_LET_GO_S": 0.05}.items():
+    for name, value in {"_STUCK_FIRST_S": 0.01, "_STUCK_MOST_S": 0.05, "_RELEASE_S": 0.05}.items():
         monkeypatch.setattr(f"dra_driver.passthrough.steps.{name}", value)
     before = site.simulated.session.pauses
     site.machine.set_fault("unbind", code="hang", gpu=site.card.gpu_uuid)
     refused(in_a_hurry(node, wanted(site)))
     eventually(lambda: site.simulated.session.pauses >= before + 4)
-    monkeypatch.setattr("dra_driver.passthrough.steps._LET_GO_S", 2.0)
+    monkeypatch.setattr("dra_driver.passthrough.steps._RELEASE_S", 2.0)
     site.machine.clear_faults()
     eventually(lambda: not node.lanes.under_way())
     assert node.cleaner.clean_all() == []
@@ -544,4 +544,4 @@ def test_bind_that_fails_leaves_nothing_in_memory(node: KindNode, site: Site) ->
     site.machine.set_fault("unbind", code="ENODEV", gpu=site.card.gpu_uuid)
     for number in range(3):
         refused(node.prepare(wanted(site, f"uid-{number}")))
-    assert node.runner.runners[BindVfio]._meetings == {}
+    assert node.runner.runners[BindVfio]._rendezvous_by_claim == {}

@@ -124,7 +124,7 @@ def answering(tree: RootedTree) -> Mapping[str, JsonObject | None]:
     containerd, is left out."""
     import grpc
 
-    from dra_driver.kubelet.grpc_server import ask
+    from dra_driver.kubelet.grpc_server import call_method
     from dra_driver.kubelet.pb import cri_v1_pb2 as cri
 
     found: dict[str, JsonObject | None] = {}
@@ -132,7 +132,7 @@ def answering(tree: RootedTree) -> Mapping[str, JsonObject | None]:
         socket = None if name in found else tree.file_or_socket(path)
         if socket is not None:
             try:
-                answer = ask(
+                answer = call_method(
                     Path(tree.local(socket)),
                     "/runtime.v1.RuntimeService/Status",
                     cri.StatusRequest(verbose=True),

@@ -1,7 +1,7 @@
-"""In which order the functions of a card change drivers. No I/O.
+"""The order in which the functions of a card change drivers. No I/O.
 
-A group of the IOMMU is usable for a virtual machine only while no other driver has one of its functions. So all are
-taken from their drivers first, then given to vfio. Back, each goes to the driver that it had.
+A virtual machine can use an IOMMU group only if no other driver has any of its functions. So all functions
+are first unbound, then bound to vfio. On return, each function goes to its earlier driver.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ Action = Literal["override", "unbind", "probe", "bind"]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One write to the kernel: `override` says which driver alone may have the function (None: any), `unbind` takes it
-    from its driver, `probe` has the kernel choose one, `bind` gives it to `driver`."""
+    """One write to the kernel.
+
+    `override` sets the only driver that may bind the function (None: any), `unbind` detaches the driver,
+    `probe` lets the kernel choose a driver, `bind` attaches `driver`.
+    """
 
     action: Action
     bus_id: str
@@ -26,13 +29,15 @@ class Move:
 
 
 def are_bound(now: Mapping[str, str | None], vfio_drivers: Collection[str]) -> bool:
-    """Whether one of these drivers has every function; `now` is the driver of each."""
+    """Whether every function has one of these drivers; `now` has the current driver of each."""
     return all(driver in vfio_drivers for driver in now.values())
 
 
 def to_vfio(now: Mapping[str, str | None], gpu: str, vfio_driver: str) -> Sequence[Move]:
-    """What binds the functions to vfio; `now` is the driver of each in bus order. The one with the bus ID `gpu` gets
-    `vfio_driver`; what accompanies it is an ordinary device."""
+    """Returns the moves that bind the functions to vfio; `now` has the current driver of each, in bus order.
+
+    The function with bus ID `gpu` gets `vfio_driver`, the others plain vfio-pci.
+    """
     wanted = {bus_id: vfio_driver if bus_id == gpu else VFIO_PCI for bus_id in now}
     moving = [bus_id for bus_id in now if now[bus_id] != wanted[bus_id]]
     return [
@@ -48,9 +53,11 @@ def back(
     overrides: Mapping[str, str | None],
     vfio_drivers: Collection[str],
 ) -> Sequence[Move]:
-    """What gives the functions back to the drivers that they had `before`, and restores their `overrides`; those that
-    are not in them get what the kernel chooses. An override need not name the driver that the function had, so it comes
-    last."""
+    """Returns the moves that give the functions their drivers in `before` and restore `overrides`.
+
+    For a function that is not in `before` the kernel chooses the driver. Overrides come last, because an
+    override need not name the driver that the function had.
+    """
     moving = [bus_id for bus_id in now if bus_id not in before or now[bus_id] != before[bus_id]]
     taken = [bus_id for bus_id in moving if now[bus_id] in vfio_drivers]
     given = [
