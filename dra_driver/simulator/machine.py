@@ -46,7 +46,7 @@ class Machine:
         # The directory that stands for `/` of the host.
         self.host_root = self._host.root
         self._policies = Policies(self.host_root)
-        self._sessions = Sessions(directory / "sessions")
+        self._sessions = Sessions(self._policies.directory / "sessions")
         self.current: Callable[[], State] = self._store.current
 
     # --- what it is ----------------------------------------------------------------------------
@@ -98,6 +98,9 @@ class Machine:
     def open_session(self, name: str) -> Session:
         """A process initialises NVML, and is a client of every GPU from now on."""
         with self._store.locked():
+            for gpu in self.current().present:
+                if self._policies.take_reset(gpu.uuid):
+                    self.reset_gpu(gpu.uuid)
             return self._sessions.open(name)
 
     def close_session(self, session: Session) -> None:

@@ -7,7 +7,8 @@ The real driver counts a session as a client of every GPU. While one is open, it
 and to switch a MIG mode for anybody else. Here each session is a locked file, so that a process that dies ends its own.
 
 The settings are small files inside the host root, one for each GPU: nvidia-smi, here a shell script, finds them from
-its own path, also after a chroot.
+its own path, also after a chroot. So are the sessions, and the resets that nvidia-smi has done: the machine shows a
+reset to the next session.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _PROCESS = uuid.uuid4().hex[:8]  # process IDs of different PID namespaces may b
 _numbers = itertools.count(1)
 COMPUTE_MODE = "compute-mode"
 TIMESLICE = "timeslice"
+RESET = "reset"
 
 
 class Store:
@@ -163,7 +165,7 @@ class Session:
 
 
 class Sessions:
-    """The files in `<machine>/sessions`, named `<mark of the process>.<process>.<number>.<name>`."""
+    """The files in a directory, named `<mark of the process>.<process>.<number>.<name>`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -209,7 +211,7 @@ class Policies:
         self.directory = host_root / "var/lib/nvidia-simulator"
 
     def prepare(self) -> None:
-        for setting in (COMPUTE_MODE, TIMESLICE):
+        for setting in (COMPUTE_MODE, TIMESLICE, RESET):
             (self.directory / setting).mkdir(parents=True, exist_ok=True)
 
     def get(self, setting: str, uuid: str) -> int:
@@ -228,6 +230,13 @@ class Policies:
         temporary.write_text(f"{value}\n")
         temporary.replace(path)
 
+    def take_reset(self, uuid: str) -> bool:
+        """Whether nvidia-smi has reset the GPU since the last call."""
+        if not self.get(RESET, uuid):
+            return False
+        self.set(RESET, uuid, 0)
+        return True
+
     def forget(self, uuid: str) -> None:
         """Set the defaults of one GPU again."""
         for setting in (COMPUTE_MODE, TIMESLICE):
@@ -235,6 +244,6 @@ class Policies:
 
     def reset(self) -> None:
         """Set the defaults again, as a driver reload or a reboot does."""
-        for setting in (COMPUTE_MODE, TIMESLICE):
+        for setting in (COMPUTE_MODE, TIMESLICE, RESET):
             shutil.rmtree(self.directory / setting, ignore_errors=True)
         self.prepare()

@@ -112,6 +112,29 @@ def test_query(shell, make):
 
 
 @pytest.mark.parametrize("shell", SHELLS)
+def test_reset_is_refused_while_a_program_has_nvml_open_and_seen_by_the_next(shell, make, container):
+    machine = make("dgx-h100")
+    machine.set_recovery_action(2, 1)
+    reset = ("--gpu-reset", "-i", machine.gpu(2).uuid)
+    session = machine.open_session("dcgm")
+    done = run(smi(machine), *reset, shell=shell, check=False)
+    assert done.returncode == 1
+    assert "in use by another client" in done.stdout
+    machine.close_session(session)
+    (smi(machine).parents[2] / "var/lib/nvidia-simulator/sessions/left.1.1.killed").touch()
+    assert run(smi(machine), *reset, shell=shell).stdout == (
+        "GPU 00000000:52:00.0 was successfully reset.\nAll done.\n"
+    )
+    machine.close_session(machine.open_session("dcgm"))
+    assert [(gpu.recovery_action, gpu.resets) for gpu in machine.current().present[1:4]] == [
+        (0, 0), (0, 1), (0, 0)
+    ]  # fmt: skip
+    script, dev = container(machine, "nvidia2")
+    done = run(script, *reset, shell=shell, dev=dev, check=False)
+    assert (done.returncode, "only on the host" in done.stdout) == (4, True)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
 def test_timeslice(shell, make, container):
     machine = make("dgx-h100")
     uuid = machine.gpu(2).uuid

@@ -19,6 +19,7 @@ usage() {
         "    nvidia-smi -L                       list of GPUs and MIG devices" \
         "    nvidia-smi --query-gpu=FIELDS --format=csv[,noheader][,nounits] [-i ID]" \
         "    nvidia-smi [-i ID] -c MODE          DEFAULT, PROHIBITED or EXCLUSIVE_PROCESS" \
+        "    nvidia-smi --gpu-reset [-i ID]      while no other program has a GPU open" \
         "    nvidia-smi compute-policy [-i ID] --set-timeslice N | -l" \
         "    nvidia-smi --version"
 }
@@ -84,6 +85,11 @@ on_gpu() {
             esac
             store timeslice "$2" "$wanted"
             printf 'Successfully set timeslice duration to %s for GPU %s.\n' "$wanted_name" "$4" ;;
+        reset)
+            in_use && fail 1 "GPU $4 could not be reset: in use by another client (${session##*/})." \
+                "End all programs that use the GPUs of this machine, and try again."
+            store reset "$2" 1
+            printf 'GPU %s was successfully reset.\n' "$4" ;;
         list-timeslice)
             policy_value timeslice "$2"; timeslice_name "$value"
             printf 'GPU %s: %s (UUID: %s)\n    Timeslice: %s\n' "$index" "$3" "$2" "$wanted_name" ;;
@@ -101,6 +107,16 @@ on_mig() {
 store() {
     [ -n "$policy" ] || fail 4 "Unable to change $1 for GPU $2: Insufficient Permissions (only on the host)"
     printf '%s\n' "$3" >"$policy/$1/$2" 2>/dev/null || fail 4 "Unable to change $1 for GPU $2: Insufficient Permissions"
+}
+
+# Whether a program has NVML open: it holds the lock of its session.
+in_use() {
+    [ -n "$policy" ] || return 1   # `store` says why
+    for session in "$policy"/sessions/*; do
+        [ -e "$session" ] || continue
+        flock -n "$session" true || return 0
+    done
+    return 1
 }
 
 timeslice_name() {
@@ -189,6 +205,7 @@ while [ $# -gt 0 ]; do
         -l|--list) command=list-timeslice ;;
         --set-timeslice) shift; command=set-timeslice; wanted=${1:-} ;;
         --set-timeslice=*) command=set-timeslice; wanted=${1#*=} ;;
+        -r|--gpu-reset) command=reset ;;
         -c|--compute-mode) shift; command=compute-mode; wanted=${1:-} ;;
         --compute-mode=*) command=compute-mode; wanted=${1#*=} ;;
         --query-gpu=*) command=query; fields=${1#*=} ;;
@@ -227,6 +244,7 @@ case $command in
             *) fail 2 "Invalid compute mode '$wanted'." ;;
         esac
         walk; printf 'All done.\n' ;;
+    reset) walk; printf 'All done.\n' ;;
     table)
         line='+-------------------------------------------------------------------------------------------------------------------+'
         printf '%s\n' "$line"
