@@ -1,49 +1,52 @@
-"""The errors of the plugin, one tree.
+"""The exceptions of the plugin.
 
     DraDriverError
     ├── RetryableError        the same call may succeed later: API server down, device being torn down
-    │   ├── ApiUnavailableError   the API server did not answer, or answered that it cannot answer now
-    │   ├── NvmlUnavailableError  the NVIDIA driver or its NVML library is absent or not ready
-    │   │   ├── DriverGoneError       the kernel driver is not loaded, or its library is not there
-    │   │   └── NvmlDetachedError     NVML is kept closed on purpose (NvmlPausedError: for a moment only)
-    │   ├── NvmlInUseError        NVML cannot be closed or initialised again while a call of it is under way
-    │   ├── DeviceLostError       a GPU does not answer any more
-    │   ├── DeviceBusyError       a process uses a device that would have to be changed
-    │   └── NvmlTransientError    the NVIDIA driver cannot do it now; that passes by itself
-    │       └── NvmlUnknownOutcomeError   it may have done it all the same
+    │   ├── ApiUnavailableError   the API server did not answer, or cannot answer now
+    │   ├── NvmlUnavailableError  the NVIDIA driver or its NVML library is missing or not ready
+    │   │   ├── DriverGoneError       the kernel driver is not loaded, or its library is missing
+    │   │   ├── NvmlLibraryError      the NVML library exists but cannot be loaded
+    │   │   └── NvmlDetachedError     NVML is closed on purpose (NvmlPausedError: for a moment)
+    │   ├── NvmlInUseError        NVML cannot be closed or initialised while a call is in progress
+    │   ├── DeviceLostError       a GPU no longer answers
+    │   ├── DeviceBusyError       a process uses a device that must be changed
+    │   └── NvmlTransientError    the NVIDIA driver cannot do it now, but can later
+    │       └── NvmlUnknownOutcomeError   the action may have taken effect
     ├── PermanentError        a person must change something first: claim, configuration, node
-    │   ├── ClaimRefusedError     this claim cannot be prepared as it stands
-    │   ├── InvalidConfigError    opaque parameters, a flag or the configuration file
-    │   ├── ApiRejectedError      the API server understood and refused (status code in `.status`)
+    │   ├── ClaimsInTheWayError   claims use GPUs that should be released
+    │   ├── ClaimRefusedError     this claim cannot be prepared
+    │   ├── InvalidConfigError    opaque parameters, a flag or the configuration file are wrong
+    │   ├── ApiRejectedError      the API server refused the request (status code in `.status`)
     │   ├── NotSupportedError     this GPU or driver does not have the feature; callers treat that as data
-    │   └── StateError            a record or directory of ours cannot be read or written
-    └── FatalError            the process cannot go on; it stops with this as its cause
+    │   └── StateError            one of the plugin's files or directories cannot be read or written
+    └── FatalError            the process cannot continue; it stops with this as its cause
 
-Every edge (NVML, API server, file system, gRPC) maps foreign errors to these in one place and chains the original. Each
-text is one line and names the action, the object and the remedy.
+Each adapter (NVML, API server, file system, gRPC) maps foreign errors to these in one place and chains the
+original. Each message is one line that names the action, the object and the remedy.
 """
 
 from __future__ import annotations
 
 
 class DraDriverError(Exception):
-    """Base of all errors that this plugin raises on purpose.
+    """Base of all errors that the plugin raises on purpose.
 
-    `has_no_effect` says that the action failed before it reached the tool, daemon or device: nothing is to be undone.
+    `has_no_effect` means that the action failed before it reached the tool, daemon or device, so nothing must
+    be undone.
     """
 
     has_no_effect = False
 
 
 class RetryableError(DraDriverError):
-    """The same call may succeed later, though nobody changes anything."""
+    """The same call may succeed later, without anyone changing anything."""
 
 
 class ApiUnavailableError(RetryableError):
-    """The API server did not answer in time, refused the connection, or asked to come back later.
+    """The API server did not answer in time, refused the connection, or sent Retry-After.
 
-    `is_brief` says that a retry within the same call may succeed: the server is busy, starts, fails, or another one
-    takes over.
+    `is_brief` means that a retry within the same call may succeed: the server is busy, starting, failing, or
+    being replaced.
     """
 
     def __init__(self, message: str, *, retry_after_s: float | None = None, is_brief: bool = False) -> None:
@@ -53,30 +56,30 @@ class ApiUnavailableError(RetryableError):
 
 
 class NvmlUnavailableError(RetryableError):
-    """NVML cannot be loaded or initialised: driver not installed, not loaded, or being replaced."""
+    """NVML cannot be loaded or initialised: the driver is not installed, not loaded, or being replaced."""
 
 
 class DriverGoneError(NvmlUnavailableError):
-    """The NVIDIA driver is not loaded or its library is not there: no GPU instance is left that could be used."""
+    """The NVIDIA driver is not loaded or its library is missing, so no GPU instance can exist."""
 
 
 class NvmlLibraryError(NvmlUnavailableError):
-    """The NVML library is there, but this process cannot load it: another architecture, or a damaged installation."""
+    """The NVML library exists but cannot be loaded: wrong architecture, or a damaged installation."""
 
 
 class NvmlDetachedError(NvmlUnavailableError):
-    """NVML is kept closed on purpose for a while."""
+    """NVML is closed on purpose for a while."""
 
 
 class NvmlPausedError(NvmlDetachedError):
-    """NVML is kept closed for a moment, so that a GPU can be changed."""
+    """NVML is closed for a moment so that a GPU can be changed."""
 
     def __init__(self, message: str = "NVML is closed for a moment, so that a GPU can be changed") -> None:
         super().__init__(message)
 
 
 class NvmlInUseError(RetryableError):
-    """NVML cannot be closed or initialised again yet, because a call of it is under way, or hangs."""
+    """NVML cannot be closed or initialised yet, because a call is in progress or hangs."""
 
 
 class DeviceLostError(RetryableError):
@@ -84,31 +87,31 @@ class DeviceLostError(RetryableError):
 
 
 class DeviceBusyError(RetryableError):
-    """A GPU, GPU instance or compute instance is in use by a process, so it cannot be changed now."""
+    """A process uses the GPU, GPU instance or compute instance, so it cannot be changed now."""
 
 
 class NvmlTransientError(RetryableError):
-    """The NVIDIA driver answered that it cannot do it now: memory is being scrubbed, it is busy, it timed out."""
+    """The NVIDIA driver cannot do it now: memory is being scrubbed, the driver is busy, or it timed out."""
 
 
 class NvmlUnknownOutcomeError(NvmlTransientError):
-    """NVML does not tell whether it did what was asked, or what it did could not be undone."""
+    """NVML did not report whether the action took effect, or the action could not be undone."""
 
 
 class PermanentError(DraDriverError):
-    """The call does not succeed until a person changes something."""
+    """The call cannot succeed until a person changes something."""
 
 
 class ClaimsInTheWayError(PermanentError):
-    """GPUs cannot be let go of, because claims use them."""
+    """GPUs cannot be released because claims use them."""
 
 
 class ClaimRefusedError(PermanentError):
-    """A claim cannot be prepared as it stands."""
+    """The claim cannot be prepared."""
 
 
 class InvalidConfigError(PermanentError):
-    """Opaque parameters, a flag or the configuration file are wrong; `faults` lists every one."""
+    """Opaque parameters, a flag or the configuration file are wrong; `faults` lists every fault."""
 
     def __init__(self, message: str, *, faults: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -125,12 +128,12 @@ class ApiRejectedError(PermanentError):
 
 
 class NotSupportedError(PermanentError):
-    """The GPU or the installed driver does not offer this; callers treat it as data."""
+    """The GPU or the installed driver does not support this. Callers treat it as data."""
 
 
 class StateError(PermanentError):
-    """A record, lock or directory of ours cannot be read or written."""
+    """One of the plugin's records, locks or directories cannot be read or written."""
 
 
 class FatalError(DraDriverError):
-    """The process cannot go on and stops with this as its cause."""
+    """The process cannot continue, and stops with this as its cause."""

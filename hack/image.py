@@ -35,7 +35,7 @@ _PIP_CONFIGURATIONS = ("/etc/pip.conf", "~/.pip/pip.conf", "~/.config/pip/pip.co
 _PIP_SOURCES = ("index-url", "extra-index-url", "trusted-host", "proxy", "cert")
 _EPOCH = 315532800
 """1980: no file in a wheel may be older."""
-_MOST_IMAGES = 60
+_MAX_IMAGES = 60
 _LEFT_OUT = ("etc/hostname", "etc/resolv.conf", "etc/apt/sources.list")
 """What a published base does not have of the machine that it was made on."""
 
@@ -88,7 +88,7 @@ def save(name: str, target: Path) -> None:
 def _clear() -> None:
     """Drop the base and all steps that were kept, once there are many: each change of the driver leaves three."""
     debian.install_missing(_PACKAGES)
-    if len(_buildah("images", "--quiet", "--all").split()) > _MOST_IMAGES:
+    if len(_buildah("images", "--quiet", "--all").split()) > _MAX_IMAGES:
         _buildah("rmi", "--all", "--force")
 
 

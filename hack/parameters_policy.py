@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from dra_driver.api.config import DEVICE_KEY, FIELDS, GROUP_VERSION, KINDS, LEAST_MEMORY, MEMORY, DeviceType
+from dra_driver.api.config import DEVICE_KEY, FIELDS, GROUP_VERSION, KINDS, MEMORY, MIN_MEMORY, DeviceType
 from dra_driver.api.resolve import STRATEGY_PARTS, needs_admin_access
 from dra_driver.cli.validation.rules.manifests import CLASS_TYPES, PROFILE_CLASS
 from dra_driver.model.ids import PLAIN_NAME
@@ -132,9 +132,9 @@ def _memory(at: str, value: str) -> str:
         type({value}) == string ?
           (!isQuantity({value}) || !{value}.matches('[0-9]') || {value}.size() > 64 ?
             {text}\\'' + {value} + '\\' is not a quantity; expected a number with a suffix such as Mi or G' :
-          !quantity({value}).isGreaterThan(quantity('{LEAST_MEMORY - 1}')) ? {below} : '') :
-        type({value}) == int ? ({value} < {LEAST_MEMORY} ? {below} : '') :
-        type({value}) == double ? ({value} <= {LEAST_MEMORY - 1}.0 ? {below} : '') :
+          !quantity({value}).isGreaterThan(quantity('{MIN_MEMORY - 1}')) ? {below} : '') :
+        type({value}) == int ? ({value} < {MIN_MEMORY} ? {below} : '') :
+        type({value}) == double ? ({value} <= {MIN_MEMORY - 1}.0 ? {below} : '') :
           {text}must be a quantity such as 10Gi'""")
 
 

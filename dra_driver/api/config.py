@@ -1,6 +1,7 @@
-"""The opaque parameters of a claim or class, `resource.nvidia.com/v1beta1`: as plain values, and their fields as data.
+"""Opaque parameters of a claim or class (`resource.nvidia.com/v1beta1`) as plain values, and the shape of their
+fields.
 
-The values carry no checks; `resolve.decode` makes them.
+`resolve.decode` checks the parameters; the dataclasses do not.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ IommuBackend = Literal["LegacyOnly", "PreferIommuFD"]
 
 @dataclass(frozen=True, slots=True)
 class TimeSlicingConfig:
-    """How long a time slice of a shared GPU is; None takes what it is."""
+    """Length of a time slice on a shared GPU; None keeps the current length."""
 
     interval: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MpsConfig:
-    """Settings of an MPS control daemon. Memory limits in bytes, at least 1 MiB; None means no limit.
+    """Settings of an MPS control daemon. Memory limits are in bytes, at least 1 MiB; None means no limit.
 
-    Keys of `per_device_memory_limits` are device UUIDs or indexes into the sorted UUIDs of the devices
-    that the parameters apply to.
+    Keys of `per_device_memory_limits` are device UUIDs, or indexes into the sorted UUIDs of the devices that
+    the parameters apply to.
     """
 
     active_thread_percentage: int | None = None
@@ -45,7 +46,7 @@ class MpsConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How the containers of a claim share a device. Exactly the part that fits the strategy is set."""
+    """How the containers of a claim share a device. Only the field of the chosen strategy is set."""
 
     strategy: Strategy
     time_slicing: TimeSlicingConfig | None = None
@@ -54,8 +55,11 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class GpuConfig:
-    """Parameters of whole GPUs. `management` gives a claim with adminAccess what agents such as DCGM need: all GPUs of
-    the node, and the capabilities to monitor and configure MIG."""
+    """Parameters of whole GPUs.
+
+    `management` gives a claim with adminAccess what an agent such as DCGM needs: all GPUs of the node, and the
+    capabilities to monitor and configure MIG.
+    """
 
     sharing: Sharing | None = None
     management: bool = False
@@ -63,7 +67,9 @@ class GpuConfig:
 
 @dataclass(frozen=True, slots=True)
 class MigDeviceConfig:
-    """Parameters of MIG devices. TimeSlicing is accepted there and changes nothing; `management` as for whole GPUs."""
+    """Parameters of MIG devices. TimeSlicing is accepted but has no effect on MIG devices; `management` is the
+    same as for GpuConfig.
+    """
 
     sharing: Sharing | None = None
     management: bool = False
@@ -89,28 +95,27 @@ DEFAULTS: Mapping[DeviceType, OpaqueConfig] = {
 
 
 def config_type(config: OpaqueConfig) -> DeviceType:
-    """The type of device that the parameters are for."""
+    """Return the type of device that the parameters are for."""
     return KINDS[type(config).__name__]
 
 
-LEAST_MEMORY = 1024 * 1024
+MIN_MEMORY = 1024 * 1024
 DEVICE_KEY = r"[0-9]{1,4}|(?:GPU|MIG)-[0-9A-Za-z-]{4,}"
-"""What a UUID or an index looks like, for Python and for RE2."""
+"""Pattern of a UUID or an index; valid in Python and in RE2."""
 
 
 def _memory_fault(value: Any) -> str | None:
-    """MPS takes whole MiB."""
+    """Return why a limit is invalid, or None. MPS limits are whole MiB, so 1Mi is the minimum."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         return "must be a quantity such as 10Gi"
     try:
-        is_enough = _memory(value) >= LEAST_MEMORY
+        is_enough = _memory(value) >= MIN_MEMORY
     except InvalidConfigError as error:
         return str(error)
     return None if is_enough else f"{value} is below the least limit, 1Mi"
 
 
 def _memory(value: Any) -> int:
-    """Bytes."""
     return quantity_bytes(str(value))
 
 
@@ -160,12 +165,12 @@ WORDS: Final = Words(unknown="unknown field", meant=False, null_is_absent=True, 
 
 
 def field_faults(kind: str, fields: Mapping[str, Any], words: Words = WORDS) -> list[str]:
-    """Every fault of the fields of a known kind, each in one line with its path."""
+    """Return one line for each fault in the fields of a known kind, with the path of the field."""
     return [" ".join(str(fault).split()) for fault in faults(fields, FIELDS[kind], "", words)]
 
 
 def config_of(kind: str, fields: Mapping[str, Any]) -> OpaqueConfig:
-    """The value of fields without faults. `null` means that a field was not given, as it does in Kubernetes."""
+    """Build the config from fields without faults. As in Kubernetes, `null` means that a field is not set."""
     if kind == "VfioDeviceConfig":
         iommu = fields.get("iommu") or {}
         return VfioDeviceConfig(

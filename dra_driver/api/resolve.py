@@ -1,4 +1,4 @@
-"""From the raw parameters in an allocation to checked values, and which of them apply to a device of a claim."""
+"""Decodes the opaque parameters of an allocation, and selects those that apply to a device."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ STRATEGY_PARTS: Mapping[str, str] = {"TimeSlicing": "timeSlicingConfig", "MPS": 
 
 
 def decode(parameters: Any, words: Words = WORDS) -> OpaqueConfig:
-    """The parameters with defaults filled in.
+    """Return the parameters with defaults filled in.
 
-    Raises: InvalidConfigError, one line that lists every fault with the path of its field.
+    Raises: InvalidConfigError, whose one-line message lists every fault with the path of its field.
     """
     kind = _checked_kind(parameters)
     fields = {name: value for name, value in parameters.items() if name not in ("apiVersion", "kind")}
@@ -43,7 +43,9 @@ def decode(parameters: Any, words: Words = WORDS) -> OpaqueConfig:
 
 
 def _unfitting_parts(parameters: Mapping[str, Any]) -> list[str]:
-    """Parts of `sharing` that do not fit its strategy: a mistake even when they are empty or null."""
+    """Return a fault for each part of `sharing` that does not fit its strategy, even if the part is empty or
+    null.
+    """
     sharing = parameters.get("sharing")
     strategy = sharing.get("strategy") if isinstance(sharing, Mapping) else None
     if not isinstance(sharing, Mapping) or not isinstance(strategy, str) or strategy not in STRATEGY_PARTS:
@@ -94,7 +96,7 @@ _TYPE_NAMES: dict[DeviceType, str] = {"gpu": "a whole GPU", "mig": "a MIG device
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """Parameters and the entry they came from, as text for messages; None where the default applies."""
+    """Parameters of a device. `entry` describes the allocation entry they came from; None for the defaults."""
 
     config: OpaqueConfig
     entry: str | None = None
@@ -103,13 +105,15 @@ class ResolvedConfig:
 def config_for_result(
     result: DeviceResult, configs: Sequence[DeviceConfig], driver: str, device_type: DeviceType
 ) -> ResolvedConfig:
-    """The parameters of one allocated device. Entries are not merged: the last that applies wins.
+    """Return the parameters of one allocated device. Entries are not merged: the last one that applies wins.
 
-    Precedence, lowest first: the default, entries of the class in order, entries of the claim in order.
-    An entry applies if it names the result's request, in full or by its base name, or if it names no
-    request and its kind fits the device. Raises: InvalidConfigError if an entry that may apply is
-    faulty, of an unknown sort, or names the request but does not fit the device; or if one that applies, also
-    one that a later one replaces, asks for management without adminAccess.
+    Precedence, lowest first: the defaults, entries of the class in order, entries of the claim in order. An
+    entry applies if it names the result's request, in full or by its base name, or if it names no request and
+    its kind fits the device.
+
+    Raises: InvalidConfigError if an entry that may apply has faults or is of an unknown type, names the request
+    but does not fit the device, or applies and requires adminAccess that the request lacks (even if a later
+    entry replaces it).
     """
     resolved = ResolvedConfig(DEFAULTS[device_type])
     for index, entry in _by_precedence(configs):
@@ -139,12 +143,12 @@ def config_for_result(
 
 
 def manages(config: OpaqueConfig) -> bool:
-    """Whether the parameters ask for what management agents need."""
+    """Whether the parameters request management access."""
     return isinstance(config, GpuConfig | MigDeviceConfig) and config.management
 
 
 def needs_admin_access(request: str) -> str:
-    """The fault of parameters with `management` that apply to a request without adminAccess."""
+    """Return the fault of `management` parameters that apply to a request without adminAccess."""
     return f"management works only with adminAccess: true, which request {request!r} lacks"
 
 

@@ -37,7 +37,7 @@ WORDS: Final = Words(
     unknown="there is no such key",
     names_found=False,
 )
-_MOST_BYTES: Final = 1 << 20
+_MAX_BYTES: Final = 1 << 20
 
 
 def read_document(path: Path) -> Any:
@@ -46,8 +46,8 @@ def read_document(path: Path) -> Any:
 
     try:
         with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
+            content = file.read(_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
             raise InvalidConfigError(f"configuration file {path} has more than 1 MiB; is it the right file?")
         document = yaml.safe_load(content.decode())
     except OSError as error:

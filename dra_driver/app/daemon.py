@@ -70,7 +70,7 @@ from dra_driver.reporting.reporter import Reports
 from dra_driver.reporting.usage import UnclaimedMemory, Usage
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.slices.leadership import DIRECTORY as DIRECTORY_OF_INSTANCES
-from dra_driver.slices.leadership import InstanceLeadership, living_instances
+from dra_driver.slices.leadership import InstanceLeadership, live_instances
 
 _log = structlog.get_logger(__name__)
 
@@ -459,9 +459,9 @@ class Driver:
         """Whether the readiness probe succeeds."""
         return self.probes.is_ready()
 
-    def living_instances(self) -> Collection[str]:
+    def live_instances(self) -> Collection[str]:
         """The pod UIDs of the living instances on this node."""
-        return living_instances(self._plugin_dir / DIRECTORY_OF_INSTANCES)
+        return live_instances(self._plugin_dir / DIRECTORY_OF_INSTANCES)
 
     def end(self) -> None:
         """End `wait`."""

@@ -26,8 +26,8 @@ _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 _log = structlog.get_logger(__name__)
 
 _HIDDEN = "[hidden]"
-_MOST_DEPTH = 12  # the frames of a nested exception are at seven
-_MOST_CHARACTERS = 16 * 1024  # of a value; its end matters as much as its beginning
+_MAX_DEPTH = 12  # the frames of a nested exception are at seven
+_MAX_CHARACTERS = 16 * 1024  # of a value; its end matters as much as its beginning
 _CUT = " […] "
 _BREAKS = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+")
 _CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -125,7 +125,7 @@ def _clean(_logger: Any, _method: str, event: Event) -> Event:
     return {
         key: _without_secrets(value)
         if key == "exception" and isinstance(value, str)
-        else _shown(value, key, _MOST_DEPTH)
+        else _shown(value, key, _MAX_DEPTH)
         for key, value in event.items()
     }
 
@@ -160,8 +160,8 @@ def _without_secrets(text: str) -> str:
         for pattern in _SECRETS:
             text = pattern.sub(rf"\g<kept>{_HIDDEN}", text)
     # Cut last: half a token matches no pattern.
-    if len(text) > _MOST_CHARACTERS:
-        half = _MOST_CHARACTERS // 2
+    if len(text) > _MAX_CHARACTERS:
+        half = _MAX_CHARACTERS // 2
         text = f"{text[:half]}{_CUT}{text[-half:]}"
     return text
 
@@ -197,7 +197,7 @@ def _thread_crashed(told: threading.ExceptHookArgs) -> None:
     _log.error("thread_crashed", thread=name, exc_info=(told.exc_type, told.exc_value, told.exc_traceback))
 
 
-_MOST_FRAMES = 64
+_MAX_FRAMES = 64
 
 
 class SignalWatch:
@@ -262,7 +262,7 @@ def _stacks() -> Iterator[dict[str, Any]]:
 def _frames(frame: FrameType) -> list[str]:
     shown: list[str] = []
     for inner, line in traceback.walk_stack(frame):
-        if len(shown) == _MOST_FRAMES:
+        if len(shown) == _MAX_FRAMES:
             break
         shown.append(f"{inner.f_code.co_filename}:{line} {inner.f_code.co_qualname}")
     return shown

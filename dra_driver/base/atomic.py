@@ -1,5 +1,7 @@
-"""Writing a file so that a reader, a crash or a power cut sees the old content or the new, never a part. `WRITES` knows
-how this process's writes ended: in which directories the last one failed, and which do not return.
+"""Atomic file writes: after a crash or a power cut, a reader sees the old content or the new content, never a
+mix.
+
+`WRITES` records in which directories the last write failed, and which writes hang.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from pathlib import Path
 from dra_driver.errors import StateError
 
 _OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM})
-"""Others are faults of one file, such as a directory in its place."""
+"""Errors of the disk. Other errors concern one file, such as a directory in its place."""
 
 
 class WriteOutcomes:
-    """How the last write in each directory ended, and which writes are under way. For many threads."""
+    """Tracks the last write failure of each directory, and the writes in progress. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -33,8 +35,13 @@ class WriteOutcomes:
 
     @contextmanager
     def writing(self, directory: Path, *, is_whole: bool = True) -> Iterator[None]:
-        """Around each write in a directory. One that is not whole opens, removes or syncs a file: if it succeeds, a
-        write may still fail, so that ends no problem. Raises: the StateError of the write."""
+        """Track a write in a directory.
+
+        Pass `is_whole=False` for opening, removing or syncing a file: its success does not prove that a write
+        would succeed, so it does not clear an earlier failure.
+
+        Raises: the StateError of the write.
+        """
         number = next(self._numbers)
         with self._lock:
             self._under_way[number] = (directory, time.monotonic())
@@ -54,43 +61,43 @@ class WriteOutcomes:
                     self._failed[directory] = failure
 
     def failed_in(self, top: Path) -> tuple[Path, str] | None:
-        """A directory at or below `top` in which the last write failed, and the error; None if there is none."""
+        """Return a directory at or below `top` whose last write failed, and the error; None if there is none."""
         with self._lock:
             return next(((at, text) for at, text in self._failed.items() if at.is_relative_to(top)), None)
 
     def forget(self, directory: Path) -> None:
-        """The directory is gone, so nothing is to be written there."""
+        """Drop the failure of a directory that no longer exists."""
         with self._lock:
             self._failed.pop(directory, None)
 
     def hanging_in(self, top: Path) -> float | None:
-        """For how many seconds the oldest write at or below `top` has been under way, None if there is none."""
+        """Return the age in seconds of the oldest write in progress at or below `top`; None if there is none."""
         with self._lock:
             began = [since for at, since in self._under_way.values() if at.is_relative_to(top)]
         return time.monotonic() - min(began) if began else None
 
 
 WRITES = WriteOutcomes()
-"""Those of this process."""
+"""The writes of this process."""
 
 
 TEMPORARY_SUFFIX = ".tmp"
 QUARANTINE = ".unreadable"
-# With these errors no later try can read the file either. Others, such as too many open files, pass.
+# Errors that a retry cannot fix. Others, such as too many open files, are temporary.
 UNREADABLE = frozenset({errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENXIO})
 
 
 Stamp = tuple[int, int, int]
-"""Inode, size and time of the last change in nanoseconds: what differs when a file was written anew."""
+"""Inode, size and change time in nanoseconds. A rewritten file has a different stamp."""
 
 NO_STAMP: Stamp = (0, 0, 0)
-"""The stamp of no file."""
+"""The stamp of a missing file."""
 
-_CLOCK_OF_FILES = 5  # CLOCK_REALTIME_COARSE, which the module time does not name
+_CLOCK_OF_FILES = 5  # CLOCK_REALTIME_COARSE; Python's `time` module has no name for it
 _SECOND_NS = 10**9
 
 _numbers = itertools.count(time.time_ns())
-"""Unique within the process; the clock keeps a later process of the same ID from an abandoned name."""
+"""Numbers for temporary names. They start at the clock, so a later process with the same PID cannot reuse one."""
 
 _REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space",
@@ -108,7 +115,7 @@ _REMEDIES = {
 
 
 def state_error(action: str, path: Path, error: OSError) -> StateError:
-    """One sentence for a failed file operation: what, where, and what to do about it."""
+    """Describe a failed file operation in one sentence: the action, the path and the remedy."""
     remedy = _REMEDIES.get(error.errno or 0, error.strerror or str(error))
     return StateError(f"cannot {action} {path}: {remedy}")
 
@@ -121,12 +128,16 @@ def write_atomically(
     durable: bool = True,
     whole: bool = True,
 ) -> None:
-    """Replace `path` by `content`.
+    """Replace `path` with `content`.
 
-    The temporary file lies in the same directory: a rename works only within one file system, and a watcher of the
-    directory sees it. Its writer holds a lock on it, which the kernel releases if the writer is killed.
-    `whole` syncs the content before the rename; without it a power cut may leave an empty file under the name.
-    `durable` also syncs the directory; without it a power cut may bring the old content back. Raises: StateError.
+    The temporary file is in the same directory, because a rename works only within one file system; a watcher
+    of the directory sees both files. The writer holds a lock on the temporary file, which the kernel releases
+    if the writer is killed.
+
+    `whole` syncs the content before the rename; without it, a power cut may leave an empty file. `durable` also
+    syncs the directory; without it, a power cut may restore the old content.
+
+    Raises: StateError.
     """
     with WRITES.writing(path.parent):
         _write(path, content, mode, durable=durable, whole=whole)
@@ -145,7 +156,7 @@ def _write(path: Path, content: bytes, mode: int, *, durable: bool, whole: bool)
                 os.fsync(descriptor)
             name.replace(path)
         finally:
-            os.close(descriptor)  # with the lock
+            os.close(descriptor)  # releases the lock too
         if durable:
             sync_directory(path.parent)
     except OSError as error:
@@ -155,7 +166,7 @@ def _write(path: Path, content: bytes, mode: int, *, durable: bool, whole: bool)
 
 
 def _locked_temporary(path: Path, mode: int) -> tuple[Path, int]:
-    """A new file beside `path`, and its descriptor. Raises: OSError."""
+    """Create a temporary file next to `path`; returns its path and descriptor. Raises: OSError."""
     while True:
         name = path.parent / f".{path.name}.{os.getpid()}-{next(_numbers)}{TEMPORARY_SUFFIX}"
         descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
@@ -167,7 +178,7 @@ def _locked_temporary(path: Path, mode: int) -> tuple[Path, int]:
             raise
         if is_there:
             return name, descriptor
-        os.close(descriptor)  # `clear_abandoned` removed it before it was locked
+        os.close(descriptor)  # `clear_abandoned` removed the file before it was locked
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
@@ -176,8 +187,8 @@ def _write_all(descriptor: int, content: bytes) -> None:
         left = left[os.write(descriptor, left) :]
 
 
-def point_link(link: Path, target: str) -> None:
-    """Have a symbolic link that leads to `target`; readers see the old one or the new one. Raises: OSError."""
+def replace_symlink(link: Path, target: str) -> None:
+    """Point a symbolic link at `target` atomically: readers see the old target or the new one. Raises: OSError."""
     with suppress(OSError):
         if str(link.readlink()) == target:
             return
@@ -191,7 +202,7 @@ def point_link(link: Path, target: str) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the directory's own entries durable."""
+    """Make the directory's entries durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -200,10 +211,12 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path, mode: int, *, durable: bool = False) -> None:
-    """Create the directory and its parents where they are missing.
+    """Create the directory and its missing parents.
 
-    Parents are readable for root's group too, as the kubelet's own are. `durable` makes the directory survive a power
-    cut; without it no file in the directory does. Raises: StateError.
+    Parents are also readable by root's group, like the kubelet's own directories. `durable` makes the directory
+    survive a power cut; a file in a directory that is not durable may be lost.
+
+    Raises: StateError.
     """
     try:
         if not durable and path.is_dir():
@@ -231,13 +244,16 @@ def sync_removals(directory: Path) -> None:
 
 
 def clear_abandoned(directory: Path, pattern: str = f".*{TEMPORARY_SUFFIX}") -> None:
-    """Remove the temporary files that killed writers left in the directory: those that match and that no process has
-    locked. A file that cannot be removed stays; it does no harm."""
-    with suppress(OSError):  # while the directory cannot be listed
+    """Remove temporary files that killed writers left in the directory: those that match `pattern` and are not
+    locked.
+
+    A file that cannot be removed stays, and does no harm.
+    """
+    with suppress(OSError):  # if the directory cannot be listed
         for path in directory.glob(pattern):
             with suppress(
                 OSError
-            ):  # it is being written, another instance removed it, or the disk is read-only
+            ):  # being written, already removed by the other instance, or on a read-only disk
                 _clear(path)
 
 
@@ -251,16 +267,16 @@ def _clear(path: Path) -> None:
 
 
 stamp_of: Callable[[os.stat_result], Stamp] = attrgetter("st_ino", "st_size", "st_ctime_ns")
-"""The stamp in a file's status."""
+"""Return the stamp from a file's status."""
 
 
 def stamp_at(path: Path | str) -> Stamp:
-    """The stamp of what is at the path, a link itself. Raises: OSError."""
+    """Return the stamp of the file at `path`, without following a link. Raises: OSError."""
     return stamp_of(os.lstat(path))
 
 
 def stamp_or_none(path: Path | str) -> Stamp | None:
-    """The stamp of the file to which the path leads; None while there is none."""
+    """Return the stamp of the file that `path` leads to; None if there is none."""
     try:
         return stamp_of(os.stat(path))  # noqa: PTH116
     except OSError:
@@ -268,18 +284,22 @@ def stamp_or_none(path: Path | str) -> Stamp | None:
 
 
 def is_settled(time_ns: int) -> bool:
-    """Whether a change from now on gives a file or directory another time than this one: it is older than a tick of the
-    clock that such times come from, or that clock was set back since. Some file systems keep whole seconds."""
+    """Whether a change made from now on gets a different time than `time_ns`.
+
+    False while `time_ns` is within one tick of the clock that file times come from. A time in the future counts
+    as settled, since the clock was set back. Some file systems store whole seconds.
+    """
     tick_ns, now = 0 if time_ns % _SECOND_NS else _SECOND_NS, time.clock_gettime_ns(_CLOCK_OF_FILES)
-    # A newer kernel's times may be a tick of some milliseconds ahead of its clock.
+    # Times of newer kernels may be a few milliseconds ahead of this clock.
     return time_ns + tick_ns < now or time_ns > now + _SECOND_NS
 
 
 def set_aside(path: Path, what: str, stamp: Stamp) -> Path | None:
-    """Rename what cannot be read, so that a person can look at it; returns the new path.
+    """Rename an unreadable file so that a person can inspect it; returns the new path.
 
-    None if it is not that of `stamp` any more: somebody wrote it anew or renamed it first. Raises: StateError that
-    names `what`.
+    Returns None if the file no longer has this stamp, because another process rewrote or renamed it.
+
+    Raises: StateError that names `what`.
     """
     aside = path.with_name(f"{path.name.removesuffix(QUARANTINE)}{QUARANTINE}-{time.time_ns()}")
     try:
@@ -294,9 +314,10 @@ def set_aside(path: Path, what: str, stamp: Stamp) -> Path | None:
 
 
 def open_plain(path: Path, flags: int, mode: int = 0o600) -> int:
-    """Open a regular file, as `os.open`. Nothing else that is in its place is read, written, followed or waited for.
+    """Open a regular file, like `os.open`. Links are not followed, and pipes and devices are never waited for
+    or read.
 
-    Raises: OSError; one of UNREADABLE for what is not a regular file.
+    Raises: OSError, with an errno in UNREADABLE if it is not a regular file.
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -306,13 +327,13 @@ def open_plain(path: Path, flags: int, mode: int = 0o600) -> int:
 
 
 def read_plain(path: Path) -> bytes:
-    """The content of a regular file. Raises: OSError, as `open_plain`."""
+    """Return the content of a regular file. Raises: OSError, like `open_plain`."""
     with open(open_plain(path, os.O_RDONLY), "rb", buffering=0) as file:
         return file.read()
 
 
 def read_or_none(path: Path) -> bytes | None:
-    """The content of a regular file; None if there is none, or if no later try could read it. Raises: StateError."""
+    """Return the content of a regular file; None if it is missing or a retry cannot read it. Raises: StateError."""
     try:
         return read_plain(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -324,7 +345,7 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 def remove_file(path: Path) -> bool:
-    """Remove a file; returns whether there was one. Raises: StateError."""
+    """Remove a file; returns whether it existed. Raises: StateError."""
     with WRITES.writing(path.parent, is_whole=False):
         try:
             path.unlink()

@@ -1,4 +1,4 @@
-"""How often something is tried: waits that grow between tries that fail, and a limit on how often it happens at all."""
+"""Retry delays that grow after each failure, and a rate limit."""
 
 from __future__ import annotations
 
@@ -8,37 +8,38 @@ import threading
 import time
 from collections.abc import Callable
 
-_jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
+_jitter = random.Random()  # noqa: S311  for spreading load, not for security
 
 
 class Backoff:
-    """The waits of one kind of try, in seconds: `first_s`, then twice as long each time, `most_s` at most.
+    """Delays in seconds between retries: `first_s`, then doubled after each failure, up to `max_s`.
 
-    Each is multiplied by a factor of the range `spread`. For the use of one thread.
+    Each delay is multiplied by a random factor from `spread`. Not thread-safe.
     """
 
-    def __init__(self, first_s: float, most_s: float, spread: tuple[float, float] = (0.8, 1.2)) -> None:
-        self._first_s, self._most_s, self._spread = first_s, most_s, spread
+    def __init__(self, first_s: float, max_s: float, spread: tuple[float, float] = (0.8, 1.2)) -> None:
+        self._first_s, self._most_s, self._spread = first_s, max_s, spread
         self._step_s = first_s
 
     def step(self) -> float:
-        """The next wait, not spread."""
+        """Return the next delay, without the random factor."""
         step, self._step_s = self._step_s, min(self._step_s * 2, self._most_s)
         return step
 
     def next(self, asked_s: float | None = None) -> float:
-        """The next wait, and no shorter than the API server asks for with Retry-After.
+        """Return the next delay, at least as long as the API server's Retry-After (`asked_s`).
 
-        The time that it asks for is spread too, or all nodes that it asked would be back at once.
+        Retry-After is randomised too; otherwise all nodes that received it would return at the same moment.
         """
         wait_s = self.step() * _jitter.uniform(*self._spread)
         return max(wait_s, (asked_s or 0.0) * _jitter.uniform(1.0, 1.2))
 
     def reset(self, lasted_s: float = math.inf) -> None:
-        """A try has succeeded: begin with the first wait again.
+        """Start again at the first delay, after a success.
 
-        Not if what was tried, such as a watch, lasted shorter than the longest wait: what is over so soon each time
-        would be tried again and again after the first wait.
+        If the success was something long-running, such as a watch, that lasted `lasted_s` seconds, it must have
+        lasted at least `max_s`. A watch that breaks soon after each start would otherwise be reopened at the
+        shortest delay forever.
         """
         if lasted_s >= self._most_s:
             self._step_s = self._first_s
@@ -48,10 +49,10 @@ _ROUNDING = 1e-9
 
 
 class TokenBucket:
-    """`burst` tokens at once, then `qps` a second on average.
+    """A rate limiter: `burst` tokens at once, then `qps` per second on average.
 
-    `acquire` takes a token and sleeps until it is due; safe for many threads. A caller that does not want to sleep asks
-    `ready_at` and then calls `take`. Both get a moment of a monotonic clock in seconds; their callers lock.
+    `acquire` is thread-safe and sleeps until a token is due. A caller that must not sleep calls `ready_at` and
+    then `take`, under its own lock, with the seconds of a monotonic clock.
     """
 
     def __init__(
@@ -68,12 +69,14 @@ class TokenBucket:
         self._filled_at: float | None = None
         self._lock = threading.Lock()
 
-    def acquire(self, most_s: float = math.inf) -> float:
-        """Wait for a token; the seconds waited. Threads are served in the order of their arrival. Raises: TimeoutError
-        at once if that would take longer than `most_s`."""
+    def acquire(self, max_s: float = math.inf) -> float:
+        """Wait for a token; returns the seconds waited. Threads are served in order of arrival.
+
+        Raises: TimeoutError at once if the wait would exceed `max_s`.
+        """
         with self._lock:
             now = self._clock()
-            if self.ready_at(now) - now > most_s:
+            if self.ready_at(now) - now > max_s:
                 raise TimeoutError(
                     f"gpu-dra-driver's own limit of {self._qps:g} requests a second is used up; raise kubeAPIQPS"
                 )
@@ -83,12 +86,12 @@ class TokenBucket:
         return wait_s
 
     def ready_at(self, now: float) -> float:
-        """When the next token is there."""
+        """Return when the next token is due."""
         tokens = self._tokens_at(now)
         return now if tokens >= 1 - _ROUNDING else now + (1 - tokens) / self._qps
 
     def take(self, now: float) -> float:
-        """Take a token, in advance if there is none; in how many seconds it is due."""
+        """Take a token, in advance if there is none; returns the seconds until it is due."""
         self._tokens, self._filled_at = self._tokens_at(now) - 1, now
         return max(0.0, -self._tokens / self._qps)
 

@@ -1,4 +1,4 @@
-"""Running a program with a time limit: one that hangs in the kernel must not hang its caller."""
+"""Runs programs with a time limit, so that a program that hangs in the kernel does not hang its caller."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _guard = threading.Lock()
 
 @dataclass(slots=True)
 class Inherited:
-    """What the programs of a block inherit, and those of them that even a KILL has not ended."""
+    """Descriptors that the programs of a block inherit, and the programs that not even SIGKILL has stopped
+    (`left`).
+    """
 
     descriptors: list[int]
     left: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -34,10 +36,10 @@ _inherited: ContextVar[Inherited | None] = ContextVar("inherited", default=None)
 
 @contextmanager
 def inherited(descriptors: Iterable[int]) -> Iterator[Inherited]:
-    """Programs that this context starts inside the block have these descriptors open too, next to those of the blocks
-    around it.
+    """Let programs that this context starts inside the block inherit `descriptors`, in addition to those of
+    outer blocks.
 
-    A lock on such a descriptor lasts until these programs have ended, also if this process is killed before.
+    A lock on such a descriptor lasts until these programs have exited, even if this process is killed first.
     """
     around = _inherited.get()
     block = Inherited([*(around.descriptors if around else ()), *descriptors])
@@ -50,8 +52,11 @@ def inherited(descriptors: Iterable[int]) -> Iterator[Inherited]:
 
 
 def start_program(arguments: Sequence[str], **more: Any) -> subprocess.Popen[str]:
-    """Start a program in a session of its own. It has none of this process's descriptors but those of `inherited`, so
-    no socket or lock of a killed process lives on in it. `more` is for `subprocess.Popen`. Raises: OSError."""
+    """Start a program in its own session.
+
+    It inherits only the descriptors of `inherited`, so it cannot keep a socket or lock of a killed plugin open.
+    `more` goes to `subprocess.Popen`. Raises: OSError.
+    """
     block = _inherited.get()
     return subprocess.Popen(
         list(arguments),
@@ -71,11 +76,13 @@ def run_program(
     slot: str,
     text: str | None = None,
 ) -> tuple[int, str]:
-    """Run a program with `text` as its input; returns the exit code and all output.
+    """Run a program with `text` as its input; returns the exit code and its combined stdout and stderr.
 
-    A program that does not end within `timeout_s` seconds is killed, with all that it started. If even that does not
-    end it, as on a GPU that hangs, it is left behind, and until it ends nothing else starts in the same `slot`. It has
-    what is `inherited`. Raises: OSError, TimeoutError.
+    A program that takes longer than `timeout_s` seconds is killed together with its children. If it survives
+    SIGKILL, as on a GPU that hangs, it is left behind, and until it exits no other program starts in the same
+    `slot`. The program inherits the descriptors of `inherited`.
+
+    Raises: OSError, TimeoutError.
     """
     with _guard:
         stuck = _stuck.get(slot)
@@ -109,10 +116,12 @@ def run_driver_program(
     variables: Mapping[str, str] | None = None,
     text: str | None = None,
 ) -> tuple[int, str]:
-    """Run a program of the installed NVIDIA driver, as `run_program`, with `variables` in its environment. Those about
-    different subjects do not wait for each other.
+    """Run a program of the installed NVIDIA driver, like `run_program`, with `variables` added to its
+    environment.
 
-    Raises: StateError; RetryableError that begins with `action` and says why the program did not start or end.
+    Programs for different subjects do not wait for each other.
+
+    Raises: StateError; RetryableError that begins with `action` and says why the program did not start or exit.
     """
     programs = find()
     program = programs.path(name)
@@ -147,6 +156,6 @@ def _give_up(child: subprocess.Popen[str], slot: str) -> None:
 
 
 def _kill(child: subprocess.Popen[str]) -> None:
-    """With all that it started."""
+    """Kill the program and its children."""
     with suppress(OSError):
         os.killpg(child.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""How long the kubelet still waits for the call that this thread works on."""
+"""The deadline of the kubelet's call that this thread works on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)
 
 @contextmanager
 def until(deadline: float) -> Iterator[None]:
-    """What is done inside has to end by `deadline` (time.monotonic())."""
+    """Set the deadline (time.monotonic()) for the work inside the block."""
     token = _deadline.set(deadline)
     try:
         yield
@@ -23,28 +23,28 @@ def until(deadline: float) -> Iterator[None]:
 
 
 @contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """What is done inside has to end within `seconds`, and before the deadline around it."""
+def within(seconds: float) -> Iterator[None]:
+    """Limit the work inside the block to `seconds`, or less if an outer deadline is earlier."""
     deadline, around = time.monotonic() + seconds, _deadline.get()
     with until(deadline if around is None else min(deadline, around)):
         yield
 
 
-def time_left(most_s: float) -> float:
-    """Seconds until the deadline, `most_s` at most, and not below 0."""
+def time_left(max_s: float) -> float:
+    """Return the seconds until the deadline, between 0 and `max_s`."""
     deadline = _deadline.get()
-    return most_s if deadline is None else max(0.0, min(most_s, deadline - time.monotonic()))
+    return max_s if deadline is None else max(0.0, min(max_s, deadline - time.monotonic()))
 
 
-def seconds_for(what: str, at_most: float) -> float:
-    """How long `what` may take: `at_most`, or less if the call has to be answered before.
+def seconds_for(what: str, max_s: float) -> float:
+    """Return how many seconds `what` may take: `max_s`, or less if the call must be answered earlier.
 
-    Raises: RetryableError if there is no time left at all.
+    Raises: RetryableError if no time is left.
     """
     deadline = _deadline.get()
     if deadline is None:
-        return at_most
+        return max_s
     left = deadline - time.monotonic()
     if left <= 0:
         raise RetryableError(f"no time is left to {what} before the call must be answered; it is tried again")
-    return min(at_most, left)
+    return min(max_s, left)

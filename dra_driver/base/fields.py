@@ -1,7 +1,8 @@
-"""Dataclasses as JSON objects in files, by the types of their attributes, and the format number of a file.
+"""Stores dataclasses as JSON objects in files, by the types of their attributes, with a format number for each
+file.
 
-A file of ours has the number of its kind. Any other number is refused; a higher number is that of a newer release,
-whose file is left alone. What is wrong with a file is a sentence in the error.
+A file is read only if it has the format number of its kind. A higher number means that a newer release wrote
+the file, and the file is left alone. Errors say in one sentence what is wrong with a file.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ _SPELLED = {"uuid": "UUID", "id": "ID", "mib": "MiB"}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a field holds. `read` gets the field's name and what JSON has, and raises StateError, ValueError, TypeError,
-    KeyError or AttributeError; `write` makes what JSON has."""
+    """How a field is read and written. `read` gets the field's name and its JSON value; `write` returns the
+    JSON value.
+
+    `read` raises StateError, ValueError, TypeError, KeyError or AttributeError.
+    """
 
     read: Callable[[str, Any], Any]
     write: Callable[[Any], Any] = lambda value: value
@@ -63,7 +67,7 @@ _KINDS: Mapping[Any, Kind] = {
 
 
 def one_of(what: str, *values: str) -> Kind:
-    """One of these texts; `what` names it where it is another."""
+    """Return a kind that accepts only these texts; `what` names the field in errors."""
 
     def read(_name: str, value: Any) -> Any:
         if value not in values:
@@ -74,7 +78,7 @@ def one_of(what: str, *values: str) -> Kind:
 
 
 def or_null(kind: Kind) -> Kind:
-    """The same, or None."""
+    """Return a kind that also accepts null (None)."""
     return Kind(
         lambda name, value: None if value is None else kind.read(name, value),
         lambda value: None if value is None else kind.write(value),
@@ -82,7 +86,7 @@ def or_null(kind: Kind) -> Kind:
 
 
 def list_of(kind: Kind) -> Kind:
-    """A tuple of values of one kind."""
+    """Return the kind of a tuple whose items are of `kind`."""
     return Kind(
         lambda name, value: tuple(kind.read(name, item) for item in value),
         lambda value: [kind.write(item) for item in value],
@@ -91,34 +95,39 @@ def list_of(kind: Kind) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a dataclass. Where its `name` in JSON is None, it is made of the attribute's. A field that is missing
-    or null is the `default`, if it has one; `is_left_out` says that the default is not written."""
+    """A field of a dataclass. If `name` is None, the JSON name is derived from the attribute's name.
+
+    A missing or null field has the value `default`, if there is one. With `omits_default`, the default is not
+    written.
+    """
 
     kind: Kind
     name: str | None
     default: Any = _NEEDED
-    is_left_out: bool = False
+    omits_default: bool = False
 
 
-def needed(kind: Kind, name: str | None = None) -> Field:
-    """A field that is always there."""
+def required(kind: Kind, name: str | None = None) -> Field:
+    """Return a field that must be present."""
     return Field(kind, name)
 
 
 def nullable(kind: Kind) -> Field:
-    """A field that is null where the attribute is None."""
+    """Return a field that is null if the attribute is None."""
     return Field(kind, None, None)
 
 
-def left_out(kind: Kind, default: Any = None, name: str | None = None) -> Field:
-    """A field that is not there where the attribute is the default."""
-    return Field(kind, name, default, is_left_out=True)
+def omittable(kind: Kind, default: Any = None, name: str | None = None) -> Field:
+    """Return a field that is omitted if the attribute has its default."""
+    return Field(kind, name, default, omits_default=True)
 
 
 class Codec(Generic[T]):
-    """How values of `of`, a dataclass or named tuple, stand in JSON: each attribute by its type, and left out where it
-    is its default. `given` are the fields for which that is not enough, by attribute; None for one that the caller
-    stores elsewhere."""
+    """Encodes values of `of`, a dataclass or named tuple, as JSON objects.
+
+    Each attribute is encoded by its type and omitted if it has its default. `given` replaces the field of an
+    attribute; None means that the caller stores the attribute elsewhere.
+    """
 
     def __init__(self, of: type[T], **given: Field | None) -> None:
         self.of = of
@@ -130,16 +139,18 @@ class Codec(Generic[T]):
         self.kind = Kind(lambda _name, value: self.decode(value), self.encode)
 
     def encode(self, value: T) -> JsonObject:
-        """The JSON object of a value."""
+        """Return the JSON object of a value."""
         entry: JsonObject = {}
         for attribute, name, field in self._fields:
             content = getattr(value, attribute)
-            if not field.is_left_out or content != field.default:
+            if not field.omits_default or content != field.default:
                 entry[name] = or_null(field.kind).write(content)
         return entry
 
     def decode(self, entry: JsonObject, **others: Any) -> T:
-        """The value in a JSON object; `others` are attributes that stand elsewhere. Raises: as `Kind.read`."""
+        """Return the value of a JSON object. `others` are the attributes that are stored elsewhere. Raises:
+        like `Kind.read`.
+        """
         for attribute, name, field in self._fields:
             content = entry[name] if field.default is _NEEDED else entry.get(name)
             is_default = content is None and field.default is not _NEEDED
@@ -148,7 +159,7 @@ class Codec(Generic[T]):
 
 
 class Tagged(Generic[T]):
-    """Values of several dataclasses, told apart by the field `kind`; `what` names one in errors."""
+    """Encodes values of several dataclasses, distinguished by the field `kind`. `what` names a value in errors."""
 
     def __init__(self, what: str, **codecs: Codec[Any]) -> None:
         self._what = what
@@ -157,12 +168,12 @@ class Tagged(Generic[T]):
         self.kind = Kind(lambda _name, value: self.decode(value), self.encode)
 
     def encode(self, value: T) -> JsonObject:
-        """The JSON object of a value, with its kind."""
+        """Return the JSON object of a value, including its kind."""
         tag = self._tags[type(value)]
         return {"kind": tag, **self._codecs[tag].encode(value)}
 
     def decode(self, entry: JsonObject) -> T:
-        """The value in a JSON object. Raises: as `Kind.read`."""
+        """Return the value of a JSON object. Raises: like `Kind.read`."""
         tag = TEXT.read("kind", entry["kind"])
         if tag not in self._codecs:
             raise StateError(f"{self._what} {tag!r} is unknown")
@@ -183,14 +194,14 @@ def _fields_of(of: type[Any], given: Mapping[str, Field | None]) -> dict[str, Fi
             continue
         kind = _kind_of(hint, name)
         if name in defaults:
-            found[name] = left_out(kind, defaults[name])
+            found[name] = omittable(kind, defaults[name])
         else:
-            found[name] = nullable(kind) if type(None) in get_args(hint) else needed(kind)
+            found[name] = nullable(kind) if type(None) in get_args(hint) else required(kind)
     return found
 
 
 def _kind_of(hint: Any, name: str) -> Kind:
-    """The kind of an attribute's type. A type without one has to be given to its codec."""
+    """Return the kind for a type. Raises: TypeError for a type without one; its codec needs an explicit field."""
     origin, arguments = get_origin(hint), [one for one in get_args(hint) if one is not type(None)]
     if hint in _KINDS:
         return _KINDS[hint]
@@ -214,16 +225,17 @@ def _in_json(attribute: str) -> str:
 
 
 class NewerFormatError(StateError):
-    """The file has the format number of a newer release."""
+    """The file was written by a newer release."""
 
 
 def parse_file(
     content: bytes, what: str, decode: Callable[[JsonObject], T], *, known: int, field: str = "version"
 ) -> T:
-    """What `decode` makes of the JSON object in a file, whose format number in `field` has to be `known`.
+    """Parse a JSON file with `decode`. The format number in `field` must be `known`.
 
-    `decode` may raise what looking into a document raises. Raises: NewerFormatError; StateError that says what is wrong
-    with `what`.
+    `decode` may raise KeyError, TypeError and similar errors of a malformed document.
+
+    Raises: NewerFormatError; StateError that says what is wrong with `what`.
     """
     try:
         document = json.loads(content)
@@ -245,5 +257,5 @@ def parse_file(
 
 
 def encode_file(document: JsonObject, number: int) -> bytes:
-    """A file with this format number in `version`, which `parse_file` reads; equal fields give equal bytes."""
+    """Encode a file for `parse_file`, with `number` in the field `version`. Equal documents give equal bytes."""
     return json.dumps({"version": number, **document}, separators=(",", ":"), sort_keys=True).encode()

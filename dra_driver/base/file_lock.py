@@ -1,7 +1,7 @@
-"""One lock: among the threads of this process, and against other processes on the same file.
+"""A lock that excludes other threads of this process and other processes, through a file.
 
-Open-file-description locks are used, because the upstream helper's lock is one and `flock` does not
-interlock with it, and because they belong to the descriptor: a crash releases them.
+It uses open-file-description locks because the upstream helper does (`flock` does not interlock with them), and
+because they belong to the descriptor, so a crash releases them.
 """
 
 from __future__ import annotations
@@ -22,59 +22,60 @@ from dra_driver.errors import RetryableError
 
 _POLL_S = 0.005
 _LOOK_S = 0.1
-"""How often it is looked whether somebody still wants the lock."""
+"""How often a waiting thread checks whether its call was cancelled."""
 LOCK_LAYOUT = "hhqqi4x"
 """`struct flock` on 64-bit Linux."""
 WHOLE_FILE_WRITE_LOCK = struct.pack(LOCK_LAYOUT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 class LockBusyError(RetryableError):
-    """Somebody else holds the lock."""
+    """Another thread or process holds the lock."""
 
 
 def byte_lock(offset: int, kind: int = fcntl.F_WRLCK) -> bytes:
-    """The lock on one byte, which need not be there, or with F_UNLCK its end."""
+    """Return the lock on one byte, which may lie past the end of the file; F_UNLCK releases it."""
     return struct.pack(LOCK_LAYOUT, kind, os.SEEK_SET, offset, 1, 0)
 
 
 @contextmanager
 def hold_file(
     path: Path,
-    among_threads: threading.Lock,
+    thread_lock: threading.Lock,
     deadline: float,
     what: str,
     lock: bytes = WHOLE_FILE_WRITE_LOCK,
-    has_left: Callable[[], bool] | None = None,
+    is_cancelled: Callable[[], bool] | None = None,
 ) -> Iterator[int]:
-    """Hold the lock and yield the file's descriptor, open for reading and writing.
+    """Hold the lock; yields the file's descriptor, open for reading and writing.
 
-    The file is created where missing and must never be removed: a lock file that is unlinked while another
-    process waits for it would no longer exclude anybody.
-    Raises: LockBusyError that says that `what` is busy, if `deadline` (time.monotonic()) passes, or while whoever
-    wants it `has_left`; StateError.
+    The file is created if it is missing, and must never be removed: a process that waits for an unlinked file
+    would not exclude anyone.
+
+    Raises: LockBusyError that says that `what` is busy, if `deadline` (time.monotonic()) passes or
+    `is_cancelled` returns True; StateError.
     """
-    if not among_threads.acquire(blocking=False):
-        _wait_for_thread(among_threads, deadline, what, has_left)
+    if not thread_lock.acquire(blocking=False):
+        _wait_for_thread(thread_lock, deadline, what, is_cancelled)
     try:
         descriptor = _open(path)
         try:
-            _lock(descriptor, path, deadline, what, lock, has_left)
+            _lock(descriptor, path, deadline, what, lock, is_cancelled)
             yield descriptor
         finally:
             os.close(descriptor)
     finally:
-        among_threads.release()
+        thread_lock.release()
 
 
 def _wait_for_thread(
-    lock: threading.Lock, deadline: float, what: str, has_left: Callable[[], bool] | None
+    lock: threading.Lock, deadline: float, what: str, is_cancelled: Callable[[], bool] | None
 ) -> None:
-    step = _LOOK_S if has_left is not None else math.inf
+    step = _LOOK_S if is_cancelled is not None else math.inf
     while True:
         left = deadline - time.monotonic()
         if lock.acquire(timeout=max(0.0, min(left, step))):
             return
-        if left <= step or (has_left is not None and has_left()):
+        if left <= step or (is_cancelled is not None and is_cancelled()):
             raise _busy(what)
 
 
@@ -87,7 +88,12 @@ def _open(path: Path) -> int:
 
 
 def _lock(
-    descriptor: int, path: Path, deadline: float, what: str, lock: bytes, has_left: Callable[[], bool] | None
+    descriptor: int,
+    path: Path,
+    deadline: float,
+    what: str,
+    lock: bytes,
+    is_cancelled: Callable[[], bool] | None,
 ) -> None:
     while True:
         try:
@@ -95,7 +101,7 @@ def _lock(
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise state_error("lock", path, error) from error
-            if time.monotonic() >= deadline or (has_left is not None and has_left()):
+            if time.monotonic() >= deadline or (is_cancelled is not None and is_cancelled()):
                 raise _busy(what) from error
             time.sleep(_POLL_S)
         else:
@@ -103,8 +109,11 @@ def _lock(
 
 
 def is_locked(path: Path, lock: bytes = WHOLE_FILE_WRITE_LOCK, own: int | None = None) -> bool:
-    """Whether somebody's lock is in the way of this one; asked without taking it, which others would see. The lock of
-    the descriptor `own` does not count. What is no regular file is nobody's. Raises: StateError."""
+    """Whether a conflicting lock exists. The check does not take the lock, which others would notice.
+
+    The lock of the descriptor `own` does not count. Returns False if `path` is not a regular file. Raises:
+    StateError.
+    """
     try:
         descriptor = open_plain(path, os.O_RDONLY) if own is None else os.dup(own)
     except OSError as error:
@@ -124,8 +133,11 @@ def _busy(what: str) -> LockBusyError:
 
 
 class UseMark:
-    """A byte of a lock file that all who use a thing hold at the same time, so that others see whether somebody does.
-    For one thread at a time; a crash releases it."""
+    """A byte of a lock file that every user of a resource holds, so that others can see that the resource is in
+    use.
+
+    A crash releases it. Not thread-safe.
+    """
 
     def __init__(self, path: Path, byte: int = 0) -> None:
         self._path = path
@@ -133,11 +145,11 @@ class UseMark:
         self._descriptor: int | None = None
 
     def following(self) -> UseMark:
-        """The mark on the next byte, for another use."""
+        """Return the mark on the next byte, for another resource."""
         return UseMark(self._path, self._byte + 1)
 
     def hold(self) -> None:
-        """Begin to hold it; nothing happens if this object does. Raises: StateError."""
+        """Hold the mark, if this object does not hold it already. Raises: StateError."""
         if self._descriptor is not None:
             return
         descriptor = _open(self._path)
@@ -148,16 +160,16 @@ class UseMark:
             raise state_error("lock", self._path, error) from error
         self._descriptor = descriptor
 
-    def let_go(self) -> None:
-        """Hold it no more."""
+    def release(self) -> None:
+        """Release the mark."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
     def is_held(self) -> bool:
-        """Whether anybody holds it. Raises: StateError."""
+        """Whether anyone holds the mark. Raises: StateError."""
         return is_locked(self._path, byte_lock(self._byte))
 
-    def others_hold_it(self) -> bool:
-        """Whether anybody but this object holds it. Raises: StateError."""
+    def is_held_by_others(self) -> bool:
+        """Whether anyone other than this object holds the mark. Raises: StateError."""
         return is_locked(self._path, byte_lock(self._byte), self._descriptor)

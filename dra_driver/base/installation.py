@@ -1,5 +1,8 @@
-"""Commands that remedies print for someone who installed the chart. The chart sets release and namespace in its pods'
-environment; outside of a pod the names of docs/install.md are used."""
+"""Commands that remedies print, for someone who installed the Helm chart.
+
+The chart sets the release and the namespace in the environment of its pods. Outside a pod, the names of
+docs/install.md are used.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ import re
 
 _OWN_COMMAND = re.compile(r"`(?=gpu-dra-driver )")
 _CHART = "daemonset/chart"
-"""As docs/install.md installs it."""
+"""The path that docs/install.md uses."""
 
 
 def helm_set(setting: str) -> str:
-    """The command that sets a value of the chart.
+    """Return the command that sets a value of the chart.
 
     >>> helm_set("mps.enabled=true")
     '`helm upgrade gpu-dra-driver -n gpu-dra-driver daemonset/chart --reuse-values --set mps.enabled=true`'
@@ -21,17 +24,17 @@ def helm_set(setting: str) -> str:
 
 
 def apply_again() -> str:
-    """The command that restores objects of the chart after someone changed or deleted them."""
+    """Return the command that restores the chart's objects after someone changed or deleted them."""
     return f"`helm get manifest {_release()} | kubectl apply -f -` as an administrator"
 
 
 def logs() -> str:
-    """The command that prints the log of gpu-dra-driver."""
+    """Return the command that prints the plugin's log."""
     return f"`kubectl -n {_namespace()} logs -l app.kubernetes.io/component=node --tail=50` shows more"
 
 
 def from_outside(remedy: str) -> str:
-    """The remedy with `gpu-dra-driver X` replaced by `kubectl exec`, if this process runs in a pod."""
+    """Replace `gpu-dra-driver X` in a remedy with a `kubectl exec` command, if this process runs in a pod."""
     pod = os.environ.get("HOSTNAME")
     if pod is None or "KUBERNETES_SERVICE_HOST" not in os.environ:
         return remedy

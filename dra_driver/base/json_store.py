@@ -1,7 +1,7 @@
 """JSON files of one kind in a directory, shared with a second instance of the plugin during a rolling update.
 
-A store may hold files that are not synced, because what they describe ends with the boot. A power cut may tear them;
-the first start of the next boot removes those.
+A store may skip syncing files whose content is only valid until the next boot. A power cut may damage such
+files; the first start after a boot removes the damaged ones.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _SUFFIX = ".json"
 
 @dataclass(frozen=True, slots=True)
 class UnreadableFile:
-    """A file that this release cannot read, as it is told once.
+    """A file that this release cannot read. Each file is reported once.
 
-    `name` is the file's name without its suffix. `kept_as` is where the file is now: under another name, or still in
-    its place if it is of a newer release, if the disk does not let it go, or if the store only reads.
+    `name` is the file name without its suffix. `kept_as` is where the file is now: renamed, or still in its
+    place if a newer release wrote it, if the disk refused the rename, or if the store is read-only.
     """
 
     name: str
@@ -61,8 +61,10 @@ class UnreadableFile:
 def log_unreadable(
     *, unreadable_event: str, name: str, remedy: str, newer: str | None = None
 ) -> Callable[[UnreadableFile], None]:
-    """A function that logs a file as the event `unreadable_event`, with the file's name in the field `name`, and with
-    what to do: `newer` where only a newer release can read it."""
+    """Return a function that logs an unreadable file as `unreadable_event`, with its name in the field `name`.
+
+    The logged remedy is `newer` if only a newer release can read the file, and `remedy` otherwise.
+    """
 
     def log(found: UnreadableFile) -> None:
         _log.error(
@@ -78,43 +80,43 @@ def log_unreadable(
 
 @dataclass(eq=False)
 class JsonStore(Generic[T]):
-    """One value a file, by the file's name without its suffix. For many threads.
+    """A directory with one value per file, keyed by file name without suffix. Thread-safe.
 
-    The disk is the truth, since a second instance may write it. A file is parsed again only when its stamp differs, and
-    the directory is listed again only when its own time differs. A file that cannot be read is set aside under another
-    name and told once, or stays where the disk does not let it go; it never keeps the others from being served. A file
-    of a newer release stays, has no value here, and is never written over.
+    A second instance may write the files, so the store does not trust its cache: it parses a file again if the
+    stamp changed, and lists the directory again if the directory's time changed. An unreadable file is renamed
+    and reported once, or left in place if the disk refuses; the other files are still served. A file of a newer
+    release has no value and is never overwritten.
 
-    `what` names one file in errors. `decode` makes a value of a name and a content; it raises NewerFormatError, or
-    StateError that says what is wrong. Files whose name `is_name` does not accept are somebody else's. A store that
-    `only_reads` sets nothing aside.
+    `what` names a file in errors. `decode` returns the value for a name and a content; it raises
+    NewerFormatError, or StateError that says what is wrong. Files whose name `is_name` rejects are ignored. A
+    store that `only_reads` renames nothing.
     """
 
     directory: Path
     what: str
     decode: Callable[[str, bytes], T]
-    tell: Callable[[UnreadableFile], None]
+    report: Callable[[UnreadableFile], None]
     _: KW_ONLY
     is_name: Callable[[str], bool]
     only_reads: bool = False
 
     def __post_init__(self) -> None:
         self._parsed: dict[str, tuple[Stamp, T]] = {}
-        # Those that are in their place; the text says that one is newer.
+        # Unreadable files that are still in place. The text is set only for files of a newer release.
         self._unread: dict[str, tuple[Stamp, str | None]] = {}
         self._listed: tuple[int, int] | None = None
-        self._values: dict[str, T] = {}  # these two as of the last listing
+        self._values: dict[str, T] = {}  # `_values` and `_aside` are those of the last listing
         self._aside: list[Path] = []
         self._lock = threading.RLock()
 
     def path(self, name: str) -> Path:
-        """Where the value lies. Raises: StateError for a name that could lead out of the directory."""
+        """Return the path of the value's file. Raises: StateError for a name that could leave the directory."""
         if not self.is_name(name):
             raise StateError(f"{name!r} is not usable as a file name; the {self.what} is refused")
         return self.directory / f"{name}{_SUFFIX}"
 
     def get(self, name: str) -> T | None:
-        """The value, None if there is none that can be read. Raises: StateError."""
+        """Return the value; None if it is missing or unreadable. Raises: StateError."""
         with self._lock:
             try:
                 stamp = stamp_at(self.path(name))
@@ -131,20 +133,23 @@ class JsonStore(Generic[T]):
             return parsed[1] if parsed is not None and parsed[0] == stamp else self._load(name, stamp)
 
     def all(self) -> dict[str, T]:
-        """Every readable value by name. Raises: StateError if the directory cannot be listed."""
+        """Return every readable value by name. Raises: StateError if the directory cannot be listed."""
         with self._lock:
             self._list()
             return self._values.copy()
 
     def quarantined(self) -> list[Path]:
-        """Files that could not be read when `all` listed the directory, or `get` read them since: those that were set
-        aside, and those that are still in their place."""
+        """Return the unreadable files found by the last `all` and by `get` since then, renamed or still in
+        place.
+        """
         with self._lock:
             return sorted([*self._aside, *map(self.path, self._unread)])
 
     def write(self, name: str, content: bytes, *, durable: bool, whole: bool) -> None:
-        """Replace the value's file, as `write_atomically`. Raises: StateError; also if `get` found there the file of a
-        newer release."""
+        """Replace the value's file, like `write_atomically`.
+
+        Raises: StateError, also if `get` found a file of a newer release.
+        """
         with self._lock:
             _, newer = self._unread.get(name, (NO_STAMP, None))
             self._parsed.pop(name, None)
@@ -153,9 +158,9 @@ class JsonStore(Generic[T]):
         write_atomically(self.path(name), content, durable=durable, whole=whole)
 
     def remove(self, name: str, *, durable: bool) -> bool:
-        """Remove the value's file, whatever is in it; returns whether there was one.
+        """Remove the value's file, whatever its content; returns whether it existed.
 
-        `durable` has it stay removed after a power cut. Raises: StateError.
+        `durable` makes the removal survive a power cut. Raises: StateError.
         """
         was_there = remove_file(self.path(name))
         if was_there and durable:
@@ -163,7 +168,7 @@ class JsonStore(Generic[T]):
         return was_there
 
     def _list(self) -> None:
-        """Have all values as they are now. Raises: StateError."""
+        """Refresh all values from the directory. Raises: StateError."""
         try:
             status = os.stat(self.directory)  # noqa: PTH116
             listed = (status.st_ino, status.st_mtime_ns)
@@ -183,15 +188,18 @@ class JsonStore(Generic[T]):
                 value = self.get(name)
             if value is not None:
                 self._values[name] = value
-        # What is in its place and cannot be read now may be readable the next time.
+        # An unreadable file that is still in place may be readable next time, so list again.
         self._listed = listed if is_last and not self._unread else None
 
     def _found(self) -> tuple[dict[str, T | None], list[Path]]:
-        """The name of each file, with the value if the file is still as it was parsed; and the files that were set
-        aside. Raises: OSError."""
+        """Return the value of each file by name, None if the file must be parsed, and the files that were set
+        aside.
+
+        Raises: OSError.
+        """
         found: dict[str, T | None] = {}
         aside = []
-        # By its descriptor, since a look at each file of a path is a third of the cost.
+        # Scan by descriptor: looking up the path of each file would be a third of the cost.
         descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with os.scandir(descriptor) as entries:
@@ -236,7 +244,7 @@ class JsonStore(Generic[T]):
         return None
 
     def _set_aside(self, name: str, path: Path, stamp: Stamp, reason: str) -> None:
-        """Keep the unreadable file for a person to look at, out of the way of the next value."""
+        """Rename an unreadable file, so that a person can inspect it and the next value can be written."""
         if self.only_reads:
             self._leave(name, stamp, reason)
             return
@@ -248,40 +256,43 @@ class JsonStore(Generic[T]):
         self._forget(name)
         if aside is not None:
             self._aside.append(aside)
-            self.tell(UnreadableFile(name, aside, reason, is_newer=False))
+            self.report(UnreadableFile(name, aside, reason, is_newer=False))
 
     def _leave(self, name: str, stamp: Stamp, reason: str, *, is_newer: bool = False) -> None:
-        """The file stays in its place; report it once."""
+        """Report an unreadable file that stays in place, once for each stamp."""
         is_news = self._unread.get(name, (None, None))[0] != stamp
         self._forget(name)
         self._unread[name] = (stamp, reason if is_newer else None)
         if is_news:
-            self.tell(UnreadableFile(name, self.path(name), reason, is_newer=is_newer))
+            self.report(UnreadableFile(name, self.path(name), reason, is_newer=is_newer))
 
 
 def _has_stamp(entry: os.DirEntry[str], stamp: Stamp) -> bool:
     try:
         return stamp_of(entry.stat(follow_symlinks=False)) == stamp
     except OSError:
-        return False  # it is gone, or `get` says what is wrong with it
+        return False  # the file is gone, or `get` reports what is wrong with it
 
 
 def open_directory(directory: Path, boot_id: str, torn: Callable[[str], None], *, durable: bool) -> None:
-    """Create the directory of stores, and remove the files that a power cut tore because they were not synced: their
-    names go to `torn`. `durable` has the directory survive a power cut. Raises: StateError."""
+    """Create the directory of a store, and remove unsynced files that a power cut damaged; `torn` gets their
+    names.
+
+    `durable` makes the directory survive a power cut. Raises: StateError.
+    """
     make_directory(directory, 0o700, durable=durable)
     begin_boot(directory, boot_id, torn)
 
 
 _MARKER = ".boot"
-"""The boot in which files of the directory were written last."""
+"""The boot ID of the last writes in the directory."""
 
 
 def begin_boot(directory: Path, boot_id: str, torn: Callable[[str], None]) -> None:
-    """Remove the files that are not JSON, and call `torn` with their names without the suffix.
+    """Remove files that are not valid JSON, and call `torn` with their names without the suffix.
 
-    That happens once a boot, before anything is written: later in the boot a power cut cannot be the cause, and such a
-    file stays.
+    This happens once per boot, before anything is written. Later in the boot, damage cannot come from a power
+    cut, so a damaged file stays.
 
     Raises: StateError.
     """
@@ -291,13 +302,13 @@ def begin_boot(directory: Path, boot_id: str, torn: Callable[[str], None]) -> No
         return
     if before is not None:
         _clear_torn(directory, torn)
-    with suppress(StateError):  # a disk that is full or read-only must not keep the plugin from serving
+    with suppress(StateError):  # a full or read-only disk must not keep the plugin from serving
         write_atomically(marker, boot_id.encode())
 
 
 def _clear_torn(directory: Path, torn: Callable[[str], None]) -> None:
     for path in sorted(directory.glob(f"*{_SUFFIX}")):
-        # What cannot be read or removed stays, and is told when it is looked for.
+        # A file that cannot be read or removed stays, and is reported when it is needed.
         with suppress(OSError, RecursionError):
             if _is_torn(path):
                 path.unlink()
@@ -305,7 +316,7 @@ def _clear_torn(directory: Path, torn: Callable[[str], None]) -> None:
 
 
 def _is_torn(path: Path) -> bool:
-    """Raises: OSError, RecursionError."""
+    """Whether the file is not valid JSON. Raises: OSError, RecursionError."""
     try:
         json.loads(read_plain(path))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Work in other threads: a call that may hang, work that is repeated, and several tasks side by side."""
+"""Threads: calls that may hang, repeated background work, and tasks that run in parallel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _AFTER_CRASH_S = 10.0
 
 
 class NotAnsweredError(RetryableError):
-    """What was asked hangs. `answer` is there when it has ended after all."""
+    """A call hangs. `answer` completes if the call returns later after all."""
 
     def __init__(self, message: str, answer: Future[Any]) -> None:
         super().__init__(message)
@@ -29,17 +29,18 @@ class NotAnsweredError(RetryableError):
 
 
 def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
-    """What `read` answers, called in a thread that is left behind if it hangs, in a copy of the caller's context;
-    `what` begins the sentence on that.
+    """Call `read` in a new thread, with a copy of the caller's context, and return its result.
 
-    Raises: what `read` raises, and NotAnsweredError after `wait_s` seconds.
+    A call that hangs is left behind in its thread. `what` begins the sentence of the error.
+
+    Raises: the errors of `read`; NotAnsweredError after `wait_s` seconds.
     """
     answer: Future[T] = Future()
 
     def ask() -> None:
         try:
             answer.set_result(read())
-        except BaseException as error:  # noqa: BLE001  it is raised where the answer is waited for
+        except BaseException as error:  # noqa: BLE001  raised where the answer is awaited
             answer.set_exception(error)
 
     threading.Thread(target=copy_context().run, args=(ask,), name=f"ask {what}", daemon=True).start()
@@ -50,9 +51,10 @@ def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
 
 
 class BoundedCall(Generic[T]):
-    """Calls `read` in threads of its own, one at a time; one that hangs is left behind when the process ends.
+    """Calls `read` in background threads, one call at a time. A call that hangs is left behind when the process
+    exits.
 
-    `what` begins the sentences on what went wrong. For callers in one thread.
+    `what` begins the sentences of errors. For callers in one thread.
     """
 
     def __init__(self, what: str, read: Callable[[], T]) -> None:
@@ -63,13 +65,13 @@ class BoundedCall(Generic[T]):
         self._problem: str | None = None
 
     @property
-    def is_asking(self) -> bool:
-        """Whether a call is under way."""
+    def is_running(self) -> bool:
+        """Whether a call is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
-    def ask(self) -> None:
-        """Begin a call, unless one is under way."""
-        if not self.is_asking:
+    def start(self) -> None:
+        """Start a call, unless one is in progress."""
+        if not self.is_running:
             thread = threading.Thread(target=self._run, name=f"ask {self._what}", daemon=True)
             try:
                 thread.start()
@@ -77,14 +79,14 @@ class BoundedCall(Generic[T]):
             except RuntimeError as error:
                 self._value, self._problem = None, f"{self._what} could not be asked: {error}"
 
-    def answer(self, wait_s: float) -> tuple[T | None, str | None]:
-        """What the last call brought, None if it failed, and what is wrong with it; waits no longer than told.
+    def result(self, wait_s: float) -> tuple[T | None, str | None]:
+        """Wait up to `wait_s` seconds; returns the last result (None after a failure) and what went wrong.
 
-        While a call takes longer, the answer of the call before stands.
+        While a call takes longer, the result of the previous call is returned.
         """
         if self._thread is not None:
             self._thread.join(wait_s)
-        if self.is_asking:
+        if self.is_running:
             return self._value, f"{self._what} has not answered for more than {wait_s:g} s"
         return self._value, self._problem
 
@@ -95,21 +97,21 @@ class BoundedCall(Generic[T]):
             value = self._read()
         except DraDriverError as error:
             problem = str(error)
-        except Exception as error:  # noqa: BLE001  a surprise costs this part of the answer, not the rest
+        except Exception as error:  # noqa: BLE001  an unexpected error must not cost the rest of the answer
             problem = f"{self._what} answered with a surprise: {error!r}"
         self._value, self._problem = value, problem
 
 
 class BackgroundWorker:
-    """Calls `work` in a daemon thread named `name`, from `start` to `stop`.
+    """Calls `work` repeatedly in a daemon thread named `name`, from `start` until `stop`.
 
-    `work` answers how many seconds to pause before the next call, math.inf for as long as nobody wakes it. Whatever it
-    raises is a mistake of ours: it is logged with its traceback, and `on_crash` answers the pause then. `wake` ends the
-    pause; a wake during the work counts for the pause after it. A part that has a thread of its own is such a worker.
+    `work` returns the seconds to pause before the next call; math.inf pauses until `wake`. `wake` during the
+    work shortens the next pause. An exception is a bug: it is logged with its traceback, and `on_crash` returns
+    the pause.
     """
 
     join_s = 5.0
-    """How long `stop` waits."""
+    """How many seconds `stop` waits."""
 
     def __init__(
         self,
@@ -125,36 +127,37 @@ class BackgroundWorker:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether `stop` was called: long work ends early then."""
+        """Whether `stop` was called; long-running work should then return early."""
         return self._stopping.is_set()
 
     def start(self) -> None:
-        """Begin with the first call of `work`."""
+        """Start the thread."""
         self._thread.start()
 
     def wake(self) -> None:
-        """Have `work` called soon."""
+        """End the current pause, or the next one if `work` is running."""
         self._wake.set()
 
     def pause(self, seconds: float) -> bool:
-        """Pause within the work, whatever wakes it; True if the worker is being stopped."""
+        """Pause inside `work`; `wake` has no effect. Returns True if the worker is being stopped."""
         return self._stopping.wait(seconds)
 
     def stop(self) -> bool:
-        """Have no more calls; waits a few seconds at most for one that is under way. Harmless before `start`.
+        """Make no more calls, and wait up to `join_s` seconds for a call in progress. Does nothing before
+        `start`.
 
-        False if that call is still under way.
+        Returns False if that call is still in progress.
         """
         self.retire()
         return self.wait_ended(self.join_s)
 
     def retire(self) -> None:
-        """Have no more calls, without a wait for one that is under way."""
+        """Make no more calls, without waiting for a call in progress."""
         self._stopping.set()
         self._wake.set()
 
     def wait_ended(self, wait_s: float) -> bool:
-        """Whether no call is under way, after `wait_s` seconds at most."""
+        """Wait up to `wait_s` seconds; returns whether no call is in progress."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(wait_s)
         return not self._thread.is_alive()
@@ -162,27 +165,27 @@ class BackgroundWorker:
     def _run(self) -> None:
         while True:
             self._wake.clear()
-            if self._stopping.is_set():  # looked at last: `retire` wakes after it
+            if self._stopping.is_set():  # checked after `clear`, because `retire` sets this before it wakes
                 return
             try:
                 seconds = self._work()
-            except Exception as error:  # noqa: BLE001  a thread that ended would do nothing any more
+            except Exception as error:  # noqa: BLE001  the thread must survive to do its next work
                 _log.exception("worker_failed", worker=self._thread.name)
                 seconds = self._on_crash(error)
             self._wake.wait(None if math.isinf(seconds) else max(0.0, seconds))
 
 
-def side_by_side(
-    tasks: Sequence[Callable[[], T]], at_most: int, wait_s: float | None = None
+def run_in_parallel(
+    tasks: Sequence[Callable[[], T]], max_threads: int, wait_s: float | None = None
 ) -> list[Future[T]]:
-    """Run the tasks in the caller's context, `at_most` at a time; one future for each, in their order.
+    """Run the tasks in the caller's context, `max_threads` at a time; returns one future per task, in order.
 
-    Without `wait_s` all futures are done at the return. With it the call returns after that many seconds at the latest:
-    a task that hangs is left behind in its thread, and one that has not begun by then never begins (its future is
-    cancelled).
+    Without `wait_s`, all futures are done when this returns. With `wait_s`, it returns after at most that many
+    seconds: a task that hangs is left behind in its thread, and the future of a task that has not started is
+    cancelled.
 
-    Where a thread cannot start, fewer threads do the work. Without `wait_s` the caller's own thread is always one of
-    them. With it, the caller's thread does no work, so without any other thread no task begins.
+    If a thread cannot start, fewer threads do the work. Without `wait_s`, the caller's thread works too. With
+    `wait_s` it does not, so if no thread starts, no task runs.
     """
     futures: list[Future[T]] = [Future() for _ in tasks]
     waiting = list(zip(tasks, futures, strict=True))
@@ -199,17 +202,17 @@ def side_by_side(
                     continue
             try:
                 future.set_result(task())
-            except BaseException as error:  # noqa: BLE001  whoever asks the future gets it
+            except BaseException as error:  # noqa: BLE001  stored in the future
                 future.set_exception(error)
 
     started = 0
     try:
-        for _ in range(min(at_most, len(tasks)) - (wait_s is None)):
+        for _ in range(min(max_threads, len(tasks)) - (wait_s is None)):
             run = copy_context().run
             threading.Thread(target=run, args=(work,), name="side-by-side", daemon=True).start()
             started += 1
     except (RuntimeError, MemoryError) as error:
-        # An error here would end the caller, and its locks, while the threads before go on.
+        # An error here would end the caller and release its locks while the started threads continue.
         _log.warning("threads_not_started", started=started, reason=str(error))
     if wait_s is None:
         work()

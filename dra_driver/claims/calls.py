@@ -33,7 +33,7 @@ _ANSWER_BEFORE_S = 2.0
 """The kubelet drops an answer that comes after its deadline, and with it the reason."""
 _KNOWN_CLAIMS_API_S = 3.0
 _FIRST_PAUSE_S = 0.5
-_MOST_PAUSE_S = 4.0
+_MAX_PAUSE_S = 4.0
 _LOOK_EVERY_S = 1.0
 _LATE_RIGHTS = frozenset({401, 403})
 """After an installation or a renewal of tokens, rights may arrive some seconds after the plugin."""
@@ -42,24 +42,24 @@ _LATE_RIGHTS = frozenset({401, 403})
 @dataclass(frozen=True, slots=True)
 class KubeletCall:
     """A call of the kubelet. It began at `began_ns` (time.monotonic_ns()); an answer after `deadline`
-    (time.monotonic()) comes too late. `has_left` returns whether the kubelet has cancelled the call; None if nobody
+    (time.monotonic()) comes too late. `is_cancelled` returns whether the kubelet has cancelled the call; None if nobody
     can tell."""
 
     began_ns: int
     deadline: float
-    has_left: Callable[[], bool] | None = None
+    is_cancelled: Callable[[], bool] | None = None
 
     @classmethod
-    def begin(cls, deadline_s: float | None, has_left: Callable[[], bool] | None = None) -> KubeletCall:
+    def begin(cls, deadline_s: float | None, is_cancelled: Callable[[], bool] | None = None) -> KubeletCall:
         """A call that begins now; the caller waits `deadline_s` seconds for the answer; None, and more than the
         kubelet ever waits, mean the kubelet's time."""
         seconds = KUBELET_DEADLINE_S if deadline_s is None else min(deadline_s, KUBELET_DEADLINE_S)
-        return cls(time.monotonic_ns(), time.monotonic() + seconds - _ANSWER_BEFORE_S, has_left)
+        return cls(time.monotonic_ns(), time.monotonic() + seconds - _ANSWER_BEFORE_S, is_cancelled)
 
     def left(self) -> float:
         """Seconds until an answer comes too late. Raises: RetryableError if it is too late now, or the kubelet
         cancelled the call."""
-        if self.has_left is not None and self.has_left():
+        if self.is_cancelled is not None and self.is_cancelled():
             raise RetryableError(
                 "the kubelet cancelled this call; it calls again if a pod still needs the claim"
             )
@@ -187,7 +187,7 @@ class ClaimFetch:
     def _read(self, ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
         """As `ClaimClient.read`. If the API server is busy, starts, fails, or does not know our rights, the plugin
         retries for as long as the kubelet waits: the kubelet would call again only after a minute or more."""
-        backoff = Backoff(_FIRST_PAUSE_S, _MOST_PAUSE_S)
+        backoff = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
         while True:
             try:
                 return self._lookup.read(ref, call.left())

@@ -40,7 +40,7 @@ from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.model.units import named
 from dra_driver.nvml.reader import NvmlReader
 
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +132,11 @@ class GpuProcesses:
             asked = self._asked.setdefault(
                 uuid, BoundedCall(f"NVML about {device}", partial(self._ask, uuid))
             )
-            if asked.is_asking:
+            if asked.is_running:
                 raise hangs  # It hangs since an earlier call, so this one does not wait for it.
-            asked.ask()
-            found, problem = asked.answer(max(0.0, end - time.monotonic()))
-            if asked.is_asking:
+            asked.start()
+            found, problem = asked.result(max(0.0, end - time.monotonic()))
+            if asked.is_running:
                 raise hangs
             del self._asked[uuid]
         finally:
@@ -159,4 +159,4 @@ class GpuProcesses:
 def _text(users: Mapping[int, str], used: list[str]) -> str:
     processes = [users[pid] for pid in sorted(users)]
     verb = "computes" if len(processes) == 1 else "compute"
-    return f"{named(processes, _MOST_NAMED)} still {verb} on {', '.join(used)}"
+    return f"{named(processes, _MAX_NAMED)} still {verb} on {', '.join(used)}"

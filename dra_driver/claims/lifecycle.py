@@ -13,7 +13,7 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from dra_driver.base.deadline import until
-from dra_driver.base.threads import side_by_side
+from dra_driver.base.threads import run_in_parallel
 from dra_driver.cdi.spec_step import ExtraDeviceFinder
 from dra_driver.claims.calls import (
     CLAIMS_AT_ONCE,
@@ -60,10 +60,10 @@ class ClaimService:
         self,
         claims: Sequence[ClaimRef],
         deadline_s: float | None,
-        has_left: Callable[[], bool] | None = None,
+        is_cancelled: Callable[[], bool] | None = None,
     ) -> Mapping[str, PrepareOutcome]:
         """An outcome for each claim, by its UID."""
-        call = KubeletCall.begin(deadline_s, has_left)
+        call = KubeletCall.begin(deadline_s, is_cancelled)
         with self.observer.in_flight("prepare", claims), ExitStack() as under_way:
             for ref in claims:
                 under_way.enter_context(self.calls.calling("prepare", ref.uid))
@@ -73,11 +73,11 @@ class ClaimService:
         self,
         claims: Sequence[ClaimRef],
         deadline_s: float | None,
-        has_left: Callable[[], bool] | None = None,
+        is_cancelled: Callable[[], bool] | None = None,
     ) -> Mapping[str, UnprepareOutcome]:
         """As `Unpreparer.unprepare`, by the claim's UID."""
         with self.observer.in_flight("unprepare", claims):
-            return _each(self.unpreparer.unprepare, claims, KubeletCall.begin(deadline_s, has_left))
+            return _each(self.unpreparer.unprepare, claims, KubeletCall.begin(deadline_s, is_cancelled))
 
     def _prepare_one(self, ref: ClaimRef, call: KubeletCall) -> PrepareOutcome:
         started = time.monotonic()
@@ -113,7 +113,7 @@ def _each(
             return work(ref, call)
 
     with until(call.deadline):
-        outcomes = side_by_side([partial(one, ref) for ref in claims], CLAIMS_AT_ONCE)
+        outcomes = run_in_parallel([partial(one, ref) for ref in claims], CLAIMS_AT_ONCE)
     return {ref.uid: outcome.result() for ref, outcome in zip(claims, outcomes, strict=True)}
 
 

@@ -283,13 +283,13 @@ class Preparer:
             # Both may wait, for discovery and for nvidia-imex; an Unprepare does not wait with them.
             gpus = self.planner.gpus_of(claim, call) | (known.locked_gpus if known else frozenset())
             self.planner.refuse_unready_imex(claim, known, call)
-        with self.claim_locks.hold(uid, call.left(), call.has_left) as guard:
+        with self.claim_locks.hold(uid, call.left(), call.is_cancelled) as guard:
             refuse_unprepared(guard, call)
             if self.records.get(uid) != known:
                 return None, None, ()
             if not claim.results and known is None:
                 return Plan(claim, (), ()), None, ()
-            with self.planning.hold(gpus, call.left(), call.has_left):
+            with self.planning.hold(gpus, call.left(), call.is_cancelled):
                 if self.layouts is not None:
                     self.layouts.refuse_changing(gpus)
                 try:

@@ -73,7 +73,7 @@ from dra_driver.model.record import ClaimRecord
 _log = structlog.get_logger(__name__)
 _jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
 
-_MOST_UNANSWERED_IN_A_ROW = 3
+_MAX_UNANSWERED_IN_A_ROW = 3
 _LOCK_WAIT_S = 1.0
 
 
@@ -218,7 +218,7 @@ class Reconciler(BackgroundWorker):
             except DraDriverError as error:
                 unanswered[uid] = error
                 in_a_row = in_a_row + 1 if isinstance(error, ApiUnavailableError) else 0
-                if in_a_row >= _MOST_UNANSWERED_IN_A_ROW:
+                if in_a_row >= _MAX_UNANSWERED_IN_A_ROW:
                     break
         if unanswered and not verdicts:
             raise next(iter(unanswered.values()))

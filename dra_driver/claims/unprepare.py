@@ -65,7 +65,7 @@ class Unpreparer:
         """End the claim, unless it `is_wanted`; whether that was done."""
         started = time.monotonic()
         with self.calls.calling("unprepare", ref.uid):
-            with self.claim_locks.hold(ref.uid, call.left(), call.has_left) as guard:
+            with self.claim_locks.hold(ref.uid, call.left(), call.is_cancelled) as guard:
                 if is_wanted(guard):
                     return False
                 if guard.was_prepared_by_call_after(call.began_ns):

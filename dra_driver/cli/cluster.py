@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from dra_driver.app.logs import configure_logs
 from dra_driver.app.settings import DEFAULT_DRIVER_NAME, Flag
-from dra_driver.base.threads import side_by_side
+from dra_driver.base.threads import run_in_parallel
 from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, switch, usual_kubeconfig
 from dra_driver.cli.output import OUTPUT, answer, drawn, hanging, table
 from dra_driver.cli.rules import cluster_rows as rules
@@ -31,7 +31,7 @@ _PAGE = 500
 _PAGE_OF_SLICES = 100
 _FORGOTTEN = 410
 """A list took so long that the server forgot how it looked at its beginning."""
-_MOST_UNKNOWN = 5
+_MAX_UNKNOWN = 5
 _GROUP = "/apis/resource.k8s.io/v1"
 _METRICS_AT_ONCE = 16
 _METRICS_ONE_S = 10.0
@@ -73,9 +73,9 @@ def cluster(given: Namespace) -> None:
     answer(given.output, partial(_lines, rows, totals), lambda: shown)
     if given.output.is_for_people:
         sys.stdout.flush()  # in this order also where both go into one pipe
-        left = len(look.unknown) - _MOST_UNKNOWN
+        left = len(look.unknown) - _MAX_UNKNOWN
         more = [f"{left} more (-o json has all)"] if left > 0 else []
-        for text in (*look.unknown[:_MOST_UNKNOWN], *more):
+        for text in (*look.unknown[:_MAX_UNKNOWN], *more):
             print(f"gpu-dra-driver: {printable(text)}", file=sys.stderr)
 
 
@@ -173,7 +173,7 @@ class _Look:
         loads: dict[Slot, Used] = {}
         problems: dict[str, str] = {}
         answered: set[str] = set()
-        for pod, read in zip(pods, side_by_side(reads, _METRICS_AT_ONCE, _TIMEOUT_S), strict=True):
+        for pod, read in zip(pods, run_in_parallel(reads, _METRICS_AT_ONCE, _TIMEOUT_S), strict=True):
             try:
                 found = rules.loads_of(read.result(0), self._driver)
                 if found is None:

@@ -20,7 +20,7 @@ from dra_driver.model.record import ClaimRecord, RunMps
 
 _DURATION = re.compile(r"([0-9]{1,5})([smh])\Z")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
-_LEAST_S, _MOST_S = 10, 24 * 3600
+_MIN_S, _MAX_S = 10, 24 * 3600
 
 
 FLAGS = (
@@ -66,7 +66,7 @@ def detach(given: Namespace) -> None:
 def _seconds(duration: str) -> int:
     match = _DURATION.match(duration)
     seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
-    if not _LEAST_S <= seconds <= _MOST_S:
+    if not _MIN_S <= seconds <= _MAX_S:
         raise InvalidConfigError(f"--for {duration}: give a time from 10s to 24h, such as 90s, 5m or 2h")
     return seconds
 

@@ -64,13 +64,13 @@ class NodeSnapshot:
 
     def close(self) -> None:
         """Shut NVML down, unless it hangs."""
-        if not self._facts.is_asking:
+        if not self._facts.is_running:
             self.nvml.session.close()
 
     def view(self, wait_s: float) -> NodeView:
         """All that can be had. NVML is waited for no longer than `wait_s` seconds."""
         settings, now, notes = self.machine.settings, self.clock(), list[str]()
-        self._facts.ask()
+        self._facts.start()
         daemons: Sequence[MpsDaemonStatus] = ()
         try:
             daemons = self._mps.statuses()
@@ -79,7 +79,7 @@ class NodeSnapshot:
         state = self.machine.state()
         claims = read_claims(state, settings, now)
         problems = [*plugin_problems(settings.plugin_directory, settings.http_endpoint).problems]
-        nvml, nvml_problem = self._facts.answer(wait_s)
+        nvml, nvml_problem = self._facts.result(wait_s)
         nvml = nvml or NvmlFacts()
         if nvml_problem is not None:
             found = NodeProblem("nvml-unavailable", nvml_problem)

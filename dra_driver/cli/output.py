@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _WIDE = 1 << 16
-_LEAST_TEXT = 24
+_MIN_TEXT = 24
 """What the last column of a table, and a text behind a prefix, keep at least."""
 _DEEPER = 4
 _STYLES = {
@@ -54,7 +54,7 @@ def table(
 
     def is_full() -> bool:
         *others, last = sizes.values()
-        return sum(others) + min(last, _LEAST_TEXT) + 2 * len(others) > room
+        return sum(others) + min(last, _MIN_TEXT) + 2 * len(others) > room
 
     for title in sorted(columns, key=lambda title: -columns[title]):
         if columns[title] and title in sizes and is_full():
@@ -106,7 +106,7 @@ def hanging(prefix: str, text: str, width: int | None) -> str:
     if width is None or len(line) <= width:
         return line
     first, indent = prefix, " " * len(prefix)
-    if width - len(prefix) < max(_LEAST_TEXT, *map(len, words)):
+    if width - len(prefix) < max(_MIN_TEXT, *map(len, words)):
         first = indent = " " * (len(prefix) - len(prefix.lstrip()) + _DEEPER)
     folded = textwrap.fill(
         " ".join(words),

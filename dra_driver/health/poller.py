@@ -42,7 +42,7 @@ _POLL_EVERY_S = 10.0
 _RARE_EVERY_S = 50.0
 """What changes rarely is queried this often, in the first poll, after an event, and in each poll while the GPU should
 get no new work or a query fails. A minute is what docs promise for faults to be shown."""
-_MOST_EVENTS = 256
+_MAX_EVENTS = 256
 _NOT_FOUND = PolledHealth(failed=frozenset({"handle"}), answered=False)
 """A poll that could not even find the GPU."""
 
@@ -59,7 +59,7 @@ class GpuPoller(HealthThread):
         self._due = self._rare_due = 0.0
         self._rare: PolledHealth | None = None
         self._calling_since: float | None = None
-        self._events: deque[HealthEvent] = deque(maxlen=_MOST_EVENTS)
+        self._events: deque[HealthEvent] = deque(maxlen=_MAX_EVENTS)
         self._set_number: int | None = None
         self._reports_action = False
         self._unheard: str | None = None
@@ -173,7 +173,7 @@ class GpuPoller(HealthThread):
             number = observation.number
             observation = Xid(number, self._reports_action)
             self._book.history.count_xid(self.uuid, number)
-            severity = severity_of_xid(number, self._book.policy, action_is_told=self._reports_action)
+            severity = severity_of_xid(number, self._book.policy, reports_action=self._reports_action)
             if severity is None:
                 self._book.note_xid(target, number)
                 return number == RECOVERY_ACTION_CHANGED

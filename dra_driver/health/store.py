@@ -20,10 +20,10 @@ from dra_driver.base.fields import (
     Kind,
     NewerFormatError,
     encode_file,
-    left_out,
     list_of,
-    needed,
+    omittable,
     parse_file,
+    required,
 )
 from dra_driver.base.json_store import JsonStore, log_unreadable
 from dra_driver.errors import StateError
@@ -154,10 +154,10 @@ def _decode_state(_name: str, entry: JsonObject) -> HealthState:
     return _STATE.decode(entry, target=_TARGET.decode(entry))
 
 
-_REASON = Codec(Reason, severity=needed(Kind(_severity, lambda severity: severity.name.lower())))
+_REASON = Codec(Reason, severity=required(Kind(_severity, lambda severity: severity.name.lower())))
 _TARGET = Codec(HealthTarget)
-_STATE = Codec(HealthState, target=None, reasons=left_out(list_of(_REASON.kind), ()))
-_KEPT = Codec(KeptHealth, states=needed(list_of(Kind(_decode_state, _encode_state))))
+_STATE = Codec(HealthState, target=None, reasons=omittable(list_of(_REASON.kind), ()))
+_KEPT = Codec(KeptHealth, states=required(list_of(Kind(_decode_state, _encode_state))))
 
 
 class ServicedGpus:

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import structlog
 
-from dra_driver.base.atomic import point_link
+from dra_driver.base.atomic import replace_symlink
 from dra_driver.host.rooted_tree import RootedTree, join_root, names_in
 from dra_driver.model.driver_files import CdiMount, HostNode
 from dra_driver.model.host import (
@@ -174,7 +174,7 @@ class DevCharLinks:
         made, problem = [], None
         for name, target in self.missing(paths).items():
             try:
-                point_link(Path(self.directory, name), target)
+                replace_symlink(Path(self.directory, name), target)
                 made.append(name)
             except OSError as error:
                 problem = f"cannot make links in {self.directory}: {error.strerror or error}"

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from dra_driver.base.atomic import point_link, stamp_or_none
+from dra_driver.base.atomic import replace_symlink, stamp_or_none
 from dra_driver.base.bounded_program import run_driver_program
 from dra_driver.errors import (
     NotSupportedError,
@@ -39,7 +39,7 @@ BINARY_DIRS = (
 """In search order: where every system has programs, then where GKE and driver installers, Flatcar and Bottlerocket have
 those of the NVIDIA driver. Their libraries are in `UNUSUAL_DIRS`."""
 _TIMEOUT_S = 20.0
-_LEAST_S = 0.1
+_MIN_S = 0.1
 _ABSENT_CODES = (6, 9, 15)
 """No such GPU, driver not loaded, GPU is lost."""
 _ABSENT = (
@@ -96,7 +96,7 @@ class InstalledPrograms:
                 if link.name not in wanted:
                     link.unlink()
             for name, target in wanted.items():
-                point_link(self._links / name, target)
+                replace_symlink(self._links / name, target)
         except OSError as error:
             raise StateError(
                 f"cannot link the driver's libraries in {self._links}: {error.strerror}"
@@ -149,7 +149,7 @@ class NvidiaSmi:
                 waits = RetryableError(f"{action}: {error}")
                 waits.has_no_effect = True
                 raise waits from error
-            self._run(action, gpu_uuid, level, max(_LEAST_S, until - time.monotonic()))
+            self._run(action, gpu_uuid, level, max(_MIN_S, until - time.monotonic()))
 
     def _run(self, action: str, gpu_uuid: str, level: int, timeout_s: float) -> None:
         programs = self.find()

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-_MOST_LINKS = 40
+_MAX_LINKS = 40
 _MAY_RUN = 0o111
 
 
@@ -50,7 +50,7 @@ class RootedTree:
 
     def resolve(self, path: str) -> str | None:
         """The path inside the tree with all links resolved; None if there is nothing."""
-        return self._resolve(path, _MOST_LINKS)
+        return self._resolve(path, _MAX_LINKS)
 
     def directory(self, path: str) -> str | None:
         """The resolved path if it is a directory."""

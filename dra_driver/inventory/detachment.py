@@ -74,7 +74,7 @@ _CLOSING_S = 5.0
 _UNSEEN_S = 60.0
 """How long the pause of a process that cannot be seen lasts at most: it is in another PID namespace."""
 _PROC = "/proc"
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 
 def _seconds_of_boot() -> float:
@@ -201,14 +201,14 @@ class Detachments:
                 if error is None:
                     break
                 for one in marks:
-                    one.let_go()
+                    one.release()
                 if not isinstance(error, NvmlPausedError) or time.monotonic() >= until:
                     raise error
                 time.sleep(_POLL_S)
             yield
         finally:
             for one in marks:
-                one.let_go()
+                one.release()
 
     def paused(self) -> str | None:
         """Why this process is to keep NVML closed for a moment; None if no other one of ours asks for that."""
@@ -319,7 +319,7 @@ class Detachments:
     def is_nvml_open(self, besides: UseMark | None = None) -> bool:
         """Whether a process of ours has NVML open, other than by the session that holds the mark `besides`. Raises:
         StateError."""
-        return self._open_mark().is_held() if besides is None else besides.others_hold_it()
+        return self._open_mark().is_held() if besides is None else besides.is_held_by_others()
 
     def _open_mark(self) -> UseMark:
         return UseMark(self._path.with_name(LOCK_FILE))
@@ -426,6 +426,6 @@ def _refuse(claims: Callable[[], Sequence[str]] | None) -> None:
     if not found:
         return
     raise ClaimsInTheWayError(
-        f"claims use the GPUs: {named(found, _MOST_NAMED)}; end their pods first (kubectl drain), name only "
+        f"claims use the GPUs: {named(found, _MAX_NAMED)}; end their pods first (kubectl drain), name only "
         "the GPUs that will be changed, or use --force"
     )

@@ -351,7 +351,7 @@ class Discovery:
         it, so they are no longer offered rather than tainted. All that closing NVML may undo, such as time slices, is
         set again afterwards, as when NVML answers again."""
         try:
-            self.nvml.session.let_go(detached.problem)
+            self.nvml.session.release(detached.problem)
         except NvmlInUseError as error:
             self._tell_in_use(error)
             return

@@ -25,7 +25,7 @@ import structlog
 
 from dra_driver.base.atomic import clear_abandoned
 from dra_driver.base.backoff import Backoff
-from dra_driver.base.deadline import at_most, time_left
+from dra_driver.base.deadline import time_left, within
 from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import DraDriverError, RetryableError, StateError
 from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes, Operation
@@ -324,7 +324,7 @@ class Cleaner(BackgroundWorker):
     def _undo(self, entry: LedgerEntry) -> str | None:
         """Undo one; why that failed."""
         try:
-            with at_most(UNDO_S):
+            with within(UNDO_S):
                 self.runner.undo(entry.step, record_of([entry]))
         except Exception as error:  # noqa: BLE001  a bug in one undo must not keep the others from being tried
             if not isinstance(error, DraDriverError):

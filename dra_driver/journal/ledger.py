@@ -40,8 +40,8 @@ from dra_driver.base.fields import (
     Tagged,
     encode_file,
     list_of,
-    needed,
     parse_file,
+    required,
 )
 from dra_driver.base.json_store import JsonStore, UnreadableFile, log_unreadable, open_directory
 from dra_driver.errors import StateError
@@ -73,7 +73,7 @@ Item = LedgerEntry | Detail
 D = TypeVar("D", OwnedInstance, OwnedMode, OwnedCard)
 _ITEM: Tagged[Item] = Tagged(
     "ledger entry",
-    step=Codec(LedgerEntry, step=needed(STEP.kind)),
+    step=Codec(LedgerEntry, step=required(STEP.kind)),
     mig_device=Codec(OwnedInstance),
     mig_mode=Codec(OwnedMode),
     card=Codec(OwnedCard),

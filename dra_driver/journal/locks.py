@@ -35,7 +35,7 @@ from dra_driver.base.bounded_program import inherited
 from dra_driver.base.file_lock import LockBusyError, byte_lock, hold_file, is_locked
 from dra_driver.errors import StateError
 
-_MOST_USE_BYTES = 4096
+_MAX_USE_BYTES = 4096
 _REMEMBERED = 1024
 """Claims: far more than a node works on while one call lasts."""
 
@@ -74,7 +74,7 @@ class GpuLocks:
         self,
         gpu_uuids: Iterable[str],
         timeout_s: float,
-        has_left: Callable[[], bool] | None = None,
+        is_cancelled: Callable[[], bool] | None = None,
         uses: Iterable[LockUse] = (),
     ) -> Iterator[Callable[[Iterable[LockUse]], None]]:
         """Hold the locks of all the GPUs. While the caller waits for one of them, it holds none of the others, so a GPU
@@ -84,8 +84,8 @@ class GpuLocks:
         Programs that the block starts hold the locks too: if this process is killed, the GPUs are locked until the last
         of these programs has ended. At its end the block waits for programs that could not be killed.
 
-        Raises: LockBusyError if another call keeps one of them for `timeout_s` seconds, or until `has_left` says that
-        the kubelet cancelled this call; StateError.
+        Raises: LockBusyError if another call keeps one of them for `timeout_s` seconds, or or the kubelet cancels
+        this call (`is_cancelled`); StateError.
         """
         wanted = sorted(set(gpu_uuids))
         deadline = time.monotonic() + timeout_s
@@ -94,7 +94,7 @@ class GpuLocks:
             with ExitStack() as held:
                 descriptors: dict[str, int] = {}
                 for uuid in awaited:  # nothing else is held
-                    descriptors[uuid] = held.enter_context(self._held(uuid, deadline, has_left))
+                    descriptors[uuid] = held.enter_context(self._held(uuid, deadline, is_cancelled))
                 for uuid in wanted:
                     if uuid in awaited:
                         continue
@@ -127,7 +127,7 @@ class GpuLocks:
         try:
             descriptor = open_plain(path, os.O_RDONLY)
             try:
-                entry = json.loads(os.pread(descriptor, _MOST_USE_BYTES, 0))
+                entry = json.loads(os.pread(descriptor, _MAX_USE_BYTES, 0))
             finally:
                 os.close(descriptor)
             use = LockUse(
@@ -142,10 +142,10 @@ class GpuLocks:
             return None
 
     def _held(
-        self, uuid: str, deadline: float, has_left: Callable[[], bool] | None
+        self, uuid: str, deadline: float, is_cancelled: Callable[[], bool] | None
     ) -> AbstractContextManager[int]:
         lock = self._locks.setdefault(uuid, threading.Lock())  # in one go, also among threads
-        return hold_file(self._file(uuid), lock, deadline, f"GPU {uuid}", has_left=has_left)
+        return hold_file(self._file(uuid), lock, deadline, f"GPU {uuid}", is_cancelled=is_cancelled)
 
     def _file(self, uuid: str) -> Path:
         name = re.sub(r"[^A-Za-z0-9-]", "_", uuid)
@@ -235,10 +235,10 @@ class ClaimLocks:
 
     @contextmanager
     def hold(
-        self, uid: str, timeout_s: float, has_left: Callable[[], bool] | None = None
+        self, uid: str, timeout_s: float, is_cancelled: Callable[[], bool] | None = None
     ) -> Iterator[ClaimGuard]:
         """Hold the claim's lock. Raises: RetryableError if another call keeps it for `timeout_s` seconds, or until
-        `has_left` says that the kubelet cancelled this call; StateError."""
+        `is_cancelled` says that the kubelet cancelled this call; StateError."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
             guard = self._guards[uid] = self._guards.pop(uid) if uid in self._guards else ClaimGuard()
@@ -248,7 +248,7 @@ class ClaimLocks:
             for oldest in [*islice(idle, too_many)]:
                 del self._guards[oldest]
         try:
-            with hold_file(self._path, guard.lock, deadline, f"claim {uid}", _lock_of(uid), has_left):
+            with hold_file(self._path, guard.lock, deadline, f"claim {uid}", _lock_of(uid), is_cancelled):
                 yield guard
         finally:
             with self._lock:

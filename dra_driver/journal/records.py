@@ -14,10 +14,10 @@ from dra_driver.base.fields import (
     Kind,
     Tagged,
     encode_file,
-    left_out,
     list_of,
-    needed,
+    omittable,
     parse_file,
+    required,
 )
 from dra_driver.base.json_store import JsonStore, UnreadableFile, log_unreadable, open_directory
 from dra_driver.errors import StateError
@@ -78,12 +78,12 @@ STEP: Tagged[Step] = Tagged(
     leave_mig_mode=Codec(LeaveMigMode),
 )
 _USAGE: Tagged[SharingMode] = Tagged("sharing mode", time_sliced=Codec(TimeSliced), mps=Codec(MpsShared))
-_HELD = Codec(HeldDevice, usage=left_out(_USAGE.kind), imex=left_out(Kind(_imex), name="imexChannel"))
+_HELD = Codec(HeldDevice, usage=omittable(_USAGE.kind), imex=omittable(Kind(_imex), name="imexChannel"))
 _RECORD = Codec(
     ClaimRecord,
-    claim=needed(Codec(AllocatedClaim, reported=None).kind),
-    devices=needed(list_of(_HELD.kind)),
-    steps=needed(list_of(STEP.kind)),
+    claim=required(Codec(AllocatedClaim, reported=None).kind),
+    devices=required(list_of(_HELD.kind)),
+    steps=required(list_of(STEP.kind)),
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import structlog
 
-from dra_driver.base.fields import NUMBER, Codec, Kind, left_out
+from dra_driver.base.fields import NUMBER, Codec, Kind, omittable
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient, reserved_pods
 from dra_driver.kube.client import ApiClient, is_not_found
@@ -223,5 +223,5 @@ def _data(facts: DeviceFacts) -> JsonObject:
 
 
 _LIMIT = Kind(NUMBER.read, lambda mib: f"{mib}Mi")
-_MPS = Codec(MpsFacts, pinned_memory_limit_mib=left_out(_LIMIT, name="pinnedDeviceMemoryLimit"))
-_FACTS = Codec(DeviceFacts, mps=left_out(_MPS.kind))
+_MPS = Codec(MpsFacts, pinned_memory_limit_mib=omittable(_LIMIT, name="pinnedDeviceMemoryLimit"))
+_FACTS = Codec(DeviceFacts, mps=omittable(_MPS.kind))

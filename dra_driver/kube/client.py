@@ -51,7 +51,7 @@ CONNECT_TIMEOUT_S = 5.0
 ATTEMPT_S = 8.0
 """How long the first attempt of a request may take, and how long a peer may leave what was sent unacknowledged: an API
 server that vanishes without a RST leaves connections to nobody in the pool."""
-MOST_BYTES = 32 * 1024 * 1024
+MAX_BYTES = 32 * 1024 * 1024
 """No answer and no event may be larger: the daemon's container has a memory limit of 256 MiB."""
 _READ_BYTES = 65536
 
@@ -189,10 +189,10 @@ class ApiClient:
                 raise  # a POST may have arrived: the caller looks at the server first
         return self._send_once(wanted, math.inf)
 
-    def _send_once(self, wanted: _Request, most_s: float) -> tuple[urllib3.BaseHTTPResponse, bytes]:
+    def _send_once(self, wanted: _Request, max_s: float) -> tuple[urllib3.BaseHTTPResponse, bytes]:
         if self.limiter is not None:
             self.limiter.acquire(wanted.until - time.monotonic())
-        until = min(wanted.until, time.monotonic() + most_s)
+        until = min(wanted.until, time.monotonic() + max_s)
         official = self._now()
         status: int | None = None
         try:
@@ -318,12 +318,12 @@ def _socket_options() -> list[tuple[int, int, int]]:
 def _body(response: urllib3.BaseHTTPResponse, until: float) -> bytes:
     """The whole body. urllib3 alone would wait for each piece as long as for the first, and read without a limit.
 
-    Raises: ReadTimeoutError once it is `until` (time.monotonic()), HTTPError for more than MOST_BYTES.
+    Raises: ReadTimeoutError once it is `until` (time.monotonic()), HTTPError for more than MAX_BYTES.
     """
     pieces: list[bytes] = []
     size = 0
     try:
-        while size <= MOST_BYTES:
+        while size <= MAX_BYTES:
             left = until - time.monotonic()
             if left <= 0:
                 raise ReadTimeoutError(None, None, "the answer was not complete in time")  # type: ignore[arg-type]
@@ -333,7 +333,7 @@ def _body(response: urllib3.BaseHTTPResponse, until: float) -> bytes:
                 return b"".join(pieces)
             pieces.append(piece)
             size += len(piece)
-        raise HTTPError(f"the answer is larger than {MOST_BYTES >> 20} MiB")
+        raise HTTPError(f"the answer is larger than {MAX_BYTES >> 20} MiB")
     except BaseException:
         response.close()
         raise
@@ -384,8 +384,8 @@ class WatchStream:
                 return
             *lines, rest = (rest + chunk).split(b"\n")
             yield from (line for line in lines if line)
-            if len(rest) > MOST_BYTES:
-                raise HTTPError(f"an event is larger than {MOST_BYTES >> 20} MiB")
+            if len(rest) > MAX_BYTES:
+                raise HTTPError(f"an event is larger than {MAX_BYTES >> 20} MiB")
         if rest and not self._closed.is_set():
             raise HTTPError("connection to the API server broke in the middle of an event")
 

@@ -41,18 +41,18 @@ _MAX_SHOWN_CHARS = 64
 class ClaimCalls(Protocol):
     """Prepares and unprepares the claims of a call. Called by many threads at the same time.
 
-    `deadline_s` is the number of seconds until the caller gives up, very large if it never does. `has_left`
+    `deadline_s` is the number of seconds until the caller gives up, very large if it never does. `is_cancelled`
     returns whether the caller disconnected or cancelled; it may then send a newer call, perhaps to another
     instance. Every claim has valid names and occurs once. The result has an entry for the UID of each claim.
     If the call raises, all its claims are reported to the kubelet as failed.
     """
 
     def prepare(
-        self, claims: Sequence[ClaimRef], deadline_s: float, has_left: Callable[[], bool]
+        self, claims: Sequence[ClaimRef], deadline_s: float, is_cancelled: Callable[[], bool]
     ) -> Mapping[str, PrepareOutcome]: ...
 
     def unprepare(
-        self, claims: Sequence[ClaimRef], deadline_s: float, has_left: Callable[[], bool]
+        self, claims: Sequence[ClaimRef], deadline_s: float, is_cancelled: Callable[[], bool]
     ) -> Mapping[str, UnprepareOutcome]: ...
 
 

@@ -89,7 +89,7 @@ class KubeletPlugin:
         methods = dra.DraService(claims).methods()
         self._started_at: float | None = None
         self._others = SocketWatch(
-            settings.driver, settings.registry_dir, settings.plugin_dir, owner.living_instances
+            settings.driver, settings.registry_dir, settings.plugin_dir, owner.live_instances
         )
         if watch_device_health is not None:
             versions += HEALTH_VERSIONS

@@ -62,7 +62,7 @@ class PluginOwner(Protocol):
     def plugin_died(self, error: FatalError) -> None:
         """A server has failed, so the plugin can no longer serve."""
 
-    def living_instances(self) -> Collection[str]:
+    def live_instances(self) -> Collection[str]:
         """The pod UIDs of the living instances on this node, according to their files."""
 
 

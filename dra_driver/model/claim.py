@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from dra_driver.model.ids import is_subdomain, is_uid
 
-_MOST_PODS: Final = 256
+_MAX_PODS: Final = 256
 """The API lets a claim be reserved for at most this many pods."""
 
 
@@ -51,7 +51,7 @@ def pods_from(entries: Iterable[Any]) -> Pods:
     None if one of them is something else. The pods are information for people only. So a bad entry must not keep a
     claim from being served, and must not reach a terminal.
     """
-    pods = tuple(_pod_from(entry) for entry in islice(entries, _MOST_PODS))
+    pods = tuple(_pod_from(entry) for entry in islice(entries, _MAX_PODS))
     known = tuple(pod for pod in pods if pod is not None)
     return known if len(known) == len(pods) else None
 

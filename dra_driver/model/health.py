@@ -202,10 +202,10 @@ class PolledHealth:
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """The NVIDIA driver reported an Xid. `action_is_told` says whether it reports a recovery action for this GPU."""
+    """The NVIDIA driver reported an Xid. `reports_action` says whether it reports a recovery action for this GPU."""
 
     number: int
-    action_is_told: bool = True
+    reports_action: bool = True
 
 
 @dataclass(frozen=True, slots=True)

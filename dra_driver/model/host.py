@@ -102,7 +102,7 @@ ImexChannels = int | Literal["all"]
 """The number of one channel, or all that the NVIDIA driver has."""
 LAST_IMEX_CHANNEL: Final = (1 << 20) - 1
 """Linux has 20 bits for a minor number."""
-MOST_IMEX_CHANNELS: Final = 4096
+MAX_IMEX_CHANNELS: Final = 4096
 """More device nodes than these are too many for one container."""
 
 HOST_DEVICE_NODES: Final[Mapping[HostDevice, tuple[str, ...]]] = {

@@ -33,7 +33,7 @@ from typing import TypeVar
 import structlog
 
 from dra_driver.base.backoff import Backoff
-from dra_driver.base.threads import side_by_side
+from dra_driver.base.threads import run_in_parallel
 from dra_driver.errors import (
     DraDriverError,
     NotSupportedError,
@@ -446,7 +446,7 @@ def _on_each(
     All GPUs at the same time: without persistence mode nvidia-smi takes seconds for each.
     """
     uuids = list(gpu_uuids)
-    futures = side_by_side([partial(action, uuid) for uuid in uuids], _GPUS_AT_ONCE)
+    futures = run_in_parallel([partial(action, uuid) for uuid in uuids], _GPUS_AT_ONCE)
     errors = [future.exception() for future in futures]
     done = {
         uuid: future.result()

@@ -67,8 +67,8 @@ from dra_driver.base.fields import (
     Codec,
     Kind,
     NewerFormatError,
-    needed,
     parse_file,
+    required,
 )
 from dra_driver.base.file_lock import is_locked
 from dra_driver.base.installation import helm_set
@@ -108,7 +108,7 @@ _REPLACE = (
 )
 
 SPEC = Codec(MpsDaemonSpec)
-_STATUS = Codec(MpsDaemonStatus, since=needed(Kind(NUMBER.read, int)))
+_STATUS = Codec(MpsDaemonStatus, since=required(Kind(NUMBER.read, int)))
 
 
 class NoMpsHostError(RetryableError):

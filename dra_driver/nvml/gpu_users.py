@@ -30,7 +30,7 @@ _NO_INSTANCE = 0xFFFFFFFF
 _NO_MEMORY = 0xFFFFFFFFFFFFFFFF
 # NVML never tells: the caller lacks the privilege, or the device has no such list.
 _REFUSALS = frozenset({pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_INVALID_ARGUMENT})
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 
 def read_processes(uuid: str) -> Mapping[int, str]:
@@ -117,7 +117,7 @@ def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) 
             f"or a process that has the device file open: look with {look_at}"
         )
     return DeviceBusyError(
-        f"{action}: {subject} is in use by {named(holders, _MOST_NAMED)}; stop the process, or wait "
+        f"{action}: {subject} is in use by {named(holders, _MAX_NAMED)}; stop the process, or wait "
         "until it ends"
     )
 

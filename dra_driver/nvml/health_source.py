@@ -30,7 +30,7 @@ _UNAVAILABLE = getattr(pynvml, "nvmlEventTypeGpuUnavailableError", 0x4000)
 _RECOVERY_ACTION = getattr(pynvml, "nvmlEventTypeGpuRecoveryAction", 0x8000)
 _WANTED = _XID | _DOUBLE_BIT | _UNAVAILABLE | _RECOVERY_ACTION
 _WHOLE_GPU = 0xFFFFFFFF
-_MOST_LEFT = 1000
+_MAX_LEFT = 1000
 _REOPENED = "NVML was initialised again; events have to be registered again"
 _NO_DRIVER = frozenset({pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH})
 
@@ -168,7 +168,7 @@ class HealthSource:
             if not is_needed:
                 self._sets.remove(old)
         with suppress(pynvml.NVMLError):
-            for _ in range(_MOST_LEFT):
+            for _ in range(_MAX_LEFT):
                 event = self._event(pynvml.nvmlEventSetWait_v2(old.handle, 0))
                 if event.gpu_uuid is None or event.gpu_uuid in unheard:
                     self._left.append(event)

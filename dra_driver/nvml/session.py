@@ -166,7 +166,7 @@ class NvmlSession:
         if not self._changed(self._shut_down if was_open else lambda: None, _PATIENCE_S):
             _log.warning("nvml_left_open", reason="shut NVML down: it hangs in the NVIDIA driver")
 
-    def let_go(self, why: str) -> None:
+    def release(self, why: str) -> None:
         """Shut NVML down until the next `reopen`; `why` is what everybody hears meanwhile. Raises: NvmlInUseError, with
         NVML as it was, while a call of NVML is under way."""
         with self._turn:
@@ -286,7 +286,7 @@ class NvmlSession:
     def _show_operations(self) -> None:
         if self._busy_mark is not None:
             with suppress(StateError):
-                (self._busy_mark.hold if self._operations else self._busy_mark.let_go)()
+                (self._busy_mark.hold if self._operations else self._busy_mark.release)()
 
     def _why_closed(self) -> NvmlUnavailableError:
         """That NVML is closed for a moment, or the error of the last opening as a new object, since a traceback belongs
@@ -390,11 +390,11 @@ class NvmlSession:
             yield
         except BaseException:
             if self.mark is not None:
-                self.mark.let_go()
+                self.mark.release()
             raise
 
     def _shut_down(self) -> None:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
         if self.mark is not None:
-            self.mark.let_go()
+            self.mark.release()

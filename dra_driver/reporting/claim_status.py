@@ -27,7 +27,7 @@ from dra_driver.reporting.rules.device_status import device_statuses, event_of, 
 _log = structlog.get_logger(__name__)
 
 
-_MOST_REMEMBERED = 1024
+_MAX_REMEMBERED = 1024
 
 
 @dataclass(slots=True)
@@ -107,7 +107,7 @@ class ClaimStatusReporter:
         known = self._given.pop(uid, None)
         is_written = is_there and known is not None and known.is_written and known.devices == statuses
         given = known if known is not None and is_written else _GivenStatus(statuses)
-        while len(self._given) >= _MOST_REMEMBERED:
+        while len(self._given) >= _MAX_REMEMBERED:
             del self._given[next(iter(self._given))]
         self._given[uid] = given
         if not is_written:

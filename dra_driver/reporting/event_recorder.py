@@ -209,7 +209,7 @@ def _key(report: Report) -> Hashable:
 
 _REQUEST_S: Final = 5.0
 _FLUSH_S: Final = 2.0
-_MOST_PODS = 16
+_MAX_PODS = 16
 _LONGEST_ASKED_S = 120.0
 
 
@@ -361,7 +361,7 @@ class EventRecorder(BackgroundWorker):
             pods = ()
             self._refused(queued, error)
         with self._lock:
-            for about in reversed((claim_object(report.ref), *pods[:_MOST_PODS])):
+            for about in reversed((claim_object(report.ref), *pods[:_MAX_PODS])):
                 single = ObjectEvent(about, report.reason, report.message, report.warning)
                 self._queue.put_first(QueuedReport(single, queued.times, queued.due))
 

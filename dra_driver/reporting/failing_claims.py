@@ -31,7 +31,7 @@ from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)
 
-_MOST_CLAIMS = 256
+_MAX_CLAIMS = 256
 _LONGEST_ERROR = 1000
 _PROBLEM_AFTER_S = 10
 """A failure that the next call mends is no problem of the node."""
@@ -98,7 +98,7 @@ class FailingClaims(BackgroundWorker):
                 before = FailingClaim(ref, operation, now, now, 0, "")
             found = replace(before, last_at=now, count=before.count + 1, error=error[:_LONGEST_ERROR])
             self._failing[ref.uid] = found
-            while len(self._failing) > _MOST_CLAIMS:
+            while len(self._failing) > _MAX_CLAIMS:
                 del self._failing[next(iter(self._failing))]
         self.wake()
 

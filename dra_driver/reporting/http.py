@@ -43,8 +43,8 @@ _log = structlog.get_logger(__name__)
 
 Page = Callable[[], "Response"]
 
-_MOST_CONNECTIONS = 64
-_MOST_AT_ONE_PAGE = 16
+_MAX_CONNECTIONS = 64
+_MAX_AT_ONE_PAGE = 16
 
 
 class Response(NamedTuple):
@@ -138,7 +138,7 @@ class _Server(ThreadingWSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in a thread of its own."""
         with self._open_lock:
-            if len(self._open) >= _MOST_CONNECTIONS:
+            if len(self._open) >= _MAX_CONNECTIONS:
                 oldest = next(iter(self._open))
                 del self._open[oldest]
                 with suppress(OSError):
@@ -183,7 +183,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _application(pages: Mapping[str, Page]) -> WSGIApplication:
-    free = {path: threading.BoundedSemaphore(_MOST_AT_ONE_PAGE) for path in pages}
+    free = {path: threading.BoundedSemaphore(_MAX_AT_ONE_PAGE) for path in pages}
 
     def application(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         path = environ["PATH_INFO"]

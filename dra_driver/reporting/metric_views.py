@@ -60,15 +60,15 @@ class Readings(Collector):
         with self._turn:
             calls = self._calls.copy()
             # An earlier scrape has waited for these already.
-            late = {name for name, call in calls.items() if call.is_asking}
+            late = {name for name, call in calls.items() if call.is_running}
             for call in calls.values():
-                call.ask()
+                call.start()
             end, found = time.monotonic() + self._within_s, list[Metric]()
             for name, call in calls.items():
-                families, problem = call.answer(0.0 if name in late else max(0.0, end - time.monotonic()))
+                families, problem = call.result(0.0 if name in late else max(0.0, end - time.monotonic()))
                 if problem is not None:
                     _log.debug("metrics_not_read", source=name, reason=problem)
-                    self._failed(name, "timeout" if call.is_asking else "error")
+                    self._failed(name, "timeout" if call.is_running else "error")
                 else:
                     found += families or ()
             return found
@@ -76,7 +76,7 @@ class Readings(Collector):
 
 _PREPARED_TYPES = ("gpu", "mig", "vfio", "unknown")
 _OFFERED_TYPES = ("gpu", "mig", "possible_mig")
-_MOST_PODS = 16
+_MAX_PODS = 16
 """For one claim: a claim that hundreds of pods share must not fill the time series database."""
 _CONDITIONS: tuple[Condition, ...] = get_args(Condition)
 
@@ -433,7 +433,7 @@ def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> M
 
 def _names(pods: Pods) -> Sequence[str]:
     """The names of the first pods of a claim; an empty name if none is known."""
-    return [pod.name for pod in (pods or ())[:_MOST_PODS]] or [""]
+    return [pod.name for pod in (pods or ())[:_MAX_PODS]] or [""]
 
 
 def _type_of(device: OfferedDevice) -> str:

@@ -104,19 +104,19 @@ class DiskWatch:
 
     def _probe_soon(self, directory: Path) -> None:
         with self._lock:
-            if self._probing.is_asking or time.monotonic() < self._probe_again_at:
+            if self._probing.is_running or time.monotonic() < self._probe_again_at:
                 return
             self._probe_again_at = time.monotonic() + _PROBE_EVERY_S
             self._probed = directory
-            self._probing.ask()
+            self._probing.start()
 
     def _read_sizes_soon(self) -> None:
         """In another thread, and one call at a time: on a disk that hangs this call may hang too."""
         with self._lock:
-            if self._sizing.is_asking or time.monotonic() < self._sizes_again_at:
+            if self._sizing.is_running or time.monotonic() < self._sizes_again_at:
                 return
             self._sizes_again_at = time.monotonic() + _SIZES_EVERY_S
-            self._sizing.ask()
+            self._sizing.start()
 
     def _read_sizes(self) -> None:
         found = ((top, _refusal(top)) for top in self._directories)
@@ -273,7 +273,7 @@ class NodeProblems(BackgroundWorker):
     def stop(self) -> bool:
         """End, and stop to show that this process runs."""
         has_ended = super().stop()
-        self._mark.let_go()
+        self._mark.release()
         return has_ended
 
     def current(self) -> tuple[ShownProblem, ...]:
@@ -365,10 +365,10 @@ class NodeProblems(BackgroundWorker):
     def _keep(self, reported: Reported) -> None:
         """Bring the file up to date, in another thread: a disk that hangs must not keep problems from being reported.
         That a disk takes no file is a problem of its own source."""
-        if self._writing.is_asking or not self._is_due(reported):
+        if self._writing.is_running or not self._is_due(reported):
             return
         self._to_write = reported
-        self._writing.ask()
+        self._writing.start()
 
     def _is_due(self, now: Reported) -> bool:
         if self._written is None:

@@ -92,21 +92,21 @@ class Usage:
         wanted = [GpuAddress(gpu.uuid, gpu.pci_bus_id) for gpu in inventory.gpus]
         with self._turn:
             end = time.monotonic() + self.within_s
-            calls = {gpu: call for gpu, call in self._calls.items() if gpu in wanted or call.is_asking}
+            calls = {gpu: call for gpu, call in self._calls.items() if gpu in wanted or call.is_running}
             asked: dict[str, BoundedCall[GpuUse]] = {}
             for gpu in wanted:
                 call = calls.setdefault(
                     gpu, BoundedCall(f"NVML about GPU {gpu.uuid}", partial(self._read_one, gpu))
                 )
-                if not call.is_asking:
+                if not call.is_running:
                     self._reads[gpu] = read_of(gpu)
-                    call.ask()
-                    call.answer(_APART_S)
+                    call.start()
+                    call.result(_APART_S)
                     asked[gpu.uuid] = call
             self._calls = calls
-            answers = {uuid: call.answer(max(0.0, end - time.monotonic()))[0] for uuid, call in asked.items()}
+            answers = {uuid: call.result(max(0.0, end - time.monotonic()))[0] for uuid, call in asked.items()}
             return {
-                uuid: use for uuid, use in answers.items() if use is not None and not asked[uuid].is_asking
+                uuid: use for uuid, use in answers.items() if use is not None and not asked[uuid].is_running
             }
 
     def _read_one(self, gpu: GpuAddress) -> GpuUse:

@@ -148,7 +148,7 @@ class InstanceLeadership:
                 yield name
 
 
-def living_instances(directory: Path) -> frozenset[str]:
+def live_instances(directory: Path) -> frozenset[str]:
     """The names of the instances that hold a file in the directory, such as pod UIDs. Raises: StateError."""
     try:
         names = os.listdir(directory)  # noqa: PTH208  as above

@@ -20,8 +20,8 @@ _log = structlog.get_logger(__name__)
 
 
 _FIRST_S = 1.0
-_MOST_S = 300.0
-_MOST_FORBIDDEN_S = 30.0
+_MAX_S = 300.0
+_MAX_FORBIDDEN_S = 30.0
 """An administrator mends a missing permission without a change of the slice, and wants to see that it helped."""
 _REFUSALS: Final = frozenset({400, 403, 413, 422})
 """Statuses that speak of the content, as opposed to a slice that is gone or was changed."""
@@ -99,7 +99,7 @@ class RefusedSlices:
         if known is not None and sent != wanted:
             self._refusals[index] = replace(known, is_whole=True)
             return True
-        most_s = _MOST_FORBIDDEN_S if error.status == 403 else _MOST_S
+        most_s = _MAX_FORBIDDEN_S if error.status == 403 else _MAX_S
         delay = _FIRST_S if known is None else min(known.delay_s * 2, most_s)
         before = known.before if known is not None and stored is None else _content(stored)
         self._refusals[index] = _Refusal(wanted, before, str(error), delay, self._clock() + delay)

@@ -23,7 +23,7 @@ from dra_driver.model.claim import ClaimRef, Prepared
 JsonObject = dict[str, Any]
 
 _SETTLE_S = 60.0
-_MOST_ALIVE = 24
+_MAX_ALIVE = 24
 _NOTICED_S = 5.0
 """After this the daemon knows of what was mended, and no Prepare has an excuse."""
 _PROFILES = ("1g.10gb", "1g.20gb", "2g.20gb", "3g.40gb", "7g.80gb")
@@ -152,7 +152,7 @@ class Churn(Claims):
         self._alive += fresh
         self._each(self._prepare, [*fresh, *again])
         going = choose.sample(self._alive, choose.randint(0, min(6, len(self._alive))))
-        going += [life for life in self._alive if life not in going][: max(0, len(self._alive) - _MOST_ALIVE)]
+        going += [life for life in self._alive if life not in going][: max(0, len(self._alive) - _MAX_ALIVE)]
         self._each(self._unprepare, going)
 
     def calm(self) -> None:

@@ -17,7 +17,7 @@ from dra_driver.app.logs import configure_logs
 from dra_driver.model.claim import ClaimRef
 
 _PROFILE = "1g.10gb"
-_MOST_DEVICES = 56
+_MAX_DEVICES = 56
 
 _WORKERS_LEAVE_S = 12.0
 """Worker threads of the gRPC server stay for ten seconds after their last call."""
@@ -160,7 +160,7 @@ def cpu_of_scrapes(root: Path, count: int) -> list[float]:
 def _all_devices(node: MeasuredNode) -> list[str] | None:
     profile = {"string": _PROFILE}
     found = [one["name"] for one in node.devices() if one["attributes"].get("profile") == profile]
-    return found if len(found) == _MOST_DEVICES else None
+    return found if len(found) == _MAX_DEVICES else None
 
 
 def _cpu_of_one(driver: Driver) -> float:
@@ -168,6 +168,6 @@ def _cpu_of_one(driver: Driver) -> float:
     before = time.process_time()
     page = generate_latest(driver.metrics.registry)
     used = time.process_time() - before
-    if page.count(b"\nnvidia_dra_device_memory_used_bytes{") != _MOST_DEVICES:
+    if page.count(b"\nnvidia_dra_device_memory_used_bytes{") != _MAX_DEVICES:
         raise AssertionError("the scrape does not show the use of all MIG devices")
     return used * 1000

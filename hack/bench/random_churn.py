@@ -31,7 +31,7 @@ _PODS = 10
 _LEFT_AFTER_S = 60.0
 _PATIENCE_S, _NOTICED_S = 45.0, 2.0
 """The kubelet's for a call; and after so long it knows that a daemon has ended."""
-_MOST_MORE = 6
+_MAX_MORE = 6
 """Descriptors and threads that a daemon may have more than after its first claims: connections and pools."""
 _CALLS = (
     "nvmlInit*", "nvmlDeviceGetHandle*", "nvmlDeviceSetPersistenceMode", "nvmlDeviceSetMigMode",
@@ -389,7 +389,7 @@ def churn(
         f"{usual.descriptors} -> {worn.descriptors}, threads {usual.threads} -> {worn.threads}"
     )
     faults = [*holders.faults, *trouble.faults, *(fault for pod in pods for fault in pod.faults)]
-    if max(worn.descriptors - usual.descriptors, worn.threads - usual.threads) > _MOST_MORE:
+    if max(worn.descriptors - usual.descriptors, worn.threads - usual.threads) > _MAX_MORE:
         faults.append("the daemon keeps descriptors or threads")
     return fresh, node.state(), faults
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import structlog
 
-from dra_driver.base.threads import BackgroundWorker, side_by_side
+from dra_driver.base.threads import BackgroundWorker, run_in_parallel
 
 
 def worker(
@@ -128,7 +128,7 @@ def test_every_task_has_ended_with_its_outcome_when_not_all_threads_start(
 ) -> None:
     threads_that_start(THREADS, started)
     tasks = Tasks()
-    futures = side_by_side(tasks.all(6), 4)
+    futures = run_in_parallel(tasks.all(6), 4)
     assert sorted(tasks.ended) == [0, 1, 2, 3, 4, 5]
     assert [repr(future.exception() or future.result()) for future in futures] == [
         "0", "1", "ValueError('the third task')", "3", "4", "5",
@@ -138,7 +138,7 @@ def test_every_task_has_ended_with_its_outcome_when_not_all_threads_start(
 def test_tasks_with_a_time_limit_end_when_one_thread_starts(threads_that_start: Limit) -> None:
     threads_that_start(THREADS, 1)
     tasks = Tasks()
-    futures = side_by_side(tasks.all(2), 2, 20)
+    futures = run_in_parallel(tasks.all(2), 2, 20)
     assert [future.result() for future in futures] == tasks.ended == [0, 1]
 
 
@@ -146,5 +146,5 @@ def test_no_task_with_a_time_limit_begins_when_no_thread_starts(threads_that_sta
     """The caller's own thread could hang in it."""
     threads_that_start(THREADS, 0)
     tasks = Tasks()
-    futures = side_by_side(tasks.all(2), 2, 20)
+    futures = run_in_parallel(tasks.all(2), 2, 20)
     assert ([future.cancelled() for future in futures], tasks.ended) == ([True, True], [])

@@ -210,9 +210,9 @@ def test_hang_costs_a_moment_once_and_no_other_gpu() -> None:
             bench.of(hold(GPU_0))
     assert bench.asked == [uuid(0)], "nobody asks again while it hangs"
     patient = bench.users._asked[uuid(0)]
-    assert patient.is_asking
+    assert patient.is_running
     ended.set()
-    patient.answer(20)
+    patient.result(20)
     bench.shown[uuid(0)] = TRAINER
     bench.users.wait_s = 20.0
     found = bench.of(hold(GPU_0))

@@ -101,7 +101,7 @@ def test_unprepare_whose_caller_left_while_it_waited_takes_nothing_back(node: No
     assert isinstance(node.prepare(WANTED), Prepared)
     before = node.files()
     left = threading.Event()
-    late = Late(node.unpreparer, "claim_locks", lambda: unprepare(node, has_left=left.is_set))
+    late = Late(node.unpreparer, "claim_locks", lambda: unprepare(node, is_cancelled=left.is_set))
     left.set()
     refused = late.answer()
     assert isinstance(refused, Failed)

@@ -303,14 +303,14 @@ def test_process_on_the_device_is_named_when_the_holder_does_not_leave_in_time(
 
 def test_call_that_the_kubelet_cancels_waits_no_longer(node: Node) -> None:
     leaving(node)
-    ref, has_left = node.claims.add(claim(GPU_0)), threading.Event()
+    ref, is_cancelled = node.claims.add(claim(GPU_0)), threading.Event()
     answers: list[object] = []
     prepare = threading.Thread(
-        target=lambda: answers.append(node.service.prepare([ref], None, has_left.is_set)[ref.uid])
+        target=lambda: answers.append(node.service.prepare([ref], None, is_cancelled.is_set)[ref.uid])
     )
     prepare.start()
     waits(node, "uid-1")
-    has_left.set()
+    is_cancelled.set()
     prepare.join(20)
     assert "the kubelet cancelled this call" in error_of(answers[0])
 

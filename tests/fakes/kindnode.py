@@ -227,7 +227,7 @@ class Site:
     def detached(self) -> Iterator[None]:
         """NVML is kept closed, as between `gpu-dra-driver detach` and `detach --end`."""
         self.detachment = "NVML is closed until later"
-        self.simulated.session.let_go(self.detachment)
+        self.simulated.session.release(self.detachment)
         try:
             yield
         finally:

@@ -29,7 +29,7 @@ import pytest
 Tree = tuple[tuple[str, bytes | None], ...]
 """Paths below the disk's directory in order, each with its content; None is a directory."""
 
-_MOST_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _LONG_AGO = (1.0, 1.0)
 _MIXTURES = 4
 Choose = Callable[[Sequence[Any]], Any]
@@ -42,7 +42,7 @@ class _File:
     synced: bytes | None = None
 
     def now(self) -> bytes:
-        return os.pread(self.descriptor, _MOST_BYTES, 0)
+        return os.pread(self.descriptor, _MAX_BYTES, 0)
 
     def after_loss(self) -> Sequence[bytes]:
         now = self.now()

@@ -431,7 +431,7 @@ def test_silence_while_nvml_is_closed_or_the_driver_is_reloaded_does_not_count(b
     bench.machine.unload_driver()
     for _ in range(5):
         bench.turn(10)
-    bench.node.session.let_go("closed")
+    bench.node.session.release("closed")
     for _ in range(5):
         bench.turn(10)
     bench.machine.load_driver()

@@ -100,9 +100,9 @@ def test_the_table_says_what_the_catalog_says():
 
 
 @pytest.mark.parametrize("number", [key for key, row in OFFICIAL.items() if row[0] in RESETS_OR_REBOOTS])
-@pytest.mark.parametrize("action_is_told", [True, False])
-def test_what_the_catalog_ends_with_a_reset_or_a_reboot_is_unhealthy(number, action_is_told):
-    state = after(Xid(number, action_is_told))
+@pytest.mark.parametrize("reports_action", [True, False])
+def test_what_the_catalog_ends_with_a_reset_or_a_reboot_is_unhealthy(number, reports_action):
+    state = after(Xid(number, reports_action))
     assert (state.severity, names(state)) == (S.UNHEALTHY, [f"xid/{number}"])
 
 
@@ -129,7 +129,7 @@ def test_what_the_recovery_action_decides_keeps_nobody_away_where_it_is_told(num
 
 @pytest.mark.parametrize("number", UNDECIDED)
 def test_xid_that_the_recovery_action_decides_lasts_until_a_reset_where_no_action_is_reported(number):
-    state = after(Xid(number, action_is_told=False))
+    state = after(Xid(number, reports_action=False))
     assert state.severity == S.DEGRADED
     untold = PollResult(replace(OK, recovery_action=None))
     assert observe(state, untold, NOW + A_YEAR_S).severity == S.DEGRADED
@@ -149,7 +149,7 @@ def test_xid_that_the_recovery_action_decides_lasts_until_a_reset_where_no_actio
 )
 def test_the_operator_has_the_last_word(number, ignored, fatal, severity):
     assert (
-        severity_of_xid(number, XidPolicy(frozenset(ignored), frozenset(fatal)), action_is_told=True)
+        severity_of_xid(number, XidPolicy(frozenset(ignored), frozenset(fatal)), reports_action=True)
         == severity
     )
 

@@ -439,7 +439,7 @@ class OddNvml:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.session = self
-        self.let_go = threading.Event()
+        self.release = threading.Event()
         self.error = error
         self.reopened = 0
         self.closed = 0
@@ -448,7 +448,7 @@ class OddNvml:
         self.reopened += 1
         if self.error is not None:
             raise self.error
-        assert self.let_go.wait(30)
+        assert self.release.wait(30)
 
     def close(self) -> None:
         self.closed += 1
@@ -473,7 +473,7 @@ def test_nvml_that_hangs_is_not_waited_for(look: Look) -> None:
         assert nvml_problems(view) == ["NVML has not answered for more than 0.01 s"]
     at.close()
     assert (nvml.reopened, nvml.closed) == (1, 0)
-    nvml.let_go.set()
+    nvml.release.set()
     view = at.view(20)
     assert (view.nvidia_version, view.cuda_version, nvml_problems(view)) == ("580.95.05", "13.0", [])
 
@@ -530,7 +530,7 @@ def test_problems_of_the_plugin_come_from_the_plugin_then_from_its_file(tmp_path
         assert plugin_problems(tmp_path, address).problems == (problem("foreign-driver"),)
         assert plugin_problems(tmp_path, "").problems == (problem("disk-not-writable"),)
     finally:
-        mark.let_go()
+        mark.release()
         endpoint.stop()
     assert [one.problem.code for one in plugin_problems(tmp_path, address).problems] == ["plugin-not-running"]
     (tmp_path / "problems.json").write_text("{")

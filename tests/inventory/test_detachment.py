@@ -92,9 +92,9 @@ def test_the_command_waits_until_everybody_has_let_go(detachments: Detachments, 
     done = threading.Event()
     waiting = threading.Thread(target=lambda: (detach(detachments, 60, None), done.set()))
     waiting.start()
-    marks[0].let_go()
+    marks[0].release()
     assert not done.wait(0.3)
-    marks[1].let_go()
+    marks[1].release()
     assert done.wait(10)
     waiting.join()
     assert detachments.now() is not None
@@ -108,7 +108,7 @@ def test_an_instance_that_does_not_let_go_leaves_nothing_detached(
     with pytest.raises(NvmlInUseError, match="has not closed NVML"):
         detach(detachments, 60, None, timeout_s=0.2)
     assert detachments.now() is None
-    mark.let_go()
+    mark.release()
 
 
 def test_claims_are_in_the_way_also_those_that_come_meanwhile(detachments: Detachments) -> None:
@@ -484,7 +484,7 @@ def test_pause_ends_when_somebody_does_not_close_nvml(detachments: Detachments, 
     with refused, detachments.pause("tests", 0.0):
         pytest.fail("it began")
     assert list((tmp_path / "pauses").iterdir()) == []
-    mark.let_go()
+    mark.release()
 
 
 def test_no_pause_begins_while_the_node_is_detached(detachments: Detachments) -> None:
@@ -586,8 +586,8 @@ def test_only_one_of_two_processes_that_go_on_with_nvml_pauses_the_other(
     other.hold()
     with pytest.raises(NvmlInUseError), detachments.pause("tests", 0.0, own):
         pytest.fail("another has NVML open")
-    own.let_go()
-    other.let_go()
+    own.release()
+    other.release()
 
 
 def test_pauses_of_one_process_overlap(detachments: Detachments, tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ def test_lock_is_not_waited_for_when_the_kubelet_has_cancelled_the_call(
 ) -> None:
     for other in (locks, ClaimLocks(tmp_path / "locks")):
         with other.hold("uid-1", 1):
-            has_left = iter([False, False, True]).__next__
-            with pytest.raises(RetryableError, match="busy"), locks.hold("uid-1", 60, has_left):
+            is_cancelled = iter([False, False, True]).__next__
+            with pytest.raises(RetryableError, match="busy"), locks.hold("uid-1", 60, is_cancelled):
                 pass
     with locks.hold("uid-1", 1, lambda: True):
         pass

@@ -203,7 +203,7 @@ def test_answer_whose_body_drips_ends_with_the_time_that_it_may_take():
 
 def test_answer_of_endless_size_is_refused(server, client, monkeypatch):
     """A server that sent 400 MB brought the daemon to 1.2 GiB."""
-    monkeypatch.setattr("dra_driver.kube.client.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("dra_driver.kube.client.MAX_BYTES", 1 << 20)
     for status in (200, 500):
         server.faults.fail(1, status, body=b"[" + b" " * (2 << 20) + b"]")
         with pytest.raises(ApiUnavailableError, match="list nodes: the answer is larger than 1 MiB"):

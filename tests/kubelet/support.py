@@ -43,18 +43,22 @@ class FakeClaims:
 
     def __init__(self, label="driver") -> None:
         self.label = label
-        self.has_left: Callable | None = None
+        self.is_cancelled: Callable | None = None
         self.asked: list[tuple[str, tuple[ClaimRef, ...], float | None]] = []
         self.on_prepare: Callable = lambda claims: {ref.uid: Prepared((device(ref.uid),)) for ref in claims}
         self.on_unprepare: Callable = lambda claims: {ref.uid: None for ref in claims}
 
-    def prepare(self, claims: Sequence[ClaimRef], deadline_s: float | None, has_left: Callable) -> Mapping:
-        self.has_left = has_left
+    def prepare(
+        self, claims: Sequence[ClaimRef], deadline_s: float | None, is_cancelled: Callable
+    ) -> Mapping:
+        self.is_cancelled = is_cancelled
         self.asked.append(("prepare", tuple(claims), deadline_s))
         return self.on_prepare(claims)
 
-    def unprepare(self, claims: Sequence[ClaimRef], deadline_s: float | None, has_left: Callable) -> Mapping:
-        self.has_left = has_left
+    def unprepare(
+        self, claims: Sequence[ClaimRef], deadline_s: float | None, is_cancelled: Callable
+    ) -> Mapping:
+        self.is_cancelled = is_cancelled
         self.asked.append(("unprepare", tuple(claims), deadline_s))
         return self.on_unprepare(claims)
 
@@ -78,7 +82,7 @@ class Owner:
     def __init__(self, **callbacks: Any) -> None:
         self.is_ready = lambda: True
         self.registration_changed = self.plugin_died = lambda _news: None
-        self.living_instances = frozenset
+        self.live_instances = frozenset
         vars(self).update(callbacks)
 
 

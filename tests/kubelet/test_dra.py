@@ -107,9 +107,9 @@ def test_service_sees_that_the_kubelet_took_a_call_back(dra, claims):
         wire = dra_v1_pb2.Claim(namespace="default", name="one", uid="uid-1")
         asked = call.future(request(claims=[wire]), timeout=30)
         assert gate.entered.wait(20)
-        assert not claims.has_left()
+        assert not claims.is_cancelled()
         asked.cancel()
-        eventually(claims.has_left)
+        eventually(claims.is_cancelled)
     gate.opened.set()
 
 

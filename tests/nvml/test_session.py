@@ -160,7 +160,7 @@ def test_nvml_is_never_shut_down_under_a_call_and_a_hang_is_refused_at_once(
     session = bench.session
     changes: list[Callable[[], None]] = [
         session.reopen,
-        lambda: session.let_go("detached"),
+        lambda: session.release("detached"),
         lambda: paused(99.0),
     ]
 
@@ -439,7 +439,7 @@ def test_look_that_ends_just_before_a_pause_does_not_make_operations_fail(bench:
 
 
 def test_nvml_that_was_closed_before_stays_closed(bench: Bench) -> None:
-    bench.session.let_go("the node is detached")
+    bench.session.release("the node is detached")
     with bench.session.closed(lambda: 0.0):
         pass
     assert not bench.session.is_open

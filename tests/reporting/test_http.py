@@ -107,7 +107,7 @@ def test_client_that_does_not_read_is_cut_off_without_a_traceback(
 def test_clients_that_stay_without_a_word_cost_a_bounded_number_of_threads_and_keep_nobody_out(
     endpoint: HttpEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.reporting.http._MOST_CONNECTIONS", 4)
+    monkeypatch.setattr("dra_driver.reporting.http._MAX_CONNECTIONS", 4)
     before = threading.active_count()
     silent = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=20) for _ in range(12)]
     assert [one.recv(1) for one in silent[:8]] == [b""] * 8, "the oldest are cut off"
@@ -124,8 +124,8 @@ def test_page_that_hangs_takes_a_bounded_number_of_threads_and_blocks_no_other_p
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A thread that makes a page does not end when the client hangs up, or when its connection is closed."""
-    monkeypatch.setattr("dra_driver.reporting.http._MOST_CONNECTIONS", 4)
-    monkeypatch.setattr("dra_driver.reporting.http._MOST_AT_ONE_PAGE", 8)
+    monkeypatch.setattr("dra_driver.reporting.http._MAX_CONNECTIONS", 4)
+    monkeypatch.setattr("dra_driver.reporting.http._MAX_AT_ONE_PAGE", 8)
     let, begun = threading.Event(), threading.Semaphore(0)
 
     def slow() -> Response:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.base.threads import side_by_side
+from dra_driver.base.threads import run_in_parallel
 from dra_driver.errors import StateError
 from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import MadeInstance
@@ -353,5 +353,5 @@ def test_source_that_hangs_is_left_out_asked_once_and_told_when_it_answers() -> 
 def test_scrapes_at_the_same_time_are_all_answered() -> None:
     readings = Readings(lambda *what: None, within_s=10)
     Views(DRIVER, NODE, readings, lambda source: None).mps(lambda: ["ready"])
-    answers = side_by_side([lambda: [family.name for family in readings.collect()]] * 3, 3)
+    answers = run_in_parallel([lambda: [family.name for family in readings.collect()]] * 3, 3)
     assert [answer.result() for answer in answers] == [["nvidia_dra_mps_daemons"]] * 3

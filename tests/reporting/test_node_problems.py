@@ -61,7 +61,7 @@ class Bench:
         self.found, self.events = found, []
         self.now += after_s
         self.made.turn()
-        self.made._writing.answer(20)
+        self.made._writing.result(20)
         return self.events
 
     def file(self) -> list[ShownProblem]:
@@ -194,7 +194,7 @@ def test_problems_are_reported_while_the_disk_hangs(bench: Bench, monkeypatch: p
     bench.made.turn()
     assert [reason for reason, *_ in bench.events] == ["ForeignDriver", "GPUHealthUnknown"]
     gate.set()
-    bench.made._writing.answer(20)
+    bench.made._writing.result(20)
     bench.made.turn()
     eventually(lambda: len(bench.file()) == 2)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.errors import StateError
-from dra_driver.slices.leadership import InstanceLeadership, living_instances
+from dra_driver.slices.leadership import InstanceLeadership, live_instances
 from tests.fakes.directories import names
 
 INSTANCE = """
@@ -52,14 +52,14 @@ Start = Callable[..., InstanceLeadership]
 
 
 def test_living_instances_are_those_that_hold_a_file(start: Start, directory: Path) -> None:
-    assert living_instances(directory) == frozenset()
+    assert live_instances(directory) == frozenset()
     start("uid-1")
     ended = start("uid-2")
     start("uid-3", announced=False)
     (directory / f"{7:020d}-uid-4.lock").touch()
-    assert living_instances(directory) == {"uid-1", "uid-2"}
+    assert live_instances(directory) == {"uid-1", "uid-2"}
     ended.withdraw()
-    assert living_instances(directory) == {"uid-1"}
+    assert live_instances(directory) == {"uid-1"}
     assert f"{7:020d}-uid-4.lock" in names(directory), "a reader removes nothing"
 
 

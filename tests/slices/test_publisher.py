@@ -734,7 +734,7 @@ class Refusing(GuardedSlices):
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     monkeypatch.setattr(refusals, "_FIRST_S", 0.05)
-    monkeypatch.setattr(refusals, "_MOST_S", 0.2)
+    monkeypatch.setattr(refusals, "_MAX_S", 0.2)
     made = Bench(Refusing())
     made.inventory = inventory(*FLEET)
     yield made
@@ -781,7 +781,7 @@ def test_refused_slice_waits_no_longer_than_its_status_allows(status: int, longe
 def test_devices_are_not_published_without_the_counters_that_they_consume(
     refusing: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusals, "_MOST_S", 5.0)  # longer than a round takes on a busy machine
+    monkeypatch.setattr(refusals, "_MAX_S", 5.0)  # longer than a round takes on a busy machine
     slices: Any = refusing.slices
     seen: list[list[tuple[int, int]]] = []
     refusing.inventory = inventory(*(cut(number) for number in range(9)))

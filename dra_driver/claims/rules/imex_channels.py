@@ -6,7 +6,7 @@ from typing import Final
 
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.claim import DeviceResult
-from dra_driver.model.host import FABRIC_REMEDY, MOST_IMEX_CHANNELS, ImexChannels
+from dra_driver.model.host import FABRIC_REMEDY, MAX_IMEX_CHANNELS, ImexChannels
 from dra_driver.model.inventory import Inventory, OfferedDevice, WholeGpu
 
 _UNREADY: Final = {
@@ -37,10 +37,10 @@ def imex_of(
             f"request {result.request}: device {device.name} is in a fabric, but the NVIDIA driver of this node has no "
             "IMEX channels; `gpu-dra-driver doctor` says what is missing"
         )
-    if channels == "all" and count > MOST_IMEX_CHANNELS:
+    if channels == "all" and count > MAX_IMEX_CHANNELS:
         raise ClaimRefusedError(
             f"request {result.request}: the configuration gives all IMEX channels to device {device.name}, but the "
-            f"NVIDIA driver of this node has {count}, and a container can have {MOST_IMEX_CHANNELS}; set imex.channel "
+            f"NVIDIA driver of this node has {count}, and a container can have {MAX_IMEX_CHANNELS}; set imex.channel "
             "to a number, or load the module nvidia with a smaller NVreg_ImexChannelCount"
         )
     if channels != "all" and channels >= count:

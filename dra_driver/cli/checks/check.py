@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from dra_driver.base.installation import from_outside, logs
-from dra_driver.base.threads import side_by_side
+from dra_driver.base.threads import run_in_parallel
 from dra_driver.cli.rules.findings import Finding, fail, skip, warn
 from dra_driver.errors import DraDriverError
 
@@ -71,7 +71,7 @@ def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcom
 
     A check that raises, or does not end in time, fails itself and no other.
     """
-    answers = side_by_side([partial(_looked, check) for check in checks], len(checks), bound_s)
+    answers = run_in_parallel([partial(_looked, check) for check in checks], len(checks), bound_s)
     late = warn(
         f"not checked: it took longer than {bound_s:g} s",
         "run doctor again; if it stays, `dmesg --level=err,warn` on the node shows what hangs",

@@ -36,7 +36,7 @@ from dra_driver.model.host import (
     FABRIC_REMEDY,
     HOST_DEVICE_NODES,
     HOST_DEVICE_REMEDIES,
-    MOST_IMEX_CHANNELS,
+    MAX_IMEX_CHANNELS,
     NO_EXTRA_DEVICES,
     ExtraDevices,
     HostPaths,
@@ -333,10 +333,10 @@ class DriverChecks:
                 f"the NVIDIA driver has no IMEX channels ({self.paths.proc}/devices, driver/nvidia/params)",
                 "load the module nvidia with NVreg_ImexChannelCount=2048; an NVIDIA driver before 550 has none",
             )
-        if wanted == "all" and count > MOST_IMEX_CHANNELS:
+        if wanted == "all" and count > MAX_IMEX_CHANNELS:
             return fail(
                 f"the NVIDIA driver has {count} channels, too many for one container",
-                f"set imex.channel to a number, or load the module nvidia with {MOST_IMEX_CHANNELS} at most",
+                f"set imex.channel to a number, or load the module nvidia with {MAX_IMEX_CHANNELS} at most",
             )
         if wanted != "all" and wanted >= count:
             return fail(

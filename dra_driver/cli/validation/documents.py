@@ -16,14 +16,14 @@ from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import quoted
 
 _READ_BYTES = 65536
-_MOST_BYTES = 4 * 1024 * 1024
+_MAX_BYTES = 4 * 1024 * 1024
 """Of one file; YAML in so many takes a minute and half a GiB."""
 _SUFFIXES = (".yaml", ".yml", ".json")
 _ALIKE = 0.8
 _LONGEST_KEY = 64
 _HELM = re.compile(r"\{\{[^}]*(\.(Values|Release|Chart|Capabilities)\b|\b(include|define|template)\s+\")")
 _RENDER = "render it first: `helm template CHART | gpu-dra-driver validate -`"
-_MOST_VALUES = 1_000_000
+_MAX_VALUES = 1_000_000
 """Of one document with each alias written out, a long text counting as several; an object of the API server has
 3 MiB at most."""
 
@@ -112,11 +112,11 @@ def _refuse(error: OSError) -> NoReturn:
 
 def _text(name: str, file: IO[bytes]) -> str:
     content = bytearray()
-    while len(content) <= _MOST_BYTES and (part := file.read(_READ_BYTES)):
+    while len(content) <= _MAX_BYTES and (part := file.read(_READ_BYTES)):
         content += part
-    if len(content) > _MOST_BYTES:
+    if len(content) > _MAX_BYTES:
         raise InvalidConfigError(
-            f"{name} has more than {_MOST_BYTES // 1024**2} MiB; split it into smaller files"
+            f"{name} has more than {_MAX_BYTES // 1024**2} MiB; split it into smaller files"
         )
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise InvalidConfigError(f"{name} is UTF-16; save it as UTF-8")
@@ -151,7 +151,7 @@ def _documents(file: str, text: str) -> Iterator[Document]:
             if twice is not None:
                 yield Document(file, line, problem=f"{twice} is written twice")
                 continue
-            if _values(node, {}) > _MOST_VALUES:
+            if _values(node, {}) > _MAX_VALUES:
                 yield Document(file, line, problem="its aliases stand for too many values")
                 continue
             yield from _taken_apart(Document(file, line, loader.construct_document(node)))

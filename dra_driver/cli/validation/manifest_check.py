@@ -53,7 +53,7 @@ from dra_driver.model.units import counted, named
 NOT_JUDGED = "not judged"
 DEFAULT_NAMESPACE = "default"
 _SHOWN_DEVICES = 4
-_MOST_PROFILES = 16
+_MAX_PROFILES = 16
 _ALIKE = 0.92
 """How alike two names of classes are when one of them is a spelling mistake: a letter or so."""
 _ADMIN_LABEL = "resource.kubernetes.io/admin-access"
@@ -367,7 +367,7 @@ class ManifestCheck:
                 "passed through"
             )
         if against and not self._has_mig and "mig" in kinds:
-            made = named(sorted(self._profile_classes().values()), _MOST_PROFILES)
+            made = named(sorted(self._profile_classes().values()), _MAX_PROFILES)
             report.hints.append(
                 "the machine has no MIG devices"
                 + (

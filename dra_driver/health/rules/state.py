@@ -117,8 +117,8 @@ def observe(
     For an instance, what is seen of its whole GPU only clears: the GPU's own state carries the rest.
     """
     match observation:
-        case Xid(number, action_is_told):
-            severity = severity_of_xid(number, policy, action_is_told=action_is_told)
+        case Xid(number, reports_action):
+            severity = severity_of_xid(number, policy, reports_action=reports_action)
             if severity is None:
                 return state
             after = _with(state, Reason(XID, str(number), severity, now, now, xid_text(number)))

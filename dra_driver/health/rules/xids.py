@@ -162,8 +162,8 @@ def is_program_fault(number: int) -> bool:
 NO_CHANGES = XidPolicy()
 
 
-def severity_of_xid(number: int, policy: XidPolicy, *, action_is_told: bool) -> Severity | None:
-    """How bad an Xid is; None for one that says nothing about the GPU. `action_is_told` says whether the NVIDIA driver
+def severity_of_xid(number: int, policy: XidPolicy, *, reports_action: bool) -> Severity | None:
+    """How bad an Xid is; None for one that says nothing about the GPU. `reports_action` says whether the NVIDIA driver
     tells a recovery action for this GPU."""
     entry = CATALOG.get(number)
     if number in policy.fatal:
@@ -171,7 +171,7 @@ def severity_of_xid(number: int, policy: XidPolicy, *, action_is_told: bool) -> 
     if number in policy.ignored:
         return None
     if entry is None or not is_decided(number):
-        return Severity.INFORMATION if action_is_told else Severity.DEGRADED
+        return Severity.INFORMATION if reports_action else Severity.DEGRADED
     return _BY_NUMBER[number] if number in _BY_NUMBER else _BY_BUCKET[entry.bucket]
 
 

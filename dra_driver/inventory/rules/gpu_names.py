@@ -11,7 +11,7 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.units import counted
 
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 
 
 def held_gpu_names(records: Iterable[ClaimRecord]) -> Mapping[str, str]:
@@ -35,7 +35,7 @@ def refuse_other_names(device_names: Literal["uuid", "minor"], records: Sequence
         if names_gpus_by(held.device) == other
     }
     if found:
-        shown = [*found][:_MOST_NAMED] + (["…"] if len(found) > _MOST_NAMED else [])
+        shown = [*found][:_MAX_NAMED] + (["…"] if len(found) > _MAX_NAMED else [])
         raise InvalidConfigError(
             f"device names cannot change from {other} to {device_names} on this node, because it still has "
             f"{counted(len(found), 'device')} of claims: {', '.join(shown)}; set --device-names {other} again, drain "

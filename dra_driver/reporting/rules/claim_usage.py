@@ -30,7 +30,7 @@ _BELONGS_THERE = frozenset(
         "nv-hostengine", "dcgm-exporter", "dcgmi", "nvidia-smi", "nvtop",
     }
 )  # fmt: skip
-_MOST_WITHOUT = 16
+_MAX_WITHOUT = 16
 """Pods without a process that are counted for one device: a claim that hundreds of pods share must not fill the time
 series database."""
 _MIB = 1 << 20
@@ -203,7 +203,7 @@ def _pods_on(
     for pod, (first, *others) in holders.items():
         processes = by_pod.get(pod.uid, [])
         without += not processes
-        if processes or (without <= _MOST_WITHOUT and not foreign):
+        if processes or (without <= _MAX_WITHOUT and not foreign):
             percent = sum(process.utilisation_percent or 0 for process in processes)
             memory = [process.memory_bytes for process in processes]
             yield PodUse(

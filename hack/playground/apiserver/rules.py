@@ -56,9 +56,9 @@ _GATED: Mapping[str, tuple[str, ...]] = {
 
 _MANY_TAINTS = 35
 """Before, a device has fewer taints, each with an effect."""
-_MOST_RICH_DEVICES = 64
+_MAX_RICH_DEVICES = 64
 """If any has taints or counters."""
-_MOST_NAMES = 32
+_MAX_NAMES = 32
 """Attributes and capacities of a device together; counters of a set."""
 _NODE_CHOICES = ("nodeName", "nodeSelector", "allNodes", "perDeviceNodeSelection")
 _NUMBER = r"(?:0|[1-9]\d*)"
@@ -274,8 +274,8 @@ def _unlike_others(entries: Iterable[Json], path: str, named_by: str) -> Iterato
 def _counter_faults(sets: list[Json], path: str, named_by: str) -> Iterator[Cause]:
     yield from _unlike_others(sets, path, named_by)
     for index, entry in enumerate(sets):
-        if not 1 <= len(entry.get("counters") or {}) <= _MOST_NAMES:
-            yield Cause(f"{path}[{index}].counters", f"must have 1 to {_MOST_NAMES} items")
+        if not 1 <= len(entry.get("counters") or {}) <= _MAX_NAMES:
+            yield Cause(f"{path}[{index}].counters", f"must have 1 to {_MAX_NAMES} items")
 
 
 def slice_faults(obj: Json, before: Json | None, minor: int = 37) -> list[Cause]:
@@ -285,7 +285,7 @@ def slice_faults(obj: Json, before: Json | None, minor: int = 37) -> list[Cause]
     devices, counters = spec.get("devices") or [], spec.get("sharedCounters") or []
     if sum(bool(spec.get(field)) for field in _NODE_CHOICES) != 1:
         found.append(Cause("spec", f"Required value: exactly one of {', '.join(_NODE_CHOICES)} is required"))
-    if len(devices) > _MOST_RICH_DEVICES and any(
+    if len(devices) > _MAX_RICH_DEVICES and any(
         device.get("taints") or device.get("consumesCounters") for device in devices
     ):
         found.append(Cause("spec.devices", f"Too many: {len(devices)}: with taints or counters at most 64"))
@@ -297,8 +297,8 @@ def slice_faults(obj: Json, before: Json | None, minor: int = 37) -> list[Cause]
         path = f"spec.devices[{index}]"
         consumed = device.get("consumesCounters") or []
         found += _counter_faults(consumed, f"{path}.consumesCounters", "counterSet")
-        if len(device.get("attributes") or {}) + len(device.get("capacity") or {}) > _MOST_NAMES:
-            found.append(Cause(path, f"Too many: at most {_MOST_NAMES} attributes and capacities"))
+        if len(device.get("attributes") or {}) + len(device.get("capacity") or {}) > _MAX_NAMES:
+            found.append(Cause(path, f"Too many: at most {_MAX_NAMES} attributes and capacities"))
     for field in ("driver", "nodeName", "pool.name"):
         if before is not None and at(spec, field) != at(before["spec"], field):
             found.append(Cause(f"spec.{field}", "Invalid value: field is immutable"))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dra_driver.cli.validation.documents import _MOST_BYTES, Document, read_documents
+from dra_driver.cli.validation.documents import _MAX_BYTES, Document, read_documents
 from dra_driver.errors import InvalidConfigError
 from tests.fakes.tables import tabled
 
@@ -88,7 +88,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, content: str, line:
         (CLAIM.encode("utf-16-le"), "is not a text file in UTF-8"),
         (b"\x7fELF\x02\x01\x01\x00", "is not a text file in UTF-8"),
         (b"a: \xff\n", "is not a text file in UTF-8"),
-        (b"a" * (_MOST_BYTES + 1), "has more than 4 MiB; split it into smaller files"),
+        (b"a" * (_MAX_BYTES + 1), "has more than 4 MiB; split it into smaller files"),
     ],
 )
 def test_a_file_that_is_no_text_is_refused(

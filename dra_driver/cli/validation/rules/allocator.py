@@ -107,8 +107,8 @@ def _in_range(wanted: str, span: Mapping[str, Any]) -> str | None:
 DeviceId = tuple[str, str, str]  # driver, pool, device
 CounterId = tuple[str, str, str, str]  # driver, pool, counter set, counter
 
-_MOST_RESULTS = 32
-_MOST_TRIES = 100_000
+_MAX_RESULTS = 32
+_MAX_TRIES = 100_000
 """A few seconds; kube-scheduler gives up a node after ten."""
 
 
@@ -274,7 +274,7 @@ class _Search:
             for variants in all_wanted(devices, classes):
                 self.requests.append((number, variants))
                 least += min(self._count(number, wanted) for wanted in variants)
-            if least > _MOST_RESULTS:
+            if least > _MAX_RESULTS:
                 raise AllocationError(_too_many(least))
             for constraint in self._constraints[-1]:
                 if not (constraint.get("matchAttribute") or constraint.get("distinctAttribute")):
@@ -296,7 +296,7 @@ class _Search:
         try:
             return self._next(0, [])
         except _TooManyError:
-            raise AllocationError(_too_many(_MOST_RESULTS + 1)) from None
+            raise AllocationError(_too_many(_MAX_RESULTS + 1)) from None
 
     def _next(self, index: int, picks: list[Pick]) -> list[Pick] | None:
         """Serve the request of this index and those after it."""
@@ -328,7 +328,7 @@ class _Search:
         count = (wanted.count or 0) if everything is None else len(everything)
         if number == count:
             return self._next(index + 1, picks)
-        if count - number > _MOST_RESULTS - sum(1 for pick in picks if pick.claim == claim):
+        if count - number > _MAX_RESULTS - sum(1 for pick in picks if pick.claim == claim):
             raise _TooManyError
         if everything is not None:
             pick = Pick(claim, wanted, everything[number])
@@ -338,8 +338,8 @@ class _Search:
         for position in range(start, len(self._left.candidates)):
             pick = Pick(claim, wanted, self._left.candidates[position])
             self._tries += 1
-            if self._tries > _MOST_TRIES:
-                raise UndecidedError(f"no choice of devices was found in {_MOST_TRIES} tries")
+            if self._tries > _MAX_TRIES:
+                raise UndecidedError(f"no choice of devices was found in {_MAX_TRIES} tries")
             # A selector that fails on a device in use does not end the search.
             if self._is_in_use(picks, pick) or not self._selects(pick):
                 continue
@@ -563,4 +563,4 @@ def _class_config(picks: list[Pick], classes: Mapping[str, JsonObject]) -> Itera
 
 
 def _too_many(count: int) -> str:
-    return f"the claim would get {count} devices, at most {_MOST_RESULTS} are allowed"
+    return f"the claim would get {count} devices, at most {_MAX_RESULTS} are allowed"

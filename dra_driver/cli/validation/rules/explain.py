@@ -15,7 +15,7 @@ from dra_driver.model.units import named
 
 _LONGEST_SHOWN = 100
 _NONE = "no device of the class"
-_MOST_VALUES, _MOST_NAMES = 8, 24
+_MAX_VALUES, _MAX_NAMES = 8, 24
 _NAMED = re.compile(r"""device\.(attributes|capacity)\[\??["']([^"'\\]+)["']\]\.\??(\w+)""")
 
 
@@ -126,7 +126,7 @@ def _values(selector: Selector, devices: Sequence[Candidate]) -> list[str]:
     found = []
     drivers = {one.view.driver for one in devices}
     if any(asked not in drivers for asked in ASKED_DRIVER.findall(selector.text)):
-        found.append(f"device.driver is {named(sorted(drivers), _MOST_VALUES)}")
+        found.append(f"device.driver is {named(sorted(drivers), _MAX_VALUES)}")
     for kind, domain, name in dict.fromkeys(_NAMED.findall(selector.text)):
         views = [getattr(one.view, kind) for one in devices]
         held = [of.get(domain, {}) for of in views]
@@ -134,7 +134,7 @@ def _values(selector: Selector, devices: Sequence[Candidate]) -> list[str]:
         written = str if kind == "capacity" else _written
         values = sorted({written(of[name]) for of in held if name in of})
         if values:
-            found.append(f"{name} is {named(values, _MOST_VALUES)}")
+            found.append(f"{name} is {named(values, _MAX_VALUES)}")
         elif not any(held):
             found.append(
                 f"{_NONE} has {kind} of {domain}{_meant(domain, {key for of in views for key in of})}"
@@ -157,7 +157,7 @@ def _written(value: object) -> str:
 def _meant(name: str, known: Collection[str]) -> str:
     """What may be meant, and else all that there is."""
     near = get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]}?" if near else f"; there are: {named(sorted(known), _MOST_NAMES)}"
+    return f"; did you mean {near[0]}?" if near else f"; there are: {named(sorted(known), _MAX_NAMES)}"
 
 
 def meant_attribute(attribute: str, machine: Sequence[Candidate]) -> str:
