@@ -9,13 +9,24 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import yaml
 
-from dra_driver.api.config import DEVICE_KEY, FIELDS, GROUP_VERSION, KINDS, MEMORY, MIN_MEMORY, DeviceType
+from dra_driver.api.config import (
+    DEVICE_KEY,
+    FIELDS,
+    GROUP_VERSION,
+    KINDS,
+    MEMORY,
+    MIN_MEMORY,
+    TIMEOUT,
+    DeviceType,
+)
 from dra_driver.api.resolve import STRATEGY_PARTS, needs_admin_access
 from dra_driver.cli.validation.rules.manifests import CLASS_TYPES, PROFILE_CLASS
 from dra_driver.model.ids import PLAIN_NAME
+from dra_driver.model.maintenance import MAX_S, MIN_S
 from dra_driver.model.schema import Choice, ListField, MapField, Object, Scalar, Shape, either
 
 _FIXED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
@@ -89,6 +100,10 @@ class Policy:
                 self._faulty(name, places, "type(p.is) != bool", "'must be true or false'")
             case Scalar() if field is MEMORY:
                 self.fault(name + "_wrong", _joined(f"{places}.map(p, {_memory('p.at', 'p.is')})"))
+            case Scalar() if field is TIMEOUT:
+                wrong = f"duration(p.is) < duration('{MIN_S}s') || duration(p.is) > duration('{MAX_S}s')"
+                wrong = f"type(p.is) != string || !p.is.matches('^[0-9]{{1,5}}[smh]$') || {wrong}"
+                self._faulty(name, places, wrong, f"'must be {field.says}'")
             case MapField():
                 self._by_device(name, places)
             case _:
@@ -158,7 +173,7 @@ def _misfits(kind: str) -> str:
     """As `_misfits` of `validate`, for the places of one kind. A request's name is that of all its alternatives, or
     has the name of one behind a slash."""
     unfit = (
-        f"{_asked('r')}\n.filter(l, l.size() > 0 && l.all(b, {_gives({*KINDS.values()} - {KINDS[kind]})}))\n"
+        f"{_asked('r')}\n.filter(l, l.size() > 0 && l.all(b, {_gives({*get_args(DeviceType)} - {*KINDS[kind]})}))\n"
         f".map(l, p.config + '.requests[' + string(j) + \"]: {kind} does not fit request '\" + r + \"' of class \" +\n"
         "l.map(b, b.deviceClassName).join(', ')).join('')"
     )
@@ -170,27 +185,30 @@ def _misfits(kind: str) -> str:
 def _without_admin(kind: str) -> tuple[str, str]:
     """As `_without_admin` of `validate`, for the places of one kind: for those that name requests, and for the
     others."""
-    managing = f"variables.{kind}.filter(p, p.is.?management.orValue(false) == true && p.requests.size()"
+    is_all = kind == "MaintenanceConfig"
+    what, at = (kind, "kind") if is_all else ("management", "management")
+    asks = "" if is_all else "p.is.?management.orValue(false) == true && "
+    managing = f"variables.{kind}.filter(p, {asks}p.requests.size()"
     has_admin = "b.?adminAccess.orValue(false) == true"
     name = "r.split('/')[0]"
     return (
         _joined(
             f"{managing} > 0)\n.map(p, p.requests.transformList(j, r,\n{_asked('r')}\n"
             f".filter(l, l.size() > 0 && !l.all(b, {has_admin}))\n"
-            f".map(l, p.config + '.requests[' + string(j) + ']: ' + {_lacks_admin(name)}).join(''))"
+            f".map(l, p.config + '.requests[' + string(j) + ']: ' + {_lacks_admin(what, name)}).join(''))"
             ".filter(f, f != '').join('; '))"
         ),
         _joined(
             f"{managing} == 0)\n.map(p, variables.bodies.transformList(r, l,\n"
-            f"l.all(b, {_gives({KINDS[kind]})}) && !l.all(b, {has_admin}),\n"
-            f"p.at + '.management: ' + {_lacks_admin('r')}).join('; '))"
+            f"l.all(b, {_gives({*KINDS[kind]})}) && !l.all(b, {has_admin}),\n"
+            f"p.at + '.{at}: ' + {_lacks_admin(what, 'r')}).join('; '))"
         ),
     )
 
 
-def _lacks_admin(name: str) -> str:
+def _lacks_admin(what: str, name: str) -> str:
     """CEL: as `needs_admin_access`, for the request with this name."""
-    before, after = needs_admin_access("a").split("'a'")
+    before, after = needs_admin_access(what, "a").split("'a'")
     return f"'{before}\\'' + {name} + '\\'{after}'"
 
 
@@ -208,7 +226,7 @@ def policy() -> str:
     found.check_found()
     for kind in KINDS:
         found.fault(f"{kind}_misfits", _misfits(kind))
-        if "management" in FIELDS[kind].fields:
+        if "management" in FIELDS[kind].fields or kind == "MaintenanceConfig":
             for name, expression in zip(("named", "unnamed"), _without_admin(kind), strict=True):
                 found.fault(f"{kind}_{name}_without_admin", expression)
     found.add("faults", " +\n".join(found.faults))

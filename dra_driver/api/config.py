@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.maintenance import CLOSED_TIMES, closed_seconds
+from dra_driver.model.record import MaintenancePolicy
 from dra_driver.model.schema import Choice, MapField, Object, Scalar, Words, faults
 from dra_driver.model.units import quantity_bytes
 
@@ -83,9 +85,24 @@ class VfioDeviceConfig:
     enable_api_device: bool = False
 
 
-OpaqueConfig = GpuConfig | MigDeviceConfig | VfioDeviceConfig
+@dataclass(frozen=True, slots=True)
+class MaintenanceConfig:
+    """Parameters of a claim with adminAccess that takes GPUs out of service, for example to reset them. `Wait`: Prepare
+    waits for the claims on these GPUs; `Refuse`: it fails. NVML stays closed for `timeout_s` seconds at most."""
 
-KINDS: Mapping[str, DeviceType] = {"GpuConfig": "gpu", "MigDeviceConfig": "mig", "VfioDeviceConfig": "vfio"}
+    policy: MaintenancePolicy = "Wait"
+    timeout_s: int = 15 * 60
+
+
+OpaqueConfig = GpuConfig | MigDeviceConfig | VfioDeviceConfig | MaintenanceConfig
+
+KINDS: Mapping[str, tuple[DeviceType, ...]] = {
+    "GpuConfig": ("gpu",),
+    "MigDeviceConfig": ("mig",),
+    "VfioDeviceConfig": ("vfio",),
+    "MaintenanceConfig": ("gpu", "mig"),
+}
+"""The types of device that each kind of parameters fits."""
 
 DEFAULTS: Mapping[DeviceType, OpaqueConfig] = {
     "gpu": GpuConfig(),
@@ -94,9 +111,9 @@ DEFAULTS: Mapping[DeviceType, OpaqueConfig] = {
 }
 
 
-def config_type(config: OpaqueConfig) -> DeviceType:
-    """Return the type of device that the parameters are for."""
-    return KINDS[type(config).__name__]
+def fits(config: OpaqueConfig, device_type: DeviceType) -> bool:
+    """Whether the parameters are for devices of this type."""
+    return device_type in KINDS[type(config).__name__]
 
 
 MIN_MEMORY = 1024 * 1024
@@ -123,7 +140,12 @@ def _is_device(key: Any) -> bool:
     return isinstance(key, str) and re.fullmatch(DEVICE_KEY, key) is not None
 
 
+def _time_fault(value: str) -> str | None:
+    return None if closed_seconds(value) is not None else f"must be {CLOSED_TIMES}"
+
+
 MEMORY: Final = Scalar(object, _memory_fault)
+TIMEOUT: Final = Scalar(str, _time_fault, says=CLOSED_TIMES)
 _STRATEGY: Final = Choice(get_args(Strategy))
 _MPS: Final = Object(
     {
@@ -159,6 +181,7 @@ FIELDS: Final[Mapping[str, Object]] = {
     "VfioDeviceConfig": Object(
         {"iommu": Object({"backendPolicy": Choice(get_args(IommuBackend)), "enableAPIDevice": Scalar(bool)})}
     ),
+    "MaintenanceConfig": Object({"policy": Choice(get_args(MaintenancePolicy)), "timeout": TIMEOUT}),
 }
 """The fields of each kind, without apiVersion and kind."""
 WORDS: Final = Words(unknown="unknown field", meant=False, null_is_absent=True, names_found=False)
@@ -175,6 +198,10 @@ def config_of(kind: str, fields: Mapping[str, Any]) -> OpaqueConfig:
         iommu = fields.get("iommu") or {}
         return VfioDeviceConfig(
             iommu.get("backendPolicy") or "LegacyOnly", bool(iommu.get("enableAPIDevice"))
+        )
+    if kind == "MaintenanceConfig":
+        return MaintenanceConfig(
+            fields.get("policy") or "Wait", closed_seconds(fields.get("timeout") or "15m") or 0
         )
     given = fields.get("sharing")
     sharing = None if given is None else _sharing(given)

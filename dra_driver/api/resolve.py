@@ -14,11 +14,12 @@ from dra_driver.api.config import (
     WORDS,
     DeviceType,
     GpuConfig,
+    MaintenanceConfig,
     MigDeviceConfig,
     OpaqueConfig,
     config_of,
-    config_type,
     field_faults,
+    fits,
 )
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import DeviceConfig, DeviceResult
@@ -129,9 +130,10 @@ def config_for_result(
             config = decode(entry.parameters)
         except InvalidConfigError as error:
             raise InvalidConfigError(f"{text}: {error}", faults=error.faults) from error
-        if config_type(config) == device_type:
-            if manages(config) and not result.admin_access:
-                raise _refused(text, needs_admin_access(result.base_request))
+        if fits(config, device_type):
+            what = type(config).__name__ if isinstance(config, MaintenanceConfig) else "management"
+            if (manages(config) or what != "management") and not result.admin_access:
+                raise _refused(text, needs_admin_access(what, result.base_request))
             resolved = ResolvedConfig(config, text)
         elif named:
             raise _refused(
@@ -147,9 +149,9 @@ def manages(config: OpaqueConfig) -> bool:
     return isinstance(config, GpuConfig | MigDeviceConfig) and config.management
 
 
-def needs_admin_access(request: str) -> str:
-    """Return the fault of `management` parameters that apply to a request without adminAccess."""
-    return f"management works only with adminAccess: true, which request {request!r} lacks"
+def needs_admin_access(what: str, request: str) -> str:
+    """The fault of parameters with `what`, `management` or MaintenanceConfig, for a request without adminAccess."""
+    return f"{what} works only with adminAccess: true, which request {request!r} lacks"
 
 
 def _by_precedence(configs: Sequence[DeviceConfig]) -> Iterator[tuple[int, DeviceConfig]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -16,12 +15,8 @@ from dra_driver.inventory import detachment
 from dra_driver.inventory.rules.assembly import with_nvlink_domains
 from dra_driver.inventory.rules.gpu_names import named_gpus
 from dra_driver.model.ids import gpu_device_names
+from dra_driver.model.maintenance import CLOSED_TIMES, closed_seconds
 from dra_driver.model.record import ClaimRecord, RunMps
-
-_DURATION = re.compile(r"([0-9]{1,5})([smh])\Z")
-_SECONDS = {"s": 1, "m": 60, "h": 3600}
-_MIN_S, _MAX_S = 10, 24 * 3600
-
 
 FLAGS = (
     Flag(
@@ -64,10 +59,9 @@ def detach(given: Namespace) -> None:
 
 
 def _seconds(duration: str) -> int:
-    match = _DURATION.match(duration)
-    seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
-    if not _MIN_S <= seconds <= _MAX_S:
-        raise InvalidConfigError(f"--for {duration}: give a time from 10s to 24h, such as 90s, 5m or 2h")
+    seconds = closed_seconds(duration)
+    if seconds is None:
+        raise InvalidConfigError(f"--for {duration}: give {CLOSED_TIMES}")
     return seconds
 
 

@@ -33,7 +33,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -55,6 +55,8 @@ from dra_driver.errors import (
 )
 from dra_driver.host.processes import pid_namespace, start_of_living
 from dra_driver.host.rooted_tree import names_in
+from dra_driver.model.maintenance import Detachment, Maintenance, maintenances
+from dra_driver.model.record import ClaimRecord
 from dra_driver.model.units import named
 
 if TYPE_CHECKING:
@@ -80,23 +82,6 @@ _MAX_NAMED = 8
 def _seconds_of_boot() -> float:
     """Unlike the time of day, no one sets this clock; it goes on while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-@dataclass(frozen=True, slots=True)
-class Detachment:
-    """NVML is to stay closed until `until_s` of the boot clock. `until` is the same for people, with the time zone."""
-
-    boot_id: str
-    until_s: float
-    until: str
-
-    @property
-    def problem(self) -> str:
-        """Why GPUs cannot be used now."""
-        return (
-            f"NVML is closed until {self.until}, so that others can reset GPUs or change the NVIDIA driver; "
-            "`gpu-dra-driver detach --end` ends that"
-        )
 
 
 _SHAPE = Codec(Detachment)
@@ -144,15 +129,20 @@ class Detachments:
     def now(self) -> Detachment | None:
         """The detachment that lasts; None if there is none. A file that cannot be read counts as none: a node without
         GPUs for ever would be worse."""
+        found = self.written()
+        return found if found is not None and found.lasts(self._boot_id, self._clock()) else None
+
+    def written(self) -> Detachment | None:
+        """What the file says, also if its time is over; None if there is none that can be read."""
         content = self.content()
-        if content is None:
-            return None
-        try:
-            found = parse_file(content, "detach file", _SHAPE.decode, known=FORMAT_VERSION)
-        except StateError:
-            return None
-        is_of_this_boot = self._boot_id in (None, found.boot_id)
-        return found if is_of_this_boot and self._clock() < found.until_s else None
+        with suppress(StateError):
+            if content is not None:
+                return parse_file(content, "detach file", _SHAPE.decode, known=FORMAT_VERSION)
+        return None
+
+    def maintenances(self, records: Iterable[ClaimRecord]) -> list[Maintenance]:
+        """The state of each maintenance claim among these records, as of now."""
+        return maintenances(records, self.written(), self._boot_id, self._clock())
 
     def problem(self) -> str | None:
         """Why this process is to keep NVML closed now; None if it may be opened."""

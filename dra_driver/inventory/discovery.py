@@ -29,7 +29,7 @@ from dra_driver.errors import (
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.sysfs import Sysfs
-from dra_driver.inventory.detachment import Detachment, Detachments
+from dra_driver.inventory.detachment import Detachments
 from dra_driver.inventory.rules.assembly import (
     HardwareFingerprint,
     assembled,
@@ -46,6 +46,7 @@ from dra_driver.model.gpu import Card, Gpu
 from dra_driver.model.health import PolledHealth
 from dra_driver.model.host import HostFingerprint
 from dra_driver.model.inventory import DiscoveryFault, Inventory
+from dra_driver.model.maintenance import Detachment
 from dra_driver.model.problems import NodeProblem
 from dra_driver.nvml.reader import NvmlReader
 

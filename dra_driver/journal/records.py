@@ -35,6 +35,7 @@ from dra_driver.model.record import (
     LeaveMigMode,
     RunMps,
     SetTimeSlice,
+    StartMaintenance,
     Step,
     WriteCdiSpec,
     WriteDeviceMetadata,
@@ -76,6 +77,7 @@ STEP: Tagged[Step] = Tagged(
     create_mig=Codec(CreateMig),
     bind_vfio=Codec(BindVfio),
     leave_mig_mode=Codec(LeaveMigMode),
+    start_maintenance=Codec(StartMaintenance),
 )
 _USAGE: Tagged[SharingMode] = Tagged("sharing mode", time_sliced=Codec(TimeSliced), mps=Codec(MpsShared))
 _HELD = Codec(HeldDevice, usage=omittable(_USAGE.kind), imex=omittable(Kind(_imex), name="imexChannel"))

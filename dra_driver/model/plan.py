@@ -10,7 +10,7 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.model.host import HostDevice, ImexChannels
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice
 from dra_driver.model.mps import SharingMode
-from dra_driver.model.record import HeldDevice, Step
+from dra_driver.model.record import HeldDevice, Step, maintenance_of
 from dra_driver.model.sharing import kind_of
 
 _SHARE_SUFFIX = re.compile(r"-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
@@ -64,8 +64,11 @@ class Plan:
 
     @property
     def locked_gpus(self) -> frozenset[str]:
-        """The GPUs whose locks the plan needs: adminAccess reserves and changes nothing."""
-        return frozenset(offered.gpu.uuid for offered in self.used_devices())
+        """The GPUs whose locks the plan needs: adminAccess reserves and changes nothing, except for maintenance."""
+        step = maintenance_of(self.steps)
+        return frozenset(offered.gpu.uuid for offered in self.used_devices()) | frozenset(
+            step.gpu_uuids if step else ()
+        )
 
     def used_devices(self) -> list[OfferedDevice]:
         """The devices that the claim does more with than look."""

@@ -87,6 +87,22 @@ class BindVfio:
     vfio_driver: str
 
 
+MaintenancePolicy = Literal["Wait", "Refuse"]
+
+
+@dataclass(frozen=True, slots=True)
+class StartMaintenance:
+    """Take GPUs out of service: once no other claim is on them, close NVML in every process of this plugin on the node,
+    `timeout_s` seconds at most. `policy` says whether Prepare waits for the other claims or fails.
+
+    From the record on until it is gone, the GPUs' devices are not published. Undo: NVML may be opened again.
+    """
+
+    gpu_uuids: tuple[str, ...]
+    policy: MaintenancePolicy
+    timeout_s: int
+
+
 EVERY_METADATA_VERSION = ("v1beta1", "v1alpha1")
 """All versions of the format of device metadata, newest first."""
 
@@ -110,12 +126,22 @@ STEP_TEXTS = {
     SetTimeSlice: "the setting of the time slice",
     RunMps: "the start of the MPS daemon",
     BindVfio: "the binding to vfio",
+    StartMaintenance: "the closing of NVML for maintenance",
     WriteDeviceMetadata: "the writing of device metadata",
     WriteCdiSpec: "the writing of the CDI spec",
 }
 """What each step does, for people."""
 
-Step = LeaveMigMode | CreateMig | SetTimeSlice | RunMps | BindVfio | WriteDeviceMetadata | WriteCdiSpec
+Step = (
+    LeaveMigMode
+    | CreateMig
+    | SetTimeSlice
+    | RunMps
+    | BindVfio
+    | StartMaintenance
+    | WriteDeviceMetadata
+    | WriteCdiSpec
+)
 
 
 def writes_files(step: Step) -> bool:
@@ -190,8 +216,20 @@ class ClaimRecord:
 
     @property
     def locked_gpus(self) -> frozenset[str]:
-        """UUIDs of the GPUs whose locks its Prepare and Unprepare need: adminAccess reserves and changes nothing."""
-        return frozenset(held.gpu_uuid for held in self.devices if not held.admin_access)
+        """UUIDs of the GPUs whose locks its Prepare and Unprepare need: adminAccess changes nothing, except for
+        maintenance."""
+        is_all = self.maintenance is not None
+        return frozenset(held.gpu_uuid for held in self.devices if is_all or not held.admin_access)
+
+    @property
+    def maintenance(self) -> StartMaintenance | None:
+        """The step of a maintenance claim; None for any other claim."""
+        return maintenance_of(self.steps)
+
+
+def maintenance_of(steps: Iterable[Step]) -> StartMaintenance | None:
+    """The step that takes GPUs out of service; None if there is none."""
+    return next((step for step in steps if isinstance(step, StartMaintenance)), None)
 
 
 def bindings(records: Iterable[ClaimRecord], boot_id: str | None) -> list[BindVfio]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from dra_driver.api.config import FIELDS, GROUP_VERSION, KINDS, MEMORY, MIN_MEMORY
+from dra_driver.api.config import FIELDS, GROUP_VERSION, KINDS, MEMORY, MIN_MEMORY, TIMEOUT
 from dra_driver.api.resolve import decode
 from dra_driver.model.schema import Choice, ListField, MapField, Object, Scalar, Shape
 
@@ -52,6 +52,8 @@ def type_and_values(shape: Shape) -> tuple[str, str]:
     if shape is MEMORY:
         assert MIN_MEMORY == 1 << 20
         return "quantity", "1Mi or more"
+    if shape is TIMEOUT:
+        return "string", str(shape.says)
     if shape.least is not None:
         return TYPES[shape.type], f"{shape.least} to {shape.most}"
     return TYPES[shape.type], "`true`, `false`"

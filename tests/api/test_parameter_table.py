@@ -32,7 +32,7 @@ def test_the_decoder(case: Parameters) -> None:
 
 @pytest.mark.parametrize("case", PARAMETERS, ids=by_name)
 def test_validate(case: Parameters) -> None:
-    request = {"name": "a", "exactly": {"deviceClassName": "gpu.nvidia.com"}}
+    request = {"name": "a", "exactly": {"deviceClassName": "gpu.nvidia.com", "adminAccess": True}}
     config = [{"opaque": {"driver": "nic.example.com", "parameters": {}}}]
     config.append({"opaque": {"driver": DRIVER, "parameters": case.value}})
     claim = {

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from dra_driver.api.config import (
     GROUP_VERSION,
     GpuConfig,
+    MaintenanceConfig,
     MigDeviceConfig,
     MpsConfig,
     Sharing,
@@ -19,7 +20,9 @@ from dra_driver.model.claim import DeviceConfig, DeviceResult
 from tests.api.parameter_table import Json, parameters
 from tests.fakes.tables import tabled
 
-CONFIGS = {config.__name__: config for config in (GpuConfig, MigDeviceConfig, VfioDeviceConfig)}
+CONFIGS = {
+    config.__name__: config for config in (GpuConfig, MigDeviceConfig, VfioDeviceConfig, MaintenanceConfig)
+}
 PARTS = {"time_slicing": TimeSlicingConfig, "mps": MpsConfig}
 
 
@@ -65,7 +68,7 @@ NAMES = ("sharing", "strategy", "timeSlicingConfig", "mpsConfig", "multiUser", "
 
 @settings(max_examples=100, deadline=None)
 @given(
-    kind=st.sampled_from(["GpuConfig", "MigDeviceConfig", "VfioDeviceConfig"]),
+    kind=st.sampled_from([*CONFIGS]),
     fields=st.dictionaries(st.sampled_from(NAMES), JSON | st.dictionaries(st.sampled_from(NAMES), JSON)),
 )
 def test_any_input_is_decoded_or_refused_in_one_line(kind: str, fields: Json) -> None:

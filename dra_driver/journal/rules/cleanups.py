@@ -27,6 +27,7 @@ from dra_driver.model.record import (
     HeldDevice,
     RunMps,
     SetTimeSlice,
+    StartMaintenance,
     Step,
     writes_files,
 )
@@ -181,6 +182,8 @@ def gpus_of(step: Step) -> frozenset[str]:
     """UUIDs of the GPUs that the step changes."""
     if isinstance(step, RunMps):
         return frozenset(step.spec.gpu_uuids)
+    if isinstance(step, StartMaintenance):
+        return frozenset(step.gpu_uuids)
     uuid = getattr(step, "gpu_uuid", "")
     return frozenset({uuid} if uuid else ())
 

@@ -227,24 +227,27 @@ def _uses(devices: JsonObject, path: str, driver: str) -> Iterator[_Use]:
 
 def _use_faults(use: _Use) -> Iterator[FieldFault]:
     """What Prepare would refuse: parameters that name a request none of whose classes gives devices of their kind; and
-    `management` without adminAccess, also for a request that is not named, if its class gives devices of that kind."""
-    kind = CONFIG_KINDS[use.kind]
-    if use.named is not None and not use.of_type(None, kind):
+    `management` or MaintenanceConfig without adminAccess, also for a request that is not named, if its class gives
+    devices of that kind."""
+    kinds = CONFIG_KINDS[use.kind]
+    if use.named is not None and not use.of_type(None, *kinds):
         classes = ", ".join(body["deviceClassName"] for body in use.bodies.values())
         yield FieldFault(use.named, f"{use.kind} does not fit request {use.request!r} of class {classes}")
-    if use.parameters.get("management") is not True or kind == "vfio":
+    what = "management" if use.parameters.get("management") is True and "vfio" not in kinds else None
+    what = use.kind if use.kind == "MaintenanceConfig" else what
+    if what is None:
         return
-    concerns = use.named is not None or len(use.of_type(kind)) == len(use.bodies)
+    concerns = use.named is not None or len(use.of_type(*kinds)) == len(use.bodies)
     if concerns and not all(body.get("adminAccess") is True for body in use.bodies.values()):
-        place = use.named or f"{use.entry}.opaque.parameters.management"
-        yield FieldFault(place, needs_admin_access(use.request.partition("/")[0]))
+        place = use.named or f"{use.entry}.opaque.parameters.{'kind' if what == use.kind else what}"
+        yield FieldFault(place, needs_admin_access(what, use.request.partition("/")[0]))
 
 
 def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[str]:
     """Parameters that name a request by the name of all its alternatives and fit only some of them, and those without
     a name that fit a request in no way."""
     for use in _uses(devices, path, driver):
-        fits = use.of_type(None, CONFIG_KINDS[use.kind])
+        fits = use.of_type(None, *CONFIG_KINDS[use.kind])
         misfits = [name for name in use.bodies if name not in fits]
         if use.named is None and not fits:
             yield (

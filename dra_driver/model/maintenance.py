@@ -1,0 +1,97 @@
+"""GPUs that a claim takes out of service, for example to reset them, and the time in which NVML is closed for that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from dra_driver.model.claim import ClaimRef
+from dra_driver.model.record import ClaimRecord, StartMaintenance
+
+MaintenanceState = Literal["waiting", "in_service", "overdue"]
+
+CLOSED_TIMES: Final = "a time from 10s to 24h, such as 90s, 5m or 2h"
+"""For how long NVML can be kept closed."""
+MIN_S, MAX_S = 10, 24 * 3600
+_DURATION = re.compile(r"([0-9]{1,5})([smh])\Z", re.ASCII)
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def closed_seconds(text: str) -> int | None:
+    """The seconds of one of the `CLOSED_TIMES`; None if the text is another.
+
+    >>> closed_seconds("15m")
+    900
+    """
+    match = _DURATION.match(text)
+    seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
+    return seconds if MIN_S <= seconds <= MAX_S else None
+
+
+@dataclass(frozen=True, slots=True)
+class Detachment:
+    """NVML stays closed until `until_s` of the boot clock. `until` is the same for people, with the time zone. `claim`
+    is the maintenance claim that needs it, None if `gpu-dra-driver detach` wrote it."""
+
+    boot_id: str
+    until_s: float
+    until: str
+    claim: ClaimRef | None = None
+
+    @property
+    def problem(self) -> str:
+        """Why GPUs cannot be used now."""
+        if self.claim is None:
+            why = ", so that others can reset GPUs or change the NVIDIA driver; `gpu-dra-driver detach --end` ends that"
+        else:
+            why = (
+                f" for maintenance claim {self.claim.namespace}/{self.claim.name}; NVML opens again when that claim is "
+                "released, or after `gpu-dra-driver detach --end`"
+            )
+        return f"NVML is closed until {self.until}{why}"
+
+    def lasts(self, boot_id: str | None, now_s: float) -> bool:
+        """Whether NVML stays closed at `now_s` of the boot clock in a boot; None if the boot is not known."""
+        return boot_id in (None, self.boot_id) and now_s < self.until_s
+
+
+@dataclass(frozen=True, slots=True)
+class Maintenance:
+    """What a maintenance claim has come to.
+
+    `waiting`: its GPUs are withdrawn, and it waits for claims on them or until NVML is closed. `in_service`: NVML is
+    closed `until` then. `overdue`: NVML is open again, and the claim still has its GPUs; `until` is since when, None if
+    that is not known.
+    """
+
+    claim: ClaimRef
+    gpu_uuids: tuple[str, ...]
+    state: MaintenanceState
+    until: str | None = None
+
+
+def maintenances(
+    records: Iterable[ClaimRecord], written: Detachment | None, boot_id: str | None, now_s: float
+) -> list[Maintenance]:
+    """The state of each maintenance claim among the records of a node, by namespace and name. `written` is what the
+    node's detach file says, also if its time is over; `now_s` is the time of the boot clock."""
+    found = [
+        _maintenance(record, step, written, boot_id, now_s)
+        for record in records
+        if (step := record.maintenance) is not None
+    ]
+    return sorted(found, key=lambda one: str(one.claim))
+
+
+def _maintenance(
+    record: ClaimRecord, step: StartMaintenance, written: Detachment | None, boot_id: str | None, now_s: float
+) -> Maintenance:
+    if (record if boot_id is None else record.as_of(boot_id)).phase != "prepared":
+        return Maintenance(record.ref, step.gpu_uuids, "waiting")
+    own = written if written is not None and written.claim == record.ref else None
+    lasts = own is not None and own.lasts(boot_id, now_s)
+    return Maintenance(
+        record.ref, step.gpu_uuids, "in_service" if lasts else "overdue", None if own is None else own.until
+    )
