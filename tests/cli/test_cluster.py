@@ -107,6 +107,22 @@ def test_device_of_a_claim_that_no_slice_has_is_counted_and_shown() -> None:
     assert str(sums) == "0 GPUs: 0 free, 0 in use, 0 tainted; 2 more devices of claims are in no slice"
 
 
+def test_gpu_in_maintenance_is_shown_with_the_claims_on_it_and_not_counted_as_missing() -> None:
+    service = claim("reset", "gpu-1", pods=("reset-0",), adminAccess=True)
+    parameters = {"driver": DRIVER, "parameters": {"kind": "MaintenanceConfig"}}
+    service["status"]["allocation"]["devices"]["config"] = [{"opaque": parameters}]
+    users = [claim("train", "gpu-1", pods=("train-0",)), claim("watch", "gpu-1", adminAccess=True)]
+    rows, sums = look([slice_of("n", device("gpu-2"))], [service, *users])
+    assert rows == [
+        Row("n", "gpu-1", "-", "ml/reset", ("ml/reset-0",), "-", "in maintenance for claim ml/reset"),
+        Row("n", "gpu-1", "-", "ml/train", ("ml/train-0",), "-", "in maintenance for claim ml/reset"),
+        Row("n", "gpu-2", "H100"),
+    ]
+    assert str(sums) == "1 GPUs: 1 free, 0 in use, 0 tainted; 1 more in maintenance"
+    rows, sums = look([slice_of("n", device("gpu-1"))], [service])
+    assert (rows, sums) == ([Row("n", "gpu-1", "H100")], Totals(gpus=1, free=1))
+
+
 def test_claim_of_a_group_of_pods_names_the_group() -> None:
     held = claim("train", "a")
     held["status"]["reservedFor"] = [

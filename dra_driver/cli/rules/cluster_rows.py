@@ -57,7 +57,7 @@ class Slice:
 @dataclass(frozen=True, slots=True)
 class Claim:
     """A claim, the pods and groups of pods that it is reserved for, and what it consumes of each device; `classes` are
-    those that one without devices asks for."""
+    those that one without devices asks for. `serviced` are the devices that it takes out of service."""
 
     namespace: str
     name: str
@@ -65,6 +65,7 @@ class Claim:
     devices: Mapping[Slot, str]
     classes: frozenset[str]
     is_allocated: bool
+    serviced: frozenset[Slot] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,8 @@ class Used:
 @dataclass(frozen=True, slots=True)
 class Totals:
     """Of the GPUs in slices, those that are free, those of which a claim has all or a part, and those with a taint that
-    keeps new pods away, which also may be in use. `missing` are devices of claims that no slice has."""
+    keeps new pods away, which also may be in use. `maintenance` are devices out of service, and `missing` other devices
+    of claims, that no slice has."""
 
     gpus: int = 0
     free: int = 0
@@ -119,10 +121,12 @@ class Totals:
     tainted: int = 0
     missing: int = 0
     waiting: int = 0
+    maintenance: int = 0
 
     def __str__(self) -> str:
         text = f"{self.gpus} GPUs: {self.free} free, {self.used} in use, {self.tainted} tainted"
-        missing = f"; {self.missing} more devices of claims are in no slice" if self.missing else ""
+        missing = f"; {self.maintenance} more in maintenance" if self.maintenance else ""
+        missing += f"; {self.missing} more devices of claims are in no slice" if self.missing else ""
         waiting = counted(self.waiting, "claim or pod waits", "claims or pods wait")
         return text + missing + (f"; {waiting}" if self.waiting else "")
 
@@ -164,15 +168,17 @@ def taint_text(taint: JsonObject) -> str:
 
 
 def seen_claim(entry: JsonObject, driver: str) -> Claim:
-    """A ResourceClaim, with its devices of the driver. Admin access takes nothing from others and is left out."""
+    """A ResourceClaim, with its devices of the driver. Admin access takes nothing from others and is left out, except
+    for maintenance."""
     metadata, status = entry["metadata"], entry.get("status") or {}
+    of_driver = [one for one in allocation_results(entry) if one["driver"] == driver]
     devices = {
         (str(one["pool"]), str(one["device"])): ", ".join(
             f"{name.rpartition('/')[2]} {amount}"
             for name, amount in (one.get("consumedCapacity") or {}).items()
         )
-        for one in allocation_results(entry)
-        if one["driver"] == driver and not one.get("adminAccess")
+        for one in of_driver
+        if not one.get("adminAccess")
     }
     is_allocated = bool(status.get("allocation"))
     requests = () if is_allocated else entry["spec"]["devices"].get("requests") or ()
@@ -186,6 +192,19 @@ def seen_claim(entry: JsonObject, driver: str) -> Claim:
         devices,
         frozenset(str(body["deviceClassName"]) for body in bodies),
         is_allocated or bool(metadata.get("deletionTimestamp")),
+        frozenset(
+            (str(one["pool"]), str(one["device"]))
+            for one in of_driver
+            if one.get("adminAccess") and _is_for_maintenance(status["allocation"]["devices"], driver)
+        ),
+    )
+
+
+def _is_for_maintenance(devices: JsonObject, driver: str) -> bool:
+    """Whether an allocation has parameters of the kind MaintenanceConfig."""
+    found = (one.get("opaque") or {} for one in devices.get("config") or ())
+    return any(
+        one.get("driver") == driver and one["parameters"].get("kind") == "MaintenanceConfig" for one in found
     )
 
 
@@ -250,9 +269,13 @@ def cluster_rows(
     published = {
         (pool, device.name) for pool, members in pools.items() for one in members for device in one.devices
     }
-    for slot in holders.keys() - published:
-        sums["missing"] += 1
-        rows += _held(slot, slot[0], "-", holders[slot], NOT_PUBLISHED, loads or {})
+    # A device that is still published waits to be withdrawn, or the claim was refused.
+    serviced = {slot: claim for claim in claims for slot in claim.serviced - published}
+    for slot in (holders.keys() | serviced.keys()) - published:
+        by, held = serviced.get(slot), holders.get(slot, [])
+        sums["missing" if by is None else "maintenance"] += 1
+        problem = NOT_PUBLISHED if by is None else f"in maintenance for claim {by.namespace}/{by.name}"
+        rows += _held(slot, slot[0], "-", held if by is None else [*held, by], problem, loads or {})
     rows.sort(key=lambda row: (-row.wasted_bytes, row.node, row.device, row.claim))
     waiting = [*_waiting(driver, claims, classes, pods)]
     return rows + waiting, Totals(**sums, waiting=len(waiting))
@@ -275,7 +298,10 @@ def _pool_rows(
     for devices in cards.values():
         held = [device for device in devices if (pool, device.name) in holders]
         is_tainted = any(taint.endswith(_KEEP_AWAY) for device in devices for taint in device.taints)
-        sums.update(gpus=1, used=bool(held), tainted=is_tainted, free=not held and not is_tainted)
+        # Whole numbers: an empty Counter keeps the values that it is given first.
+        sums.update(
+            gpus=1, used=int(bool(held)), tainted=int(is_tainted), free=int(not held and not is_tainted)
+        )
         for device in _shown(devices, held):
             taints = f"taint {', '.join(device.taints)}" if device.taints else None
             problem = "; ".join(filter(None, [taints, fault])) or "-"
@@ -313,7 +339,7 @@ def _held(
         if is_shared and pods and used.pods.keys() >= set(pods):
             parts = [((pod,), used.pods[pod]) for pod in pods]
         for names, load in parts:
-            use = "; ".join(filter(None, [claim.devices[slot], use_text(load)])) or "-"
+            use = "; ".join(filter(None, [claim.devices.get(slot), use_text(load)])) or "-"
             name = f"{claim.namespace}/{claim.name}"
             yield Row(node, slot[1], product, name, names, use, problem, load, _wasted_bytes(used.load))
 
