@@ -103,7 +103,7 @@ class Keeper(Protocol):
     def gpus(self) -> Collection[str]:
         """The UUIDs of the GPUs on which something is left. Raises: StateError."""
 
-    def put_right(self, gpu_uuid: str) -> None:
+    def restore(self, gpu_uuid: str) -> None:
         """Put right what can be put right now on a GPU; its lane runs it. Raises: DraDriverError; then it is left."""
 
 
@@ -286,7 +286,7 @@ class Cleaner(BackgroundWorker):
             if gpu not in keeper.gpus():
                 return True
             operation.turn_to(keeper.what)
-            keeper.put_right(gpu)
+            keeper.restore(gpu)
             return gpu not in keeper.gpus()
         except DraDriverError:  # the keeper logs why
             return False

@@ -1,38 +1,39 @@
-"""Makes and destroys the MIG devices that claims and the node's layout ask for.
+"""Creates and destroys the MIG devices that claims and the node's layout need.
 
-The ledger of the GPU has a detail of each device, written before its GPU instance is made, and removed after the
-instance is gone:
+The ledger of the GPU has a detail for each device, written before its GPU instance is created, and removed
+after the instance is gone:
 
     (none) ──▶ creating ──▶ creating, with the GPU instance's ID ──▶ created, with compute instance and UUID
        ▲          │ ▲                     │                              │
-       │          ▼ └ it appears, or the next try makes it               │
-       ├─30 s── unknown: NVML left open whether it made the instance     │
+       │          ▼ └ it appears, or the next attempt creates it         │
+       ├─30 s── unknown: NVML did not report whether it created it       │
        └──────────┴── compute instance, GPU instance and detail gone ◀───┘
 
-| Step of a creation | A crash after it leaves | The next Prepare | The undo, where no claim needs the device |
+| Step of a creation | A crash after it leaves | The next Prepare | The undo, if no claim needs the device |
 |---|---|---|---|
-| mode noted as ours | a note, mode off | switches it on | removes the note |
-| mode on | note, mode on | goes on | mode off |
-| detail `creating` | a detail alone | makes the GPU instance | removes the detail |
-| GPU instance | a detail, and a GPU instance at its slot | takes that one over | destroys it |
+| mode recorded as ours | a record, mode off | enables it | removes the record |
+| mode on | record, mode on | continues | disables the mode |
+| detail `creating` | only a detail | creates the GPU instance | removes the detail |
+| GPU instance | a detail, and a GPU instance at its slot | adopts it | destroys it |
 | its ID in the detail | the same | the same | the same |
-| compute instance | GPU instance with one compute instance | takes both over | destroys both |
-| detail `created` | everything | finds its work done | destroys everything |
+| compute instance | GPU instance with one compute instance | adopts both | destroys both |
+| detail `created` | everything | finds nothing to do | destroys everything |
 
 | Step of a destruction | A crash after it leaves | The next Prepare | The next undo |
 |---|---|---|---|
-| compute instance gone | detail, GPU instance | makes a new one in it | goes on |
-| GPU instance gone | detail | makes everything | removes the detail |
-| detail gone | mode on | makes everything | mode off |
-| mode off | a note | the same | removes the note |
+| compute instance gone | detail, GPU instance | creates a new one in it | continues |
+| GPU instance gone | detail | creates everything | removes the detail |
+| detail gone | mode on | creates everything | disables the mode |
+| mode off | a record | the same | removes the record |
 
-When a creation fails, the same call undoes what it made. What it cannot undo, and every undo that fails, is pending
-cleanup like that of any other step. So is a device in phase `unknown`, until its instance has appeared and is
-destroyed, or has not appeared for 30 s; after a crash these begin again with the first look. `MigMode` leaves the mode.
+If a creation fails, the same call undoes what it created. If that or any other undo fails, cleanup is
+pending, as for any other step. A device in phase `unknown` is also pending cleanup, until its instance has
+appeared and is destroyed, or has not appeared for 30 s; after a crash the 30 s start at the first check.
+`MigMode` leaves the mode.
 
-An instance is ours while the ledger has its slot, the GPU instance's ID and the MIG device's UUID as far as they are
-known, and the boot is the same. All else is somebody else's and is left alone, also what somebody made by hand in the
-place of ours.
+An instance is ours if the ledger of this boot has its slot, and the GPU instance's ID and the MIG device's
+UUID match as far as they are known. All other instances are foreign and are never touched, even if a person
+created one in place of ours.
 """
 
 from __future__ import annotations
@@ -67,18 +68,17 @@ _log = structlog.get_logger(__name__)
 
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 0.02, 0.1
 _BUSY_S = 0.5
-"""How long an undo waits for the processes of its device to end."""
+"""How long an undo waits for the processes on its device to exit."""
 _EXPECTED_S = 30.0
-"""How long an instance may still appear after NVML left open whether it made it."""
+"""How long an instance may still appear after NVML did not report whether it created it."""
 
 
 class MayAppearError(RetryableError):
-    """A GPU instance is not there, but may still appear."""
+    """A GPU instance does not exist, but may still appear."""
 
 
 class MigDevices:
-    """Does and undoes `CreateMig` and `LeaveMigMode`. Each call converges: any number of calls leaves what one call
-    leaves. The lane of the GPU runs it."""
+    """Does and undoes `CreateMig` and `LeaveMigMode`. All calls are idempotent. Runs in the GPU's lane."""
 
     def __init__(self, context: MigContext, mode: MigMode, proc: str) -> None:
         """`proc` is the host's procfs."""
@@ -92,7 +92,9 @@ class MigDevices:
     # --- steps of claims -----------------------------------------------------------------------
 
     def do(self, step: CreateMig | LeaveMigMode, plan: Plan) -> None:
-        """Have the device exist, or the GPU whole. Raises: ClaimRefusedError, RetryableError, StateError."""
+        """Creates the device, or takes the GPU out of MIG mode. Raises: ClaimRefusedError, RetryableError,
+        StateError.
+        """
         try:
             with self._context.operation():
                 if isinstance(step, CreateMig):
@@ -105,7 +107,7 @@ class MigDevices:
             ) from error
 
     def undo(self, step: CreateMig | LeaveMigMode, record: ClaimRecord) -> None:
-        """Destroy the device; `MigMode` leaves the mode. Raises: as `destroy`."""
+        """Destroys the device; `MigMode` leaves the mode later. Raises: the errors of `destroy`."""
         instance = self._instance(step) if isinstance(step, CreateMig) else None
         if instance is not None:
             patience = seconds_for(f"destroy MIG device {instance.device}", _BUSY_S)
@@ -113,7 +115,7 @@ class MigDevices:
                 self.destroy(instance, patience)
 
     def in_place(self, step: CreateMig | LeaveMigMode, record: ClaimRecord) -> bool:
-        """Whether the device was made in this boot and the driver still shows its capability files."""
+        """Whether the device was created in this boot and the driver still has its capability files."""
         if not isinstance(step, CreateMig):
             return True
         made = self._instance(step)
@@ -127,10 +129,11 @@ class MigDevices:
     # --- creation ------------------------------------------------------------------------------
 
     def create(self, step: CreateMig, *, for_layout: bool = False) -> OwnedInstance:
-        """Have the device of a step exist, for a claim or for the node's layout.
+        """Creates the device of a step, for a claim or for the node's layout, unless it exists.
 
-        Raises: ClaimRefusedError if something of somebody else's is in the way; DeviceBusyError; NvmlTransientError;
-        RetryableError; StateError. What this call made is undone then, but for the MIG mode, which goes with the claim.
+        Raises: ClaimRefusedError if a foreign instance is in the way; DeviceBusyError; NvmlTransientError;
+        RetryableError; StateError. It then undoes what it created, except the MIG mode, which is left when
+        the claim ends.
         """
         with self._context.observed("create", step.device) as made:
             known, found = self._instance(step), self._hardware.instances(*step.gpu)
@@ -148,12 +151,14 @@ class MigDevices:
         return created
 
     def _instance(self, step: CreateMig) -> OwnedInstance | None:
-        """What the ledger says of the device of a step."""
+        """Returns the ledger's entry for the device of a step."""
         of_gpu = self._ledger.details(OwnedInstance, step.gpu_uuid)
         return next((one for one in of_gpu if one.device == step.device), None)
 
     def _complete(self, known: OwnedInstance, there: GpuInstance) -> OwnedInstance:
-        """Make what is missing of the device; what the ledger says then, which is the same if nothing was."""
+        """Creates the missing parts of the device, and returns its ledger entry, which is unchanged if
+        nothing was missing.
+        """
         inside = self._hardware.compute_instances(*known.gpu, there.gpu_instance_id)
         if not is_ours(known, there, inside):
             raise ClaimRefusedError(
@@ -166,7 +171,7 @@ class MigDevices:
         return self._save_created(known, there.gpu_instance_id, *inside[0])
 
     def _make(self, step: CreateMig, found: Iterable[GpuInstance], for_layout: bool) -> OwnedInstance:
-        """Make the device from nothing."""
+        """Creates the device and its ledger entry."""
         in_the_way = [instance for instance in found if instance.placement.overlaps(step.placement)]
         self._clear(step.gpu, in_the_way, f"MIG device {step.device}")
         self._mode.enter(step.gpu)
@@ -186,7 +191,7 @@ class MigDevices:
             instance = replace(instance, gpu_instance_id=gpu_instance_id)
             self._ledger.save(instance)
         except Exception:
-            self._take_back(step)
+            self._roll_back(step)
             raise
         return self._add_compute_instance(instance, gpu_instance_id)
 
@@ -194,19 +199,22 @@ class MigDevices:
         try:
             return self._hardware.create(*instance.gpu, instance.profile_id, instance.placement)
         except (NvmlUnavailableError, DeviceLostError):
-            raise  # there may be an instance now; it is taken back with the detail
+            raise  # there may be an instance now; it is removed together with the detail
         except NvmlUnknownOutcomeError:
             self._expected_until[instance.device] = self._context.clock() + _EXPECTED_S
             self._ledger.save(replace(instance, phase="unknown"))
             raise
         except DraDriverError as error:
-            if self._is_late_in_the_way(instance) and type(error) is RetryableError:
+            if self._may_be_in_the_way(instance) and type(error) is RetryableError:
                 raise NvmlTransientError(str(error)) from error
             raise
 
-    def _is_late_in_the_way(self, refused: OwnedInstance) -> bool:
-        """Whether an instance of ours that NVML left open before may be in the way. NVML refused this creation, so that
-        it left nothing: whatever is at the slot is somebody else's, unless it comes from such an earlier creation."""
+    def _may_be_in_the_way(self, refused: OwnedInstance) -> bool:
+        """Whether an earlier creation with unknown outcome may occupy this placement.
+
+        NVML refused this creation, so it created nothing: an instance at the slot is foreign, unless it comes
+        from such an earlier creation.
+        """
         if self._may_appear(refused.device):
             self._ledger.save(replace(refused, phase="unknown"))
             return True
@@ -220,7 +228,7 @@ class MigDevices:
         return self._context.clock() < self._expected_until.get(device, 0.0)
 
     def _add_compute_instance(self, instance: OwnedInstance, gpu_instance_id: int) -> OwnedInstance:
-        # A UUID in the ledger is that of a compute instance which is gone.
+        # A UUID in the ledger belongs to a compute instance that no longer exists.
         bare = replace(instance, gpu_instance_id=gpu_instance_id, compute_instance_id=None, uuid=None)
         try:
             if bare != instance:
@@ -229,7 +237,7 @@ class MigDevices:
                 bare, gpu_instance_id, *self._hardware.create_compute(*bare.gpu, gpu_instance_id)
             )
         except Exception:
-            self._take_back(instance)
+            self._roll_back(instance)
             raise
 
     def _save_created(
@@ -247,9 +255,10 @@ class MigDevices:
             self._ledger.save(created)
         return created
 
-    def _take_back(self, failed: CreateMig | OwnedInstance) -> None:
-        """Undo what a failed creation made, as far as the ledger knows it. The caller raises the error of the creation,
-        so that one from here is only logged."""
+    def _roll_back(self, failed: CreateMig | OwnedInstance) -> None:
+        """Undoes what a failed creation created, according to the ledger. Errors are only logged, because the
+        caller raises the error of the creation.
+        """
         try:
             of_gpu = self._ledger.details(OwnedInstance, failed.gpu_uuid)
             for instance in of_gpu:
@@ -261,8 +270,11 @@ class MigDevices:
             _log.error("mig_device_not_undone", device=failed.device, reason=str(error))
 
     def _clear(self, gpu: GpuAddress, in_the_way: Sequence[GpuInstance], wanted: str) -> None:
-        """Destroy the instances that are ours and that no claim uses. Raises: ClaimRefusedError if one is somebody
-        else's, DeviceBusyError if one is in use; nothing is destroyed then."""
+        """Destroys these instances if they are all ours and unused.
+
+        Raises: ClaimRefusedError if one is foreign, DeviceBusyError if one is in use; then it destroys
+        nothing.
+        """
         if not in_the_way:
             return
         ours = {one.slot: one for one in self._ledger.details(OwnedInstance, gpu.uuid)}
@@ -271,7 +283,7 @@ class MigDevices:
         for instance in in_the_way:
             known = ours.get(instance.slot)
             if known is None:
-                raise _somebody_elses(gpu, instance, wanted)
+                raise _foreign_in_the_way(gpu, instance, wanted)
             if known.device in users:
                 raise DeviceBusyError(
                     f"{wanted} needs GPU instance {instance.gpu_instance_id} of GPU {gpu.uuid} to be gone, which is "
@@ -280,13 +292,13 @@ class MigDevices:
             unused.append((instance, known))
         for instance, known in unused:
             if not self.destroy(known):
-                raise _somebody_elses(gpu, instance, wanted)
+                raise _foreign_in_the_way(gpu, instance, wanted)
 
     def _make_whole(self, step: LeaveMigMode) -> None:
-        """Have a GPU out of MIG mode.
+        """Takes a GPU out of MIG mode.
 
-        Raises: ClaimRefusedError if somebody else's instance is on it, or the mode is not ours; RetryableError if a
-        claim uses an instance of ours; DeviceBusyError.
+        Raises: ClaimRefusedError if a foreign instance exists or this plugin did not enable the mode;
+        RetryableError if a claim uses an instance of ours; DeviceBusyError.
         """
         self._clear(step.gpu, self._hardware.instances(*step.gpu), f"GPU {step.gpu_uuid} as a whole")
         self._mode.leave(step.gpu)
@@ -294,11 +306,12 @@ class MigDevices:
     # --- destruction ---------------------------------------------------------------------------
 
     def destroy(self, instance: OwnedInstance, patience_s: float = 0.0) -> bool:
-        """Destroy the compute instance and the GPU instance, then remove the detail. False if what is there is somebody
-        else's: then only the detail is removed.
+        """Destroys the compute instance and the GPU instance, then removes the detail. Returns False if the
+        instance is foreign: then it only removes the detail.
 
-        Raises: DeviceBusyError that names the holders, if they are still there after `patience_s` seconds;
-        MayAppearError, NvmlUnavailableError, DeviceLostError, RetryableError, StateError. The detail stays then.
+        Raises: DeviceBusyError that names the processes on the device, if they are still running after
+        `patience_s` seconds; MayAppearError, NvmlUnavailableError, DeviceLostError, RetryableError,
+        StateError. The detail is kept in these cases.
         """
         with self._context.observed("destroy", instance.device) as destroyed:
             outcome = self._destroy_patiently(instance, self._context.clock() + patience_s)
@@ -355,8 +368,10 @@ class MigDevices:
         self._hardware.destroy(*gpu, number)
 
     def destroy_foreign(self, gpu: GpuAddress, instance: GpuInstance) -> None:
-        """Destroy an instance that somebody else made, with what is in it. Raises: DeviceBusyError if it is in use;
-        RetryableError."""
+        """Destroys an instance that this plugin did not create, with its compute instances.
+
+        Raises: DeviceBusyError if it is in use; RetryableError.
+        """
         number = instance.gpu_instance_id
         inside = self._hardware.compute_instances(*gpu, number)
         _log.warning(
@@ -369,7 +384,7 @@ class MigDevices:
         self._destroy_whole(gpu, number, inside)
 
 
-def _somebody_elses(gpu: GpuAddress, instance: GpuInstance, wanted: str) -> ClaimRefusedError:
+def _foreign_in_the_way(gpu: GpuAddress, instance: GpuInstance, wanted: str) -> ClaimRefusedError:
     return ClaimRefusedError(
         f"{wanted} needs GPU instance {instance.gpu_instance_id} (profile {instance.profile_id}) of GPU {gpu.uuid} to "
         "be gone, which somebody else made and which is therefore left alone; destroy it by hand (nvidia-smi mig), "

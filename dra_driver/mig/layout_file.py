@@ -1,4 +1,4 @@
-"""What became of the layout on each GPU, in a file for the commands, which are other processes."""
+"""The layout state of each GPU in a file, for the commands, which run in other processes."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ _SHAPE = Codec(GpuLayout)
 
 
 class LayoutFile:
-    """Written when its content changes, by the instance that leads."""
+    """Written by the leading instance when the content changes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._written: bytes | None = None
 
     def load(self) -> tuple[GpuLayout, ...]:
-        """What an earlier instance of the plugin wrote; nothing if it cannot be read, since a look tells the same."""
+        """Returns what an earlier instance of the plugin wrote; empty if it cannot be read, because the next
+        check finds it again.
+        """
         try:
             return decode(read_plain(self._path))
         except (OSError, StateError):
             return ()
 
     def remove(self) -> None:
-        """The node gets no layout any more."""
+        """Removes the file if the node no longer has a layout."""
         with suppress(OSError):
             self._path.unlink()
 
     def save(self, layouts: Sequence[GpuLayout]) -> None:
-        """Write the file if it would be another. Raises: StateError."""
+        """Writes the file if its content changed. Raises: StateError."""
         document = {"version": _FORMAT_VERSION, "gpus": [_SHAPE.encode(one) for one in layouts]}
         content = json.dumps(document, separators=(",", ":")).encode()
         if content != self._written:
@@ -46,7 +48,7 @@ class LayoutFile:
 
 
 def decode(content: bytes) -> tuple[GpuLayout, ...]:
-    """What the file holds. Raises: NewerFormatError, StateError."""
+    """Parses the content of the file. Raises: NewerFormatError, StateError."""
     return parse_file(
         content,
         "MIG layout file",

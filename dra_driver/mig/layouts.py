@@ -1,26 +1,26 @@
-"""The node's MIG layout, brought about GPU by GPU.
+"""Applies the node's MIG layout, GPU by GPU.
 
-A layout is part of what shall be. It never takes a GPU from a claim:
+A layout is desired state. It never takes a GPU away from a claim:
 
-    applied ──another is asked for──▶ waiting: tainted ──5 s later, and no claim holds the GPU──▶ changed ──▶ applied
-       ▲                                 │ a claim, a process or a reset is in the way: it says so, and looks again
-       └──── refused: nothing was changed ◀── no order of placement fits, or an instance of others is in the way
+    applied ──other layout──▶ waiting: tainted ──5 s later, if no claim holds the GPU──▶ changing ──▶ applied
+       ▲                         │ if a claim, process or reset is in the way: report it, check again later
+       └──── refused: nothing was changed ◀── the layout does not fit, or a foreign instance is in the way
 
-The change is one operation in the GPU's lane, under the GPU's lock of changes, a file. Whoever plans a claim, which is
-done under the GPU's planning lock, waits while that lock is held. The change takes it first, then looks under the
-planning lock whether a claim holds the GPU, and keeps it until discovery has seen the GPU as it is afterwards. It ends
-with the process, however that dies.
+The change is one operation in the GPU's lane, under the GPU's change lock, which is a file. Planning a claim
+happens under the GPU's planning lock and waits for the change lock. The change takes the change lock first,
+then checks under the planning lock whether a claim holds the GPU, and keeps the change lock until discovery
+has read the GPU again. The lock ends with the process, however that ends.
 
-| A crash after | leaves | and then |
+| A crash after | leaves | then |
 |---|---|---|
-| the taint | the GPU as it was | the next start taints it again, or not if the layout is the old one again |
-| an instance that is destroyed | its detail in the ledger, or nothing | the next look goes on from what it finds |
+| the taint | the GPU unchanged | the next start taints it again, unless the old layout is back |
+| the destruction of an instance | its detail in the ledger, or nothing | the next check continues from there |
 | the mode | the mode, on or off | the same |
-| a detail `creating`, its GPU instance or compute instance | as in `devices` | the same device is completed |
-| the last instance | everything | the next look finds the layout applied |
+| a detail `creating`, its GPU instance or compute instance | as in `devices` | the device is completed |
+| the last instance | everything | the next check finds the layout applied |
 
-Each look begins from the silicon and the ledger, so neither a layout that changes half way nor a second instance of the
-plugin needs more: only the one that leads acts, and what it finds is completed, kept or destroyed.
+Each check starts from the hardware and the ledger, so a layout that changes half-way or a second instance of
+the plugin needs no special handling: only the leading instance acts.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ _log = structlog.get_logger(__name__)
 _HANGS_S = 60.0
 _PLANNING_S = 5.0
 TAINTED_FIRST_S = 5.0
-"""How long a GPU is tainted before it is changed: claims that got it before that are prepared by then."""
+"""How long a GPU is tainted before it is changed, so that claims already allocated to it are prepared by then."""
 _LOOK_EVERY_S = 30.0
 _LOOK_WAITING_S = 5.0
 
 
 @dataclass(eq=False)
 class NodeLayouts(BackgroundWorker):
-    """Looks in a thread of its own whether every GPU is as the layout asks, and changes those that are not.
+    """Checks in its own thread whether every GPU matches the layout, and changes those that do not.
 
-    A GPU is changed under its lock of `changing`. `labels` returns those of the own node, None while they are not
-    known. While `leads` says no, another instance of the plugin acts. `rescan` has discovery read the GPUs, and returns
-    when it has. `on_change` gets the states that are new.
+    A GPU is changed under its lock in `changing`. `labels` returns those of the own node, None if unknown.
+    While `leads` returns False, another instance of the plugin acts. `rescan` runs discovery and returns when
+    it has read the GPUs. `on_change` gets the states that changed.
     """
 
     context: MigContext
@@ -106,20 +106,23 @@ class NodeLayouts(BackgroundWorker):
         super().__init__("mig-layouts", self._turn)
 
     def start(self) -> None:
-        """Begin to look, where the configuration has a layout."""
+        """Starts checking if the configuration has a layout."""
         if self.wanted.is_on:
             super().start()
         else:
             self.file.remove()
 
     def states(self) -> Mapping[str, GpuLayout]:
-        """What became of the layout on each GPU that it is for, by UUID."""
+        """Returns the layout state of each GPU that the layout applies to, by UUID."""
         with self._guard:
             return self._states
 
     def refuse_changing(self, gpu_uuids: Collection[str]) -> None:
-        """For who plans a claim on these GPUs under their planning locks. Raises: NvmlTransientError while one of them
-        is changed, by whichever instance of the plugin; StateError."""
+        """Raises NvmlTransientError while any instance of the plugin is changing one of these GPUs. Call it
+        under their planning locks.
+
+        Also raises: StateError.
+        """
         try:
             with self.changing.hold(gpu_uuids, 0.0):
                 return
@@ -134,7 +137,7 @@ class NodeLayouts(BackgroundWorker):
         return _LOOK_WAITING_S if is_waiting else _LOOK_EVERY_S
 
     def look(self) -> None:
-        """Have every GPU as the layout asks, as far as that is possible now. What is in the way is in `states`."""
+        """Brings every GPU to the layout as far as possible now. `states` has what is in the way."""
         inventory = self.inventory()
         try:
             if not self.leads() or inventory is None:
@@ -148,7 +151,7 @@ class NodeLayouts(BackgroundWorker):
         name = labels.get(LAYOUT_LABEL) if self.wanted.from_label else None
         name = name or self.wanted.name
         found: dict[str, GpuLayout] = {}
-        # A GPU that a virtual machine has counts, and keeps the others' indices, but nobody can look at it.
+        # A GPU in a virtual machine counts, so that the other GPUs keep their indices, but it cannot be read.
         away = inventory.lost_uuids | inventory.under_vfio.keys()
         for index, gpu in enumerate(inventory.offered_gpus):
             if name is None or gpu.uuid in away or self.is_on_demand(gpu):
@@ -160,12 +163,12 @@ class NodeLayouts(BackgroundWorker):
                 )
                 state: GpuLayout | None = self._state(gpu, name, "refused", text)
             else:
-                state = self._looked_at(gpu, inventory.gpu_names[gpu.uuid], index, name)
+                state = self._check(gpu, inventory.gpu_names[gpu.uuid], index, name)
             if state is not None:
                 found[gpu.uuid] = state
-        self._tell(found)
+        self._publish(found)
 
-    def _tell(self, found: Mapping[str, GpuLayout]) -> None:
+    def _publish(self, found: Mapping[str, GpuLayout]) -> None:
         with self._guard:
             before, self._states = self._states, found
         self._tainted_at = {
@@ -185,8 +188,8 @@ class NodeLayouts(BackgroundWorker):
         if new or found.keys() != before.keys():
             self.on_change(new)
 
-    def _looked_at(self, gpu: Gpu, gpu_name: str, index: int, name: str) -> GpuLayout | None:
-        """Look at one GPU in its lane; None if the layout says nothing of it."""
+    def _check(self, gpu: Gpu, gpu_name: str, index: int, name: str) -> GpuLayout | None:
+        """Checks one GPU in its lane; None if the layout does not mention it."""
         tainted_at = self._tainted_at.get((gpu.uuid, name))
         may_change = tainted_at is not None and self._clock() >= tainted_at + TAINTED_FIRST_S
 
@@ -200,11 +203,11 @@ class NodeLayouts(BackgroundWorker):
             try:
                 state = done.result(_HANGS_S)
             finally:
-                done.cancel()  # if its turn has not come in that time, it comes with the next look
+                done.cancel()  # if the lane did not get to it in time, the next check tries again
         except LayoutRefusedError as error:
             return self._state(gpu, name, "refused", str(error))
         except (TimeoutError, DraDriverError) as error:
-            # The GPU cannot be read now, which does not mean that it is to change.
+            # The GPU cannot be read now, which is no reason to change it.
             _log.warning(
                 "mig_layout_not_seen", gpu_uuid=gpu.uuid, reason=str(error) or "it has not ended in time"
             )
@@ -224,8 +227,10 @@ class NodeLayouts(BackgroundWorker):
     def _converged(
         self, gpu: Gpu, gpu_name: str, index: int, name: str, *, may_change: bool
     ) -> GpuLayout | None:
-        """Change the GPU if it `may_change` and no claim holds it; what became of the layout. Raises:
-        LayoutRefusedError; DraDriverError if the GPU cannot be read."""
+        """Changes the GPU if it `may_change` and no claim holds it. Returns its layout state.
+
+        Raises: LayoutRefusedError; DraDriverError if the GPU cannot be read.
+        """
         address = GpuAddress(gpu.uuid, gpu.pci_bus_id)
         target = self._target(gpu, address, index, name)
         if target is None:
@@ -245,7 +250,9 @@ class NodeLayouts(BackgroundWorker):
         return self._state(gpu, name, "applied")
 
     def _changed_if_free(self, gpu: Gpu, gpu_name: str, target: LayoutTarget) -> str | None:
-        """Change the GPU; or the claim that holds it, in words. Raises: DraDriverError that says what is in the way."""
+        """Changes the GPU, or returns a description of the claim that holds it. Raises: DraDriverError that
+        names the obstacle.
+        """
         with self.changing.hold({gpu.uuid}, _PLANNING_S):
             with self.planning.hold({gpu.uuid}, _PLANNING_S):
                 holder = self.context.users.on_gpu(gpu.uuid, gpu_name, self._ledger.boot_id or "")
@@ -280,7 +287,7 @@ class NodeLayouts(BackgroundWorker):
         return [instance for instance in existing if instance.slot not in ours]
 
     def _is_as(self, target: LayoutTarget, gpu: GpuAddress) -> bool:
-        """Whether the GPU is as it shall be, so that nothing is to be done."""
+        """Whether the GPU already matches the target."""
         if self.mode.is_on(gpu) != target.mode:
             return False
         if target.only_mode:
@@ -301,7 +308,7 @@ class NodeLayouts(BackgroundWorker):
             for instance in self._foreign(gpu, self._hardware.instances(*gpu)):
                 if instance.slot not in wanted:
                     self.devices.destroy_foreign(gpu, instance)
-        self.mode.have(gpu, target.mode)
+        self.mode.ensure(gpu, target.mode)
         kept = {instance.slot for instance in self._foreign(gpu, self._hardware.instances(*gpu))}
         for row, placement in target.slots:
             if _slot(row, placement) not in kept:

@@ -1,4 +1,4 @@
-"""MIG mode of a GPU: switched on for the first MIG device, off after the last one if we switched it on."""
+"""MIG mode of a GPU: enabled for the first MIG device, disabled after the last one if this plugin enabled it."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ _NVML_S = 30.0
 
 MigAction = Literal["create", "destroy", "mode-on", "mode-off"]
 MigObserver = Callable[[MigAction, str, float, Exception | None], None]
-"""Hears what was done, to which device (for a mode: the UUID of which GPU), how many seconds it took, and the error
+"""Receives the action, its object (the device, or for a mode the GPU's UUID), the duration in seconds, and the error
 if it failed."""
 
 
 @dataclass(eq=False)
 class MigHolders:
-    """Reads the records anew for each question, because the second instance of a rolling update writes them too.
+    """The claims that use MIG devices. Reads the records on each call, because both instances of a rolling
+    update write them.
 
-    `lost_devices` names the devices of claims that still have a CDI spec but no record.
+    `lost_devices` returns the devices of claims that still have a CDI spec but no record.
     """
 
     records: RecordStore
     lost_devices: Callable[[], Collection[str]]
 
     def by_device(self) -> Mapping[str, str]:
-        """For each device that a claim uses, one such claim in words.
+        """Returns for each device in use a description of one claim that uses it.
 
-        A device is in use from the moment at which the record with its step is written. Raises: StateError.
+        A device is in use as soon as a record with its step is written. Raises: StateError.
         """
         users = dict.fromkeys(self.lost_devices(), "a claim whose record was lost")
         for record in self.records.all().values():
@@ -52,8 +53,11 @@ class MigHolders:
         return users
 
     def on_gpu(self, gpu_uuid: str, gpu_name: str, boot_id: str) -> str | None:
-        """A claim that holds the GPU, or a MIG device of it, in words; None if none does. A reboot ends MIG devices, so
-        one that was not prepared anew in this boot holds none. Raises: StateError."""
+        """Returns a description of a claim that holds the GPU or a MIG device on it; None if there is none.
+
+        MIG devices do not survive a reboot, so a claim that was not prepared again in this boot holds none.
+        Raises: StateError.
+        """
         for record in self.records.all().values():
             is_held = any(
                 held.gpu_uuid == gpu_uuid and (held.kind == "gpu" or record.boot_id == boot_id)
@@ -69,8 +73,10 @@ class MigHolders:
 
 @dataclass(frozen=True, slots=True)
 class MigContext:
-    """What modes, devices and layouts of MIG work with. `operation` keeps NVML initialised for a whole action. `clock`
-    and `pause` count in seconds."""
+    """What the code for MIG modes, devices and layouts shares.
+
+    `operation` keeps NVML initialised for a whole action. `clock` and `pause` use seconds.
+    """
 
     hardware: MigHardware
     ledger: Ledger
@@ -82,7 +88,7 @@ class MigContext:
 
     @contextmanager
     def observed(self, action: MigAction, subject: str) -> Iterator[Callable[[], None]]:
-        """Report what fails within it. The caller calls what it yields once there is something done to report."""
+        """Reports failures of its body. Yields a function that the caller calls to report success."""
         began = self.clock()
         try:
             yield lambda: self.observe(action, subject, self.clock() - began, None)
@@ -98,14 +104,16 @@ def mig_context(
     users: MigHolders,
     observe: MigObserver,
 ) -> MigContext:
-    """The context of the running daemon. Within `closed_elsewhere` no other process of ours has NVML open."""
+    """Returns the context of the running daemon. While `closed_elsewhere` is entered, no other process of the
+    plugin has NVML open.
+    """
 
     def kept_open() -> AbstractContextManager[None]:
         return session.operation(lambda: seconds_for("wait until NVML is initialised", _NVML_S))
 
     @contextmanager
     def whole_action() -> Iterator[None]:
-        # Forgetting a detail of the ledger needs no NVML. Everything else fails by itself.
+        # Removing a ledger detail does not need NVML; everything else fails with its own error.
         with ExitStack() as held:
             with suppress(NvmlUnavailableError):
                 held.enter_context(kept_open())
@@ -116,8 +124,10 @@ def mig_context(
 
 
 class MigMode:
-    """Enters and leaves MIG mode; a `Keeper` of the cleaner, which leaves the mode that we switched on and that no MIG
-    device needs. The lane of the GPU runs it."""
+    """Enters and leaves MIG mode. Runs in the GPU's lane.
+
+    Also a `Keeper` of the cleaner: leaves a mode that this plugin enabled and that no MIG device needs.
+    """
 
     what = "the switch of the MIG mode"
 
@@ -125,15 +135,15 @@ class MigMode:
         self._context = context
         self._hardware = context.hardware
         self._ledger = context.ledger
-        self._told: dict[str, str] = {}  # by GPU, why the mode could not be left
+        self._logged: dict[str, str] = {}  # by GPU, the last logged reason
 
     def is_on(self, gpu: GpuAddress) -> bool:
-        """Whether the GPU is in MIG mode now."""
+        """Whether the GPU is currently in MIG mode."""
         mode = self._hardware.mode(*gpu)
         return mode is not None and mode[0]
 
     def enter(self, gpu: GpuAddress) -> None:
-        """Have the GPU in MIG mode. Raises: ClaimRefusedError on a GPU without MIG; DeviceBusyError."""
+        """Enables MIG mode if necessary. Raises: ClaimRefusedError on a GPU without MIG; DeviceBusyError."""
         mode = self._hardware.mode(*gpu)
         if mode is None:
             raise ClaimRefusedError(
@@ -149,7 +159,9 @@ class MigMode:
             raise
 
     def leave(self, gpu: GpuAddress) -> None:
-        """Have the GPU out of the mode that we switched on. Raises: ClaimRefusedError if somebody else did."""
+        """Disables the MIG mode that this plugin enabled. Raises: ClaimRefusedError if this plugin did not
+        enable it.
+        """
         if self.is_on(gpu):
             if not self._ledger.details(OwnedMode, gpu.uuid):
                 raise ClaimRefusedError(
@@ -159,8 +171,9 @@ class MigMode:
             self._switch(gpu, on=False)
         self._disown(gpu)
 
-    def have(self, gpu: GpuAddress, on: bool) -> None:
-        """Have the mode that a layout asks for. It is nobody's to take back, also while it waits for a reset.
+    def ensure(self, gpu: GpuAddress, on: bool) -> None:
+        """Sets the mode that a layout requires. Cleanup then never changes it, even while it waits for a
+        reset.
 
         Raises: DeviceBusyError; RetryableError if the mode waits for a reset.
         """
@@ -177,8 +190,9 @@ class MigMode:
         self._disown(gpu)
 
     def gpus(self) -> set[str]:
-        """The GPUs in a mode that we switched on, without a device of ours and without a claim for one. Raises:
-        StateError."""
+        """Returns the GPUs in a mode that this plugin enabled, without a device of ours or a claim for one.
+        Raises: StateError.
+        """
         ours = {mode.gpu_uuid for mode in self._ledger.details(OwnedMode)}
         if ours:
             ours -= {instance.gpu_uuid for instance in self._ledger.details(OwnedInstance)}
@@ -187,9 +201,10 @@ class MigMode:
             ours -= {step.gpu_uuid for step in steps}
         return ours
 
-    def put_right(self, gpu_uuid: str) -> None:
-        """Leave the mode, unless somebody else has a GPU instance in it. Raises: DeviceBusyError, RetryableError,
-        StateError."""
+    def restore(self, gpu_uuid: str) -> None:
+        """Leaves the mode, unless there is a foreign GPU instance. Raises: DeviceBusyError, RetryableError,
+        StateError.
+        """
         for mode in self._ledger.details(OwnedMode, gpu_uuid):
             gpu = GpuAddress(mode.gpu_uuid, mode.pci_bus_id)
             try:
@@ -204,14 +219,14 @@ class MigMode:
                             )
                         _log.info("mig_mode_left", gpu_uuid=gpu_uuid)
             except DraDriverError as error:
-                if self._told.get(gpu_uuid) != str(error):
+                if self._logged.get(gpu_uuid) != str(error):
                     _log.warning("mig_mode_not_left", gpu_uuid=gpu_uuid, reason=str(error))
-                self._told[gpu_uuid] = str(error)
+                self._logged[gpu_uuid] = str(error)
                 raise
             self._disown(gpu)
 
     def _disown(self, gpu: GpuAddress) -> None:
-        self._told.pop(gpu.uuid, None)
+        self._logged.pop(gpu.uuid, None)
         for mode in self._ledger.details(OwnedMode, gpu.uuid):
             self._ledger.remove(mode)
 

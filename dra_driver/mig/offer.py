@@ -1,4 +1,4 @@
-"""Reducing what was read of a GPU to what is on offer, by who made what is there."""
+"""Reduces a GPU as read to the devices that can be published, by who created what exists on it."""
 
 from __future__ import annotations
 
@@ -22,29 +22,37 @@ from dra_driver.model.record import CreateMig
 
 
 class MigOwnership(Protocol):
-    """Which GPU instances and MIG modes are this driver's own: of the driver that runs, or of one whose directory
-    another process reads. Raises, all: StateError."""
+    """Which GPU instances and MIG modes belong to this plugin: the running one, or one whose directory
+    another process reads.
+
+    All methods raise StateError.
+    """
 
     def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
-        """Those of the instances on a GPU that are not ours to give out."""
+        """Returns the instances on a GPU that this plugin must not use for claims."""
 
     def mode_is_ours(self, gpu_uuid: str) -> bool:
-        """Whether we switched MIG mode on, now or until a moment ago."""
+        """Whether this plugin enabled MIG mode, now or until a moment ago."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerOwnership:
-    """As the ledgers say. What was ours until 30 s ago is not somebody else's: a look at the hardware may have begun
-    before a removal."""
+    """Ownership according to the ledgers.
+
+    Entries count for 30 s after their removal, because a reading of the hardware may have begun before it.
+    """
 
     ledger: Ledger
 
     def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
-        """Those of a GPU's instances that are not to be given out: somebody else's, and those of ours whose undo has
-        failed, which are marked `leaving`. Raises: StateError."""
+        """Returns the instances that must not be used for claims: foreign ones, and those of ours whose undo
+        failed, which are marked `leaving`.
+
+        Raises: StateError.
+        """
         if not existing:
             return ()
-        # In this order: what is removed between the two looks must not seem to be somebody else's.
+        # In this order, so that an entry that is removed between the two reads does not look foreign.
         now = self.ledger.details(OwnedInstance, gpu_uuid)
         ours = {one.slot for one in (*now, *self.ledger.lately(OwnedInstance, gpu_uuid))}
         failed = (one for one in self.ledger.pending({gpu_uuid}) if one.cause is not None)
@@ -54,23 +62,23 @@ class LedgerOwnership:
         )
 
     def mode_is_ours(self, gpu_uuid: str) -> bool:
-        """Whether we switched the GPU's MIG mode on. Raises: StateError."""
+        """Whether this plugin enabled the GPU's MIG mode. Raises: StateError."""
         now = self.ledger.details(OwnedMode, gpu_uuid)
         return bool(now or self.ledger.lately(OwnedMode, gpu_uuid))
 
 
 class MigOffer:
-    """Works out the offer of one GPU at a time."""
+    """Determines the published devices of one GPU at a time."""
 
     def __init__(self, ownership: MigOwnership | None) -> None:
-        """Without an `ownership` everything that exists on the GPUs is somebody else's."""
+        """Without an `ownership` everything that exists on the GPUs is foreign."""
         self._ownership = ownership
 
     def of(self, gpu: Gpu, read: Inventory, before: Inventory | None) -> Gpu:
-        """The offer of a GPU of the inventory `read`.
+        """Returns the GPU of the inventory `read`, reduced to what can be published.
 
-        Where something of the GPU could not be read, the offer of the inventory `before` stays; if that has none, the
-        GPU is offered without what is ours. Raises: StateError.
+        If part of the GPU could not be read, the devices in the inventory `before` remain; if there are none,
+        the GPU is published without our own instances. Raises: StateError.
         """
         if not is_fully_read(gpu, read):
             return offered_as_before(gpu, before) or offered_without_partitioning(
@@ -86,8 +94,10 @@ class MigOffer:
         )
 
     def is_unchanged(self, gpu: Gpu, mode_is_on: bool, existing: Sequence[GpuInstance]) -> bool:
-        """Whether the offer of a GPU, as `of` returned it, is the same with this MIG mode and these instances. Always
-        False where an instance is somebody else's: the MIG devices in it may have changed. Raises: StateError."""
+        """Whether a GPU returned by `of` would be the same with this MIG mode and these instances.
+
+        Always False with a foreign instance, because its MIG devices may have changed. Raises: StateError.
+        """
         if gpu.partitioning is None or gpu.partitioning.withheld or self._foreign(gpu, existing):
             return False
         return gpu.mig_enabled == self._mode_is_foreign(gpu, mode_is_on)

@@ -1,5 +1,5 @@
-"""The parts of a ResourceClaim that a node driver reads, what it answers to the kubelet, and what it writes into the
-claim's `status.devices`.
+"""The parts of a ResourceClaim that a node driver reads, its responses to the kubelet, and the claim's
+`status.devices`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from dra_driver.model.ids import is_subdomain, is_uid
 
 _MAX_PODS: Final = 256
-"""The API lets a claim be reserved for at most this many pods."""
+"""The API's limit for the pods of one claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ClaimRef:
 
 @dataclass(frozen=True, slots=True)
 class PodRef:
-    """A pod that a claim is reserved for; its namespace is the claim's."""
+    """A pod that a claim is reserved for, in the claim's namespace."""
 
     name: str
     uid: str
@@ -40,16 +40,16 @@ Pods = tuple[PodRef, ...] | None
 
 
 def allocation_results(claim: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The devices of the allocation of a claim in the shape of v1; none if it has no allocation yet."""
+    """Returns the devices of a claim's allocation, in v1 form; an empty list without an allocation."""
     allocation = (claim.get("status") or {}).get("allocation") or {}
     return list((allocation.get("devices") or {}).get("results") or ())
 
 
 def pods_from(entries: Iterable[Any]) -> Pods:
-    """The first 256 pods of `entries`, which should be objects with `name` and `uid`.
+    """Returns the first 256 pods of `entries`, which should be objects with `name` and `uid`; None if any
+    entry is invalid.
 
-    None if one of them is something else. The pods are information for people only. So a bad entry must not keep a
-    claim from being served, and must not reach a terminal.
+    Pods are only shown to people, so a bad entry must not fail the claim, and must not reach a terminal.
     """
     pods = tuple(_pod_from(entry) for entry in islice(entries, _MAX_PODS))
     known = tuple(pod for pod in pods if pod is not None)
@@ -69,8 +69,8 @@ def _pod_from(entry: Any) -> PodRef | None:
 class DeviceResult:
     """One entry of `status.allocation.devices.results`.
 
-    `request` is the full name, `request` or `request/subrequest`; `consumed_capacity` maps capacity
-    names to quantities as the scheduler wrote them.
+    `request` is the full name, `request` or `request/subrequest`; `consumed_capacity` maps capacity names to
+    quantities as the scheduler wrote them.
     """
 
     request: str
@@ -83,7 +83,7 @@ class DeviceResult:
 
     @property
     def base_request(self) -> str:
-        """The top-level request name; the kubelet finds the containers of a request by it."""
+        """The top-level request name, by which the kubelet finds the containers of a request."""
         return self.request.partition("/")[0]
 
 
@@ -91,7 +91,7 @@ class DeviceResult:
 class DeviceConfig:
     """One entry of `status.allocation.devices.config`; `driver` is None if the entry is not opaque.
 
-    Equality ignores `requests`: an allocation never changes, and older records lack the names that `kube` puts back.
+    Equality ignores `requests`: an allocation never changes, and older records lack the request names.
     """
 
     source: Literal["FromClass", "FromClaim"]
@@ -108,10 +108,9 @@ ReportedDevice = tuple[str, str, str, str | None]
 class AllocatedClaim:
     """A claim with its allocation: results and configs of all drivers, in the API server's order.
 
-    `pod_claim_name` is the name in the pod's spec of a claim that was made from a template. `pods` are the pods that
-    the claim was reserved for at the last look, and `reported` the devices that its status named then: driver, pool,
-    device and share ID (None without one). `reported` is None if that is not known. None of them is part of the
-    allocation, so equality ignores them.
+    `pod_claim_name` is the name in the pod's spec if the claim was created from a template. `pods` are the
+    pods that the claim was reserved for when it was last read, and `reported` the devices in its status then,
+    None if unknown. These three are not part of the allocation, so equality ignores them.
     """
 
     ref: ClaimRef
@@ -124,9 +123,9 @@ class AllocatedClaim:
 
 @dataclass(frozen=True, slots=True)
 class ClaimNow:
-    """The claim that has a name now, as the API server has it; its allocation may be of any driver.
+    """The claim that currently has a name in the API server; any driver may have allocated it.
 
-    `allocated` has driver, pool and device of each result, None while there is no allocation. `reported` is as in
+    `allocated` has driver, pool and device of each result, None without an allocation. `reported` is as in
     `AllocatedClaim`.
     """
 
@@ -140,7 +139,7 @@ class ClaimNow:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDevice:
-    """One Device of a NodePrepareResources answer; `requests` are base names, none means all requests."""
+    """One Device of a NodePrepareResources response; `requests` are base names, empty for all requests."""
 
     requests: tuple[str, ...]
     pool: str
@@ -151,14 +150,14 @@ class PreparedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A claim is ready; an empty tuple is a valid answer."""
+    """The claim is ready; `devices` may be empty."""
 
     devices: tuple[PreparedDevice, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A claim could not be prepared or unprepared; `error` is one line for the claim's entry in the answer."""
+    """A claim could not be prepared or unprepared; `error` is one line for the claim's entry in the response."""
 
     error: str
 
@@ -169,7 +168,7 @@ UnprepareOutcome = Failed | None
 
 @dataclass(frozen=True, slots=True)
 class MpsFacts:
-    """The limits of the MPS daemon that serves a device; None is no limit."""
+    """The limits of the MPS daemon that serves a device; None means unlimited."""
 
     active_thread_percentage: int | None = None
     pinned_memory_limit_mib: int | None = None
@@ -177,7 +176,7 @@ class MpsFacts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What a claim's status says about a prepared device; a field that is None is left out."""
+    """What a claim's status reports about a prepared device; fields that are None are omitted."""
 
     type: str | None = None
     uuid: str | None = None
@@ -193,9 +192,9 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStatus:
-    """One device of a claim: whether it can be used, why (a CamelCase `reason`, a sentence), and what it is.
+    """One device of a claim: whether it is ready, why (a CamelCase `reason` and a sentence), and its facts.
 
-    `pool`, `device` and `share_id` are those of the allocation result.
+    `pool`, `device` and `share_id` come from the allocation result.
     """
 
     pool: str

@@ -1,5 +1,5 @@
-"""An installed NVIDIA driver: its files, what one device adds to a container, and its programs with what they need
-outside their own root.
+"""An installed NVIDIA driver: its files, the additions of one device to a container, and how to run its
+programs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dra_driver.errors import RetryableError
 from dra_driver.model.host import DeviceNode
 
 NO_HOOK = "none"
-"""In the place of the hook's path: CDI specs have no hooks. With some runtimes NVIDIA's fail in a user namespace."""
+"""Used instead of the hook's path for CDI specs without hooks. With some runtimes NVIDIA's hooks fail in a user
+namespace."""
 
 BASE_HOOK_VERBS = ("create-symlinks", "update-ldcache")
-"""The verbs that every nvidia-cdi-hook knows."""
+"""Verbs that every nvidia-cdi-hook supports."""
 
 MORE_HOOK_VERBS = ("enable-cuda-compat", "disable-device-node-modification", "update-application-profile")
-"""Verbs that only newer ones know. An older hook fails with such a verb, and then the container fails too."""
+"""Verbs that only newer hooks support. An older hook fails on them, and then the container fails too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class DriverFile:
 
 @dataclass(frozen=True, slots=True)
 class DriverLink:
-    """A symbolic link to make in the container at `path`; `host_path` is the file it leads to."""
+    """A symbolic link to create in the container at `path`; `host_path` is the file that it resolves to."""
 
     path: str
     target: str
@@ -43,7 +44,7 @@ class DriverLink:
 
 @dataclass(frozen=True, slots=True)
 class HostNode:
-    """A device node to give to a container at `node.path`; `host_path` is where the runtime finds it."""
+    """A device node that a container gets at `node.path`; `host_path` is its path for the runtime."""
 
     node: DeviceNode
     host_path: str
@@ -62,10 +63,11 @@ class CdiMount:
 class DriverFiles:
     """The parts of a driver installation that every container with a GPU gets.
 
-    `library_dirs` are the container paths of all directories with libraries, `driver_dirs` those of the NVIDIA driver's
-    own directories without their subdirectories; `linker_dirs` are where dynamic linkers of images look by default.
-    `hook` and `ldconfig` are host paths, None if there is none; the hook knows the verbs `hook_verbs`. `notes` name
-    missing parts that CUDA does not need."""
+    `library_dirs` are the container paths of all directories with libraries. `driver_dirs` are the NVIDIA
+    driver's own directories, without subdirectories. `linker_dirs` are the default search directories of
+    dynamic linkers in images. `hook` and `ldconfig` are host paths, None if missing; `hook_verbs` are the
+    verbs that the hook supports. `notes` name missing parts that CUDA does not need.
+    """
 
     version: str
     libraries: tuple[DriverFile, ...]
@@ -88,8 +90,8 @@ class DriverFiles:
 class CdiDevice:
     """One device of a claim as its containers get it.
 
-    `nodes` are necessary, `drm` nodes serve graphics; `links` are (path, target) pairs; `env` entries
-    have the form `NAME=value`. With `admin_access` the claim only looks at the device.
+    `nodes` are required, `drm` nodes are for graphics; `links` are (path, target) pairs; `env` entries have
+    the form `NAME=value`. With `admin_access` the claim only observes the device.
     """
 
     name: str
@@ -107,11 +109,11 @@ SMI_PROGRAM = "nvidia-smi"
 IMEX_PROGRAM = "nvidia-imex-ctl"
 
 _NOT_STARTED_CODES = (126, 127)
-"""Exit codes of a shell and of the loader: the program is not executable, or libraries do not fit."""
+"""Exit codes of a shell and of the loader: the program is not executable, or libraries do not match."""
 _NO_NVML_CODE = 12
-"""Exit code of nvidia-smi: the loader finds no libnvidia-ml.so.1, or none that fits."""
+"""Exit code of nvidia-smi if the loader finds no compatible libnvidia-ml.so.1."""
 _LOADER_SAYS = ("error while loading shared libraries", "symbol lookup error", "(required by ")
-"""Messages of the loader, which ends with code 1 if only a version of a symbol is missing."""
+"""Messages of the loader, which exits with code 1 if only a symbol version is missing."""
 _WHY_NOT_RUN = {
     errno.ENOEXEC: "it is no program for this machine's architecture; install the driver that is made for it",
     errno.EACCES: "nobody may execute it; look at its mode, and whether the driver root is mounted with noexec",
@@ -122,10 +124,10 @@ _WHY_NOT_RUN = {
 
 @dataclass(frozen=True, slots=True)
 class DriverPrograms:
-    """How to run the NVIDIA driver's programs: `paths` has their paths for this process, by name.
+    """How to run the NVIDIA driver's programs: `paths` maps program names to their paths for this process.
 
-    `search_path` is their PATH. `library_path` is their LD_LIBRARY_PATH, None if the loader finds the NVIDIA driver's
-    libraries by itself.
+    `search_path` is their PATH. `library_path` is their LD_LIBRARY_PATH, None if the loader finds the NVIDIA
+    driver's libraries without it.
     """
 
     root: str
@@ -134,7 +136,7 @@ class DriverPrograms:
     library_path: str | None = None
 
     def path(self, name: str) -> str:
-        """The path of a program. Raises: RetryableError if it is not installed."""
+        """Returns the path of a program. Raises: RetryableError if it is not installed."""
         found = self.paths.get(name)
         if found is None:
             raise RetryableError(
@@ -153,18 +155,18 @@ class DriverPrograms:
 
 
 FindPrograms = Callable[[], DriverPrograms]
-"""Looks for the installed driver again at each call, since it may come or be replaced later. Raises: StateError."""
+"""Finds the installed driver at each call, because it may be installed or replaced later. Raises: StateError."""
 
 
 def not_run(action: str, program: str, error: OSError) -> RetryableError:
-    """What to raise where the kernel refuses to execute a program."""
+    """Returns the error to raise if the kernel refuses to execute a program."""
     why = _WHY_NOT_RUN.get(error.errno or 0)
-    told = f"{error.strerror or error}: {why}" if why else str(error.strerror or error)
-    return _without_effect(f"{action}: {program} cannot be started: {told}")
+    reason = f"{error.strerror or error}: {why}" if why else str(error.strerror or error)
+    return _without_effect(f"{action}: {program} cannot be started: {reason}")
 
 
 def check_started(action: str, program: str, code: int, output: str) -> None:
-    """Look at a program's end. Raises: RetryableError if it ended before it could do anything, without effect."""
+    """Raises RetryableError, marked as without effect, if the program failed before it could do anything."""
     lowered = output.lower()
     no_nvml = code == _NO_NVML_CODE and program.rpartition("/")[2] == SMI_PROGRAM
     if no_nvml or code in _NOT_STARTED_CODES or (code and any(part in lowered for part in _LOADER_SAYS)):
@@ -175,7 +177,7 @@ def check_started(action: str, program: str, code: int, output: str) -> None:
 
 
 def exit_text(code: int) -> str:
-    """How a program ended; `code` is negative after a signal, as in `subprocess`.
+    """Returns how a program exited; `code` is negative after a signal, as in `subprocess`.
 
     >>> exit_text(3), exit_text(-9)
     ('exit code 3', 'signal 9, SIGKILL')

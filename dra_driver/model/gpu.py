@@ -1,6 +1,6 @@
-"""A physical GPU as discovered, and how busy it is; and a GPU as a PCI function that a virtual machine can get (VFIO).
+"""A physical GPU as discovered, its load, and a GPU as a PCI function that a virtual machine can get (VFIO).
 
-Every value of a GPU but the UUID may be unknown; it is then None, never 0.
+Every value of a GPU except its UUID may be unknown; it is then None, never 0.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from dra_driver.model.mig import MigDevice, Partitioning
 class Fabric:
     """Membership of a GPU in a multi-node NVLink fabric. `cluster_uuid` is in canonical text form.
 
-    Two GPUs of a cluster that have a clique in common reach each other over NVLink. With one of `cliques` programs use
-    pointers into the other GPU's memory; with one of `endpoint_cliques` they use logical endpoints. Both are in
-    ascending order, and the numbers of one kind mean nothing in the other. Cliques for multicast are not among them.
+    Two GPUs of a cluster that share a clique reach each other over NVLink. If they share one of `cliques`,
+    programs can use pointers into the other GPU's memory; if they share one of `endpoint_cliques`, they use
+    logical endpoints. Both are in ascending order and numbered separately. Multicast cliques are not
+    included.
     """
 
     cluster_uuid: str
@@ -28,13 +29,15 @@ class Fabric:
 
     @property
     def clique_id(self) -> int | None:
-        """The clique that NVIDIA's older interfaces and its node label name."""
+        """The clique that NVIDIA's older interfaces and node label use."""
         return self.cliques[0] if self.cliques else None
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """The domains that the GPU is in, by pointers if possible: `clusterUUID.cliqueId`, the form of NVIDIA's node
-        label, or `clusterUUID.endpoint-cliqueId`."""
+        """The NVLink domains of the GPU, those with pointer access if there are any.
+
+        The form is `clusterUUID.cliqueId`, as in NVIDIA's node label, or `clusterUUID.endpoint-cliqueId`.
+        """
         if self.cliques:
             return tuple(f"{self.cluster_uuid}.{clique}" for clique in self.cliques)
         return tuple(f"{self.cluster_uuid}.endpoint-{clique}" for clique in self.endpoint_cliques)
@@ -42,11 +45,10 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True)
 class UnreadyFabric:
-    """A GPU has an NVLink fabric and is not registered with it yet (`pending`), could not be registered (`broken`), or
-    NVML does not report (`unknown`).
+    """A GPU whose registration with its NVLink fabric is `pending`, `broken`, or `unknown` because NVML does
+    not report it.
 
-    `text` is what NVML says of it. `since` is when the GPU was first found so, in seconds since 1970; it does not count
-    when two values are compared.
+    `text` is NVML's description. `since` is when the state began, in seconds since 1970; equality ignores it.
     """
 
     state: Literal["pending", "broken", "unknown"]
@@ -55,20 +57,19 @@ class UnreadyFabric:
 
 
 FabricRegistration = Fabric | UnreadyFabric | None
-"""With a multi-node NVLink fabric. None: the GPU has no fabric, or one that ends at its board."""
+"""Registration with a multi-node NVLink fabric; None without a fabric, or if the fabric does not leave the board."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One physical GPU.
 
-    `index` is NVML's and moves when a card is drained; `minor` is the N of /dev/nvidiaN.
-    `pci_bus_id` is in sysfs form; `memory_bytes` is the total; versions are (major, minor).
-    `nvlink_links` counts active links; `mig_enabled` means that the current mode is on; `multiprocessors`
-    counts all of the GPU, also where MIG mode leaves some out. `partitioning` is set where MIG devices are made
-    on demand; such a GPU is not counted as one in MIG mode, whatever its mode is at the moment. `memory_numa_node` is
-    the NUMA node of the host that the GPU's own memory is, where that is so. At most one of `fabric` and
-    `unready_fabric` is set.
+    `index` is NVML's, and changes when a card is drained; `minor` is the N of /dev/nvidiaN. `pci_bus_id` is
+    in sysfs form; `memory_bytes` is the total; versions are (major, minor). `nvlink_links` counts active
+    links; `mig_enabled` is the current mode; `multiprocessors` counts all of the GPU, including those that
+    MIG mode does not use. `partitioning` is set if MIG devices are created on demand; such a GPU does not
+    count as being in MIG mode, whatever its current mode. `memory_numa_node` is the NUMA node of the GPU's
+    own memory, if the host has one for it. At most one of `fabric` and `unready_fabric` is set.
     """
 
     uuid: str
@@ -95,12 +96,12 @@ class Gpu:
 
     @property
     def fabric_registration(self) -> FabricRegistration:
-        """With the multi-node NVLink fabric, whether it is complete or not."""
+        """The registration with the multi-node NVLink fabric, complete or not."""
         return self.fabric or self.unready_fabric
 
     @property
     def can_be_whole(self) -> bool:
-        """Whether the GPU is out of MIG mode, or leaves it for a claim that wants it whole."""
+        """Whether the GPU is not in MIG mode, or leaves it for a claim that needs the whole GPU."""
         return not self.mig_enabled or (self.partitioning is not None and self.partitioning.offers_whole)
 
 
@@ -108,9 +109,9 @@ class Gpu:
 class GpuProcess:
     """A process that NVML lists on a GPU.
 
-    `gpu_instance_id` is set in MIG mode. Memory is in bytes. `utilisation_percent` is the part of the last seconds in
-    which a kernel of the process ran. Each is None where NVML does not report it. The name is empty for a process of
-    another PID namespace.
+    `gpu_instance_id` is set in MIG mode. Memory is in bytes. `utilisation_percent` is the share of the last
+    seconds in which a kernel of the process ran. Each is None if NVML does not report it. The name is empty
+    for a process of another PID namespace.
     """
 
     pid: int
@@ -121,19 +122,20 @@ class GpuProcess:
 
     @property
     def program(self) -> str:
-        """Without the path and the arguments: the program in the pod chooses its name."""
+        """The name without path and arguments. The program in the pod chooses it, so it proves nothing."""
         return self.name.partition(" ")[0].rpartition("/")[2]
 
     @property
     def is_mps_server(self) -> bool:
-        """Whether it serves the clients of MPS, which NVML lists beside it."""
+        """Whether it is an MPS server; NVML lists the server in addition to its clients."""
         return self.program == "nvidia-cuda-mps-server"
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessOrigin:
-    """Where a process runs, by its cgroup: in a pod or another container, in a service or login session of the host, or
-    unknown, as for one that has ended. `pod_uid` is None outside of pods."""
+    """Where a process runs, according to its cgroup: in a pod or other container, in a host service or login
+    session, or unknown, for example after it exited. `pod_uid` is None outside of pods.
+    """
 
     where: Literal["container", "host", "unknown"] = "unknown"
     pod_uid: str | None = None
@@ -141,10 +143,11 @@ class ProcessOrigin:
 
 @dataclass(frozen=True, slots=True)
 class GpuLoad:
-    """How busy a GPU or a MIG device is at one moment; a value that NVML does not report is None.
+    """The load of a GPU or MIG device at one moment; values that NVML does not report are None.
 
-    Memory is in bytes, without the memory that the NVIDIA driver reserves. `utilisation_percent` is the part of the
-    last sample period in which a kernel ran; no GPU in MIG mode has it. That of a MIG device is since the look before.
+    Memory is in bytes, without the part reserved by the NVIDIA driver. `utilisation_percent` is the share of
+    the last sample period in which a kernel ran; GPUs in MIG mode do not have it. For a MIG device the period
+    is the time since the previous reading.
     """
 
     memory_used_bytes: int | None = None
@@ -157,8 +160,10 @@ class GpuLoad:
 
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """One look at a GPU: its own load, the loads of MIG devices by UUID, and all processes on it; None if this process
-    cannot see those of others."""
+    """One reading of a GPU: its load, the loads of MIG devices by UUID, and all its processes.
+
+    `processes` is None if this process cannot see those of others.
+    """
 
     load: GpuLoad
     mig: Mapping[str, GpuLoad] = field(default_factory=dict)
@@ -169,26 +174,30 @@ VFIO_PCI = "vfio-pci"
 
 
 def is_vfio(driver: str | None) -> bool:
-    """Whether a kernel driver is one for virtual machines, by its name: those for certain GPUs have longer ones."""
+    """Whether a kernel driver is a vfio driver, by its name: variants for certain GPUs have longer names than
+    vfio-pci.
+    """
     return "vfio" in (driver or "")
 
 
 def uuid_of_bus_id(bus_id: str) -> str:
-    """The UUID by which a card is known whoever has it: that of its bus ID as a name of the DNS."""
+    """Returns a UUID for a card that does not depend on its driver: UUIDv5 of the bus ID in the DNS
+    namespace.
+    """
     return str(uuid.uuid5(uuid.NAMESPACE_DNS, bus_id))
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU as a PCI function, with all functions of its IOMMU group that go with it.
+    """A GPU as a PCI function, with all functions of its IOMMU group.
 
-    Bus IDs are in sysfs form, such as `0000:1b:00.0`. `gpu_uuid` is what lanes, records and locks know the card by:
-    NVML's UUID where that is known, else a UUID made of the bus ID. `functions` are those of the group in bus order,
-    the GPU included, bridges left out. `vfio_driver` is the kernel driver for it: `vfio-pci`, or the variant that the
-    kernel names for this GPU; `driver` is the one that has it now, None if none has. `by_us` says that this plugin
-    gave it to its vfio driver in this boot. `addressable_memory` is in bytes: the 64-bit memory regions together,
-    rounded up to a power of two. `problem` is one sentence on why no virtual machine can get the card; such a card is
-    not offered.
+    Bus IDs are in sysfs form, such as `0000:1b:00.0`. `gpu_uuid` identifies the card in lanes, records and
+    locks: NVML's UUID if known, else a UUID made from the bus ID. `functions` are those of the group in bus
+    order, including the GPU but no bridges. `vfio_driver` is the matching kernel driver: `vfio-pci`, or the
+    variant that the kernel names for this GPU; `driver` is the current driver, None for none. `by_us` is set
+    if this plugin bound the card to vfio in this boot. `addressable_memory` is the total size of the 64-bit
+    memory regions in bytes, rounded up to a power of two. `problem` is one sentence why no virtual machine
+    can get the card; such a card is not published.
     """
 
     bus_id: str
@@ -208,13 +217,13 @@ class Card:
 
     @property
     def is_bound(self) -> bool:
-        """Whether a vfio driver has the card."""
+        """Whether the card has a vfio driver."""
         return self.driver in (self.vfio_driver, VFIO_PCI)
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionBefore:
-    """A PCI function of a card with the kernel driver and the `driver_override` that it had, None for none."""
+    """A PCI function of a card with its earlier kernel driver and `driver_override`, None for none."""
 
     bus_id: str
     driver: str | None
@@ -223,10 +232,10 @@ class FunctionBefore:
 
 @dataclass(frozen=True, slots=True)
 class OwnedCard:
-    """What the ledger says of a card that this plugin bound to a vfio driver in boot `boot_id`, or is about to.
+    """The ledger's entry for a card that this plugin bound to vfio in boot `boot_id`, or is about to bind.
 
-    `functions` are those of its IOMMU group in bus order. `persistence` is the persistence mode that the GPU had, None
-    where it has none. `product_name` is what only the NVIDIA driver knows.
+    `functions` are those of its IOMMU group in bus order. `persistence` is the earlier persistence mode, None
+    if the GPU has none. `product_name` is kept because only the NVIDIA driver can report it.
     """
 
     gpu_uuid: str

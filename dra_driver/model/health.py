@@ -1,5 +1,6 @@
-"""Health of GPUs and MIG devices: what the plugin observed, and what follows from it. Times are whole seconds since
-1970."""
+"""Health of GPUs and MIG devices: observations, and the state derived from them. Times are whole seconds
+since 1970.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from dra_driver.model.mig import MigDevice
 
 
 class Severity(IntEnum):
-    """How bad the state is. From DEGRADED on, the device should get no new work; from UNHEALTHY on, running work
-    suffers too."""
+    """How bad the state is. From DEGRADED on, the device should get no new work; from UNHEALTHY on, running
+    work is also affected.
+    """
 
     OK = 0
     INFORMATION = 1
@@ -48,12 +50,14 @@ TAINTED_KEYS = (
     UNRESPONSIVE,
     "xid",
 )
-"""The possible keys of taints, without the prefix."""
+"""All keys that taints can have, without the prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class HealthTarget:
-    """A physical GPU, or a part of one: a GPU instance with everything in it, or one compute instance."""
+    """A physical GPU, or a part of one: a GPU instance with all its compute instances, or one compute
+    instance.
+    """
 
     gpu_uuid: str
     gpu_instance_id: int | None = None
@@ -61,12 +65,12 @@ class HealthTarget:
 
     @property
     def is_instance(self) -> bool:
-        """Whether it is a part of a GPU."""
+        """Whether it is part of a GPU."""
         return self.gpu_instance_id is not None
 
     @property
     def order(self) -> tuple[str, int, int]:
-        """Sorts a GPU before its instances."""
+        """A sort key that puts a GPU before its instances."""
         gi, ci = self.gpu_instance_id, self.compute_instance_id
         return (self.gpu_uuid, -1 if gi is None else gi, -1 if ci is None else ci)
 
@@ -81,10 +85,10 @@ class HealthTarget:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a device is not well. `key` and `value` name it (`xid` `79`, `row-remap` `pending`).
+    """Why a device is not healthy. `key` and `value` identify it (`xid` `79`, `row-remap` `pending`).
 
-    `since` is the time of the first evidence, `last_at` of the last. `reset_seen` says that the device was reset after
-    that: the reason then ends with the next poll that finds the device well.
+    `since` is the time of the first evidence, `last_at` of the last. `reset_seen` is set if the device was
+    reset after that: the next poll that finds the device healthy then ends the reason.
     """
 
     key: str
@@ -98,16 +102,16 @@ class Reason:
 
     @property
     def name(self) -> tuple[str, str]:
-        """The identity of the reason among the reasons of its device."""
+        """Identifies the reason among the reasons of its device."""
         return (self.key, self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class NvLinks:
-    """The NVLinks of a GPU: the numbers of those that are up, in ascending order.
+    """The NVLinks of a GPU: the numbers of the active links, in ascending order.
 
-    GPUs with an equal `product_name` have equally many. `to_switches` says whether the links lead to NVSwitches; None
-    while no link is up, or where the NVIDIA driver does not report it.
+    GPUs with the same `product_name` have the same number of links. `to_switches` is whether the links lead
+    to NVSwitches; None if no link is up or the NVIDIA driver does not report it.
     """
 
     up: tuple[int, ...]
@@ -117,14 +121,14 @@ class NvLinks:
 
 @dataclass(frozen=True, slots=True)
 class HealthState:
-    """All that is known of one target; `reasons` in the order of their names.
+    """Everything known about one target; `reasons` are sorted by name.
 
-    `ecc_uncorrected` is the NVIDIA driver's volatile count at the last poll. `identity` is the UUID (several
-    joined by commas) of the MIG devices of an instance, because instance IDs are used again. `setbacks` are the times
-    at which the device became bad lately; because of them it is not offered until `held_until`. `pci_bus_id` is where a
-    GPU was last seen: a lost one is watched as long as it is on the bus. `silent_polls` counts the polls in a row that
-    no live query of the GPU answered. `nvlinks` has all links that were up since the boot, `nvlink_errors` the counts
-    of errors when they were read last.
+    `ecc_uncorrected` is the NVIDIA driver's volatile count at the last poll. `identity` is the UUID (or
+    several joined by commas) of the MIG devices of an instance, because instance IDs are reused. `setbacks`
+    are the times at which the device recently became bad; because of them it stays tainted until
+    `held_until`. `pci_bus_id` is where the GPU was last seen: a lost GPU is monitored while it is on the bus.
+    `silent_polls` counts consecutive polls in which no live query succeeded. `nvlinks` has all links that
+    were up since the boot, `nvlink_errors` the error counts of the last reading.
     """
 
     target: HealthTarget
@@ -140,7 +144,7 @@ class HealthState:
 
     @property
     def severity(self) -> Severity:
-        """The worst of all active reasons."""
+        """The worst severity of all active reasons."""
         return max((reason.severity for reason in self.reasons), default=Severity.OK)
 
     def has(self, key: str) -> bool:
@@ -149,7 +153,7 @@ class HealthState:
 
     @property
     def shown(self) -> tuple[tuple[str, str, int, int, str], ...]:
-        """What others see of the reasons; it changes when taints or messages change."""
+        """The published view of the reasons; it changes when taints or messages change."""
         return tuple(
             (reason.key, reason.value, int(reason.severity), reason.since, reason.text)
             for reason in self.reasons
@@ -158,23 +162,22 @@ class HealthState:
 
 @dataclass(frozen=True, slots=True)
 class PolledHealth:
-    """The result of one poll of a GPU. A value is None if the GPU or the NVIDIA driver does not support its query, if
-    this poll did not make it, or if the query failed: then its name is in `failed`.
+    """The result of one poll of a GPU.
 
-    `failed` names queries by the value that they read, for example `recovery_action`; that of `remap_pending` reads
-    `remap_failed` too.
-    `answered` is False if no query that only the GPU itself can answer succeeded, and at least one failed: the GPU is
-    silent, and the values that the kernel driver knows by itself prove nothing.
-    `recovery_action` is NVML's number. `fabric_text` says what is wrong with the fabric; `fabric_registration` says
-    nothing unless `fabric` is told. `slowdowns` are the causes for which the hardware holds its clocks down: `thermal`,
-    `power`, `hardware`.
-    `sram_exceeded` says that the SRAM has had more errors than NVIDIA allows. `repairs_pending` are the parts that the
-    next reset repairs: `channel`, `tpc`. `pcie_narrow` and `pcie_slow` say that the PCIe link has fewer lanes, or a
-    lower generation, than the GPU and the machine can; the generation is None while the GPU may be at rest, when it is
-    lower on purpose.
-    `nvlinks` is None in MIG mode too, in which no link is up. `nvlink_errors` are counts by kind: `recovery`, `replay`,
-    `crc`. `equal_nvlinks` is how many links an equal GPU of the machine has had up since the boot, None without one.
-    `accepts_work` is False on a node with confidential computing until somebody sets the ready state of its GPUs.
+    A value is None if the GPU or NVIDIA driver does not support the query, if this poll skipped it, or if the
+    query failed. `failed` names failed queries by the value that they read, for example `recovery_action`;
+    `remap_pending` stands for `remap_failed` too. `answered` is False if no query that needs the GPU itself
+    succeeded, and at least one failed: the GPU is silent, and values that the kernel driver has cached prove
+    nothing. `recovery_action` is NVML's number. `fabric_text` describes what is wrong with the fabric;
+    `fabric_registration` is valid only if `fabric` is not None. `slowdowns` are the causes for which the
+    hardware reduces clocks: `thermal`, `power`, `hardware`. `sram_exceeded`: SRAM errors exceed NVIDIA's
+    limit. `repairs_pending` are the parts that the next reset repairs: `channel`, `tpc`. `pcie_narrow` and
+    `pcie_slow`: the PCIe link has fewer lanes, or a lower generation, than GPU and machine support. The
+    generation is None if the GPU may be idle, because an idle GPU lowers it on purpose. `nvlinks` is also
+    None in MIG mode, in which no link is up. `nvlink_errors` are counts by kind: `recovery`, `replay`, `crc`.
+    `equal_nvlinks` is the number of links that an identical GPU of the machine has had up since the boot,
+    None without such a GPU. `accepts_work` is False on a node with confidential computing until its GPUs are
+    set to the ready state.
     """
 
     recovery_action: int | None = None
@@ -202,7 +205,9 @@ class PolledHealth:
 
 @dataclass(frozen=True, slots=True)
 class Xid:
-    """The NVIDIA driver reported an Xid. `reports_action` says whether it reports a recovery action for this GPU."""
+    """The NVIDIA driver reported an Xid. `reports_action` is whether it also reports a recovery action for
+    this GPU.
+    """
 
     number: int
     reports_action: bool = True
@@ -227,14 +232,16 @@ class Unreachable:
 
 @dataclass(frozen=True, slots=True)
 class MonitoringState:
-    """Whether the plugin gets events of the GPU; `problem` says why not."""
+    """Whether the plugin receives events of the GPU; `problem` is the reason if not."""
 
     problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Hanging:
-    """An operation of this plugin on the GPU has not ended for `for_s` seconds; `what` it is, None if none hangs."""
+    """An operation of this plugin on the GPU has not ended for `for_s` seconds; `what` describes it, None if
+    none hangs.
+    """
 
     what: str | None = None
     for_s: float = 0.0
@@ -254,14 +261,14 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class Serviced:
-    """An administrator said that the device was reset or replaced before `at`."""
+    """An administrator reported that the device was reset or replaced before `at`."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceSeen:
-    """The MIG devices that the IDs of an instance mean now; None if there are none any more."""
+    """The MIG devices that currently have the IDs of an instance; None if there are none."""
 
     identity: str | None
 
@@ -282,8 +289,11 @@ Observation = (
 
 @dataclass(frozen=True, slots=True)
 class HealthEvent:
-    """An event from NVML's event set. `gpu_uuid` is None if NVML could not tell the GPU any more; both instance IDs are
-    None for the whole GPU. `observation` is None for an event after which the plugin only needs to poll."""
+    """An event from NVML's event set.
+
+    `gpu_uuid` is None if NVML could no longer identify the GPU; both instance IDs are None for the whole GPU.
+    `observation` is None for an event that only requires a poll.
+    """
 
     gpu_uuid: str | None
     observation: Xid | DoubleBitError | None
@@ -293,9 +303,11 @@ class HealthEvent:
 
 @dataclass(frozen=True, slots=True)
 class HealthChange:
-    """An entry of a device's history; `times` counts how often the same happened, `at` is the last time. `is_gone` says
-    that the GPU was taken out, and what was known of it is forgotten. `is_hang` says that the GPU became unresponsive,
-    or is so for long: users hear of that even if the GPU was as bad before."""
+    """An entry of a device's history; `times` counts repetitions, `at` is the last one.
+
+    `is_gone`: the GPU was removed, and its state is forgotten. `is_hang`: the GPU became unresponsive, or has
+    been for long; users are notified even if the GPU was already as bad.
+    """
 
     target: HealthTarget
     at: int
@@ -308,7 +320,7 @@ class HealthChange:
 
 
 def condition(state: HealthState | None, *, is_fresh: bool) -> Condition:
-    """One word for a device's health. Without a recent poll it is `unknown`, whatever was known before."""
+    """Returns one word for a device's health: `unknown` without a recent poll, whatever the earlier state."""
     if not is_fresh:
         return "unknown"
     words: tuple[Condition, ...] = ("ok", "information", "degraded", "unhealthy", "lost")
@@ -316,17 +328,19 @@ def condition(state: HealthState | None, *, is_fresh: bool) -> Condition:
 
 
 def targets_of_mig(mig: MigDevice) -> tuple[HealthTarget, ...]:
-    """All targets whose reasons affect a MIG device: its GPU, its GPU instance, the device itself."""
+    """Returns all targets whose reasons affect a MIG device: its GPU, its GPU instance, and the device
+    itself.
+    """
     return targets_of_instance(mig.parent_uuid, mig.gpu_instance_id, mig.compute_instance_id)
 
 
 def targets_of_instance(gpu_uuid: str, gi: int, ci: int) -> tuple[HealthTarget, ...]:
-    """As `targets_of_mig`, by IDs."""
+    """Like `targets_of_mig`, by IDs."""
     return (HealthTarget(gpu_uuid), HealthTarget(gpu_uuid, gi), HealthTarget(gpu_uuid, gi, ci))
 
 
 def identity_of(instance: HealthTarget, mig_uuids: Mapping[tuple[int, int], str]) -> str | None:
-    """The UUIDs of the MIG devices of an instance, joined by commas; None if there are none.
+    """Returns the UUIDs of the MIG devices of an instance, joined by commas; None if there are none.
 
     `mig_uuids` has all MIG devices of its GPU by GPU instance ID and compute instance ID.
     """

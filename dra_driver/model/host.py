@@ -1,5 +1,5 @@
-"""The host: its device nodes and PCI functions, where this process sees its directories, how a change of its hardware
-is noticed, and which of its devices containers get next to their GPUs (IMEX channels, RDMA, storage, NVSwitches).
+"""The host: device nodes, PCI functions, paths of its directories, fingerprints that reveal hardware changes,
+and the devices that containers get in addition to GPUs (IMEX channels, RDMA, storage, NVSwitches).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ NodeType = Literal["b", "c", "u", "p"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceNode:
-    """A device node: `path` as containers see it, `mode` holds the permission bits only.
+    """A device node: `path` as containers see it, `mode` with the permission bits only.
 
-    MIG capability nodes are described from /proc and need not exist on the host.
+    MIG capability nodes are derived from /proc and need not exist on the host.
     """
 
     path: str
@@ -29,12 +29,14 @@ class DeviceNode:
 
 @dataclass(frozen=True, slots=True)
 class HostPaths:
-    """Where this process sees the host.
+    """Where this process sees the host's directories.
 
-    `driver_root` is the NVIDIA driver's installation as this process sees it, `host_driver_root` the same directory as
-    the container runtime sees it. `host_root` is where this process sees the host's `/`, None if it does not see it.
-    `dev_root` holds `dev/`; None means the driver root if that has the NVIDIA nodes, else `/`. `plugin_directory` is
-    this plugin's own directory below the kubelet's, with the same path here and on the host; None if there is none."""
+    `driver_root` is the NVIDIA driver's installation as this process sees it, `host_driver_root` the same
+    directory as the container runtime sees it. `host_root` is where this process sees the host's `/`, None if
+    it does not. `dev_root` holds `dev/`; None means the driver root if that has the NVIDIA nodes, else `/`.
+    `plugin_directory` is this plugin's own directory below the kubelet's, with the same path here and on the
+    host; None if there is none.
+    """
 
     driver_root: str = "/"
     host_driver_root: str = "/"
@@ -47,8 +49,11 @@ class HostPaths:
 
 @dataclass(frozen=True, slots=True)
 class PciFunction:
-    """A PCI function; `bus_id` in sysfs form, `class_code` has 24 bits, `driver` is the kernel driver that is bound to
-    it. `physical` is the bus ID of the function of which it is a virtual one (SR-IOV)."""
+    """A PCI function. `bus_id` is in sysfs form, `class_code` has 24 bits, `driver` is the bound kernel
+    driver.
+
+    `physical` is the bus ID of the physical function if this is a virtual one (SR-IOV).
+    """
 
     bus_id: str
     vendor_id: int
@@ -59,18 +64,19 @@ class PciFunction:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is a VGA or 3D controller. NVSwitches, audio and USB functions are not, nor are the virtual
-        functions (SR-IOV) of a GPU, which NVML does not show."""
+        """Whether it is a VGA or 3D controller. NVSwitches, audio and USB functions are not, nor are a GPU's
+        virtual functions (SR-IOV), which NVML does not list.
+        """
         return self.class_code >> 8 in {0x0300, 0x0302} and self.physical is None
 
 
 @dataclass(frozen=True, slots=True)
 class HostFingerprint:
-    """What the host's kernel shows.
+    """The state of the host's kernel, to detect changes.
 
-    `hardware` changes when a GPU or another PCI function of NVIDIA appears or disappears. `driver` changes when another
-    driver is loaded; it is empty while none is loaded. `instances` has a value for each GPU, by its minor number, that
-    changes when a GPU instance or a compute instance of it appears or disappears.
+    `hardware` changes when a GPU or other NVIDIA PCI function appears or disappears. `driver` changes when
+    another driver is loaded; it is empty if none is loaded. `instances` has a value for each GPU, by minor
+    number, that changes when one of its GPU or compute instances appears or disappears.
     """
 
     hardware: Hashable
@@ -80,10 +86,12 @@ class HostFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class GpuFingerprint:
-    """A GPU that answers NVML, or hangs: then it has the values of before, and an empty `uuid` if there are none.
+    """A GPU that responds to NVML, or one that hangs, with its last values, or an empty `uuid` if there are
+    none.
 
-    `mig_mode` is (now, after the next reset) in NVML's numbers, None without MIG; `minor`
-    is the N of /dev/nvidiaN, which the mode may change."""
+    `mig_mode` is (current, after the next reset) in NVML's numbers, None without MIG; `minor` is the N of
+    /dev/nvidiaN, which the mode may change.
+    """
 
     uuid: str
     minor: int | None = None
@@ -91,19 +99,19 @@ class GpuFingerprint:
 
 
 NvmlFingerprint = tuple[GpuFingerprint | None, ...]
-"""One entry for each GPU in NVML's order, None for one that is lost or whose queries fail."""
+"""One entry for each GPU in NVML's order, None for a GPU that is lost or whose queries fail."""
 
 
 HostDevice = Literal["gds", "mofed", "gdrcopy", "nvswitch"]
 HOST_DEVICES: Final[tuple[HostDevice, ...]] = get_args(HostDevice)
-"""In the order in which users see them. The names are the modes of NVIDIA's container toolkit."""
+"""In display order. The names are the modes of NVIDIA's container toolkit."""
 
 ImexChannels = int | Literal["all"]
-"""The number of one channel, or all that the NVIDIA driver has."""
+"""The number of one channel, or all channels of the NVIDIA driver."""
 LAST_IMEX_CHANNEL: Final = (1 << 20) - 1
 """Linux has 20 bits for a minor number."""
 MAX_IMEX_CHANNELS: Final = 4096
-"""More device nodes than these are too many for one container."""
+"""A larger number of device nodes is impractical for one container."""
 
 HOST_DEVICE_NODES: Final[Mapping[HostDevice, tuple[str, ...]]] = {
     "gds": ("/dev/nvidia-fs*",),
@@ -111,9 +119,9 @@ HOST_DEVICE_NODES: Final[Mapping[HostDevice, tuple[str, ...]]] = {
     "gdrcopy": ("/dev/gdrdrv",),
     "nvswitch": ("/dev/nvidia-nvswitchctl", "/dev/nvidia-nvswitch*"),
 }
-"""Paths on the host; only the last part has a `*`."""
+"""Host paths; only the last component can have a `*`."""
 HOST_DEVICE_FILES: Final[Mapping[HostDevice, tuple[str, ...]]] = {"gds": ("/run/udev", "/etc/cufile.json")}
-"""What a container needs besides, as far as the host has it: cuFile asks udev for disks."""
+"""Other files that a container needs, if the host has them: cuFile queries udev about disks."""
 HOST_DEVICE_REMEDIES: Final[Mapping[HostDevice, str]] = {
     "gds": "`modprobe nvidia-fs` on the node",
     "mofed": "load the RDMA drivers on the node (`modprobe ib_uverbs rdma_ucm`)",
@@ -125,12 +133,12 @@ FABRIC_REMEDY: Final = (
     "look at `nvidia-smi -q | grep -A4 Fabric` and `nvidia-smi nvlink -s` on the node, and at nvidia-fabricmanager, "
     "which runs on the node or on the NVLink switches of the rack"
 )
-"""For a GPU that is not registered with its NVLink fabric: whether it gets IMEX channels is not known until then."""
+"""For a GPU that is not registered with its NVLink fabric. Until then it is unknown whether it gets IMEX channels."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraDevices:
-    """What the node's configuration gives to every claim: `imex` channels only to claims on GPUs in a fabric."""
+    """What the node's configuration adds to every claim; `imex` channels only to claims on GPUs in a fabric."""
 
     imex: ImexChannels | None = None
     host_devices: tuple[HostDevice, ...] = ()
@@ -140,6 +148,6 @@ NO_EXTRA_DEVICES: Final = ExtraDevices()
 
 
 def in_order(names: Iterable[str]) -> tuple[HostDevice, ...]:
-    """The known names, each once."""
+    """Returns the known names in display order, without duplicates."""
     given = frozenset(names)
     return tuple(name for name in HOST_DEVICES if name in given)

@@ -1,4 +1,4 @@
-"""A snapshot of the node: what discovery found, what it could not read, and which GPUs do not answer."""
+"""A snapshot of the node: discovered devices, read failures, and GPUs that do not respond."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dra_driver.model.ids import (
 from dra_driver.model.mig import MigDevice, MigProfile, Placement
 
 ConfidentialMode = Literal["off", "on", "devtools", "ppcie"]
-"""How the GPUs of a machine are set for confidential computing: `devtools` lets developers look, `ppcie` protects the
-links of several GPUs."""
+"""The GPUs' mode of confidential computing: `devtools` allows debugging, `ppcie` protects the links between several
+GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverVersions:
-    """Versions as NVML reports them: driver `570.124.06`, CUDA as (12, 8); None where unknown."""
+    """Versions reported by NVML: driver `570.124.06`, CUDA as (12, 8); None if unknown."""
 
     driver: str | None = None
     cuda: tuple[int, int] | None = None
@@ -32,8 +32,9 @@ class DriverVersions:
 
 @dataclass(frozen=True, slots=True)
 class DiscoveryFault:
-    """Something that could not be read or is missing. `subject` names the GPU, PCI function or part of the node, `text`
-    the cause."""
+    """Something missing or unreadable. `subject` names the GPU, PCI function or part of the node, `text` the
+    cause.
+    """
 
     subject: str
     text: str
@@ -41,20 +42,20 @@ class DiscoveryFault:
 
 @dataclass(frozen=True, slots=True)
 class WholeGpu:
-    """A GPU that is offered whole, under its device name."""
+    """A GPU that is published whole, with its device name."""
 
     name: str
     gpu: Gpu
 
     @property
     def uuid(self) -> str:
-        """The UUID that CUDA and nvidia-smi show."""
+        """The UUID as in CUDA and nvidia-smi."""
         return self.gpu.uuid
 
 
 @dataclass(frozen=True, slots=True)
 class StaticMigDevice:
-    """A MIG device that exists, under its device name."""
+    """A MIG device that exists, with its device name."""
 
     name: str
     gpu: Gpu
@@ -62,7 +63,7 @@ class StaticMigDevice:
 
     @property
     def uuid(self) -> str:
-        """The UUID that CUDA and nvidia-smi show."""
+        """The UUID as in CUDA and nvidia-smi."""
         return self.mig.uuid
 
     @property
@@ -72,13 +73,13 @@ class StaticMigDevice:
 
     @property
     def placement(self) -> Placement:
-        """Where its GPU instance lies."""
+        """The placement of its GPU instance."""
         return self.mig.placement
 
 
 @dataclass(frozen=True, slots=True)
 class DynamicMigDevice:
-    """A MIG device that is made when a claim needs it, under its device name."""
+    """A MIG device that the plugin creates when a claim needs it, with its device name."""
 
     name: str
     gpu: Gpu
@@ -87,14 +88,15 @@ class DynamicMigDevice:
 
     @property
     def uuid(self) -> str:
-        """Empty: the device gets a new UUID each time it is made, and the ledger of instances has that."""
+        """Empty: the device gets a new UUID each time it is created. The ledger has the current one."""
         return ""
 
 
 @dataclass(frozen=True, slots=True)
 class VfioDevice:
-    """A GPU for a virtual machine, under its device name. Of the `gpu` of a card that is bound to vfio no more is known
-    than where it is."""
+    """A GPU for a virtual machine, with its device name. While the card is bound to vfio, only the bus ID of
+    `gpu` is known.
+    """
 
     name: str
     gpu: Gpu
@@ -102,7 +104,7 @@ class VfioDevice:
 
     @property
     def uuid(self) -> str:
-        """The same whether NVML knows the GPU or not."""
+        """A UUID that does not depend on whether NVML lists the GPU."""
         return uuid_of_bus_id(self.card.bus_id)
 
 
@@ -113,17 +115,17 @@ OfferedDevice = WholeGpu | StaticMigDevice | DynamicMigDevice | VfioDevice
 class Inventory:
     """All GPUs of the node in PCI order, with the NVLink domain of each GPU UUID that has one.
 
-    `lost` are GPUs as they were before they stopped answering. They stay on offer, tainted, because the node still has
-    their device and a claim may hold it. `unread` are UUIDs of GPUs for MIG on demand whose profile table or whose
-    existing instances could not all be read in this look, so that their `partitioning` is an older one or None; and of
-    devices that may not be GPUs, because their architecture has never been read.
-    `reachable_pairs` are pairs of UUIDs that reach each other over NVLink, with the number of links; the domains are
-    made from them. `imex_channels` is how many IMEX channels the NVIDIA driver has; None if it has none, or if nobody
-    wants any. `confidential_compute` is None while it is not known. `kept_names` is set where GPUs are named by their
-    minor numbers: the names, by UUID, of GPUs that keep theirs whatever their numbers are now. `cards` are the GPUs
-    that virtual machines may get, none where that is off.
+    `lost` are GPUs as they were before they stopped responding. They stay published, tainted, because the
+    node still has the device and a claim may hold it. `unread` are the UUIDs of GPUs for MIG on demand whose
+    profile table or instances could not all be read this time, so that their `partitioning` is outdated or
+    None; and of devices that may not be GPUs, because their architecture was never read. `reachable_pairs`
+    are pairs of UUIDs that reach each other over NVLink, with the number of links; the domains are derived
+    from them. `imex_channels` is the number of IMEX channels of the NVIDIA driver; None if it has none or the
+    configuration uses none. `confidential_compute` is None if unknown. `kept_names` is set if GPUs are named
+    by minor number: the names, by UUID, that do not change with the number. `cards` are the GPUs that virtual
+    machines may get, empty if passthrough is off.
 
-    The class has no slots, because it keeps what it has computed from the GPUs.
+    The class has no slots because it caches derived values.
     """
 
     versions: DriverVersions = DriverVersions()
@@ -140,17 +142,17 @@ class Inventory:
 
     @cached_property
     def every_gpu(self) -> tuple[Gpu, ...]:
-        """GPUs that answer and lost ones, in PCI order."""
+        """All GPUs including lost ones, in PCI order."""
         return tuple(sorted((*self.gpus, *self.lost), key=_pci_order))
 
     @cached_property
     def under_vfio(self) -> Mapping[str, Card]:
-        """The cards on offer that are bound to vfio, by the UUID of their GPU; containers cannot get these."""
+        """The published cards that are bound to vfio, by GPU UUID; containers cannot get these."""
         return {card.gpu_uuid: card for card in self.cards if card.is_bound and card.problem is None}
 
     @cached_property
     def offered_gpus(self) -> tuple[Gpu, ...]:
-        """As `every_gpu`, and the GPUs under vfio."""
+        """Like `every_gpu`, including the GPUs under vfio."""
         bound = {card.bus_id: Gpu(uuid, pci_bus_id=card.bus_id) for uuid, card in self.under_vfio.items()}
         others = (
             gpu for gpu in self.every_gpu if gpu.pci_bus_id not in bound and gpu.uuid not in self.under_vfio
@@ -159,17 +161,21 @@ class Inventory:
 
     @cached_property
     def cards_by_gpu(self) -> Mapping[str, Card]:
-        """The cards on offer by the UUID of their GPU. One with static MIG devices is none: nobody takes it apart."""
+        """The published cards by GPU UUID, without GPUs that have static MIG devices, which this plugin never
+        destroys.
+        """
         return {gpu.uuid: card for gpu, card in self._cards() if _is_whole(gpu)}
 
     @cached_property
     def lost_uuids(self) -> frozenset[str]:
-        """UUIDs of the GPUs that do not answer."""
+        """The UUIDs of the GPUs that do not respond."""
         return frozenset(gpu.uuid for gpu in self.lost)
 
     @cached_property
     def gpu_names(self) -> Mapping[str, str]:
-        """The device name of every GPU by its UUID, also of one under vfio: names must not change meanwhile."""
+        """The device name of every GPU by UUID. GPUs under vfio are included so that names do not change
+        while they are bound.
+        """
         minors = {gpu.uuid: gpu.minor for gpu in (*self.offered_gpus, *self.every_gpu)}
         if self.kept_names is None:
             return gpu_device_names(minors)
@@ -177,12 +183,12 @@ class Inventory:
 
     @cached_property
     def by_name(self) -> Mapping[str, OfferedDevice]:
-        """Every device on offer by its name, in publishing order."""
+        """Every published device by name, in publishing order."""
         return {device.name: device for device in self._offered()}
 
     @cached_property
     def withheld_by_name(self) -> Mapping[str, StaticMigDevice]:
-        """MIG devices on partitioned GPUs that this plugin does not give out, by the name that they would have."""
+        """MIG devices on partitioned GPUs that this plugin does not manage, by the name that they would have."""
         return {
             (name := mig_device_name(self.gpu_names[gpu.uuid], mig)): StaticMigDevice(name, gpu, mig)
             for gpu in self.every_gpu
@@ -192,24 +198,27 @@ class Inventory:
 
     @cached_property
     def returning_by_name(self) -> Mapping[str, OfferedDevice]:
-        """Devices that are not on offer only because the plugin has still to destroy its own instances in their
-        place, or to give their GPU back to the NVIDIA driver."""
+        """Devices that are unpublished only until the plugin destroys its own instances in their place, or
+        returns their GPU to the NVIDIA driver.
+        """
         return {device.name: device for device in self._returning()}
 
     def usable(self, name: str) -> OfferedDevice | None:
-        """A device that is on offer, or that comes back as soon as a claim wants it; None if there is no such
-        device."""
+        """Returns a device that is published, or that becomes available as soon as a claim needs it; None if
+        there is none.
+        """
         return self.by_name.get(name) or self.returning_by_name.get(name)
 
     def without_partitions(self) -> Inventory:
-        """The same GPUs for an API server that cannot count partitions: each whole, or not at all, and none for virtual
-        machines."""
+        """Returns the inventory for an API server without partitionable devices: only whole GPUs, and none
+        for virtual machines.
+        """
         gpus = tuple(_unpartitioned(gpu) for gpu in self.gpus)
         lost = tuple(_unpartitioned(gpu) for gpu in self.lost)
         return replace(self, gpus=gpus, lost=lost, cards=())
 
     def devices(self) -> Iterable[OfferedDevice]:
-        """Every device on offer, in publishing order: a GPU in MIG mode is never offered whole."""
+        """Every published device, in publishing order. A GPU in MIG mode is never published whole."""
         return self.by_name.values()
 
     def _cards(self) -> Iterator[tuple[Gpu, Card]]:
@@ -243,7 +252,7 @@ def _pci_order(gpu: Gpu) -> tuple[str, str]:
 
 
 def _is_whole(gpu: Gpu) -> bool:
-    """Whether the GPU is offered whole."""
+    """Whether the GPU is published whole."""
     return not gpu.mig_enabled if gpu.partitioning is None else gpu.partitioning.offers_whole
 
 

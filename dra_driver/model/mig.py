@@ -1,6 +1,4 @@
-"""MIG: profiles and placements as NVML lists them, the instances that exist and those that this plugin made, and
-layouts as the configuration has them.
-"""
+"""MIG: NVML's profiles and placements, existing instances and those of this plugin, and configured layouts."""
 
 from __future__ import annotations
 
@@ -10,14 +8,14 @@ from typing import Literal, NamedTuple
 
 
 class GpuAddress(NamedTuple):
-    """How NVML finds a GPU: by the PCI bus ID if that is known, else by the UUID. The UUID is checked in any case."""
+    """How to find a GPU in NVML: by PCI bus ID if known, else by UUID. The UUID is checked in both cases."""
 
     uuid: str
     pci_bus_id: str | None
 
 
 class MigAddress(NamedTuple):
-    """How NVML finds a MIG device without a search. The IDs are used again by later devices, the UUID is not."""
+    """How to find a MIG device in NVML without a search. Later devices reuse the IDs, but not the UUID."""
 
     uuid: str
     gpu_instance_id: int
@@ -26,7 +24,7 @@ class MigAddress(NamedTuple):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Placement:
-    """Where a GPU instance lies, in memory slices of its GPU: `[start, start + size)`."""
+    """The memory slices of a GPU instance on its GPU: `[start, start + size)`."""
 
     start: int
     size: int
@@ -37,13 +35,13 @@ class Placement:
         return range(self.start, self.start + self.size)
 
     def overlaps(self, other: Placement) -> bool:
-        """Whether both placements use a memory slice in common."""
+        """Whether the placements have a memory slice in common."""
         return self.start < other.start + other.size and other.start < self.start + self.size
 
 
 @dataclass(frozen=True, slots=True)
 class MigProfile:
-    """A GPU instance profile of one GPU. `profile_id` is NVML's id, not its loop index; memory in MiB.
+    """A GPU instance profile of one GPU. `profile_id` is NVML's ID, not its loop index; memory is in MiB.
 
     Source: nvmlGpuInstanceProfileInfo_t.
     """
@@ -63,10 +61,11 @@ class MigProfile:
 
 @dataclass(frozen=True, slots=True)
 class MigDevice:
-    """A compute instance that exists, as the device that a container gets.
+    """An existing compute instance, which is the device that a container gets.
 
-    `profile` is the profile of the GPU instance. If the compute instance has only a part of its slices, the profile's
-    name (`1c.3g.40gb`) and multiprocessors are those of the compute instance, and `shares_gpu_instance` is set.
+    `profile` is the profile of the GPU instance. If the compute instance has only some of its slices, the
+    profile's name (`1c.3g.40gb`) and multiprocessors are those of the compute instance, and
+    `shares_gpu_instance` is set.
     """
 
     uuid: str
@@ -80,7 +79,7 @@ class MigDevice:
 
 @dataclass(frozen=True, slots=True)
 class PlacedProfile:
-    """A profile with every placement that the GPU has for it, in ascending order."""
+    """A profile with all its placements on the GPU, in ascending order."""
 
     profile: MigProfile
     placements: tuple[Placement, ...]
@@ -88,9 +87,9 @@ class PlacedProfile:
 
 @dataclass(frozen=True, slots=True)
 class GpuInstance:
-    """A GPU instance that exists, with or without compute instances in it.
+    """An existing GPU instance, with or without compute instances.
 
-    `leaving` marks an instance that this plugin made and has still to destroy.
+    `leaving` marks an instance of this plugin that is still to be destroyed.
     """
 
     gpu_instance_id: int
@@ -100,22 +99,22 @@ class GpuInstance:
 
     @property
     def slot(self) -> tuple[int, int]:
-        """Profile ID and start, which identify an instance among the existing instances of its GPU."""
+        """Profile ID and start, which identify an instance on its GPU."""
         return (self.profile_id, self.placement.start)
 
 
 @dataclass(frozen=True, slots=True)
 class Partitioning:
-    """How a GPU is cut into MIG devices on demand.
+    """The MIG devices that can be created on a GPU.
 
-    `profiles` is NVML's whole table. `withheld` are the existing GPU instances that this plugin does not give out;
-    `possible` is every profile and placement that fits beside them, in publishing order. `offers_whole` says that the
-    GPU can be given out whole too: its MIG mode can be changed while it is idle, and only this plugin may have switched
-    it on.
+    `profiles` is NVML's whole table. `withheld` are the existing GPU instances that this plugin does not
+    manage or has yet to destroy; `possible` is every profile and placement that fits next to them, in
+    publishing order. `offers_whole` is whether the GPU can also be used whole: its MIG mode can be changed
+    while it is idle, and only this plugin may have enabled it.
 
-    `returning` and `whole_returns` come back on offer once the `leaving` ones of `withheld` are destroyed.
-    They are not published, but a claim that was allocated one of them gets it: preparing it destroys the leaving
-    instances first.
+    `returning` and `whole_returns` become available again when the `leaving` instances in `withheld` are
+    destroyed. They are not published, but a claim that was allocated one of them gets it: Prepare destroys
+    the leaving instances first.
     """
 
     profiles: tuple[PlacedProfile, ...]
@@ -131,13 +130,13 @@ MigPhase = Literal["creating", "unknown", "created"]
 
 @dataclass(frozen=True, slots=True)
 class OwnedInstance:
-    """What the ledger says of a GPU instance that this plugin makes or made.
+    """The ledger's entry for a GPU instance of this plugin.
 
-    It is written before the instance is created, so that an instance of ours never looks like one that somebody else
-    made. The IDs and the UUID of the MIG device are None until they are known. No GPU instance survives the boot
-    `boot_id`. In phase `unknown` NVML left open whether it made the instance, which may still appear. `gpu_minor`
-    is the GPU's minor number at the time when the instance was made. An instance `is_of_layout` if the node's MIG
-    layout asked for it; it stays without a claim.
+    It is written before the instance is created, so that an instance of ours never looks like someone else's.
+    The IDs and the UUID of the MIG device are None until they are known. GPU instances do not survive the
+    boot `boot_id`. In phase `unknown` NVML did not report whether it created the instance, which may still
+    appear. `gpu_minor` is the GPU's minor number when the instance was created. `is_of_layout` is set if the
+    node's MIG layout requires the instance, which then stays without a claim.
     """
 
     device: str
@@ -156,7 +155,7 @@ class OwnedInstance:
 
     @property
     def slot(self) -> tuple[int, int]:
-        """As `GpuInstance.slot`."""
+        """Like `GpuInstance.slot`."""
         return (self.profile_id, self.placement.start)
 
     @property
@@ -166,22 +165,24 @@ class OwnedInstance:
 
 
 LAYOUT_LABEL = "nvidia.com/mig.config"
-"""The label of a node that names its layout, as for NVIDIA's mig-manager."""
+"""The node label that selects the layout, as for NVIDIA's mig-manager."""
 LAYOUT_STATE_LABEL = "nvidia.com/mig.config.state"
-"""The label that a running mig-manager writes."""
+"""The node label that a running mig-manager writes."""
 MIG_LAYOUT = "mig-layout"
-"""The key of the taint on a GPU that is to run empty so that its layout can change."""
+"""The key of the taint on a GPU that must become idle so that its layout can change."""
 
 LayoutState = Literal["applied", "waiting", "refused"]
-"""`applied`: the GPU is as the layout asks. `waiting`: it will be, once it is empty or an obstacle is gone. `refused`:
-the layout cannot be on it, and nothing was changed."""
+"""`applied`: the GPU matches the layout. `waiting`: it will, when it is idle or an obstacle is removed. `refused`: the
+GPU does not support the layout, and nothing was changed."""
 LAYOUT_STATES: tuple[LayoutState, ...] = ("applied", "waiting", "refused")
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutEntry:
-    """What some GPUs shall be. `devices` None means all; without `filters` any PCI ID will do. The counts are by
-    profile name. Without any the entry asks for the MIG mode only."""
+    """The desired state of some GPUs, as counts by profile name. Without counts only the MIG mode is set.
+
+    `devices` None means all GPUs; without `filters` any PCI ID matches.
+    """
 
     mode: bool
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -194,8 +195,11 @@ Layouts = Mapping[str, tuple[LayoutEntry, ...]]
 
 @dataclass(frozen=True, slots=True)
 class MigLayouts:
-    """The layouts that the configuration has by name, and how a node gets one: by `name`, or by its label where
-    `from_label` is set and the label is there. `destroys_foreign` says that instances of others go too."""
+    """The configured layouts, and how a node selects one: by `name`, or by its label if `from_label` is set
+    and the label exists.
+
+    `destroys_foreign` allows it to destroy instances that this plugin did not create.
+    """
 
     named: Mapping[str, tuple[LayoutEntry, ...]] = field(default_factory=dict)
     name: str | None = None
@@ -210,8 +214,7 @@ class MigLayouts:
 
 @dataclass(frozen=True, slots=True)
 class GpuLayout:
-    """What became of the layout on one GPU; `since` is in seconds since 1970 and does not count when two are
-    compared."""
+    """The state of the layout on one GPU; `since` is in seconds since 1970, and equality ignores it."""
 
     gpu_uuid: str
     layout: str
@@ -222,7 +225,7 @@ class GpuLayout:
 
 @dataclass(frozen=True, slots=True)
 class OwnedMode:
-    """What the ledger says of a GPU whose MIG mode this plugin switched on in boot `boot_id`."""
+    """The ledger's entry for a GPU whose MIG mode this plugin enabled in boot `boot_id`."""
 
     gpu_uuid: str
     pci_bus_id: str | None

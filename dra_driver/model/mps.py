@@ -1,5 +1,5 @@
-"""How a claim shares a device: time slices or MPS; and MPS daemons: what each should do, its state, and where it shares
-files with its clients.
+"""How a claim shares a device (time-slicing or MPS), and MPS daemons: desired settings, state, and
+directories.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MPS_STATES: tuple[MpsState, ...] = ("starting", "ready", "fault", "stopped", "fa
 
 @dataclass(frozen=True, slots=True)
 class MpsMember:
-    """A whole GPU that an MPS daemon serves beside its first one."""
+    """A further whole GPU of an MPS daemon that serves several."""
 
     device: str
     gpu_uuid: str
@@ -26,13 +26,14 @@ class MpsMember:
 class MpsDaemonSpec:
     """The control daemon of one GPU or MIG device, or of several whole GPUs.
 
-    `device` is the device's name, `uuid` its own UUID and `gpu_uuid` that of its GPU (the same for a whole GPU).
-    `multi_user` lets clients of different users share a server; it needs Volta and the NVIDIA driver's branch R555, or
-    newer. Without it the daemon serves one user at a time. The default limits hold for clients that have no tighter
-    limit; None leaves the default of MPS: all threads, all memory.
+    `device` is the device's name, `uuid` its own UUID and `gpu_uuid` that of its GPU (the same for a whole
+    GPU). `multi_user` lets clients of different users share a server; it requires Volta or newer and NVIDIA
+    driver R555 or newer. Without it the daemon serves one user at a time. The default limits apply to clients
+    without a tighter limit; None keeps the defaults of MPS: all threads, all memory.
 
-    A daemon of several GPUs has the name of the GPU with the lowest UUID, and `others` are the rest in the order of
-    their UUIDs. Its clients number the GPUs in this order. An MPS host of an older release refuses `others`.
+    A daemon of several GPUs has the name of the GPU with the lowest UUID, and `others` are the rest in order
+    of their UUIDs. Its clients number the GPUs in this order. An MPS host of an older release rejects
+    `others`.
     """
 
     device: str
@@ -46,26 +47,26 @@ class MpsDaemonSpec:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The names of all devices that the daemon serves, as its clients number them."""
+        """The names of all devices that the daemon serves, in the clients' order."""
         return (self.device, *(other.device for other in self.others))
 
     @property
     def gpu_uuids(self) -> tuple[str, ...]:
-        """The GPUs of `devices`."""
+        """The GPU UUIDs of `devices`."""
         return (self.gpu_uuid, *(other.gpu_uuid for other in self.others))
 
     @property
     def visible(self) -> str:
-        """What the daemon sees, as CUDA_VISIBLE_DEVICES has it."""
+        """The daemon's CUDA_VISIBLE_DEVICES."""
         return ",".join((self.uuid, *(other.gpu_uuid for other in self.others)))
 
     @property
     def default_memory_limits_mib(self) -> tuple[int | None, ...]:
-        """The default limit of each of `devices`."""
+        """The default memory limit of each of `devices`."""
         return (self.default_memory_limit_mib, *(other.default_memory_limit_mib for other in self.others))
 
     def differences(self, other: MpsDaemonSpec) -> tuple[str, ...]:
-        """The differences, as `name: mine, not theirs`; empty if both are equal."""
+        """Returns the differences, each as `name: mine, not theirs`; empty if both are equal."""
         pairs = (
             (entry.name, getattr(self, entry.name), getattr(other, entry.name)) for entry in fields(self)
         )
@@ -78,10 +79,10 @@ class MpsDaemonSpec:
 class MpsDaemonStatus:
     """The last known state of a control daemon. `since` is when it entered `state` (seconds since the epoch).
 
-    `clients` counts connected processes, None if that was not asked yet. `problem` is one sentence for a person.
-    `users` are the user IDs of the processes that have the daemon's pipe directory, looked up for daemons that serve
-    one user at a time. `not_exclusive` are the UUIDs of GPUs that have no exclusive compute mode. `directory` is the
-    path of the daemon's directory on the host, which need not have the name of the device.
+    `clients` counts connected processes, None before the first query. `problem` is one sentence for a person.
+    `users` are the user IDs of the processes that use the daemon's pipe directory, read only for daemons that
+    serve one user at a time. `not_exclusive` are the UUIDs of GPUs without exclusive compute mode.
+    `directory` is the path of the daemon's directory on the host, which may differ from the device's name.
     """
 
     device: str
@@ -98,8 +99,9 @@ class MpsDaemonStatus:
 
 @dataclass(frozen=True, slots=True)
 class MpsDirectories:
-    """The directories that a daemon shares with its clients, as absolute paths on the host. `shm` becomes the clients'
-    /dev/shm."""
+    """The directories that a daemon shares with its clients, as absolute host paths. `shm` is mounted at the
+    clients' /dev/shm.
+    """
 
     pipe: str
     log: str
@@ -118,18 +120,19 @@ INTERVALS: tuple[str, ...] = ("Default", "Short", "Medium", "Long")
 
 @dataclass(frozen=True, slots=True)
 class TimeSliced:
-    """Time-sliced with other claims; `interval` is the NVIDIA driver's level: 0 is the default, None keeps the present
-    level."""
+    """Time-sliced with other claims. `interval` is the NVIDIA driver's level: 0 is the default, None keeps
+    the current level.
+    """
 
     interval: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MpsShared:
-    """Through the device's MPS daemon, with the limits of this claim; None means no limit.
+    """Shared through the device's MPS daemon, with the limits of this claim; None means unlimited.
 
-    Limits hold for each process of the claim's containers: that is how MPS counts. `memory_limits_mib` are those of all
-    devices of the daemon in its order, where it serves several GPUs; else it is empty.
+    Limits apply to each process of the claim's containers, as MPS defines them. `memory_limits_mib` has the
+    limits for all devices of a daemon with several GPUs, in its order; otherwise it is empty.
     """
 
     spec: MpsDaemonSpec
@@ -140,14 +143,16 @@ class MpsShared:
 
 @dataclass(frozen=True, slots=True)
 class LostMps:
-    """Through an MPS daemon of which only the MPS host knows the settings, because the claim's record was lost."""
+    """Shared through an MPS daemon whose settings only the MPS host knows, because the claim's record was
+    lost.
+    """
 
 
 SharingMode = TimeSliced | MpsShared | LostMps | None
 
 
 def usage_kind(usage: SharingMode) -> str:
-    """The mode's name in messages."""
+    """Returns the mode's name in messages."""
     match usage:
         case TimeSliced():
             return "time-slicing"

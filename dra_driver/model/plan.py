@@ -18,12 +18,12 @@ _SHARE_SUFFIX = re.compile(r"-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 
 @dataclass(frozen=True, slots=True)
 class PlannedDevice:
-    """One allocation result of ours, the device that it names, and how the claim uses the device. `managed` are the
-    GPUs that containers get beside it, for a claim that manages the node.
+    """One of our allocation results, its device, and how the claim uses it.
 
-    `imex` and `host_devices` are what its containers get beside it. A device for a virtual machine goes by the kernel's
-    iommufd if the claim `prefers_iommufd` and the host has it; its containers get the node of the interface too if
-    `has_api_device`.
+    `managed` are the additional GPUs that containers get if the claim manages the node. `imex` and
+    `host_devices` are further additions. A device for a virtual machine uses the kernel's iommufd if the
+    claim `prefers_iommufd` and the host supports it; with `has_api_device` its containers get that device
+    node too.
     """
 
     result: DeviceResult
@@ -41,7 +41,7 @@ class PlannedDevice:
         return cdi_device(self.result)
 
     def held(self) -> HeldDevice:
-        """The device as a record keeps it."""
+        """Returns the device for a claim record."""
         bare = held_silicon(self.offered)
         result = self.result
         return replace(
@@ -64,28 +64,30 @@ class Plan:
 
     @property
     def locked_gpus(self) -> frozenset[str]:
-        """The GPUs whose locks the plan needs: adminAccess reserves and changes nothing, except for maintenance."""
+        """The GPUs that the plan must lock. adminAccess changes nothing, so it locks nothing, except for
+        maintenance.
+        """
         step = maintenance_of(self.steps)
         return frozenset(offered.gpu.uuid for offered in self.used_devices()) | frozenset(
             step.gpu_uuids if step else ()
         )
 
     def used_devices(self) -> list[OfferedDevice]:
-        """The devices that the claim does more with than look."""
+        """Returns the devices without adminAccess."""
         return [device.offered for device in self.devices if not device.result.admin_access]
 
     @property
     def has_extra_devices(self) -> bool:
-        """Whether a device comes with something of the host beside it."""
+        """Whether a device comes with additional host devices."""
         return any(device.imex is not None or device.host_devices for device in self.devices)
 
     def held_devices(self) -> tuple[HeldDevice, ...]:
-        """The devices as a record keeps them."""
+        """Returns the devices for a claim record."""
         return tuple(device.held() for device in self.devices)
 
 
 def held_silicon(offered: OfferedDevice) -> HeldDevice:
-    """The device as a record keeps it, without the way in which a claim uses it."""
+    """Returns the device for a claim record, without how the claim uses it."""
     return HeldDevice(
         device=offered.name,
         kind=kind_of(offered),
@@ -96,16 +98,18 @@ def held_silicon(offered: OfferedDevice) -> HeldDevice:
 
 
 def cdi_device(result: DeviceResult) -> str:
-    """The name of a result's device within its claim: two shares of one device have limits of their own."""
+    """Returns the name of a result's device within its claim. It includes the share ID, because two shares of
+    one device have separate limits.
+    """
     return result.device if result.share_id is None else f"{result.device}-{result.share_id}"
 
 
 def device_of_cdi_name(name: str) -> str:
-    """The device's name in a name that `cdi_device` made."""
+    """Returns the device's name in a name from `cdi_device`."""
     return _SHARE_SUFFIX.sub("", name)
 
 
 def share_of_cdi_name(name: str) -> str | None:
-    """The ID of the share in a name that `cdi_device` made; None for a device that is not shared."""
+    """Returns the share ID in a name from `cdi_device`; None for a device that is not shared."""
     found = _SHARE_SUFFIX.search(name)
     return None if found is None else found[0][1:]

@@ -1,8 +1,8 @@
-"""What users see: problems of this node, in sentences for operators, and the reasons of events.
+"""Problems of this node as sentences for operators, and the reasons of events.
 
-Each part of the plugin that can be in trouble returns its problems whenever it is called. `reporting/node_problems.py`
-calls them all and turns what it gets into events, readiness notes, a metric and the file that `top` reads. So a problem
-ends when its part stops returning it, and never because some other thing happened.
+Each part of the plugin returns its current problems when called. `reporting/node_problems.py` collects them
+for events, readiness notes, a metric and the file that `top` reads. So a problem ends exactly when its part
+stops returning it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ ProblemCode = Literal[
     "slices-not-published",
     "waiting-for-driver",
 ]
-"""The label `problem` of the metric `nvidia_dra_problems`; users write alerts with it, so it keeps its words."""
+"""Values of the label `problem` of the metric `nvidia_dra_problems`. They never change, because users alert on them."""
 FOUND_BY_TOP: Final = frozenset({"nvml-unavailable", "plugin-not-running"})
-"""What the plugin cannot report of itself."""
+"""Problems that the plugin cannot report about itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeProblem:
-    """One problem. `subject` names the device, claim or path that has it, and is empty for the node as a whole.
+    """One problem. `subject` names the affected device, claim or path, and is empty for the node as a whole.
 
-    `text` is one sentence: what is wrong, with which object, and what to do now. Two problems with the same code and
-    subject are the same problem, even if the text changes.
+    `text` is one sentence: what is wrong, with which object, and what to do now. Problems with the same code
+    and subject are the same problem, even if the text changes.
 
     >>> NodeProblem("gpu-unresponsive", "GPU gpu-0 has not answered NVML for 40 s; drain and reboot the node", "gpu-0")
     """
@@ -53,7 +53,7 @@ class NodeProblem:
 
 @dataclass(frozen=True, slots=True)
 class ShownProblem:
-    """A problem, and since when it has lasted, in seconds since 1970."""
+    """A problem and its start time, in seconds since 1970."""
 
     problem: NodeProblem
     since: int
@@ -61,8 +61,11 @@ class ShownProblem:
 
 @dataclass(frozen=True, slots=True)
 class FailingClaim:
-    """A claim whose last Prepare or Unprepare failed: `count` times in a row, since `since`, last at `last_at`, both in
-    seconds since 1970. `error` is the last error, in one line."""
+    """A claim whose last Prepare or Unprepare failed, `count` times in a row.
+
+    `since` is the first and `last_at` the last failure, in seconds since 1970. `error` is the last error, in
+    one line.
+    """
 
     ref: ClaimRef
     operation: Literal["prepare", "unprepare"]
@@ -84,14 +87,14 @@ EventReason = Literal[
     "MigLayoutApplied", "MigLayoutWaits", "MigLayoutRefused", "MemoryUnclaimed", "PartitionsNotSupported",
     "SchedulerOutdated",
 ]  # fmt: skip
-"""Users filter by them, so they never change. `Prepared` is only one of the condition Ready."""
+"""Users filter by these, so they never change. `Prepared` is used only for the condition Ready."""
 
 EventObjectKind = Literal["ResourceClaim", "ResourceSlice", "Pod", "Node"]
 
 
 @dataclass(frozen=True, slots=True)
 class EventObject:
-    """What an event is about; `namespace` is empty for what is cluster-scoped."""
+    """The object of an event; `namespace` is empty if it is cluster-scoped."""
 
     kind: EventObjectKind
     name: str
@@ -100,11 +103,14 @@ class EventObject:
 
 
 def claim_object(ref: ClaimRef) -> EventObject:
-    """A claim as the object of an event."""
+    """Returns a claim as the object of an event."""
     return EventObject("ResourceClaim", ref.name, ref.uid, ref.namespace)
 
 
 def node_object(name: str) -> EventObject:
-    """A node as the object of an event. Its name stands for its UID, as in the kubelet's own events:
-    `kubectl describe node` looks for both, and the UID of the Node object says nothing about the machine."""
+    """Returns a node as the object of an event.
+
+    The name is also used as the UID, as in the kubelet's own events: `kubectl describe node` searches for
+    both, and the UID of the Node object does not identify the machine.
+    """
     return EventObject("Node", name, name)

@@ -1,8 +1,8 @@
-"""What a claim has on this node, as a record keeps it: its devices, and the steps that prepared them.
+"""A claim's record on this node: its devices, and the steps that prepared them.
 
-A step is data: it names what to do. What a step changed on a GPU is in the ledger of that GPU (`journal/ledger.py`),
-with what its undo needs. So Unprepare needs only files: it removes the claim's files and its record, and the cleaner
-undoes what the ledgers have and no record names.
+A step is data: it names what to do. The ledger of each GPU (`journal/ledger.py`) has what a step changed
+there and what its undo needs. So Unprepare needs only files: it removes the claim's files and record, and the
+cleaner then undoes everything in the ledgers that no record needs.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dra_driver.model.mps import MpsDaemonSpec, SharingMode
 
 @dataclass(frozen=True, slots=True)
 class SetTimeSlice:
-    """Set the length of a GPU's time slices to level `interval` (1 short, 2 medium, 3 long).
+    """Sets the length of a GPU's time slices to level `interval` (1 short, 2 medium, 3 long).
 
-    Undo: back to the default, unless another claim on this GPU wants the same.
+    Undo: restores the default, unless another claim on this GPU has the same step.
     """
 
     gpu_uuid: str
@@ -30,17 +30,17 @@ class SetTimeSlice:
 
 @dataclass(frozen=True, slots=True)
 class RunMps:
-    """Run the MPS control daemon of a device. Undo: stop it, unless another claim on this device uses it."""
+    """Runs the MPS control daemon of a device. Undo: stops it, unless another claim on this device uses it."""
 
     spec: MpsDaemonSpec
 
 
 @dataclass(frozen=True, slots=True)
 class CreateMig:
-    """Make the MIG device of a profile at a placement of a GPU, unless this plugin has made it already.
+    """Creates the MIG device of a profile at a placement of a GPU, unless this plugin has already created it.
 
-    Undo: destroy it, unless another claim uses the same device; then leave MIG mode if this plugin switched it on and
-    no instance is left.
+    Undo: destroys it, unless another claim uses the same device; then leaves MIG mode if this plugin enabled
+    it and no instance is left.
     """
 
     device: str
@@ -52,7 +52,7 @@ class CreateMig:
 
     @property
     def slot(self) -> tuple[int, int]:
-        """As `GpuInstance.slot`."""
+        """Like `GpuInstance.slot`."""
         return (self.profile_id, self.placement.start)
 
     @property
@@ -63,7 +63,7 @@ class CreateMig:
 
 @dataclass(frozen=True, slots=True)
 class LeaveMigMode:
-    """Switch a GPU out of MIG mode, so that it can be used whole. Undo: nothing."""
+    """Disables MIG mode so that the GPU can be used whole. Undo: nothing."""
 
     gpu_uuid: str
     pci_bus_id: str | None
@@ -76,9 +76,9 @@ class LeaveMigMode:
 
 @dataclass(frozen=True, slots=True)
 class BindVfio:
-    """Bind the functions of a GPU's card to a vfio driver, so that a virtual machine can get it.
+    """Binds the functions of a GPU's card to a vfio driver, so that a virtual machine can get it.
 
-    Undo: back to the drivers that they had, unless a virtual machine still has the card.
+    Undo: restores the earlier drivers, unless a virtual machine still uses the card.
     """
 
     device: str
@@ -109,15 +109,18 @@ EVERY_METADATA_VERSION = ("v1beta1", "v1alpha1")
 
 @dataclass(frozen=True, slots=True)
 class WriteDeviceMetadata:
-    """Write the files that tell the claim's containers which devices they have, in these versions of their format,
-    newest first. Undo: remove them."""
+    """Writes the files that list the claim's devices for its containers, in these format versions, newest
+    first.
+
+    Undo: removes them.
+    """
 
     versions: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WriteCdiSpec:
-    """Write the claim's CDI spec file. Undo: remove it."""
+    """Writes the claim's CDI spec file. Undo: removes it."""
 
 
 STEP_TEXTS = {
@@ -130,7 +133,7 @@ STEP_TEXTS = {
     WriteDeviceMetadata: "the writing of device metadata",
     WriteCdiSpec: "the writing of the CDI spec",
 }
-"""What each step does, for people."""
+"""Each step's action, as a noun phrase for messages."""
 
 Step = (
     LeaveMigMode
@@ -145,7 +148,7 @@ Step = (
 
 
 def writes_files(step: Step) -> bool:
-    """Whether the step changes files only, and no GPU."""
+    """Whether the step changes only files, and no GPU."""
     return isinstance(step, WriteCdiSpec | WriteDeviceMetadata)
 
 
@@ -155,11 +158,11 @@ DeviceKind = Literal["gpu", "mig", "vfio"]
 
 @dataclass(frozen=True, slots=True)
 class HeldDevice:
-    """A device that a claim holds. `gpu_uuid` is the physical GPU's, `uuid` the device's own.
+    """A device that a claim holds. `gpu_uuid` is the physical GPU's UUID, `uuid` the device's own.
 
-    `usage` is how the claim shares the device with claims that hold other shares of it. A MIG device on demand has an
-    empty `uuid`, because it gets another one each time it is made, and the `placement` of its GPU instance; other
-    devices have None there. `imex` and `host_devices` are what the claim's containers get beside it.
+    `usage` is how the claim shares the device. A MIG device on demand has an empty `uuid`, because it gets a
+    new one each time it is created, and the `placement` of its GPU instance; other devices have no placement.
+    `imex` and `host_devices` are additions for the claim's containers.
     """
 
     device: str
@@ -176,11 +179,11 @@ class HeldDevice:
 
 @dataclass(frozen=True, slots=True)
 class ClaimRecord:
-    """One claim's record file.
+    """The record file of one claim.
 
-    `claim` holds our part of the allocation, enough to prepare again without the API server. `steps` are the steps that
-    may have had an effect, in the order in which they run. `boot_id` is the boot in which they ran: kernel state of an
-    older boot is gone.
+    `claim` holds our part of the allocation, enough to prepare again without the API server. `steps` are the
+    steps that may have had an effect, in execution order. `boot_id` is the boot in which they ran: kernel
+    state does not survive it.
     """
 
     claim: AllocatedClaim
@@ -196,28 +199,30 @@ class ClaimRecord:
         return self.claim.ref
 
     def as_of(self, boot_id: str) -> ClaimRecord:
-        """The record as it counts in a boot. A reboot undoes what the steps did, so the claim is not prepared any more
-        and has no time of its Prepare."""
+        """Returns the record as valid in a boot. A reboot undoes the steps, so the claim is no longer
+        prepared.
+        """
         is_void = self.phase == "prepared" and self.boot_id != boot_id
         return replace(self, phase="preparing", prepared_at=None) if is_void else self
 
     def names_the_same(self, other: ClaimRecord | None) -> bool:
-        """Whether the other record is of the same devices and steps in the same boot, whatever has been done yet."""
+        """Whether the other record has the same devices and steps in the same boot, regardless of progress."""
         return other is not None and self == replace(other, phase=self.phase, prepared_at=self.prepared_at)
 
     def is_within(self, devices: Collection[str]) -> bool:
-        """Whether the claim holds no other devices than these."""
+        """Whether the claim holds no devices other than these."""
         return all(held.device in devices for held in self.devices)
 
     @property
     def gpu_uuids(self) -> frozenset[str]:
-        """UUIDs of the physical GPUs that the claim touches."""
+        """The UUIDs of the claim's physical GPUs."""
         return frozenset(held.gpu_uuid for held in self.devices)
 
     @property
     def locked_gpus(self) -> frozenset[str]:
-        """UUIDs of the GPUs whose locks its Prepare and Unprepare need: adminAccess changes nothing, except for
-        maintenance."""
+        """The UUIDs of the GPUs that Prepare and Unprepare must lock. adminAccess changes nothing, so it
+        locks nothing, except for maintenance.
+        """
         is_all = self.maintenance is not None
         return frozenset(held.gpu_uuid for held in self.devices if is_all or not held.admin_access)
 
@@ -233,6 +238,6 @@ def maintenance_of(steps: Iterable[Step]) -> StartMaintenance | None:
 
 
 def bindings(records: Iterable[ClaimRecord], boot_id: str | None) -> list[BindVfio]:
-    """The bindings to vfio in records of this boot."""
+    """Returns the vfio bindings in records of this boot."""
     steps = (step for record in records if record.boot_id == boot_id for step in record.steps)
     return [step for step in steps if isinstance(step, BindVfio)]

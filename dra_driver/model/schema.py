@@ -1,7 +1,7 @@
-"""What a document may hold, as data, and everything in which a document differs from that, each with its path.
+"""Schemas of documents as data, and validation that reports every difference with its path.
 
-The parameters of claims (`api.config`), the configuration file (`config_file`), flags, manifests and objects of the API
-are described so.
+Used for claim parameters (`api.config`), the configuration file (`config_file`), flags, manifests and API
+objects.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ JsonObject = dict[str, Any]
 
 
 Test = Callable[[Any], str | None]
-"""What is wrong with a value, as the end of a sentence; None if nothing."""
+"""Returns what is wrong with a value, as the end of a sentence; None if it is valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldFault:
-    """What is wrong, and at which path: `spec.devices.requests[0].name`."""
+    """What is wrong, and at which path, such as `spec.devices.requests[0].name`."""
 
     path: str
     text: str
@@ -33,9 +33,12 @@ class FieldFault:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """How the faults of one kind of document read. `unknown` is the fault of an unknown field; without it the fault
-    lists the fields that there are. `meant`: a field that is nearly the same is named. `null_is_absent`: an unknown
-    field without a value is no fault. `names_found`: a fault names the value that was found."""
+    """The wording of faults for one kind of document.
+
+    `unknown` is the text for an unknown field; without it the fault lists the known fields. `meant`: the
+    message suggests a similar field. `null_is_absent`: an unknown field that is null is allowed.
+    `names_found`: the message includes the value that was found.
+    """
 
     must: str = "must be"
     text: str = "a string"
@@ -54,8 +57,11 @@ MANIFEST: Final = Words()
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A value of one type, of any type if that is `object`. `least` and `most` bound a number or the length of a
-    string; `says` is what it must be, in place of these; `test` looks at what it says."""
+    """A value of one type; `object` allows any type.
+
+    `least` and `most` limit a number or the length of a string; `says` overrides the text of the requirement;
+    `test` checks the value further.
+    """
 
     type: type
     test: Test | None = None
@@ -66,14 +72,14 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several words. YAML reads a bare `off` as false, which is taken for the word."""
+    """One of several words. YAML reads a bare `off` as false, which is accepted for the word."""
 
     words: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ListField:
-    """A list of `least` to `most` items, None for any number. `test` looks at a list whose items are right."""
+    """A list of `least` to `most` items, None for no limit. `test` checks the list if all items are valid."""
 
     items: Shape
     most: int | None = 32
@@ -83,7 +89,9 @@ class ListField:
 
 @dataclass(frozen=True, slots=True)
 class MapField:
-    """Values of one shape by any keys, or by those that `is_key` takes; `says` is what wrong ones, `{}`, are not."""
+    """Values of one shape under any key, or only under keys that `is_key` accepts. `says` is the message for
+    invalid keys, inserted at `{}`.
+    """
 
     values: Shape
     is_key: Callable[[Any], bool] | None = None
@@ -92,14 +100,16 @@ class MapField:
 
 @dataclass(frozen=True, slots=True)
 class Anything:
-    """Not looked at."""
+    """Any value, not checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """Fields by name. `mistakes` are fields that people write here, with what they should write. Of an object that is
-    `open` other fields are not looked at. `also` looks at the fields without faults together: name and fault of each
-    that does not fit the others."""
+    """Fields by name.
+
+    `mistakes` maps common wrong fields to advice. If `open`, unknown fields are not checked. `also` checks
+    all valid fields together, and returns name and text of each fault.
+    """
 
     fields: Mapping[str, Shape]
     required: tuple[str, ...] = ()
@@ -112,7 +122,7 @@ Shape = Scalar | Choice | ListField | MapField | Anything | Object
 
 
 def faults(value: Any, shape: Shape, path: str, words: Words = MANIFEST) -> list[FieldFault]:
-    """Everything in which a value differs from its description. A field that is `null` counts as not given."""
+    """Returns every difference between a value and its schema. A `null` field counts as absent."""
     match shape:
         case Scalar():
             is_plain = shape.test is None and shape.least is None and shape.most is None
@@ -173,7 +183,7 @@ def _choice_faults(value: Any, shape: Choice, path: str, words: Words) -> list[F
 
 
 def either(words: Iterable[str]) -> str:
-    """`a, b or c`."""
+    """Returns `a, b or c`."""
     *first, last = words
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -233,9 +243,9 @@ def _object_faults(value: Any, shape: Object, path: str, words: Words) -> list[F
         if value.get(name) is None and _below(path, name) not in named:
             found.append(FieldFault(_below(path, name), "is required"))
     if shape.also is not None:
-        told = {fault.path for fault in found}
+        found_paths = {fault.path for fault in found}
         faults_together = ((_below(path, name), text) for name, text in shape.also(right))
-        found += [FieldFault(below, text) for below, text in faults_together if below not in told]
+        found += [FieldFault(below, text) for below, text in faults_together if below not in found_paths]
     return found
 
 
@@ -244,7 +254,7 @@ def _below(path: str, name: object) -> str:
 
 
 def _meant(name: str, shape: Object) -> str | None:
-    """The field that a misspelt one is most like."""
+    """Returns the known field that is most similar to a misspelt one."""
     import difflib
 
     by_lower = {known.lower(): known for known in shape.fields}

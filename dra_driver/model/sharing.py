@@ -1,4 +1,4 @@
-"""Which devices several claims may share at a time, in which mode, and who enforces the limits."""
+"""Which devices several claims may share, in which mode, and what enforces the limits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SelectedDevices = Literal["gpu", "mig", "all"]
 
 MAX_SHARES = 4096
 MAX_MPS_SHARES = 60
-"""As many clients as an MPS daemon of any driver takes; what the node's driver and GPU take is in
-`sharing/rules/client_limits.py`."""
+"""The largest number of clients that an MPS daemon of any driver serves; `sharing/rules/client_limits.py` has the limit
+for the node's driver and GPU."""
 
 _UUID = re.compile(r"^(?:GPU|MIG)-[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\Z")
 
@@ -27,9 +27,9 @@ _UUID = re.compile(r"^(?:GPU|MIG)-[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-
 class SharingRule:
     """How one device is shared.
 
-    `shares` is the number of equal parts in mode shares and None in every other. With `multiprocessors` a
-    claim may also ask for a number of them. Without `enforce` the scheduler counts, but nothing enforces the limits.
-    `multi_user` is of rules that MPS enforces: pods of different users compute at the same time, where MPS can do that.
+    `shares` is the number of equal parts in mode shares, None in other modes. With `multiprocessors` a claim
+    may also request a number of them. Without `enforce` the scheduler counts, but nothing enforces the
+    limits. `multi_user` applies to MPS: pods of different users run at the same time, if MPS supports that.
     """
 
     mode: SharingRuleMode
@@ -41,10 +41,10 @@ class SharingRule:
 
 @dataclass(frozen=True, slots=True)
 class GpuSelector:
-    """Selects devices by properties of their GPU. An empty field selects all devices; all other fields must apply.
+    """Selects devices by properties of their GPU. An empty field matches everything; all fields must match.
 
-    `product_name` is a pattern with `*`, `?` and `[…]`, in any case of letters; `uuids` are those of GPUs
-    or of MIG devices; `pci_bus_ids` are in sysfs form.
+    `product_name` is a case-insensitive pattern with `*`, `?` and `[…]`; `uuids` are those of GPUs or MIG
+    devices; `pci_bus_ids` are in sysfs form.
     """
 
     product_name: str | None = None
@@ -53,7 +53,7 @@ class GpuSelector:
     devices: SelectedDevices = "all"
 
     def matches(self, device: OfferedDevice) -> bool:
-        """Whether the device is selected; an unknown property of a GPU matches nothing."""
+        """Whether the device is selected. An unknown property of a GPU matches no value."""
         return self.devices in ("all", kind_of(device)) and self._matches(device.gpu, device.uuid)
 
     def matches_gpu(self, gpu: Gpu) -> bool:
@@ -70,7 +70,9 @@ class GpuSelector:
         return not self.pci_bus_ids or gpu.pci_bus_id in self.pci_bus_ids
 
     def covers(self, other: GpuSelector) -> bool:
-        """Whether this one surely selects every device that `other` selects, as far as the patterns show."""
+        """Whether this selector certainly selects every device that `other` selects, as far as the patterns
+        show.
+        """
         return (
             self.devices in ("all", other.devices)
             and self.product_name in (None, "*", other.product_name)
@@ -81,7 +83,7 @@ class GpuSelector:
 
 @dataclass(frozen=True, slots=True)
 class SharingEntry:
-    """A rule for the devices of a selector; None gives each out whole, to one claim at a time."""
+    """A rule for the selected devices; None means exclusive use by one claim at a time."""
 
     selector: GpuSelector
     rule: SharingRule | None
@@ -89,12 +91,12 @@ class SharingEntry:
 
 @dataclass(frozen=True, slots=True)
 class SharingPolicy:
-    """Rules in the order of the configuration file; the first rule that selects a device decides."""
+    """Rules in the order of the configuration file; the first one that selects a device applies."""
 
     entries: tuple[SharingEntry, ...] = ()
 
     def rule_for(self, device: OfferedDevice) -> SharingRule | None:
-        """The rule of a device; None if only one claim at a time may have it, as a GPU for a virtual machine."""
+        """Returns the rule of a device; None if it is exclusive, which includes GPUs for virtual machines."""
         if isinstance(device, VfioDevice):
             return None
         for entry in self.entries:
@@ -107,7 +109,7 @@ NO_SHARING = SharingPolicy()
 
 
 def share_all(rule: SharingRule) -> SharingPolicy:
-    """One rule for every device."""
+    """Returns a policy with one rule for every device."""
     return SharingPolicy((SharingEntry(GpuSelector(), rule),))
 
 
@@ -125,5 +127,5 @@ def kind_of(device: OfferedDevice) -> DeviceKind:
 
 
 def is_device_uuid(text: str) -> bool:
-    """Whether the text has the form of a UUID that NVML gives to a GPU or a MIG device."""
+    """Whether the text has the form of an NVML UUID of a GPU or MIG device."""
     return _UUID.fullmatch(text) is not None

@@ -1,4 +1,4 @@
-"""Kubernetes quantities: parsing, comparing and writing them as the API server does."""
+"""Kubernetes quantities: parsing, comparing and formatting them as the API server does."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _FACTORS = {
 }
 
 
-@lru_cache(maxsize=1024)  # slices and claims have the same few again and again
+@lru_cache(maxsize=1024)  # slices and claims repeat a few quantities
 def parse_quantity(text: str) -> Fraction:
-    """The exact value of a quantity: `81559Mi`, `1.5G`, `500m`, `2e3`.
+    """Returns the exact value of a quantity: `81559Mi`, `1.5G`, `500m`, `2e3`.
 
     Raises: InvalidConfigError if the text is not a quantity.
     """
@@ -46,13 +46,13 @@ def parse_quantity(text: str) -> Fraction:
 
 
 def quantity_bytes(text: str) -> int:
-    """A quantity as a whole number, rounded up as the API server does. Raises: InvalidConfigError."""
+    """Returns a quantity as an integer, rounded up as the API server does. Raises: InvalidConfigError."""
     value = parse_quantity(text)
     return -(-value.numerator // value.denominator)
 
 
 def same_quantity(one: object, other: object) -> bool:
-    """Whether two quantities have the same value, "1Gi" and "1024Mi" for example."""
+    """Whether two quantities have the same value, for example "1Gi" and "1024Mi"."""
     if one == other:
         return True
     try:
@@ -62,25 +62,25 @@ def same_quantity(one: object, other: object) -> bool:
 
 
 def counted(number: int, one: str, several: str | None = None) -> str:
-    """`1 slice`, `2 slices`; `several` is for what does not simply get an s, such as `libraries`."""
+    """Returns `1 slice` or `2 slices`; `several` is an irregular plural, such as `libraries`."""
     return f"{number} {one if number == 1 else several or f'{one}s'}"
 
 
 def first_of(items: Sequence[str]) -> str:
-    """`a`, or `a +2` of three; empty of none."""
+    """Returns `a` for one item, `a +2` for three, and an empty text for none."""
     return f"{items[0]} +{len(items) - 1}" if len(items) > 1 else "".join(items)
 
 
 def named(items: Sequence[str], most: int = 4) -> str:
-    """The first few, and how many more."""
+    """Returns the first few items, and how many more there are."""
     more = len(items) - most
     return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def format_bytes(value: int | Fraction) -> str:
-    """The canonical form of a binary quantity: 85520809984 becomes `81559Mi`, 10 stays `10`.
+    """Returns the canonical form of a binary quantity: 85520809984 becomes `81559Mi`, 10 stays `10`.
 
-    The API server writes values between -1024 and 1024 and broken ones in the decimal form.
+    The API server uses the decimal form for values between -1024 and 1024 and for fractions.
     """
     value = Fraction(value)
     if value.denominator != 1 or abs(value) < 1024:
@@ -93,9 +93,9 @@ def format_bytes(value: int | Fraction) -> str:
 
 
 def format_decimal(value: int | Fraction) -> str:
-    """The canonical form of a decimal quantity: 1000 becomes `1k`, 0.5 becomes `500m`.
+    """Returns the canonical form of a decimal quantity: 1000 becomes `1k`, 0.5 becomes `500m`.
 
-    Parts below 1n are rounded away from zero, as quantities have no smaller unit.
+    Fractions of 1n, the smallest unit, are rounded away from zero.
     """
     nanos = Fraction(value) * 10**9
     number = abs(nanos.numerator) // nanos.denominator + (nanos.denominator != 1)

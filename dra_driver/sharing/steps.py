@@ -1,4 +1,4 @@
-"""The steps that let several claims use one GPU: time slices and MPS daemons, with their undos."""
+"""The steps that let several claims use one GPU: time slices and MPS daemons, and their undos."""
 
 from __future__ import annotations
 
@@ -30,21 +30,23 @@ _MPS_STOP_S = 15.0
 
 
 class TimeSliceSteps:
-    """Does and undoes `SetTimeSlice`. A claim that asks for no interval has no such step and touches nothing. It is a
-    `Keeper` of the cleaner for the time slices that a reload of the NVIDIA driver lost."""
+    """Does and undoes `SetTimeSlice`. A claim without an interval has no such step.
+
+    Also a `Keeper` of the cleaner: restores time slices that a reload of the NVIDIA driver reset.
+    """
 
     what = "the setting of the time slice after a reload of the NVIDIA driver"
 
     def __init__(self, nvidia_smi: NvidiaSmi, records: RecordStore) -> None:
         self._nvidia_smi = nvidia_smi
         self._records = records
-        self._reloads = self._looked_at = 0
-        self._lost: dict[tuple[str, SetTimeSlice], str | None] = {}  # with why it could not be set again
+        self._reloads = self._reloads_handled = 0
+        self._lost: dict[tuple[str, SetTimeSlice], str | None] = {}  # the last error
 
     def do(self, step: SetTimeSlice, plan: Plan) -> None:
-        """Set it again, whatever it is now: a reboot or a driver reload forgets it.
+        """Sets the time slice, whatever its current value: a reboot or driver reload resets it.
 
-        Raises: ClaimRefusedError if the GPU cannot; as `NvidiaSmi.set_time_slice`.
+        Raises: ClaimRefusedError if the GPU does not support it; the errors of `NvidiaSmi.set_time_slice`.
         """
         timeout = seconds_for(f"set the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_S)
         try:
@@ -55,37 +57,42 @@ class TimeSliceSteps:
             ) from error
 
     def undo(self, step: SetTimeSlice, record: ClaimRecord) -> None:
-        """Back to the default. Raises: RetryableError."""
+        """Restores the default. Raises: RetryableError."""
         try:
             timeout = seconds_for(f"reset the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_S)
             self._nvidia_smi.set_time_slice(step.gpu_uuid, 0, timeout)
         except (NotSupportedError, NvmlUnavailableError) as error:
             if error.has_no_effect:
                 raise
-            # Without driver or GPU the setting is gone with them.
+            # Without the driver or GPU the setting no longer exists.
             _log.info("time_slice_not_reset", gpu_uuid=step.gpu_uuid, reason=str(error))
 
     def in_place(self, step: SetTimeSlice, record: ClaimRecord) -> bool:
-        """Taken for granted: only the GPU driver could tell."""
+        """Always True: the driver reports no current value."""
         return True
 
     def driver_reloaded(self) -> None:
-        """The NVIDIA driver was loaded anew, or the GPUs are others than before: every time slice may be lost."""
+        """The NVIDIA driver was reloaded or the GPUs changed, so every time slice may be lost."""
         self._reloads += 1
 
     def gpus(self) -> set[str]:
-        """The GPUs of lost time slices. MPS daemons are the MPS host's business. Raises: StateError."""
+        """The GPUs with lost time slices. Raises: StateError.
+
+        MPS daemons are not included: the MPS host restores them.
+        """
         reloads = self._reloads
-        if reloads != self._looked_at:
+        if reloads != self._reloads_handled:
             records = self._records.all()
-            self._looked_at = reloads
+            self._reloads_handled = reloads
             for uid, record in records.items():
                 self._lost |= {(uid, step): None for step in record.steps if isinstance(step, SetTimeSlice)}
         return {step.gpu_uuid for _, step in self._lost.copy()}
 
-    def put_right(self, gpu_uuid: str) -> None:
-        """Set the lost time slice of a GPU again; its lane runs it. A GPU that refuses is logged once for each reason.
-        Raises: RetryableError, StateError; then it stays lost."""
+    def restore(self, gpu_uuid: str) -> None:
+        """Restores the lost time slice of a GPU. Runs in the GPU's lane. Logs each reason of a failure once.
+
+        Raises: RetryableError, StateError; the time slice then counts as lost until the next attempt.
+        """
         for lost, reason in self._lost.copy().items():
             (uid, step), reloads = lost, self._reloads
             if step.gpu_uuid != gpu_uuid:
@@ -107,15 +114,17 @@ class TimeSliceSteps:
 
 @dataclass(eq=False)
 class MpsSteps:
-    """Does and undoes `RunMps`: one daemon a device, or for several GPUs of one request, for all claims that
-    share them.
+    """Does and undoes `RunMps`: one daemon for each device, or for several GPUs of one request, used by all
+    claims that share them.
     """
 
     host: MpsHostFiles
     ledger: Ledger
 
     def do(self, step: RunMps, plan: Plan) -> None:
-        """Have the daemon run and answer. Raises: RetryableError, ClaimRefusedError."""
+        """Starts the daemon if necessary, and waits until it responds. Raises: RetryableError,
+        ClaimRefusedError.
+        """
         timeout = seconds_for(f"start the MPS daemon of device {step.spec.device}", _MPS_START_S)
         status = self.host.ensure(self._of_today(step.spec), timeout)
         if status.state != "ready":
@@ -125,12 +134,12 @@ class MpsSteps:
             )
 
     def undo(self, step: RunMps, record: ClaimRecord) -> None:
-        """Stop the daemon. Raises: RetryableError."""
+        """Stops the daemon. Raises: RetryableError."""
         device = step.spec.device
         self.host.stop(device, seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S))
 
     def _of_today(self, spec: MpsDaemonSpec) -> MpsDaemonSpec:
-        """The spec with the UUID that the device has now, where each making gives it another one."""
+        """Returns the spec with the current UUID of a MIG device, which changes each time it is created."""
         if spec.uuid:
             return spec
         uuid = self.ledger.created_uuid(spec.device)
@@ -139,7 +148,7 @@ class MpsSteps:
         return replace(spec, uuid=uuid)
 
     def in_place(self, step: RunMps, record: ClaimRecord) -> bool:
-        """Whether the device's daemon runs with these settings, as the MPS host reported last."""
+        """Whether the MPS host last reported that the device's daemon runs with these settings."""
         try:
             return self.host.runs(self._of_today(step.spec))
         except StateError:

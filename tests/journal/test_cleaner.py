@@ -745,7 +745,7 @@ class Keeps:
     def gpus(self) -> list[str]:
         return self.left
 
-    def put_right(self, gpu_uuid: str) -> None:
+    def restore(self, gpu_uuid: str) -> None:
         self.tried.append(gpu_uuid)
         if gpu_uuid in self.hanging:
             assert self.let_on.wait(30)
@@ -790,7 +790,7 @@ def test_bug_of_a_keeper_is_logged_and_keeps_no_claim_from_ending(bench: Bench) 
     """Nobody asks for the outcome of what the loop has the lanes do."""
 
     class Buggy(Keeps):
-        def put_right(self, gpu_uuid: str) -> None:
+        def restore(self, gpu_uuid: str) -> None:
             self.tried.append(gpu_uuid)
             raise ZeroDivisionError("a bug")
 

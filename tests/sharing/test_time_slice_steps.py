@@ -121,6 +121,6 @@ def test_time_slice_that_another_reload_loses_meanwhile_is_set_again(tmp_path: P
     steps.driver_reloaded()
     while gpus := steps.gpus():
         for gpu in sorted(gpus):
-            steps.put_right(gpu)
+            steps.restore(gpu)
     wanted = ["GPU-1", "GPU-1", "GPU-2"] if moment == "while the records are read" else ["GPU-1", "GPU-1"]
     assert asked == wanted

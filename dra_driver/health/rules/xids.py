@@ -163,8 +163,10 @@ NO_CHANGES = XidPolicy()
 
 
 def severity_of_xid(number: int, policy: XidPolicy, *, reports_action: bool) -> Severity | None:
-    """How bad an Xid is; None for one that says nothing about the GPU. `reports_action` says whether the NVIDIA driver
-    tells a recovery action for this GPU."""
+    """Returns how bad an Xid is; None if it says nothing about the GPU.
+
+    `reports_action` is whether the NVIDIA driver reports a recovery action for this GPU.
+    """
     entry = CATALOG.get(number)
     if number in policy.fatal:
         return Severity.UNHEALTHY

@@ -1,8 +1,8 @@
-"""MIG on demand as counters: what of a GPU can be made, and how the scheduler tells what fits together.
+"""MIG on demand as counters: which devices a GPU can have, and how the scheduler knows which fit together.
 
-Every GPU has a counter set with the amounts of all its engines and one counter for each memory slice. Each device
-consumes its own part, the whole GPU consumes everything. The names are those of NVIDIA's own driver, because quota
-systems rely on them. The counters admit exactly those sets of devices that fit in the silicon.
+Every GPU has a counter set with the amounts of all its engines and one counter for each memory slice. Each
+device consumes its part, and the whole GPU consumes everything. The names are those of NVIDIA's own driver,
+because quota systems rely on them. The counters admit exactly the sets of devices that fit on the hardware.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ Amounts = Mapping[str, int]
 _MIB = 1 << 20
 _MEMORY = "memory"
 _SHARED_OUT = ("multiprocessors", "copy-engines", _MEMORY)
-"""Counters of which the profiles take rounded parts. Of media engines a GPU has as many as its largest profile shows;
-only that number keeps two profiles with a media extension apart."""
+"""Counters of which profiles take rounded parts. The number of media engines is that of the largest profile; only this
+number prevents two profiles with a media extension at the same time."""
 
 
 def partitioned(raw: Partitioning, withheld: Sequence[GpuInstance], *, offers_whole: bool) -> Partitioning:
-    """The partitioning beside the `withheld` instances: everything that still fits, in publishing order.
+    """Returns the partitioning with everything that fits next to the `withheld` instances, in publishing
+    order.
 
-    The scheduler takes the first device that suits. So small profiles come first, those with a media extension after
-    those without, and each profile from the end of the memory: the large placements, which begin at the front, stay
-    free for as long as possible.
+    The scheduler takes the first suitable device. So small profiles come first, profiles with a media
+    extension after those without, and each profile from the end of the memory: large placements, which begin
+    at the front, stay free as long as possible.
     """
     possible = _possible(raw.profiles, withheld)
     staying = [instance for instance in withheld if not instance.leaving]
@@ -65,24 +66,28 @@ def fits_beside(
     profile: MigProfile,
     placement: Placement,
 ) -> bool:
-    """Whether one more instance fits in the silicon beside these."""
+    """Whether one more instance fits on the hardware next to these."""
     left = _left(profiles, instances)
     return _fits(_use(profile, placement, left), left)
 
 
 def has_counters(gpu: Gpu) -> bool:
-    """Whether the GPU's devices are counted: MIG devices of it can be made."""
+    """Whether the scheduler counts the GPU's devices, because MIG devices can be created on it."""
     return gpu.partitioning is not None and bool(gpu.partitioning.possible)
 
 
 def is_counted(gpu: Gpu, inventory: Inventory) -> bool:
-    """Whether the GPU has a counter set: it `has_counters`, or either a container or a virtual machine gets it."""
+    """Whether the GPU has a counter set: it `has_counters`, or both containers and virtual machines may get
+    it.
+    """
     return has_counters(gpu) or (gpu.uuid in inventory.cards_by_gpu and gpu.uuid not in inventory.under_vfio)
 
 
 def counter_set(gpu_name: str, gpu: Gpu) -> JsonObject:
-    """One entry of `spec.sharedCounters`: what the GPU has less what is withheld. A GPU that no MIG devices can be made
-    of has one counter: either a container or a virtual machine gets it."""
+    """Returns one entry of `spec.sharedCounters`: the GPU's amounts minus those of withheld instances.
+
+    A GPU without MIG devices has one counter, so that it goes either to containers or to a virtual machine.
+    """
     counters: JsonObject = {"gpu": {"value": "1"}}
     if gpu.partitioning is not None and has_counters(gpu):
         counters = _wire(_left(gpu.partitioning.profiles, gpu.partitioning.withheld))
@@ -92,7 +97,7 @@ def counter_set(gpu_name: str, gpu: Gpu) -> JsonObject:
 def consumed_counters(
     device: WholeGpu | DynamicMigDevice | VfioDevice, counters: JsonObject
 ) -> list[JsonObject]:
-    """A device's `consumesCounters`, of the `counter_set` of its GPU: a whole GPU takes all that there is."""
+    """Returns a device's `consumesCounters` of its GPU's `counter_set`; a whole GPU consumes everything."""
     if isinstance(device, DynamicMigDevice):
         consumed = _wire(_use(device.profile, device.placement, counters["counters"]))
     else:
@@ -127,7 +132,7 @@ def _instances(profile: MigProfile) -> str:
 
 
 def _use(profile: MigProfile, placement: Placement, counters: Mapping[str, object]) -> Amounts:
-    """What an instance takes of a set that has `counters`; memory in MiB."""
+    """Returns what an instance consumes of a set with these `counters`; memory in MiB."""
     counted = {_instances(profile): 1} if _instances(profile) in counters else {}
     return {**_amounts(profile), **_slices(placement), **counted}
 
@@ -137,7 +142,9 @@ def _fits(use: Amounts, left: Amounts) -> bool:
 
 
 def _left(profiles: tuple[PlacedProfile, ...], withheld: Iterable[GpuInstance]) -> dict[str, int]:
-    """The totals less what the instances take. One of a profile that the table lacks takes its slices."""
+    """Returns the totals minus what the instances consume. An instance of an unknown profile consumes only
+    its slices.
+    """
     left = dict(_totals(profiles))
     known = {row.profile.profile_id: row.profile for row in profiles}
     for instance in withheld:
@@ -170,7 +177,7 @@ def _totals(profiles: tuple[PlacedProfile, ...]) -> Amounts:
 
 
 def _runs_out(row: PlacedProfile) -> bool:
-    """Whether the GPU takes fewer instances of a profile than memory slices allow."""
+    """Whether the GPU has fewer instances of a profile than fit into the memory slices."""
     count, end = 0, 0
     for placement in sorted(row.placements, key=lambda entry: entry.start + entry.size):
         if placement.start >= end:
@@ -179,13 +186,15 @@ def _runs_out(row: PlacedProfile) -> bool:
 
 
 def _bounded(profile: MigProfile, totals: Amounts) -> bool:
-    """Whether some engine runs out with one instance of the profile more than there may be."""
+    """Whether one instance more than `max_instances` already exceeds some engine."""
     above = profile.max_instances + 1
     return any(amount * above > totals[name] for name, amount in _amounts(profile).items())
 
 
 def _most_at_once(profiles: tuple[PlacedProfile, ...], scarce: frozenset[int], name: str) -> int:
-    """The most of a counter that instances side by side take, `scarce` profiles within their number."""
+    """Returns the most of a counter that instances can use at the same time, with at most `max_instances` of
+    `scarce` profiles.
+    """
     options: dict[int, list[tuple[int, MigProfile, int]]] = {}
     for row in profiles:
         amount = _amounts(row.profile)[name]
@@ -195,7 +204,7 @@ def _most_at_once(profiles: tuple[PlacedProfile, ...], scarce: frozenset[int], n
 
     @cache
     def best(position: int, spent: tuple[int, ...]) -> int:
-        """The most from a memory slice on; `spent` are the scarce profiles used before it."""
+        """Returns the most from a memory slice on; `spent` are the scarce profiles used before it."""
         start = next((entry for entry in starts if entry >= position), None)
         if start is None:
             return 0

@@ -1,8 +1,9 @@
-"""MIG layouts: which instances each GPU of a node shall have, as in NVIDIA's mig-parted, and where on the GPU they go.
+"""MIG layouts: which instances each GPU of a node should have, as in NVIDIA's mig-parted, and their
+placements.
 
-A layout is a list of entries. An entry is for all GPUs or for some by index, in the order of their PCI addresses, and
-may be limited to GPUs with certain PCI IDs. Of several entries for one GPU the last one counts, as with mig-parted. A
-GPU that no entry names is left as it is.
+A layout is a list of entries. An entry applies to all GPUs or to some by index, in PCI order, and can be
+limited to GPUs with certain PCI IDs. If several entries match a GPU, the last one applies, as with
+mig-parted. A GPU without a matching entry is not changed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dra_driver.mig.rules.counters import fits_beside
 from dra_driver.model.mig import GpuInstance, LayoutEntry, Layouts, PlacedProfile, Placement
 
 Slot = tuple[int, int]
-"""Profile ID and first memory slice of a GPU instance, as `GpuInstance.slot`."""
+"""Profile ID and first memory slice of a GPU instance, like `GpuInstance.slot`."""
 
 _GENERATED = "all-"
 _BALANCED_SLICES = (1, 1, 2, 3)
@@ -23,8 +24,9 @@ _BALANCED_SLICES = (1, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class LayoutTarget:
-    """What one GPU shall be: its MIG mode, and an instance at each of these slots. With `only_mode` the instances are
-    left as they are."""
+    """The desired state of one GPU: its MIG mode, and an instance at each of these slots. With `only_mode`
+    the instances are not changed.
+    """
 
     mode: bool
     slots: tuple[tuple[PlacedProfile, Placement], ...] = ()
@@ -32,13 +34,13 @@ class LayoutTarget:
 
 
 class LayoutRefusedError(ValueError):
-    """The layout cannot be on this GPU; nothing was changed."""
+    """The GPU does not support the layout; nothing was changed."""
 
 
 def entry_for(
     name: str, layouts: Layouts, index: int, pci_id: str | None, profiles: Sequence[PlacedProfile]
 ) -> LayoutEntry | None:
-    """What the layout of this name asks of the GPU with this PCI index and ID; None if nothing.
+    """Returns the entry of the named layout for the GPU with this PCI index and ID; None if it has none.
 
     Raises: LayoutRefusedError if there is no such layout.
     """
@@ -53,7 +55,7 @@ def entry_for(
 
 
 def generated_names(profiles: Sequence[PlacedProfile]) -> tuple[str, ...]:
-    """The layouts that a GPU has without any configuration."""
+    """Returns the names of the layouts that exist without any configuration."""
     by_profile = [_GENERATED + _in_name(row.profile.name) for row in profiles]
     return ("all-disabled", "all-enabled", "all-balanced", *sorted(by_profile))
 
@@ -84,7 +86,9 @@ def _in_name(profile: str) -> str:
 
 
 def _balanced(profiles: Sequence[PlacedProfile]) -> Mapping[str, int]:
-    """Two of the smallest, one of two slices and one of three, as far as the GPU has such profiles."""
+    """Returns two of the smallest profile, one with two slices and one with three, as far as the GPU has
+    these.
+    """
     plain = [row.profile for row in profiles if row.profile.name.partition("gb")[2] == ""]
     smallest = {
         slices: min(
@@ -102,10 +106,10 @@ def target_of(
     existing: Sequence[GpuInstance],
     fixed: Iterable[Slot],
 ) -> LayoutTarget:
-    """Where the instances of an entry go on a GPU. Instances that exist and match keep their place, if there is a place
-    for the others beside them; those at the `fixed` slots keep theirs in any case.
+    """Returns the placements of an entry's instances on a GPU.
 
-    Raises: LayoutRefusedError that names the nearest layout that fits.
+    Matching instances keep their place if the others then still fit; instances at the `fixed` slots always
+    keep theirs. Raises: LayoutRefusedError that names the nearest layout that fits.
     """
     if not profiles and entry.mode:
         raise LayoutRefusedError("the GPU has no MIG")
@@ -134,12 +138,12 @@ def target_of(
 
 
 def is_placeable(counts: Mapping[str, int], profiles: Sequence[PlacedProfile]) -> bool:
-    """Whether a GPU without instances has a place for all of these."""
+    """Whether all these instances fit on an empty GPU."""
     return _placed(_wanted(counts, {row.profile.name: row for row in profiles}), profiles, ()) is not None
 
 
 def largest_that_fits(counts: Mapping[str, int], profiles: Sequence[PlacedProfile]) -> Mapping[str, int]:
-    """The counts, lessened until a GPU has a place for all. The largest profiles are kept first."""
+    """Returns the counts, reduced until everything fits on a GPU. The largest profiles are kept first."""
     by_name = {row.profile.name: row for row in profiles}
     names = [name for name in counts if name in by_name]
     fitting: dict[str, int] = {}
@@ -152,7 +156,7 @@ def largest_that_fits(counts: Mapping[str, int], profiles: Sequence[PlacedProfil
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """For people: `2 x 1g.10gb and 1 x 3g.40gb`."""
+    """Returns the counts for display: `2 x 1g.10gb and 1 x 3g.40gb`."""
     return " and ".join(f"{count} x {name}" for name, count in sorted(counts.items())) or "no instance"
 
 
@@ -170,7 +174,7 @@ def _order(row: PlacedProfile) -> tuple[int, int, int]:
 
 
 def _wanted(counts: Mapping[str, int], by_name: Mapping[str, PlacedProfile]) -> list[PlacedProfile] | None:
-    """Every wanted instance, the largest first; None if more are wanted than the GPU can have of a profile."""
+    """Returns every wanted instance, the largest first; None if a profile exceeds its maximum."""
     if any(count > by_name[name].profile.max_instances for name, count in counts.items()):
         return None
     rows = sorted((by_name[name] for name, count in counts.items() if count), key=_order)
@@ -183,8 +187,10 @@ def _placed(
     kept: Sequence[GpuInstance],
     must_keep: Sequence[GpuInstance] = (),
 ) -> tuple[tuple[PlacedProfile, Placement], ...] | None:
-    """A place for each wanted instance. Those of `kept` that match are used as they are. None if there is no place, or
-    one of `must_keep` is not used."""
+    """Returns a placement for each wanted instance, and uses matching `kept` instances unchanged.
+
+    None if there is no solution, or if one of `must_keep` would not be used.
+    """
     if wanted is None:
         return None
     table = tuple(profiles)
@@ -211,8 +217,11 @@ def _search(
     used: Sequence[tuple[PlacedProfile, Placement]],
     after: Placement | None = None,
 ) -> list[tuple[PlacedProfile, Placement]] | None:
-    """Every place that is used in the end. Equal profiles stand one after the other in `left`: each gets a place behind
-    that of the one before it, which is `after`, because their order does not matter."""
+    """Returns all placements of a solution, including the used ones.
+
+    Identical profiles are adjacent in `left`. Because their order does not matter, each gets a placement
+    after the previous one, which is `after`.
+    """
     if not left:
         return list(used)
     row, others = left[0], left[1:]

@@ -1,5 +1,6 @@
-"""What of a GPU is on offer, and which GPU instances are this driver's own. The offer never depends on what this driver
-made there itself."""
+"""Which devices of a GPU can be published, and which GPU instances belong to this plugin. What this plugin
+created itself never affects the published devices.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +13,16 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, MigDevice, OwnedInstance, Partitioning
 
 Slot = tuple[int, int]
-"""Profile ID and first memory slice of a GPU instance, as `GpuInstance.slot`."""
+"""Profile ID and first memory slice of a GPU instance, like `GpuInstance.slot`."""
 
 
 def at_slot(entry: OwnedInstance, found: Iterable[GpuInstance]) -> GpuInstance | None:
-    """The GPU instance in the place that the ledger names; None if there is none."""
+    """Returns the GPU instance at the slot of the ledger entry; None if there is none."""
     return next((instance for instance in found if instance.slot == entry.slot), None)
 
 
 def is_ours(entry: OwnedInstance, instance: GpuInstance, inside: Sequence[tuple[int, str]]) -> bool:
-    """Whether the instance at the slot of `entry`, with these compute instances, can be the one that `entry` names."""
+    """Whether the instance at the slot of `entry`, with these compute instances, can be the entry's instance."""
     if entry.gpu_instance_id not in (None, instance.gpu_instance_id):
         return False
     if entry.uuid is None:
@@ -32,7 +33,9 @@ def is_ours(entry: OwnedInstance, instance: GpuInstance, inside: Sequence[tuple[
 def instances_to_withhold(
     existing: Iterable[GpuInstance], ours: Container[Slot], leaving: Container[Slot]
 ) -> tuple[GpuInstance, ...]:
-    """The instances of a GPU that are not to be given out: somebody else's, and those of ours that are `leaving`."""
+    """Returns the instances that must not be used for claims: foreign ones, and those of ours that are
+    `leaving`.
+    """
     return tuple(
         replace(instance, leaving=instance.slot in ours and instance.slot in leaving)
         for instance in existing
@@ -41,7 +44,7 @@ def instances_to_withhold(
 
 
 def is_fully_read(gpu: Gpu, read: Inventory) -> bool:
-    """Whether nothing that decides about the offer of a GPU is missing in the inventory that it was read with."""
+    """Whether everything that determines the published devices of a GPU was read."""
     if gpu.uuid in read.unread:
         return False
     return gpu.partitioning is not None or all(fault.subject != f"GPU {gpu.uuid}" for fault in read.faults)
@@ -50,8 +53,10 @@ def is_fully_read(gpu: Gpu, read: Inventory) -> bool:
 def offered_beside(
     gpu: Gpu, raw: Partitioning, foreign: Sequence[GpuInstance], *, mode_is_foreign: bool
 ) -> Gpu:
-    """A GPU as it is offered beside the `foreign` instances on it. `raw` is its partitioning as it was read;
-    `mode_is_foreign` says that somebody else switched its MIG mode on."""
+    """Returns a GPU with the devices that fit next to its `foreign` instances.
+
+    `raw` is its partitioning as read; `mode_is_foreign` means that this plugin did not enable its MIG mode.
+    """
     return replace(
         gpu,
         partitioning=partitioned(raw, foreign, offers_whole=raw.offers_whole and not mode_is_foreign),
@@ -61,7 +66,9 @@ def offered_beside(
 
 
 def offered_as_before(gpu: Gpu, before: Inventory | None) -> Gpu | None:
-    """A GPU with the offer that it had in an inventory; None if it had no partitioning there."""
+    """Returns a GPU with the devices that it had in an earlier inventory; None if it had no partitioning
+    there.
+    """
     known = (
         None
         if before is None
@@ -86,7 +93,7 @@ def offered_as_before(gpu: Gpu, before: Inventory | None) -> Gpu | None:
 
 
 def instances_of(gpu: Gpu) -> tuple[GpuInstance, ...]:
-    """The GPU instances that the MIG devices of a GPU lie in."""
+    """Returns the GPU instances that contain the MIG devices of a GPU."""
     found = {
         mig.gpu_instance_id: GpuInstance(mig.gpu_instance_id, mig.profile.profile_id, mig.placement)
         for mig in gpu.mig_devices
@@ -95,7 +102,7 @@ def instances_of(gpu: Gpu) -> tuple[GpuInstance, ...]:
 
 
 def offered_without_partitioning(gpu: Gpu, foreign: Sequence[GpuInstance]) -> Gpu:
-    """A GPU of which nothing can be made on demand: it is offered with the devices in `foreign` instances alone."""
+    """Returns a GPU on which nothing can be created on demand, with only the devices in `foreign` instances."""
     return replace(gpu, mig_devices=_devices_in(gpu, foreign), partitioning=None)
 
 

@@ -1,13 +1,13 @@
-"""How many clients and users an MPS daemon serves at a time, the rules of sharing bounded by that, and what users of a
-running daemon should know.
+"""How many clients and users an MPS daemon serves, sharing rules limited to that, and notes on running
+daemons.
 
-A client is a CUDA context of one process. The numbers are those of NVIDIA's manual of MPS: 16 on a GPU before Volta, 48
-from Volta on, and 60 from CUDA 13.1 on, which came with driver branch R590. A MIG device has fewer; how many is not
-documented, so the number of the whole GPU stands.
+A client is a CUDA context of one process. The numbers come from NVIDIA's MPS manual: 16 on a GPU before
+Volta, 48 from Volta on, and 60 from CUDA 13.1 (driver R590) on. A MIG device has fewer, but NVIDIA documents
+no number, so the GPU's number is used.
 
-A daemon serves one user at a time: the clients of another user ID wait until those of the first have ended. From branch
-R555 on, `nvidia-cuda-mps-control -multiuser-server` serves all users at once, on Volta and newer; older programs end on
-this option.
+A daemon serves one user at a time: the clients of another user ID wait until those of the first have exited.
+From R555 on, `nvidia-cuda-mps-control -multiuser-server` serves all users at once, on Volta and newer; older
+programs exit on this option.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ def is_before_volta(gpu: Gpu) -> bool:
 
 
 def most_clients(gpu: Gpu, versions: DriverVersions) -> int:
-    """The most clients of an MPS daemon on the GPU. A GPU or driver of which nothing is known counts as a new one."""
+    """Returns the maximum number of clients of an MPS daemon on the GPU. An unknown GPU or driver counts as
+    new.
+    """
     if is_before_volta(gpu):
         return _BEFORE_VOLTA
     return _BEFORE_CUDA_13_1 if _is_before(_CUDA_13_1_BRANCH, versions) else MAX_MPS_SHARES
 
 
 def why_one_user(gpu: Gpu, versions: DriverVersions) -> str | None:
-    """Why MPS serves one user at a time on the GPU, and what mends that; None if it can serve several.
+    """Returns why MPS serves only one user at a time on the GPU, and the remedy; None if it can serve
+    several.
 
-    A GPU or driver of which nothing is known counts as a new one.
+    An unknown GPU or driver counts as new.
     """
     if is_before_volta(gpu):
         return f"{gpu.product_name} is older than Volta; select a newer GPU"
@@ -59,8 +62,11 @@ def _is_before(branch: int, versions: DriverVersions) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BoundedRule:
-    """The rule of a device, with no more shares than its MPS daemon serves clients, and how many clients that are.
-    `note` says, as a sentence with the remedy, that the device has fewer shares than the configuration asks for."""
+    """The rule of a device, with at most as many shares as its MPS daemon serves clients, and that number of
+    clients.
+
+    `note` is a sentence with the remedy if the device has fewer shares than configured.
+    """
 
     rule: SharingRule
     most_clients: int
@@ -70,7 +76,7 @@ class BoundedRule:
 def bounded_rule(
     policy: SharingPolicy, device: OfferedDevice, versions: DriverVersions
 ) -> BoundedRule | None:
-    """The device's rule as MPS can enforce it. None if the device has no rule."""
+    """Returns the device's rule as MPS can enforce it; None if the device has no rule."""
     rule = policy.rule_for(device)
     if rule is None:
         return None
@@ -86,7 +92,7 @@ def bounded_rule(
 
 
 def notes_of(status: MpsDaemonStatus) -> Iterator[tuple[EventReason, str]]:
-    """(reason of an event, a sentence for a person) for each thing."""
+    """Yields an event reason and a sentence for each condition that users of the daemon should know."""
     devices = ", ".join(status.spec.devices)
     if status.not_exclusive:
         yield (

@@ -1,11 +1,11 @@
-"""Deciding how each device of a claim is used: plainly, time-sliced, or through MPS with limits; and which mix of that
-works within a claim.
+"""Decides how each device of a claim is used: exclusively, time-sliced, or through MPS with limits; and which
+combinations a claim may have.
 
-CUDA looks for GPUs in one place: a process that is a client of an MPS daemon sees the devices of that daemon and no
-others. A daemon has one device, or the whole GPUs of one request. A container gets all devices of each request that it
-names, or of the whole claim if it names none. So a mix within a request can never work. A mix of requests works as long
-as each container names its own, and only the pods say which they name: the plugin cannot refuse it, because claims for
-several containers are made this way.
+A CUDA process that is a client of an MPS daemon sees only the devices of that daemon. A daemon has one
+device, or the whole GPUs of one request. A container gets all devices of each request that it names, or of
+the whole claim if it names none. So a mix within one request can never work. A mix of requests works if each
+container names its own request; the plugin cannot refuse it, because only pods say which requests they name,
+and claims for several containers look like this.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Allocated = tuple[DeviceResult, OfferedDevice]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A device of the claim, the node's `rule` for it, and what the NVIDIA driver can."""
+    """A device of the claim with the node's sharing `rule` for it and the NVIDIA driver's versions."""
 
     result: DeviceResult
     device: OfferedDevice
@@ -51,13 +51,13 @@ class _Wanted:
 
     @property
     def enforced(self) -> SharingRule | None:
-        """The rule of a share, where MPS enforces it."""
+        """The rule of a share that MPS enforces; None for others."""
         has_rule = self.result.share_id is not None and self.rule is not None and self.rule.enforce == "mps"
         return self.rule if has_rule else None
 
     @property
     def serves_users(self) -> bool:
-        """Whether the daemon of the shares serves several users at a time: as the rule says, where MPS can."""
+        """Whether the daemon serves several users at a time: if the rule allows it and MPS supports it."""
         rule = self.enforced
         return rule is not None and rule.multi_user and why_one_user(self.device.gpu, self.versions) is None
 
@@ -68,11 +68,11 @@ def sharing_modes_of(
     policy: SharingPolicy,
     versions: DriverVersions,
 ) -> list[SharingMode]:
-    """How each device is used, in the order of `devices`, which have these `parameters`. `versions` are those of the
-    NVIDIA driver.
+    """Returns how each device is used, in the order of `devices`, whose opaque parameters are `parameters`.
+    `versions` are those of the NVIDIA driver.
 
-    Opaque parameters decide; where they say nothing of sharing, a share that the node's policy enforces
-    by MPS gets its limits. Raises: ClaimRefusedError.
+    Opaque parameters take precedence; if they do not mention sharing, a share that the node's policy enforces
+    through MPS gets its limits. Raises: ClaimRefusedError.
     """
     for (result, _), resolved in zip(devices, parameters, strict=True):
         _refuse_parameters(result, resolved)
@@ -93,8 +93,11 @@ def sharing_modes_of(
 
 
 def _grouped(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> list[SharingMode]:
-    """Several shares of one device in one request go to the same containers, which get the sum of their limits. Several
-    GPUs of one request get one daemon: the containers of the request see all of them through it."""
+    """Adds up the limits of shares of one device in one request, and gives several GPUs of one request a
+    common daemon.
+
+    Both are necessary because the same containers get them.
+    """
     shares: dict[str, dict[str, list[MpsShared]]] = {}
     for (result, device), usage in zip(devices, usages, strict=True):
         if isinstance(usage, MpsShared):
@@ -110,7 +113,9 @@ def _grouped(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> lis
 
 
 def _together(members: Mapping[str, MpsShared], device: str) -> MpsShared:
-    """The mode of a device of a request, whose daemon serves all of them. MPS knows one percentage for all."""
+    """Returns the mode of one device of a request whose daemon serves all its devices. MPS has only one
+    percentage for all.
+    """
     if len(members) == 1:
         return members[device]
     usages = sorted(members.values(), key=lambda usage: usage.spec.gpu_uuid)
@@ -141,7 +146,7 @@ def _sum(shares: Sequence[MpsShared]) -> MpsShared:
 
 
 def _sharing(resolved: ResolvedConfig) -> Sharing | None:
-    """What the opaque parameters of a device ask for."""
+    """Returns the sharing section of a device's opaque parameters."""
     return getattr(resolved.config, "sharing", None)
 
 
@@ -154,7 +159,7 @@ def _refuse_parameters(result: DeviceResult, resolved: ResolvedConfig) -> None:
 
 
 def _changes(sharing: Sharing | None) -> bool:
-    """Whether parameters do something to a device: a claim with adminAccess must not."""
+    """Whether the parameters change a device, which a claim with adminAccess must not do."""
     if sharing is None:
         return False
     if sharing.strategy != "TimeSlicing":
@@ -165,13 +170,17 @@ def _changes(sharing: Sharing | None) -> bool:
 def _same_entry(
     parameters: Sequence[ResolvedConfig], devices: Sequence[Allocated], one: ResolvedConfig
 ) -> list[str]:
-    """All devices that the same parameters apply to, sorted: what indexes in them count."""
+    """Returns the sorted identities of all devices that the same parameters apply to. Indexes in the
+    parameters refer to this list.
+    """
     pairs = zip(parameters, devices, strict=True)
     return sorted({_identity(device) for other, (_, device) in pairs if other.entry == one.entry})
 
 
 def _identity(device: OfferedDevice) -> str:
-    """What parameters name a device by: its UUID; its name where it gets another UUID each time."""
+    """Returns the UUID by which parameters name a device, or its name if its UUID changes each time it is
+    created.
+    """
     return device.uuid or device.name
 
 
@@ -183,7 +192,7 @@ def _usage(resolved: ResolvedConfig, one: _Wanted, group: Sequence[str]) -> Shar
         return _enforced(one)
     if sharing.strategy == "TimeSlicing":
         interval = sharing.time_slicing.interval if sharing.time_slicing else None
-        # A MIG device has its own share of the GPU; its slices of time are not ours to set.
+        # A MIG device has its own part of the GPU; the plugin does not set its time slices.
         if not isinstance(one.device, WholeGpu):
             return None
         return TimeSliced(None if interval is None else INTERVALS.index(interval))
@@ -203,7 +212,8 @@ def _mps(config: MpsConfig, one: _Wanted, group: Sequence[str]) -> MpsShared:
     percentage = config.active_thread_percentage
     spec = _neutral_spec(one.device, _multi_user(config, one))
     if one.result.share_id is None:
-        # Nobody else uses the daemon: the claim's limits hold for clients that lost their environment too.
+        # No other claim uses the daemon, so the claim's limits also apply to clients that lost their
+        # environment.
         own = replace(spec, default_active_thread_percentage=percentage, default_memory_limit_mib=memory)
         return MpsShared(own, memory, percentage)
     if one.rule is None:
@@ -217,9 +227,10 @@ def _mps(config: MpsConfig, one: _Wanted, group: Sequence[str]) -> MpsShared:
 
 
 def _multi_user(config: MpsConfig, one: _Wanted) -> bool:
-    """As the parameters say. Where they say nothing, a share has the daemon of the other shares of its device.
+    """Returns the value in the parameters; if it is missing, the daemon is the same as for the device's other
+    shares.
 
-    Raises: ClaimRefusedError if they ask for what MPS cannot do there.
+    Raises: ClaimRefusedError if MPS does not support it there.
     """
     if config.multi_user is None:
         return one.serves_users
@@ -233,13 +244,13 @@ def _multi_user(config: MpsConfig, one: _Wanted) -> bool:
 
 
 def _neutral_spec(device: OfferedDevice, multi_user: bool) -> MpsDaemonSpec:
-    """A daemon without limits of its own, which claims of different limits can share."""
+    """Returns a daemon without its own limits, so that claims with different limits can share it."""
     kind: MpsKind = "gpu" if isinstance(device, WholeGpu) else "mig"
     return MpsDaemonSpec(device.name, device.uuid, kind, device.gpu.uuid, multi_user)
 
 
 def _memory_limit(config: MpsConfig, one: _Wanted, group: Sequence[str]) -> int | None:
-    """The limit for this device in whole MiB; keys are identities or indexes into the sorted group."""
+    """Returns the limit for this device in whole MiB; keys are identities, or indexes into the sorted group."""
     by_uuid = _limits_by_uuid(config.per_device_memory_limits, one.result, group)
     limit = by_uuid.get(_identity(one.device), config.memory_limit)
     if limit is None:
@@ -269,7 +280,7 @@ def _limits_by_uuid(limits: Mapping[str, int], result: DeviceResult, group: Sequ
 
 
 def _refuse_rival_shares(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> None:
-    """Two shares of one device within a claim are under the same law as those of two claims."""
+    """Checks two shares of one device within a claim like the shares of two claims."""
     for number, (result, device) in enumerate(devices):
         for (other, same), usage in zip(devices[:number], usages[:number], strict=True):
             if same.name != device.name or result.admin_access or other.admin_access:
@@ -282,16 +293,16 @@ def _refuse_rival_shares(devices: Sequence[Allocated], usages: Sequence[SharingM
 
 
 def incompatibility(held: SharingMode, wanted: SharingMode) -> str | None:
-    """Why two claims cannot use one device in these ways at a time; None if they can.
+    """Returns why two claims cannot use one device in these ways at the same time; None if they can.
 
-    A claim that does not ask for a time slice takes the one that another asked for.
+    A claim without a time slice accepts the one that another claim set.
     """
     match held, wanted:
         case MpsShared(spec=mine), MpsShared(spec=theirs):
             differences = theirs.differences(mine)
             return f"one MPS daemon serves both, but {'; '.join(differences)}" if differences else None
         case LostMps(), MpsShared():
-            return None  # the MPS host knows the daemon's settings, and refuses others
+            return None  # the MPS host knows the daemon's settings, and rejects others
         case (MpsShared() | LostMps(), _) | (_, MpsShared() | LostMps()):
             return (
                 f"it uses {usage_kind(held)} and this one {usage_kind(wanted)}; MPS has the device to itself"
@@ -308,7 +319,9 @@ def incompatibility(held: SharingMode, wanted: SharingMode) -> str | None:
 def refuse_mixed_requests(
     devices: Sequence[tuple[DeviceResult, OfferedDevice]], usages: Sequence[SharingMode]
 ) -> None:
-    """Raises: ClaimRefusedError if a request has a device of an MPS daemon and one that the daemon does not have."""
+    """Raises ClaimRefusedError if a request has a device of an MPS daemon and another device that the daemon
+    does not serve.
+    """
     first: dict[str, tuple[OfferedDevice, SharingMode]] = {}
     for (result, device), usage in zip(devices, usages, strict=True):
         if result.admin_access:
@@ -332,7 +345,9 @@ def refuse_mixed_requests(
 
 
 def advice_on_requests(record: ClaimRecord) -> str | None:
-    """The sentence that says how containers must use a claim with MPS and several requests; None for other claims."""
+    """Returns how containers must use a claim with MPS and several requests, as a sentence; None for other
+    claims.
+    """
     held = {(one.device, one.share_id): one for one in record.devices if not one.admin_access}
     through: dict[str, str | None] = {}
     for result in record.claim.results:

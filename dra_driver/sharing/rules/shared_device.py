@@ -1,12 +1,12 @@
-"""A device that several claims may hold at a time, in the wire shape of resource.k8s.io/v1.
+"""A device that several claims may hold at the same time, in the form of resource.k8s.io/v1.
 
-The scheduler gives a claim the default of each capacity that it does not ask for, and the whole of one that has no
-policy. So every capacity of a shared device has a policy. What the rule shares by, the clients of MPS and memory have a
-default above 0, all others have 0. Memory has one in every mode because it is what quotas are counted in: a share that
-takes none of it would cost nothing there.
+If a claim does not request a capacity, the scheduler counts the default of its policy, or all of it without a
+policy. So every capacity of a shared device has a policy. The capacity that the rule divides, MPS clients and
+memory have a default above 0, all others 0. Memory has one in every mode because quotas count memory: a share
+that consumes none would cost nothing.
 
-The limits of a share are rounded so that shares which fit on a device never add up to more than it has. The rule's
-`enforce` says whether they are enforced.
+Limits are rounded so that shares that fit on a device never add up to more than it has. The rule's `enforce`
+decides whether they are enforced.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ SHARES = "shares"
 MULTIPROCESSORS = "multiprocessors"
 MPS_CLIENTS = "mpsClients"
 SHAREABLE = "shareable"
-"""The attribute by which classes select shared devices, for schedulers whose CEL does not know
+"""The attribute by which classes select shared devices, for schedulers whose CEL lacks
 `device.allowMultipleAllocations`."""
 _MIB = 1 << 20
 
 
 def shared_capacity(amounts: Mapping[str, int], device: OfferedDevice, bound: BoundedRule) -> JsonObject:
-    """The capacities of a device under a rule, each with a policy; `amounts` is what the device has, memory in bytes.
+    """Returns the capacities of a device under a rule, each with a policy; `amounts` is what the device has,
+    memory in bytes.
 
-    A device whose memory is unknown is shared without counting it. Where MPS enforces the rule, the scheduler counts
+    If the device's memory is unknown, it is not counted. If MPS enforces the rule, the scheduler counts
     clients, one for each claim; in mode shares the shares are the clients.
     """
     rule = bound.rule
@@ -58,7 +59,7 @@ def shared_capacity(amounts: Mapping[str, int], device: OfferedDevice, bound: Bo
 
 
 def multiprocessors_of(device: OfferedDevice) -> int | None:
-    """The multiprocessors of a device; None where they are unknown."""
+    """Returns the multiprocessors of a device; None if unknown."""
     match device:
         case WholeGpu(_, gpu):
             return gpu.multiprocessors
@@ -69,7 +70,7 @@ def multiprocessors_of(device: OfferedDevice) -> int | None:
 
 
 def memory_mib_of(device: OfferedDevice) -> int | None:
-    """The memory of a device in whole MiB; None where it is unknown."""
+    """Returns the memory of a device in whole MiB; None if unknown."""
     match device:
         case WholeGpu(_, gpu):
             return None if gpu.memory_bytes is None else gpu.memory_bytes // _MIB
@@ -80,13 +81,18 @@ def memory_mib_of(device: OfferedDevice) -> int | None:
 
 
 def multiprocessor_step(total: int) -> int:
-    """The fewest multiprocessors that make a whole percent, because MPS limits in percent: 2 of 132."""
+    """Returns the fewest multiprocessors that are a whole percent, because MPS limits are percentages: 2 of
+    132.
+    """
     return -(-total // 100)
 
 
 def default_memory(total: int, rule: SharingRule) -> int:
-    """The bytes that the scheduler counts for a share whose claim asks for no memory, of `total` in the device. All
-    shares of the device fit together: 0 if they are so many that one would have less than 1 MiB."""
+    """Returns the bytes that the scheduler counts for a share without a memory request, of `total` in the
+    device.
+
+    All shares of the device fit together. The result is 0 if a share would have less than 1 MiB.
+    """
     if rule.mode == "memory":
         return total // _MIB * _MIB
     if rule.shares is not None:
@@ -104,7 +110,7 @@ def _multiprocessors(total: int) -> JsonObject:
 
 
 def _optional(total: int, step: int) -> JsonObject:
-    """A capacity that a claim only takes of when it asks for it."""
+    """Returns a capacity that a claim consumes only if it requests it."""
     if total < step or total == 0:
         return _only(0, total, step)
     high = total // step * step
@@ -113,7 +119,7 @@ def _optional(total: int, step: int) -> JsonObject:
 
 
 def _counted(total: int, step: int, *, default: int) -> JsonObject:
-    """A capacity that every claim takes at least one step of. A range needs room for a second step."""
+    """Returns a capacity of which every claim consumes at least one step. A range needs at least two steps."""
     if total < 2 * step:
         return _only(total, total, step)
     span = {"min": _text(step, step), "max": _text(total, step), "step": _text(step, step)}
@@ -124,7 +130,7 @@ def _counted(total: int, step: int, *, default: int) -> JsonObject:
 
 
 def _only(amount: int, total: int, step: int) -> JsonObject:
-    """A capacity with one valid amount, which a range cannot say."""
+    """Returns a capacity with a single valid amount, which a range cannot express."""
     text = _text(amount, step)
     return {"value": _text(total, step), "requestPolicy": {"default": text, "validValues": [text]}}
 
@@ -135,18 +141,18 @@ def _text(value: int, step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShareLimits:
-    """What the processes of a share may use of the device; None is no limit."""
+    """The limits for the processes of a share; None means unlimited."""
 
     memory_mib: int | None = None
     active_thread_percentage: int | None = None
 
 
 def limits_of(result: DeviceResult, device: OfferedDevice, rule: SharingRule) -> ShareLimits:
-    """The limits of an allocated share.
+    """Returns the limits of an allocated share.
 
-    Memory and multiprocessors that the claim asked for, and in mode shares its part of both; of two
-    limits the tighter one. What was not asked for, or is unknown of the device, is no limit. Memory that the
-    scheduler counts for a claim that asks for none is none either, except in mode memory.
+    They are the tighter of two: the memory and multiprocessors that the claim requested, and in mode shares
+    its fraction of both. A value that was not requested or is unknown means unlimited. So does the default
+    memory that the scheduler counts, except in mode memory.
 
     Raises: InvalidConfigError if the allocation has an amount that is not a quantity.
     """
@@ -176,15 +182,16 @@ def _thread_limits(result: DeviceResult, device: OfferedDevice, rule: SharingRul
         limits.append(_percentage(asked / total))
     part = _part(result, rule)
     if part:
-        # MPS rounds a percentage up to whole multiprocessors, so it must be that of a whole number of them.
+        # MPS rounds a percentage up to whole multiprocessors, so it must correspond to a whole number of
+        # them.
         limits.append(_percentage(Fraction(int(total * part), total) if total else part))
     return limits
 
 
 def _part(result: DeviceResult, rule: SharingRule) -> Fraction:
-    """The part of the whole device that the shares of this allocation are.
+    """Returns the fraction of the whole device that this allocation's shares are.
 
-    Never more than the whole: a claim may have been allocated when the device had more shares than now.
+    At most 1: the claim may have been allocated when the device had more shares than now.
     """
     return min(Fraction(1), _consumed(result, SHARES) / rule.shares) if rule.shares else Fraction(0)
 
@@ -194,7 +201,7 @@ def _percentage(part: Fraction) -> int:
 
 
 def _consumed(result: DeviceResult, name: str) -> Fraction:
-    """An amount of the allocation; its name may be written with the domain of gpu-dra-driver."""
+    """Returns an amount of the allocation; its name may include the driver's domain."""
     consumed = result.consumed_capacity
     text = consumed.get(name, consumed.get(f"{result.driver}/{name}"))
     return Fraction(0) if text is None else parse_quantity(text)
