@@ -92,53 +92,48 @@ def _busy(load: GpuLoad) -> float | None:
 
 _GAUGES: Mapping[str, tuple[str, ...]] = {
     "claims_failing": ("Claims whose last Prepare or Unprepare failed.",),
-    "pending_cleanups": ("Pending cleanup: what an Unprepare or a failed Prepare could not undo yet.", "kind"),
-    "devices": ("Devices on offer; `possible_mig` are those that are made when a claim needs them.",
+    "pending_cleanups": ("Pending cleanups.", "kind"),
+    "devices": ("Published devices; `possible_mig` are MIG devices on demand.",
                 "device_type", "health"),
-    "discovery_faults": ("What discovery could not read: GPUs or single attributes of them.",),
-    "gpu_info": ("1 for each GPU that discovery found, also those in MIG mode; `product` is empty while unknown.",
+    "discovery_faults": ("GPUs and attributes that discovery could not read.",),
+    "gpu_info": ("1 for each GPU; `product` is empty while unknown.",
                  "uuid", "product"),
-    "gpu_monitored": ("1 while the health of the GPU is known, 0 once the last look at it is too old.", "uuid"),
-    "gpu_power_watts": ("Power of a physical GPU of which a prepared claim has a device.", "uuid"),
-    "gpu_reason": ("Severity of what is wrong with a GPU or an instance of it, by kind of reason.", "uuid", "reason"),
-    "gpu_severity": ("0 well, 1 information, 2 degraded, 3 unhealthy, 4 lost; not there while nothing is known of the "
-                     "GPU.", "uuid"),
-    "mig_devices": ("MIG devices that exist, whoever made them.", "uuid", "profile"),
-    "mig_layout": ("1 for each GPU that the node's MIG layout is for: `state` is applied, waiting or refused.",
+    "gpu_monitored": ("1 while the GPU's health is known, 0 if the last answer is too old.", "uuid"),
+    "gpu_power_watts": ("Power of a GPU that prepared claims use.", "uuid"),
+    "gpu_reason": ("Severity of each reason of a GPU or its MIG devices.", "uuid", "reason"),
+    "gpu_severity": ("0 healthy, 1 information, 2 degraded, 3 unhealthy, 4 lost; missing while unknown.", "uuid"),
+    "mig_devices": ("MIG devices that exist.", "uuid", "profile"),
+    "mig_layout": ("1 for each GPU of the node's MIG layout.",
                    "uuid", "layout", "state"),
-    "mig_severity": ("As `nvidia_dra_gpu_severity`, of each MIG device with reasons of its own, whose UUID is `uuid` "
-                     "(`unknown` until it is read).", "parent_uuid", "uuid", "mig_instance"),
+    "mig_severity": ("As `nvidia_dra_gpu_severity`, for each MIG device with reasons of its own.",
+                     "parent_uuid", "uuid", "mig_instance"),
     "mps_daemons": ("MPS control daemons of the node.", "state"),
-    "node_problem": ("1 while something is wrong with the node: all that /readyz says, also its notes.",),
-    "partitions_unsupported": ("1 where MIG devices on demand are wanted but the API server cannot count partitions.",),
-    "publish_problem": ("1 while the slices in the API server are not what they should be.",),
-    "problems": ("Problems of the node by kind, as on the page /problems.", "problem"),
+    "node_problem": ("1 while `/readyz` shows a problem or a note.",),
+    "partitions_unsupported": ("1 while MIG on demand is on, but the API server cannot count partitions.",),
+    "publish_problem": ("1 while the slices in the API server are out of date.",),
+    "problems": ("Problems of the node by kind, as in `/problems`.", "problem"),
     "published_slices": ("Slices of this node in the API server.",),
-    "ready": ("1 while /readyz says that gpu-dra-driver is ready; its notes count in `nvidia_dra_node_problem`.",),
-    "unclaimed_memory_bytes": ("Memory that processes have on a GPU which belong to no prepared claim and no "
-                               "container.", "uuid"),
-    "withdrawn_devices": ("Devices left out of the slices because pods must not get them and taints would not keep "
-                          "them away.",),
+    "ready": ("1 while `/readyz` is ready.",),
+    "unclaimed_memory_bytes": ("Memory of a GPU that processes without a claim or container use.", "uuid"),
+    "withdrawn_devices": ("Bad devices that the slices omit, because taints cannot keep pods away.",),
 }  # fmt: skip
 """Gauges of this node: by name, without `nvidia_dra_`, the help and the labels beside `driver`."""
 _OF_PODS: Mapping[str, tuple[str, Callable[[PodUse], float | None]]] = {
-    "utilization_ratio": ("Part of the last seconds in which a kernel of the pod ran on a whole GPU of its prepared "
-                          "claim; not there where NVML has no samples of processes.",
+    "utilization_ratio": ("Part of the last ten seconds in which a kernel of the pod ran on a whole GPU.",
                           lambda pod: None if pod.utilisation_percent is None else pod.utilisation_percent / 100),
-    "memory_used_bytes": ("Memory that the pod's processes have on a device of its prepared claim.",
+    "memory_used_bytes": ("Memory that the pod uses on a device.",
                           lambda pod: pod.memory_bytes),
-    "processes": ("Processes of the pod on a device of its prepared claim.", lambda pod: pod.processes),
+    "processes": ("Processes of the pod on a device.", lambda pod: pod.processes),
 }  # fmt: skip
 """Gauges of each pod on a device of its claims: by name, without `nvidia_dra_pod_`, the help and the value. `claim` is
 empty where the pod has the device by several claims."""
 _OF_DEVICES: Mapping[str, tuple[str, Callable[[DeviceUse, GpuLoad], float | None]]] = {
-    "utilization_ratio": ("Part of the time in which a kernel ran on a device of a prepared claim; of a MIG device "
-                          "since the scrape before, from Hopper on.", lambda _, load: _busy(load)),
+    "utilization_ratio": ("Part of the time in which a kernel ran on the device.", lambda _, load: _busy(load)),
     "memory_used_bytes": ("Memory in use on the device.", lambda _, load: load.memory_used_bytes),
     "memory_total_bytes": ("Memory of the device.", lambda _, load: load.memory_total_bytes),
-    "processes": ("Processes on the device; MIG devices of one GPU instance have the same.",
+    "processes": ("Processes on the device.",
                   lambda device, _: device.processes),
-    "gpu_fraction": ("Part of its GPU that the device is, by memory.", lambda device, _: device.gpu_fraction),
+    "gpu_fraction": ("The device's part of its GPU, by memory.", lambda device, _: device.gpu_fraction),
 }  # fmt: skip
 """Help and value of each gauge of a device. `shared` is true while several claims have the device, and nobody knows
 whose use it is."""
@@ -161,7 +156,7 @@ class Views:
             tally = Tally(kind if kind in _PREPARED_TYPES else "unknown" for kind in kinds())
             yield _gauge(
                 "nvidia_dra_prepared_devices",
-                "Devices that are prepared for claims.",
+                "Devices of prepared claims.",
                 ("node", "driver", "device_type"),
                 {(self._node, self._driver, kind): tally[kind] for kind in _PREPARED_TYPES},
             )
@@ -199,7 +194,7 @@ class Views:
                         samples[*claim, pod, held.device, kind, uuid, held.gpu_uuid, admin, *of_dcgm] = 1
             yield _gauge(
                 "nvidia_dra_claim_info",
-                "1 for each prepared device of a claim and each of its pods; `parent_uuid` is the physical GPU's.",
+                "1 for each prepared device of a claim and each of its pods.",
                 (
                     "driver", "node", "namespace", "claim", "claim_uid", "pod", "device", "device_type", "uuid",
                     "parent_uuid", "admin_access", "dra_claim_namespace", "dra_claim_name", "dra_pool_name",
@@ -287,7 +282,7 @@ class Views:
         def read() -> Iterator[Metric]:
             family = CounterMetricFamily(
                 "nvidia_dra_notices",
-                "Events and claim states for the API server: taken (`written`), refused (`failed`), or `dropped`.",
+                "Events and claim states by outcome: accepted (`written`), refused (`failed`) or `dropped`.",
                 labels=("driver", "outcome"),
             )
             for outcome, count in counts().items():
@@ -388,7 +383,7 @@ class Views:
         yield self._gauge("gpu_monitored", {(uuid,): is_fresh for uuid, is_fresh in fresh.items()})
         xids = CounterMetricFamily(
             "nvidia_dra_gpu_xids",
-            "Xid errors that the GPU reported since the start of gpu-dra-driver.",
+            "Xid errors of the GPU since the plugin's start.",
             labels=("driver", "uuid", "xid"),
         )
         for (uuid, number), count in health.history.xid_counts().items():

@@ -74,26 +74,26 @@ _OPERATION = {"operation": _OPERATIONS}
 _STEP = {"step": [step_label(kind) for kind in get_args(Step)], "action": _STEP_ACTIONS}
 _Labels = Mapping[str, Sequence[str]]
 _COUNTERS: Mapping[str, tuple[str, _Labels]] = {
-    "requests": ("Claims prepared or unprepared with success.", _OPERATION),
-    "node_prepare_errors": ("Claims that could not be prepared, by cause.", {"error_type": REASONS}),
-    "node_unprepare_errors": ("Claims that could not be unprepared, by cause.", {"error_type": REASONS}),
-    "mig_errors": ("MIG devices that could not be made or destroyed, by cause.",
+    "requests": ("Claims prepared or unprepared successfully.", _OPERATION),
+    "node_prepare_errors": ("Failed Prepares of claims, by cause.", {"error_type": REASONS}),
+    "node_unprepare_errors": ("Failed Unprepares of claims, by cause.", {"error_type": REASONS}),
+    "mig_errors": ("MIG devices that the plugin failed to create or destroy.",
                    {"operation": _MIG_ACTIONS, "error_type": REASONS}),
-    "step_errors": ("Steps that could not be done or undone.", _STEP),
-    "publish_errors": ("Failed attempts to bring the slices up to date, by cause.", {"error_type": REASONS}),
-    "api_requests": ("Requests to the API server by HTTP method and status code; `none` where no answer came.",
+    "step_errors": ("Failed steps of claims.", _STEP),
+    "publish_errors": ("Failed updates of the slices, by cause.", {"error_type": REASONS}),
+    "api_requests": ("Requests to the API server; code `none` without an answer.",
                      {"method": [method for method, _ in _USUAL_ANSWERS], "code": [_NO_ANSWER]}),
 }  # fmt: skip
 """By name, without `nvidia_dra_`: help, and the values of each label beside `driver`."""
 _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float], _Labels]] = {
     "request_duration_seconds": ("Time to prepare or unprepare one claim.", _DURATION_BUCKETS, _OPERATION),
-    "release_wait_seconds": ("Time that a Prepare waited for a device that was held, in use, or refused by NVML.",
+    "release_wait_seconds": ("Time that a Prepare waited for a device.",
                              _WAIT_BUCKETS, {}),
-    "mig_duration_seconds": ("Time to make or destroy one MIG device on demand.", _DURATION_BUCKETS,
+    "mig_duration_seconds": ("Time to create or destroy one MIG device on demand.", _DURATION_BUCKETS,
                              {"operation": _MIG_ACTIONS}),
-    "step_duration_seconds": ("Time to do or undo one step of a claim, whether it succeeded or not.", _STEP_BUCKETS,
+    "step_duration_seconds": ("Time to do or undo one step of a claim, also if it failed.", _STEP_BUCKETS,
                               _STEP),
-    "publish_lag_seconds": ("Time from a change on the node until the slices that tell of it were written.",
+    "publish_lag_seconds": ("Time from a change on the node to the slices that show it.",
                             _LAG_BUCKETS, {}),
 }  # fmt: skip
 
@@ -112,7 +112,7 @@ class Metrics:
         self._driver = driver
         self._unread = Counter(
             "nvidia_dra_scrape_errors",
-            "Sources of metrics that were left out of a scrape.",
+            "Sources of metrics that were missing in a scrape.",
             ("driver", "source", "cause"),
             registry=None,
         )

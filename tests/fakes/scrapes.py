@@ -176,7 +176,7 @@ def table() -> str:
 
 def _line(family: Metric) -> str:
     suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
-    labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+    labels = sorted({label for sample in family.samples for label in sample.labels} - {"le", "driver"})
     return f"| `{family.name}{suffix}` | {family.type} | {', '.join(labels)} | {family.documentation} |"
 
 
