@@ -199,23 +199,6 @@ def test_no_two_classes_have_the_same_extended_resource(classes: dict[str, Json]
     ] == ["gpu.nvidia.com"]
 
 
-def told_of(who: str) -> set[str]:
-    """The names in the row of somebody in the page's last table."""
-    table = PAGE.partition("## Names that other programs read")[2]
-    [row] = re.findall(rf"^\| {who} \|(.*)$", table, re.MULTILINE)
-    return set(re.findall(r"`([^`]+)`", row))
-
-
-def test_the_manual_has_what_is_read() -> None:
-    table = PAGE.partition("## Names that other programs read")[2]
-    assert set(re.findall(r"^\| ([A-Z][\w ]+) \|", table, re.MULTILINE)) - {"Program"} == {*READS, "KAI"}
-    assert told_of("all") == {DEFAULT_DRIVER_NAME, "nodeName", "generation", "resourceSliceCount"}
-    assert told_of("KAI") == {"gpu", "nvidia.com/gpu", "extendedResourceName"}
-    for who in READS:
-        told = told_of(who) - {"deviceclass/<class>"}
-        assert told == set().union(*(names_for(who, kind) for kind in READS[who]))
-
-
 BLOCKS: list[Json] = [
     document
     for text in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
