@@ -1,18 +1,19 @@
-"""One control daemon: brought up, kept up, taken down. Every step may be repeated from any point.
+"""One control daemon: starts it, keeps it running, stops it. Every step can be repeated after a failure at
+any point.
 
 | Step of a start | A crash after it leaves | The next host | A stop |
 |---|---|---|---|
-| record | a record | goes on | removes it |
-| directories, tmpfs | the same, and they | goes on | removes them too |
-| modes of all GPUs read and in the record | the same | goes on, and keeps what is in the record | the same |
-| GPUs exclusive, side by side | some GPUs exclusive | makes the others exclusive | puts each back that is exclusive |
-| daemon started | a daemon that no record names | finds it by its pipe directory | ends it |
-| process in the record, limits set | everything | finds it ready | ends it |
+| record | a record | continues | removes it |
+| directories, tmpfs | these too | continues | removes them too |
+| compute modes of all GPUs recorded | the same | continues, and keeps the recorded modes | the same |
+| GPUs exclusive, in parallel | some GPUs exclusive | makes the others exclusive | restores those that are exclusive |
+| daemon started | a daemon without a recorded process | finds it by its pipe directory | stops it |
+| process recorded, limits set | everything | finds it ready | stops it |
 
-| Step of a stop | A crash after it leaves | The next host finds it unwanted, and |
+| Step of a stop | A crash after it leaves | The next host, if the daemon is still unwanted |
 |---|---|---|
-| processes ended | directories, modes | goes on |
-| GPUs as before, side by side | some GPUs exclusive | puts the others back |
+| processes stopped | directories, modes | continues |
+| compute modes restored, in parallel | some GPUs exclusive | restores the others |
 | directories removed | the record | removes it |
 | record removed | the status | removes it |
 """
@@ -46,7 +47,7 @@ from dra_driver.mps_host import daemon_processes as processes
 from dra_driver.mps_host.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps_host.daemon_control import (
     OUTPUT,
-    BrokenOffError,
+    StartCancelledError,
     DaemonControl,
     Timings,
     bound_logs,
@@ -62,15 +63,17 @@ _log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 _UNANSWERED = 3
-"""A daemon that does not answer once may only be busy."""
+"""A daemon that does not respond once or twice may only be busy."""
 _GPUS_AT_ONCE = 16
 _STOP_AGAIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class HostTools:
-    """What daemons are made with; the same for all of a host. `make_capability_nodes` has a device node for each MIG
-    device, or raises RetryableError."""
+    """What all daemons of a host share.
+
+    `make_capability_nodes` creates a device node for each MIG device, or raises RetryableError.
+    """
 
     layout: MpsLayout
     programs: FindPrograms
@@ -99,8 +102,9 @@ class Daemon:
         recovered: bool = False,
         refuse: Callable[[], None] = lambda: None,
     ) -> None:
-        """`recovered` is for a daemon that was there before this process: a failure takes nothing down then. `refuse`
-        raises RetryableError while it must not start."""
+        """`recovered` is for a daemon that existed before this process: a failure then removes nothing.
+        `refuse` raises RetryableError while the daemon must not start.
+        """
         self._tools = tools
         self._refuse = refuse
         self._record = record
@@ -113,11 +117,11 @@ class Daemon:
         self._backoff = Backoff(tools.timings.first_backoff, tools.timings.longest_backoff)
         self._retry_at = 0.0
         self.ending = False
-        """Whether it is being taken down, which cannot be called off."""
+        """Whether it is being stopped, which cannot be cancelled."""
         self.gone = False
-        """Whether it was taken down; such an object serves no more."""
+        """Whether it was stopped; the object is then no longer used."""
         self._unanswered = 0
-        self._look_at_gpu_at = 0.0
+        self._check_gpus_at = 0.0
         self._without_mode: set[str] = set(record.spec.gpu_uuids) if record.spec.kind == "mig" else set()
         self.status = MpsDaemonStatus(
             record.spec.device,
@@ -130,8 +134,10 @@ class Daemon:
     # --- what callers want ---------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Have it run, or go on with its end. Never raises, the status says it. What a first start that fails made is
-        taken back; later others may use the daemon."""
+        """Starts it if necessary, or continues to stop it. Never raises; `status` shows failures.
+
+        A failed first start is undone. Later failures undo nothing, because clients may use the daemon.
+        """
         with self._lock:
             if self.gone or self._tools.closing.is_set():
                 return
@@ -140,16 +146,19 @@ class Daemon:
                     self._end()
                 elif not self._is_up():
                     self._bring_up()
-            except BrokenOffError:
-                pass  # the next host process goes on, or `stop`
-            except Exception as error:  # noqa: BLE001  it is tried again, and the status says it
+            except StartCancelledError:
+                pass  # the next host process continues, or `stop` does
+            except Exception as error:  # retried later, and shown in the status
                 if not isinstance(error, DraDriverError):
                     _log.exception("mps_request_failed")
                 self._failed(error)
 
     def stop(self, is_over: Callable[[], bool]) -> None:
-        """Nothing of it is left, nor anything that it made; or it runs on if it is not over after all. `is_over` is
-        asked after the status says that it serves no more. Never raises: `keep` goes on with what failed."""
+        """Stops the daemon and removes everything that it created, unless `is_over` then returns False.
+
+        `is_over` is called after the status says that the daemon no longer serves. Never raises: `keep`
+        retries what failed.
+        """
         with self._lock:
             before = self.status
             self._show("stopped")
@@ -163,7 +172,7 @@ class Daemon:
                 self._failed(error)
 
     def needs_attention(self, now: float) -> bool:
-        """Whether `keep` has work to do now; notices a daemon that has ended."""
+        """Whether `keep` has work to do now. Also notices a daemon that has exited."""
         if self.gone or now < self._retry_at or self._lock.locked():
             return False
         if self.status.state not in ("ready", "fault"):
@@ -173,17 +182,17 @@ class Daemon:
         return False
 
     def probe(self, users: Collection[int] = ()) -> None:
-        """Ask for servers in FAULT and for the number of clients, keep the GPU exclusive, and cut what the daemon has
-        logged. Never raises.
+        """Queries servers in FAULT and the number of clients, keeps the GPU exclusive, and truncates logs.
+        Never raises.
 
-        `users` are the user IDs of the processes that have its pipe directory.
+        `users` are the user IDs of the processes that use its pipe directory.
         """
         before = self.status
         if before.state not in ("ready", "fault") or before.pid is None:
             return
         bound_logs(self.directories)
         try:
-            problem, clients = self._control.ask_servers()
+            problem, clients = self._control.query_servers()
             self._unanswered = 0
         except RetryableError as error:
             self._unanswered += 1
@@ -191,13 +200,13 @@ class Daemon:
         with self._lock:
             if self.status.pid == before.pid and self.status.state in ("ready", "fault"):
                 self._probed(problem, clients, users)
-                if time.monotonic() >= self._look_at_gpu_at:
-                    self._keep_gpu()
+                if time.monotonic() >= self._check_gpus_at:
+                    self._keep_gpus_exclusive()
 
     # --- up ------------------------------------------------------------------------------------
 
     def _bring_up(self) -> None:
-        """Raises: what failed; BrokenOffError."""
+        """Raises: the cause of the failure; StartCancelledError."""
         try:
             self._start_or_adopt(time.monotonic() + self._tools.timings.start)
         except DraDriverError:
@@ -216,12 +225,12 @@ class Daemon:
         process = self._find_running()
         adopted = process is not None
         if adopted:
-            self._keep_gpu()
+            self._keep_gpus_exclusive()
         if process is None:
             if self._record.spec.kind == "mig":
                 self._tools.make_capability_nodes()
             self._make_directories()
-            self._take_gpu_in_time(deadline)
+            self._make_gpus_exclusive_in_time(deadline)
             self._clear_pipes()
             process = self._start()
         if process != self._record.process or self._record.boot_id != self._tools.boot_id:
@@ -232,7 +241,7 @@ class Daemon:
             )
             self._control.apply_limits()
         except DraDriverError:
-            self._end_all()
+            self._stop_processes()
             raise
         self._established = True
         self._show("ready", pid=process.pid)
@@ -244,7 +253,7 @@ class Daemon:
         )
 
     def _find_running(self) -> ProcessId | None:
-        """A daemon that runs already: the recorded one, or one that was started and not recorded."""
+        """Returns a running daemon: the recorded one, or one that was started but not recorded."""
         recorded = self._recorded()
         if recorded is not None and processes.is_control_daemon(recorded, self.directories.pipe):
             return recorded
@@ -275,15 +284,15 @@ class Daemon:
         for shared in (Path(paths.pipe), Path(paths.log), shm):
             tools.labels.label(shared)
 
-    def _take_gpu(self, *, again: bool = False) -> None:
-        """Each GPU is exclusive to MPS; what they were before is on disk before the first one changes.
+    def _make_gpus_exclusive(self, *, again: bool = False) -> None:
+        """Makes each GPU exclusive to MPS. Records the earlier modes on disk before it changes the first one.
 
-        `again` is for a daemon that runs: a reset of the GPU or a reload of the NVIDIA driver makes the mode the
-        default one, any other mode is somebody's wish. A GPU that does not answer keeps no other from being exclusive
-        then.
+        `again` is for a running daemon: a GPU reset or driver reload sets the default mode, which is then
+        corrected; any other mode was set on purpose and is kept. In this case a GPU that does not respond
+        does not affect the others.
         """
         tools, spec = self._tools, self._record.spec
-        self._look_at_gpu_at = time.monotonic() + tools.timings.exclusive
+        self._check_gpus_at = time.monotonic() + tools.timings.exclusive
         asked = [uuid for uuid in spec.gpu_uuids if uuid not in self._without_mode]
         found, unread = _on_each(partial(self._where_supported, tools.compute_mode.get), asked)
         if unread is not None and not again:
@@ -308,10 +317,10 @@ class Daemon:
         if problem is not None:
             raise problem
 
-    def _take_gpu_in_time(self, deadline: float) -> None:
-        """As `_take_gpu`. Raises: RetryableError too if it leaves no time for the start of the daemon."""
+    def _make_gpus_exclusive_in_time(self, deadline: float) -> None:
+        """Like `_make_gpus_exclusive`. Also raises RetryableError if no time is left to start the daemon."""
         began = time.monotonic()
-        self._take_gpu()
+        self._make_gpus_exclusive()
         now = time.monotonic()
         gpus = [uuid for uuid in self._record.spec.gpu_uuids if uuid not in self._without_mode]
         if gpus and now >= deadline:
@@ -323,8 +332,10 @@ class Daemon:
             )
 
     def _where_supported(self, ask: Callable[[str], T], gpu_uuid: str) -> T | None:
-        """What is asked of the GPU's compute mode. Where a GPU has no such setting, nothing keeps a program from going
-        past MPS: that is said once, and the mode is left alone. Raises: RetryableError."""
+        """Returns the result of the call; None if the GPU has no compute mode, which is logged once.
+
+        Nothing then prevents a program on that GPU from bypassing MPS. Raises: RetryableError.
+        """
         try:
             return ask(gpu_uuid)
         except NotSupportedError as error:
@@ -333,18 +344,20 @@ class Daemon:
             _log.warning("compute_mode_not_supported", device=self._record.spec.device, error=str(error))
             return None
 
-    def _keep_gpu(self) -> None:
-        """As `_take_gpu` for a daemon that runs. Never raises: it runs on, and the next look tries again."""
+    def _keep_gpus_exclusive(self) -> None:
+        """Like `_make_gpus_exclusive` for a running daemon. Never raises: the daemon keeps running, and the next check
+        retries.
+        """
         try:
-            self._take_gpu(again=True)
+            self._make_gpus_exclusive(again=True)
         except NvmlDetachedError:
-            self._look_at_gpu_at = 0.0  # the first look after it, since the compute mode may be lost then
+            self._check_gpus_at = 0.0  # check as soon as NVML is back, since the mode may be lost
         except DraDriverError as error:
-            self._look_at_gpu_at = time.monotonic() + self._tools.timings.exclusive
+            self._check_gpus_at = time.monotonic() + self._tools.timings.exclusive
             _log.warning("compute_mode_not_kept", device=self._record.spec.device, error=str(error))
 
     def _clear_pipes(self) -> None:
-        """Servers of a daemon that died, and the files that would make a new one believe that it lives."""
+        """Removes servers of a dead daemon, and files that would make a new daemon believe that it is alive."""
         processes.end(processes.users_of(self.directories.pipe), self._tools.timings.patience)
         _clear_directory(Path(self.directories.pipe))
 
@@ -364,21 +377,24 @@ class Daemon:
 
     def _take_down(self) -> None:
         spec = self._record.spec
-        self._end_all()
-        self._give_gpu_back()
+        self._stop_processes()
+        self._restore_gpus()
         remove_directory(self._tools, spec.device)
         self._tools.records.forget(spec.device)
         self._record = DaemonRecord(spec, self._tools.boot_id)
 
-    def _end_all(self) -> None:
+    def _stop_processes(self) -> None:
         recorded = self._recorded()
         if recorded is not None and not processes.is_alive(recorded):
             processes.reap(recorded.pid)
-        self._control.end_users()
+        self._control.stop_processes()
 
-    def _give_gpu_back(self) -> None:
-        """A GPU that does not answer keeps no other from being put back. What was put back is read back. Raises: the
-        first error, after all."""
+    def _restore_gpus(self) -> None:
+        """Restores the compute modes and verifies them. A GPU that does not respond does not affect the
+        others.
+
+        Raises: the first error, after all GPUs.
+        """
         mode, before = self._tools.compute_mode, self._record.modes_before
 
         def put_back(uuid: str) -> None:
@@ -397,7 +413,7 @@ class Daemon:
     # --- state ---------------------------------------------------------------------------------
 
     def _is_up(self) -> bool:
-        """Whether a daemon that was ready still runs."""
+        """Whether a daemon that became ready is still running."""
         process = self._record.process
         return self.status.state in ("ready", "fault") and process is not None and processes.is_alive(process)
 
@@ -416,12 +432,14 @@ class Daemon:
     def _failed(self, error: Exception) -> None:
         self._show("failed", problem=" ".join(str(error).split()))
         pause = self._backoff.step()
-        # The plugin keeps the GPU from others as long as something is left.
+        # The plugin withholds the GPU until nothing of the daemon is left.
         self._retry_at = time.monotonic() + (min(pause, _STOP_AGAIN_S) if self.ending else pause)
         _log.warning("mps_daemon_failed", device=self.status.device, error=str(error))
 
     def _probed(self, problem: str | None, clients: int | None, users: Collection[int]) -> None:
-        """In FAULT while there is a problem. Nothing is restarted: clients may still be at work, and MPS heals."""
+        """Shows FAULT while there is a problem. Does not restart the daemon: clients may still be running,
+        and MPS recovers.
+        """
         if problem and self.status.problem != problem:
             _log.warning("mps_fault", device=self.status.device, problem=problem)
         if problem != self.status.problem:
@@ -441,9 +459,9 @@ class Daemon:
 def _on_each(
     action: Callable[[str], T], gpu_uuids: Iterable[str]
 ) -> tuple[dict[str, T], BaseException | None]:
-    """What the action returns for each GPU where it does not fail, and the first error.
+    """Returns the action's result for each GPU on which it succeeds, and the first error.
 
-    All GPUs at the same time: without persistence mode nvidia-smi takes seconds for each.
+    Runs on all GPUs in parallel: without persistence mode nvidia-smi takes seconds for each.
     """
     uuids = list(gpu_uuids)
     futures = run_in_parallel([partial(action, uuid) for uuid in uuids], _GPUS_AT_ONCE)
@@ -457,7 +475,7 @@ def _on_each(
 
 
 def remove_directory(tools: HostTools, device: str) -> None:
-    """Remove a device's directory with what is mounted in it. Raises: RetryableError."""
+    """Removes a device's directory and its mounts. Raises: RetryableError."""
     top = tools.layout.directory(device)
     if not os.path.lexists(top):
         return
@@ -465,7 +483,7 @@ def remove_directory(tools: HostTools, device: str) -> None:
     try:
         if top.is_dir() and not top.is_symlink():
             shutil.rmtree(top)
-        else:  # rmtree would wait for a writer of a pipe
+        else:  # rmtree would block on a pipe
             top.unlink()
     except FileNotFoundError:
         pass
@@ -474,7 +492,7 @@ def remove_directory(tools: HostTools, device: str) -> None:
 
 
 def _clear_directory(path: Path) -> None:
-    """Remove what is in it. Raises: RetryableError."""
+    """Removes the content of a directory. Raises: RetryableError."""
     try:
         for entry in path.iterdir():
             if entry.is_dir() and not entry.is_symlink():

@@ -1,4 +1,4 @@
-"""The compute mode of a GPU: exclusive while MPS runs on it, so that no process can go past MPS."""
+"""The compute mode of a GPU: exclusive while MPS runs on it, so that no process can bypass MPS."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BY_NAME = {name: mode for mode, name in _NAMES.items()}
 _TIMEOUT_S = 30.0
 """Without persistence mode the first call initialises the GPU, which takes seconds."""
 _OTHER_S = 5.0
-"""How long a call waits for an nvidia-smi that an earlier MPS host has started."""
+"""How long a call waits for an nvidia-smi process that an earlier MPS host started."""
 _DRIVER_NOT_LOADED = 9
 _ABSENT = (
     "no devices were found",
@@ -33,16 +33,19 @@ _ABSENT = (
 _NO_SETTING = ("[N/A]", "N/A")
 _NOT_SUPPORTED = "not supported"
 _NOT_SET = ("unable to set", "treating as warning")
-"""nvidia-smi says these with exit code 0."""
+"""nvidia-smi prints these failures with exit code 0."""
 
 
 class ComputeMode:
-    """Reads and sets it through the NVIDIA driver's own nvidia-smi, as NVML's numbers: 0 default, 2 prohibited, 3
-    exclusive to one process. nvidia-smi opens NVML, so it runs only within `using_nvml`, which raises NvmlDetachedError
-    while NVML is to stay closed.
+    """Reads and sets compute modes with the NVIDIA driver's nvidia-smi, as NVML's numbers: 0 default, 2
+    prohibited, 3 exclusive to one process.
 
-    nvidia-smi holds a lock of its GPU in the file `locks`, also after this process is killed. So the next host does not
-    read or set a mode that an nvidia-smi of the last host is about to change."""
+    nvidia-smi opens NVML, so it runs only within `using_nvml`, which raises NvmlDetachedError while NVML must
+    stay closed.
+
+    Each nvidia-smi process holds the lock of its GPU in the file `locks`, even after this process is killed.
+    So the next host does not read or set a mode that an older nvidia-smi process is about to change.
+    """
 
     def __init__(
         self,
@@ -55,9 +58,9 @@ class ComputeMode:
         self._locks = locks
 
     def get(self, gpu_uuid: str) -> int | None:
-        """The mode; None where the GPU or the NVIDIA driver is gone.
+        """Returns the mode; None if the GPU or the NVIDIA driver is gone.
 
-        Raises: NotSupportedError where the GPU has no such setting, RetryableError otherwise.
+        Raises: NotSupportedError if the GPU has no compute mode, otherwise RetryableError.
         """
         action = f"cannot read the compute mode of {gpu_uuid}"
         code, text = self._run(action, gpu_uuid, "--query-gpu=compute_mode", "--format=csv,noheader")
@@ -69,7 +72,7 @@ class ComputeMode:
         raise _problem(action, code, text, is_unsupported=code == 0 and name in _NO_SETTING)
 
     def set(self, gpu_uuid: str, mode: int) -> None:
-        """Raises: NotSupportedError where the GPU does not have it, RetryableError otherwise."""
+        """Sets the mode. Raises: NotSupportedError if the GPU does not support it, otherwise RetryableError."""
         action = f"cannot set the compute mode of {gpu_uuid} to {_NAMES[mode]}"
         code, text = self._run(action, gpu_uuid, "-c", _NAMES[mode])
         lowered = text.lower()

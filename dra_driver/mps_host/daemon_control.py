@@ -1,5 +1,6 @@
-"""The NVIDIA driver's `nvidia-cuda-mps-control`: one process of it is the daemon of a device, others pass it commands
-and end."""
+"""The NVIDIA driver's `nvidia-cuda-mps-control`: it runs as the daemon of a device, and as a client that
+sends the daemon commands.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ _UUIDS = {"gpu": re.compile(r"GPU-[0-9A-Fa-f-]{1,64}"), "mig": re.compile(r"MIG-
 _SIZE = re.compile(r"(?<!\d)(\d{1,18})(?!\d)\s*([KMGT]?)(?:i?B)?")
 _MIB = {"": 1 / 1048576, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1048576}
 CONTROL_SOCKET = "control"
-"""What a daemon makes in its pipe directory when it is about to answer. The pid file is none of R470 and R535."""
+"""Created by a daemon in its pipe directory just before it can respond. R470 and R535 create no pid file."""
 OUTPUT = "host.out"
 LOGS = ("control.log", OUTPUT)
 MULTI_USER = "-multiuser-server"
-"""The option that all programs from R555 on know; older ones have none for it."""
+"""An option of all programs from R555 on; older ones have no equivalent."""
 
-SURELY_ANSWERED = "get_default_active_thread_percentage"
+ALWAYS_ANSWERED = "get_default_active_thread_percentage"
 
 _CUDA_ENDS: Mapping[int, str] = {
     34: "CUDA error 802, system not ready: the NVLink fabric is not set up; `systemctl restart nvidia-fabricmanager` "
@@ -50,8 +51,8 @@ _CUDA_ENDS: Mapping[int, str] = {
     244: "CUDA error 500, not found: CUDA's library libcuda.so.1 is missing; install the package of the NVIDIA driver "
     "that has it, or set the driver root to where it is",
 }
-"""Control daemons of R580 and newer initialise CUDA before all else. If that fails they print nothing, and their exit
-code is the CUDA error modulo 256. Older ones end with 1."""
+"""Exit codes of control daemons from R580 on, which initialise CUDA first. If that fails they print nothing and exit
+with the CUDA error modulo 256. Older ones exit with 1."""
 
 _NO_SOCKET = (
     "it has made no socket; from R580 on it initialises CUDA first, which takes seconds for each GPU unless "
@@ -60,7 +61,7 @@ _NO_SOCKET = (
 _NO_DAEMON = "Cannot find MPS control daemon"
 _BUSY = "cannot send command"
 _LARGEST_LOG, _KEPT_OF_LOG = 4 << 20, 1 << 20
-"""Bytes. The probes alone add 3 MB a day."""
+"""In bytes. The probes alone add 3 MB a day."""
 _BLOCK = 512
 _OF_QUESTIONS = ("Accepting connection", "NEW UI", "Cmd:", "UI closed")
 _TAIL_BYTES = 16384
@@ -72,12 +73,12 @@ _BUSY_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds. `patience` is how long a process may take to end after `quit`, and again after TERM. `start` includes
-    that of CUDA.
+    """Durations in seconds. `patience` is how long a process may take to exit after `quit`, and again after
+    SIGTERM. `start` includes the start of CUDA.
 
-    `look` is between two looks at what shall run, `idle` between two while nothing runs or shall run, `tick` between
-    two at the processes of daemons, `probe` between two at servers and clients, `sign` between two signs of life,
-    `exclusive` at least between two at the compute mode.
+    `look` is the interval for reading the wanted daemons, `idle` the same if there are none, `tick` for
+    checking the processes of daemons, `probe` for querying servers and clients, `sign` for the sign of life,
+    `exclusive` the least interval for checking compute modes.
     """
 
     start: float = 20.0
@@ -95,16 +96,16 @@ class Timings:
 
 
 class BusyError(RetryableError):
-    """The daemon talked with another program at that moment."""
+    """The daemon was serving another program at that moment."""
 
 
-class BrokenOffError(Exception):
-    """This process ends, or the daemon shall not run any more; what was done stays for the next process. No failure."""
+class StartCancelledError(Exception):
+    """Not a failure: this process is exiting, or the daemon is no longer wanted; the next process continues."""
 
 
 @dataclass(eq=False)
 class DaemonControl:
-    """The daemon of one device: started, asked, ended. `closing` is set when this process ends."""
+    """The daemon of one device: starts, queries and stops it. `closing` is set when this process exits."""
 
     find: FindPrograms
     spec: MpsDaemonSpec
@@ -116,13 +117,13 @@ class DaemonControl:
         self._turn = threading.Lock()
 
     def start(self) -> ProcessId:
-        """Start it in the foreground of a session of its own. Raises: RetryableError."""
+        """Starts it in the foreground of a new session. Raises: RetryableError."""
         programs = self.find()
         arguments = [programs.path(CONTROL_PROGRAM), "-f"]
         if self.spec.multi_user and os.geteuid() == 0:
             arguments.append(MULTI_USER)
-        elif self.spec.multi_user:  # the program takes the option from root only
-            _tell_one_user(os.geteuid())
+        elif self.spec.multi_user:  # the program accepts the option only from root
+            _log_one_user(os.geteuid())
         environment = {
             **programs.environment(),
             **self._variables,
@@ -134,9 +135,9 @@ class DaemonControl:
             raise not_run(f"start the MPS daemon of {self.spec.device}", arguments[0], error) from error
 
     def wait_ready(self, process: ProcessId, is_unwanted: Callable[[], bool]) -> None:
-        """Return when the daemon answers. Asking costs a process, so its socket is waited for before.
+        """Returns when the daemon responds. Waits for its socket first, because each query starts a process.
 
-        Raises: RetryableError with the end of its log, BrokenOffError.
+        Raises: RetryableError with the end of its log, StartCancelledError.
         """
         control = Path(self.directories.pipe, CONTROL_SOCKET)
         began = time.monotonic()
@@ -150,37 +151,39 @@ class DaemonControl:
                     f"ended while it started with {status_text(processes.reap(process.pid))}"
                 )
             if is_unwanted():
-                raise BrokenOffError("the daemon shall be stopped")
+                raise StartCancelledError("the daemon shall be stopped")
             if now >= deadline:
                 raise self._not_ready(f"was not ready after {now - began:.1f} s ({reason})")
             if now >= ask_at and (now >= ask_anyway_at or control.exists()):
                 try:
-                    self.ask(timeout_s=max(0.1, min(deadline - now, self.timings.answer)))
+                    self.query(timeout_s=max(0.1, min(deadline - now, self.timings.answer)))
                     return
                 except RetryableError as error:
                     reason = str(error) if control.exists() else _NO_SOCKET
                 ask_at = time.monotonic() + pause
                 pause = min(2 * pause, _ASK_EVERY_S)
             time.sleep(_POLL_S)
-        raise BrokenOffError("the MPS host is being stopped")
+        raise StartCancelledError("the MPS host is being stopped")
 
     def apply_limits(self) -> None:
-        """Set the defaults and read them back. Raises: PermanentError if another value is read."""
+        """Sets the default limits and verifies them. Raises: PermanentError if the daemon reports another
+        value.
+        """
         for setter, getter, wanted in limit_commands(self.spec):
-            lines = self.ask(setter, getter)
+            lines = self.query(setter, getter)
             if not lines or not is_answer(wanted, lines[-1]):
                 raise PermanentError(
                     f"the MPS daemon of {self.spec.device} did not take {setter!r}: "
                     f"{getter!r} says {' | '.join(lines) or 'nothing'}"
                 )
 
-    def ask_servers(self) -> tuple[str | None, int]:
-        """(what is wrong with the servers, clients of all servers). Raises: RetryableError."""
+    def query_servers(self) -> tuple[str | None, int]:
+        """Returns (what is wrong with the servers, number of clients of all servers). Raises: RetryableError."""
         faulty, clients = [], 0
-        for server in filter(str.isdigit, self.ask("get_server_list")):
-            if "FAULT" in " ".join(self.ask(f"get_server_status {server}")).upper():
+        for server in filter(str.isdigit, self.query("get_server_list")):
+            if "FAULT" in " ".join(self.query(f"get_server_status {server}")).upper():
                 faulty.append(server)
-            clients += sum(map(str.isdigit, self.ask(f"get_client_list {server}")))
+            clients += sum(map(str.isdigit, self.query(f"get_client_list {server}")))
         if not faulty:
             return None, clients
         return (
@@ -188,9 +191,12 @@ class DaemonControl:
             clients,
         )
 
-    def ask(self, *commands: str, timeout_s: float | None = None) -> list[str]:
-        """The lines that the daemon answers. One question of ours at a time, and again while the daemon talks with
-        somebody else's program. Raises: as `ask_once`."""
+    def query(self, *commands: str, timeout_s: float | None = None) -> list[str]:
+        """Returns the lines that the daemon answers. Serialises our queries, and retries while the daemon
+        serves another program.
+
+        Raises: the errors of `query_once`.
+        """
         deadline = time.monotonic() + (self.timings.answer if timeout_s is None else timeout_s)
         if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise BusyError(f"the MPS daemon of {self.spec.device} is still being asked something else")
@@ -198,28 +204,28 @@ class DaemonControl:
             while True:
                 left = max(0.1, deadline - time.monotonic())
                 try:
-                    return self.ask_once(*commands, timeout_s=left)
+                    return self.query_once(*commands, timeout_s=left)
                 except BusyError:
                     if time.monotonic() + _BUSY_S >= deadline or self.closing.wait(_BUSY_S):
                         raise
         finally:
             self._turn.release()
 
-    def ask_once(self, *questions: str, timeout_s: float) -> list[str]:
-        """The lines that the daemon answers.
+    def query_once(self, *questions: str, timeout_s: float) -> list[str]:
+        """Returns the lines that the daemon answers.
 
-        A daemon talks with one program at a time: another one gets no answer, and often exit code 0. So a question that
-        has an answer for sure comes last. Raises: BusyError if that answer is missing, RetryableError if there is no
-        daemon or it does not answer.
+        A daemon serves one program at a time: other programs get no answer, often with exit code 0. So a
+        query that always has an answer comes last. Raises: BusyError if that answer is missing,
+        RetryableError if there is no daemon or it does not respond.
         """
-        asked = (*questions, SURELY_ANSWERED)
+        asked = (*questions, ALWAYS_ANSWERED)
         lines = self._pass(asked, timeout_s)
         if not lines or not is_number(lines[-1]):
             raise BusyError(f"the MPS daemon did not answer {asked[0]!r}: it talked with another program")
         return lines[:-1]
 
-    def end_users(self) -> None:
-        """End the control daemon and its servers: asked to quit, then by signal. Any number of times.
+    def stop_processes(self) -> None:
+        """Stops the control daemon and its servers: first with `quit`, then by signal. Can be repeated.
 
         Raises: RetryableError.
         """
@@ -242,7 +248,7 @@ class DaemonControl:
         code, output = run_driver_program(
             self.find,
             CONTROL_PROGRAM,
-            action=f"ask the MPS daemon {questions[0]!r}",
+            action=f"query the MPS daemon {questions[0]!r}",
             timeout_s=timeout_s,
             subject=self.directories.pipe,
             variables=self._variables,
@@ -251,7 +257,7 @@ class DaemonControl:
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         if code != 0 or any(_NO_DAEMON in line for line in lines):
             reason = f"{lines[-1]} ({exit_text(code)})" if lines else exit_text(code)
-            if not lines or _BUSY in reason.lower():  # where there is no daemon, the program says so
+            if not lines or _BUSY in reason.lower():  # without a daemon, the program prints a message
                 raise BusyError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
             raise RetryableError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
         return lines
@@ -262,7 +268,7 @@ class DaemonControl:
 
     def _not_ready(self, what: str) -> RetryableError:
         printed = log_tail(self.directories)
-        # Programs older than R555 say that to each option that they do not know.
+        # Programs older than R555 print this for every unknown option.
         is_too_old = self.spec.multi_user and _NO_DAEMON in printed
         parts = (
             f"the MPS daemon of {self.spec.device} ({self.spec.uuid}) {what}",
@@ -275,14 +281,14 @@ class DaemonControl:
 
 
 @cache
-def _tell_one_user(uid: int) -> None:
-    """Once, not at each start of a daemon."""
+def _log_one_user(uid: int) -> None:
+    """Logs it once, not at each start of a daemon."""
     _log.warning("mps_serves_one_user", uid=uid, reason="multi-user mode needs root")
 
 
 def status_text(code: int | None) -> str:
-    """How a control daemon ended, and what to do about it where its exit code says that CUDA does not start."""
-    if code is None:  # a former MPS host started it
+    """Returns how a control daemon exited, with the remedy if its exit code is a CUDA error."""
+    if code is None:  # an earlier MPS host started it
         return "an unknown exit status"
     cause = _CUDA_ENDS.get(code)
     if cause is None and code > 1:
@@ -291,30 +297,34 @@ def status_text(code: int | None) -> str:
 
 
 def log_tail(directories: MpsDirectories) -> str:
-    """The last lines of the daemon's log and output, on one line; empty where there is nothing. What the daemon logs of
-    each question is left out: otherwise the probes would hide why it ended."""
+    """Returns the last lines of the daemon's log and output in one line; empty if there are none.
+
+    Lines about queries are omitted, because the probes would hide why the daemon exited.
+    """
     parts = []
     for name in LOGS:
         with suppress(OSError), Path(directories.log, name).open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL_BYTES))
             lines = map(str.strip, file.read().decode(errors="replace").splitlines())
-            kept = [line for line in lines if not _is_of_question(line)][-_TAIL_LINES:]
+            kept = [line for line in lines if not _is_about_query(line)][-_TAIL_LINES:]
             parts += [f"{name}: {' | '.join(kept)}"] if kept else []
     return "; ".join(parts)
 
 
-def _is_of_question(line: str) -> bool:
-    """Whether a line is of a question or its answer, such as `[2026-11-27 04:42:31.798 Control  6833] Cmd:quit`."""
+def _is_about_query(line: str) -> bool:
+    """Whether a line is about a query or its answer, such as `[2026-11-27 04:42:31.798 Control  6833]
+    Cmd:quit`.
+    """
     text = line.rpartition("] ")[2]
     return text.startswith(_OF_QUESTIONS) or is_number(text)
 
 
 def bound_logs(directories: MpsDirectories) -> None:
-    """Cut each file that has grown too large to its last part, also while a daemon writes it.
+    """Truncates each log that is too large to its last part, even while a daemon writes it.
 
-    A daemon appends, so it goes on after what is kept. One that did not append would leave a hole, which takes no space
-    and does not count here.
+    Daemons append, so they continue after the kept part. A writer that does not append leaves a hole, which
+    uses no space and is not counted here.
     """
     with suppress(OSError), os.scandir(directories.log) as entries:
         for entry in entries:
@@ -335,7 +345,7 @@ def _keep_end(path: str) -> None:
 
 
 def check_spec(spec: MpsDaemonSpec) -> None:
-    """UUIDs go into command lines. Raises: PermanentError if one is none."""
+    """Checks UUIDs, which become command arguments. Raises: PermanentError if one is invalid."""
     for uuid, kind in {spec.uuid: spec.kind, **dict.fromkeys(spec.gpu_uuids, "gpu")}.items():
         if not _UUIDS[kind].fullmatch(uuid):
             whose = "MIG device" if kind == "mig" else "GPU"
@@ -345,8 +355,10 @@ def check_spec(spec: MpsDaemonSpec) -> None:
 
 
 def limit_commands(spec: MpsDaemonSpec) -> tuple[tuple[str, str, str], ...]:
-    """(setter, getter, the answer that the getter must give) for each default limit of the spec. Devices go by the
-    number that they have in the daemon: every driver understands that."""
+    """Returns (setter, getter, expected answer) for each default limit of the spec.
+
+    Devices are named by their number in the daemon, which every driver supports.
+    """
     commands = []
     percentage = spec.default_active_thread_percentage
     if percentage is not None:
@@ -361,9 +373,9 @@ def limit_commands(spec: MpsDaemonSpec) -> tuple[tuple[str, str, str], ...]:
 
 
 def is_answer(wanted: str, text: str) -> bool:
-    """Whether the getter's text says the wanted value: `25 %` as `25.0`, `4096 MiB` as `4G` or `4096M`.
+    """Whether the getter's output means the wanted value: `25 %` as `25.0`, `4096 MiB` as `4G` or `4096M`.
 
-    NVIDIA's program rounds sizes down to the unit that it shows: 1536 MiB are `1G`.
+    NVIDIA's program rounds sizes down to the displayed unit: 1536 MiB are `1G`.
     """
     number, unit = wanted.split()
     if unit == "%":

@@ -1,6 +1,6 @@
-"""What a daemon and its clients share: a tmpfs of its own on every member's /dev/shm, with SELinux labels.
+"""What a daemon and its clients share: a tmpfs that each of them has at /dev/shm, with SELinux labels.
 
-Where the kernel has SELinux, containers may only open what bears the type of container files.
+With SELinux, containers may open only files with the label of container files.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _CLONE_NEWNS = 0x20000
 
 
 class KernelMounter:
-    """mount(2) and a mount namespace a daemon; needs CAP_SYS_ADMIN.
+    """Mounts with mount(2), and gives each daemon a mount namespace; needs CAP_SYS_ADMIN.
 
-    `root` is above all shared-memory directories. A daemon's namespace keeps none of them but its own, or it would
-    keep the memory of daemons that are gone.
+    `root` contains all shared-memory directories. A daemon's namespace keeps only its own one; otherwise it
+    would keep the memory of stopped daemons.
     """
 
     def __init__(self, root: Path, labels: SelinuxLabels) -> None:
@@ -41,8 +41,11 @@ class KernelMounter:
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def mount(self, path: Path) -> None:
-        """Make `path` a tmpfs of the size that the kernel gives one, half of the host's memory; nothing happens if it
-        is one. Raises: RetryableError."""
+        """Mounts a tmpfs on `path` with the kernel's default size, half of the host's memory, unless there is
+        one.
+
+        Raises: RetryableError.
+        """
         if is_tmpfs(path):
             return
         options = "mode=1777"
@@ -55,14 +58,16 @@ class KernelMounter:
             raise _failed(f"mount a tmpfs on {path}")
 
     def unmount(self, path: Path) -> None:
-        """Undo `mount`; nothing happens where nothing is mounted. Raises: RetryableError."""
+        """Undoes `mount`; does nothing without a mount. Raises: RetryableError."""
         while is_tmpfs(path):
             if self._libc.umount2(os.fsencode(path), _DETACH):
                 raise _failed(f"unmount {path}")
 
     def within(self, path: Path, action: Callable[[], T]) -> T:
-        """Run the action where `path` is /dev/shm; what it spawns stays there. Raises: RetryableError."""
-        # Only the thread that enters it moves, so it must end afterwards.
+        """Runs the action with `path` mounted at /dev/shm, also for the processes that it spawns. Raises:
+        RetryableError.
+        """
+        # Only the thread that enters the namespace moves to it, so it must end afterwards.
         with ThreadPoolExecutor(1, "mps-namespace") as own_thread:
             try:
                 entered = own_thread.submit(self._enter, path)
@@ -76,7 +81,7 @@ class KernelMounter:
     def _enter(self, path: Path) -> None:
         if self._libc.unshare(_CLONE_NEWNS):
             raise _failed("enter a mount namespace")
-        # Slave: what the host mounts or unmounts later still arrives here, nothing goes back.
+        # Slave propagation: later mounts of the host appear here, but not the reverse.
         if self._mount(None, "/", None, _REC | _SLAVE, None) or self._mount(
             os.fsencode(path), SHM, None, _BIND, None
         ):
@@ -95,17 +100,17 @@ class KernelMounter:
 
 
 class MountsWherePossible(KernelMounter):
-    """Mounts, and does without where the kernel refuses it; says so once. Clients and daemon share no tmpfs then."""
+    """Mounts if the kernel allows it; otherwise logs it once, and clients and daemon do not share a tmpfs."""
 
-    _told = False
+    _logged = False
 
     def mount(self, path: Path) -> None:
         try:
             super().mount(path)
         except RetryableError as error:
-            if not self._told:
+            if not self._logged:
                 _log.warning("mps_plain_shm", path=str(path), reason=str(error))
-            self._told = True
+            self._logged = True
 
     def within(self, path: Path, action: Callable[[], T]) -> T:
         return super().within(path, action) if is_tmpfs(path) else action()
@@ -120,7 +125,7 @@ def is_tmpfs(path: Path) -> bool:
 
 
 def _mounts_below(root: str) -> list[bytes]:
-    """Mount points below `root` in the namespace of the calling thread, the last mounted first."""
+    """Returns the mount points below `root` in the calling thread's namespace, the most recent first."""
     lines = Path("/proc/thread-self/mountinfo").read_bytes().splitlines()
     points = (line.split()[4].decode("unicode_escape").encode("latin-1") for line in lines)
     prefix = os.fsencode(root) + b"/"
@@ -136,15 +141,17 @@ def _failed(action: str) -> RetryableError:
 
 
 CONTAINER_FILE = "system_u:object_r:container_file_t:s0"
-"""What every container may use, whatever categories it has. What is made in a directory inherits the directory's
-type."""
+"""A label that every container can access, whatever its categories. Files inherit it from their directory."""
 
 _ATTRIBUTE = "security.selinux"
 
 
 def has_selinux(filesystems: Path = Path("/proc/filesystems")) -> bool:
-    """Whether SELinux is on in this kernel, enforcing or not. It is asked as libselinux asks: /sys/fs/selinux is not
-    mounted in a container, not even a privileged one."""
+    """Whether SELinux is on in this kernel, enforcing or not.
+
+    Uses the same file as libselinux: /sys/fs/selinux is not mounted in containers, not even in privileged
+    ones.
+    """
     try:
         return "selinuxfs" in filesystems.read_text().split()
     except OSError:
@@ -152,14 +159,14 @@ def has_selinux(filesystems: Path = Path("/proc/filesystems")) -> bool:
 
 
 class SelinuxLabels:
-    """Labels what containers share with MPS daemons. Without SELinux nothing happens."""
+    """Labels what containers share with MPS daemons. Does nothing without SELinux."""
 
     def __init__(
         self, *, enabled: bool, set_attribute: Callable[[Path, str, bytes], None] = os.setxattr
     ) -> None:
         self._enabled = enabled
         self._set = set_attribute
-        self._told = False
+        self._logged = False
 
     @property
     def mount_option(self) -> str | None:
@@ -167,8 +174,9 @@ class SelinuxLabels:
         return f'context="{CONTAINER_FILE}"' if self._enabled else None
 
     def label(self, path: Path) -> None:
-        """Have the file or directory labelled. If that fails, the log says so once, and MPS goes on: where SELinux is
-        not enforcing, and with policies of the administrator's own, clients work all the same."""
+        """Labels the file or directory. A failure is logged once and ignored, because clients still work if
+        SELinux is permissive or the administrator has own policies.
+        """
         if not self._enabled or _has_label(path):
             return
         try:
@@ -177,14 +185,16 @@ class SelinuxLabels:
             self.failed(f"cannot label {path}: {error.strerror or error}")
 
     def failed(self, reason: str) -> None:
-        """Something could not be labelled."""
-        if not self._told:
+        """Logs, once, that a label could not be set."""
+        if not self._logged:
             _log.warning("mps_not_labelled", label=CONTAINER_FILE, reason=reason)
-        self._told = True
+        self._logged = True
 
 
 def _has_label(path: Path) -> bool:
-    """A file system that was mounted with the label shows it, and lets nobody set it."""
+    """Whether the file has the label. A file system mounted with a label shows it, and does not allow
+    changes.
+    """
     try:
         return os.getxattr(path, _ATTRIBUTE).rstrip(b"\0") == CONTAINER_FILE.encode()
     except OSError:

@@ -1,4 +1,4 @@
-"""Processes by number and start time, so that no signal ever reaches one that got the number later."""
+"""Processes identified by PID and start time, so that no signal reaches a later process with the same PID."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dra_driver.errors import StateError
 PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 
 _PROC = "/proc"
-_START_TIME_FIELD = 19  # counted from the state, the first field behind the name in parentheses
+_START_TIME_FIELD = 19  # index after the command name, which ends with ")"
 _THREADS_FIELD = 17
 _GONE = "ZX"
 _ENDING = "D"
@@ -33,7 +33,7 @@ class ProcessId:
 
 
 def boot_id() -> str:
-    """The kernel's identifier of this boot. Raises: StateError if it cannot be read."""
+    """Returns the kernel's ID of this boot. Raises: StateError if it cannot be read."""
     found = _read(f"{_PROC}/sys/kernel/random/boot_id").decode().strip()
     if not found:
         raise StateError(f"cannot read the ID of this boot from {_PROC}/sys/kernel/random/boot_id")
@@ -41,20 +41,20 @@ def boot_id() -> str:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The process that has this number now; None if there is none or it only waits for its parent."""
+    """Returns the process that currently has this PID; None if there is none or it is a zombie."""
     state, start_time = _stat(pid)
     return None if state in _GONE else ProcessId(pid, start_time)
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Whether this very process runs."""
+    """Whether exactly this process runs."""
     return identify(process.pid) == process
 
 
 def spawn(arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ProcessId:
-    """Start a program in a session of its own, output appended to a file. It outlives this process.
+    """Starts a program in a new session, with output appended to a file. It outlives this process.
 
-    Raises: OSError. posix_spawn, because the child then takes the mount namespace of the calling thread.
+    Uses posix_spawn, so that the child gets the mount namespace of the calling thread. Raises: OSError.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     pid = os.posix_spawn(
@@ -74,8 +74,10 @@ def spawn(arguments: Sequence[str], environment: Mapping[str, str], output: Path
 
 
 def reap(pid: int) -> int | None:
-    """The exit code of a child of this process that has ended, negative after a signal. None if it runs, if it is not a
-    child, or if its status was taken before."""
+    """Returns the exit code of a child that has exited, negative after a signal.
+
+    None if it runs, is not a child, or was reaped before.
+    """
     with suppress(ChildProcessError):
         ended, status = os.waitpid(pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if ended else None
@@ -83,19 +85,21 @@ def reap(pid: int) -> int | None:
 
 
 def open_handle(process: ProcessId) -> int | None:
-    """A descriptor that becomes readable when the process ends; None if it has ended. The caller closes it."""
+    """Returns a descriptor that becomes readable when the process exits; None if it has exited. The caller
+    closes it.
+    """
     try:
         handle = os.pidfd_open(process.pid)
     except OSError:
         return None
-    if is_alive(process):  # looked at after the open: the descriptor is of this very process
+    if is_alive(process):  # checked after opening, so the descriptor is certainly for this process
         return handle
     os.close(handle)
     return None
 
 
 def send_signal(process: ProcessId, number: signal.Signals) -> None:
-    """Signal this very process; nothing happens if it has ended."""
+    """Sends a signal to exactly this process; does nothing if it has exited."""
     handle = open_handle(process)
     if handle is None:
         return
@@ -107,7 +111,7 @@ def send_signal(process: ProcessId, number: signal.Signals) -> None:
 
 
 def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> tuple[ProcessId, ...]:
-    """Wait until all have ended; the result is those that have not. Children of ours are reaped."""
+    """Waits until all have exited, and returns those that have not in time. Reaps children of this process."""
     deadline = time.monotonic() + timeout_s
     left = tuple(processes)
     for process in left:
@@ -117,7 +121,7 @@ def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> tuple[Process
 
 
 def end(processes: Collection[ProcessId], patience_s: float) -> None:
-    """TERM, and KILL for those that have not ended after `patience_s`."""
+    """Sends SIGTERM, and SIGKILL to processes that have not exited after `patience_s` seconds."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             send_signal(process, number)
@@ -127,10 +131,10 @@ def end(processes: Collection[ProcessId], patience_s: float) -> None:
 
 
 def users_of(pipe_directory: str) -> tuple[ProcessId, ...]:
-    """The control daemon and the servers of a pipe directory, oldest first.
+    """Returns the control daemon and the servers of a pipe directory, oldest first.
 
-    Their environment names the directory, so neither a crash of ours nor of the daemon can hide one. Clients
-    do not count, nor do the short-lived programs that ask a daemon.
+    They are found by their environment, so neither a crash of the host nor of the daemon can hide one.
+    Clients do not count, nor do the short-lived programs that query a daemon.
     """
     found = [
         identity
@@ -144,10 +148,10 @@ def users_of(pipe_directory: str) -> tuple[ProcessId, ...]:
 
 
 def users_by_directory(pipe_directories: Iterable[str]) -> dict[str, set[int]]:
-    """The user IDs of the processes that find a pipe directory where their environment says, by directory.
+    """Returns the user IDs of the clients of each pipe directory.
 
-    Those are the processes of containers with MPS, as they see files: the directory has another path there. The control
-    daemon and the servers do not count.
+    A client is a process whose environment leads to the directory in its own view of the file system, which
+    is that of its container. The control daemon and the servers do not count.
     """
     wanted = {}
     for directory in pipe_directories:
@@ -169,15 +173,16 @@ def users_by_directory(pipe_directories: Iterable[str]) -> dict[str, set[int]]:
 
 
 def is_control_daemon(process: ProcessId, pipe_directory: str) -> bool:
-    """Whether this very process is a control daemon of the pipe directory."""
+    """Whether exactly this process is a control daemon of the pipe directory."""
     pid = process.pid
     is_daemon = _mps_program(pid) == "control" and _variable(pid, PIPE_VARIABLE) == pipe_directory
     return is_daemon and is_alive(process)
 
 
 def _mps_program(pid: int) -> Literal["control", "server"] | None:
-    """Whether the process is a control daemon or a server, or a script that is about to run one; None for every other,
-    also for a question to a daemon."""
+    """Returns which MPS program the process runs, or a script that is about to run it; None for others and
+    for queries to a daemon.
+    """
     arguments = _read(f"{_PROC}/{pid}/cmdline").split(b"\0")
     names = {argument.rpartition(b"/")[2] for argument in arguments}
     if b"nvidia-cuda-mps-server" in names:
@@ -187,14 +192,14 @@ def _mps_program(pid: int) -> Literal["control", "server"] | None:
 
 
 def _variable(pid: int, name: str) -> str | None:
-    """A variable of the environment with which a process was started."""
+    """Returns a variable of the environment with which the process was started."""
     prefix = f"{name}=".encode()
     entries = _read(f"{_PROC}/{pid}/environ").split(b"\0")
     return next((os.fsdecode(entry[len(prefix) :]) for entry in entries if entry.startswith(prefix)), None)
 
 
 def _user(pid: int) -> int | None:
-    """The effective user ID of a process."""
+    """Returns the effective user ID of a process."""
     for line in _read(f"{_PROC}/{pid}/status").splitlines():
         if line.startswith(b"Uid:"):
             return int(line.split()[2])
@@ -202,7 +207,7 @@ def _user(pid: int) -> int | None:
 
 
 def _file(path: str) -> tuple[int, int]:
-    """What tells a file from all others. Raises: OSError."""
+    """Returns device and inode, which identify a file. Raises: OSError."""
     found = os.stat(path)  # noqa: PTH116
     return found.st_dev, found.st_ino
 
@@ -215,13 +220,13 @@ def _pids() -> Iterator[int]:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """(state letter, start time); ("X", 0) where there is no such process."""
+    """Returns (state letter, start time); ("X", 0) if there is no such process."""
     _, _, tail = _read(f"{_PROC}/{pid}/stat").rpartition(b")")
     parts = tail.split()
     if len(parts) <= _START_TIME_FIELD:
         return "X", 0
     state = parts[0].decode()
-    # The first thread of a process that was killed may be a zombie while others still end, and hold the GPU meanwhile.
+    # The first thread of a killed process may be a zombie while other threads still exit and hold the GPU.
     if state == "Z" and int(parts[_THREADS_FIELD]) > 1:
         state = _ENDING
     return state, int(parts[_START_TIME_FIELD])

@@ -1,41 +1,43 @@
-"""The files by which the plugin has the MPS host run daemons, and the host says what runs.
+"""The files by which the plugin requests MPS daemons, and the MPS host reports them.
 
-| File below `mps/` | Written by | Says |
+| File below `mps/` | Written by | Content |
 |---|---|---|
-| `host.wanted/<device>.json` | the plugin, in the lane of the device's GPU | this daemon shall run, with this spec |
-| `host.status/<device>.json` | the host | how the daemon is |
-| `<device>.json`, a directory | the host | what it made, and the compute modes from before (`daemon`) |
-| `host.lock` | the host, which holds its lock | a host runs, and the number of the format of these files |
-| `host.modes` | no one: it is empty | each nvidia-smi that the host started locks one byte of it, that of its GPU |
-| `host.alive` | the host, every ten seconds | it watches, and all status files say what it knows |
+| `host.wanted/<device>.json` | the plugin, in the lane of the device's GPU | this daemon should run, with this spec |
+| `host.status/<device>.json` | the host | the state of the daemon |
+| `<device>.json`, a directory | the host | what it created, and the earlier compute modes (`daemon`) |
+| `host.lock` | the host, which holds its lock | a host runs; the format version of these files |
+| `host.modes` | no one: it is empty | each nvidia-smi process of the host locks the byte of its GPU |
+| `host.alive` | the host, every ten seconds | it is running, and all status files are current |
 
-A daemon shall run as long as its file is in `host.wanted`. The host makes that so, and tries again after pauses. The
-plugin waits: for a start until the status says `ready` or why not, for a stop until the host's record is gone too.
+A daemon should run while its file is in `host.wanted`. The host starts and stops daemons accordingly, and
+retries with pauses. The plugin waits: for a start until the status is `ready` or shows a problem, for a stop
+until the host's record is gone too.
 
-    not wanted ──the file is written──▶ starting ──▶ ready ──the file is removed──▶ stopped ──▶ no record, no status
+    not wanted ──file written──▶ starting ──▶ ready ──file removed──▶ stopped ──▶ no record, no status
 
-The host changes none of these files. What it cannot read or list there, as that of another release, says nothing: a
-daemon runs on, and none is started. So it makes the directory only where it has no daemon.
+The host never changes the `host.wanted` files. If it cannot read or list them, for example because they are
+from another release, it keeps running daemons and starts none. So it creates the directory only if it has no
+daemon.
 
-A file may come or go while the host looks, so each side writes first and looks then. The host takes `ready` back,
-looks whether the daemon is still unwanted, then stops it; the plugin writes what is wanted, then goes by `ready`. The
-host writes its record, and breaks the start off if the daemon is not wanted any more; the plugin removes what was
-wanted, then looks for the record.
+A file may be created or removed while the host checks, so each side writes first and checks afterwards. The
+host withdraws `ready`, checks that the daemon is still unwanted, then stops it; the plugin writes the wanted
+file, then relies on `ready`. The host writes its record, and cancels the start if the daemon is no longer
+wanted; the plugin removes the wanted file, then checks for the record.
 
-| What happens | What follows |
+| Event | Result |
 |---|---|
-| the host dies | daemons run on; the next host takes them over, and makes true what is wanted then |
+| the host dies | daemons keep running; the next host adopts them, and applies the wanted files |
 | the plugin dies before it wrote or removed a file | nothing has changed; its ledger has the step or its undo |
-| the plugin dies after that | the host goes on; the next call of the plugin finds it done, or waits |
-| a stop while no host runs | the next host finds the file gone; the GPU is withheld until then |
-| a stop while the daemon starts | the start is broken off, and taken back |
-| wanted again while it stops | the host ends the stop, then starts the daemon |
-| wanted with another spec | the host stops it first; the plugin refuses that while a claim needs the daemon |
-| a start fails | the host takes it back, says why, and tries again as long as the file is there |
-| full disk | no new daemon; a stop works |
-| reboot | the host starts again what is wanted |
-| host of another format | it keeps its daemons; the plugin asks for none, and refuses |
-| the host's record is lost | its status has the spec: with that the daemon is stopped, and the GPU put back |
+| the plugin dies after that | the host continues; the next call of the plugin finds it done, or waits |
+| a stop while no host runs | the next host stops the daemon; the GPU is withheld until then |
+| a stop while the daemon starts | the start is cancelled and undone |
+| wanted again while it stops | the host completes the stop, then starts the daemon |
+| wanted with another spec | the host stops it first; the plugin refuses this while a claim needs the daemon |
+| a start fails | the host undoes it, reports the problem, and retries while the file exists |
+| full disk | no new daemons; stops work |
+| reboot | the host starts the wanted daemons again |
+| host with another format | it keeps its daemons; the plugin requests none, and reports it |
+| the host's record is lost | with the spec in its status the daemon is stopped and the GPU restored |
 """
 
 from __future__ import annotations
@@ -92,14 +94,14 @@ T = TypeVar("T")
 FORMAT = 3
 SUFFIX = ".json"
 LONGEST_SOCKET = 106
-"""Bytes of the longest socket path with which NVIDIA's control daemons start: one less than the kernel takes."""
+"""The longest socket path, in bytes, with which NVIDIA's control daemons start: one less than the kernel's limit."""
 LONGEST_SOCKET_NAME = "control_privileged"
-"""Of the sockets that a control daemon makes in its pipe directory."""
+"""The longest name of a control daemon's sockets in its pipe directory."""
 _PLAIN_CHARACTERS = 12
-"""Below MicroK8s' kubelet root, the longest that is known, a directory has room for 13."""
+"""MicroK8s has the longest known kubelet root; below it there is room for 13."""
 _POLL_S = 0.015
 _SILENT_S = 30.0
-"""Three times the period of the host's sign of life."""
+"""Three times the interval of the host's sign of life."""
 _ASKED_AGAIN_S = 600.0
 _SEE_PODS = "see its pod: `kubectl get pods -A -o wide -l app.kubernetes.io/component=mps`"
 _REPLACE = (
@@ -112,15 +114,18 @@ _STATUS = Codec(MpsDaemonStatus, since=required(Kind(NUMBER.read, int)))
 
 
 class NoMpsHostError(RetryableError):
-    """No MPS host runs that reads what this release writes."""
+    """No MPS host that understands this release is running."""
 
     has_no_effect = True
 
 
 class MpsHostFiles:
-    """The plugin's side: for many threads and processes. `wait_s` is how long a host that restarts is waited for,
-    `is_expected` whether the node's configuration wants a host. `sees_daemons` says whether this process sees those of
-    the host; one in a PID namespace of its own has only the status that the MPS host writes."""
+    """The plugin's side, for use by many threads and processes.
+
+    `wait_s` is how long to wait for a host that restarts, `is_expected` whether the node's configuration
+    requires a host. `sees_daemons` returns whether this process sees the host's daemons; a process in another
+    PID namespace can only use the status files.
+    """
 
     def __init__(
         self,
@@ -141,10 +146,10 @@ class MpsHostFiles:
         self._wanted, self._statuses = wanted_files(layout), status_files(layout)
 
     def ensure(self, spec: MpsDaemonSpec, timeout_s: float = 20.0) -> MpsDaemonStatus:
-        """The daemon's status once it is ready, or found in FAULT. Nobody waits for one that runs.
+        """Waits until the daemon is ready or in FAULT, and returns its status. Returns at once if it runs.
 
-        Raises: PermanentError if it cannot be as asked, RetryableError if it failed or was not ready in time,
-        NoMpsHostError, StateError.
+        Raises: PermanentError if the request cannot be satisfied, RetryableError if the daemon failed or was
+        not ready in time, NoMpsHostError, StateError.
         """
         check_spec(spec)
         self._layout.refuse_long_path(spec.device)
@@ -155,7 +160,7 @@ class MpsHostFiles:
             self._missed_at = self._clock()
             raise
         if self._refusal(spec.device) is not None:
-            self.stop(spec.device, timeout_s)  # so that it is tried again at once
+            self.stop(spec.device, timeout_s)  # so that the host retries at once
         self._want(spec)
         while True:
             status = self._statuses.get(spec.device)
@@ -166,16 +171,17 @@ class MpsHostFiles:
             self._pause(deadline, f"made the MPS daemon of {spec.device} ready", timeout_s, status)
 
     def stop(self, device: str, timeout_s: float = 20.0) -> None:
-        """No process of the device's daemon runs, and its GPUs have their former compute modes; also if there was none.
+        """Waits until no process of the device's daemon runs and its GPUs have their earlier compute modes.
+        Does nothing if there was no daemon.
 
-        Raises: NoMpsHostError if no host runs and a daemon was there, which the next host then stops; RetryableError,
-        StateError.
+        Raises: NoMpsHostError if a daemon exists but no host runs; the next host then stops it;
+        RetryableError, StateError.
         """
         layout, deadline = self._layout, time.monotonic() + timeout_s
         before = self._statuses.get(device)
         remove_file(layout.wanted(device))
-        # A file that came back after a power cut would start a daemon that no claim asked for.
-        sync_removals(layout.wishes)
+        # If the file came back after a power failure, it would start a daemon that no claim needs.
+        sync_removals(layout.wanted_directory)
         if not layout.has_traces(device):
             return
         try:
@@ -190,13 +196,13 @@ class MpsHostFiles:
             self._pause(deadline, f"stopped the MPS daemon of {device}", timeout_s, status)
 
     def statuses(self) -> tuple[MpsDaemonStatus, ...]:
-        """All daemons of the node, by name; none where no host runs. Raises: StateError."""
+        """Returns all daemons of the node, by name; none if no host runs. Raises: StateError."""
         if not is_locked(self._layout.lock) or not self._layout.statuses.is_dir():
             return ()
         return tuple(self._statuses.all().values())
 
     def runs(self, spec: MpsDaemonSpec) -> bool:
-        """Whether a daemon that is ready with this spec runs, and shall. Raises: StateError."""
+        """Whether a daemon with this spec is ready and wanted. Raises: StateError."""
         status = self._statuses.get(spec.device)
         is_ready = (
             status is not None and (status.spec, status.state) == (spec, "ready") and self._serves(status)
@@ -204,7 +210,7 @@ class MpsHostFiles:
         return is_ready and self._wanted.get(spec.device) == spec
 
     def unseen(self) -> list[str]:
-        """Devices whose daemon is not, or not yet, as wanted. Raises: StateError."""
+        """Returns the devices whose daemon does not match what is wanted, or not yet. Raises: StateError."""
         wanted, found = self._wanted.all(), self._statuses.all()
         return sorted(
             device
@@ -213,8 +219,11 @@ class MpsHostFiles:
         )
 
     def problems(self) -> Sequence[NodeProblem]:
-        """A host that has been missing, silent or of another release for 30 s, if anyone needs one, and each daemon
-        that has failed. It compares with the calls before, so it is called every few seconds. Raises: StateError."""
+        """Reports failed daemons, and a host that is needed but has been missing, silent or incompatible for
+        30 s.
+
+        Compares with earlier calls, so it must be called every few seconds. Raises: StateError.
+        """
         found = []
         reason = self._host_trouble()
         if reason is not None and self._is_needed():
@@ -229,7 +238,7 @@ class MpsHostFiles:
         return found
 
     def _host_trouble(self) -> str | None:
-        """What has been wrong with the host for 30 s. Only a sign of life since the last look ends that."""
+        """Returns what has been wrong with the host for 30 s. Only a new sign of life ends it."""
         reason, sign = self.host_problem(), stamp_or_none(self._layout.alive)
         last, at = self._alive
         if reason is None and sign not in (None, last):
@@ -245,20 +254,22 @@ class MpsHostFiles:
         )
 
     def _is_needed(self) -> bool:
-        """Whether the configuration wants a host, a claim has or had a daemon, or asked for one a short time ago: the
-        kubelet asks again every two minutes as long as the pod exists."""
+        """Whether the configuration requires a host, or a claim has, had or recently requested a daemon.
+
+        The kubelet retries every two minutes while the pod exists.
+        """
         return self._is_expected or self._clock() - self._missed_at < _ASKED_AGAIN_S or self.is_in_use()
 
     def is_in_use(self) -> bool:
-        """Whether a claim has or had a daemon of which anything is left."""
+        """Whether anything is left of a daemon that a claim has or had."""
         return any(
             is_device_name(path.name.removesuffix(SUFFIX))
-            for directory in (self._layout.wishes, self._layout.statuses)
+            for directory in (self._layout.wanted_directory, self._layout.statuses)
             for path in directory.glob(f"*{SUFFIX}")
         )
 
     def host_problem(self) -> str | None:
-        """Why no daemon can be asked for. Raises: StateError."""
+        """Returns why no daemon can be requested. Raises: StateError."""
         if not is_locked(self._layout.lock):
             enable = f"enable it: {helm_set('mps.enabled=true')}"
             return f"the MPS host is not running on this node; {_SEE_PODS}, or {enable} if there are none"
@@ -271,8 +282,11 @@ class MpsHostFiles:
         return f"the MPS host on this node is of another release than gpu-dra-driver; {_REPLACE}"
 
     def _want(self, spec: MpsDaemonSpec) -> None:
-        """Have the host run it. Raises: PermanentError if other claims have it with other settings, or use the device
-        that had the name before; StateError."""
+        """Requests the daemon from the host.
+
+        Raises: PermanentError if other claims use it with other settings, or use the device that had the name
+        before; StateError.
+        """
         device = spec.device
         found, status = self._wanted.get(device), self._statuses.get(device)
         is_in_use = status is not None and status.state in ("ready", "fault") and status.clients != 0
@@ -282,11 +296,11 @@ class MpsHostFiles:
                 "it is stopped when the claims that use it are gone"
             )
         if found != spec:
-            # What a power cut tears is written again by the Prepare after it, which finds no daemon.
+            # A file damaged by a power failure is written again by the next Prepare, which finds no daemon.
             write_atomically(self._layout.wanted(device), encode_wanted(spec), durable=False)
 
     def _refusal(self, device: str) -> str | None:
-        """Why the device has no daemon though it shall; None while one is there that the host may still start."""
+        """Returns why a wanted daemon does not run; None while the host may still start it."""
         status = self._statuses.get(device)
         has_none = (
             status is not None and status.state == "failed" and not self._layout.record(device).exists()
@@ -294,7 +308,7 @@ class MpsHostFiles:
         return status.problem if status is not None and has_none else None
 
     def _serves(self, status: MpsDaemonStatus) -> bool:
-        """Whether the process that is said to serve still runs, as far as this process can see."""
+        """Whether the process in the status still runs, as far as this process can see."""
         if status.pid is not None and not self._sees_daemons():
             return True
         process = identify(status.pid) if status.pid is not None else None
@@ -321,12 +335,14 @@ class MpsHostFiles:
 def wanted_files(
     layout: MpsLayout, tell: Callable[[UnreadableFile], None] = lambda _file: None
 ) -> JsonStore[MpsDaemonSpec]:
-    """Which daemons shall run, by device, for a process that only reads."""
-    return _files(layout.wishes, "wish for an MPS daemon", lambda body: SPEC.decode(body["spec"]), tell)
+    """Returns the wanted daemons by device, for a process that only reads."""
+    return _files(
+        layout.wanted_directory, "wish for an MPS daemon", lambda body: SPEC.decode(body["spec"]), tell
+    )
 
 
 def status_files(layout: MpsLayout) -> JsonStore[MpsDaemonStatus]:
-    """What the host reports of the daemons, by device, for a process that only reads."""
+    """Returns the host's status reports by device, for a process that only reads."""
     return _files(layout.statuses, "status", _STATUS.decode, lambda _file: None)
 
 
@@ -340,81 +356,83 @@ def _files(
 
 
 def encode_wanted(spec: MpsDaemonSpec) -> bytes:
-    """The content of the file that has a daemon run."""
+    """Returns the content of a file that requests a daemon."""
     return json.dumps({"format": FORMAT, "spec": SPEC.encode(spec)}).encode()
 
 
 def encode_status(status: MpsDaemonStatus) -> bytes:
-    """The content of a status file."""
+    """Returns the content of a status file."""
     return json.dumps({"format": FORMAT, **_STATUS.encode(status)}, indent=1).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class MpsLayout:
-    """`<root>/<device>.json` is a daemon's record; its directories are `pipe`, `log` and `shm` in `directory(device)`.
+    """Paths of the MPS files: `<root>/<device>.json` is a daemon's record; `directory(device)` has `pipe`,
+    `log` and `shm`.
 
-    A device name has no dot, so nothing of the host can collide with a device's directory.
+    A device name has no dot, so no file of the host collides with a device's directory.
     """
 
     root: Path
 
     @property
     def lock(self) -> Path:
-        """Held by the one host process of this directory; says the format of its files."""
+        """Held by the single host process of this directory; contains the format version of its files."""
         return self.root / "host.lock"
 
     @property
     def modes(self) -> Path:
-        """Empty; the locks of GPUs whose compute mode is read or set."""
+        """Empty; holds the locks of GPUs whose compute mode is being read or set."""
         return self.root / "host.modes"
 
     @property
     def alive(self) -> Path:
-        """Empty; the host sets its time while it watches and can write its status files."""
+        """Empty; the host updates its time while it runs and can write its status files."""
         return self.root / "host.alive"
 
     @property
     def libraries(self) -> Path:
-        """Links to the NVIDIA driver's libraries, where they are not where the loader looks."""
+        """Links to the NVIDIA driver's libraries, if they are not in the loader's default directories."""
         return self.root / "host.lib"
 
     @property
-    def wishes(self) -> Path:
-        """What shall run."""
+    def wanted_directory(self) -> Path:
+        """The directory of wanted daemons."""
         return self.root / "host.wanted"
 
     @property
     def statuses(self) -> Path:
-        """What runs."""
+        """The directory of status files."""
         return self.root / "host.status"
 
     def wanted(self, device: str) -> Path:
-        """Says that the daemon shall run."""
-        return self.wishes / f"{_checked(device)}{SUFFIX}"
+        """The file that requests the daemon."""
+        return self.wanted_directory / f"{_checked(device)}{SUFFIX}"
 
     def is_unwanted(self, device: str) -> bool:
-        """Whether the daemon shall not run; where that cannot be looked up, it may."""
+        """Whether the daemon should not run; False if unknown."""
         try:
             self.wanted(device).lstat()
         except FileNotFoundError:
-            return self.wishes.is_dir()
+            return self.wanted_directory.is_dir()
         except OSError:
             pass
         return False
 
     def status(self, device: str) -> Path:
-        """What the host says of the daemon."""
+        """The status file of the daemon."""
         return self.statuses / f"{_checked(device)}{SUFFIX}"
 
     def record(self, device: str) -> Path:
-        """The record of one daemon."""
+        """The record of the daemon."""
         return self.root / f"{_checked(device)}{SUFFIX}"
 
     def directory(self, device: str) -> Path:
-        """Everything that exists as long as the daemon does.
+        """The directory of everything that exists as long as the daemon does.
 
-        It has the device's name if that is as short as that of a GPU; otherwise `gpu_` and a hash of the name. So its
-        length is bounded, it follows from the name alone, and it never meets another name: device names have no `_`.
+        It has the device's name if that is short, like a GPU's; otherwise `gpu_` and a hash of the name. So
+        its length is limited, it depends only on the name, and it never collides with another name: device
+        names have no `_`.
         """
         name = _checked(device)
         if len(name) > _PLAIN_CHARACTERS:
@@ -423,7 +441,7 @@ class MpsLayout:
         return self.root / name
 
     def refuse_long_path(self, device: str) -> None:
-        """Raises: PermanentError if the path of a socket would be too long for NVIDIA's control daemon."""
+        """Raises PermanentError if the path of a socket is too long for NVIDIA's control daemon."""
         path = f"{self.directories(device).pipe}/{LONGEST_SOCKET_NAME}"
         excess = len(os.fsencode(path)) - LONGEST_SOCKET
         if excess > 0:
@@ -434,12 +452,12 @@ class MpsLayout:
             )
 
     def directories(self, device: str) -> MpsDirectories:
-        """The parts that clients need."""
+        """The directories that clients need."""
         top = self.directory(device)
         return MpsDirectories(pipe=str(top / "pipe"), log=str(top / "log"), shm=str(top / "shm"))
 
     def has_traces(self, device: str) -> bool:
-        """Whether a daemon is there that is not stopped yet, or the host has something to say of one."""
+        """Whether a daemon exists that is not completely stopped, or the host still reports one."""
         return (
             self.record(device).exists()
             or self.status(device).exists()
@@ -448,12 +466,12 @@ class MpsLayout:
 
 
 def mps_layout(plugin_directory: Path) -> MpsLayout:
-    """The layout below the plugin's own directory."""
+    """Returns the layout below the plugin's own directory."""
     return MpsLayout(plugin_directory / "mps")
 
 
 def is_device_name(name: str) -> bool:
-    """Whether a device can have this name."""
+    """Whether this can be a device's name."""
     return is_dns_label(name)
 
 
@@ -464,13 +482,15 @@ def _checked(device: str) -> str:
 
 
 RECORD_FORMAT = 2
-"""Of `<device>.json`, which only the host reads."""
+"""The format version of `<device>.json`, which only the host reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonRecord:
-    """`process` is the last one that was started, in boot `boot_id`. `modes_before` has the compute modes that this
-    daemon's start changes, by the UUID of the GPU: what to put back."""
+    """The host's record of a daemon. `process` is the last one started, in boot `boot_id`.
+
+    `modes_before` has the compute modes to restore, by GPU UUID.
+    """
 
     spec: MpsDaemonSpec
     boot_id: str
@@ -482,8 +502,10 @@ _RECORD = Codec(DaemonRecord)
 
 
 class DaemonRecords(JsonStore[DaemonRecord]):
-    """The record files of one layout, by device; only the host of the layout writes. A record of a newer release is set
-    aside too: the daemon is found again by its claims."""
+    """The record files of one layout, by device; only the host of the layout writes them.
+
+    A record of a newer release is also set aside: claims then request the daemon again.
+    """
 
     def __init__(self, layout: MpsLayout) -> None:
         tell = log_unreadable(
@@ -495,15 +517,16 @@ class DaemonRecords(JsonStore[DaemonRecord]):
         self._layout = layout
 
     def save(self, record: DaemonRecord) -> None:
-        """Replace the record, synced to disk. Raises: StateError."""
+        """Replaces the record, synced to disk. Raises: StateError."""
         content = json.dumps({"format": RECORD_FORMAT, **_RECORD.encode(record)}, indent=1).encode()
         self.write(record.spec.device, content, durable=True, whole=True)
 
     def forget(self, device: str) -> None:
-        """Forget the daemon for good; nothing happens where nothing is. A record that could not be read stays aside.
-        Raises: StateError."""
+        """Removes the record; does nothing if there is none. An unreadable record stays aside. Raises:
+        StateError.
+        """
         self.remove(device, durable=False)
-        # The directories that were removed before it must not come back without it.
+        # The directories removed before must not come back without the record.
         sync_removals(self.directory)
 
 

@@ -1,4 +1,6 @@
-"""The MPS host: does what the plugin wants of the control daemons of a node, and says what runs (`host_files`)."""
+"""The MPS host: starts and stops the control daemons that the plugin wants on a node, and reports them
+(`host_files`).
+"""
 
 from __future__ import annotations
 
@@ -42,20 +44,20 @@ from dra_driver.mps_host.host_files import (
 _log = structlog.get_logger(__name__)
 
 _LOCK_S = 1.0
-"""A predecessor may still be ending."""
+"""The previous host may still be exiting."""
 
 
 class Supervisor:
-    """One a directory. Daemons of different devices are started and stopped at the same time."""
+    """Manages the daemons of one directory; starts and stops those of different devices in parallel."""
 
     def __init__(self, tools: HostTools) -> None:
         self._tools = tools
         self._layout = tools.layout
-        self._wanted = wanted_files(tools.layout, _tell)
+        self._wanted = wanted_files(tools.layout, _log_unreadable)
         self._daemons: dict[str, Daemon] = {}
         self._published: dict[str, MpsDaemonStatus] = {}
-        self._blind: str | None = None
-        """Why what shall run cannot be listed."""
+        self._list_failure: str | None = None
+        """Why the wanted daemons cannot be listed."""
         self._unwritten: set[str] = set()
         self._publishing = threading.Lock()
         self._workers: dict[str, threading.Thread] = {}
@@ -63,14 +65,14 @@ class Supervisor:
         self._held = ExitStack()
 
     def open(self) -> None:
-        """Take over what is there and start to watch.
+        """Adopts existing daemons and starts to monitor.
 
-        Raises: FatalError if another process does that already, StateError if the directory cannot be used.
+        Raises: FatalError if another process does so already, StateError if the directory cannot be used.
         """
         layout = self._layout
         try:
             layout.root.mkdir(parents=True, exist_ok=True)
-            layout.root.chmod(0o711)  # a server may run as the user of its client; all files are closed
+            layout.root.chmod(0o711)  # servers may run as other users; the files are closed
             for path in (layout.lock, layout.modes, layout.alive):
                 _free(path, Path.is_file)
             for path in (layout.statuses, layout.libraries):
@@ -78,7 +80,7 @@ class Supervisor:
             descriptor = self._held.enter_context(
                 hold_file(layout.lock, threading.Lock(), time.monotonic() + _LOCK_S, "the MPS host")
             )
-            os.ftruncate(descriptor, 0)  # until all is taken over
+            os.ftruncate(descriptor, 0)  # stays empty until all daemons are adopted
             self._take_over()
             os.pwrite(descriptor, json.dumps({"format": host_files.FORMAT}).encode(), 0)
         except LockBusyError as error:
@@ -90,7 +92,9 @@ class Supervisor:
         self._watch.start()
 
     def close(self) -> None:
-        """Stop watching. Daemons run on, and the next host process goes on with starts that are in progress."""
+        """Stops monitoring. Daemons keep running, and the next host process continues starts that are in
+        progress.
+        """
         self._tools.closing.set()
         if self._watch is not None:
             self._watch.join()
@@ -99,7 +103,7 @@ class Supervisor:
         self._held.close()
 
     def status(self) -> tuple[MpsDaemonStatus, ...]:
-        """All daemons, the oldest first."""
+        """Returns all daemons, the oldest first."""
         return tuple(daemon.status for daemon in [*self._daemons.values()] if not daemon.gone)
 
     def _take_over(self) -> None:
@@ -113,11 +117,11 @@ class Supervisor:
         for device, record in records.all().items():
             self._daemons[device] = Daemon(record, self._tools, recovered=True)
         for spec in self._specs(path.name.partition(".")[0] for path in records.quarantined()):
-            if spec.device not in self._daemons and self._has_rests(spec.device):
+            if spec.device not in self._daemons and self._has_remains(spec.device):
                 self._daemons[spec.device] = self._without_record(spec)
         if not self._daemons:
-            _free(layout.wishes, Path.is_dir)
-            make_directory(layout.wishes, 0o700)
+            _free(layout.wanted_directory, Path.is_dir)
+            make_directory(layout.wanted_directory, 0o700)
         for path in layout.statuses.glob(f"*{SUFFIX}"):
             if path.name.removesuffix(SUFFIX) not in self._daemons:
                 remove_file(path)
@@ -125,7 +129,9 @@ class Supervisor:
             self._publish(device)
 
     def _specs(self, devices: Iterable[str]) -> Iterable[MpsDaemonSpec]:
-        """What is known, without the host's records, of these daemons and of all that have or had a file."""
+        """Returns what is known, without the host's records, about these daemons and all that have or had a
+        file.
+        """
         found = {device: MpsDaemonSpec(device, "", "mig", "") for device in filter(is_device_name, devices)}
         with suppress(StateError):
             found |= self._wanted.all()
@@ -133,14 +139,15 @@ class Supervisor:
             found | {status.device: status.spec for status in status_files(self._layout).all().values()}
         ).values()
 
-    def _has_rests(self, device: str) -> bool:
-        """Whether there is something of a daemon beside its record. A compute mode alone does not count: an
-        administrator may have set it."""
+    def _has_remains(self, device: str) -> bool:
+        """Whether anything is left of a daemon besides its record. A compute mode alone does not count: an
+        administrator may have set it.
+        """
         directory, pipe = self._layout.directory(device), self._layout.directories(device).pipe
         return directory.exists() or bool(processes.users_of(pipe))
 
     def _without_record(self, spec: MpsDaemonSpec) -> Daemon:
-        """For what a host left whose record is lost: its GPUs get the default compute mode back."""
+        """Returns a daemon whose record is lost; its GPUs get the default compute mode when it stops."""
         gpus = spec.gpu_uuids if spec.kind == "gpu" else ()
         modes_of = ", ".join(gpus) or None
         _log.warning("mps_daemon_without_record", device=spec.device, compute_mode_of=modes_of)
@@ -160,25 +167,27 @@ class Supervisor:
                 self._tick(now)
             if now >= sign_at and not self._unwritten:
                 sign_at = now + timings.sign
-                self._give_sign()
+                self._touch_alive()
             if now >= probe_at:
                 probe_at = now + timings.probe
                 self._work("probe", partial(_probe_all, [*self._daemons.values()]))
             self._tools.closing.wait(timings.look if self._daemons or self._unwritten else timings.idle)
 
     def _look(self) -> None:
-        """Begin with daemons that shall run, and end those that shall not, or not like that."""
+        """Starts daemons that are wanted, and stops those that are not wanted or have another spec."""
         for device, daemon in [*self._daemons.items()]:
             if daemon.gone:
                 del self._daemons[device]
         try:
             wanted = self._wanted.all()
         except StateError as error:
-            if self._blind != str(error):
-                self._blind = str(error)
-                _log.warning("mps_wanted_unreadable", path=str(self._layout.wishes), reason=str(error))
+            if self._list_failure != str(error):
+                self._list_failure = str(error)
+                _log.warning(
+                    "mps_wanted_unreadable", path=str(self._layout.wanted_directory), reason=str(error)
+                )
             return
-        self._blind = None
+        self._list_failure = None
         for device, spec in wanted.items():
             if device not in self._daemons and not self._is_busy(device):
                 record = DaemonRecord(spec, self._tools.boot_id)
@@ -191,7 +200,9 @@ class Supervisor:
                 self._attend(device, partial(daemon.stop, partial(self._is_over, daemon)))
 
     def _is_over(self, daemon: Daemon) -> bool:
-        """Whether no status says any more that it serves, and after that it still shall not run. Raises: StateError."""
+        """Publishes that the daemon no longer serves, then returns whether it is still unwanted. Raises:
+        StateError.
+        """
         device = daemon.status.device
         if not self._publish(device):
             with self._publishing:
@@ -207,14 +218,15 @@ class Supervisor:
         for device in {*self._daemons, *self._unwritten}:
             self._publish(device)
 
-    def _give_sign(self) -> None:
-        """Have the plugin see that this host watches. If that fails, the missing sign says so."""
+    def _touch_alive(self) -> None:
+        """Shows the plugin that this host is running. Ignores failures, because the missing sign shows them."""
         with suppress(OSError):
             self._layout.alive.touch(mode=0o600)
 
     def _refuse_overlap(self, spec: MpsDaemonSpec) -> None:
-        """Two daemons on one GPU would put its compute mode back under each other. Raises: RetryableError while an
-        older one has it."""
+        """Raises RetryableError while an older daemon uses one of the GPUs: two daemons would restore its
+        compute mode while the other still needs it.
+        """
         for other in self.status():
             if other.device == spec.device:
                 return
@@ -229,7 +241,7 @@ class Supervisor:
     # --- what runs -----------------------------------------------------------------------------
 
     def _publish(self, device: str) -> bool:
-        """Have the device's status file right; if that fails, the next look tries again."""
+        """Updates the device's status file; returns False if that failed, and the next check retries."""
         with self._publishing:
             daemon = self._daemons.get(device)
             status = None if daemon is None or daemon.gone else daemon.status
@@ -251,7 +263,7 @@ class Supervisor:
     # --- threads -------------------------------------------------------------------------------
 
     def _attend(self, device: str, act: Callable[[], None]) -> None:
-        """Have a thread do it, and say what has become of the device."""
+        """Acts in a thread, and publishes the device's status afterwards."""
 
         def attend() -> None:
             act()
@@ -263,33 +275,36 @@ class Supervisor:
         return name in self._workers and self._workers[name].is_alive()
 
     def _work(self, name: str, action: Callable[[], object]) -> None:
-        """Run it in a thread of its own unless the last one of this name still runs."""
+        """Runs the action in a new thread, unless the last one of this name is still running."""
         if self._is_busy(name):
             return
         thread = threading.Thread(target=_logged, args=(action,), name=f"mps-{name}")
         try:
             thread.start()
             self._workers[name] = thread
-        except RuntimeError as error:  # the next look tries again
+        except RuntimeError as error:  # the next check retries
             _log.warning("mps_look_delayed", thread=thread.name, reason=str(error))
 
 
 def _free(path: Path, is_right: Callable[[Path], bool]) -> None:
-    """Rename what is in the place of a file or directory of this host and cannot be one, which would else keep it from
-    serving any device. Raises: StateError."""
+    """Sets aside a file of the wrong type in the place of a file or directory of this host, which would block
+    all devices.
+
+    Raises: StateError.
+    """
     if os.path.lexists(path) and (path.is_symlink() or not is_right(path)):
         kept = set_aside(path, "file of the MPS host", stamp_at(path))
         _log.warning("mps_file_set_aside", path=str(path), kept_as=str(kept))
 
 
-def _tell(found: UnreadableFile) -> None:
+def _log_unreadable(found: UnreadableFile) -> None:
     _log.warning("mps_wanted_unreadable", path=str(found.kept_as), reason=found.reason)
 
 
 def _logged(action: Callable[[], object]) -> None:
     try:
         action()
-    except Exception:  # noqa: BLE001  the watch starts it again
+    except Exception:  # the next check starts it again
         _log.exception("mps_watch_failed")
 
 

@@ -99,7 +99,7 @@ def test_a_gpu_that_hangs_holds_nobody_up(unkillable, tmp_path, monkeypatch):
             mode.get(gpu)
     spec, directories = MpsDaemonSpec("gpu-1", "", "gpu", ""), MpsLayout(tmp_path).directories("gpu-1")
     with pytest.raises(RetryableError, match=r"'quit': .*does not answer: it did not end"):
-        DaemonControl(lambda: programs, spec, directories).ask_once("quit", timeout_s=0.1)
+        DaemonControl(lambda: programs, spec, directories).query_once("quit", timeout_s=0.1)
     assert time.monotonic() - began < 15
     assert control.CONTROL_PROGRAM in str(sorted(bounded_program._stuck))
 

@@ -643,7 +643,7 @@ def test_records_of_a_boot_that_is_not_known_are_not_called_prepared(kubelet: Ku
 def test_the_mps_host(tells: Tells, kubelet: KubeletChecks) -> None:
     tells(kubelet.mps_host())
     layout = mps_layout(kubelet.state)
-    for directory in (layout.wishes, layout.statuses):
+    for directory in (layout.wanted_directory, layout.statuses):
         directory.mkdir(parents=True)
     layout.lock.touch()
     tells(kubelet.mps_host())

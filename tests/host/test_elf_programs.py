@@ -144,7 +144,7 @@ def test_the_mps_daemon_and_its_server_run_with_the_hosts_driver_and_our_c_libra
     layout = MpsLayout(tmp_path / "mps")
     programs = InstalledPrograms(str(root), layout.libraries, 0o755)
     control = DaemonControl(programs, SPEC, layout.directories(SPEC.device))
-    control.ask_once(f"start_server -uid {os.geteuid()}", timeout_s=20)
+    control.query_once(f"start_server -uid {os.geteuid()}", timeout_s=20)
     output = Path(layout.directories(SPEC.device).log, OUTPUT)
     deadline = time.monotonic() + 20
     while "exited with status 1" not in (said := output.read_text()):
@@ -313,7 +313,7 @@ def test_an_mps_daemon_that_cannot_be_asked_is_told_with_its_cause(
     directories = MpsLayout(tmp_path / "mps").directories(SPEC.device)
     control = DaemonControl(broken(CONTROL_PROGRAM, harm), SPEC, directories)
     with pytest.raises(RetryableError, match=f"nvidia-cuda-mps-control cannot be started.*{cause}"):
-        control.ask_once("get_server_list", timeout_s=20)
+        control.query_once("get_server_list", timeout_s=20)
 
 
 @pytest.mark.parametrize(("harm", "cause"), BROKEN)

@@ -28,7 +28,7 @@ STEPS = [
     (ComputeMode, "set"),
     (DaemonControl, "start"),
     (DaemonControl, "_pass"),
-    (DaemonControl, "end_users"),
+    (DaemonControl, "stop_processes"),
     (daemon_module, "_clear_directory"),
     (daemon_module, "remove_directory"),
     (host_supervisor, "write_atomically"),

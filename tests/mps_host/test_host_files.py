@@ -52,7 +52,7 @@ class FakeHost:
 
     def __init__(self, top: Path) -> None:
         self.layout = MpsLayout(top / "mps")
-        for directory in (self.layout.wishes, self.layout.statuses):
+        for directory in (self.layout.wanted_directory, self.layout.statuses):
             directory.mkdir(parents=True)
         self.files = MpsHostFiles(self.layout, wait_s=0.0)
         self._held = ExitStack()
@@ -85,7 +85,7 @@ def fake(tmp_path: Path) -> FakeHost:
 @given(st.from_type(MpsDaemonSpec))
 def test_what_is_wanted_there_and_back(tmp_path_factory: pytest.TempPathFactory, spec: MpsDaemonSpec) -> None:
     layout = MpsLayout(tmp_path_factory.mktemp("there"))
-    layout.wishes.mkdir()
+    layout.wanted_directory.mkdir()
     layout.wanted("gpu-1").write_bytes(encode_wanted(spec))
     assert wanted_files(layout).all() == {"gpu-1": spec}
 
@@ -105,7 +105,7 @@ def test_anything_else_says_nothing_and_stays(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:
     layout = MpsLayout(tmp_path_factory.mktemp("anything"))
-    layout.wishes.mkdir()
+    layout.wanted_directory.mkdir()
     layout.wanted("gpu-1").write_bytes(content)
     told: list[UnreadableFile] = []
     files = wanted_files(layout, told.append)
@@ -144,14 +144,14 @@ def test_without_a_host_that_reads_it_nothing_is_written(
     with pytest.raises(NoMpsHostError, match=text):
         fake.files.ensure(SPEC)
     fake.files.stop("gpu-1")
-    assert list(fake.layout.wishes.iterdir()) == []
+    assert list(fake.layout.wanted_directory.iterdir()) == []
     fake.layout.wanted("gpu-1").write_bytes(encode_wanted(SPEC))
     fake.answer(SPEC)
     with pytest.raises(NoMpsHostError, match=text):
         fake.files.ensure(SPEC)
     with pytest.raises(NoMpsHostError, match=text):
         fake.files.stop("gpu-1")
-    assert list(fake.layout.wishes.iterdir()) == [], "the next host stops it"
+    assert list(fake.layout.wanted_directory.iterdir()) == [], "the next host stops it"
     fake.close()
 
 
@@ -495,7 +495,7 @@ def test_daemon_of_another_spec_than_wanted_is_stopped_first(host: Host) -> None
     host.layout.wanted("gpu-2").write_bytes(encode_wanted(other))
     status = host.supervisor().ensure(other, 20)
     assert (status.spec, status.pid != before.pid) == (other, True)
-    assert host.control().ask_once("get_default_active_thread_percentage", timeout_s=2) == ["50.0"]
+    assert host.control().query_once("get_default_active_thread_percentage", timeout_s=2) == ["50.0"]
 
 
 def test_failed_start_is_tried_again_at_once_when_it_is_asked_for_again(host: Host) -> None:
@@ -553,31 +553,31 @@ def test_what_is_wanted_and_cannot_be_read_ends_no_daemon_and_stays(host: Host, 
 def test_directory_that_is_gone_or_no_directory_ends_no_daemon(host: Host, logs) -> None:
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(), 10)
-    kept = host.layout.wishes.rename(host.layout.root / "elsewhere")
+    kept = host.layout.wanted_directory.rename(host.layout.root / "elsewhere")
     eventually(lambda: "mps_wanted_unreadable" in [line["event"] for line in logs])
-    host.layout.wishes.touch()
+    host.layout.wanted_directory.touch()
     supervisor.close()
     supervisor = host.supervisor()
     eventually(lambda: supervisor.status()[0].state == "ready")
     assert supervisor.status()[0].pid == first.pid
     with pytest.raises(StateError, match=r"host\.wanted"):
         supervisor.ensure(host.spec(3), 10)
-    host.layout.wishes.unlink()
-    kept.rename(host.layout.wishes)
+    host.layout.wanted_directory.unlink()
+    kept.rename(host.layout.wanted_directory)
     assert supervisor.ensure(host.spec(), 10).pid == first.pid
     supervisor.stop("gpu-2", 10)
     host.assert_nothing_left()
 
 
 def test_foreign_files_are_left_alone(host: Host) -> None:
-    host.layout.wishes.mkdir(parents=True)
+    host.layout.wanted_directory.mkdir(parents=True)
     names = {"README", "GPU.json", "gpu-2.json.unreadable", "gpu-9.other"}
     for name in names:
-        (host.layout.wishes / name).touch()
+        (host.layout.wanted_directory / name).touch()
     supervisor = host.supervisor()
     supervisor.ensure(host.spec(), 10)
     supervisor.stop("gpu-2", 10)
-    assert {path.name for path in host.layout.wishes.iterdir()} == names
+    assert {path.name for path in host.layout.wanted_directory.iterdir()} == names
     assert supervisor.status() == ()
 
 
@@ -668,6 +668,6 @@ def test_a_host_at_rest_writes_nothing(host: Host) -> None:
 
 def test_only_the_owner_reads_what_is_wanted_and_what_runs(host: Host) -> None:
     host.supervisor().ensure(host.spec(), 10)
-    for directory in (host.layout.wishes, host.layout.statuses):
+    for directory in (host.layout.wanted_directory, host.layout.statuses):
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}

@@ -38,7 +38,7 @@ MEMORY = "get_default_device_pinned_mem_limit"
 
 
 def ask(host: MpsHost, *questions: str, device: str = "gpu-1") -> list[str]:
-    return host.control(device).ask_once(*questions, timeout_s=5.0)
+    return host.control(device).query_once(*questions, timeout_s=5.0)
 
 
 def unprobed(host: MpsHost) -> Supervisor:
@@ -317,7 +317,7 @@ def test_a_question_is_repeated_until_the_other_program_has_ended(
     supervisor = unprobed(real_host)
     supervisor.ensure(SPEC, 20.0)
     threading.Timer(0.5, other_program().communicate).start()
-    assert supervisor._daemons["gpu-1"]._control.ask_servers() == (None, 0)
+    assert supervisor._daemons["gpu-1"]._control.query_servers() == (None, 0)
 
 
 def test_our_own_questions_never_meet(real_host: MpsHost) -> None:
@@ -325,4 +325,4 @@ def test_our_own_questions_never_meet(real_host: MpsHost) -> None:
     supervisor.ensure(SPEC, 20.0)
     conversation = supervisor._daemons["gpu-1"]._control
     with ThreadPoolExecutor(8) as threads:
-        assert list(threads.map(lambda _: conversation.ask_servers(), range(8))) == [(None, 0)] * 8
+        assert list(threads.map(lambda _: conversation.query_servers(), range(8))) == [(None, 0)] * 8

@@ -57,7 +57,7 @@ def test_a_daemon_is_ready_with_its_limits_and_gone_without_trace(host):
     assert [process.pid for process in host.daemons()] == [status.pid]
     assert host.compute_mode() == EXCLUSIVE_PROCESS
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm)) is IS_ROOT
-    ask = host.control().ask_once
+    ask = host.control().query_once
     assert ask("get_default_active_thread_percentage", timeout_s=2) == ["50.0"]
     assert ask("get_default_device_pinned_mem_limit 0", timeout_s=2) == ["4G"]
     assert supervisor.status() == (status,)
@@ -84,7 +84,7 @@ def test_the_daemon_sees_its_own_shared_memory_only(host):
 def test_who_may_not_mount_or_serve_others_is_told_once(host, logs, monkeypatch):
     monkeypatch.setattr(KernelMounter, "mount", refuse_mount)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    daemon_control._tell_one_user.cache_clear()
+    daemon_control._log_one_user.cache_clear()
     supervisor = host.supervisor()
     for index in (2, 3):
         spec = host.spec(index, multi_user=True)
@@ -353,7 +353,7 @@ def test_servers_that_outlive_their_daemon_are_ended_before_the_next_one(host):
     server.write_bytes(b"#!/bin/sh\nwhile :; do sleep 1; done\n")
     supervisor = host.supervisor(probe=60)
     first = supervisor.ensure(host.spec(), 10)
-    host.control().ask_once("start_server -uid 0", timeout_s=2)
+    host.control().query_once("start_server -uid 0", timeout_s=2)
     eventually(lambda: len(host.daemons()) >= 2)
     server.write_bytes(usual)
     os.kill(first.pid, signal.SIGKILL)
@@ -675,7 +675,7 @@ def test_many_cycles_leave_nothing(host, monkeypatch):
         return child
 
     monkeypatch.setattr(DaemonControl, "start", start)
-    monkeypatch.setattr(DaemonControl, "ask_once", lambda *_, timeout_s: ["100.0"])
+    monkeypatch.setattr(DaemonControl, "query_once", lambda *_, timeout_s: ["100.0"])
 
     class Quick:
         def get(self, _):
@@ -756,7 +756,7 @@ def held(host):
 
 def is_busy(host):
     try:
-        host.control().ask_once("get_server_list", timeout_s=2)
+        host.control().query_once("get_server_list", timeout_s=2)
     except BusyError:
         return True
     return False
@@ -770,12 +770,12 @@ def test_daemon_that_talks_with_another_program_is_ready_and_asked_again_later(h
         with pytest.raises(
             RetryableError, match=r"it talked with another program|Cannot send command|does not answer"
         ):
-            supervisor._daemons["gpu-2"]._control.ask_servers()
+            supervisor._daemons["gpu-2"]._control.query_servers()
         supervisor._daemons["gpu-2"].probe()
         assert (supervisor.status()[0].state, supervisor.status()[0].pid) == ("ready", first.pid)
     finally:
         other.communicate()
-    eventually(lambda: supervisor._daemons["gpu-2"]._control.ask_servers() == (None, 0))
+    eventually(lambda: supervisor._daemons["gpu-2"]._control.query_servers() == (None, 0))
 
 
 @pytest.mark.parametrize("way", ["by the same host", "by the next host"])
