@@ -47,8 +47,8 @@ from dra_driver.mps_host import daemon_processes as processes
 from dra_driver.mps_host.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps_host.daemon_control import (
     OUTPUT,
-    StartCancelledError,
     DaemonControl,
+    StartCancelledError,
     Timings,
     bound_logs,
     check_spec,
@@ -148,7 +148,7 @@ class Daemon:
                     self._bring_up()
             except StartCancelledError:
                 pass  # the next host process continues, or `stop` does
-            except Exception as error:  # retried later, and shown in the status
+            except Exception as error:  # noqa: BLE001  retried later, and shown in the status
                 if not isinstance(error, DraDriverError):
                     _log.exception("mps_request_failed")
                 self._failed(error)

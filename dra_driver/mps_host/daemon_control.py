@@ -248,7 +248,7 @@ class DaemonControl:
         code, output = run_driver_program(
             self.find,
             CONTROL_PROGRAM,
-            action=f"query the MPS daemon {questions[0]!r}",
+            action=f"ask the MPS daemon {questions[0]!r}",
             timeout_s=timeout_s,
             subject=self.directories.pipe,
             variables=self._variables,

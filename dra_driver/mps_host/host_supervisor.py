@@ -304,7 +304,7 @@ def _log_unreadable(found: UnreadableFile) -> None:
 def _logged(action: Callable[[], object]) -> None:
     try:
         action()
-    except Exception:  # the next check starts it again
+    except Exception:  # noqa: BLE001  the next check starts it again
         _log.exception("mps_watch_failed")
 
 
