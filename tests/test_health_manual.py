@@ -52,8 +52,17 @@ MANUAL = Path(__file__).parents[1] / "docs/health.md"
 NOW = 1_800_000_000
 GPU = HealthState(HealthTarget(uuid(0)))
 ACTIONS = [value for name, value in vars(pynvml).items() if name.startswith("NVML_GPU_RECOVERY_ACTION_")]
-HEADER = "| Taint | Value | Effect | Pods | Meaning |\n|---|---|---|---|---|\n"
-XID_HEADER = "| Taint | Value | Effect | Pods | Meaning | NVIDIA's catalog |\n|---|---|---|---|---|---|\n"
+HEADERS = {
+    "signals": "| Reason | Meaning |\n|---|---|\n",
+    "xids": "| Xid | Meaning | NVIDIA's catalog |\n|---|---|---|\n",
+}
+GROUPS = {
+    ("NoSchedule", "Unhealthy"): "Taint with `NoSchedule`; devices of pods become `Unhealthy`:",
+    ("NoSchedule", "Healthy"): "Taint with `NoSchedule`:",
+    ("None", "Healthy"): "Taint with `None`:",
+    ("", "Healthy"): "No taint:",
+}
+"""By the effect of the taint and what the kubelet shows for pods, the worst first."""
 
 
 def section(name: str) -> tuple[str, str, str]:
@@ -77,15 +86,23 @@ def table(heading: str) -> Mapping[str, Sequence[str]]:
 @pytest.mark.parametrize("name", ["signals", "xids"])
 def test_manual_says_what_the_model_makes_of_each_observation(name: str, update_golden: bool) -> None:
     before, within, after = section(name)
-    header = HEADER if name == "signals" else XID_HEADER
-    made = header + "".join(MAKERS[name]())
+    rows = [*MAKERS[name]()]
+    assert {group for group, _ in rows} == {*GROUPS}
+    made = "\n".join(
+        f"{title}\n\n{HEADERS[name]}" + "".join(text for found, text in rows if found == group)
+        for group, title in GROUPS.items()
+    )
     if update_golden:
         MANUAL.write_text(before + made + after)
     else:
         assert within == made, "run pytest tests/test_health_manual.py --update-golden"
 
 
-def signal_rows() -> Iterator[str]:
+Row = tuple[tuple[str, str], str]
+"""The key in `GROUPS`, and the line of the table."""
+
+
+def signal_rows() -> Iterator[Row]:
     """Everything that the model can say but Xids."""
     looks = [PolledHealth(recovery_action=action) for action in sorted(ACTIONS)]
     looks += [PolledHealth(fabric=state) for state in get_args(FabricState)]
@@ -106,7 +123,7 @@ def signal_rows() -> Iterator[str]:
     stories += [
         [DoubleBitError()],
         [Unreachable()],
-        [MonitoringState("events of the GPU cannot be heard: …")],
+        [MonitoringState("NVML sends no events of the GPU: …")],
         [Hanging("an operation of gpu-dra-driver", rules.UNRESPONSIVE_AFTER_S)],
         [PollResult(PolledHealth(answered=False))] * rules.SILENT_POLLS,
     ]
@@ -129,10 +146,11 @@ def signal_rows() -> Iterator[str]:
     for _, reason in sorted(reasons.items()):
         text = re.sub(r"^2 uncorr", "N uncorr", reason.text)
         text = re.sub(r"\d+(, \d+)*( and \d+ more)?", "N", text) if reason.key == "nvlink" else text
-        yield row(reason, f"`{reason.value}`" if reason.value else "none", text)
+        shown = f"{reason.key}={reason.value}" if reason.value else reason.key
+        yield group_of(reason), f"| `{shown}` | {text} |\n"
 
 
-def xid_rows() -> Iterator[str]:
+def xid_rows() -> Iterator[Row]:
     """Numbers of one meaning and action in one row, the worst first, and those that mean nothing at the end."""
     rows: dict[tuple[str, str, str], list[int]] = {}
     for number, entry in CATALOG.items():
@@ -142,16 +160,14 @@ def xid_rows() -> Iterator[str]:
     for (_, text, bucket), numbers in sorted(rows.items(), key=lambda item: (item[0][0], min(item[1]))):
         [number, *_] = numbers
         reasons = told(Xid(number))
-        shown = ", ".join(f"`{one}`" for one in numbers)
-        action = f"`{bucket}`" if bucket else "none yet"
-        unsure = "" if is_decided(number) else "; the recovery action decides"
-        if reasons:
-            yield row(reasons[0], shown, f"{text}{unsure} | {action}")
-        else:
-            yield f"| none | {shown} | none | Healthy | {text} | {action} |\n"
+        shown = ", ".join(map(str, numbers))
+        action = f"`{bucket}`" if bucket else ""
+        unsure = "" if is_decided(number) else " (recovery action)"
+        group = group_of(reasons[0]) if reasons else ("", "Healthy")
+        yield group, f"| {shown} | {text}{unsure if reasons else ''} | {action} |\n"
 
 
-MAKERS: Mapping[str, Callable[[], Iterator[str]]] = {"signals": signal_rows, "xids": xid_rows}
+MAKERS: Mapping[str, Callable[[], Iterator[Row]]] = {"signals": signal_rows, "xids": xid_rows}
 
 
 def told(*observations: Observation) -> tuple[Reason, ...]:
@@ -161,11 +177,10 @@ def told(*observations: Observation) -> tuple[Reason, ...]:
     return state.reasons
 
 
-def row(reason: Reason, value: str, text: str) -> str:
+def group_of(reason: Reason) -> tuple[str, str]:
     taints = taints_of([reason], TaintPolicy())
-    name = f"`{taints[0]['key'].removeprefix(PREFIX)}`" if taints else "none"
-    effect = f"`{taints[0]['effect']}`" if taints else "none"
-    return f"| {name} | {value} | {effect} | {pods(reason)} | {text} |\n"
+    assert [taint["key"] for taint in taints] in ([], [PREFIX + reason.key])
+    return taints[0]["effect"] if taints else "", pods(reason)
 
 
 class OneReason:
@@ -198,7 +213,7 @@ def test_manual_says_what_to_do_for_every_taint() -> None:
     assert sorted(table("## What to do")) == sorted(TAINTED_KEYS)
 
 
-def test_manual_lists_the_events_that_are_written() -> None:
+def test_health_changes_write_four_events() -> None:
     written: set[str] = set()
 
     class Listener:
@@ -220,7 +235,7 @@ def test_manual_lists_the_events_that_are_written() -> None:
     for before, after in product(Severity, Severity):
         news.health_changed(HealthChange(GPU.target, NOW, before, after, "text"))
     news.health_changed(HealthChange(GPU.target, NOW, Severity.LOST, Severity.OK, "text", is_gone=True))
-    assert set(table("## Events").keys()) == written
+    assert written == {"GPUUnhealthy", "GPULost", "GPURecovered", "GPUGone"}
 
 
 def test_examples_of_the_manuals_are_right() -> None:

@@ -145,7 +145,7 @@ class GpuPoller(HealthThread):
 
     def _take_monitored(self) -> None:
         problem = self._deaf or self._unheard
-        text = None if problem is None else f"events of the GPU cannot be heard: {problem}"
+        text = None if problem is None else f"NVML sends no events of the GPU: {problem}"
         self._book.take({self._target: (MonitoringState(text),)})
 
     def _take_events(self) -> None:

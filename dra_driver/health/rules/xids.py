@@ -27,7 +27,7 @@ _ROWS: tuple[tuple[tuple[int, ...], str, str], ...] = (
     ((8,), "RESTART_APP", "a program's channel was idle for too long"),
     ((11, 25, 32), "RESTART_APP", "a program sent commands that are not valid"),
     ((13,), "RESTART_APP", "a program caused a graphics engine exception"),
-    ((14,), "IGNORE", "an error that somebody injected"),
+    ((14,), "IGNORE", "an injected error"),
     ((31,), "RESTART_APP", "a program accessed GPU memory that it does not have"),
     ((37, 38), "IGNORE", "an error of the NVIDIA driver's firmware"),
     (
