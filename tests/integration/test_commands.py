@@ -468,7 +468,7 @@ def test_examples_fit_the_machines_that_they_are_for() -> None:
     code, reports, error = validate(*(str(EXAMPLES / name) for name in WHOLE), "--simulate", "dgx-h100")
     assert (code, error) == (0, "")
     devices = {r["name"]: len(r["devices"]) for r in reports if r["name"].startswith("ResourceClaim")}
-    assert devices["ResourceClaimTemplate nvlink-domain"] == 8
+    assert devices["ResourceClaimTemplate nvlink-domain"] == 2
     assert all(devices.values())
     notes = [note for report in reports if report["name"] == "Pod two-claims" for note in report["notes"]]
     assert notes == ["its 2 claims fit at one time"]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,7 +56,10 @@ class Playground:
         raise AssertionError(text)
 
     def apply(self, example: str) -> None:
-        for document in _documents(example):
+        self.create(documents(example))
+
+    def create(self, objects: Iterable[dict[str, Any]]) -> None:
+        for document in objects:
             self.call("POST", _path(document), document)
 
     def phase(self, pod: str, namespace: str = "default") -> str:
@@ -211,7 +214,7 @@ def test_two_playgrounds_stand_beside_each_other_and_tell_why_a_pod_waits(
     assert one.variables["KUBECONFIG"] != other.variables["KUBECONFIG"]
     assert one.url != other.url
     one.apply("shared-claim")
-    users = [document["metadata"]["name"] for document in _pods("shared-claim")]
+    users = [one["metadata"]["name"] for one in documents("shared-claim") if one["kind"] == "Pod"]
     for name in users:
         eventually(lambda name=name: one.phase(name) == "Running")
     one.apply("one-gpu")
@@ -228,62 +231,13 @@ def test_two_playgrounds_stand_beside_each_other_and_tell_why_a_pod_waits(
     assert list(temporary.iterdir()) == []
 
 
-CONFIG = """\
-sharing:
-  - {selector: {pciBusIDs: ["0000:d1:00.0"]}, mode: shares, shares: 4, enforce: mps}
-  - {selector: {pciBusIDs: ["0000:c3:00.0"]}, mode: memory, enforce: mps, multiprocessors: true}
-dynamicMig: {enabled: true, gpus: {pciBusIDs: ["0000:df:00.0", "0000:9d:00.0"]}}
-"""
-LAYOUT = (ROOT / "docs/tutorials/layout.yaml").read_text()
-STARTED = {
-    ("dgx-h100", ""): ("nvlink-domain",),
-    ("h100-mig-static", "sharing: [{selector: {devices: mig}, mode: shares, shares: 2, enforce: mps}]\n"): (
-        "mig-shares", "static-mig"
-    ),
-    ("dgx-h100", LAYOUT): ("mixed-inference",),
-    ("dgx-h100", "passthrough: {enabled: true}\n"): ("vm-gpu", "one-gpu"),
-    ("dgx-h100", CONFIG): (
-        "admin-access", "extended-resource", "first-available", "gpu-memory", "gpu-shares",
-        "mig-extended-resource", "mig-mps", "mig-on-demand", "mig-same-gpu", "mps-shared-claim", "selectors",
-        "shared-claim", "time-slicing", "two-claims",
-    ),
-}  # fmt: skip
-NEEDS_A_NIC = {"gpu-and-nic"}
-
-
-def test_every_example_of_pods_is_started() -> None:
-    of_pods = {path.name for path in EXAMPLES.iterdir() if path.is_dir() and _pods(path.name)}
-    assert sorted(of_pods - NEEDS_A_NIC) == sorted(name for names in STARTED.values() for name in names)
-
-
-@pytest.mark.parametrize(("machine", "config"), STARTED)
-def test_examples_start(start: Callable[..., Playground], tmp_path: Path, machine: str, config: str) -> None:
-    file = tmp_path / "config.yaml"
-    file.write_text(config)
-    playground = start(machine, *(["--config", str(file)] if config else []))
-    eventually(playground.devices)
-    for example in STARTED[machine, config]:
-        playground.apply(example)
-        pods = [
-            (one["metadata"]["name"], one["metadata"].get("namespace", "default")) for one in _pods(example)
-        ]
-        for name, namespace in pods:
-            eventually(lambda name=name, of=namespace: playground.phase(name, of) == "Running")
-            playground.delete(name, namespace)
-        eventually(lambda: not any(one.get("status") for one in playground.claims()))
-
-
 def _path(document: dict[str, Any]) -> str:
     group = "api/v1" if document["apiVersion"] == "v1" else f"apis/{document['apiVersion']}"
     kind = document["kind"].lower()
-    if kind in ("namespace", "deviceclass"):
+    if kind in ("namespace", "deviceclass", "resourceslice"):
         return f"/{group}/{kind}{'es' if kind.endswith('s') else 's'}"
     return f"/{group}/namespaces/{document['metadata'].get('namespace', 'default')}/{kind}s"
 
 
-def _documents(example: str) -> list[dict[str, Any]]:
+def documents(example: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((EXAMPLES / example / f"{example}.yaml").read_text()))
-
-
-def _pods(example: str) -> list[dict[str, Any]]:
-    return [document for document in _documents(example) if document["kind"] == "Pod"]

@@ -1,0 +1,219 @@
+"""The examples in the playground: each starts, and its pods get the devices that its README names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.fakes.waiting import eventually
+from tests.playground.test_playground import EXAMPLES, ROOT, Playground, documents, start, temporary
+
+__all__ = ["start", "temporary"]
+
+CONFIGURATIONS = {
+    "imex": "imex: {channel: 0}",
+    "layout": (ROOT / "docs/tutorials/layout.yaml").read_text(),
+    "mig-shares": 'sharing: [{selector: {pciBusIDs: ["0000:53:00.0"]}, mode: shares, shares: 2, enforce: mps}]',
+    "parts": """
+        sharing:
+          - {selector: {pciBusIDs: ["0000:d1:00.0"]}, mode: shares, shares: 4, enforce: mps}
+          - {selector: {pciBusIDs: ["0000:c3:00.0"]}, mode: memory, enforce: mps, multiprocessors: true}
+        dynamicMig: {enabled: true, gpus: {pciBusIDs: ["0000:df:00.0", "0000:9d:00.0"]}}
+    """,
+    "passthrough": "passthrough: {enabled: true}",
+}
+GPUS = [f"gpu {number}" for number in range(8)]
+ADMIN = [f"{gpu} admin" for gpu in GPUS]
+"""What a pod of a monitoring agent gets."""
+
+
+def limits(memory: str, percentage: int) -> list[str]:
+    """What containers of an MPS claim find in their environment."""
+    return [f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0={memory}", f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={percentage}"]
+
+
+QUARTER = ["gpu 0 shares=1", *limits("20389M", 25)]
+STARTED: dict[tuple[str, str], dict[str, list[list[str]]]] = {
+    ("dgx-h100", "default"): {
+        "admin-access": [ADMIN],
+        "cuda-job": [["gpu 0"], ["gpu 1"]],
+        "extended-resource": [["gpu 0"]],
+        "gpu-and-nic": [["gpu 0", "dra.net 1"]],
+        "gpu-feature-discovery": [ADMIN],
+        "jobset": [GPUS[:4], GPUS[4:]],
+        "kai": [GPUS[:2], GPUS[2:4]],
+        "kueue": [GPUS[:2], GPUS[2:4], GPUS[4:6], GPUS[6:]],
+        "monitoring-daemonset": [ADMIN],
+        "mps-shared-claim": [["gpu 0", *limits("10240M", 50)]] * 2,
+        "nvlink-domain": [GPUS[:2]],
+        "one-gpu": [["gpu 0"]],
+        "pytorch-ddp": [GPUS],
+        "selectors": [["gpu 0"]],
+        "shared-claim": [["gpu 0"], ["gpu 0"]],
+        "time-slicing": [["gpu 0"], ["gpu 0"]],
+        "two-claims": [["gpu 0", "gpu 1"]],
+        "volcano": [GPUS[:2], GPUS[2:4], GPUS[4:6], GPUS[6:]],
+    },
+    ("dgx-h100", "layout"): {"mixed-inference": [["1g.10gb 0"], ["gpu 1"]]},
+    ("dgx-h100", "passthrough"): {"vm-gpu": [["vfio 0"]]},
+    ("dgx-h100", "parts"): {
+        "first-available": [["1g.10gb 0 mig"]],
+        "gpu-memory": [["gpu 0 memory=8Gi multiprocessors=32", *limits("8192M", 24)]] * 2,
+        "gpu-shares": [QUARTER, QUARTER],
+        "mig-extended-resource": [["1g.10gb 0"]],
+        "mig-mps": [["2g.20gb 0", *limits("8192M", 50)]] * 2,
+        "mig-on-demand": [["1g.10gb 0"]],
+        "mig-same-gpu": [["3g.40gb 0", "2g.20gb 1", "1g.10gb 2", "1g.10gb 3"]],
+        "vllm": [["gpu 0 shares=2", *limits("40779M", 50)]] * 2,
+    },
+    ("gb200-nvl72-tray", "imex"): {"imex-job": [GPUS[:4]]},
+    ("h100-mig-static", "mig-shares"): {
+        "mig-shares": [["3g.40gb 0 shares=1", *limits("20224M", 50)]] * 2,
+        "static-mig": [["1g.10gb 0"]],
+    },
+}
+"""By machine and configuration: what each pod of an example gets, in the order of the file. Equal numbers are equal
+devices. The playground has one tray of the two that imex-job needs."""
+STORED = ("Namespace", "ResourceClaim", "ResourceClaimTemplate")
+
+
+def test_every_example_is_started() -> None:
+    names = sorted(path.name for path in EXAMPLES.iterdir() if path.is_dir())
+    assert sorted(name for examples in STARTED.values() for name in examples) == names
+
+
+@pytest.mark.parametrize(("machine", "config"), STARTED)
+def test_example_starts_with_the_devices_of_its_readme(
+    start: Callable[..., Playground], tmp_path: Path, machine: str, config: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIGURATIONS.get(config, ""))
+    playground = start(machine, "--config", str(file))
+    eventually(playground.devices)
+    if "gpu-and-nic" in STARTED[machine, config]:
+        playground.create(nic_of_dranet(playground.devices()[3]))
+    got = {name: started(playground, name, len(pods)) for name, pods in STARTED[machine, config].items()}
+    assert got == STARTED[machine, config]
+
+
+def test_nvlink_pair_is_found_where_another_pod_has_half_of_a_pair(start: Callable[..., Playground]) -> None:
+    playground = start("a100-pcie-pairs")
+    eventually(playground.devices)
+    playground.apply("one-gpu")
+    eventually(lambda: playground.phase("one-gpu") == "Running")
+    playground.apply("nvlink-domain")
+    eventually(lambda: playground.phase("nvlink-domain") == "Running")
+    domains = {device["name"]: device["attributes"]["nvlinkDomain"] for device in playground.devices()}
+    [pair] = [claim for claim in playground.claims() if uses(claim, {"nvlink-domain"})]
+    first, second = pair["status"]["allocation"]["devices"]["results"]
+    assert domains[first["device"]] == domains[second["device"]]
+
+
+def nic_of_dranet(gpu: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """An adapter behind the PCIe root of a GPU, and the class that the README shows."""
+    readme = (EXAMPLES / "gpu-and-nic/README.md").read_text()
+    yield yaml.safe_load(readme[readme.index("    apiVersion") :].partition("\n\n")[0])
+    name = "resource.kubernetes.io/pcieRoot"
+    attributes = {"rdma": {"bool": True}, name: gpu["attributes"][name]}
+    spec = {
+        "driver": "dra.net", "nodeName": "playground-node", "devices": [{"name": "nic", "attributes": attributes}],
+        "pool": {"name": "playground-node", "generation": 1, "resourceSliceCount": 1},
+    }  # fmt: skip
+    yield {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceSlice",
+        "metadata": {"name": "nic"},
+        "spec": spec,
+    }
+
+
+def started(playground: Playground, example: str, count: int) -> list[list[str]]:
+    """What the first pods of an example get. Deletes the pods, and waits until their devices are free again."""
+    objects = documents(example)
+    there = {one["metadata"]["name"] for one in playground.call("GET", "/api/v1/namespaces")["items"]}
+    playground.create(
+        one
+        for one in objects
+        if one["kind"] in STORED and (one["kind"] != "Namespace" or one["metadata"]["name"] not in there)
+    )
+    pods = [pod for one in objects for pod in pods_of(one)]
+    assert len(pods) == count or example == "imex-job"
+    names = [(pod["metadata"].get("namespace", "default"), pod["metadata"]["name"]) for pod in pods[:count]]
+    for pod, (namespace, name) in zip(pods, names, strict=False):
+        playground.create([pod])
+        eventually(lambda of=namespace, name=name: playground.phase(name, of) == "Running")
+    numbers: dict[str, int] = {}
+    got = [
+        [
+            text
+            for claim in playground.claims()
+            if uses(claim, {name})
+            for text in described(playground, claim, numbers)
+        ]
+        for _, name in names
+    ]
+    for namespace, name in names:
+        playground.delete(name, namespace)
+    eventually(lambda: not any(uses(claim, {name for _, name in names}) for claim in playground.claims()))
+    return got
+
+
+def uses(claim: dict[str, Any], pods: set[str]) -> bool:
+    return not pods.isdisjoint(one["name"] for one in claim.get("status", {}).get("reservedFor", ()))
+
+
+def described(playground: Playground, claim: dict[str, Any], numbers: dict[str, int]) -> Iterator[str]:
+    """Each device of a claim: what it is, its number, the chosen wish of a list, and what the claim takes of it. Then
+    the limits of MPS."""
+    slices = playground.call("GET", "/apis/resource.k8s.io/v1/resourceslices")["items"]
+    published = {
+        (entry["spec"]["driver"], device["name"]): device["attributes"]
+        for entry in slices
+        for device in entry["spec"].get("devices", [])
+    }
+    results = claim["status"]["allocation"]["devices"]["results"]
+    found = [published[result["driver"], result["device"]] for result in results]
+    for constraint in claim["spec"]["devices"].get("constraints", []):
+        key = constraint["matchAttribute"].removeprefix("gpu.nvidia.com/")
+        assert len({json.dumps(attributes[key]) for attributes in found}) == 1
+    for result, attributes in zip(results, found, strict=True):
+        what = attributes.get("profile") or attributes.get("type") or {"string": result["driver"]}
+        consumed = result.get("consumedCapacity", {})
+        names = ["shares"] if "shares" in consumed else ["memory", "multiprocessors"]
+        taken = [f"{name}={consumed[name]}" for name in names if name in consumed]
+        wish = result["request"].partition("/")[2:]
+        admin = ["admin"] if result.get("adminAccess") else []
+        number = numbers.setdefault(result["device"], len(numbers))
+        yield " ".join(filter(None, [what["string"], str(number), *wish, *admin, *taken]))
+    [spec] = Path(playground.variables["CDI_ROOT"]).glob(f"*{claim['metadata']['uid']}.yaml")
+    yield from dict.fromkeys(re.findall(r"CUDA_MPS_(?:ACTIVE|PINNED)\w+=[\w=]+", spec.read_text()))
+
+
+def pods_of(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The pods that a controller makes of an object and starts at once."""
+    if document["kind"] == "Pod":
+        yield document
+        return
+    for count, spec in templates(document):
+        for number in range(count):
+            metadata = document["metadata"] | {"name": f"{document['metadata']['name']}-{number}"}
+            yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def templates(content: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    """How many pods start at once, and their spec."""
+    if isinstance(content, list):
+        for inner in content:
+            yield from templates(inner)
+    elif isinstance(content, dict):
+        template = content.get("template")
+        if isinstance(template, dict) and "containers" in template["spec"]:
+            yield content.get("parallelism", content.get("replicas", 1)), template["spec"]
+        else:
+            yield from templates(list(content.values()))
